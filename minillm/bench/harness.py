@@ -1,0 +1,148 @@
+"""How minillm measures: things in turn inside one run, ratios of neighbours, medians with their spread.
+
+A ratio compares two runs that follow each other on the same machine, so a slow minute hits both. What is compared
+must give the same tokens, or the result says that it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from minillm import hardware
+
+SCHEMA = 1
+LIBRARIES = ("torch", "transformers", "numba", "triton", "numpy")
+
+
+@dataclass(frozen=True)
+class System:
+    """One contestant: `run()` generates and returns the token ids of every prompt."""
+
+    name: str
+    run: Callable[[], list[list[int]]]
+    baseline: str | None = None
+    """The system it is compared with; None for the first."""
+    extra: Callable[[], dict[str, Any]] = dict
+    """What else to report of its last run, such as τ."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a benchmark's table; `ratio` is the speed of `system` over that of `baseline`."""
+
+    system: str
+    baseline: str | None
+    ratio: float | None
+    ratio_min: float | None
+    ratio_max: float | None
+    tokens_per_s: float
+    p50_ms: float
+    """Median time per generated token."""
+    peak_memory_bytes: int | None
+    outputs_equal: bool | None
+    """Whether the tokens are those of the baseline; None for the baseline itself."""
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def compare(
+    systems: Sequence[System], rounds: int, peak_memory: Callable[[str], int | None] = lambda name: None
+) -> list[Row]:
+    """Warm every system up once, then run them in turn `rounds` times (A B C A B C …)."""
+    tokens: dict[str, list[list[int]]] = {}
+    seconds: dict[str, list[float]] = {system.name: [] for system in systems}
+    with tqdm(total=(rounds + 1) * len(systems), desc="measuring", unit=" runs") as bar:
+        for turn in range(rounds + 1):
+            for system in systems:
+                bar.set_postfix_str(system.name)
+                began = time.perf_counter()
+                tokens[system.name] = system.run()
+                if turn:
+                    seconds[system.name].append(time.perf_counter() - began)
+                bar.update()
+    return [_row(system, tokens, seconds, peak_memory(system.name)) for system in systems]
+
+
+def _row(
+    system: System, tokens: dict[str, list[list[int]]], seconds: dict[str, list[float]], peak: int | None
+) -> Row:
+    count = sum(map(len, tokens[system.name]))
+    per_token = [s / count for s in seconds[system.name]]
+    ratios: list[float] = []
+    equal = None
+    if system.baseline is not None:
+        base_count = sum(map(len, tokens[system.baseline]))
+        base = [s / base_count for s in seconds[system.baseline]]
+        ratios = [b / own for b, own in zip(base, per_token, strict=True)]
+        equal = tokens[system.name] == tokens[system.baseline]
+    middle = statistics.median(per_token)
+    return Row(
+        system=system.name,
+        baseline=system.baseline,
+        ratio=statistics.median(ratios) if ratios else None,
+        ratio_min=min(ratios, default=None),
+        ratio_max=max(ratios, default=None),
+        tokens_per_s=1 / middle,
+        p50_ms=1000 * middle,
+        peak_memory_bytes=peak,
+        outputs_equal=equal,
+        config=system.extra(),
+    )
+
+
+def result(name: str, config: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """The JSON of a benchmark: everything needed to read its numbers a year later."""
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "revision": _revision(),
+        "hardware": hardware.describe(),
+        "versions": {"python": sys.version.split()[0], **{lib: _version(lib) for lib in LIBRARIES}},
+        "config": config,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def save(outcome: dict[str, Any], path: Path) -> None:
+    """Write a result as readable JSON."""
+    path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
+
+
+def peak_memory_of(code: str) -> int | None:
+    """Peak resident bytes of a fresh Python process that runs `code`; None where the system does not tell."""
+    try:
+        import resource  # noqa: F401  (absent on Windows)
+    except ImportError:
+        return None
+    report = "import resource, sys; r = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; print(r)"
+    done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(done.stdout.split()[-1]) * unit
+
+
+def _version(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _revision() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,80 @@
+"""What a step tells the cache, and what every cache layout answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One ragged step: for each request the tokens that are new to the cache, all side by side.
+
+    Request r brings the tokens `query_start[r] … query_start[r + 1] - 1`; after the step it has `seq_lens[r]` tokens
+    in the cache. Prefill, a chunk of prefill, decoding and verification differ in nothing but these numbers.
+    """
+
+    token_ids: Tensor
+    """`[num_tokens]`, int64."""
+    positions: Tensor
+    """`[num_tokens]`, int64: index of each token in its request."""
+    slot_mapping: Tensor
+    """`[num_tokens]`, int64: where its key and value go, block id · block size + offset."""
+    block_tables: Tensor
+    """`[num_requests, max_blocks]`, int64; rows are padded with their first block."""
+    query_start: list[int]
+    """`num_requests + 1` numbers."""
+    seq_lens: list[int]
+    """`num_requests` numbers."""
+    block_size: int
+    plans: dict[int | None, Any] = field(default_factory=dict, repr=False)
+    """What an attention op worked out for this step, by window, so that every layer after the first finds it."""
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in this step."""
+        return len(self.seq_lens)
+
+    @cached_property
+    def query_lens(self) -> list[int]:
+        """New tokens of each request."""
+        return [end - start for start, end in zip(self.query_start, self.query_start[1:])]
+
+    @cached_property
+    def key_slots(self) -> Tensor:
+        """`[num_requests, max(seq_lens)]`: the slot of every key, in order; padded with the request's first slot."""
+        device = self.block_tables.device
+        index = torch.arange(max(self.seq_lens), device=device)
+        slots = self.block_tables[:, index // self.block_size] * self.block_size + index % self.block_size
+        if min(self.seq_lens) < slots.shape[1]:
+            inside = index < torch.tensor(self.seq_lens, device=device).unsqueeze(1)
+            slots = torch.where(inside, slots, slots[:, :1])
+        return slots
+
+
+class KVCache(ABC):
+    """A layout of keys and values. It owns attention, so the model never knows how they are kept."""
+
+    supports_rollback: bool = True
+    """Whether tokens written last can be taken back by lowering a counter."""
+    supports_prefix_sharing: bool = True
+    """Whether two requests may read the same block."""
+    max_batch: int | None = None
+    """Most requests in one step; None: any number."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """Store the new keys and values, then attend over all of each request's tokens up to the query's own.
+
+        `q`: `[num_tokens, num_heads, head_dim]`; `k`, `v`: `[num_tokens, num_kv_heads, head_dim]`. Returns like `q`.
+        """
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes this cache holds, whatever is in it."""

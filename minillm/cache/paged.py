@@ -1,0 +1,39 @@
+"""The paged layout: one pool of blocks for all requests, found through block tables (Kwon et al. 2023, section 4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm.cache.base import Batch, KVCache
+from minillm.models.config import ModelConfig
+from minillm.ops.paged_attention import paged_attention
+
+
+class PagedKVCache(KVCache):
+    """Keys and values of `num_blocks · block_size` tokens per layer, in the model's dtype."""
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.windows = [config.window(layer) for layer in range(config.num_layers)]
+        shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """2 (keys, values) · layers · block size · KV heads · head size · bytes per number."""
+        return 2 * config.num_layers * block_size * config.kv_size * dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both pools."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """See `KVCache.attend`."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys.index_copy_(0, batch.slot_mapping, k)
+        values.index_copy_(0, batch.slot_mapping, v)
+        return paged_attention(q, keys, values, batch, self.windows[layer])

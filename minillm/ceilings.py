@@ -1,0 +1,99 @@
+"""What this machine can do at most, measured: bytes copied and floating-point operations done per second.
+
+Every "how close to the limit" in a lesson divides by one of these, never by a number from a data sheet.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm.errors import ConfigError
+from minillm.hardware import gpu, memory
+
+CPU_COPY_BYTES = 256 * 2**20
+"""Size of a copied buffer: several times the last-level cache of a server, so the bytes come from memory."""
+GPU_COPY_BYTES = 2**30
+CPU_MATMUL_SIZE = 1024
+GPU_MATMUL_SIZE = 8192
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """One measured limit: the median of `repeats`, and the spread."""
+
+    name: str
+    device: str
+    unit: str
+    """`B/s` or `FLOP/s`."""
+    median: float
+    low: float
+    high: float
+    repeats: int
+
+    def __str__(self) -> str:
+        giga = [value / 1e9 for value in (self.median, self.low, self.high)]
+        return "{:,.1f} G{} ({:,.1f} to {:,.1f}, {} runs)".format(giga[0], self.unit, *giga[1:], self.repeats)
+
+
+def measure(repeats: int = 7) -> list[Ceiling]:
+    """Copy bandwidth and matrix rates of the CPU and, if there is one, the GPU. Takes a few seconds.
+
+    Raises `ConfigError` for fewer than 5 repeats, from which no median should be quoted.
+    """
+    if repeats < 5:
+        raise ConfigError(f"repeats={repeats} is too few for a median; use at least 5")
+    found = [copy_bandwidth("cpu", repeats), matmul_rate("cpu", torch.float32, repeats)]
+    device = gpu()
+    if device is not None:
+        half = torch.bfloat16 if device.capability >= (8, 0) else torch.float16
+        found += [copy_bandwidth("cuda", repeats), matmul_rate("cuda", half, repeats)]
+    return found
+
+
+def copy_bandwidth(device: str, repeats: int = 7) -> Ceiling:
+    """Bytes read plus bytes written per second by one large copy."""
+    spare = memory().free if device == "cpu" else torch.cuda.mem_get_info()[0]
+    num_bytes = min(CPU_COPY_BYTES if device == "cpu" else GPU_COPY_BYTES, spare // 8)
+    source = torch.rand(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    seconds = _time(lambda: target.copy_(source), device, repeats)
+    return _ceiling("copy bandwidth", device, "B/s", 2 * source.nbytes, seconds)
+
+
+def matmul_rate(device: str, dtype: torch.dtype, repeats: int = 7) -> Ceiling:
+    """Operations per second of one square product of random matrices; a multiplication and an addition are two."""
+    size = CPU_MATMUL_SIZE if device == "cpu" else GPU_MATMUL_SIZE
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    seconds = _time(lambda: torch.mm(a, b, out=out), device, repeats)
+    name = f"matrix product, {str(dtype).removeprefix('torch.')}"
+    return _ceiling(name, device, "FLOP/s", 2 * size**3, seconds)
+
+
+def _ceiling(name: str, device: str, unit: str, work: int, seconds: list[float]) -> Ceiling:
+    median = statistics.median(seconds)
+    return Ceiling(name, device, unit, work / median, work / max(seconds), work / min(seconds), len(seconds))
+
+
+def _time(run: Callable[[], Tensor], device: str, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` runs, after two that warm up caches, clocks and libraries."""
+    seconds = []
+    for _ in range(repeats + 2):
+        _wait(device)
+        began = time.perf_counter()
+        run()
+        _wait(device)
+        seconds.append(time.perf_counter() - began)
+    return seconds[2:]
+
+
+def _wait(device: str) -> None:
+    """A GPU answers before it is done; the clock must not."""
+    if device != "cpu":
+        torch.cuda.synchronize()

@@ -1,0 +1,215 @@
+"""The checks behind the doctor: each looks at one part of the machine and returns one row."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from minillm.doctor import Row
+from minillm.hardware import cpu, gpu, memory
+from minillm.models import bundled
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
+LOW_MEMORY_BYTES = 10**9
+"""What the largest lesson needs, by the rules that lessons are built to."""
+
+
+def run_checks() -> Iterator[Row]:
+    """Every check in the order of the report. Those that ask PyTorch are left out where it cannot be imported."""
+    yield python()
+    yield pytorch()
+    if not _import_problem("torch"):
+        yield from (device(), dtype(), triton(), threads())
+    yield from (numba(), processor(), main_memory(), models(), widgets(), charts(), lab(), browser())
+
+
+def find_chromium() -> Path | None:
+    """A Chromium-like browser: `$CHROME`, else one on the PATH, else macOS's usual place; None if there is none."""
+    named = os.environ.get("CHROME")
+    if named:
+        found = shutil.which(named)
+        return Path(found) if found else None
+    for name in BROWSERS:
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    mac = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
+    return mac if mac.exists() else None
+
+
+def python() -> Row:
+    """The interpreter."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Row("Python", "ok", found, "New enough for everything.")
+
+
+def pytorch() -> Row:
+    """The tensor library."""
+    problem = _import_problem("torch")
+    if problem:
+        return Row("PyTorch", "missing", problem, "The engine cannot run at all.", "pip install torch")
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return Row("PyTorch", "ok", f"{torch.__version__}, {build}", "The reference path of every lesson runs.")
+
+
+def device() -> Row:
+    """Where tensors live when nothing is said."""
+    card = gpu()
+    if card is None:
+        meaning = "Every lesson runs on the CPU; GPU speeds cannot be measured here."
+        return Row("device", "limited", "CPU (PyTorch sees no CUDA GPU)", meaning)
+    found = f"{card.name}, {card.architecture}, {_gib(card.free)} of {_gib(card.total)} free"
+    return Row("device", "ok", found, "The engine uses this GPU unless you say device='cpu'.")
+
+
+def dtype() -> Row:
+    """What `dtype="auto"` means here, as `minillm.engine.assembly.choose_dtype` decides it."""
+    card = gpu()
+    if card is None:
+        meaning = "In it, every way of running the engine on a CPU agrees token for token."
+        return Row("dtype 'auto'", "ok", "float32", meaning)
+    if card.capability < (8, 0):
+        meaning = f"{card.architecture} has no bfloat16 arithmetic (that starts at sm_80), so float16 stands in for it."
+        return Row("dtype 'auto'", "limited", "float16 or float32, as the checkpoint", meaning)
+    return Row("dtype 'auto'", "ok", "the checkpoint's own", "This GPU computes in bfloat16 and float16 at full speed.")
+
+
+def triton() -> Row:
+    """The kernel language."""
+    problem = _import_problem("triton")
+    if problem:
+        fix = "pip install triton" if sys.platform == "linux" else "for kernels: Linux, WSL or a hosted notebook"
+        return Row("Triton", "limited", problem, "Triton kernels do not run; the engine uses PyTorch.", fix)
+    version, card = metadata.version("triton"), gpu()
+    if card is None:
+        meaning = "Without a GPU, Triton kernels run in its interpreter: right, and slow."
+        return Row("Triton", "limited", f"{version}, interpreter only", meaning)
+    if card.capability < (8, 0):
+        meaning = f"Triton may refuse {card.architecture}; the engine then uses PyTorch."
+        return Row("Triton", "limited", f"{version}, on {card.architecture}", meaning)
+    return Row("Triton", "ok", f"{version}, on {card.architecture}", "Kernels compile and run on the GPU.")
+
+
+def numba() -> Row:
+    """The compiler of fast loops for the CPU."""
+    problem = _import_problem("numba")
+    if problem:
+        meaning = "Loops compiled for the CPU are off; PyTorch does their work, slower."
+        return Row("numba", "limited", problem, meaning, "pip install numba")
+    version = metadata.version("numba")
+    if _import_problem("numba.np.ufunc.omppool"):
+        meaning = "Works, but without the OpenMP layer each parallel region costs more."
+        fix = "install libgomp (Linux) or libomp (macOS)"
+        return Row("numba", "limited", f"{version}, no OpenMP layer", meaning, fix)
+    meaning = "Loops compile for this CPU on first use and are kept on disk."
+    return Row("numba", "ok", f"{version}, OpenMP layer", meaning)
+
+
+def processor() -> Row:
+    """The CPU and what its vector units can do."""
+    chip = cpu()
+    simd = " ".join(chip.simd) or "SIMD unknown"
+    found = f"{chip.name}, {chip.usable_cores} of {os.cpu_count()} logical cores, {simd}"
+    if platform.machine().lower() in ("x86_64", "amd64") and chip.simd and "avx2" not in chip.simd:
+        return Row("processor", "limited", found, "Without AVX2, INT8 products are slower than full precision.")
+    return Row("processor", "ok", found, "INT8 speed-ups depend on these instruction sets; compare like with like.")
+
+
+def threads() -> Row:
+    """How many threads one operation may use."""
+    import torch
+
+    used, chip, told = torch.get_num_threads(), cpu(), os.environ.get("OMP_NUM_THREADS")
+    found = f"{used} per operation" + (f" (OMP_NUM_THREADS={told})" if told else "")
+    if used < min(chip.physical_cores, chip.usable_cores):
+        meaning = f"Some of the {chip.physical_cores} cores stay idle."
+        return Row("threads", "limited", found, meaning, "unset OMP_NUM_THREADS, or torch.set_num_threads(n)")
+    if used > chip.usable_cores:
+        meaning = f"More threads than the {chip.usable_cores} usable cores get in each other's way."
+        return Row("threads", "limited", found, meaning, f"set OMP_NUM_THREADS={chip.usable_cores}")
+    return Row("threads", "ok", found, "Every core takes part.")
+
+
+def main_memory() -> Row:
+    """RAM, or this container's share."""
+    ram = memory()
+    found = f"{_gib(ram.free)} of {_gib(ram.total)} free"
+    if ram.free < LOW_MEMORY_BYTES:
+        return Row("memory", "limited", found, "A lesson may need up to 1 GB.", "close other notebooks' kernels")
+    return Row("memory", "ok", found, "Enough for every lesson on the bundled models.")
+
+
+def models() -> Row:
+    """The checkpoints that come with the package."""
+    names = ("minicoder", "minicoder-draft")
+    absent = [name for name in names if not (bundled.WEIGHTS / name / "model.safetensors").exists()]
+    if absent:
+        meaning = "Lessons have no model to run, unless MINILLM_MODEL names another one."
+        fix = "install minillm-lessons again, or run: minillm train"
+        return Row("bundled models", "missing", f"no {' and no '.join(absent)}", meaning, fix)
+    num_bytes = sum(file.stat().st_size for name in names for file in (bundled.WEIGHTS / name).iterdir())
+    return Row("bundled models", "ok", f"{', '.join(names)} ({num_bytes / 1e6:.0f} MB)", "No download is ever needed.")
+
+
+def widgets() -> Row:
+    """Knobs and replay."""
+    for package in ("ipywidgets", "anywidget"):
+        problem = _import_problem(package)
+        if problem:
+            fix = f"pip install {package}"
+            return Row("widgets", "missing", problem, "Knobs and replay are absent; pictures still draw.", fix)
+    version = metadata.version("ipywidgets")
+    found = f"ipywidgets {version}, anywidget {metadata.version('anywidget')}"
+    if int(version.split(".")[0]) < 8:
+        return Row("widgets", "ok", found, "The older protocol: lessons use only what 7.7 and 8 share.")
+    return Row("widgets", "ok", found, "Knobs and replay work.")
+
+
+def charts() -> Row:
+    """Charts of measured figures."""
+    problem = _import_problem("plotly")
+    if problem:
+        return Row("charts", "limited", problem, "Charts show as still pictures.", "pip install plotly")
+    return Row("charts", "ok", f"plotly {metadata.version('plotly')}", "Charts can be hovered and zoomed.")
+
+
+def lab() -> Row:
+    """Where notebooks open."""
+    if "google.colab" in sys.modules:
+        return Row("JupyterLab", "ok", "not needed on Colab", "Colab is the notebook.")
+    if importlib.util.find_spec("jupyterlab") is None:
+        meaning = "`minillm lab` cannot open; other notebook programs can open the lessons."
+        return Row("JupyterLab", "missing", "not installed", meaning, "pip install 'minillm-lessons[lab]'")
+    return Row("JupyterLab", "ok", metadata.version("jupyterlab"), "`minillm lab` opens the first lesson.")
+
+
+def browser() -> Row:
+    """What the browser tests drive; learners do not need it."""
+    found = find_chromium()
+    if found is None:
+        meaning = "Only the browser tests of minillm itself need one; every lesson runs."
+        fix = "install Chromium, or point CHROME at one"
+        return Row("Chromium", "limited", f"none (CHROME={os.environ.get('CHROME', '')})", meaning, fix)
+    return Row("Chromium", "ok", str(found), "The browser tests can run.")
+
+
+def _import_problem(name: str) -> str:
+    """Why `name` cannot be imported; empty if it can. A broken install fails in many ways, so any error counts."""
+    try:
+        importlib.import_module(name)
+    except Exception as problem:
+        return "not installed" if isinstance(problem, ModuleNotFoundError) else f"broken: {problem}".splitlines()[0]
+    return ""
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,1 @@
+"""The commands of `minillm`, one a file; `minillm.cli` lists them."""

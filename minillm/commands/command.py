@@ -1,0 +1,45 @@
+"""What a command is: a name, a sentence, examples, options and a function."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of `minillm`."""
+
+    name: str
+    summary: str
+    examples: str
+    """As they are typed, one a line, indented by two."""
+    options: Callable[[argparse.ArgumentParser], None]
+    """Adds the options; called only if the command is, so it may import what it needs."""
+    run: Callable[[argparse.Namespace], int]
+    """Does the work and returns the exit code."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command, which asks for the command's options when it first has to parse."""
+
+    def __init__(self, *, command: Command, **settings: Any) -> None:
+        super().__init__(
+            description=command.summary,
+            epilog=f"examples:\n{command.examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **settings,
+        )
+        self.set_defaults(run=command.run)
+        self._late_options = [command.options]
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As the base class, once the options are there."""
+        while self._late_options:
+            self._late_options.pop()(self)
+        return super().parse_known_args(args, namespace)

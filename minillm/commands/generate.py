@@ -1,0 +1,104 @@
+"""`minillm generate`: complete a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from minillm.commands.command import Command
+from minillm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minillm.llm import LLM
+    from minillm.metrics import RequestMetrics
+    from minillm.sampling import SamplingParams
+
+EXAMPLES = """\
+  minillm generate "def fib(n):" --max-tokens 64
+  minillm generate "def fib(n):" --temperature 0.8 --seed 7 --stream
+  minillm generate "def fib(n):" --draft minicoder-draft --num-speculative-tokens 4
+  minillm generate - < start_of_a_file.py
+"""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("prompt", help="the text to go on from; - reads standard input")
+    parser.add_argument("--model", default="minicoder", help="bundled name, folder or hub id (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--stream", action="store_true", help="print each piece as soon as it is there")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=64, metavar="N", help="at most N tokens (default: 64)")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: likeliest token")
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: all tokens")
+    sampling.add_argument("--seed", type=int, metavar="SEED", help="the same seed gives the same text")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before TEXT; may be given again")
+    speculation = parser.add_argument_group("speculative decoding")
+    speculation.add_argument("--draft", metavar="MODEL", help="a small model that guesses ahead")
+    speculation.add_argument("--num-speculative-tokens", type=int, metavar="K", help="guesses a round (default: 4)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the engine, complete the prompt, say what it cost."""
+    if args.num_speculative_tokens is not None and not args.draft:
+        raise ConfigError(f"--num-speculative-tokens {args.num_speculative_tokens} needs --draft MODEL")
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+
+    from minillm.llm import LLM
+    from minillm.sampling import SamplingParams
+
+    speculation = {
+        "method": "draft_model",
+        "model": args.draft,
+        "num_speculative_tokens": 4 if args.num_speculative_tokens is None else args.num_speculative_tokens,
+    }
+    llm = LLM(args.model, dtype=args.dtype, device=args.device, speculative_config=speculation if args.draft else None)
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        stop=args.stop,
+    )
+    (_stream if args.stream else _print)(llm, prompt, params)
+    return 0
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    first = prompt  # nothing is shown before the prompt has been checked
+    for piece in llm.stream(prompt, params):
+        print(first + piece, end="", flush=True)
+        first = ""
+    print(first)
+
+
+def _print(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    print(prompt + output.outputs[0].text)
+    print(cost(output.metrics), file=sys.stderr)
+
+
+def cost(metrics: RequestMetrics) -> str:
+    """What a request cost, in one line."""
+    parts = [f"{metrics.num_output_tokens} tokens"]
+    if metrics.ttft is not None:
+        parts.append(f"first after {metrics.ttft * 1e3:.0f} ms")
+    if metrics.tpot:
+        parts.append(f"then {1 / metrics.tpot:.0f} a second")
+    if metrics.acceptance_rate is not None:
+        parts.append(f"{metrics.acceptance_rate:.0%} of {metrics.num_drafts} drafts kept")
+        parts.append(f"{metrics.tokens_per_forward:.2f} tokens per target forward")
+    return ", ".join(parts)
+
+
+COMMAND = Command(
+    "generate",
+    "Complete a prompt: the text goes to standard output, what it cost to standard error.",
+    EXAMPLES,
+    options,
+    run,
+)

@@ -1,0 +1,106 @@
+"""`minillm lab`: open JupyterLab on the first lesson."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from minillm.commands.command import Command
+from minillm.errors import ConfigError, UnsupportedError
+
+EXAMPLES = """\
+  minillm lab
+  minillm lab 02                    open lesson 02
+  minillm lab --dir ~/course        work on copies in ~/course
+  minillm lab --no-open             only copy the lessons and say where they are
+  minillm lab --jupyter=--no-browser --jupyter=--port=9000
+"""
+PACKAGE = Path(__file__).resolve().parents[1]
+COPIES = Path("minillm-lessons")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("lesson", nargs="?", default="", help="number or name of the lesson (default: the first)")
+    where = f"copy the lessons to DIR (default: ./{COPIES}, or no copy inside a clone)"
+    parser.add_argument("--dir", type=Path, help=where)
+    parser.add_argument("--no-open", action="store_true", help="do not start JupyterLab")
+    parser.add_argument("--jupyter", action="append", default=[], metavar="OPTION", help="pass OPTION to JupyterLab")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Find or copy the lessons, then hand over to JupyterLab until it is stopped."""
+    folder = lessons_folder(args.dir)
+    notebook = find_lesson(folder, args.lesson)
+    print(f"The lessons are in {folder}", flush=True)
+    if args.no_open:
+        return 0
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise UnsupportedError(
+            "JupyterLab is not installed; run: pip install 'minillm-lessons[lab]', or open "
+            f"{notebook} in another notebook program"
+        )
+    from jupyterlab.labapp import LabApp
+
+    LabApp.launch_instance([str(notebook), f"--ServerApp.root_dir={folder}", *args.jupyter])
+    return 0
+
+
+def lessons_folder(copies: Path | None, package: Path = PACKAGE) -> Path:
+    """The lessons to open: copies in the folder `copies`; if none is named, a clone's own, or copies in `COPIES`.
+
+    Raises `UnsupportedError` if there are no lessons to copy.
+    """
+    clone = package.parent / "lessons"
+    in_clone = clone.is_dir() and (package.parent / "pyproject.toml").exists()
+    if in_clone and copies is None:
+        return clone
+    source = clone if in_clone else package / "_lessons"
+    if not source.is_dir():
+        raise UnsupportedError(f"{source} does not exist: this copy of minillm carries no lessons; install it again")
+    target = copies or COPIES
+    copied, kept = copy_new(source, target)
+    if copied:
+        print(f"Copied {copied} files.")
+    if kept:
+        print(f"Left {kept} files as they were; rename one and call again to get a fresh copy of it.")
+    return target.resolve()
+
+
+def copy_new(source: Path, target: Path) -> tuple[int, int]:
+    """Copy the files of `source` that `target` does not have. Returns how many were copied, and how many were there.
+
+    A file is created only if none is there at that very moment, so nothing of a learner's is ever overwritten.
+    """
+    copied = kept = 0
+    for file in sorted(f for f in source.rglob("*") if f.is_file()):
+        place = target / file.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with place.open("xb") as fresh:
+                fresh.write(file.read_bytes())
+        except FileExistsError:
+            kept += 1
+        else:
+            copied += 1
+    return copied, kept
+
+
+def find_lesson(folder: Path, name: str) -> Path:
+    """The first notebook of `folder` whose file name starts with `name`. Raises `ConfigError` naming what there is."""
+    notebooks = sorted(folder.glob("*.ipynb"))
+    for notebook in notebooks:
+        if notebook.name.startswith(name):
+            return notebook
+    there = ", ".join(notebook.stem for notebook in notebooks) or "none"
+    raise ConfigError(f"no lesson {name!r} in {folder}; there is: {there}")
+
+
+COMMAND = Command(
+    "lab",
+    "Open JupyterLab on a lesson; outside a clone on copies of the lessons, which are never overwritten.",
+    EXAMPLES,
+    options,
+    run,
+)

@@ -1,0 +1,36 @@
+"""`minillm train`: make the bundled models again."""
+
+from __future__ import annotations
+
+import argparse
+
+from minillm.commands.command import Command
+
+EXAMPLES = """\
+  minillm train                     all stages; an interrupted run goes on where it stopped
+  minillm train --stages corpus target --target-minutes 5
+  minillm train --stages distill export --export-to my-models
+"""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the training module."""
+    from minillm.training.run import add_arguments
+
+    add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train."""
+    from minillm.training.run import run_from_args
+
+    return run_from_args(args)
+
+
+COMMAND = Command(
+    "train",
+    "Make the bundled models from the Python source on this machine: collect, pretrain, distil, export.",
+    EXAMPLES,
+    options,
+    run,
+)

@@ -1,0 +1,109 @@
+"""The options of an engine, checked once, before anything is loaded. Names and defaults follow vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine batches, and how much it keeps in its cache."""
+
+    block_size: int = 16
+    """Tokens per cache block."""
+    num_kv_blocks: int | None = None
+    """Size of the pool in blocks; None: from `kv_cache_memory_bytes`, or what the device has to spare."""
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    """Longest prompt plus completion in tokens; None: the model's context."""
+    max_num_seqs: int = 64
+    """Most requests that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens that go through the model in one step."""
+    enable_chunked_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("num_kv_blocks", "kv_cache_memory_bytes", "max_model_len"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                f"num_kv_blocks={self.num_kv_blocks} and kv_cache_memory_bytes={self.kv_cache_memory_bytes} "
+                "both size the pool; give one of them"
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}, so "
+                "not every running request could get one token a step; raise the first or lower the second"
+            )
+
+    def check_against_context(self, context: int) -> int:
+        """The engine's context in tokens, given the model's. Raises `ConfigError` if the options do not fit it."""
+        length = self.max_model_len or context
+        if length > context:
+            raise ConfigError(f"max_model_len={length} is over the model's context of {context} tokens; lower it")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < length:
+            raise ConfigError(
+                f"without chunked prefill a prompt of up to {length} tokens must fit into one step, but "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}; raise it or enable chunked prefill"
+            )
+        return length
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How drafts are made: vLLM's `speculative_config`."""
+
+    method: str | type = "draft_model"
+    """`draft_model`, or a `Drafter` class."""
+    model: str | None = None
+    num_speculative_tokens: int = 4
+    draft_sample_method: str = "probabilistic"
+    """`probabilistic` samples drafts from the draft's own distribution, `greedy` takes its likeliest token."""
+    rejection_sample_method: str = "standard"
+
+    def __post_init__(self) -> None:
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
+        if isinstance(self.method, str) and self.method != "draft_model":
+            raise UnsupportedError(
+                f"speculative method {self.method!r} is not available; use 'draft_model' or pass a Drafter class"
+            )
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError("speculative method 'draft_model' needs 'model', for example 'minicoder-draft'")
+        if self.draft_sample_method not in ("greedy", "probabilistic"):
+            raise ConfigError(
+                f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'"
+            )
+        if self.rejection_sample_method != "standard":
+            raise UnsupportedError(
+                f"rejection_sample_method={self.rejection_sample_method!r} is not available; use 'standard'"
+            )
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
+        """Read vLLM's dict; a key that minillm does not know is an error, never ignored."""
+        reject_unknown("speculative_config", options, {f.name for f in fields(cls)})
+        return cls(**options)
+
+
+def reject_unknown(where: str, options: Mapping[str, Any], known: set[str]) -> None:
+    """Raise `UnknownOptionError` naming the first option in `options` that is not `known`."""
+    for name in options:
+        if name not in known:
+            raise UnknownOptionError(f"{where} has no option {name!r}; it has: {', '.join(sorted(known))}")
+
+
+def _at_least(name: str, value: Any, limit: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < limit:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {limit}")

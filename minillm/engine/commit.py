@@ -1,0 +1,94 @@
+"""What a verdict does to a request: tokens, text, log-probabilities, and whether it ends here."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from minillm.engine.request import LogprobRow, Request
+from minillm.engine.scheduler import Scheduled
+from minillm.outputs import Logprob
+from minillm.sampling import logprobs_of
+from minillm.speculative.rejection_sampler import Verdict
+from minillm.tokenizer import Tokenizer
+
+
+def commit(request: Request, verdict: Verdict) -> list[int]:
+    """Append the verdict's tokens one by one until one of them ends the request; returns those appended."""
+    committed: list[int] = []
+    for token in verdict.token_ids:
+        request.token_ids.append(token)
+        committed.append(token)
+        _grow_text(request, token)
+        if request.finished:
+            break
+    if request.finished and request.detokenizer and not isinstance(request.stop_reason, str):
+        request.text += request.detokenizer.flush()
+    return committed
+
+
+def _grow_text(request: Request, token: int) -> None:
+    """Add the token's text; end the request at a stop token, a stop string or the length limit, in this order."""
+    params = request.params
+    seen = len(request.text)
+    if request.detokenizer:
+        request.text += request.detokenizer.append(token)
+    if request.num_output_tokens >= params.min_tokens:
+        if token in request.stop_ids:
+            request.finish_reason = "stop"
+            request.stop_reason = token if token in params.all_stop_token_ids else None
+            return
+        if (found := _find_stop(request, seen)) is not None:
+            stop, at = found
+            request.text = request.text[: at + len(stop) * params.include_stop_str_in_output]
+            request.finish_reason, request.stop_reason = "stop", stop
+            return
+    if request.num_remaining_tokens <= 0:
+        request.finish_reason = "length"
+
+
+def _find_stop(request: Request, seen: int) -> tuple[str, int] | None:
+    """The earliest stop string that ends in the text after `seen` characters, and where it starts."""
+    found = [
+        (at, stop)
+        for stop in request.params.stop_strings
+        if (at := request.text.find(stop, max(0, seen - len(stop) + 1))) >= 0
+    ]
+    if not found:
+        return None
+    at, stop = min(found)
+    return stop, at
+
+
+def record_logprobs(request: Request, verdict: Verdict, logits: Tensor, tokenizer: Tokenizer) -> None:
+    """Note the raw log-probabilities of the tokens about to be committed; row j of `logits` chose token j."""
+    if request.params.logprobs is None:
+        return
+    del request.logprobs[request.num_output_tokens :]
+    rows = logprobs_of(logits[: len(verdict.token_ids)])
+    for row, token in zip(rows, verdict.token_ids, strict=True):
+        request.logprobs.append(_row(row, token, request.params.logprobs, tokenizer))
+
+
+def record_prompt_logprobs(item: Scheduled, logits: Tensor, tokenizer: Tokenizer) -> None:
+    """Note how likely each prompt token of this chunk's successors was; row j of `logits` follows token `start + j`."""
+    request = item.request
+    wanted = request.params.prompt_logprobs
+    if wanted is None or item.start >= request.num_prompt_tokens:
+        return
+    last = min(item.start + item.num_tokens, request.num_prompt_tokens - 1)
+    rows = logprobs_of(logits[: last - item.start])
+    for position, row in enumerate(rows, start=item.start + 1):
+        request.prompt_logprobs[position] = _row(row, request.token_ids[position], wanted, tokenizer)
+
+
+def _row(row: Tensor, token: int, count: int, tokenizer: Tokenizer) -> LogprobRow:
+    """`token` and the `count` likeliest tokens (-1: all) of one row of log-probabilities, `[vocab]`."""
+    values, ids = row.topk(row.numel() if count < 0 else min(count, row.numel()))
+    found = {
+        i: Logprob(value, rank, tokenizer.token_text(i))
+        for rank, (i, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)
+    }
+    if token not in found:
+        rank = int((row > row[token]).sum()) + 1
+        found[token] = Logprob(float(row[token]), rank, tokenizer.token_text(token))
+    return found

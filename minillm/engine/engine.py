@@ -1,0 +1,255 @@
+"""The engine: schedule, draft, run, judge, commit. One `step` moves every scheduled request on by at least a chunk.
+
+It tells what it does through events and knows nobody who listens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from minillm.cache.block_pool import BlockPool
+from minillm.config import EngineConfig
+from minillm.engine.commit import commit, record_logprobs, record_prompt_logprobs
+from minillm.engine.request import Request
+from minillm.engine.scheduler import Scheduled, Scheduler
+from minillm.errors import MinillmError, NonFiniteLogitsError, RequestTooLargeError
+from minillm.models.runner import ModelRunner, Segment
+from minillm.sampling import Draw, probs_from_logits, sample, uniform
+from minillm.speculative.drafter import Draft, Drafter
+from minillm.speculative.rejection_sampler import Verdict, rejection_sample
+from minillm.tokenizer import Tokenizer
+from minillm.trace import (
+    DraftProposed,
+    Event,
+    RequestAdded,
+    RequestFinished,
+    StepFinished,
+    StepRan,
+    StepStarted,
+    TokenOrigin,
+    TokensCommitted,
+    Work,
+)
+
+NO_DRAFT = Draft([])
+
+
+class Engine:
+    """Requests in, tokens out: `add_request`, then `step` until `has_requests` is false."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        pool: BlockPool,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        drafter: Drafter | None = None,
+        num_speculative_tokens: int = 0,
+    ) -> None:
+        self.runner = runner
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.pool = pool
+        self.scheduler = Scheduler(pool, config, num_speculative_tokens, self.emit)
+        self.requests: dict[str, Request] = {}
+        """Every request that has not ended, in order of arrival."""
+        self.listeners: list[Callable[[Event], None]] = []
+        self.num_steps = 0
+
+    def emit(self, event: Event) -> None:
+        """Tell every listener."""
+        for listener in self.listeners:
+            listener(event)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self.requests)
+
+    def check_request(self, request: Request) -> None:
+        """Raise `RequestTooLargeError` if the request could not run even with the pool to itself."""
+        needed = self.pool.blocks_for(request.num_prompt_tokens + request.max_tokens)
+        if needed > self.pool.num_blocks:
+            raise RequestTooLargeError(
+                f"request {request.request_id} needs {needed} blocks for {request.num_prompt_tokens} prompt tokens and "
+                f"{request.max_tokens} new ones, the pool has {self.pool.num_blocks}; raise num_kv_blocks or "
+                "lower max_tokens"
+            )
+        if request.request_id in self.requests:
+            raise MinillmError(f"request id {request.request_id!r} is in use; choose another")
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; raises what `check_request` raises."""
+        self.check_request(request)
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+        prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
+        self.emit(RequestAdded(request.request_id, request.prompt, prompt_token_ids))
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, whatever it is doing; unknown ids are ignored, for it may just have finished."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            request.finish_reason = "abort"
+            self._finish(request)
+
+    def step(self) -> list[Request]:
+        """Run one step; returns the requests that gained tokens. If it is interrupted, every request stays whole."""
+        try:
+            return self._step()
+        except BaseException:
+            self.scheduler.recover(self.requests.values())
+            for request in [request for request in self.requests.values() if request.finished]:
+                self._finish(request)
+            raise
+
+    def _step(self) -> list[Request]:
+        began = time.perf_counter()
+        self.num_steps += 1
+        self.emit(StepStarted(self.num_steps, len(self.scheduler.running), len(self.scheduler.waiting)))
+        scheduled = self.scheduler.schedule()
+        drafts = self._propose(scheduled)
+        drafted = time.perf_counter()
+        logits = self._run(scheduled, drafts)
+        verdicts = self._judge(scheduled, drafts, logits)
+        ran = time.perf_counter()
+        advanced = [self._commit(item, drafts[i], verdicts[i]) for i, item in enumerate(scheduled)]
+        finished = time.perf_counter()
+        self.emit(
+            StepFinished(self.num_steps, finished - began, drafted - began, ran - drafted, self.pool.num_free)
+        )
+        return [request for request in advanced if request is not None]
+
+    def _propose(self, scheduled: Sequence[Scheduled]) -> list[Draft]:
+        """One draft per scheduled request; an empty one where nothing is to be guessed."""
+        wanted = [i for i, item in enumerate(scheduled) if item.num_drafts]
+        drafts = [NO_DRAFT] * len(scheduled)
+        if self.drafter is None or not wanted:
+            return drafts
+        requests = [scheduled[i].request for i in wanted]
+        counts = [scheduled[i].num_drafts for i in wanted]
+        for i, draft in zip(wanted, self.drafter.propose(requests, counts), strict=True):
+            drafts[i] = draft
+            texts = [self.tokenizer.token_text(token) for token in draft.token_ids]
+            self.emit(DraftProposed(scheduled[i].request.request_id, draft.token_ids, texts))
+        return drafts
+
+    def _run(self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft]) -> list[Tensor]:
+        """The target's forward. Returns per scheduled request its logits, `[rows, vocab]`.
+
+        A request that verifies brings its last committed token and its drafts: row j judges draft j, and the row
+        after the last draft is the bonus. The last token of every request that completes has a row as well.
+        """
+        segments = []
+        for item, draft in zip(scheduled, drafts, strict=True):
+            request, end = item.request, item.start + item.num_tokens
+            token_ids = [*request.token_ids[item.start : end], *draft.token_ids]
+            if request.params.prompt_logprobs is not None and item.start < request.num_prompt_tokens:
+                num_logits = len(token_ids)
+            else:
+                num_logits = len(draft.token_ids) + 1 if item.completes else 0
+            segments.append(Segment(token_ids, item.start, request.block_table, num_logits))
+        logits = self.runner.run(segments)
+        self.emit(StepRan(self.num_steps, [_work(i, d) for i, d in zip(scheduled, drafts, strict=True)]))
+        self._refuse_non_finite(logits, segments, scheduled)
+        return list(logits.split([segment.num_logits for segment in segments]))
+
+    def _refuse_non_finite(
+        self, logits: Tensor, segments: Sequence[Segment], scheduled: Sequence[Scheduled]
+    ) -> None:
+        if bool(torch.isfinite(logits.sum())):
+            return
+        for item, rows in zip(scheduled, logits.split([s.num_logits for s in segments]), strict=True):
+            if not bool(torch.isfinite(rows).all()):
+                raise NonFiniteLogitsError(
+                    f"the model gave NaN or infinite logits for request {item.request.request_id} at token "
+                    f"{item.start + item.num_tokens}; check the checkpoint, or run it in float32"
+                )
+
+    def _judge(
+        self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft], logits: Sequence[Tensor]
+    ) -> list[Verdict | None]:
+        """What each request gains: None while its prefill is not complete."""
+        complete = [i for i, item in enumerate(scheduled) if item.completes]
+        for item, rows in zip(scheduled, logits, strict=True):
+            record_prompt_logprobs(item, rows, self.tokenizer)
+        verdicts: list[Verdict | None] = [None] * len(scheduled)
+        if not complete:
+            return verdicts
+        chosen = [logits[i][-len(drafts[i].token_ids) - 1 :] for i in complete]
+        rows = [
+            scheduled[i].request.sampling_row(drafts[i].token_ids[:j])
+            for i in complete
+            for j in range(len(drafts[i].token_ids) + 1)
+        ]
+        requests = [scheduled[i].request for i in complete]
+        probs = probs_from_logits(torch.cat(chosen), rows)
+        for i, verdict in zip(complete, _decide(requests, [drafts[i] for i in complete], probs), strict=True):
+            verdicts[i] = verdict
+        for i, rows_of_request in zip(complete, chosen, strict=True):
+            record_logprobs(scheduled[i].request, verdicts[i], rows_of_request, self.tokenizer)
+        return verdicts
+
+    def _commit(self, item: Scheduled, draft: Draft, verdict: Verdict | None) -> Request | None:
+        """Enter the outcome into the request, roll back what was rejected, end the request if it is time."""
+        request = item.request
+        if verdict is None:
+            request.num_computed_tokens += item.num_tokens
+            return None
+        valid = request.num_tokens + verdict.num_accepted
+        committed = commit(request, verdict)
+        # Tokens first, counters second: an interrupt in between only makes a few tokens be computed again.
+        request.num_computed_tokens = min(valid, request.num_tokens - 1)
+        request.num_draft_computed_tokens = min(request.num_draft_computed_tokens, request.num_computed_tokens)
+        self.emit(
+            TokensCommitted(
+                request.request_id,
+                committed,
+                [self.tokenizer.token_text(token) for token in committed],
+                _origins(len(committed), len(draft.token_ids), verdict.num_accepted),
+                len(draft.token_ids),
+                verdict.num_accepted,
+                request.num_computed_tokens,
+            )
+        )
+        if request.finished:
+            self._finish(request)
+        else:
+            self.scheduler.roll_back(request)
+        return request
+
+    def _finish(self, request: Request) -> None:
+        reason = request.finish_reason
+        self.scheduler.remove(request, "aborted" if reason == "abort" else "finished")
+        del self.requests[request.request_id]
+        self.emit(RequestFinished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens))
+
+
+def _decide(requests: Sequence[Request], drafts: Sequence[Draft], probs: Tensor) -> list[Verdict]:
+    """Draw where nothing was drafted, judge where something was."""
+    if not any(draft.token_ids for draft in drafts):
+        uniforms = [uniform(request.seed, request.num_tokens, Draw.SAMPLE) for request in requests]
+        tokens = sample(probs, torch.tensor(uniforms, device=probs.device))
+        return [Verdict([token], 0) for token in tokens.tolist()]
+    return rejection_sample(
+        [draft.token_ids for draft in drafts],
+        [draft.probs for draft in drafts],
+        probs,
+        [request.seed for request in requests],
+        [request.num_tokens for request in requests],
+    )
+
+
+def _work(item: Scheduled, draft: Draft) -> Work:
+    kind = item.kind if draft.token_ids or item.kind != "verify" else "decode"
+    return Work(item.request.request_id, kind, item.start, item.num_tokens + len(draft.token_ids))
+
+
+def _origins(num_committed: int, num_drafts: int, num_accepted: int) -> list[TokenOrigin]:
+    """Where each committed token came from; a stop may have cut the tail off."""
+    last: TokenOrigin = "sampled" if not num_drafts else "bonus" if num_accepted == num_drafts else "recovered"
+    return [*["accepted"] * num_accepted, last][:num_committed]

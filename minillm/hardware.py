@@ -1,0 +1,118 @@
+"""What this machine is made of: processor, memory, GPU. Facts only; what they mean is the doctor's business."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SIMD = (
+    *("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
+    *("asimd", "asimddp", "i8mm", "bf16", "sve"),
+)
+"""Instruction sets that change how fast a kernel is, named as the operating system names them."""
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processor as the operating system shows it to this process."""
+
+    name: str
+    physical_cores: int
+    usable_cores: int
+    """Logical cores that this process may run on; a container or `taskset` can make them fewer than there are."""
+    simd: tuple[str, ...]
+    """Those of `SIMD` that the processor has; empty where the operating system does not tell."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Main memory in bytes, as far as this process may use it."""
+
+    total: int
+    free: int
+    """What can be allocated before something is swapped out or killed."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device."""
+
+    name: str
+    capability: tuple[int, int]
+    """Compute capability: (7, 5) is Turing (T4), (8, 0) Ampere, (9, 0) Hopper."""
+    total: int
+    free: int
+
+    @property
+    def architecture(self) -> str:
+        """The name that compilers use, such as `sm_75`."""
+        return "sm_{}{}".format(*self.capability)
+
+
+def cpu() -> Cpu:
+    """The processor of this machine."""
+    import psutil
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    facts = _cpuinfo()
+    flags = set((facts.get("flags") or facts.get("Features") or "").split())
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return Cpu(name, psutil.cpu_count(logical=False) or usable, usable, tuple(s for s in SIMD if s in flags))
+
+
+def memory() -> Memory:
+    """Main memory, or the container's share of it where that is smaller."""
+    import psutil
+
+    host = psutil.virtual_memory()
+    limit, used = _cgroup_memory()
+    if limit is None or limit >= host.total:
+        return Memory(host.total, host.available)
+    return Memory(limit, max(0, min(host.available, limit - used)))
+
+
+def gpu() -> Gpu | None:
+    """The current CUDA device, or None if PyTorch sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return Gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), total, free)
+
+
+def describe() -> dict[str, Any]:
+    """All of it as plain values, for the `hardware` field of a benchmark's JSON."""
+    device = gpu()
+    return {
+        "platform": platform.platform(terse=True),
+        "cpu": asdict(cpu()),
+        "memory_bytes": memory().total,
+        "gpu": None if device is None else asdict(device),
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's lines of `/proc/cpuinfo`; empty on other systems."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
+    """Limit and use of the container's memory in bytes, cgroup version 2 or 1; (None, 0) without a limit."""
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return int((root / limit_file).read_text()), int((root / used_file).read_text())
+        except (OSError, ValueError):  # no such file, or the word "max"
+            continue
+    return None, 0

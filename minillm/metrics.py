@@ -1,0 +1,100 @@
+"""Figures per request, read from the engine's events as they happen."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from minillm.trace import BlocksAllocated, BlocksFreed, Event, RequestAdded, RequestPreempted, StepRan, TokensCommitted
+
+
+@dataclass
+class RequestMetrics:
+    """What one request (all its completions together) cost. Times are seconds on a monotonic clock."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    num_output_tokens: int = 0
+    num_target_forwards: int = 0
+    """Steps in which the request took part, prefill chunks included."""
+    num_decode_forwards: int = 0
+    """Steps that ended in at least one new token."""
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_preemptions: int = 0
+    num_blocks: int = 0
+    peak_blocks: int = 0
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, seconds, queueing included."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first, seconds."""
+        if self.first_token_time is None or self.last_token_time is None or self.num_output_tokens < 2:
+            return None
+        return (self.last_token_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted; None without drafts."""
+        return self.num_accepted / self.num_drafts if self.num_drafts else None
+
+    @property
+    def tokens_per_forward(self) -> float | None:
+        """τ: tokens gained per target forward that gained any."""
+        return self.num_output_tokens / self.num_decode_forwards if self.num_decode_forwards else None
+
+
+class MetricsWatcher:
+    """Keeps `RequestMetrics` up to date. The completions of one prompt (`7-0`, `7-1`) are counted together (`7`)."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, RequestMetrics] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Take note of one event."""
+        now = time.perf_counter()
+        match event:
+            case RequestAdded():
+                self.requests.setdefault(_group(event.request_id), RequestMetrics(arrival_time=now))
+            case StepRan():
+                for work in event.work:
+                    metrics = self.requests[_group(work.request_id)]
+                    metrics.num_target_forwards += 1
+                    if metrics.first_scheduled_time is None:
+                        metrics.first_scheduled_time = now
+            case TokensCommitted():
+                metrics = self.requests[_group(event.request_id)]
+                metrics.num_output_tokens += len(event.token_ids)
+                metrics.num_decode_forwards += 1
+                metrics.num_drafts += event.num_drafts
+                metrics.num_accepted += event.num_accepted
+                metrics.last_token_time = now
+                if metrics.first_token_time is None:
+                    metrics.first_token_time = now
+            case BlocksAllocated():
+                metrics = self.requests[_group(event.request_id)]
+                metrics.num_blocks += len(event.block_ids)
+                metrics.peak_blocks = max(metrics.peak_blocks, metrics.num_blocks)
+            case BlocksFreed():
+                self.requests[_group(event.request_id)].num_blocks -= len(event.block_ids)
+            case RequestPreempted():
+                self.requests[_group(event.request_id)].num_preemptions += 1
+
+    def pop(self, request_id: str) -> RequestMetrics:
+        """The figures of a finished request, forgotten here from now on."""
+        return self.requests.pop(request_id, None) or RequestMetrics()
+
+
+def _group(request_id: str) -> str:
+    return request_id.split("-", 1)[0]

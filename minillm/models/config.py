@@ -1,0 +1,80 @@
+"""What a decoder looks like: the numbers and switches that tell one model family from another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minillm.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: the base and, for long-context checkpoints, how its frequencies are scaled."""
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    """`default`, `linear`, `dynamic`, `llama3` or `yarn`, as in the checkpoint's `rope_parameters`."""
+    parameters: dict[str, float] = field(default_factory=dict)
+    """The other numbers of that kind (`factor`, `low_freq_factor`, …), unchanged from the checkpoint."""
+
+    def parameter(self, name: str) -> float:
+        """A number that this kind cannot do without. Raises `CheckpointError` if the checkpoint lacks it."""
+        value = self.parameters.get(name)
+        if not isinstance(value, int | float):
+            raise CheckpointError(f"RoPE of kind {self.kind!r} needs the number {name!r}, config.json has {value!r}")
+        return value
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and switches of one decoder-only transformer (Llama, Mistral, Qwen2, Qwen3, SmolLM)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    """The context in tokens: positions 0 … this - 1 can be run."""
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    """Qwen2; Llama with `attention_bias`."""
+    o_bias: bool = False
+    """Llama with `attention_bias`."""
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """Qwen3: RMSNorm over each head of q and k before RoPE."""
+    sliding_window: int | None = None
+    """Mistral: a token sees itself and the `sliding_window - 1` tokens before it. None: all."""
+    sliding_layers: tuple[bool, ...] = ()
+    """Which layers use the window; empty: all of them."""
+    rope_layers: tuple[bool, ...] = ()
+    """Which layers rotate q and k (SmolLM3 leaves some out); empty: all of them."""
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "float32"
+    """The dtype that the checkpoint is stored in."""
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads side by side."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads side by side."""
+        return self.num_kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of `layer` in tokens, or None for full attention."""
+        if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):
+            return None
+        return self.sliding_window
+
+    def rotates(self, layer: int) -> bool:
+        """Whether `layer` applies RoPE."""
+        return not self.rope_layers or self.rope_layers[layer]

@@ -1,0 +1,122 @@
+"""Checkpoints in Hugging Face format, in and out: `config.json` and safetensors, never pickle, never their own code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minillm.errors import CheckpointError
+from minillm.models.config import ModelConfig
+from minillm.models.config_json import end_tokens, llama_config, model_config
+from minillm.models.decoder import Decoder
+from minillm.models.hub import resolve
+from minillm.models.names import EMBEDDING, UNEMBEDDING, Part, stored_parts
+from minillm.models.shards import SINGLE, Shards
+
+__all__ = ["llama_config", "load_config", "load_model", "resolve", "save_llama", "stored_tensors"]
+
+RECOMPUTED = "rotary_emb.inv_freq"
+"""Old Llama checkpoints store these frequencies; they follow from the configuration."""
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read `config.json`, and from `generation_config.json` the further tokens that end a text.
+
+    Raises `CheckpointError` if there is none, or it describes a model that minillm cannot run.
+    """
+    try:
+        config = model_config(_read_json(folder / "config.json"))
+    except CheckpointError as problem:
+        raise CheckpointError(f"{folder}: {problem}") from None
+    if not (folder / "generation_config.json").is_file():
+        return config
+    further = end_tokens(_read_json(folder / "generation_config.json").get("eos_token_id"))
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *further))))
+
+
+def load_model(name_or_folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """The model of that name or folder (see `resolve`), on `device`, for inference: no parameter asks for a gradient.
+
+    Tensors go one by one from the mapped file to their rows of the model, so beside the model itself there is never
+    more than one of them in memory. Raises `CheckpointError`, before any weight is read, if a tensor is missing, is
+    one too many or has another shape than `config.json` implies.
+    """
+    folder = resolve(str(name_or_folder))
+    shards = Shards(folder)
+    config = _untie_if_stored_apart(load_config(folder), shards)
+    parts = stored_parts(config)
+    _check(folder, parts, shards, spare={UNEMBEDDING} if config.tie_word_embeddings else set())
+    model = _empty_model(config, dtype, device)
+    with torch.no_grad():
+        for name, part in parts.items():
+            part.of(model).copy_(shards.tensor(name))
+    return model.requires_grad_(False).eval()
+
+
+def save_llama(model: Decoder, folder: Path, dtype: torch.dtype) -> None:
+    """Write `model` as a Llama checkpoint that transformers' `AutoModelForCausalLM` loads.
+
+    Raises `UnsupportedError` if a Llama cannot be like that.
+    """
+    stored_config = llama_config(model.config, dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in stored_tensors(model)}
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(stored_config, indent=2) + "\n", encoding="utf-8")
+
+
+def stored_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors under the names a checkpoint gives them: q, k, v apart, gate and up apart."""
+    for name, part in stored_parts(model.config).items():
+        yield name, part.of(model)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise CheckpointError(f"cannot read {path.name} ({problem.strerror}); is this the folder of a model?") from None
+    except ValueError as problem:
+        raise CheckpointError(f"{path.name} is no JSON ({problem}); fetch it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name} holds no JSON object; fetch it again")
+    return content
+
+
+def _untie_if_stored_apart(config: ModelConfig, shards: Shards) -> ModelConfig:
+    """Some checkpoints claim tied embeddings but bring two different ones; those count (as in transformers)."""
+    if not config.tie_word_embeddings or not {EMBEDDING, UNEMBEDDING} <= shards.names:
+        return config
+    same = torch.equal(shards.tensor(EMBEDDING), shards.tensor(UNEMBEDDING))
+    return replace(config, tie_word_embeddings=same)
+
+
+def _check(folder: Path, parts: dict[str, Part], shards: Shards, spare: set[str]) -> None:
+    found = {name for name in shards.names if not name.endswith(RECOMPUTED)}
+    _complain(folder, "lacks", sorted(parts.keys() - found))
+    _complain(folder, "has tensors that its config.json leaves no place for:", sorted(found - parts.keys() - spare))
+    shapes = ((name, shards.shape(name), part.shape) for name, part in parts.items())
+    wrong = [f"{name} {list(found)} (should be {list(right)})" for name, found, right in shapes if found != right]
+    _complain(folder, "has tensors of another shape than its config.json says:", wrong)
+
+
+def _complain(folder: Path, what: str, tensors: list[str]) -> None:
+    if tensors:
+        more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
+        raise CheckpointError(f"{folder} {what} {', '.join(tensors[:4])}{more}")
+
+
+def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
+    """A model whose parameters are allocated but not filled: random ones would be thrown away at once."""
+    with torch.device("meta"):
+        model = Decoder(config).to(dtype)
+    model.to_empty(device=device)
+    model.tie()
+    return model

@@ -1,0 +1,78 @@
+"""Runs one model over one ragged step: turns requests into a `Batch`, and hidden states into the logits asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm.cache.base import Batch, KVCache
+from minillm.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The new tokens of one request: `token_ids` at positions `start, start + 1, …`."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    num_logits: int = 1
+    """Logits are returned for the last that many tokens."""
+
+
+class ModelRunner:
+    """A model and the cache it writes to."""
+
+    def __init__(self, model: Decoder, cache: KVCache, block_size: int) -> None:
+        self.model = model
+        self.cache = cache
+        self.block_size = block_size
+        self.device = model.embed_tokens.weight.device
+
+    @torch.inference_mode()
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """One forward. Returns `[sum of num_logits, vocab]` in the order of `segments`."""
+        batch = self.batch(segments)
+        hidden = self.model(batch.token_ids, batch.positions, self.cache, batch)
+        rows = [
+            row
+            for segment, end in zip(segments, batch.query_start[1:], strict=True)
+            for row in range(end - segment.num_logits, end)
+        ]
+        if len(rows) < hidden.shape[0]:
+            hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=self.device)]
+        return self.model.logits(hidden)
+
+    def batch(self, segments: Sequence[Segment]) -> Batch:
+        """Lay the segments side by side."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        query_start, seq_lens = [0], []
+        for segment in segments:
+            end = segment.start + len(segment.token_ids)
+            token_ids += segment.token_ids
+            positions += range(segment.start, end)
+            slots += [
+                segment.block_table[position // self.block_size] * self.block_size + position % self.block_size
+                for position in range(segment.start, end)
+            ]
+            query_start.append(len(token_ids))
+            seq_lens.append(end)
+        widest = max(len(segment.block_table) for segment in segments)
+        tables = [[*s.block_table, *[s.block_table[0]] * (widest - len(s.block_table))] for s in segments]
+        return Batch(
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(positions),
+            slot_mapping=self._tensor(slots),
+            block_tables=self._tensor(tables),
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_size=self.block_size,
+        )
+
+    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

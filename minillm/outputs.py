@@ -1,0 +1,49 @@
+"""What a user gets back, under vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from minillm.metrics import RequestMetrics
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability of one token at one position, under the model's raw distribution."""
+
+    logprob: float
+    rank: int
+    """1 is the likeliest token."""
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of one prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Sum over the completion; None unless `logprobs` was asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    """None while it runs. `stop`: end of text, a stop token or a stop string. `length`: `max_tokens`."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for end of text."""
+
+
+@dataclass
+class RequestOutput:
+    """All completions of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the cache."""
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

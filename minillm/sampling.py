@@ -1,0 +1,347 @@
+"""How the next token is chosen: the parameters, the one function that makes probabilities, and the draw.
+
+What is sampled and what is divided in the acceptance ratio of speculative decoding both come from
+`probs_from_logits`. Randomness is a pure function of (seed, token index, purpose), so a request draws the same tokens
+whatever else is in the batch, however its prompt was chunked and however often it was preempted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from enum import IntEnum
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.errors import ConfigError, MinillmError, NonFiniteLogitsError, UnknownOptionError
+
+MAX_N = 16384
+GREEDY_BELOW = 1e-5
+"""Temperatures below this mean 0, as in vLLM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled: vLLM's fields, defaults and limits.
+
+    Checked when made, so bad parameters never exist. Raises `ConfigError` for a value out of range and
+    `UnknownOptionError` for a field that minillm does not have.
+    """
+
+    n: int = 1
+    """How many completions of each prompt."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that together reach this probability."""
+    top_k: int = 0
+    """Keep this many of the likeliest tokens. 0 or -1: all tokens."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely, as a fraction of the likeliest one's probability."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that the output already has."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit once per occurrence in the output."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
+    seed: int | None = None
+    """None or -1: the engine chooses one."""
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None: as many as the context allows."""
+    min_tokens: int = 0
+    """Before so many tokens neither end of text nor a stop token can be chosen."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens to report at each position, beside the chosen one; -1: the whole vocabulary."""
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        check_params(self)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty if there is none."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def all_stop_token_ids(self) -> frozenset[int]:
+        """`stop_token_ids` as a set. The model's end of text is the engine's to add, or not (`ignore_eos`)."""
+        return frozenset(self.stop_token_ids or ())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken; top-k, top-p and min-p then change nothing."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the probabilities depend on which tokens came before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+def _name_unknown_options(cls: type[SamplingParams]) -> None:
+    """Let the constructor answer an unknown field with a typed error instead of a bare `TypeError`."""
+    construct = cls.__init__
+    known = [field.name for field in fields(cls)]
+
+    @wraps(construct)
+    def init(self: SamplingParams, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                fix = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
+                raise UnknownOptionError(f"SamplingParams has no option {name!r}: {fix}")
+        construct(self, **options)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+
+
+_name_unknown_options(SamplingParams)
+
+
+class Draw(IntEnum):
+    """What a uniform is for. Each purpose has its own stream, so no uniform is used twice."""
+
+    SAMPLE = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RECOVER = 3
+
+
+def uniform(seed: int, index: int, purpose: Draw) -> float:
+    """A number in [0, 1), the same for the same arguments: splitmix64 over (seed, token index, purpose).
+
+    It is a multiple of 2^-24, so it survives a trip through fp32 and never rounds up to 1.
+    Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
+    """
+    x = _mix(seed & _MASK)
+    x = _mix(x ^ (index & _MASK))
+    return (_mix(x ^ int(purpose)) >> 40) * 2.0**-24
+
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """What `probs_from_logits` must know of the request behind one row of logits."""
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    """All tokens after the prompt and before the one to be chosen, drafts included."""
+    forbidden_token_ids: Sequence[int] = ()
+    """Tokens that may not come now (end of text before `min_tokens`)."""
+
+
+def probs_from_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The distribution each row is sampled from: `[num_rows, vocab]` logits → fp32 probabilities.
+
+    Order, as in vLLM: forbidden tokens, repetition / presence / frequency penalties, temperature, min-p, top-k, top-p.
+    Temperature 0 gives a one-hot row at the (first) maximum, so greedy needs no other code path.
+
+    Ties: tokens exactly as likely as the k-th all stay, so top-k may keep more than k; where top-p cuts through equal
+    tokens the lower ids stay, and the likeliest token always does. A row's result, to the last bit, does not depend on
+    the rows beside it. `logits` is left as it was.
+
+    Raises `NonFiniteLogitsError` if a row holds NaN or +inf, or has no token left that may be chosen.
+    """
+    if len(rows) != len(logits):
+        raise MinillmError(f"{len(logits)} rows of logits came with {len(rows)} sampling rows: give one for each")
+    logits = _with_penalties(logits.float(), rows)
+    peak, winner = logits.max(dim=-1)
+    _refuse_unless(peak.isfinite(), "the largest logit is NaN or infinite")
+
+    params = [row.params for row in rows]
+    greedy = [i for i, p in enumerate(params) if p.is_greedy]
+    if len(greedy) == len(rows):
+        return torch.zeros_like(logits).scatter_(1, winner[:, None], 1.0)
+
+    probs = _softmax(logits, peak, [1.0 if p.is_greedy else p.temperature for p in params])
+    drawn = [(i, p) for i, p in enumerate(params) if not p.is_greedy]
+    _narrow(probs, {i: p.min_p for i, p in drawn if p.min_p > 0}, _reach_min_p)
+    _narrow(probs, {i: p.top_k for i, p in drawn if 0 < p.top_k < logits.shape[1]}, _are_top_k)
+    _narrow(probs, {i: p.top_p for i, p in drawn if p.top_p < 1}, _make_top_p)
+    if greedy:
+        probs[greedy] = 0.0
+        probs[greedy, winner[greedy]] = 1.0
+    return probs
+
+
+def logprobs_of(logits: Tensor) -> Tensor:
+    """What is reported as log-probability: `[..., vocab]` logits → fp32 log-softmax of the same shape.
+
+    It is the model's own opinion, before penalties, temperature and filters (vLLM's default, `raw_logprobs`).
+    """
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+
+
+def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    `probs`: `[num_rows, vocab]`, fp32, not negative, not necessarily summing to 1. `uniforms`: `[num_rows]` in [0, 1).
+    Returns `[num_rows]` int64; never a token of probability 0.
+
+    The sum runs in fp64: fp32 near 1 steps by 6e-8, and the tail of a vocabulary of 150 000 would drown in that.
+    Raises `NonFiniteLogitsError` for a row that is all zero or not finite: that is a bug of the caller.
+    """
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    _refuse_unless((total.isfinite() & (total > 0)).squeeze(1), "the probabilities sum to 0, NaN or infinity")
+    # The first token whose cumulative sum is *above* the threshold: it lies above its left neighbour's sum too, so the
+    # token has probability > 0, at uniform 0 as well. A threshold of `total`, from a uniform that rounded up to 1,
+    # would be past the end.
+    threshold = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+
+
+def _with_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The logits with forbidden tokens at -inf and penalties applied: a copy if any row asks for that."""
+    edited = [i for i, row in enumerate(rows) if row.forbidden_token_ids or row.params.has_penalties]
+    if not edited:
+        return logits
+    logits = logits.clone()
+    for i in edited:
+        if rows[i].forbidden_token_ids:
+            logits[i, list(rows[i].forbidden_token_ids)] = -math.inf
+        if rows[i].params.has_penalties:
+            _penalise(logits[i], rows[i])
+    return logits
+
+
+def _penalise(logits: Tensor, row: SamplingRow) -> None:
+    """Change `[vocab]` logits in place; only the tokens that the request has used so far are touched."""
+    params, counts = row.params, Counter(row.output_token_ids)
+    used = sorted({*row.prompt_token_ids, *counts})
+    index = torch.tensor(used, dtype=torch.int64, device=logits.device)
+    count = torch.tensor([counts[token] for token in used], dtype=torch.float32, device=logits.device)
+    chosen = logits[index]
+    chosen = torch.where(chosen > 0, chosen / params.repetition_penalty, chosen * params.repetition_penalty)
+    logits[index] = chosen - params.frequency_penalty * count - params.presence_penalty * (count > 0)
+
+
+def _softmax(logits: Tensor, peak: Tensor, temperatures: list[float]) -> Tensor:
+    """Row-wise softmax at each row's temperature."""
+    if all(t == 1 for t in temperatures):
+        return torch.softmax(logits, dim=-1)
+    # The peak goes first: a large logit over a tiny temperature would overflow to infinity.
+    scale = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)
+    return torch.softmax((logits - peak[:, None]) / scale[:, None], dim=-1)
+
+
+def _narrow(probs: Tensor, limits: dict[int, float], keep: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Zero in place what `keep` leaves out, in the rows (the keys) that have a limit; those sum to 1 again after."""
+    if not limits:
+        return
+    rows = list(limits)
+    limit = torch.tensor(list(limits.values()), dtype=torch.float64, device=probs.device)
+    kept = probs[rows]
+    kept = kept * keep(kept, limit[:, None])
+    probs[rows] = kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _reach_min_p(probs: Tensor, min_p: Tensor) -> Tensor:
+    return probs >= probs.amax(dim=-1, keepdim=True) * min_p.float()
+
+
+def _are_top_k(probs: Tensor, top_k: Tensor) -> Tensor:
+    ranked = probs.topk(int(top_k.max()), dim=-1).values
+    return probs >= ranked.gather(1, top_k.long() - 1)
+
+
+def _make_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    # Only the columns that min-p and top-k left to some row are sorted: few of a large vocabulary.
+    columns = probs.any(dim=0).nonzero().squeeze(1)
+    ranked, order = probs[:, columns].sort(dim=-1, descending=True, stable=True)
+    kept = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked < top_p  # nothing is before the first: it stays
+    keep = torch.zeros_like(probs, dtype=torch.bool)
+    keep[:, columns] = torch.zeros_like(kept).scatter_(1, order, kept)
+    return keep
+
+
+def _refuse_unless(good: Tensor, trouble: str) -> None:
+    """`good`: `[num_rows]` bool."""
+    if not good.all():
+        row = int((~good).nonzero()[0])
+        raise NonFiniteLogitsError(
+            f"row {row} of {len(good)}: {trouble}, so no token can be chosen; check the model's weights and dtype "
+            "(fp16 overflows above 65504)"
+        )
+
+
+_LIMITS: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
+    "n": (Integral, f"an integer from 1 to {MAX_N}", lambda v: 1 <= v <= MAX_N),
+    "temperature": (Real, "a number from 0 (take the likeliest token) to 2", lambda v: 0 <= v <= 2),
+    "top_p": (Real, "a number above 0 and up to 1 (all tokens)", lambda v: 0 < v <= 1),
+    "top_k": (Integral, "a positive integer, or 0 or -1 for all tokens", lambda v: v >= -1),
+    "min_p": (Real, "a number from 0 (all tokens) to 1", lambda v: 0 <= v <= 1),
+    "presence_penalty": (Real, "a number from -2 to 2", lambda v: -2 <= v <= 2),
+    "frequency_penalty": (Real, "a number from -2 to 2", lambda v: -2 <= v <= 2),
+    "repetition_penalty": (Real, "a finite number above 0; 1 changes nothing", lambda v: 0 < v < math.inf),
+    "seed": (Integral, "an integer, or None", lambda v: True),
+    "max_tokens": (Integral, "an integer from 1, or None for as many as fit", lambda v: v >= 1),
+    "min_tokens": (Integral, "an integer from 0", lambda v: v >= 0),
+    "logprobs": (Integral, "an integer from 0, -1 for the whole vocabulary, or None", lambda v: v >= -1),
+    "prompt_logprobs": (Integral, "an integer from 0, -1 for the whole vocabulary, or None", lambda v: v >= -1),
+}
+"""Per numeric field: its type, its limits in words, and the test. NaN fails every comparison."""
+_MAY_BE_NONE = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
+_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raise `ConfigError` naming the field, the value and the limit."""
+    for name, (kind, limit, within) in _LIMITS.items():
+        value = getattr(params, name)
+        if value is None and name in _MAY_BE_NONE:
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool) or not within(value):
+            raise ConfigError(f"{name}={value!r}: must be {limit}")
+    for name in _FLAGS:
+        if not isinstance(getattr(params, name), bool):
+            raise ConfigError(f"{name}={getattr(params, name)!r}: must be True or False")
+    _check_stops(params)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise ConfigError(f"min_tokens={params.min_tokens}: must not be above max_tokens={params.max_tokens}")
+    if params.n > 1 and params.is_greedy:
+        raise ConfigError(
+            f"n={params.n}: must be 1 at temperature={params.temperature}, where all completions would be the same; "
+            "raise the temperature"
+        )
+
+
+def _check_stops(params: SamplingParams) -> None:
+    stop, ids = params.stop, params.stop_token_ids
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not _is_sequence_of(strings, lambda s: isinstance(s, str) and s):
+        raise ConfigError(f"stop={stop!r}: must be a string or a sequence of strings, none of them empty, or None")
+    if strings and not params.detokenize:
+        raise ConfigError(f"stop={stop!r}: needs detokenize=True, because stop strings are found in the text")
+    tokens = () if ids is None else ids
+    if not _is_sequence_of(tokens, lambda t: isinstance(t, Integral) and not isinstance(t, bool) and t >= 0):
+        raise ConfigError(f"stop_token_ids={ids!r}: must be a sequence of integers from 0, or None")
+
+
+def _is_sequence_of(values: Any, good: Callable[[Any], Any]) -> bool:
+    return isinstance(values, Sequence) and all(map(good, values))

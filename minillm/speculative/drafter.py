@@ -1,0 +1,34 @@
+"""What every drafter is: something that guesses. Whether a guess stays is never its business."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from minillm.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A chain of guesses for one request."""
+
+    token_ids: list[int]
+    """The next tokens, in order; may be empty."""
+    probs: Tensor | None = None
+    """`[len(token_ids), vocab]` fp32: the distribution each was sampled from; None: chosen without chance."""
+
+
+class Drafter(ABC):
+    """Proposes tokens; `speculative_config={"method": MyDrafter}` plugs in one of your own."""
+
+    @abstractmethod
+    def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        """For each request at most `num_drafts[i]` (≥ 1) guesses of what follows `requests[i].token_ids`.
+
+        The request's block table already has room for all of them.
+        """

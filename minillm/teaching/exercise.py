@@ -1,0 +1,115 @@
+"""What an exercise is: a reference, cases to try it on, planted wrong versions, and hints.
+
+A module `minillm/teaching/exercises/lNN_name.py` ends with `EXERCISES = [Exercise(...), ...]`. Everything else (finding
+the learner's function, running, comparing, explaining) lives beside this file and knows nothing about any lesson.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minillm.errors import LessonError
+from minillm.teaching.compare import values_match
+
+Function = Callable[..., Any]
+Compare = Callable[[object, object], "str | None"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call the learner's function must get right.
+
+    `label` is read by the learner when the case fails ("three new tokens after four"), so it names what is special
+    about these inputs. `args` and `kwargs` are copied deeply before every call; put the smallest case first, because
+    the first counterexample is the one shown.
+    """
+
+    label: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One case as the learner's function answered it; what `Exercise.diagnose` looks at.
+
+    `got` and `expected` are the returned values. When the exercise has `in_place` parameters they are a dict
+    `{"returned": ..., "<parameter> after the call": ...}` on both sides.
+    """
+
+    case: Case
+    expected: object
+    got: object
+
+
+@dataclass(frozen=True)
+class WrongVersion:
+    """A mistake that learners make, planted on purpose.
+
+    `mistake` completes the sentence "it looks as if your function …" ("forgets the rows that were there before"). A
+    learner whose outputs equal those of `function` is told so. The generic test requires that `function` fails the
+    check with `says` in the message (left empty: with `mistake` in it).
+    """
+
+    mistake: str
+    function: Function
+    says: str = ""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise, known by its name alone (`"l02.append_kv"`): lesson, dot, name of the function to write.
+
+    Args:
+        name: `"lNN.function_name"`; the learner's function is found by the part after the dot.
+        reference: the right answer. It must not change its inputs, `in_place` ones excepted.
+        cases: the cases, or a function making them (so that importing the module builds no tensors).
+        hints: exactly three, each more specific than the one before; the last nearly gives the line away.
+        wrong: at least two planted mistakes, each told apart from the others by some case.
+        compare: `(expected, got) -> None` if right, else a sentence that names the first difference. The default
+            compares type, shape, dtype and values in this order, floats within `rtol=1e-4, atol=1e-5`.
+        diagnose: optional `(attempt) -> likely cause or None`, asked before the planted mistakes are compared.
+        in_place: parameters that the function is meant to write to; their contents after the call are compared too.
+        drive: how a case uses the function, if not by one call: `drive(function, *args, **kwargs) -> value to compare`.
+            For classes, generators, several calls in a row, or statistics over many calls.
+
+    Every call runs with torch's CPU generator seeded alike, for the learner and the reference.
+    """
+
+    name: str
+    reference: Function
+    cases: Sequence[Case] | Callable[[], Sequence[Case]]
+    hints: tuple[str, str, str]
+    wrong: tuple[WrongVersion, ...]
+    compare: Compare = values_match
+    diagnose: Callable[[Attempt], str | None] | None = None
+    in_place: tuple[str, ...] = ()
+    drive: Function | None = None
+
+    def __post_init__(self) -> None:
+        lesson, _, function = self.name.partition(".")
+        if not lesson.isidentifier() or not function.isidentifier():
+            raise LessonError(f"exercise name {self.name!r}: write it as 'l02.append_kv' (lesson, dot, function name)")
+        if len(self.hints) != 3:
+            raise LessonError(f"exercise {self.name} has {len(self.hints)} hints; it needs exactly 3")
+        unknown = [name for name in self.in_place if name not in self.parameters]
+        if unknown:
+            raise LessonError(f"exercise {self.name}: in_place names {unknown}; the parameters are {self.parameters}")
+
+    @property
+    def function_name(self) -> str:
+        """The bare name that the learner's function has."""
+        return self.name.partition(".")[2]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the inputs of a case, in order: those of the reference, or of `drive` after its first."""
+        names = tuple(inspect.signature(self.drive or self.reference).parameters)
+        return names[1:] if self.drive else names
+
+    def all_cases(self) -> tuple[Case, ...]:
+        """The cases, freshly made if `cases` is a function."""
+        return tuple(self.cases() if callable(self.cases) else self.cases)

@@ -1,0 +1,60 @@
+"""A learner commits to a number before measuring; afterwards both stand side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minillm.errors import LessonError
+
+
+@dataclass
+class Predictions:
+    """The commitments of one session, by name (`"l02.bytes"`)."""
+
+    commitments: dict[str, tuple[float | None, str]] = field(default_factory=dict)
+
+    def predict(self, name: str, value: float | None, unit: str = "") -> None:
+        """Remember `value` (in `unit`) for `name`; None means not yet decided and never stops a notebook.
+
+        A second call replaces the first, so a cell can be edited and run again.
+
+        Raises:
+            LessonError: `value` is not a number.
+        """
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise LessonError(f"prediction {name!r} is {value!r}; write a number such as 4096, or None to decide later")
+        self.commitments[name] = (value, unit)
+        if value is None:
+            print(f"No prediction for {name} yet: replace None by your number and run this cell again.")
+        else:
+            print(f"Your prediction for {name}: {_amount(value, unit)}. Now measure.")
+
+    def compare(self, name: str, measured: float, unit: str = "") -> None:
+        """Print the prediction beside `measured` and the factor between them; `unit` defaults to the prediction's."""
+        value, predicted_unit = self.commitments.get(name, (None, ""))
+        unit = unit or predicted_unit
+        if value is None:
+            print(f"{name}: measured {_amount(measured, unit)}; you made no prediction.")
+        else:
+            beside = f"you predicted {_amount(value, unit)}, measured {_amount(measured, unit)}"
+            print(f"{name}: {beside}: {_verdict(value, measured)}")
+
+
+def _amount(value: float, unit: str) -> str:
+    number = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    return f"{number} {unit}".rstrip()
+
+
+def _verdict(predicted: float, measured: float) -> str:
+    if predicted == measured:
+        return "exactly right."
+    if predicted * measured <= 0:
+        return f"off by {abs(measured - predicted):.4g}."
+    factor = measured / predicted
+    return f"you were {max(factor, 1 / factor):.3g} times too {'low' if factor > 1 else 'high'}."
+
+
+# One notebook kernel is one learner's session; the lessons' functions below share it.
+_SESSION = Predictions()
+predict = _SESSION.predict
+reveal = compare_prediction = _SESSION.compare

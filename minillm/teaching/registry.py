@@ -1,0 +1,52 @@
+"""Find an exercise by its name among the modules `minillm/teaching/exercises/lNN_*.py`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+
+from minillm.errors import LessonError, UnknownExerciseError
+from minillm.teaching import exercises
+from minillm.teaching.exercise import Exercise
+
+
+def module_names() -> list[str]:
+    """Names of all exercise modules (`l02_kv_cache`), in lesson order."""
+    return sorted(module.name for module in pkgutil.iter_modules(exercises.__path__) if not module.name.startswith("_"))
+
+
+def exercises_of(module_name: str) -> list[Exercise]:
+    """The `EXERCISES` of one module.
+
+    Raises:
+        LessonError: the module has no `EXERCISES`, or one whose name does not begin with the module's lesson.
+    """
+    module = importlib.import_module(f"{exercises.__name__}.{module_name}")
+    found: list[Exercise] = getattr(module, "EXERCISES", [])
+    lesson = module_name.partition("_")[0]
+    strangers = [exercise.name for exercise in found if not exercise.name.startswith(f"{lesson}.")]
+    if not found or strangers:
+        raise LessonError(f"{module_name}.EXERCISES must be a list of exercises named '{lesson}.…', found {strangers}")
+    return found
+
+
+def find(name: str | Exercise) -> Exercise:
+    """The exercise of this name; an `Exercise` is its own answer, so lessons outside the package can bring theirs.
+
+    Only the module of the lesson in question is imported.
+
+    Raises:
+        UnknownExerciseError: there is none; the message lists names that are close.
+    """
+    if isinstance(name, Exercise):
+        return name
+    lesson = name.partition(".")[0]
+    for module_name in module_names():
+        if module_name.partition("_")[0] == lesson:
+            for exercise in exercises_of(module_name):
+                if exercise.name == name:
+                    return exercise
+    known = [exercise.name for module_name in module_names() for exercise in exercises_of(module_name)]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
+    raise UnknownExerciseError(f"no exercise is called {name!r}; did you mean {' or '.join(map(repr, near))}?")

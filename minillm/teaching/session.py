@@ -1,0 +1,98 @@
+"""What a lesson calls: `check`, `hint` and `use`. Finds the learner's function by its bare name, never by a cell.
+
+The order of search, the first find wins:
+1. the function given explicitly: `check("l02.append_kv", mine)`;
+2. the frame that calls: its local names, then its global names (in a notebook these are the notebook's);
+3. IPython's user namespace, for a call from a helper module.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+from minillm.errors import ExerciseFailed, LessonError
+from minillm.teaching.exercise import Exercise, Function
+from minillm.teaching.grade import grade
+from minillm.teaching.registry import find
+from minillm.teaching.result import CheckResult, Status
+
+STRICT_VARIABLE = "MINILLM_STRICT"
+
+
+def check(name: str | Exercise, function: Function | None = None) -> None:
+    """Show `PASS 5/5`, or the first counterexample and its likely cause.
+
+    Shows by itself, so it need not be the last line of its cell, and returns nothing; programs that want the result
+    call `minillm.teaching.grade.grade`.
+
+    Raises:
+        UnknownExerciseError: no exercise has this name.
+        ExerciseFailed: the check did not pass and the environment says `MINILLM_STRICT=1` (so that graders see red).
+    """
+    result = _graded(find(name), function, sys._getframe(1))
+    _show(result)
+    if not result.passed and os.environ.get(STRICT_VARIABLE) == "1":
+        raise ExerciseFailed(str(result))
+
+
+def hint(name: str | Exercise, level: int = 1) -> None:
+    """Print hint 1, 2 or 3 of an exercise; each is more specific than the one before.
+
+    Raises:
+        UnknownExerciseError: no exercise has this name.
+        LessonError: `level` is not 1, 2 or 3.
+    """
+    exercise = find(name)
+    if level not in (1, 2, 3):
+        raise LessonError(f"hint level {level!r} of {exercise.name}: there are 1, 2 and 3; begin with 1")
+    print(f"Hint {level} of 3 for {exercise.name}: {exercise.hints[level - 1]}")
+
+
+def use(name: str | Exercise, function: Function | None = None) -> Function:
+    """The learner's function if it passes its check, else the reference, with a notice that says so.
+
+    Never raises for an unsolved exercise, strict or not, so that later cells always run.
+
+    Raises:
+        UnknownExerciseError: no exercise has this name.
+    """
+    exercise = find(name)
+    frame = sys._getframe(1)
+    result = _graded(exercise, function, frame)
+    if result.passed:
+        return function or _find_function(exercise.function_name, frame)
+    why = {Status.NOT_DONE: "yours is not done yet", Status.MISSING: "yours was not found"}.get(
+        result.status, f"yours passes {result.num_passed} of {result.num_cases} cases"
+    )
+    print(f"Using the reference for {exercise.name}: {why}. Run its check to see more.")
+    return exercise.reference
+
+
+def _graded(exercise: Exercise, function: Function | None, frame: FrameType) -> CheckResult:
+    chosen = function or _find_function(exercise.function_name, frame)
+    if chosen is None:
+        return CheckResult(exercise.name, Status.MISSING, 0, len(exercise.all_cases()))
+    return grade(exercise, chosen)
+
+
+def _find_function(name: str, frame: FrameType) -> Function | None:
+    shell = _shell()
+    spaces = [frame.f_locals, frame.f_globals] + ([shell.user_ns] if shell else [])
+    return next((space[name] for space in spaces if callable(space.get(name))), None)
+
+
+def _show(result: CheckResult) -> None:
+    if _shell():
+        from IPython.display import display
+
+        display(result)
+    else:
+        print(result)
+
+
+def _shell() -> object | None:
+    """The running IPython shell; None in plain Python, where IPython is never imported."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython else None

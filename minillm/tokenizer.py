@@ -1,0 +1,179 @@
+"""Text to token ids and back: the checkpoint's own fast tokenizer, and a detokenizer for text that still grows."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from minillm.errors import CheckpointError, PromptError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+"""How SentencePiece vocabularies spell a single byte."""
+
+
+class Tokenizer:
+    """The tokenizer of one checkpoint folder."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, folder: Path) -> None:
+        self.backend = backend
+        self.folder = folder
+        # Lengths are the engine's business: what a checkpoint was trained to cut off or pad must not reach a prompt.
+        backend.no_truncation()
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        """Ids of control tokens, which `skip_special_tokens` leaves out of the text."""
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Read `tokenizer.json`, or what transformers can make of an older format.
+
+        Raises `CheckpointError` if there is no tokenizer in `folder`, or it cannot be read.
+        """
+        file = Path(folder) / "tokenizer.json"
+        if not file.is_file():
+            return cls(_convert(Path(folder)), Path(folder))
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(file)), Path(folder))
+        except Exception as problem:  # tokenizers raises nothing narrower
+            raise CheckpointError(f"{file} is truncated or corrupt ({problem}); fetch it again") from None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with the special tokens that the checkpoint puts around a text (as vLLM does).
+
+        Raises `PromptError` for text that is no valid Unicode.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as problem:
+            raise PromptError(f"character {problem.start} of the prompt is half a surrogate pair; remove it") from None
+        return self.backend.encode(text).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; ids without a token stand for nothing."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included. A model may have spare rows beyond."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def token_text(self, token_id: int) -> str:
+        """What one token stands for, to be shown: its text with spaces and newlines as they are.
+
+        A byte that is no whole character and a control character are shown as `\\xe2`, an id without a token as `<7>`.
+        """
+        if self.backend.id_to_token(token_id) is None:
+            return f"<{token_id}>"
+        text = self.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
+        return "".join(c if c.isprintable() or c in " \n\t" else ascii(c)[1:-1] for c in text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in UTF-8, perhaps only a part of a character. Empty for an id without a token."""
+        token = self.backend.id_to_token(token_id) or ""
+        if self.is_byte_level and all(c in BYTE_OF for c in token):
+            return bytes(BYTE_OF[c] for c in token)
+        if BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return (token if self.is_byte_level else token.replace("\u2581", " ")).encode()
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether tokens are spelled in GPT-2's alphabet of bytes, so that text is the tokens' bytes in a row."""
+        decoder = self.backend.decoder
+        return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is one raw byte of a SentencePiece vocabulary."""
+        return not self.is_byte_level and BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
+
+    def same_vocabulary(self, other: Tokenizer) -> bool:
+        """Whether every id means the same token in both, as a draft model must have it."""
+        return self.backend.get_vocab() == other.backend.get_vocab()
+
+    def hf(self) -> PreTrainedTokenizerBase:
+        """The same tokenizer as transformers has it, with chat template and all; loaded at the first call."""
+        return self._hf
+
+    @cached_property
+    def _hf(self) -> Any:
+        from transformers import AutoTokenizer  # slow to import, and the engine does without
+
+        return AutoTokenizer.from_pretrained(self.folder)
+
+
+class Detokenizer:
+    """The text of one request as it grows. The pieces together are the text of all tokens decoded at once.
+
+    A byte-level vocabulary is a stream of bytes, of which whole characters are given out. Of any other (SentencePiece)
+    the last token is kept, because how a token reads depends on the one before it; a run of raw bytes is held back
+    until it ends, because a run with one invalid byte is invalid as a whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
+        """`prompt_ids`: what the text goes on from; a SentencePiece word then keeps the space before it."""
+        self.tokenizer = tokenizer
+        self.skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        plain = (i for i in reversed(prompt_ids) if i not in tokenizer.special_ids and not tokenizer.is_byte(i))
+        self._ids = [i for i in (next(plain, None),) if i is not None]
+        self._given = tokenizer.decode(self._ids)
+
+    def append(self, token_id: int) -> str:
+        """The text that `token_id` completes; empty while a character is incomplete."""
+        if token_id in self.skipped or self.tokenizer.backend.id_to_token(token_id) is None:
+            return ""
+        if self.tokenizer.is_byte_level:
+            return self._characters.decode(self.tokenizer.token_bytes(token_id))
+        self._ids.append(token_id)
+        return "" if self.tokenizer.is_byte(token_id) else self._take()
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text; incomplete characters read U+FFFD."""
+        return self._characters.decode(b"", final=True) if self.tokenizer.is_byte_level else self._take()
+
+    def _take(self) -> str:
+        piece = self._decode(self._ids)[len(self._given) :]
+        self._ids = self._ids[-1:]
+        self._given = self._decode(self._ids)
+        return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 characters are themselves, the others follow from U+0100 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def _convert(folder: Path) -> tokenizers.Tokenizer:
+    """What transformers makes of a folder without `tokenizer.json`. Code in the folder is never run."""
+    fix = "transformers' AutoTokenizer.from_pretrained(…).save_pretrained(folder) writes one"
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
+    from transformers import AutoTokenizer
+
+    try:
+        backend = getattr(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), "backend_tokenizer", None)
+    except Exception as problem:  # any converter may fail in its own way
+        reason = " ".join(str(problem).split())
+        raise CheckpointError(f"{folder} has no tokenizer.json, and none can be made: {reason}; {fix}") from None
+    if backend is None:
+        raise CheckpointError(f"{folder} has no tokenizer.json, and its tokenizer has no fast version; {fix}")
+    return backend

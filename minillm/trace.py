@@ -1,0 +1,218 @@
+"""What the engine did, as typed events. Metrics, pictures, benchmarks and tests read these; the engine reads none.
+
+The order within one step is: `StepStarted`, then any `RequestPreempted` / `BlocksFreed` / `BlocksAllocated` of
+scheduling, `DraftProposed`, `StepRan`, `TokensCommitted`, `BlocksFreed` of roll-backs and finished requests,
+`RequestFinished`, and at last `StepFinished`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from minillm.errors import TraceError
+
+SCHEMA = 1
+WorkKind = Literal["prefill", "decode", "verify"]
+TokenOrigin = Literal["sampled", "accepted", "recovered", "bonus"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. A subclass is registered under its class name."""
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Event.kinds[cls.__name__] = cls
+
+    def to_json(self) -> str:
+        """One line of JSON; `event` holds the class name."""
+        return json.dumps({"event": type(self).__name__, **asdict(self)}, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class EngineStarted(Event):
+    """First event of every trace: the shape of the engine that wrote it."""
+
+    model: str
+    draft_model: str | None
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    """Bytes of one block over all layers, keys and values, the draft's pool included."""
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True)
+class RequestAdded(Event):
+    """A request joined the waiting queue."""
+
+    request_id: str
+    prompt: str
+    """The prompt as text; decoded from the ids if it was given as ids."""
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class StepStarted(Event):
+    """A new step; `step` counts from 1 over the life of the engine."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True)
+class BlocksAllocated(Event):
+    """`block_ids` were appended to the request's block table, in this order."""
+
+    request_id: str
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class BlocksFreed(Event):
+    """`block_ids` left the tail of the request's block table."""
+
+    request_id: str
+    block_ids: list[int]
+    reason: Literal["rolled_back", "preempted", "finished", "aborted"]
+
+
+@dataclass(frozen=True)
+class RequestPreempted(Event):
+    """The pool ran dry: the request lost its blocks and waits to be recomputed."""
+
+    request_id: str
+    num_computed_tokens: int
+    """Tokens whose keys and values were thrown away."""
+
+
+@dataclass(frozen=True)
+class DraftProposed(Event):
+    """What the drafter guesses the next tokens are."""
+
+    request_id: str
+    token_ids: list[int]
+    texts: list[str]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The part of one request in one step: tokens `start … start + num_tokens - 1` go through the model."""
+
+    request_id: str
+    kind: WorkKind
+    start: int
+    num_tokens: int
+    """For `verify`: the last committed token and the drafts."""
+
+
+@dataclass(frozen=True)
+class StepRan(Event):
+    """One target forward over a ragged batch; keys and values of every token in `work` were written."""
+
+    step: int
+    work: list[Work]
+
+
+@dataclass(frozen=True)
+class TokensCommitted(Event):
+    """Tokens that a request really gained in this step.
+
+    After `verify`, `num_drafts` drafts were judged and the first `num_accepted` were right. `origins` tells for each
+    committed token where it came from. A stop inside an accepted run can commit fewer than `num_accepted + 1` tokens.
+    Keys and values beyond `num_computed_tokens` are void: they belong to rejected drafts.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    texts: list[str]
+    origins: list[TokenOrigin]
+    num_drafts: int
+    num_accepted: int
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True)
+class RequestFinished(Event):
+    """The request is done and holds no blocks."""
+
+    request_id: str
+    reason: Literal["stop", "length", "abort"]
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True)
+class StepFinished(Event):
+    """End of a step. `seconds` splits into drafting, the target's forward, and the rest."""
+
+    step: int
+    seconds: float
+    draft_seconds: float
+    target_seconds: float
+    num_free_blocks: int
+
+
+class Trace:
+    """An event log that grows while the engine runs, can be watched, saved to JSONL and loaded again."""
+
+    def __init__(self, events: list[Event] | None = None) -> None:
+        self.events: list[Event] = list(events or [])
+        self._watchers: list[Callable[[Event], None]] = []
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def append(self, event: Event) -> None:
+        """Record `event` and tell every watcher."""
+        self.events.append(event)
+        for watcher in self._watchers:
+            watcher(event)
+
+    def watch(self, watcher: Callable[[Event], None]) -> None:
+        """Call `watcher(event)` for every event from now on."""
+        self._watchers.append(watcher)
+
+    def of(self, *kinds: type[Event]) -> list[Any]:
+        """The events of these kinds, in order."""
+        return [event for event in self.events if isinstance(event, kinds)]
+
+    def save(self, path: str | Path) -> None:
+        """Write one JSON object per line; the first line names the schema."""
+        lines = [json.dumps({"schema": SCHEMA}), *(event.to_json() for event in self.events)]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read what `save` wrote. Raises `TraceError` with the line that is wrong."""
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        try:
+            schema = json.loads(lines[0])["schema"]
+        except (IndexError, KeyError, TypeError, json.JSONDecodeError):
+            raise TraceError(f"{path} is no minillm trace: line 1 must hold the schema") from None
+        if schema != SCHEMA:
+            raise TraceError(f"{path} has trace schema {schema}, this minillm reads {SCHEMA}; record the trace again")
+        return cls([_parse(line, number, path) for number, line in enumerate(lines[1:], start=2)])
+
+
+def _parse(line: str, number: int, path: str | Path) -> Event:
+    try:
+        values = json.loads(line)
+        kind = Event.kinds[values.pop("event")]
+        if kind is StepRan:
+            values["work"] = [Work(**work) for work in values["work"]]
+        missing = {f.name for f in fields(kind)} - values.keys()
+        if missing:
+            raise KeyError(", ".join(sorted(missing)))
+        return kind(**values)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as problem:
+        raise TraceError(f"{path}, line {number}: not an event ({type(problem).__name__}: {problem})") from None

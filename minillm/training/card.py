@@ -1,0 +1,214 @@
+"""The model card of a bundled model, written from what was recorded and measured, and from nothing else.
+
+`training_facts` gathers the numbers (they become `training.json`); `card` puts them into words (`README.md`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from minillm.models.decoder import Decoder
+from minillm.training.distill import LOSS_WORDS
+from minillm.training.evaluate import Evaluation
+from minillm.training.pretrain import Recipe
+from minillm.training.record import RunRecord
+
+SCHEMA = 1
+Facts = dict[str, Any]
+
+
+def training_facts(
+    name: str,
+    pair: str,
+    model: Decoder,
+    corpus: Facts,
+    runs: dict[str, tuple[RunRecord, Recipe]],
+    evaluations: dict[str, Evaluation],
+) -> Facts:
+    """All numbers of the card of `name`, ready for JSON.
+
+    `pair` is the other model; `runs` the runs that made this one, in order; `evaluations` maps `distilled` and
+    `undistilled` to what was measured with that draft; `corpus` is `corpus.json`.
+    """
+    c = model.config
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "pair": pair,
+        "parameters": model.num_parameters,
+        "shape": {
+            "layers": c.num_layers,
+            "hidden": c.hidden_size,
+            "intermediate": c.intermediate_size,
+            "heads": c.num_heads,
+            "kv_heads": c.num_kv_heads,
+            "head_dim": c.head_dim,
+            "vocabulary": c.vocab_size,
+            "context": c.max_position_embeddings,
+        },
+        "corpus": {key: corpus[key] for key in ("train", "held_out", "sources")},
+        "runs": {stage: {**run.summary(), "recipe": _recipe(recipe)} for stage, (run, recipe) in runs.items()},
+        "evaluation": {which: asdict(evaluation) for which, evaluation in evaluations.items()},
+    }
+
+
+def card(facts: Facts) -> str:
+    """The README.md of a model folder, in Hugging Face's form."""
+    parts = [_head(facts), _shape(facts), _training(facts), _quality(facts), _limits(), _corpus(facts["corpus"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _recipe(recipe: Recipe) -> Facts:
+    """The recipe without a token budget that never bound."""
+    values = asdict(recipe)
+    if recipe.tokens == Recipe.tokens:
+        del values["tokens"]
+    return values
+
+
+def _head(facts: Facts) -> str:
+    draft = "distillation" in facts["runs"]
+    role = (
+        f"The draft model for [`{facts['pair']}`](../{facts['pair']}): it guesses what that model would say next."
+        if draft
+        else f"A small language model of Python code. Its draft model is [`{facts['pair']}`](../{facts['pair']})."
+    )
+    return f"""---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [code, python, minillm]
+---
+# {facts["name"]}
+
+{role}
+
+Both are made for learning how inference engines work: small enough to run fast on two CPU cores, good enough that
+speculative decoding, caching and quantisation have something real to work on. It is a base model: it continues Python
+source, it follows no instructions.
+
+```python
+from minillm import LLM, SamplingParams
+
+print(LLM("{facts["name"]}").generate(["def "], SamplingParams(max_tokens=32, temperature=0))[0].outputs[0].text)
+```
+
+The folder is an ordinary Llama checkpoint, so `AutoModelForCausalLM.from_pretrained` reads it too."""
+
+
+def _shape(facts: Facts) -> str:
+    s = facts["shape"]
+    rows = [
+        ("Architecture", "Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU, tied embeddings"),
+        ("Parameters", f"{facts['parameters']:,}"),
+        ("Layers × hidden", f"{s['layers']} × {s['hidden']}, MLP {s['intermediate']}"),
+        ("Heads", f"{s['heads']} query, {s['kv_heads']} key/value, {s['head_dim']} wide"),
+        ("Context", f"{s['context']:,} tokens"),
+        ("Tokenizer", f"byte-level BPE, {s['vocabulary']:,} tokens, trained on the same corpus"),
+        ("Stored as", "float16 safetensors"),
+        ("Licence of the weights", "Apache-2.0"),
+    ]
+    return "## Shape\n\n" + _table(("", ""), rows)
+
+
+def _training(facts: Facts) -> str:
+    corpus_tokens = facts["corpus"]["train"]["tokens"]
+    rows = []
+    for stage, run in facts["runs"].items():
+        passes = f"{run['tokens'] / corpus_tokens:.2f}" if stage == "pretraining" else "–"
+        hw = run["hardware"]
+        machine = f"{hw['cpu']}, {hw['threads']} threads, PyTorch {hw['torch']}"
+        rows.append((stage, f"{run['tokens']:,}", passes, f"{run['steps']:,}", f"{run['minutes']:g}", machine))
+    header = ("Stage", "Tokens", "Passes over the corpus", "Steps", "Minutes", "Hardware")
+    recipes = "\n".join(f"- {stage}: {_recipe_words(run['recipe'])}" for stage, run in facts["runs"].items())
+    distilled = f"""
+Distillation minimises {LOSS_WORDS}
+over the whole vocabulary, p being the target and q the draft, half of each batch on corpus windows and half on texts
+that the target wrote after corpus prompts.
+"""
+    return f"""## Training
+
+{_table(header, rows)}
+
+![Training loss](loss.svg)
+
+{recipes}
+
+Muon for the matrices, AdamW for the rest, bf16 forward over fp32 weights. Minutes are wall-clock time in training
+steps, compiling included, whatever else the machine was doing.
+{distilled if "distillation" in facts["runs"] else ""}
+`minillm train` does all of this again. The numbers here are also in `training.json`."""
+
+
+def _recipe_words(recipe: Facts) -> str:
+    return (
+        f"{recipe['tokens_per_step']:,} tokens per step, rows of {recipe['short_length']} tokens and of "
+        f"{recipe['long_length']:,} from {recipe['long_from']:.0%} of the time, peak rates {recipe['muon_lr']:g} "
+        f"(Muon) and {recipe['adam_lr']:g} (AdamW), linear decay to zero from {recipe['decay_from']:.0%}"
+    )
+
+
+def _quality(facts: Facts) -> str:
+    e = facts["evaluation"]["distilled"]
+    before = facts["evaluation"]["undistilled"]
+    bits = [("target", f"{e['target_bits_per_byte']:.3f}"), ("draft", f"{e['draft_bits_per_byte']:.3f}")]
+    kinds = (
+        ("held-out code", "code"),
+        ("the target's greedy text", "greedy"),
+        ("the target's text at temperature 1", "sampled"),
+    )
+    rows = [
+        (
+            words,
+            f"{e[kind]['tokens']:,}",
+            f"{e[kind]['top1']:.1%} (before distillation {before[kind]['top1']:.1%})",
+            f"{e[kind]['overlap']:.1%} (before {before[kind]['overlap']:.1%})",
+        )
+        for words, kind in kinds
+    ]
+    gamma, alpha = e["num_drafts"], e["sampled"]["overlap"]
+    expected = gamma + 1.0 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    return f"""## How good it is
+
+Bits per byte on the held-out files (lower is better):
+
+{_table(("Model", "Bits per byte"), bits)}
+
+How well the draft guesses the target. Top-1 agreement is the acceptance rate at temperature 0, Σ min(p, q) the one at
+temperature 1:
+
+{_table(("Text", "Tokens", "Top-1 agreement", "Σ min(p, q)"), rows)}
+
+With {gamma} drafts per round at temperature 0 the target gains **{e["greedy_tokens_per_forward"]:.2f} tokens** per
+forward (measured by replay on its own greedy text; before distillation {before["greedy_tokens_per_forward"]:.2f}).
+At temperature 1 expect about {expected:.2f} (modelled: (1 − α^{gamma + 1}) / (1 − α) with α = {alpha:.3f}, as if every
+token were equally easy). In the greedy text {e["greedy_repetition"]:.0%} of the 8-token spans repeat an earlier one,
+which makes it easier to guess than real code."""
+
+
+def _limits() -> str:
+    return """## Limits
+
+- It is small and was trained briefly: it writes text that looks like Python and seldom is a correct program.
+- Greedy, it soon repeats itself.
+- Files were held out by a hash of their name. Packages copy from each other and have files that resemble each other, so
+  near-duplicates of held-out text can be in the training text; bits per byte on code unlike it are likely higher.
+- It has seen Python only, and may repeat passages of its corpus."""
+
+
+def _corpus(corpus: Facts) -> str:
+    train, held = corpus["train"], corpus["held_out"]
+    rows = [tuple(source) for source in corpus["sources"]]
+    return f"""## Corpus
+
+Python source of the standard library and of installed packages with permissive licences, as they state them.
+Training: {train["files"]:,} files, {train["bytes"]:,} bytes, {train["tokens"]:,} tokens.
+Held out: {held["files"]:,} files, {held["bytes"]:,} bytes, {held["tokens"]:,} tokens.
+
+{_table(("Source", "Version", "Licence"), rows)}"""
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,0 +1,49 @@
+"""`torch.compile` where it works, the plain function where it does not. Compiled training is about twice as fast."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar
+
+import torch
+from tqdm.auto import tqdm
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def has_compiler() -> bool:
+    """Whether a C++ compiler is on this machine; `torch.compile` writes C++ for a CPU and needs it for a GPU too."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++", "cl") if name)
+
+
+class Compiled(Generic[Arguments, Result]):
+    """`function`, compiled for each new shape when it is called; eager from the first time that compiling fails.
+
+    An error of `function` itself is raised by the eager call that follows, so none is hidden.
+    """
+
+    def __init__(self, function: Callable[Arguments, Result]) -> None:
+        self.eager = function
+        self.fast: Callable[Arguments, Result] | None = None
+        if has_compiler():
+            self.fast = torch.compile(function, dynamic=False)
+        else:
+            _notice("no C++ compiler was found")
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Call the function."""
+        if self.fast is None:
+            return self.eager(*args, **kwargs)
+        try:
+            return self.fast(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as problem:
+            self.fast = None
+            _notice(f"torch.compile failed ({type(problem).__name__})")
+            return self.eager(*args, **kwargs)
+
+
+def _notice(reason: str) -> None:
+    tqdm.write(f"training runs uncompiled, about half as fast: {reason}")

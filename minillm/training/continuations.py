@@ -1,0 +1,114 @@
+"""The target's own text: continuations of corpus prompts, on which the draft is distilled and judged.
+
+A draft is only ever judged after text that the target has committed, so this is the text to agree on. (DistillSpec,
+Zhou et al. 2023, finds that the data must come from the models themselves; it samples from the draft.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
+from minillm.training.data import Windows
+from minillm.training.tokenizer import END_OF_TEXT_ID
+
+PROMPT_LENGTH = 64
+TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
+"""Of the rows of one part, in turn."""
+
+
+class DenseCache:
+    """Keys and values of rows of equal length, for a decoder that writes many rows at once."""
+
+    def __init__(self, config: ModelConfig, rows: int, length: int) -> None:
+        shape = (config.num_layers, rows, config.num_kv_heads, length, config.head_dim)
+        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        self.rows = rows
+        self.length = 0
+        """Tokens per row before the present forward; the caller moves it on."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:
+        """`q`, `k`, `v`: `[rows · n, heads, head_dim]`, the next `n` tokens of every row → like `q`."""
+        q, k, v = (x.unflatten(0, (self.rows, -1)).transpose(1, 2) for x in (q, k, v))
+        n, groups = q.shape[2], q.shape[1] // k.shape[1]
+        new = slice(self.length, self.length + n)
+        self.keys[layer, :, :, new], self.values[layer, :, :, new] = k, v
+        seen_k, seen_v = self.keys[layer, :, :, : new.stop], self.values[layer, :, :, : new.stop]
+        # The query heads that share a KV head become further queries of it, so no key is copied per head.
+        grouped = q.unflatten(1, (-1, groups)).flatten(2, 3)
+        sees = None if n == 1 else torch.ones(n, new.stop, dtype=torch.bool).tril(self.length).repeat(groups, 1)
+        out = F.scaled_dot_product_attention(grouped, seen_k, seen_v, attn_mask=sees)
+        return out.unflatten(2, (groups, n)).flatten(1, 2).transpose(1, 2).flatten(0, 1)
+
+
+@torch.no_grad()
+def continue_rows(model: Decoder, prompts: Tensor, length: int, temperatures: Tensor, seed: int) -> Tensor:
+    """Let `model` write on each row of `prompts` (`[rows, prompt_length]`) until it has `length` tokens.
+
+    `temperatures`: `[rows]`; 0 is greedy. An end-of-text token does not stop a row: a new file begins, as in training.
+    Returns `[rows, length]` int64, the same for the same arguments on one machine.
+    """
+    rows = prompts.shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    cache = DenseCache(model.config, rows, length)
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    tokens[:, : prompts.shape[1]] = prompts
+    for end in tqdm(range(prompts.shape[1], length), desc="the target writes", unit=f"×{rows} tokens", leave=False):
+        positions = torch.arange(cache.length, end).repeat(rows)
+        hidden = model(tokens[:, cache.length : end].flatten(), positions, cache)
+        logits = model.logits(hidden.view(rows, -1, hidden.shape[-1])[:, -1])
+        cache.length = end
+        # The maximum of logits / temperature + Gumbel noise is a sample of the softmax.
+        noise = -torch.empty_like(logits).exponential_(generator=generator).log()
+        tokens[:, end] = (logits + noise * temperatures[:, None]).argmax(-1)
+    return tokens
+
+
+def until_loop(tokens: list[int], span: int = 8, patience: int = 32) -> list[int]:
+    """`tokens` up to where `patience` spans of `span` tokens in a row had all been said before.
+
+    A small model's greedy text ends in loops. Any draft learns those at once, so a taste of each is enough.
+    """
+    seen: set[tuple[int, ...]] = set()
+    stale = 0
+    for end in range(span, len(tokens) + 1):
+        said = tuple(tokens[end - span : end])
+        stale = stale + 1 if said in seen else 0
+        seen.add(said)
+        if stale == patience:
+            return tokens[:end]
+    return tokens
+
+
+def write_continuations(model: Decoder, windows: Windows, folder: Path, parts: int, rows: int, length: int) -> None:
+    """Write `folder/continuations.npy`: `parts` × `rows` texts of `length` tokens, prompt included, as one array.
+
+    No text comes twice, loops are cut short (`until_loop`), and an end-of-text token follows each, as in the corpus, so
+    `Windows(folder, "continuations")` reads it. Each part is kept when it is done; a later call goes on from there.
+    """
+    if (folder / "continuations.npy").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    temperatures = torch.tensor(TEMPERATURES).repeat(rows // len(TEMPERATURES) + 1)[:rows]
+    files = [folder / f"part{number:03d}.npy" for number in range(parts)]
+    for number, file in enumerate(tqdm(files, desc="continuations", unit=" parts")):
+        if not file.exists():
+            prompts, _ = windows.batch(number, rows, PROMPT_LENGTH)
+            written = continue_rows(model, prompts, length, temperatures, seed=number)
+            texts = dict.fromkeys(tuple(until_loop(row)) for row in written.tolist())
+            _save(file, np.array([token for text in texts for token in (*text, END_OF_TEXT_ID)], dtype=np.uint16))
+    _save(folder / "continuations.npy", np.concatenate([np.load(file) for file in files]))
+
+
+def _save(file: Path, tokens: np.ndarray) -> None:
+    fresh = file.with_suffix(".new")
+    with fresh.open("wb") as out:
+        np.save(out, tokens)
+    fresh.replace(file)

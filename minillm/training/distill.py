@@ -1,0 +1,78 @@
+"""Distillation: the pretrained draft learns what the target would say, since only that is ever accepted.
+
+The loss per token, p the target's and q the draft's distribution at temperature 1 over the whole vocabulary:
+
+    KL(p‖q)  +  TV(p, q)  +  0.1 · cross-entropy of the text,      TV = 1 − Σ min(p, q) = 1 − acceptance
+
+- Forward KL moves probability to wherever the target has some, and its gradient does not vanish where q is far off.
+  A draft of a tenth of the target's size cannot drive it to zero, though, and then spends itself on the tail.
+- TV is the rejection rate itself, so it spends what capacity there is on the few tokens that decide acceptance; its
+  gradient is weak far off, which KL makes up for. SPIRe (Neelam et al. 2025) mixes the two in equal parts.
+- The text's own next tokens (hard labels) are a small anchor. On sampled continuations they lean to the target's
+  likely tokens, on real code they keep the draft a language model of code.
+
+Half of every batch is real code, as in a prompt, and half the target's continuations, as after one. Muon and AdamW go
+on as in pretraining, at half the rate and with a shorter plateau (`recipes.distill_recipe`): the weights are already
+good, but the loss is a new one.
+The target's forward runs anew for each batch (bf16, no gradient): caching its top tokens would save at most the half
+of it that is spent on continuations, for a second way of computing the loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.models.decoder import Decoder
+from minillm.training.compiling import Compiled
+from minillm.training.data import Windows
+from minillm.training.pretrain import dense_logits
+
+KL_WEIGHT, TV_WEIGHT, TEXT_WEIGHT = 1.0, 1.0, 0.1
+LOSS_WORDS = f"{KL_WEIGHT:g} · KL(p‖q) + {TV_WEIGHT:g} · TV(p, q) + {TEXT_WEIGHT:g} · cross-entropy"
+
+
+class HalfAndHalf:
+    """Batches whose first half is windows of the corpus and whose second half the target's continuations."""
+
+    def __init__(self, windows: Windows, continuations: Windows) -> None:
+        self.windows, self.continuations = windows, continuations
+
+    def batch(self, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Inputs and next tokens, each `[rows, length]`, int64."""
+        code = self.windows.batch(step, rows - rows // 2, length)
+        own = self.continuations.batch(step, rows // 2, length)
+        return torch.cat((code[0], own[0])), torch.cat((code[1], own[1]))
+
+
+class DistillationLoss:
+    """The loss for `Trainer`: the target looks at the same tokens as the draft."""
+
+    def __init__(self, target: Decoder) -> None:
+        self.target = target.eval().requires_grad_(False)
+        self._target_logits = Compiled(autocast_logits)
+        self._loss = Compiled(distillation_loss)
+
+    def __call__(self, draft: Decoder, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of a batch; `inputs`, `targets`: `[rows, length]`."""
+        with torch.no_grad():
+            target_logits = self._target_logits(self.target, inputs)
+        return self._loss(draft, inputs, targets, target_logits)
+
+
+def autocast_logits(model: Decoder, inputs: Tensor) -> Tensor:
+    """bf16 logits `[rows · length, vocab_size]` from fp32 weights."""
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        return dense_logits(model, inputs)
+
+
+def distillation_loss(draft: Decoder, inputs: Tensor, targets: Tensor, target_logits: Tensor) -> Tensor:
+    """Mean over the tokens of KL(p‖q), TV(p, q) and cross-entropy, weighted as the head of this file says."""
+    log_q = F.log_softmax(autocast_logits(draft, inputs).float(), dim=-1)
+    log_p = F.log_softmax(target_logits.float(), dim=-1)
+    p = log_p.exp()
+    kl = (p * (log_p - log_q)).sum(-1).mean()
+    rejected = 1 - torch.minimum(p, log_q.exp()).sum(-1).mean()
+    text = F.nll_loss(log_q, targets.flatten())
+    return KL_WEIGHT * kl + TV_WEIGHT * rejected + TEXT_WEIGHT * text

@@ -1,0 +1,152 @@
+"""What a pair of target and draft is worth: bits per byte on held-out code, and how often the draft is right.
+
+Everything is computed in fp32 from fixed seeds, so the same models give the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from minillm.errors import TrainingError
+from minillm.models.decoder import Decoder
+from minillm.training.continuations import PROMPT_LENGTH, continue_rows
+from minillm.training.data import Windows
+from minillm.training.pretrain import dense_logits
+
+NUM_DRAFTS = 4
+"""The γ of `greedy_tokens_per_forward`."""
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Draft beside target on one kind of text, at every token given all the tokens before it."""
+
+    tokens: int
+    top1: float
+    """Share of tokens where both have the same likeliest token: the acceptance rate at temperature 0."""
+    overlap: float
+    """Mean Σ min(p, q) over the vocabulary: the acceptance rate at temperature 1."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All that is measured of a pair."""
+
+    target_bits_per_byte: float
+    draft_bits_per_byte: float
+    code: Agreement
+    """On held-out code."""
+    greedy: Agreement
+    """On what the target writes at temperature 0 after held-out prompts."""
+    sampled: Agreement
+    """The same at temperature 1."""
+    greedy_repetition: float
+    """Share of 8-token spans of the greedy text that repeat an earlier one. High values flatter `greedy`."""
+    num_drafts: int
+    greedy_tokens_per_forward: float
+    """Tokens the target gains per forward with `num_drafts` drafts at temperature 0, replayed on its greedy text."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both models on the same batches; every tensor is `[rows, length]`."""
+
+    agree: Tensor
+    overlap: Tensor
+    target_nats: Tensor
+    draft_nats: Tensor
+
+    def agreement(self) -> Agreement:
+        """Means over all tokens."""
+        return Agreement(self.agree.numel(), self.agree.float().mean().item(), self.overlap.mean().item())
+
+
+def evaluate(
+    target: Decoder,
+    draft: Decoder,
+    held_out: Windows,
+    bytes_per_token: float,
+    rows: int = 64,
+    new_tokens: int = 192,
+    code_length: int = 512,
+) -> Evaluation:
+    """Compare the pair on all of `held_out` and on `rows` texts of `new_tokens` tokens that the target writes.
+
+    The texts follow held-out prompts, once greedy and once at temperature 1. `bytes_per_token`: of `held_out`.
+    """
+    prompts, _ = held_out.batch(0, rows, PROMPT_LENGTH)
+    length = PROMPT_LENGTH + new_tokens
+    greedy_text = continue_rows(target, prompts, length, torch.zeros(rows), seed=0)
+    sampled_text = continue_rows(target, prompts, length, torch.ones(rows), seed=0)
+    code = compare(target, draft, held_out.in_order(4, code_length))
+    greedy = compare(target, draft, list(_split(greedy_text)), skip=PROMPT_LENGTH - 1)
+    sampled = compare(target, draft, list(_split(sampled_text)), skip=PROMPT_LENGTH - 1)
+    bits = 1 / math.log(2) / bytes_per_token
+    return Evaluation(
+        target_bits_per_byte=code.target_nats.mean().item() * bits,
+        draft_bits_per_byte=code.draft_nats.mean().item() * bits,
+        code=code.agreement(),
+        greedy=greedy.agreement(),
+        sampled=sampled.agreement(),
+        greedy_repetition=sum(repetition(row[PROMPT_LENGTH:]) for row in greedy_text) / rows,
+        num_drafts=NUM_DRAFTS,
+        greedy_tokens_per_forward=tokens_per_forward(greedy.agree, NUM_DRAFTS),
+    )
+
+
+@torch.no_grad()
+def compare(target: Decoder, draft: Decoder, batches: list[Batch], skip: int = 0) -> Comparison:
+    """Run both models over `batches` of inputs and next tokens; the first `skip` tokens of each row do not count.
+
+    Raises `TrainingError` if there is nothing to compare on.
+    """
+    if not batches:
+        raise TrainingError("the held-out text is too short to evaluate on; make a corpus of more files")
+    parts = []
+    for inputs, targets in tqdm(batches, desc="comparing target and draft", leave=False):
+        log_p, log_q = (F.log_softmax(dense_logits(model, inputs).float(), dim=-1) for model in (target, draft))
+        values = (
+            log_p.argmax(-1) == log_q.argmax(-1),
+            torch.minimum(log_p, log_q).exp().sum(-1),
+            F.nll_loss(log_p, targets.flatten(), reduction="none"),
+            F.nll_loss(log_q, targets.flatten(), reduction="none"),
+        )
+        parts.append([value.view_as(inputs)[:, skip:] for value in values])
+    return Comparison(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def tokens_per_forward(agree: Tensor, num_drafts: int) -> float:
+    """Replay greedy speculation on text that the target wrote: `agree` `[rows, length]` says where the draft is right.
+
+    Exact, not a model of it: an accepted draft is the target's token, so at temperature 0 the draft always continues
+    this very text. A round gains the run of right drafts, at most `num_drafts`, and one token of the target.
+    """
+    tokens = rounds = 0
+    for row in agree.tolist():
+        at = 0
+        while at + num_drafts < len(row):
+            run = row[at : at + num_drafts]
+            at += 1 + (run.index(False) if False in run else num_drafts)
+            rounds += 1
+        tokens += at
+    return tokens / rounds
+
+
+def repetition(row: Tensor, span: int = 8) -> float:
+    """The share of the spans of `span` tokens in `row` (`[length]`) that it has said before, 0 to 1."""
+    tokens = row.tolist()
+    spans = [tuple(tokens[i : i + span]) for i in range(len(tokens) - span + 1)]
+    return 1 - len(set(spans)) / len(spans)
+
+
+def _split(text: Tensor, rows: int = 8) -> Iterator[Batch]:
+    for part in text.split(rows):
+        yield part[:, :-1].contiguous(), part[:, 1:].contiguous()

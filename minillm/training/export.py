@@ -1,0 +1,34 @@
+"""A trained model as a folder that minillm and transformers both load."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from minillm.models.decoder import Decoder
+from minillm.models.loading import save_llama
+from minillm.training.tokenizer import END_OF_TEXT_ID, save_tokenizer
+
+
+def export(model: Decoder, tokenizer_file: Path, folder: Path, extra: dict[str, str] | None = None) -> None:
+    """Write weights in fp16, config, tokenizer and generation config of `model` into `folder`.
+
+    `extra` names further text files (the model card). Each file is written aside and then moved into place, so whoever
+    has the old weights mapped into memory keeps them, and an interrupt leaves no half-written file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        fresh = Path(temporary)
+        save_llama(model, fresh, torch.float16)
+        save_tokenizer(Tokenizer.from_file(str(tokenizer_file)), fresh, model.config.max_position_embeddings)
+        generation = {"eos_token_id": END_OF_TEXT_ID, "do_sample": False}
+        (fresh / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        for name, text in (extra or {}).items():
+            (fresh / name).write_text(text, encoding="utf-8")
+        for file in sorted(fresh.iterdir()):
+            file.chmod(0o644)
+            file.replace(folder / file.name)

@@ -1,0 +1,213 @@
+"""Pretraining: next-token loss, bf16 forward over fp32 weights, Muon for matrices and AdamW for the rest.
+
+The length of a run is given in minutes or in tokens. Progress is the larger share of either that is used up, and the
+learning rate follows progress, so a run on a busy machine still ends on time with its rate decayed to zero.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from minillm.errors import TrainingError
+from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
+from minillm.training.causal import CausalAttention
+from minillm.training.data import Batches, Windows
+from minillm.training.muon import Muon
+
+Loss = Callable[[Decoder, Tensor, Tensor], Tensor]
+"""`loss(model, inputs, targets)`: the mean loss of a batch, inputs and targets `[rows, length]`."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long and how to train."""
+
+    minutes: float
+    """Wall-clock budget of all sessions together."""
+    tokens: int = 10**12
+    """Token budget; whichever of the two is used up first ends the run."""
+    tokens_per_step: int = 8192
+    short_length: int = 256
+    long_length: int = 1024
+    """Context of the last part of the run, so that the model can use all its positions."""
+    long_from: float = 0.8
+    """Progress at which the long context starts."""
+    decay_from: float = 0.5
+    """Progress at which the learning rate starts its linear way to zero."""
+    warmup_steps: int = 40
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    save_every: int = 50
+    """Steps between two saved states."""
+
+
+class Trainer:
+    """One model in training: its optimisers, its progress, and its state on disk.
+
+    `loss` is next-token cross-entropy unless another one is given, as distillation does.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        windows: Batches,
+        recipe: Recipe,
+        folder: Path,
+        loss: Loss | None = None,
+    ) -> None:
+        self.model, self.windows, self.recipe, self.folder = model, windows, recipe, folder
+        self.loss = loss or next_token_loss
+        matrices = [p for layer in model.layers for p in layer.parameters() if p.ndim == 2]
+        chosen = {id(p) for p in matrices}
+        others = [p for p in model.parameters() if id(p) not in chosen]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            Muon(matrices, lr=recipe.muon_lr),
+            torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        ]
+        self.base_rates = [recipe.muon_lr, recipe.adam_lr]
+        self.step = 0
+        self.tokens_seen = 0
+        self.seconds = 0.0
+        self._updating = False
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.state_file.exists():
+            self._resume()
+
+    @property
+    def state_file(self) -> Path:
+        """Where the run is kept between sessions."""
+        return self.folder / "state.pt"
+
+    @property
+    def progress(self) -> float:
+        """Share of the budget used up, 0 to 1."""
+        return min(1.0, max(self.seconds / 60 / self.recipe.minutes, self.tokens_seen / self.recipe.tokens))
+
+    def learning_rate_factor(self) -> float:
+        """Warm-up, plateau, then linear to zero."""
+        warm = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
+        return warm * min(1.0, (1.0 - self.progress) / (1.0 - self.recipe.decay_from))
+
+    def run(self) -> None:
+        """Train until the budget is used up; an interrupt saves the state and stops.
+
+        An interrupt in the midst of an update would save half of it, so then the last saved state stays.
+        """
+        bar = tqdm(total=100, initial=round(100 * self.progress, 1), desc=self.folder.name, unit="%", mininterval=5)
+        try:
+            while self.progress < 1.0:
+                began = time.perf_counter()
+                loss = self._train_step()
+                self.seconds += time.perf_counter() - began
+                self._log(loss)
+                bar.set_postfix(loss=f"{loss:.3f}", tokens=f"{self.tokens_seen / 1e6:.2f}M", step=self.step)
+                bar.update(round(100 * self.progress, 1) - bar.n)
+                if self.step % self.recipe.save_every == 0:
+                    self.save()
+        finally:
+            bar.close()
+            if not self._updating:
+                self.save()
+
+    def save(self) -> None:
+        """Write the whole state, so that the next run goes on from here; a crash while writing loses nothing."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "seconds": self.seconds,
+        }
+        fresh = self.state_file.with_suffix(".new")
+        torch.save(state, fresh)
+        fresh.replace(self.state_file)
+
+    def _resume(self) -> None:
+        state = torch.load(self.state_file, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.tokens_seen, self.seconds = state["step"], state["tokens_seen"], state["seconds"]
+
+    def _train_step(self) -> float:
+        recipe = self.recipe
+        length = recipe.long_length if self.progress >= recipe.long_from else recipe.short_length
+        inputs, targets = self.windows.batch(self.step, recipe.tokens_per_step // length, length)
+        factor = self.learning_rate_factor()
+        for optimizer, rate in zip(self.optimizers, self.base_rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * factor
+            optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(self.model, inputs, targets)
+        value = loss.item()
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the loss became {value} at step {self.step + 1}; remove {self.folder} and train with a lower rate"
+            )
+        loss.backward()
+        self._updating = True
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.step += 1
+        self.tokens_seen += inputs.numel()
+        self._updating = False
+        return value
+
+    def _log(self, loss: float) -> None:
+        row = {"step": self.step, "tokens": self.tokens_seen, "seconds": round(self.seconds, 2), "loss": round(loss, 4)}
+        with (self.folder / "log.jsonl").open("a") as log:
+            log.write(json.dumps(row) + "\n")
+
+
+def dense_logits(model: Decoder, inputs: Tensor) -> Tensor:
+    """Logits of every position of `inputs` (`[rows, length]`) → `[rows · length, vocab_size]`."""
+    rows, length = inputs.shape
+    positions = torch.arange(length, device=inputs.device).repeat(rows)
+    return model.logits(model(inputs.flatten(), positions, CausalAttention(length)))
+
+
+def next_token_loss(model: Decoder, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats."""
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        logits = dense_logits(model, inputs)
+    return F.cross_entropy(logits.float(), targets.flatten())
+
+
+def initialise(model: Decoder) -> None:
+    """Normal weights of width 0.02; what writes to the residual stream starts at zero: a layer begins as identity."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+    for layer in model.layers:
+        nn.init.zeros_(layer.o_proj.weight)
+        nn.init.zeros_(layer.mlp.down_proj.weight)
+
+
+def new_model(config: ModelConfig, seed: int = 0) -> Decoder:
+    """A fresh model, the same for the same seed."""
+    torch.manual_seed(seed)
+    model = Decoder(config)
+    initialise(model)
+    return model
+
+
+@torch.no_grad()
+def bits_per_byte(model: Decoder, windows: Windows, num_bytes: int, length: int = 1024) -> float:
+    """Cross-entropy over a whole split in bits, divided by the bytes its tokens stand for."""
+    total = count = 0.0
+    for inputs, targets in tqdm(windows.in_order(4, length), desc="evaluating", leave=False):
+        loss = F.cross_entropy(dense_logits(model, inputs).float(), targets.flatten(), reduction="sum")
+        total += loss.item()
+        count += targets.numel()
+    bytes_per_token = num_bytes / windows.tokens.size
+    return total / count / math.log(2) / bytes_per_token

@@ -1,0 +1,106 @@
+"""What a training run was, read back from what it left on disk. The model card states this and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from minillm.errors import TrainingError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where a run took place."""
+
+    cpu: str
+    cores: int
+    threads: int
+    torch: str
+    python: str
+
+    @classmethod
+    def here(cls) -> Hardware:
+        """This machine, with the number of threads that PyTorch uses now."""
+        return cls(
+            _cpu_name(), os.cpu_count() or 1, torch.get_num_threads(), torch.__version__, platform.python_version()
+        )
+
+    def save(self, folder: Path) -> None:
+        """Note it in `folder/hardware.json`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hardware.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> Hardware:
+        """What `save` noted."""
+        return cls(**_read(folder / "hardware.json"))
+
+
+@dataclass(frozen=True)
+class LogRow:
+    """One step of a run as `Trainer` logs it."""
+
+    step: int
+    tokens: int
+    seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run of `Trainer`: its log and where it ran."""
+
+    log: tuple[LogRow, ...]
+    hardware: Hardware
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        """Read `folder`. Raises `TrainingError` if there was no run.
+
+        Steps that a crash lost and a later session did again are in the log twice; the later ones count.
+        """
+        file = folder / "log.jsonl"
+        if not file.exists():
+            raise TrainingError(f"{folder} has no log.jsonl, so nothing was trained there; run that stage first")
+        rows = [LogRow(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        by_step = {row.step: row for row in rows if row.step <= rows[-1].step}
+        return cls(tuple(by_step[step] for step in sorted(by_step)), Hardware.load(folder))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on, repetitions included."""
+        return self.log[-1].tokens
+
+    @property
+    def minutes(self) -> float:
+        """Time spent in training steps, over all sessions."""
+        return self.log[-1].seconds / 60
+
+    def summary(self) -> dict[str, object]:
+        """For `training.json`."""
+        return {
+            "steps": self.log[-1].step,
+            "tokens": self.tokens,
+            "minutes": round(self.minutes, 1),
+            "hardware": asdict(self.hardware),
+        }
+
+
+def _read(file: Path) -> dict[str, object]:
+    if not file.exists():
+        raise TrainingError(f"{file} is missing; run the stage that writes it, or write it with Hardware.here().save")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,84 @@
+"""`minillm train`: make the bundled models, or go on where an earlier call stopped."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from minillm.training.pair import WEIGHTS, Pair
+from minillm.training.recipes import (
+    DISTILL_MINUTES,
+    DRAFT_MINUTES,
+    TARGET_MINUTES,
+    distill_recipe,
+    pretrain_recipe,
+)
+from minillm.training.stages import STAGES, run_stages
+
+
+def train(
+    folder: Path = Path("runs"),
+    stages: Iterable[str] | None = None,
+    target_minutes: float = TARGET_MINUTES,
+    draft_minutes: float = DRAFT_MINUTES,
+    distill_minutes: float = DISTILL_MINUTES,
+    threads: int | None = None,
+    export_to: Path = WEIGHTS,
+) -> None:
+    """Make the two bundled models: run `stages` (default: all, in the order of `STAGES`) with their states in `folder`.
+
+    An interrupt keeps what is done; the same call goes on from there. `threads`: PyTorch's, default: its own choice.
+    Raises `TrainingError` if the input of a stage is missing or unfinished.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    pair = Pair(
+        folder=Path(folder),
+        target_recipe=pretrain_recipe(target_minutes),
+        draft_recipe=pretrain_recipe(draft_minutes),
+        distill_recipe=distill_recipe(distill_minutes),
+        export_to=Path(export_to),
+    )
+    run_stages(pair, STAGES if stages is None else stages)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `minillm train` to `parser`."""
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs"), help="where states are kept (default: %(default)s)"
+    )
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), help="default: all")
+    for stage, minutes in (("target", TARGET_MINUTES), ("draft", DRAFT_MINUTES), ("distill", DISTILL_MINUTES)):
+        help_text = f"training time of the stage `{stage}` (default: %(default)g)"
+        parser.add_argument(f"--{stage}-minutes", type=_positive, default=minutes, metavar="MIN", help=help_text)
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: PyTorch's choice)")
+    parser.add_argument("--export-to", type=Path, default=WEIGHTS, help="default: the folder of the bundled models")
+
+
+def run_from_args(args: argparse.Namespace) -> int:
+    """Run what `add_arguments` parsed. Returns the exit status: 0, or 130 after an interrupt, which loses nothing."""
+    try:
+        train(
+            folder=args.folder,
+            stages=args.stages,
+            target_minutes=args.target_minutes,
+            draft_minutes=args.draft_minutes,
+            distill_minutes=args.distill_minutes,
+            threads=args.threads,
+            export_to=args.export_to,
+        )
+    except KeyboardInterrupt:
+        tqdm.write(f"stopped; the state is in {args.folder}, and the same command goes on from there")
+        return 130
+    return 0
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} minutes is no time to train; give more than 0")
+    return value

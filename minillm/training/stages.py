@@ -1,0 +1,169 @@
+"""The stages that make a pair: corpus, target, draft, distillation, export. Each is skipped when it is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from minillm.errors import TrainingError
+from minillm.models.decoder import Decoder
+from minillm.training.card import card, training_facts
+from minillm.training.compiling import Compiled
+from minillm.training.continuations import write_continuations
+from minillm.training.data import Batches, Windows, prepare
+from minillm.training.distill import LOSS_WORDS, DistillationLoss, HalfAndHalf
+from minillm.training.evaluate import Agreement, Evaluation, evaluate
+from minillm.training.export import export
+from minillm.training.pair import Pair
+from minillm.training.plot import Curve, loss_svg
+from minillm.training.pretrain import Loss, Recipe, Trainer, new_model, next_token_loss
+from minillm.training.record import Hardware, RunRecord
+
+TARGET_NAME, DRAFT_NAME = "minicoder", "minicoder-draft"
+
+
+def run_stages(pair: Pair, stages: Iterable[str]) -> None:
+    """Run the named stages in their order."""
+    chosen = set(stages)
+    if unknown := chosen - STAGES.keys():
+        raise TrainingError(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+    for name, stage in STAGES.items():
+        if name in chosen:
+            stage(pair)
+
+
+def make_corpus(pair: Pair) -> None:
+    """Stage `corpus`: collect source files, train the tokenizer, encode."""
+    prepare(pair.corpus, pair.target.vocab_size)
+
+
+def train_target(pair: Pair) -> None:
+    """Stage `target`: pretrain the target."""
+    loss = Compiled(next_token_loss)
+    _run(new_model(pair.target), pair.windows("train"), pair.target_recipe, pair.folder / "target", loss)
+
+
+def train_draft(pair: Pair) -> None:
+    """Stage `draft`: pretrain the draft."""
+    loss = Compiled(next_token_loss)
+    _run(new_model(pair.draft), pair.windows("train"), pair.draft_recipe, pair.folder / "draft", loss)
+
+
+def distill(pair: Pair) -> None:
+    """Stage `distill`: let the target write, then teach the draft to guess it."""
+    code, folder = pair.windows("train"), pair.folder / "distill"
+    target, draft = pair.trained("target"), pair.trained("draft")
+    _check_inputs(folder, {stage: _tokens_seen(pair, stage) for stage in ("target", "draft")})
+    write_continuations(
+        target,
+        code,
+        folder / "continuations",
+        pair.continuation_parts,
+        pair.continuation_rows,
+        pair.continuation_length,
+    )
+    batches = HalfAndHalf(code, Windows(folder / "continuations", "continuations"))
+    _run(draft, batches, pair.distill_recipe, folder, DistillationLoss(target))
+
+
+def export_pair(pair: Pair) -> None:
+    """Stage `export`: measure the pair as it is shipped, write both folders with their cards."""
+    target, draft = _as_shipped(pair.trained("target")), _as_shipped(pair.trained("distill"))
+    evaluations = _evaluate(pair, target, draft)
+    corpus = json.loads((pair.corpus / "corpus.json").read_text(encoding="utf-8"))
+    runs = {stage: RunRecord.load(pair.folder / stage) for stage in ("target", "draft", "distill")}
+    made = (
+        (TARGET_NAME, DRAFT_NAME, target, {"pretraining": (runs["target"], pair.target_recipe)}),
+        (
+            DRAFT_NAME,
+            TARGET_NAME,
+            draft,
+            {
+                "pretraining": (runs["draft"], pair.draft_recipe),
+                "distillation": (runs["distill"], pair.distill_recipe),
+            },
+        ),
+    )
+    for name, other, model, history in made:
+        facts = training_facts(name, other, model, corpus, history, evaluations)
+        curves = [Curve(stage.capitalize(), _UNITS[stage], run.log) for stage, (run, _) in history.items()]
+        files = {
+            "README.md": card(facts),
+            "training.json": json.dumps(facts, indent=1) + "\n",
+            "loss.svg": loss_svg(f"Training loss of {name}", curves),
+        }
+        export(model, pair.corpus / "tokenizer.json", pair.export_to / name, files)
+        tqdm.write(f"wrote {pair.export_to / name}")
+
+
+STAGES: dict[str, Callable[[Pair], None]] = {
+    "corpus": make_corpus,
+    "target": train_target,
+    "draft": train_draft,
+    "distill": distill,
+    "export": export_pair,
+}
+_UNITS = {"pretraining": "nats per token", "distillation": LOSS_WORDS}
+
+
+def _run(model: Decoder, batches: Batches, recipe: Recipe, folder: Path, loss: Loss) -> None:
+    trainer = Trainer(model, batches, recipe, folder, loss)
+    if trainer.progress >= 1:
+        tqdm.write(f"{folder.name}: done ({trainer.tokens_seen:,} tokens in {trainer.seconds / 60:.1f} minutes)")
+        return
+    Hardware.here().save(folder)
+    trainer.run()
+
+
+def _tokens_seen(pair: Pair, stage: str) -> int:
+    return RunRecord.load(pair.folder / stage).tokens
+
+
+def _check_inputs(folder: Path, inputs: dict[str, int]) -> None:
+    """Note which models a distillation started from; refuse to go on from others."""
+    file = folder / "inputs.json"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(inputs) + "\n")
+    elif (started := json.loads(file.read_text())) != inputs:
+        raise TrainingError(
+            f"{folder} was begun with models of {started} tokens, now they have {inputs}; remove it to distil anew"
+        )
+
+
+def _as_shipped(model: Decoder) -> Decoder:
+    """`model` with its weights rounded to fp16, as they are stored: what is measured is what is shipped."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.half())
+    return model
+
+
+def _evaluate(pair: Pair, target: Decoder, draft: Decoder) -> dict[str, Evaluation]:
+    """Measure the pair, and the target with the draft as it was before distillation; kept in `evaluation.json`."""
+    file = pair.folder / "evaluation.json"
+    inputs = {stage: _tokens_seen(pair, stage) for stage in ("target", "draft", "distill")}
+    if file.exists():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["inputs"] == inputs:
+            return {name: _evaluation(values) for name, values in kept["evaluations"].items()}
+    held_out = pair.windows("held_out")
+    summary = json.loads((pair.corpus / "corpus.json").read_text(encoding="utf-8"))["held_out"]
+    drafts = {"distilled": draft, "undistilled": _as_shipped(pair.trained("draft"))}
+    found = {
+        name: evaluate(target, model, held_out, summary["bytes"] / summary["tokens"], rows=pair.evaluation_rows)
+        for name, model in drafts.items()
+    }
+    kept = {"inputs": inputs, "evaluations": {name: asdict(values) for name, values in found.items()}}
+    file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def _evaluation(values: dict[str, object]) -> Evaluation:
+    texts = {kind: Agreement(**values[kind]) for kind in ("code", "greedy", "sampled")}
+    return Evaluation(**{**values, **texts})

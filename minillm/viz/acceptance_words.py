@@ -1,0 +1,45 @@
+"""Speculative decoding in words: one round, the totals, and the whole strip for those who do not see it."""
+
+from __future__ import annotations
+
+from minillm.viz.acceptance_state import Acceptance, AcceptanceState, RequestAcceptance, Round
+from minillm.viz.cache_changes import plural
+from minillm.viz.colours import owner_letter
+from minillm.viz.glyphs import visible
+
+
+def round_words(judged: Round) -> str:
+    """What came of one round: `2 of 4 drafts kept, then the target said “·path” instead of “·f”`."""
+    kept = f"{judged.kept} of {plural(len(judged.drafts), 'draft')} kept"
+    if judged.added is None:
+        return f"{kept}, then the text ended"
+    added = f"“{visible(judged.added)}”"
+    if "rejected" in judged.verdicts:
+        refused = visible(judged.drafts[judged.verdicts.index("rejected")])
+        return f"{kept}, then the target said {added} instead of “{refused}”"
+    return f"{kept}, and the target added {added} as a bonus"
+
+
+def total_words(acceptance: Acceptance) -> str:
+    """The arithmetic behind τ: `12 of 16 drafts kept (75%) + 4 added by the target = 16 tokens in 4 forwards: 4.00`."""
+    if not acceptance.rounds:
+        return "No draft has been judged yet."
+    tokens, rounds = acceptance.kept + acceptance.added, len(acceptance.rounds)
+    kept = f"{acceptance.kept} of {plural(acceptance.drafted, 'draft')} kept ({acceptance.kept_share:.0%})"
+    gained = f"{kept} + {acceptance.added} added by the target = {plural(tokens, 'token')}"
+    return f"{gained} in {plural(rounds, 'target forward')}: {acceptance.tokens_per_forward:.2f} tokens per forward."
+
+
+def describe(state: AcceptanceState, request: RequestAcceptance | None, *, max_rounds: int | None = None) -> str:
+    """The strip in words, one line per round; `max_rounds` keeps the last ones only."""
+    if request is None:
+        return "Token acceptance: no request yet."
+    drafter = f", draft {state.engine.draft_model}" if state.engine and state.engine.draft_model else ""
+    lines = [f"Token acceptance, request {owner_letter(request.index)}{drafter}. {total_words(request)}"]
+    first = max(0, len(request.rounds) - max_rounds) if max_rounds is not None else 0
+    for number, judged in enumerate(request.rounds[first:], start=first + 1):
+        lines.append(f"Round {number}: {round_words(judged)}.")
+    positions = enumerate(request.kept_by_position(), start=1)
+    if request.rounds:
+        lines.append("Kept at position " + ", ".join(f"{i}: {kept} of {all_}" for i, (kept, all_) in positions) + ".")
+    return "\n".join(lines)

@@ -1,0 +1,58 @@
+"""The block pool in words: its figures, and the whole picture for those who do not see it."""
+
+from __future__ import annotations
+
+from minillm.viz.cache_changes import changes, letter, plural
+from minillm.viz.cache_state import CacheState
+from minillm.viz.glyphs import visible
+from minillm.viz.request_state import RequestState
+
+
+def pool_size(state: CacheState) -> str:
+    """Bytes of the whole pool in a unit that keeps the number short."""
+    size = float(state.engine.bytes_per_block * state.num_blocks) if state.engine else 0.0
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024 * 0.7:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
+
+
+def waste_share(state: CacheState) -> str:
+    """The waste in numbers: `waste 17 of 176 slots (10%)`."""
+    share = f" ({state.waste_slots / state.used_slots:.0%})" if state.used_slots else ""
+    return f"waste {state.waste_slots} of {plural(state.used_slots, 'slot')}{share}"
+
+
+def doing(request: RequestState) -> str:
+    """What the request is up to, in a few words."""
+    marks = request.marks
+    if request.status == "prefill":
+        return f"prefill {min(request.num_computed, request.num_tokens)} of {request.num_prompt_tokens}"
+    if request.status == "verify" and marks.num_drafts:
+        return f"verify {plural(marks.num_drafts, 'draft')}, {marks.num_accepted} right"
+    if request.status == "finished":
+        return f"done: {plural(request.num_output_tokens, 'token')} ({request.finish_reason})"
+    return request.status
+
+
+def summary(state: CacheState) -> str:
+    """One line: the pool in numbers."""
+    if state.engine is None:
+        return "The engine has not started yet."
+    facts = f"{plural(state.num_blocks, 'block')} of {plural(state.block_size, 'slot')}"
+    shared = sum(len(owners) > 1 for owners in state.owners.values())
+    sharing = f", {shared} shared" if shared else ""
+    return f"{facts}: {state.used_blocks} used{sharing}, {state.free_blocks} free; {waste_share(state)}."
+
+
+def describe(state: CacheState, *, tables: bool = True) -> str:
+    """The picture in words, one line per request; `tables` adds the block tables."""
+    lines = [f"KV cache pages, step {state.step}. {summary(state)}"]
+    for request in state.requests.values():
+        line = f"{letter(request)} {visible(request.prompt)!r}" if tables else f"Request {letter(request)}"
+        line += f" ({doing(request)}): {request.num_computed} of {plural(request.num_tokens, 'token')} in the cache"
+        line += f", {plural(len(request.block_table), 'block')}"
+        lines.append(f"{line} {request.block_table}" if tables and request.block_table else line)
+    done = "; ".join(changes(state))
+    return "\n".join([*lines, f"This step: {done}."] if done else lines)

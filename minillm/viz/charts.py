@@ -1,0 +1,229 @@
+"""Line charts of measurements: an interactive plotly figure and an SVG of the same numbers in one output.
+
+A notebook front end with plotly shows the first, everything else (GitHub, nbviewer, a terminal) the second. Plotly's
+JSON is written directly: the library is not imported, and the same numbers always give the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from minillm.errors import ConfigError
+from minillm.viz.colours import HAIRLINE, INK, MUTED, OWNERS, PAPER
+from minillm.viz.svg import MARGIN, RIGHT, SANS, card, element, label, number
+
+LEFT, TOP, PLOT_HEIGHT = 84, 84, 268
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross")
+"""One per series, so that lines differ without colour; plotly's names."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis means. `ticks` empty: round numbers are chosen."""
+
+    label: str
+    log: bool = False
+    ticks: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line. `low` and `high` (the spread of a measurement) are drawn as bars where given."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    style: Literal["measured", "modelled"] = "measured"
+    """Measured points are joined by a solid line; a model is a dashed line without points."""
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """A chart that displays itself. `summary` says in words what the chart shows; it becomes the SVG's description.
+
+    Raises `ConfigError` if a series has x and y of different lengths, or a logarithmic axis meets a value below or at 0.
+    """
+
+    title: str
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    summary: str
+
+    def __post_init__(self) -> None:
+        for series in self.series:
+            sizes = {len(series.x), len(series.y), len(series.low or series.y), len(series.high or series.y)}
+            if len(sizes) > 1 or sizes == {0}:
+                raise ConfigError(
+                    f"series {series.name!r} has columns of lengths {sorted(sizes)}; give all the same, not 0"
+                )
+            for axis, values in ((self.x, series.x), (self.y, [*series.y, *series.low, *series.high])):
+                if not all(math.isfinite(v) for v in values) or (axis.log and min(values) <= 0):
+                    raise ConfigError(f"series {series.name!r}: {min(values)} does not fit on the axis {axis.label!r}")
+
+    def to_plotly(self) -> dict[str, object]:
+        """The figure as plotly's JSON: `{"data": […], "layout": {…}}`."""
+        traces = [_trace(series, *_style(i)) for i, series in enumerate(self.series)]
+        layout = {
+            "title": {"text": self.title},
+            "xaxis": _plotly_axis(self.x),
+            "yaxis": _plotly_axis(self.y),
+            "font": {"family": SANS, "color": INK},
+            "paper_bgcolor": PAPER,
+            "plot_bgcolor": PAPER,
+            "height": 420,
+            "hovermode": "x unified",
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+            "margin": {"t": 90, "r": 20},
+        }
+        return {"data": traces, "layout": layout}
+
+    def to_svg(self) -> str:
+        """The same chart as a static picture."""
+        across = _scale(self.x, [v for s in self.series for v in s.x], LEFT, RIGHT - 12)
+        heights = [v for s in self.series for v in (*s.y, *s.low, *s.high)]
+        up = _scale(self.y, heights, TOP + PLOT_HEIGHT, TOP)
+        return card(
+            "chart",
+            TOP + PLOT_HEIGHT + 56,
+            self.title,
+            self.summary,
+            label(MARGIN, 34, self.title, size=17, weight=650, fill=INK),
+            *_grid(self.x, self.y, across, up),
+            *(_line(series, *_style(i), across, up) for i, series in enumerate(self.series)),
+            *_legend(self.series),
+        )
+
+    def __repr__(self) -> str:
+        return f"<LineChart {self.title!r}>"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
+        return {
+            "application/vnd.plotly.v1+json": self.to_plotly(),
+            "image/svg+xml": self.to_svg(),
+            "text/plain": repr(self),
+        }
+
+
+def _style(index: int) -> tuple[str, str]:
+    return OWNERS[index % len(OWNERS)], SYMBOLS[index % len(SYMBOLS)]
+
+
+def _trace(series: Series, colour: str, symbol: str) -> dict[str, object]:
+    modelled = series.style == "modelled"
+    trace: dict[str, object] = {
+        "type": "scatter",
+        "name": series.name,
+        "x": list(series.x),
+        "y": list(series.y),
+        "mode": "lines" if modelled else "lines+markers",
+        "line": {"color": colour, "dash": "dash" if modelled else "solid"},
+        "marker": {"symbol": symbol, "size": 9, "color": colour},
+    }
+    if series.low and series.high:
+        above = [high - y for y, high in zip(series.y, series.high)]
+        below = [y - low for y, low in zip(series.y, series.low)]
+        trace["error_y"] = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
+    return trace
+
+
+def _plotly_axis(axis: Axis) -> dict[str, object]:
+    ticks = {"tickmode": "array", "tickvals": list(axis.ticks), "ticktext": [f"{t:g}" for t in axis.ticks]}
+    scale = {"type": "log" if axis.log else "linear", "rangemode": "normal" if axis.log else "tozero"}
+    return {"title": {"text": axis.label}, "gridcolor": HAIRLINE, **scale, **(ticks if axis.ticks else {})}
+
+
+@dataclass(frozen=True)
+class _Scale:
+    place: Callable[[float], float]
+    ticks: tuple[float, ...]
+
+
+def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
+    """Pixels for values between `start` (the smallest) and `end`; a linear axis begins at 0 unless values are below."""
+    low, high = min([*values, *axis.ticks]), max([*values, *axis.ticks])
+    if axis.log:
+        low, high = low / 1.15, high * 1.15
+        ticks = axis.ticks or tuple(t for t in _one_two_five(low, high) if low <= t <= high)
+        return _Scale(lambda v: start + (end - start) * math.log(v / low) / math.log(high / low), ticks)
+    low = min(0.0, low)
+    step = _round_step((high - low) or 1.0)
+    high = max(step, math.ceil(high / step - 1e-9) * step)
+    count = round((high - low) / step)
+    ticks = axis.ticks or tuple(low + i * step for i in range(count + 1))
+    return _Scale(lambda v: start + (end - start) * (v - low) / (high - low), ticks)
+
+
+def _round_step(span: float) -> float:
+    """1, 2 or 5 times a power of ten, so that the span has four to nine of it."""
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    return next(power * m for m in (5, 2, 1) if span / (power * m) >= 4)
+
+
+def _one_two_five(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [m * 10.0**d for d in decades for m in (1, 2, 5)]
+
+
+def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]:
+    bottom = TOP + PLOT_HEIGHT
+    parts = []
+    for tick in up.ticks:
+        at = up.place(tick)
+        parts.append(element("path", {"d": f"M{LEFT} {number(at)}H{RIGHT - 12}", "stroke": HAIRLINE}))
+        parts.append(label(LEFT - 8, at + 4, f"{tick:g}", size=11.5, anchor="end"))
+    for tick in across.ticks:
+        at = across.place(tick)
+        parts.append(element("path", {"d": f"M{number(at)} {bottom}v5", "stroke": MUTED}))
+        parts.append(label(at, bottom + 19, f"{tick:g}", size=11.5, anchor="middle"))
+    parts.append(element("path", {"d": f"M{LEFT} {bottom}H{RIGHT - 12}", "stroke": MUTED}))
+    parts.append(label((LEFT + RIGHT) / 2, bottom + 42, x.label, size=12, anchor="middle"))
+    turned = {"transform": f"rotate(-90 {MARGIN + 6} {TOP + PLOT_HEIGHT / 2:g})"}
+    return [*parts, element("g", turned, label(MARGIN + 6, TOP + PLOT_HEIGHT / 2, y.label, size=12, anchor="middle"))]
+
+
+def _line(series: Series, colour: str, symbol: str, across: _Scale, up: _Scale) -> str:
+    points = [(across.place(x), up.place(y)) for x, y in zip(series.x, series.y)]
+    way = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
+    modelled = series.style == "modelled"
+    dash = "7 5" if modelled else None
+    line = element("path", {"d": way, "fill": "none", "stroke": colour, "stroke-width": 2, "stroke-dasharray": dash})
+    bars = [
+        element(
+            "path",
+            {"d": f"M{number(x)} {number(up.place(a))}V{number(up.place(b))}", "stroke": colour, "stroke-width": 1.5},
+        )
+        for (x, _), a, b in zip(points, series.low, series.high)
+    ]
+    marks = [] if modelled else [_mark(symbol, x, y, colour) for x, y in points]
+    return element("g", {"data-testid": "series", "data-series": series.name}, line, *bars, *marks)
+
+
+def _mark(symbol: str, x: float, y: float, colour: str) -> str:
+    shapes = {
+        "circle": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
+        "square": "M-4 -4h8v8h-8z",
+        "diamond": "M0 -5.5L5.5 0L0 5.5L-5.5 0z",
+        "triangle-up": "M0 -5L5 4H-5z",
+        "cross": "M-5 -1.7h3.3v-3.3h3.4v3.3h3.3v3.4h-3.3v3.3h-3.4v-3.3h-3.3z",
+    }
+    return element("path", {"d": shapes[symbol], "fill": colour, "transform": f"translate({number(x)} {number(y)})"})
+
+
+def _legend(series: Sequence[Series]) -> list[str]:
+    parts, x = [], float(LEFT)
+    for index, one in enumerate(series):
+        colour, symbol = _style(index)
+        dash = "7 5" if one.style == "modelled" else None
+        parts.append(
+            element("path", {"d": f"M{number(x)} 60h26", "stroke": colour, "stroke-width": 2, "stroke-dasharray": dash})
+        )
+        parts += [] if dash else [_mark(symbol, x + 13, 60, colour)]
+        parts.append(label(x + 34, 64, one.name, size=12, fill=INK))
+        x += 62 + 6.6 * len(one.name)
+    return parts

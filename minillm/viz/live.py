@@ -1,0 +1,109 @@
+"""Views that move while the engine runs: one notebook output, redrawn as steps finish."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+from minillm.errors import ConfigError
+from minillm.trace import Event, StepFinished
+from minillm.viz.view import View, bundle
+
+MIN_INTERVAL = 0.1
+"""Seconds between frames: at most 10 frames a second."""
+MAX_BYTES_PER_SECOND = 500_000
+"""A front end that gets more than this falls behind; a frame above 50 KB makes the following wait longer."""
+
+
+class Handle(Protocol):
+    """What IPython's `DisplayHandle` is to us."""
+
+    def update(self, obj: dict[str, str], *, raw: bool) -> None:
+        """Replace what is shown."""
+
+
+class LiveView:
+    """Shows views in one notebook output while the block runs, and leaves the last frame there.
+
+        with llm.trace() as trace, LiveView(CachePagesView(trace), AcceptanceStrip(trace), pause=0.2):
+            llm.generate(prompts, params)
+
+    `pause` seconds pass after each step, for those who want to watch a fast model think. Outside a notebook the
+    views are printed in words at the end. A view that cannot be drawn never stops the engine: it is warned about.
+    """
+
+    def __init__(
+        self,
+        *views: View,
+        pause: float = 0.0,
+        show: Callable[[dict[str, str]], Handle | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not views:
+            raise ConfigError("LiveView() shows nothing; give it at least one view, such as CachePagesView(trace)")
+        if not 0 <= pause < 60:
+            raise ConfigError(f"pause = {pause} seconds per step; it must be at least 0 and below 60")
+        self.views, self.pause = list(views), pause
+        self._show = show or _notebook_display
+        self._clock, self._sleep = clock, sleep
+        self._handle: Handle | None = None
+        self._shown = self._running = False
+        self._next_frame = 0.0
+        for trace in {id(view.trace): view.trace for view in views}.values():
+            trace.watch(self._on_event)
+
+    def __enter__(self) -> LiveView:
+        self._running = True
+        self._handle = self._show(bundle(self.views, still=False))
+        self._shown = self._handle is not None
+        self._next_frame = self._clock() + MIN_INTERVAL
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._running = False
+        if self._handle is not None:
+            self._draw(still=True)
+        elif kind is None and not self._shown:
+            print("\n\n".join(view.describe() for view in self.views))
+
+    def _on_event(self, event: Event) -> None:
+        if not self._running or not isinstance(event, StepFinished):
+            return
+        if self._handle is not None and self._clock() >= self._next_frame:
+            self._draw(still=False)
+        if self.pause:
+            self._sleep(self.pause)
+
+    def _draw(self, *, still: bool) -> None:
+        try:
+            frame = bundle(self.views, still=still)
+            self._handle.update(frame, raw=True)
+        except Exception as problem:
+            self._handle = None
+            warnings.warn(f"the live picture stopped: {problem!r}", RuntimeWarning, stacklevel=2)
+            return
+        size = sum(len(part.encode()) for part in frame.values())
+        self._next_frame = self._clock() + max(MIN_INTERVAL, size / MAX_BYTES_PER_SECOND)
+
+
+def in_notebook() -> bool:
+    """Whether this runs in a kernel that shows rich output; IPython is not imported to find out."""
+    ipython = sys.modules.get("IPython")
+    shell: Any = ipython.get_ipython() if ipython else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _notebook_display(frame: dict[str, str]) -> Handle | None:
+    """Open a notebook output that can be updated; `None` outside a notebook."""
+    if not in_notebook():
+        return None
+    from IPython.display import display
+
+    return display(frame, raw=True, display_id=True)

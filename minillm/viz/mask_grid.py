@@ -1,0 +1,73 @@
+"""Who sees whom: an attention mask as a grid, one row per new token, one column per key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minillm.viz.colours import BLUE, FAINT, HAIRLINE, INK, MUTED
+from minillm.viz.glyphs import visible
+from minillm.viz.svg import MARGIN, MONO, RIGHT, card, element, fit_mono, label, number, rectangle
+
+NAMES_WIDTH = 190
+GRID_TOP = 112
+ROW = 26
+
+
+@dataclass(frozen=True)
+class MaskGrid:
+    """A mask over named tokens. `mask[i][j]`: may new token i see key j? The first `past` keys come from the cache."""
+
+    mask: Sequence[Sequence[bool]]
+    keys: Sequence[str]
+    """Text of the token behind each column; the last `len(mask)` are the new tokens themselves."""
+    past: int
+
+    def to_svg(self) -> str:
+        """The picture: a filled cell with a dot may be seen, an empty one may not."""
+        left = MARGIN + NAMES_WIDTH
+        pitch = min(56.0, (RIGHT - left) / len(self.keys))
+        rows = [self._row(i, left, pitch) for i in range(len(self.mask))]
+        bottom = GRID_TOP + ROW * len(self.mask)
+        edge = left + self.past * pitch - 1.5
+        line = element("path", {"d": f"M{number(edge)} 60V{bottom + 4}", "stroke": INK, "stroke-dasharray": "4 3"})
+        return card(
+            "mask",
+            bottom + 24,
+            "Attention mask",
+            self.describe(),
+            label(MARGIN, 36, "Who sees whom", size=17, weight=650, fill=INK),
+            label(206, 36, "a filled cell: the new token on the left attends to this key", size=13),
+            label(left, 72, f"{self.past} keys from the cache", size=12) if self.past else "",
+            label(left + self.past * pitch + 6, 72, f"{len(self.mask)} new", size=12, fill=INK, weight=600),
+            *(
+                label(left + (j + 0.5) * pitch, 100, fit_mono(visible(text), pitch - 3, 11), size=11, anchor="middle", family=MONO)
+                for j, text in enumerate(self.keys)
+            ),
+            *rows,
+            line if self.past else "",
+        )
+
+    def describe(self) -> str:
+        """The picture in words."""
+        counts = ", ".join(str(sum(bool(seen) for seen in row)) for row in self.mask)
+        return f"{len(self.mask)} new tokens after {self.past} cached ones may see {counts} of {len(self.keys)} keys."
+
+    def __repr__(self) -> str:
+        return "<MaskGrid>"
+
+    def _repr_svg_(self) -> str:
+        return self.to_svg()
+
+    def _row(self, i: int, left: float, pitch: float) -> str:
+        y = GRID_TOP + i * ROW
+        name = fit_mono(visible(self.keys[len(self.keys) - len(self.mask) + i]), NAMES_WIDTH - 70, 12)
+        parts = [label(left - 10, y + 16, f"new {i}  {name}", size=12, fill=INK, anchor="end", family=MONO)]
+        for j, seen in enumerate(self.mask[i]):
+            x = left + j * pitch
+            look = {"fill": BLUE if seen else FAINT, "stroke": BLUE if seen else HAIRLINE, "data-state": "seen" if seen else "hidden"}
+            parts.append(rectangle(x, y, pitch - 3, ROW - 4, 4, look))
+            if seen:
+                dot = {"cx": x + (pitch - 3) / 2, "cy": y + ROW / 2 - 2, "r": 2.5, "fill": "#fff"}
+                parts.append(element("circle", dot))
+        return element("g", {"data-testid": "query", "fill": MUTED}, *parts)

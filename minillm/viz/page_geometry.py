@@ -1,0 +1,85 @@
+"""Where pages and slots are: the more blocks, the smaller they are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, floor, sqrt
+
+from minillm.viz.svg import MARGIN
+
+FINE_SLOTS = 1000
+"""Up to so many slots are drawn as squares with round corners, beyond as dashes of thick lines."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes in pixels."""
+
+    per_row: int
+    page_width: float
+    pitch: float
+    head: float
+    """Height of the line with number and letter; 0: no such line, rows are numbered instead."""
+    pad: float
+    gap: float
+    columns: int
+    rows: int
+    slot: float
+    left: float
+
+    @property
+    def page_height(self) -> float:
+        """Height of one page."""
+        return self.head + self.rows * self.slot + (self.rows - 1) * self.gap + self.pad
+
+    @property
+    def dense(self) -> bool:
+        """Whether the pages are so small that their rows are numbered, not they."""
+        return self.per_row == 32
+
+    @property
+    def row_pitch(self) -> float:
+        """Distance between the tops of two rows."""
+        return self.page_height + (14 if self.per_row == 12 else 6)
+
+    @property
+    def row_width(self) -> float:
+        """Width of a row of slots."""
+        return self.columns * self.slot + (self.columns - 1) * self.gap
+
+    def height(self, num_pages: int) -> float:
+        """Height of `num_pages` pages."""
+        return ceil(num_pages / self.per_row) * self.row_pitch
+
+    def corner(self, place: int) -> tuple[float, float]:
+        """Left and top of the page at `place` in the grid, relative to the top of the grid."""
+        row, column = divmod(place, self.per_row)
+        return self.left + column * self.pitch, row * self.row_pitch
+
+    def slot_corner(self, place: int, row: int, column: int) -> tuple[float, float]:
+        """Left and top of a slot of the page at `place`."""
+        left, top = self.corner(place)
+        return left + self.pad + column * (self.slot + self.gap), top + self.head + row * (self.slot + self.gap)
+
+
+def geometry(num_pages: int, block_size: int) -> Geometry:
+    """Large pages as long as they fit into two rows, then smaller ones."""
+    columns = _slot_columns(block_size)
+    rows = ceil(block_size / columns)
+    if num_pages <= 24:
+        per_row, width, pitch, head, pad, gap, left = 12, 70.0, 78.0, 26.0, 9.0, 2.4, float(MARGIN)
+    elif num_pages <= 60:
+        per_row, width, pitch, head, pad, gap, left = 20, 41.0, 46.8, 17.0, 5.0, 1.5, float(MARGIN)
+    else:
+        # All of them whole numbers, which are the shortest to write.
+        per_row, width, pitch, head, pad, gap, left = 32, 25.0, 28.0, 11.0, 3.0, 1.0, 52.0
+    slot = (width - 2 * pad - (columns - 1) * gap) / columns
+    if slot < 2.5:
+        gap, slot = 0.0, (width - 2 * pad) / columns
+    # Whole tenths, as numbers are written: else the dashes of a long row would drift away from its slots.
+    return Geometry(per_row, width, pitch, head, pad, gap, columns, rows, floor(slot * 10) / 10, left)
+
+
+def _slot_columns(block_size: int) -> int:
+    """The divisor of the block size that makes the slots of a page most square, rather wide than high."""
+    return next(c for c in range(ceil(sqrt(block_size)), block_size + 1) if block_size % c == 0)

@@ -1,0 +1,147 @@
+"""The physical pages: a grid of blocks, each a grid of slots. The more blocks, the smaller they are drawn.
+
+Everything that looks the same goes into one group, and all slots in one state of one owner into one path, so that a
+frame of 256 blocks stays below 50 KB.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from minillm.viz.cache_state import Page, SlotState
+from minillm.viz.colours import DISCARDED, FAINT, HAIRLINE, MUTED, owner_colour, owner_letter
+from minillm.viz.page_geometry import FINE_SLOTS, geometry
+from minillm.viz.page_slots import Run, draw_runs, runs_of, slots_look
+from minillm.viz.svg import MONO, Attributes, element, label, number, rectangle
+
+MAX_PAGES = 256
+MAX_OUTLINES = 3
+
+
+def chosen(pages_used: Iterable[int], num_blocks: int) -> list[int]:
+    """The blocks to draw, in order: all if they are few; else those in `pages_used` first, then free ones."""
+    if num_blocks <= MAX_PAGES:
+        return list(range(num_blocks))
+    used = sorted(pages_used)[:MAX_PAGES]
+    taken = set(used)
+    free = (b for b in range(num_blocks) if b not in taken)
+    return sorted([*used, *(b for _, b in zip(range(MAX_PAGES - len(used)), free, strict=False))])
+
+
+class PageGrid:
+    """Draws `pages` with their top at `top`. `indices` gives each owner's number, from which letter and colour come."""
+
+    def __init__(self, pages: Sequence[Page], block_size: int, indices: dict[str, int], top: float) -> None:
+        self.pages, self.indices, self.top = pages, indices, top
+        self.geometry = geometry(len(pages), block_size)
+        self.fine = len(pages) * block_size <= FINE_SLOTS
+
+    @property
+    def height(self) -> float:
+        """Height of the grid."""
+        return self.geometry.height(len(self.pages))
+
+    def draw(self) -> str:
+        """All pages, then all slots, then all writing."""
+        groups = defaultdict(list)
+        for place, page in enumerate(self.pages):
+            groups[(page.state, page.owners[:1])].append((place, page))
+        bodies = "".join(self._bodies(members) for _, members in sorted(groups.items()))
+        slots = [self._slots(owner, members) for (_, owner), members in sorted(groups.items())]
+        filling = element("g", slots_look(self.geometry, fine=self.fine), *slots)
+        return element("g", {"transform": f"translate(0 {number(self.top)})"}, bodies, filling, self._writing())
+
+    def _colour(self, owner: str) -> str:
+        return owner_colour(self.indices[owner])
+
+    def _bodies(self, members: list[tuple[int, Page]]) -> str:
+        state, owners = members[0][1].state, members[0][1].owners
+        look: Attributes = {"fill": FAINT, "stroke": HAIRLINE}
+        if state == "freed":
+            look = {"fill": FAINT, "stroke": self._colour(owners[0]), "stroke-width": 1.4, "stroke-dasharray": "4 3"}
+        elif owners:
+            colour = self._colour(owners[0])
+            look = {"fill": _tint(colour, 0.1 if self.fine else 0.26), "stroke": colour, "stroke-width": 1.4}
+        return element("g", look, *(self._body(place, page) for place, page in members))
+
+    def _body(self, place: int, page: Page) -> str:
+        x, y = self.geometry.corner(place)
+        width, height = self.geometry.page_width, self.geometry.page_height
+        radius, step = width / 10, width / 25 + 0.2
+        about = {"data-testid": "page", "data-state": page.state}
+        if self.geometry.dense:
+            shape = f"M{number(x)} {number(y)}h{number(width)}v{number(height)}h-{number(width)}z"
+            body = element("path", {**about, "d": shape})
+        else:
+            body = rectangle(x, y, width, height, radius, {**about, "data-block": page.block_id})
+        for depth, owner in enumerate(page.owners[1:MAX_OUTLINES], start=1):
+            inset = depth * step
+            look = {"fill": "none", "stroke": self._colour(owner)}
+            box = x + inset, y + inset, width - 2 * inset, height - 2 * inset
+            body += rectangle(*box, max(radius - inset / 2, 1), look)
+        return body
+
+    def _slots(self, owner: tuple[str, ...], members: list[tuple[int, Page]]) -> str:
+        runs: dict[SlotState, list[Run]] = defaultdict(list)
+        for place, page in members:
+            for state, run in runs_of(page.slots, place, self.geometry.columns):
+                runs[state].append(run)
+        colour = self._colour(owner[0]) if owner else MUTED
+        return "".join(
+            draw_runs(state, runs[state], colour, self.geometry, fine=self.fine)
+            for state in ("empty", "written", "fresh", "rolled_back")
+            if runs[state]
+        )
+
+    def _writing(self) -> str:
+        if self.geometry.dense:
+            return self._row_numbers() + self._letters()
+        size = 11 if self.geometry.per_row == 12 else 8.5
+        written = "".join(self._head(place, page, size) for place, page in enumerate(self.pages))
+        return element("g", {"font-size": size}, written)
+
+    def _head(self, place: int, page: Page, size: float) -> str:
+        g = self.geometry
+        x, y = g.corner(place)
+        base = y + g.head * 0.65
+        left = element("text", {"x": x + g.pad - 1, "y": base, "fill": MUTED, "font-family": MONO}, str(page.block_id))
+        if not page.owners:
+            return left
+        shown = 2 if g.per_row == 12 else 1
+        names = " ".join(owner_letter(self.indices[owner]) for owner in page.owners[:shown])
+        names = f"{names} ×{len(page.owners)}" if page.state == "shared" else names
+        look = {"font-weight": 700, "text-anchor": "end", "fill": DISCARDED if page.state == "freed" else None}
+        return left + element("text", {"x": x + g.page_width - g.pad + 1, "y": base, **look}, names)
+
+    def _row_numbers(self) -> str:
+        g = self.geometry
+        firsts = range(0, len(self.pages), g.per_row)
+        tops = [g.corner(place)[1] + g.head + (g.page_height - g.head) / 2 for place in firsts]
+        style = {"size": 10.5, "anchor": "end", "family": MONO}
+        return "".join(
+            label(g.left - 8, y, str(self.pages[place].block_id), **style)
+            for place, y in zip(firsts, tops, strict=True)
+        )
+
+    def _letters(self) -> str:
+        """The owners' letters: one text per row, with a position for each sign."""
+        rows: dict[float, list[tuple[str, str]]] = defaultdict(list)
+        for place, page in enumerate(self.pages):
+            x, y = self.geometry.corner(place)
+            name = owner_letter(self.indices[page.owners[0]]) if page.owners else ""
+            name += f"×{len(page.owners)}" if page.state == "shared" else ""
+            advance = 7.0 if len(name) < 4 else 5.5
+            rows[y + 9] += [(sign, number(x + 3 + advance * i)) for i, sign in enumerate(name)]
+        texts = [
+            element("text", {"x": " ".join(x for _, x in signs), "y": y}, "".join(sign for sign, _ in signs))
+            for y, signs in rows.items()
+            if signs
+        ]
+        return element("g", {"font-size": 9, "font-weight": 700}, *texts)
+
+
+def _tint(colour: str, strength: float) -> str:
+    """`colour` thinned with white; opaque, so that nothing shines through."""
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - (255 - c) * strength):02x}" for c in channels)

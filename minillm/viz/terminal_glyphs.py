@@ -1,0 +1,48 @@
+"""The signs of the terminal pictures: a sign for every state, so that colour is never needed to tell them apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minillm.viz.cache_state import SlotState
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """One set of signs."""
+
+    slots: dict[SlotState, str]
+    signs: dict[str, str]
+    """Per verdict or origin of a token."""
+    bar: str
+    dot: str
+    ellipsis: str
+
+
+UNICODE = Glyphs(
+    slots={"written": "█", "fresh": "▓", "rolled_back": "╳", "empty": "·", "free": "─"},
+    signs={"accepted": "✓", "rejected": "✗", "discarded": "·", "recovered": "↻", "bonus": "★", "sampled": "●"},
+    bar="│",
+    dot=" · ",
+    ellipsis="…",
+)
+ASCII = Glyphs(
+    slots={"written": "#", "fresh": "+", "rolled_back": "x", "empty": ".", "free": "-"},
+    signs={"accepted": "=", "rejected": "x", "discarded": ".", "recovered": ">", "bonus": "*", "sampled": "o"},
+    bar="|",
+    dot=", ",
+    ellipsis="~",
+)
+
+
+def glyphs(*, ascii_only: bool) -> Glyphs:
+    """The signs that the terminal's encoding can show."""
+    return ASCII if ascii_only else UNICODE
+
+
+_STAND_INS = str.maketrans({"·": ".", "…": "~", "⏎": "$", "⇥": ">", "×": "x", "–": "-", "“": '"', "”": '"'})
+
+
+def plain(text: str, *, ascii_only: bool) -> str:
+    """`text` with stand-ins for what the terminal cannot show."""
+    return text.translate(_STAND_INS).encode("ascii", "replace").decode() if ascii_only else text

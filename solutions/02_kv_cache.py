@@ -1,0 +1,877 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 2. The KV cache
+#
+# **Question.** *Why does the 1000th token cost more than the first, and what does the cache change?*
+#
+# A language model writes one token at a time, and each token depends on all the tokens before it. The plain way to do
+# this is to hand the model the whole text again for every new token. It works, and almost everything it computes was
+# computed a moment ago.
+#
+# In this lesson you build the memory that makes the repetition unnecessary, run it inside a real model, count what it
+# costs in bytes, measure what it buys, and then break it in six ways to learn which test notices which mistake.
+#
+# You need to know what a query, a key and a value are (lesson 1 builds them). Everything runs on a laptop's CPU.
+
+# %%
+import os
+
+import torch
+from torch.nn import functional as F
+
+from minillm.models.loading import load_model, resolve
+from minillm.teaching import check, hint, predict, reveal, use
+from minillm.tokenizer import Tokenizer
+
+name = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+model = load_model(name, torch.float32, "cpu")
+tokenizer = Tokenizer.from_folder(resolve(name))
+config = model.config
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
+print(f"{name}: {model.num_parameters / 1e6:.1f}M parameters, {config.num_layers} layers, {config.num_heads} query heads, "
+      f"{config.num_kv_heads} KV heads of width {config.head_dim}, context {config.max_position_embeddings}")
+
+# %% [markdown]
+# ## The question, in numbers
+#
+# Here is the plain loop. `model(token_ids, positions, attention)` runs a list of tokens through all layers; in each
+# layer it asks `attention` what every token gets from the others. `CausalAttention` remembers nothing: it sees exactly
+# the tokens of this one call.
+
+# %%
+from minillm.training.causal import CausalAttention
+
+
+def generate_plain(prompt_ids: list[int], num_tokens: int) -> tuple[list[int], int]:
+    """Greedy decoding without any memory. Returns the new tokens, and how many token rows went through the model."""
+    ids, rows = list(prompt_ids), 0
+    while len(ids) < len(prompt_ids) + num_tokens:
+        hidden = model(torch.tensor(ids), torch.arange(len(ids)), CausalAttention(len(ids)))
+        rows += len(ids)
+        ids.append(int(model.logits(hidden[-1]).argmax()))
+    return ids[len(prompt_ids) :], rows
+
+
+prompt_ids = tokenizer.encode('def read_lines(path):\n    """Return the lines of a text file."""\n')
+plain_tokens, plain_rows = generate_plain(prompt_ids, 32)
+print(tokenizer.decode(prompt_ids + plain_tokens))
+print(f"\n{len(prompt_ids)} prompt tokens + {len(plain_tokens)} new ones; {plain_rows} rows went through the model")
+
+# %% [markdown]
+# About fifty tokens of text, but over a thousand rows of work: token number $n$ costs $n$ rows. Two kinds of work grow
+# differently, so let us count both, in arithmetic operations, for the token at position $n$:
+#
+# * **linear layers** do the same for every row that goes through: $2 \cdot \text{weights}$ operations a row;
+# * **attention** compares every query with every key before it: $4 \cdot \text{layers} \cdot \text{heads} \cdot
+#   \text{width}$ operations for each pair.
+
+# %% tags=["expected"] alt="Work for one token against its position, logarithmic on both axes: without memory it rises from 1 to more than 1000 times the first token's work at position 1000; a dashed line for one row per token stays below 2."
+from minillm.viz.charts import Axis, LineChart, Series
+
+weights_per_row = sum(p.numel() for layer in model.layers for p in layer.parameters() if p.ndim == 2)
+
+
+def operations(position: int, rows: int, pairs: int) -> int:
+    """Operations to get the token after `position` tokens: `rows` through the layers, `pairs` of query and key."""
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    return 2 * weights_per_row * rows + attention + 2 * config.vocab_size * config.hidden_size
+
+
+def work_plain(n: int) -> int:
+    """Everything again: n rows, and every pair of them."""
+    return operations(n, rows=n, pairs=n * (n + 1) // 2)
+
+
+def work_cached(n: int) -> int:
+    """Only the newest row, which still looks at n keys."""
+    return operations(n, rows=1, pairs=n)
+
+
+positions = (1, 4, 16, 64, 256, 1000)
+chart = LineChart(
+    "Work for one token, counted, relative to the first token",
+    Axis("position of the token", log=True, ticks=positions),
+    Axis("times the work of the first token", log=True),
+    [
+        Series("without memory: all rows again", positions, [work_plain(n) / work_plain(1) for n in positions]),
+        Series("if only the newest row had to run", positions, [work_cached(n) / work_plain(1) for n in positions], style="modelled"),
+    ],
+    "Without memory the work grows a thousandfold until token 1000; with one row per token it grows little.",
+)
+print(f"token 1000 costs {work_plain(1000) / work_plain(1):,.0f} times the first; it could cost {work_cached(1000) / work_plain(1):.1f} times")
+chart
+
+# %% [markdown]
+# The dashed line is the promise of this lesson. It is not flat: the newest token still looks at every key before it.
+# **A cache removes the repeated rows. It does not remove attention's growth with the length of the text.** That is one
+# answer to the question; the other half is about bytes, and comes below.
+#
+# ## Predict
+#
+# Write a number for each, before you measure. Nobody sees it, and being wrong is how the surprise is remembered.
+#
+# 1. How many bytes does the cache of this model need **per token**, with 4-byte numbers?
+# 2. At 256 tokens of text, how many times faster is one step with the cache than without?
+# 3. A cache can start small and grow by `r` rows whenever it is full. Each growth copies everything; each unused row
+#    costs a little in every step. For a text of 384 tokens, which `r` is fastest? (1 = grow at every token,
+#    384 = allocate everything at once.)
+
+# %%
+predict("l02.bytes", None, unit="bytes")
+predict("l02.speedup", None, unit="times")
+predict("l02.growth", None, unit="rows")
+
+# %% [markdown]
+# ## Build
+#
+# ### Which results may be kept at all?
+#
+# Before building a memory, check that what it remembers stays true. Let us feed 12 tokens, then the same 12 followed by
+# 4 more, and ask in each layer how many of the first 12 **keys** have changed. Once with the causal mask, and once with
+# every token seeing every other, as in an encoder such as BERT.
+
+# %%
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """softmax(q·k/√d)·v where `mask` (`[num_queries, num_keys]`) allows. All `[tokens, heads, width]`."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(0, 1)
+
+
+class Recorder:
+    """Attention over one call that writes down the keys it was given, layer by layer."""
+
+    def __init__(self, causal: bool) -> None:
+        self.causal, self.keys = causal, []
+
+    def attend(self, layer, q, k, v, batch=None):
+        self.keys.append(k)
+        everyone = torch.ones(len(q), len(q), dtype=torch.bool)
+        return attention(q, k, v, everyone.tril() if self.causal else everyone)
+
+
+def keys_of(ids: list[int], causal: bool) -> list[torch.Tensor]:
+    recorder = Recorder(causal)
+    model(torch.tensor(ids), torch.arange(len(ids)), recorder)
+    return recorder.keys
+
+
+text = (prompt_ids + plain_tokens)[:16]
+print("layer   keys changed, causal   keys changed, everyone sees everyone")
+changed = {
+    causal: [int(((a - b[:12]).abs().amax((1, 2)) > 1e-3).sum()) for a, b in zip(keys_of(text[:12], causal), keys_of(text, causal))]
+    for causal in (True, False)
+}
+for layer in range(config.num_layers):
+    print(f"{layer:5} {changed[True][layer]:13} of 12 {changed[False][layer]:20} of 12")
+
+# %% [markdown]
+# With the causal mask nothing that comes later can reach back, so **keys and values of old tokens never change**: they may
+# be kept. Without it, all layers but the first change at every step (the first sees only its own token), and nothing can
+# be kept. The KV cache exists because of the mask.
+#
+# Two details that matter later:
+#
+# * *Why not keep the queries too?* A query is asked once, when its token is the newest. Nobody ever asks it again.
+# * *The keys are stored after RoPE has rotated them.* A key's rotation depends only on its own position, and that never
+#   changes either. But it means that a new token must be told its true position, `past + i`, not its index in this call.
+#
+# ### Exercise 1: append
+#
+# The memory of one layer is two tables with a row per token, allocated once, mostly empty. Write the new rows where
+# they belong and give back the part that is valid. Several tokens may arrive at once: a whole prompt, a piece of one, or
+# the drafts of lesson 10.
+#
+# One trap is worth knowing before you fall into it: in PyTorch a slice beyond the end is silently shortened, and one row
+# assigned to *no* rows is not an error. `table[4:5] = row` on a table of 4 rows does nothing and says nothing.
+
+# %%
+from torch import Tensor
+
+
+def append_kv(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
+    """Write new rows after the `past` rows that are there, in place, and return views of all valid rows.
+
+    cache_k, cache_v: [capacity, num_kv_heads, head_dim]; rows from `past` on are unused
+    new_k, new_v:     [num_new, num_kv_heads, head_dim]
+    returns:          two views [past + num_new, num_kv_heads, head_dim] of the caches (no copies)
+    raises:           ValueError if the rows do not fit
+
+    Example, one number per row, capacity 5: cache_k = [1, 2, 0, 0, 0], past = 2, new_k = [7, 8]
+    makes cache_k = [1, 2, 7, 8, 0] and returns [1, 2, 7, 8].
+    """
+    ### BEGIN SOLUTION
+    end = past + new_k.shape[0]
+    if end > cache_k.shape[0]:
+        raise ValueError(f"{end} rows do not fit into a cache of {cache_k.shape[0]}")
+    cache_k[past:end] = new_k
+    cache_v[past:end] = new_v
+    return cache_k[:end], cache_v[:end]
+    ### END SOLUTION
+
+
+# %%
+check("l02.append_kv")
+
+# %% [markdown]
+# Stuck? `hint("l02.append_kv", 1)`, then 2, then 3: each says more.
+#
+# Below, your function fills a buffer of 12 rows with 4 tokens, then 1, 1, 1 and 3. The picture is drawn from what changed
+# in the buffer.
+
+# %% tags=["expected"] alt="A buffer of 12 rows over 5 steps. Step 1 writes rows 0 to 3, steps 2 to 4 one row each, step 5 rows 7 to 9. Earlier rows stay where they are, two rows remain empty."
+from minillm.trace import StepFinished, Trace
+from minillm.viz.cache_rows import CacheRowsView, RowsWritten
+
+append = use("l02.append_kv")
+cache_k, cache_v, past, trace = torch.zeros(12, 2, 64), torch.zeros(12, 2, 64), 0, Trace()
+for num_new in (4, 1, 1, 1, 3):
+    before = cache_k.clone()
+    append(cache_k, cache_v, past, torch.ones(num_new, 2, 64), torch.ones(num_new, 2, 64))
+    written = int((cache_k != before).any(-1).any(-1).sum())
+    trace.append(RowsWritten("one buffer of 12 rows, your append_kv", past, written, copied=0, capacity=12))
+    past += written
+CacheRowsView(trace)
+
+# %% [markdown]
+# ### Exercise 2: the mask, with an offset
+#
+# Queries now come from the new tokens only, while keys come from all of them. The mask is no longer a square: one row per
+# *new* token, one column per key. The first new token sits at position `past`.
+#
+# PyTorch's `is_causal=True` will not help: when there are fewer queries than keys, its triangle starts in the *top left*
+# corner, as if the new tokens were the first ones.
+
+# %%
+def offset_mask(num_new: int, past: int) -> Tensor:
+    """Which key each new token may see.
+
+    returns: bool [num_new, past + num_new]; entry [i, j] is True if new token i (at position past + i) may see key j
+
+    Example: offset_mask(2, 3) is
+        [[True, True, True, True, False],
+         [True, True, True, True, True ]]
+    """
+    ### BEGIN SOLUTION
+    positions = past + torch.arange(num_new)
+    return torch.arange(past + num_new)[None, :] <= positions[:, None]
+    ### END SOLUTION
+
+
+# %%
+check("l02.offset_mask")
+
+# %% tags=["expected"] alt="Attention mask of 4 new tokens after 7 cached ones: every new token sees the 7 cached keys and the new ones up to itself."
+from minillm.viz.mask_grid import MaskGrid
+
+mask_for = use("l02.offset_mask")
+MaskGrid(mask_for(4, 7).tolist(), [tokenizer.token_text(i) for i in prompt_ids[:11]], past=7)
+
+# %% [markdown]
+# Try `mask_for(1, 7)`: a decode step needs no mask at all, because the newest token sees everything. Remember that; it is
+# how a wrong mask survives most tests.
+#
+# ### Exercise 3: what it costs
+#
+# The cache trades memory for time. How much memory? Count what is stored for **one token**.
+
+# %%
+from minillm.models.config import ModelConfig
+
+
+def kv_bytes_per_token(config: ModelConfig, bytes_per_value: int) -> int:
+    """Bytes that one token adds to the cache, over all layers.
+
+    config: has num_layers, hidden_size, num_heads (of the queries), num_kv_heads and head_dim; you need only some
+
+    Example: one layer, 2 query heads sharing 1 KV head of width 4, two bytes a number: 16 bytes.
+    """
+    ### BEGIN SOLUTION
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_value
+    ### END SOLUTION
+
+
+# %%
+check("l02.kv_bytes_per_token")
+
+# %%
+kv_bytes = use("l02.kv_bytes_per_token")
+reveal("l02.bytes", kv_bytes(config, 4))
+
+# %% [markdown]
+# Now with models you have heard of. The last column is the second half of the answer to our question: each new token
+# must *read* all weights once and the whole cache once, and reading is what decoding spends its time on. Where the
+# cache has as many bytes as the weights, a token costs twice what the first one did.
+
+# %%
+from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, LLAMA_3_8B, QWEN_3_06B
+
+GIB = 2**30
+models = [  # name, shape, parameters in billions, bytes a number
+    (name, config, model.num_parameters / 1e9, 4),
+    ("Qwen3-0.6B", QWEN_3_06B, 0.6, 2),
+    ("Llama-3-8B", LLAMA_3_8B, 8.0, 2),
+    ("Llama-2-70B", LLAMA_2_70B, 69.0, 2),
+]
+print("model          bytes per token   GiB at 4096 tokens   same, batch 64   tokens until cache = weights")
+for label, shape, billions, width in models:
+    per_token = kv_bytes(shape, width)
+    print(f"{label:13} {per_token:16,} {per_token * 4096 / GIB:20.2f} {per_token * 4096 * 64 / GIB:16.1f} "
+          f"{billions * 1e9 * width / per_token:30,.0f}")
+
+# %% [markdown]
+# A single user never gets Llama-2-70B's cache near its weights. A batch of 64 shares one reading of the weights but has 64
+# caches: then it happens at about 6,600 tokens each. This is why serving engines care about the cache more than about
+# anything else, and why lessons 4, 6 and 13 exist.
+#
+# A tutorial that is often cited gives the size as $2 \cdot \text{layers} \cdot \text{heads} \cdot
+# (\text{hidden}/\text{heads}) \cdot 2$ and says that Llama-2-70B needs "roughly 80 GB" at 4096 tokens. Test it:
+
+# %% tags=["expected"] alt="Size of Llama-2-70B's cache against tokens held. With its 8 KV heads it reaches 80 GB only near 262,144 tokens, which is 64 texts of 4096; counting all 64 query heads, near 32,768 tokens; at 4096 tokens they are at 1.3 and 10.7 GB."
+held = (1024, 4096, 16384, 65536, 262144)
+per_kv_head, per_query_head = kv_bytes(LLAMA_2_70B, 2), 2 * 80 * 64 * (8192 // 64) * 2
+print(f"one text of 4096 tokens: {4096 * per_kv_head / 1e9:.2f} GB; by the tutorial's own formula {4096 * per_query_head / 1e9:.2f} GB")
+LineChart(
+    "Llama-2-70B in fp16: size of the cache",
+    Axis("tokens held, all texts together", log=True, ticks=held),
+    Axis("GB", log=True),
+    [
+        Series("8 KV heads, as it is", held, [n * per_kv_head / 1e9 for n in held]),
+        Series("all 64 query heads, the tutorial's formula", held, [n * per_query_head / 1e9 for n in held]),
+        Series("the 80 GB it claims for 4096 tokens", held, [80.0] * len(held), style="modelled"),
+    ],
+    "The model's real cache crosses 80 GB at about 244,000 tokens, the formula with all query heads at about 30,500.",
+)
+
+# %% [markdown]
+# The formula counts query heads, and even so the sum is eight times too large. (The same text then proposes to set
+# `num_key_value_heads = 8` on this model, to save 8×. It already has 8.)
+#
+# ### Exercise 4: growing
+#
+# Allocating the longest possible text at once wastes memory when texts turn out short. So caches grow. When one is full,
+# a larger buffer is allocated and the old rows are copied. How much larger is the policy, and one number `r` covers all:
+# capacities are multiples of `r`.
+#
+# * `r = 1`: a new buffer for every token. This is what `torch.cat` does.
+# * `r` = the longest text: one allocation, no copies.
+# * in between: *balancing memory and compute*, **BMC** (Ramachandran et al. 2025), which allocates every `r` tokens.
+
+# %%
+def next_capacity(capacity: int, past: int, num_new: int, every: int) -> tuple[int, int]:
+    """The capacity needed before `num_new` rows go in after `past`, and how many rows are copied to get there.
+
+    capacity: rows of the buffer now (0 at the start); past: how many of them are in use
+    every:    r; a new buffer has the smallest multiple of `every` rows that holds past + num_new
+    returns:  (capacity, rows copied); a buffer with enough room stays as it is
+
+    Example, r = 8: next_capacity(8, 5, 1, 8) is (8, 0); next_capacity(8, 8, 1, 8) is (16, 8).
+    """
+    ### BEGIN SOLUTION
+    needed = past + num_new
+    if needed <= capacity:
+        return capacity, 0
+    return -(-needed // every) * every, past
+    ### END SOLUTION
+
+
+# %%
+check("l02.next_capacity")
+
+# %% tags=["expected"] alt="One policy, r = 8: a prompt of 21 tokens makes a buffer of 24 rows, then every 8 tokens all earlier rows are copied into a larger buffer; in between single rows are written into empty ones."
+grow_to = use("l02.next_capacity")
+
+
+def grow(policy: str, every: int, chunks: list[int]) -> list[RowsWritten]:
+    """What happens to a cache that gets these numbers of tokens, one after the other."""
+    events, capacity, past = [], 0, 0
+    for num_new in chunks:
+        capacity, copied = grow_to(capacity, past, num_new, every)
+        events.append(RowsWritten(policy, past, num_new, copied, capacity))
+        past += num_new
+    return events
+
+
+CacheRowsView(Trace(grow("a prompt of 21 tokens, then 27 one by one, r = 8", 8, [21] + [1] * 27)))
+
+# %% [markdown]
+# ### Exercise 5 (optional): the best r, on paper
+#
+# Small `r` copies much: about $N^2/(2r)$ rows in a text of $N$ tokens. Large `r` leaves about $r/2$ rows empty in each of
+# $N$ steps, and **if the attention kernel works on the whole buffer**, empty rows cost time as well. Each of the $N/r$
+# allocations has a price of its own:
+#
+# $$\text{cost}(r) = \frac{N^2}{2r}\,c_\text{copy} + \frac{N r}{2}\,c_\text{pad} + \frac{N}{r}\,c_\text{allocation}$$
+#
+# Find the `r` where the sum is smallest. Think about the ends: what if empty rows cost nothing?
+
+# %%
+import math
+
+
+def best_r(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: float) -> float:
+    """The r, kept between 1 and num_tokens, that makes cost(r) smallest.
+
+    copy_cost: of moving one row; pad_cost: of one empty row in one step; allocation_cost: of one allocation.
+    All in the same unit; pad_cost may be 0.
+
+    Example: best_r(100, 1.0, 1.0, 0.0) is 10.0.
+    """
+    ### BEGIN SOLUTION
+    if pad_cost == 0:
+        return float(num_tokens)
+    r = math.sqrt((num_tokens * copy_cost + 2 * allocation_cost) / pad_cost)
+    return min(max(r, 1.0), float(num_tokens))
+    ### END SOLUTION
+
+
+# %%
+check("l02.best_r")
+
+# %% tags=["expected"] alt="Modelled cost against r for a text of 384 tokens when copying a row costs as much as one empty row: the copies fall, the empty rows rise, and the sum is smallest where the two cross, near r = 20."
+best = use("l02.best_r")
+N = 384
+RS = (1, 2, 4, 8, 16, 32, 64, 128, 384)
+
+
+def model_cost(r: float, copy_cost: float, pad_cost: float, allocation_cost: float) -> float:
+    """cost(r) of the formula above for N tokens."""
+    return N * N / (2 * r) * copy_cost + N * r / 2 * pad_cost + N / r * allocation_cost
+
+
+print(f"r* = {best(N, 1.0, 1.0, 0.0):.1f} when a copied and an empty row cost the same; {best(N, 1.0, 0.0, 0.0):.0f} when empty rows are free")
+LineChart(
+    "The model: every row costs 1, allocation is free",
+    Axis("r", log=True, ticks=RS),
+    Axis("cost of 384 steps, in rows", log=True),
+    [
+        Series("copied rows", RS, [model_cost(r, 1, 0, 0) for r in RS]),
+        Series("empty rows", RS, [model_cost(r, 0, 1, 0) for r in RS]),
+        Series("sum", RS, [model_cost(r, 1, 1, 0) for r in RS], style="modelled"),
+    ],
+    "Copies fall with r, empty rows rise with r; the sum is smallest near r = 20, the square root of 384.",
+)
+
+# %% [markdown]
+# Read the second number again. **When empty rows are free, the best r is all of them: preallocate.** Whether BMC is worth
+# anything therefore depends on the kernel. We will measure both.
+#
+# ## See
+#
+# Now put your functions together. This is the whole cache; `attend` is the method that every layer of the model calls.
+# Note what the state is: the rows, and **one** number, `length`. It advances once per forward, after all layers are done.
+
+# %%
+class KVCache:
+    """Keys and values of one text in all layers. `every` is the growth policy's r."""
+
+    def __init__(self, every: int, trace: Trace | None = None, policy: str = "") -> None:
+        self.keys = self.values = torch.zeros(config.num_layers, 0, config.num_kv_heads, config.head_dim)
+        self.length, self.every, self.trace, self.policy = 0, every, trace, policy
+
+    def reserve(self, num_new: int) -> None:
+        """Make room for `num_new` more rows, by your policy."""
+        capacity, copied = grow_to(self.keys.shape[1], self.length, num_new, self.every)
+        if capacity > self.keys.shape[1]:
+            self.keys, self.values = (self._grown(old, capacity, copied) for old in (self.keys, self.values))
+        if self.trace is not None:
+            self.trace.append(RowsWritten(self.policy, self.length, num_new, copied, capacity))
+
+    def _grown(self, old: Tensor, capacity: int, copied: int) -> Tensor:
+        new = old.new_zeros(old.shape[0], capacity, *old.shape[2:])
+        new[:, :copied] = old[:, :copied]
+        return new
+
+    def positions(self, num_new: int) -> Tensor:
+        """Where the new tokens stand in the text."""
+        return self.length + torch.arange(num_new)
+
+    def mask(self, num_new: int) -> Tensor:
+        return mask_for(num_new, self.length)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:
+        """Store k and v (`[num_new, num_kv_heads, head_dim]`), return what the queries get from all valid rows."""
+        keys, values = append(self.keys[layer], self.values[layer], self.length, k, v)
+        return attention(q, keys, values, self.mask(len(q)))
+
+    def advance(self, num_new: int) -> None:
+        self.length += num_new
+
+    def reset(self) -> None:
+        """Ready for another text. The old rows stay where they are; nobody reads beyond `length`."""
+        self.length = 0
+
+
+def forward(cache: KVCache, token_ids: list[int]) -> Tensor:
+    """Run only these new tokens; logits `[vocab]` of the last."""
+    cache.reserve(len(token_ids))
+    hidden = model(torch.tensor(token_ids), cache.positions(len(token_ids)), cache)
+    cache.advance(len(token_ids))
+    return model.logits(hidden[-1])
+
+
+def generate_cached(cache: KVCache, prompt_ids: list[int], num_tokens: int, chunk: int = 1024) -> list[int]:
+    """Greedy decoding: the prompt once (in pieces of `chunk`), then one row per token."""
+    for start in range(0, len(prompt_ids), chunk):
+        logits = forward(cache, prompt_ids[start : start + chunk])
+    tokens = [int(logits.argmax())]
+    while len(tokens) < num_tokens:
+        tokens.append(int(forward(cache, tokens[-1:]).argmax()))
+    return tokens
+
+
+cache = KVCache(every=1024)
+cached_tokens = generate_cached(cache, prompt_ids, len(plain_tokens))
+same = sum(a == b for a, b in zip(cached_tokens, plain_tokens))
+print(f"{same} of {len(plain_tokens)} tokens are the same as without a cache")
+print(f"rows through the model: {cache.length} with the cache, {plain_rows} without")
+
+# %% [markdown]
+# Every token the same, from a small part of the rows. (The last token was chosen but never fed back, so it has no row: a
+# text of prompt + 32 tokens needs prompt + 31 rows.)
+#
+# *Why "the same tokens" and not "the same bits"?* A product of one row and a product of fifty rows may add in a different
+# order, so logits differ in the last digits. In fp32 that almost never changes the largest one.
+#
+# Now watch three growth policies write the same text, in step with each other. Your `next_capacity` decides, your
+# `append_kv` writes, your `offset_mask` hides.
+
+# %% tags=["expected"] alt="Three panels after 32 steps. Concat: nearly the whole triangle is copied rows. Every 8 rows: four or five copied columns, a few empty rows below. Preallocated: no copies, a large triangle of empty rows."
+from minillm.viz.live import LiveView
+
+longest = len(prompt_ids) + len(plain_tokens) - 1
+policies = {"concat: r = 1": 1, "BMC: r = 8": 8, f"preallocated: r = {longest}": longest}
+trace = Trace()
+caches = [KVCache(every, trace, policy) for policy, every in policies.items()]
+texts = [[] for _ in caches]
+with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=longest), pause=0.05):
+    for step in range(len(plain_tokens)):
+        for cache, tokens in zip(caches, texts):
+            tokens.append(int(forward(cache, tokens[-1:] or prompt_ids).argmax()))
+        trace.append(StepFinished(step + 1, 0.0, 0.0, 0.0, 0))
+print("all three policies wrote the same tokens:", texts[0] == texts[1] == texts[2] == plain_tokens)
+
+# %% [markdown]
+# Orange is copying, hollow is waste, dark is the only work that was needed. Change `8` above to 4 or 16 and run it again.
+#
+# ## Measure
+#
+# ### With and without the cache
+#
+# One step each, in turn, five times after a warm-up, at growing context. The cache is rolled back between rounds by
+# lowering `length`; nothing is erased. (Rolling back rejected drafts in lesson 10 is the same one line.)
+
+# %% tags=["nbval-ignore-output"]
+import inspect
+import statistics
+import textwrap
+import time
+from collections.abc import Callable
+from functools import partial
+
+longest = min(1000, config.max_position_embeddings)
+contexts = [n for n in (1, 4, 16, 64, 256, 1000) if n <= longest]
+code_ids = tokenizer.encode(inspect.getsource(textwrap))[:longest]
+full = KVCache(every=longest)
+forward(full, code_ids)
+
+
+def step_plain(context: int) -> int:
+    """The next token after `context` tokens, everything again."""
+    hidden = model(torch.tensor(code_ids[:context]), torch.arange(context), CausalAttention(context))
+    return int(model.logits(hidden[-1]).argmax())
+
+
+def step_cached(context: int) -> int:
+    """The same token, with all rows but the newest in the cache."""
+    full.length = context - 1
+    return int(forward(full, code_ids[context - 1 : context]).argmax())
+
+
+def in_turn(runs: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, list[float]]:
+    """Seconds of each run, A B C A B C …, so that a slow moment of the machine hits all of them. One round warms up."""
+    seconds = {key: [] for key in runs}
+    for turn in range(rounds + 1):
+        for key, run in runs.items():
+            began = time.perf_counter()
+            run()
+            if turn:
+                seconds[key].append(time.perf_counter() - began)
+    return seconds
+
+
+def ratios(slow: list[float], fast: list[float]) -> tuple[float, float, float]:
+    """How many times longer the slow one took, pair by pair: median, smallest, largest."""
+    each = [a / b for a, b in zip(slow, fast)]
+    return statistics.median(each), min(each), max(each)
+
+
+print("the same token at every context:", all(step_plain(n) == step_cached(n) for n in contexts))
+seconds = in_turn({(kind, n): partial(kind, n) for n in contexts for kind in (step_plain, step_cached)})
+speedup = {n: ratios(seconds[step_plain, n], seconds[step_cached, n]) for n in contexts}
+middle, low, high = zip(*speedup.values())
+reveal("l02.speedup", round(speedup[256][0], 1))
+LineChart(
+    f"One step of {name} with the cache, against without, on this machine",
+    Axis("context in tokens", log=True, ticks=tuple(contexts)),
+    Axis("times faster (median of 5, with the spread)", log=True),
+    [
+        Series("measured", contexts, middle, low, high),
+        Series("counted operations", contexts, [work_plain(n) / work_cached(n) for n in contexts], style="modelled"),
+    ],
+    "Near 1 for the first token, then growing with the context, below the counted operations throughout.",
+)
+
+# %% [markdown]
+# Three things to see.
+#
+# * **Where it does not help:** at the left end. The first token has nothing to reuse, and a *prompt* is one pass over
+#   rows that are all new. Time to the first token is not improved by a cache at all (reusing someone else's prompt is;
+#   lesson 6). Scoring a text without generating gains nothing either, and pays the memory.
+# * **Why it stays below the count:** a thousand rows at once are cheaper per row than one alone. One row reads every
+#   weight to use it once; a thousand share the reading. What the count calls 1000× the work is not 1000× the time.
+# * **Why it grows at all:** the plain step grows with the context; the cached one barely does at these lengths.
+#
+# ### Concat, every r rows, preallocate
+#
+# Now the growth policies, with the shape of one layer of Llama-3-8B (8 KV heads of 128; four queries share each), for
+# 384 decode steps of attention alone. Two kernels:
+#
+# * **whole buffer**: attention runs over all `capacity` rows, and the empty ones are masked. This is the regime that BMC
+#   assumes, and the regime of every compiled graph with fixed shapes.
+# * **valid rows**: attention runs over `buffer[:, :length]`, a *view*. No copy, no padding.
+#
+# The two ends calibrate the model ($r=1$ only copies, $r=N$ only pads); the points between test it.
+
+# %% tags=["nbval-ignore-output"]
+HEADS, GROUP, WIDTH = 8, 4, 128
+query, new_row = torch.randn(HEADS, GROUP, WIDTH), torch.randn(HEADS, WIDTH)
+
+
+def grown(old: Tensor, capacity: int, rows: int) -> Tensor:
+    """A larger zeroed buffer (`[heads, capacity, width]`) with the first `rows` rows copied over."""
+    new = torch.zeros(HEADS, capacity, WIDTH)
+    new[:, :rows] = old[:, :rows]
+    return new
+
+
+def decode_layer(every: int, view: bool) -> None:
+    """N decode steps of one attention layer under a growth policy."""
+    keys = values = torch.zeros(HEADS, 0, WIDTH)
+    for past in range(N):
+        capacity, copied = grow_to(keys.shape[1], past, 1, every)
+        if capacity > keys.shape[1]:
+            keys, values = grown(keys, capacity, copied), grown(values, capacity, copied)
+        keys[:, past] = values[:, past] = new_row
+        rows = past + 1 if view else capacity
+        scores = query @ keys[:, :rows].transpose(1, 2)
+        scores[..., past + 1 :] = -torch.inf  # empty unless the kernel works on the whole buffer
+        scores.softmax(-1) @ values[:, :rows]
+
+
+grid = (1, 4, 16, 32, 64, 128, N)
+took = in_turn({(kernel, r): partial(decode_layer, r, kernel == "view") for r in grid for kernel in ("whole", "view")})
+allocation = statistics.median(in_turn({"new": lambda: (grown(query, 1, 0), grown(query, 1, 0))}, rounds=200)["new"])
+
+slower = {key: ratios(seconds, took["view", N]) for key, seconds in took.items()}  # against preallocate + view
+total = statistics.median(took["view", N])
+copy = max(0.0, (slower["whole", 1][0] - 1) * total - N * allocation) / (N * N / 2)
+pad = max(0.0, slower["whole", N][0] - 1) * total / (N * N / 2)
+r_star = best(N, copy, pad, allocation)
+r_measured = min(grid, key=lambda r: slower["whole", r][0])
+print(f"whole buffer: the model says r* = {r_star:.0f}; the best of {grid} was r = {r_measured}")
+print(f"valid rows:   the best was r = {min(grid, key=lambda r: slower['view', r][0])}")
+reveal("l02.growth", r_measured)
+LineChart(
+    "384 steps of one attention layer, against preallocate + view, on this machine",
+    Axis("r", log=True, ticks=grid),
+    Axis("times as long"),
+    [
+        Series(title, grid, *zip(*(slower[kernel, r] for r in grid)))
+        for title, kernel in (("whole buffer (BMC's regime)", "whole"), ("valid rows only (a view)", "view"))
+    ]
+    + [Series("model for the whole buffer", grid, [1 + model_cost(r, copy, pad, allocation) / total for r in grid], style="modelled")],
+    "With the whole buffer the time is smallest at a middle r; with a view it falls until r is the whole text.",
+)
+
+# %% [markdown]
+# **Where BMC wins, and where it loses.** With a kernel that works on the whole buffer, both ends are bad and a middle `r`
+# wins: that is the U of your model, and $\sqrt N$ is a fair guess for its bottom. With a view there is no U: fewer copies
+# are always better, so *preallocate + view* wins, and is at least as good as the best `r` of the other kernel.
+#
+# So the 3.2× that BMC reports over `torch.cat` is real, and most of it is to be had by not concatenating. What remains of
+# the idea is for places where a view is not to be had: graphs compiled for fixed shapes, accelerators that need them, or
+# memory that cannot be reserved up front. Where you must pad anyway, `r` spare rows are also a place for the drafts of
+# speculative decoding ($r \ge \gamma + 1$), which BMC uses well. And the best of both is lesson 6: blocks that grow
+# *without* copying.
+#
+# ## Break it
+#
+# Here are seven caches. One is right; six have a mistake that people really make.
+
+# %%
+class StalePosition(KVCache):
+    """`pos += 1` in every layer instead of once per token: layer l of token t lands in row t·L + l."""
+
+    writes = 0
+
+    def attend(self, layer, q, k, v, batch=None):
+        append(self.keys[layer], self.values[layer], self.writes, k, v)
+        self.writes += len(k)
+        end = self.length + len(k)
+        return attention(q, self.keys[layer, :end], self.values[layer, :end], self.mask(len(q)))
+
+    def reset(self):
+        self.length = self.writes = 0
+
+
+class PositionsFromZero(KVCache):
+    """RoPE is told the index within this call instead of the position in the text."""
+
+    def positions(self, num_new):
+        return torch.arange(num_new)
+
+
+class NoOffset(KVCache):
+    """The triangle starts in the top left corner: what `is_causal=True` does."""
+
+    def mask(self, num_new):
+        return torch.ones(num_new, self.length + num_new, dtype=torch.bool).tril()
+
+
+class NoOffsetForMany(NoOffset):
+    """The same, with an exception for single tokens: `is_causal=(num_new > 1)`."""
+
+    def mask(self, num_new):
+        return super().mask(num_new) if num_new > 1 else mask_for(1, self.length)
+
+
+class SeesEmptyRows(KVCache):
+    """Attends over the whole buffer without hiding its empty rows: a key of zeros still gets a share of the softmax."""
+
+    def attend(self, layer, q, k, v, batch=None):
+        append(self.keys[layer], self.values[layer], self.length, k, v)
+        mask = F.pad(self.mask(len(q)), (0, self.keys.shape[1] - self.length - len(q)), value=True)
+        return attention(q, self.keys[layer], self.values[layer], mask)
+
+
+class NeverCleared(KVCache):
+    """The next text starts where the last one ended."""
+
+    def reset(self):
+        pass
+
+
+# %% [markdown]
+# And four checks that you might write, each comparing 16 tokens with those of the plain loop. **Before running the cell, guess:** which mistake
+# passes the most checks? Which check would you keep if you could keep one?
+
+# %%
+second_ids = tokenizer.encode("class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n")
+first_want, second_want = plain_tokens[:16], generate_plain(second_ids, 16)[0]
+
+
+def checks(kind: type[KVCache]) -> list[bool]:
+    """The first token; all 16; all 16 with the prompt in pieces of 7; all 16 of a second prompt in the same cache."""
+    cache = kind(every=512)
+    first = generate_cached(cache, prompt_ids, 16)
+    cache.reset()
+    second = generate_cached(cache, second_ids, 16)
+    pieces = generate_cached(kind(every=512), prompt_ids, 16, chunk=7)
+    return [first[0] == first_want[0], first == first_want, pieces == first_want, second == second_want]
+
+
+print(f"{'':20} first token   16 tokens   prompt in pieces   second prompt")
+for kind in (KVCache, StalePosition, PositionsFromZero, NoOffset, NoOffsetForMany, SeesEmptyRows, NeverCleared):
+    marks = ["same" if same else "DIFFERS" for same in checks(kind)]
+    print(f"{kind.__name__:20} {marks[0]:>11} {marks[1]:>11} {marks[2]:>18} {marks[3]:>15}")
+
+# %% [markdown]
+# Read it by columns.
+#
+# * **The first token proves almost nothing**: the prompt has no past.
+# * **16 tokens** catch whatever goes wrong when there *is* a past.
+# * **`NoOffsetForMany`** survives both, and would survive any number of ordinary generations: whole prompts have past = 0,
+#   single tokens need no mask. It breaks only when *several tokens arrive after others*. That is chunked prefill (lesson
+#   7) and speculative verification (lesson 10): the day someone switches those on, the model quietly gets worse.
+# * **`NeverCleared`** survives everything that uses a fresh cache. Only the second text shows it.
+#
+# And notice what is *not* a mistake: the right cache's `reset` erases nothing. Old rows are garbage beyond `length`, and
+# garbage nobody reads is harmless. Keep that thought for the block pool of lesson 6.
+#
+# Toggle one yourself and read what it writes:
+
+# %%
+BROKEN = NoOffsetForMany  # or StalePosition, PositionsFromZero, NoOffset, SeesEmptyRows, NeverCleared
+
+print(f"{'without a cache':20}", repr(tokenizer.decode(first_want)))
+print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(every=512), prompt_ids, 16, chunk=7))))
+
+# %% [markdown]
+# The output is often fluent. A broken cache does not crash and does not write nonsense; it writes something *else*. Only a
+# comparison with the plain loop tells.
+#
+# ## In the field
+#
+# | system | how rows get in | how it grows | r in our terms |
+# |---|---|---|---|
+# | transformers, `DynamicCache` (the default of `generate`) | `torch.cat` in `DynamicLayer.update` | a new buffer for every token | 1 |
+# | transformers, `StaticCache` | `index_copy_` in `StaticLayer.update`, which returns the *whole* buffer | never | N, whole buffer: the price of compiled graphs |
+# | llama.cpp | one buffer for the whole context; `llama_kv_cache::get_n_kv` attends over the used rows, rounded up to 256 | never | N in memory, 256 in compute: a view that is padded so that the graph can be reused |
+# | vLLM | `reshape_and_cache_flash` scatters by a `slot_mapping` into a pool of blocks | one block of 16, nothing is copied | lesson 6 |
+# | SGLang | `MHATokenToKVPool.set_kv_buffer` writes to slots that `ReqToTokenPool` maps | slots from a pool, shared by a radix tree | lesson 6 |
+#
+# Look at llama.cpp's 256 once more: it is BMC's idea without BMC's copies.
+#
+# **Claims, and what is so.**
+#
+# | claim | what is so | tested where |
+# |---|---|---|
+# | "caching avoids recomputing the entire attention matrix" | it avoids re-encoding old tokens; the newest query still meets every key | first chart: the dashed line rises |
+# | KV bytes = 2 · layers · heads · (hidden / heads) · 2; Llama-2-70B at 4096 tokens needs 80 GB | KV heads, not query heads: 1.34 GB | exercise 3 |
+# | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: wrong from the second token on, and a buffer for 1024 tokens is full after 1024 / L | `StalePosition` |
+# | BMC: up to 3.2× over the transformers baseline | against concat, in the whole-buffer regime; preallocate + view is the baseline to beat | second measurement |
+#
+# **Find the mistakes.** One of those tutorials decodes like this (retold in our words):
+#
+# ```python
+# cache = init_cache(max_length)
+# outputs = model(prompt, cache)                # the model appends to the cache as it runs
+# token = argmax(outputs)
+# for _ in range(max_length):
+#     cache = update(cache, outputs)
+#     outputs = model(token, cache)
+#     token = argmax(outputs)
+#     if token == eos: break
+# return decode(outputs)
+# ```
+#
+# <details><summary>What did you find?</summary>
+#
+# 1. The rows are appended twice: by the model, and again by `update`.
+# 2. The cache has `max_length` rows, but prompt + `max_length` tokens go in.
+# 3. The tokens are never collected; `decode` gets the logits of one step.
+# 4. The first token is never checked for end of text, and so is fed on even if it is one.
+#
+# </details>
+#
+# **Papers.** The cache is as old as the Transformer's fast decoding (Shazeer 2019, *Fast Transformer Decoding: One
+# Write-Head is All You Need*, is about its bytes). Growth: Ramachandran et al. 2025, *Striking the Right Balance between
+# Compute and Copy*. Blocks: Kwon et al. 2023, *PagedAttention*.
+#
+# ## Recap
+#
+# 1. Behind a causal mask old keys and values never change, so each token needs one new row per layer, not the whole text.
+# 2. Attention still reads every row: token 1000 costs more than token 1, in operations and in bytes, though not 1000×.
+# 3. A token costs 2 · layers · KV heads · width · bytes. At large batches the cache, not the weights, fills the machine.
+# 4. State is the rows and one length: advance once per forward, offset the mask and the positions by it, reset by setting it.
+# 5. Growing by copying is a trade only for kernels that pay for empty rows; preallocate + view pays for neither.
+#
+# **Next:** lesson 3 asks what limits a step, arithmetic or bytes, and why fewer KV heads is the cheapest speed-up there is.

@@ -1,0 +1,69 @@
+"""Checkpoints that tests make for themselves: small, random, quick, and loadable by transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm.models.config import ModelConfig, RopeConfig
+from minillm.models.decoder import Decoder
+from minillm.models.loading import save_llama
+from minillm.training.tokenizer import save_tokenizer, train_tokenizer
+
+TEXTS = [
+    "def add(a, b):\n    return a + b\n\n\nclass Stack:\n    def push(self, item):\n        self.items.append(item)\n",
+    "for line in path.read_text().splitlines():\n    if not line.strip():\n        continue\n    print(line)\n",
+    "import os\n\n\ndef walk(root):\n    for name in os.listdir(root):\n        yield name, 'ümläut', 12345\n",
+] * 20
+
+
+@dataclass(frozen=True)
+class TinyPair:
+    """Folders of a random target and a random draft with one tokenizer of 300 tokens."""
+
+    target: Path
+    draft: Path
+
+
+def random_model(seed: int, hidden: int, layers: int, heads: int, kv_heads: int, vocab: int = 300) -> Decoder:
+    """A decoder whose logits spread widely, so that its greedy text wanders and its ties are rare."""
+    config = ModelConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=16,
+        max_position_embeddings=256,
+        rope=RopeConfig(),
+        eos_token_ids=(0,),
+    )
+    torch.manual_seed(seed)
+    model = Decoder(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=1.4 / parameter.shape[1] ** 0.5)
+    torch.nn.init.normal_(model.embed_tokens.weight, std=1.0)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """A pair whose draft is the target with noise on its weights, so that it is right about half the time."""
+    root = tmp_path_factory.mktemp("tiny")
+    tokenizer = train_tokenizer(TEXTS, 300)
+    target = random_model(0, 48, 2, 4, 2)
+    draft = random_model(0, 48, 2, 4, 2)
+    draft.load_state_dict(target.state_dict())
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim == 2:
+                parameter.add_(torch.randn_like(parameter) * 0.12 * parameter.std())
+    for name, model in (("target", target), ("draft", draft)):
+        save_llama(model, root / name, torch.float32)
+        save_tokenizer(tokenizer, root / name, 256)
+    return TinyPair(root / "target", root / "draft")

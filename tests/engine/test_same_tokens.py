@@ -1,0 +1,83 @@
+"""However a request is batched, chunked, paged, preempted or drafted for, its tokens are those of transformers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.bench.prompts import held_out_prompts
+from minillm.models import bundled
+from minillm.trace import DraftProposed, RequestPreempted, StepRan
+
+NUM_PROMPTS = 104
+NEW_TOKENS = 24
+DRAFT = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4}
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+
+
+@cache
+def prompts() -> list[str]:
+    return [p.prompt for p in held_out_prompts(NUM_PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Greedy tokens of transformers, one prompt at a time, fp32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = bundled.path("minicoder")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    out = []
+    for prompt in prompts():
+        ids = tokenizer(prompt, return_tensors="pt")
+        with torch.inference_mode():
+            tokens = model.generate(
+                ids["input_ids"],
+                attention_mask=ids["attention_mask"],
+                do_sample=False,
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=0,
+            )
+        out.append(tokens[0, ids["input_ids"].shape[1] :].tolist())
+    return out
+
+
+def tokens_of(llm: LLM, texts: list[str]) -> list[list[int]]:
+    outputs = llm.generate(texts, GREEDY, use_tqdm=False)
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.pool.num_used == 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_together(expected: list[list[int]], block_size: int, speculative: dict | None) -> None:
+    llm = LLM("minicoder", block_size=block_size, speculative_config=speculative)
+    assert tokens_of(llm, prompts()) == expected
+
+
+@pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])
+def test_one_by_one(expected: list[list[int]], speculative: dict | None) -> None:
+    llm = LLM("minicoder", speculative_config=speculative)
+    assert [tokens_of(llm, [prompt])[0] for prompt in prompts()] == expected
+
+
+@pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])
+def test_chunked_prefill_of_seven_tokens(expected: list[list[int]], speculative: dict | None) -> None:
+    llm = LLM("minicoder", max_num_seqs=4, max_num_batched_tokens=7, speculative_config=speculative)
+    with llm.trace() as trace:
+        assert tokens_of(llm, prompts()) == expected
+    assert max(sum(work.num_tokens for work in step.work) for step in trace.of(StepRan)) == 7
+
+
+@pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])
+def test_pool_so_small_that_requests_are_preempted(expected: list[list[int]], speculative: dict | None) -> None:
+    llm = LLM("minicoder", block_size=4, num_kv_blocks=76, speculative_config=speculative)
+    with llm.trace() as trace:
+        assert tokens_of(llm, prompts()) == expected
+    assert len(trace.of(RequestPreempted)) >= 10
+    assert bool(trace.of(DraftProposed)) == (speculative is not None)

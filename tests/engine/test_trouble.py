@@ -1,0 +1,251 @@
+"""Bad input is refused before any compute; interrupts and dry pools lose nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.engine.request import Request
+from minillm.errors import (
+    CheckpointError,
+    ConfigError,
+    MinillmError,
+    NonFiniteLogitsError,
+    PromptError,
+    RequestTooLargeError,
+    TokenizerMismatchError,
+    UnknownOptionError,
+    UnsupportedError,
+)
+from minillm.trace import RequestFinished, StepStarted
+from tests.conftest import TinyPair, random_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class"]
+
+
+def drafted(tiny: TinyPair, **options: Any) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3, **options}
+
+
+def submit(llm: LLM, prompts: list[str]) -> list[Request]:
+    """Queue requests without running them."""
+    groups = llm._prepare(prompts, GREEDY)
+    llm._queue(groups)
+    return [group[0] for group in groups]
+
+
+def settled(llm: LLM) -> None:
+    """Nothing is queued and every block is accounted for."""
+    assert not llm.engine.has_requests
+    assert not llm.engine.scheduler.running and not llm.engine.scheduler.waiting
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.pool.num_used == 0
+
+
+@pytest.mark.parametrize(
+    "prompt, params, error, words",
+    [
+        ("", GREEDY, PromptError, "empty"),
+        ({"prompt_token_ids": []}, GREEDY, PromptError, "empty"),
+        ({"prompt_token_ids": [5, 300]}, GREEDY, PromptError, "prompt token 1 is 300.*0 to 299"),
+        ({"prompt_token_ids": [-1]}, GREEDY, PromptError, "prompt token 0 is -1"),
+        ({"prompt_token_ids": ["5"]}, GREEDY, PromptError, "'5'"),
+        ({"prompt_ids": [5]}, GREEDY, UnknownOptionError, "prompt_ids"),
+        (17, GREEDY, PromptError, "int"),
+        ({"prompt_token_ids": [5] * 250}, GREEDY, PromptError, "250 prompt tokens and 12 new ones.*256"),
+        ({"prompt_token_ids": [5] * 256}, SamplingParams(max_tokens=None), PromptError, "256"),
+        ({"prompt_token_ids": [5] * 100}, GREEDY, RequestTooLargeError, "needs 28 blocks.*the pool has 24"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_any_compute_and_others_go_on(
+    tiny: TinyPair, prompt: Any, params: SamplingParams, error: type[Exception], words: str
+) -> None:
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=24)
+    alone = llm.generate("def add(a, b):", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    [running] = submit(llm, ["def add(a, b):"])
+    llm.engine.step()
+    with llm.trace() as trace, pytest.raises(error, match=words):
+        llm.generate(["class", prompt] if not isinstance(prompt, int) else [prompt], params, use_tqdm=False)
+    assert not trace.of(StepStarted)
+    while not running.finished:
+        llm.engine.step()
+    assert running.output_token_ids == alone
+    settled(llm)
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"block_size": 0}, ConfigError, "block_size=0"),
+        ({"block_size": True}, ConfigError, "block_size=True"),
+        ({"num_kv_blocks": 4, "kv_cache_memory_bytes": 100}, ConfigError, "both size the pool"),
+        ({"kv_cache_memory_bytes": 100}, ConfigError, "holds no block"),
+        ({"max_model_len": 1000}, ConfigError, "1000 is over the model's context of 256"),
+        ({"max_num_batched_tokens": 8}, ConfigError, "below max_num_seqs"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, ConfigError, "without chunked prefill"),
+        ({"gpu_memory_utilization": 0.0}, ConfigError, "gpu_memory_utilization"),
+        ({"dtype": "int3"}, ConfigError, "int3"),
+        ({"device": "toaster"}, ConfigError, "toaster"),
+        ({"tensor_parallel_size": 4}, UnknownOptionError, "tensor_parallel_size"),
+        ({"kv_cache_dtype": "fp8"}, UnsupportedError, "fp8"),
+        ({"quantization": "awq"}, UnsupportedError, "awq"),
+        ({"enable_prefix_caching": True}, UnsupportedError, "enable_prefix_caching"),
+        ({"speculative_config": {"method": "draft_model"}}, ConfigError, "needs 'model'"),
+        ({"speculative_config": {"method": "medusa", "model": "x"}}, UnsupportedError, "medusa"),
+        ({"speculative_config": {"model": "x", "num_speculative_tokens": 0}}, ConfigError, "num_speculative_tokens=0"),
+        ({"speculative_config": {"model": "x", "gamma": 4}}, UnknownOptionError, "gamma"),
+        ({"speculative_config": {"model": "x", "rejection_sample_method": "block"}}, UnsupportedError, "block"),
+        ({"speculative_config": {"model": "x", "draft_sample_method": "hot"}}, ConfigError, "hot"),
+    ],
+    ids=str,
+)
+def test_bad_options_name_themselves(
+    tiny: TinyPair, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        LLM(str(tiny.target), **{"max_num_seqs": 16, **options})
+
+
+def test_all_errors_are_value_errors() -> None:
+    assert issubclass(MinillmError, ValueError)
+    for error in (CheckpointError, NonFiniteLogitsError, PromptError, UnknownOptionError):
+        assert issubclass(error, MinillmError)
+
+
+def test_params_must_match_prompts(tiny: TinyPair) -> None:
+    with pytest.raises(ConfigError, match="2 sampling params for 3 prompts"):
+        LLM(str(tiny.target)).generate(["a", "b", "c"], [GREEDY, GREEDY])
+
+
+def test_a_draft_with_another_tokenizer_is_refused(tiny: TinyPair, tmp_path: Any) -> None:
+    from minillm.models.loading import save_llama
+    from minillm.training.tokenizer import save_tokenizer, train_tokenizer
+
+    save_llama(random_model(1, 32, 1, 2, 1), tmp_path, torch.float32)
+    save_tokenizer(train_tokenizer(["entirely other text, twice as odd"] * 9, 300), tmp_path, 256)
+    with pytest.raises(TokenizerMismatchError, match="another tokenizer"):
+        LLM(str(tiny.target), speculative_config={"model": str(tmp_path)})
+
+
+def test_nan_logits_are_refused_and_the_engine_recovers(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=4)
+    good = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    weight = llm.engine.runner.model.norm.weight
+    with torch.no_grad():
+        saved = weight.clone()
+        weight[3] = float("nan")
+    with pytest.raises(NonFiniteLogitsError, match="request 4"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    settled(llm)
+    with torch.no_grad():
+        weight.copy_(saved)
+    assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == good
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt at the n-th line that minillm's engine executes: the stop button, at its worst."""
+
+    FILES = ("engine.py", "scheduler.py", "commit.py", "block_pool.py", "draft_model.py", "llm.py", "request.py")
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+        self.fired = False
+
+    def __enter__(self) -> InterruptAt:
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(None)
+
+    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        if "minillm" not in name or not name.endswith(self.FILES) or frame.f_code.co_name in self.SAFE:
+            return None
+        return self._line
+
+    SAFE = ("recover", "reclaim", "abort", "_finish", "step", "remove", "drop_cache", "trace")
+    """Cleaning up itself: a second stop while the first is handled is not promised to be clean."""
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and not self.fired:
+            self.left -= 1
+            if self.left == 0:
+                self.fired = True
+                raise KeyboardInterrupt
+        return self._line
+
+
+def interrupt_points() -> Iterator[int]:
+    """Lines spread over the whole run, dense in the first steps where everything happens once."""
+    yield from range(60, 900, 13)
+    yield from range(900, 9000, 311)
+
+
+@pytest.mark.parametrize("speculative", [False, True], ids=["plain", "drafted"])
+def test_an_interrupt_at_any_line_leaves_a_clean_engine(tiny: TinyPair, speculative: bool) -> None:
+    config = drafted(tiny) if speculative else None
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=14, speculative_config=config)
+    expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    fired = 0
+    for line in interrupt_points():
+        try:
+            with InterruptAt(line) as interrupt:
+                llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        except KeyboardInterrupt:
+            pass
+        fired += interrupt.fired
+        settled(llm)
+    assert fired > 60
+    assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
+
+
+@pytest.mark.parametrize("speculative", [False, True], ids=["plain", "drafted"])
+def test_an_interrupted_step_keeps_other_requests_whole(tiny: TinyPair, speculative: bool) -> None:
+    """With the step-by-step API nothing is dropped: after the interrupt every request goes on to the same tokens."""
+    config = drafted(tiny) if speculative else None
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=14, speculative_config=config)
+    expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    for line in range(5, 1500, 97):
+        requests = submit(llm, PROMPTS)
+        interrupt = InterruptAt(line)
+        while llm.engine.has_requests:
+            try:
+                with interrupt:
+                    llm.engine.step()
+            except KeyboardInterrupt:
+                llm.engine.scheduler.check_integrity()
+        assert [request.output_token_ids for request in requests] == expected
+        settled(llm)
+
+
+def test_abort_frees_everything_at_once(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=40)
+    requests = submit(llm, PROMPTS)
+    llm.engine.step()
+    with llm.trace() as trace:
+        llm.engine.abort(requests[1].request_id)
+        llm.engine.abort("no such request")
+    assert trace.of(RequestFinished)[0].reason == "abort"
+    assert requests[1].finish_reason == "abort" and not requests[1].block_table
+    llm.engine.scheduler.check_integrity()
+    while llm.engine.has_requests:
+        llm.engine.step()
+    assert all(request.num_output_tokens == 12 for i, request in enumerate(requests) if i != 1)
+    settled(llm)
+
+
+def test_a_dropped_stream_frees_its_request(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=4)
+    stream = llm.stream("def add(", GREEDY)
+    next(stream)
+    assert llm.engine.pool.num_used
+    stream.close()
+    settled(llm)

@@ -1,0 +1,144 @@
+"""Every family computes what transformers computes, at once and token by token."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm.errors import CheckpointError, UnsupportedError
+from minillm.models.config_json import llama_config, model_config
+from minillm.models.loading import load_config, load_model, save_llama
+from minillm.training.causal import CausalAttention
+from tests.models.hf_checkpoints import CASES, HfCheckpoint, make
+from tests.models.naive_attention import NaiveAttention
+
+TOLERANCE = 1e-5
+"""Relative to the largest logit, in fp32: the order of sums differs, nothing else."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HfCheckpoint:
+    return make(request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (logits - expected).abs().max() / expected.abs().max()
+    assert error < TOLERANCE, f"relative error {error:.1e}"
+
+
+def test_logits_of_a_whole_prompt_are_those_of_transformers(checkpoint: HfCheckpoint) -> None:
+    model = load_model(checkpoint.folder, torch.float32)
+    windowed = any(model.config.window(layer) for layer in range(model.config.num_layers))
+    attention = NaiveAttention(model.config) if windowed else CausalAttention(24)
+    assert_close(model.logits(model(checkpoint.token_ids, torch.arange(24), attention)), checkpoint.logits)
+
+
+def test_logits_token_by_token_are_those_of_transformers(checkpoint: HfCheckpoint) -> None:
+    model = load_model(checkpoint.folder, torch.float32)
+    attention = NaiveAttention(model.config)
+    bounds = [0, 7, 11, *range(12, 25)]
+    rows = [
+        model.logits(model(checkpoint.token_ids[start:stop], torch.arange(start, stop), attention))
+        for start, stop in pairwise(bounds)
+    ]
+    assert_close(torch.cat(rows), checkpoint.logits)
+
+
+def test_old_spelling_of_a_config_means_the_same(checkpoint: HfCheckpoint) -> None:
+    """transformers before 5 wrote `rope_theta` beside `rope_scaling` with `type`, and `torch_dtype`."""
+    stored = json.loads((checkpoint.folder / "config.json").read_text())
+    rope = stored["rope_parameters"]
+    old = {key: value for key, value in stored.items() if key not in ("rope_parameters", "dtype")}
+    old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": stored["dtype"]}
+    if rope["rope_type"] != "default":
+        old["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    assert model_config(old) == load_config(checkpoint.folder)
+
+
+def test_the_families_are_told_apart_only_by_their_config(tmp_path: Path) -> None:
+    windows = {}
+    for case in ("mistral, window", "qwen2, window in the upper layers", "smollm3, listed layers and window"):
+        config = load_config(make(case, tmp_path / case).folder)
+        windows[case] = [config.window(layer) for layer in range(3)]
+    assert list(windows.values()) == [[5, 5, 5], [None, 6, 6], [5, None, 5]]
+
+
+MINIMAL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; minillm reads LlamaForCausalLM, "),
+        ({"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}, r"\(auto_map\) is never run"),
+        ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba'"),
+        ({"architectures": None}, "model_type None"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"vocab_size": "8"}, "vocab_size is '8'"),
+        ({"num_key_value_heads": 3}, "2 query heads over 3 KV heads"),
+        ({"head_dim": 5}, "channels even"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised \\(gptq\\)"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "from layer to layer"),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "num_key_value_heads": 1, "no_rope_layers": [1]},
+            "no_rope_layers lists 1 layers",
+        ),
+    ],
+)
+def test_a_model_that_would_compute_something_else_is_refused(changes: dict[str, object], message: str) -> None:
+    model_config(MINIMAL)
+    with pytest.raises(CheckpointError, match=message):
+        model_config({**MINIMAL, **changes})
+
+
+def test_model_type_stands_in_for_a_missing_architecture() -> None:
+    config = model_config({**MINIMAL, "architectures": None, "model_type": "qwen3", "num_key_value_heads": 1})
+    assert config.qk_norm
+    assert config.head_dim == 128, "what transformers assumes for Qwen3"
+
+
+def test_yarn_added_afterwards_widens_the_context() -> None:
+    """As Qwen's model cards advise: only `rope_scaling` is added, the stated context stays that of before."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert model_config({**MINIMAL, "rope_scaling": scaling}).max_position_embeddings == 128
+
+
+def test_every_end_token_counts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MINIMAL, "eos_token_id": 3}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3]}))
+    assert load_config(tmp_path).eos_token_ids == (3, 5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("llama")])
+def test_a_llama_survives_being_written_and_read(case: str, tmp_path: Path) -> None:
+    checkpoint = make(case, tmp_path / "theirs")
+    model = load_model(checkpoint.folder, torch.float32)
+    save_llama(model, tmp_path / "ours", torch.float32)
+    assert load_config(tmp_path / "ours") == model.config
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    with torch.no_grad():
+        assert_close(theirs(checkpoint.token_ids[None]).logits[0], checkpoint.logits)
+
+
+def test_what_is_no_llama_is_not_written_as_one(tmp_path: Path) -> None:
+    config = load_config(make("qwen3", tmp_path).folder)
+    with pytest.raises(UnsupportedError, match="only the Llama family"):
+        llama_config(config, torch.float32)

@@ -1,0 +1,96 @@
+"""From a name to a folder: bundled, local, hub, or a clear no."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm.errors import CheckpointError
+from minillm.models import bundled
+from minillm.models.hub import resolve
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("small", "large"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "unfinished").mkdir()
+    monkeypatch.setattr(bundled, "WEIGHTS", tmp_path)
+    return tmp_path
+
+
+def test_bundled_models_are_the_folders_on_disk(weights: Path) -> None:
+    assert bundled.names() == ["large", "small"]
+    assert bundled.path("small") == resolve("small") == weights / "small"
+
+
+def test_an_unknown_bundled_name_lists_the_known_ones(weights: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'smal'; there are: large, small"):
+        bundled.path("smal")
+
+
+def test_a_local_folder_is_taken_as_it_is(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(weights)
+    assert resolve("unfinished") == Path("unfinished")
+    assert resolve(str(weights / "large")) == weights / "large"
+
+
+@pytest.mark.parametrize("name", ["smal", "/no/such/folder", "./missing/folder", "a/b/c", "own er/name"])
+def test_a_name_that_is_nothing_says_what_it_could_be(weights: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"no bundled one \(large, small\), no folder here, and no hub id"):
+        resolve(name)
+
+
+def test_a_file_is_not_a_folder(weights: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file; give the folder"):
+        resolve(str(weights / "small" / "config.json"))
+
+
+def test_offline_the_way_out_is_named(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(weights))
+    with pytest.raises(CheckpointError, match=r"cannot load owner/model: .* `hf download owner/model --local-dir F"):
+        resolve("owner/model")
+
+
+def test_only_what_is_read_is_fetched(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pickle, no second copy of the weights in another format, no code."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    offered = [
+        "README.md",
+        "config.json",
+        "consolidated.safetensors",
+        "generation_config.json",
+        "merges.txt",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "modeling_own.py",
+        "onnx/config.json",
+        "original/consolidated.00.pth",
+        "pytorch_model.bin",
+        "tokenizer.json",
+        "tokenizer.model",
+    ]
+    fetched: list[str] = []
+
+    def download(repo_id: str, **patterns: Any) -> str:
+        fetched.extend(filter_repo_objects(offered, **patterns))
+        return str(weights)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve("owner/model") == weights
+    assert set(offered) - set(fetched) == {
+        "README.md",
+        "consolidated.safetensors",
+        "modeling_own.py",
+        "onnx/config.json",
+        "original/consolidated.00.pth",
+        "pytorch_model.bin",
+    }

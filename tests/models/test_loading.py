@@ -1,0 +1,207 @@
+"""Checkpoints on disk: read whole and once, or refused with the reason before anything is computed."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from minillm.errors import CheckpointError
+from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
+from minillm.models.loading import load_config, load_model, save_llama, stored_tensors
+from minillm.models.shards import Shards
+from tests.models.hf_checkpoints import make
+
+WEIGHTS = "model.safetensors"
+
+
+def random_decoder(tied: bool = False) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(ModelConfig(30, 16, 24, 2, 4, 2, 4, 32, tie_word_embeddings=tied, eos_token_ids=(0,)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_llama(random_decoder(), tmp_path, torch.float32)
+    return tmp_path
+
+
+def rewrite(folder: Path, **changes: Tensor | None) -> None:
+    """Replace tensors of the checkpoint; None removes one. `__` in a name stands for a dot."""
+    tensors = load_file(folder / WEIGHTS)
+    for name, tensor in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / WEIGHTS)
+
+
+def same(ours: Decoder, theirs: Decoder) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_written_is_read(tied: bool, tmp_path: Path) -> None:
+    model = random_decoder(tied)
+    save_llama(model, tmp_path, torch.float32)
+    loaded = load_model(tmp_path, torch.float32)
+    assert same(loaded, model)
+    assert (loaded.lm_head.weight is loaded.embed_tokens.weight) is tied
+
+
+def test_a_checkpoint_in_many_shards_is_one_model(tmp_path: Path) -> None:
+    make("qwen3, biases and window", tmp_path / "one")
+    make("qwen3, biases and window", tmp_path / "many", max_shard_size="4KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 5
+    assert same(load_model(tmp_path / "many", torch.float32), load_model(tmp_path / "one", torch.float32))
+
+
+def test_no_two_stored_tensors_are_in_memory_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, alive = Shards.tensor, []
+
+    def watched(self: Shards, name: str) -> Tensor:
+        assert not any(reference() is not None for reference in alive), f"another tensor lives on while {name} is read"
+        tensor = read(self, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(Shards, "tensor", watched)
+    load_model(folder, torch.float32)
+    assert len(alive) == len(list(stored_tensors(random_decoder())))
+
+
+def test_weights_take_the_dtype_that_is_asked_for(folder: Path) -> None:
+    model = load_model(folder, torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.embed_tokens.weight, random_decoder().embed_tokens.weight.bfloat16())
+    assert model.rope.cos.dtype == torch.float32
+
+
+def test_a_loaded_model_is_for_inference(folder: Path) -> None:
+    model = load_model(folder, torch.float32)
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_tied_embeddings_may_be_stored_twice(tmp_path: Path) -> None:
+    model = random_decoder(tied=True)
+    save_llama(model, tmp_path, torch.float32)
+    rewrite(tmp_path, lm_head__weight=model.embed_tokens.weight.detach().clone())
+    assert same(load_model(tmp_path, torch.float32), model)
+
+
+def test_two_different_embeddings_count_whatever_the_config_claims(tmp_path: Path) -> None:
+    save_llama(random_decoder(tied=True), tmp_path, torch.float32)
+    rewrite(tmp_path, lm_head__weight=torch.ones(30, 16))
+    model = load_model(tmp_path, torch.float32)
+    assert torch.equal(model.lm_head.weight, torch.ones(30, 16))
+    assert not model.config.tie_word_embeddings
+
+
+def test_frequencies_that_old_checkpoints_store_are_passed_over(folder: Path) -> None:
+    rewrite(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(2))
+    assert same(load_model(folder, torch.float32), random_decoder())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__norm__weight": None}, "lacks model.norm.weight$"),
+        ({"lm_head__weight": None}, "lacks lm_head.weight$"),
+        ({"model__layers__1__self_attn__k_proj__weight": None}, "lacks model.layers.1.self_attn.k_proj.weight$"),
+        ({"model__layers__0__self_attn__q_proj__bias": torch.ones(16)}, "no place for: .*q_proj.bias$"),
+        ({"model__layers__2__mlp__up_proj__weight": torch.ones(24, 16)}, "no place for: .*2.mlp.up_proj"),
+        (
+            {"model__layers__0__self_attn__v_proj__weight": torch.ones(9, 16)},
+            r"shape than its config.json says: .*v_proj.weight \[9, 16\] \(should be \[8, 16\]\)$",
+        ),
+        ({"model__norm__weight": torch.ones(16, dtype=torch.int8)}, "model.norm.weight is stored as I8"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_named(folder: Path, changes: dict, message: str) -> None:
+    rewrite(folder, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder, torch.float32)
+
+
+def test_a_long_list_of_missing_tensors_is_cut(folder: Path) -> None:
+    save_file({"x": torch.ones(1)}, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"lacks lm_head.weight, .* and 17 more$"):
+        load_model(folder, torch.float32)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_a_truncated_file_is_refused(folder: Path, kept: int) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:kept])
+    with pytest.raises(CheckpointError, match=r"model.safetensors is truncated or corrupt .* fetch it again"):
+        load_model(folder, torch.float32)
+
+
+def test_a_corrupt_header_is_refused(folder: Path) -> None:
+    content = bytearray((folder / WEIGHTS).read_bytes())
+    content[20:60] = b"\xff" * 40
+    (folder / WEIGHTS).write_bytes(content)
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        load_model(folder, torch.float32)
+
+
+def test_pickle_is_never_opened(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"holds pytorch_model.bin, but only safetensors are read"):
+        load_model(folder, torch.float32)
+
+
+def test_a_folder_without_weights_says_what_it_lacks(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+        load_model(folder, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is no index of safetensors"),
+        ("[]", "is no index of safetensors"),
+        ('{"weight_map": {"x": 3}}', "is no index of safetensors"),
+        ('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}', "lacks a.safetensors, b.safetensors of its 2"),
+        ('{"weight_map": {"x": "../kept.safetensors"}}', "lacks kept.safetensors of its 1"),
+    ],
+)
+def test_a_broken_index_is_refused(folder: Path, index: str, message: str) -> None:
+    (folder / WEIGHTS).rename(folder.parent / "kept.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"cannot read config.json \(No such file"),
+        ("{", "config.json is no JSON"),
+        ("[1]", "config.json holds no JSON object"),
+        ('{"architectures": ["BertModel"]}', "architecture BertModel is not supported; minillm reads LlamaForCausalLM"),
+    ],
+)
+def test_a_config_that_says_nothing_is_refused(folder: Path, content: str | None, message: str) -> None:
+    (folder / "config.json").unlink()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        load_config(folder)
+    assert str(folder) in str(refused.value)
+
+
+def test_code_in_a_checkpoint_is_not_run(folder: Path) -> None:
+    (folder / "own.py").write_text("raise SystemExit('ran')")
+    stored = json.loads((folder / "config.json").read_text())
+    stored["auto_map"] = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (folder / "config.json").write_text(json.dumps(stored))
+    assert same(load_model(folder, torch.float32), random_decoder())

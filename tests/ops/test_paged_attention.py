@@ -1,0 +1,121 @@
+"""Paged attention against the textbook formula, one request and one query at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from minillm.cache.base import Batch
+from minillm.ops import paged_attention as op
+
+
+def textbook(q: Tensor, k: Tensor, v: Tensor, position: int, window: int | None) -> Tensor:
+    """One query `[heads, dim]` over one request's keys and values `[tokens, kv heads, dim]`, in fp64."""
+    first = 0 if window is None else max(0, position - window + 1)
+    k, v = k[first : position + 1].double(), v[first : position + 1].double()
+    groups = q.shape[0] // k.shape[1]
+    out = []
+    for head in range(q.shape[0]):
+        scores = k[:, head // groups] @ q[head].double() / q.shape[1] ** 0.5
+        out.append(scores.softmax(0) @ v[:, head // groups])
+    return torch.stack(out)
+
+
+def random_step(seed: int, block_size: int, heads: tuple[int, int], dim: int, query_lens: list[int]):
+    """A pool with scattered blocks full of poison, the requests' own tokens in it, and the batch that reads them."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    seq_lens = [length + rng.choice([0, 1, 5, 37]) for length in query_lens]
+    blocks = [-(-n // block_size) for n in seq_lens]
+    order = rng.sample(range(sum(blocks) + 3), sum(blocks))
+    tables = [[order.pop() for _ in range(count)] for count in blocks]
+    keys, values = (torch.full(((sum(blocks) + 3) * block_size, heads[1], dim), 1e4) for _ in range(2))
+    dense = []
+    for table, n in zip(tables, seq_lens):
+        k, v = torch.randn(n, heads[1], dim), torch.randn(n, heads[1], dim)
+        slots = torch.tensor([table[i // block_size] * block_size + i % block_size for i in range(n)])
+        keys[slots], values[slots] = k, v
+        dense.append((k, v))
+    widest = max(blocks)
+    query_start = [0]
+    for length in query_lens:
+        query_start.append(query_start[-1] + length)
+    batch = Batch(
+        token_ids=torch.empty(0),
+        positions=torch.empty(0),
+        slot_mapping=torch.empty(0),
+        block_tables=torch.tensor([t + t[:1] * (widest - len(t)) for t in tables]),
+        query_start=query_start,
+        seq_lens=seq_lens,
+        block_size=block_size,
+    )
+    return torch.randn(query_start[-1], heads[0], dim), keys, values, batch, dense
+
+
+MIXES = [[1], [5], [1, 1, 1], [1, 3, 5], [40], [1, 40, 5, 17, 1], [16, 17], [2, 1]]
+
+
+@pytest.mark.parametrize("query_lens", MIXES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_ragged_batch_equals_the_textbook(query_lens: list[int], block_size: int, window: int | None) -> None:
+    q, keys, values, batch, dense = random_step(len(query_lens), block_size, (6, 2), 32, query_lens)
+    out = op.paged_attention(q, keys, values, batch, window)
+    for r, (k, v) in enumerate(dense):
+        for i in range(batch.query_lens[r]):
+            row = batch.query_start[r] + i
+            expected = textbook(q[row], k, v, batch.seq_lens[r] - batch.query_lens[r] + i, window)
+            torch.testing.assert_close(out[row].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 2)])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_head_layouts(heads: tuple[int, int], dim: int) -> None:
+    q, keys, values, batch, dense = random_step(3, 8, heads, dim, [1, 6, 20])
+    out = op.paged_attention(q, keys, values, batch)
+    for r, (k, v) in enumerate(dense):
+        row = batch.query_start[r + 1] - 1
+        torch.testing.assert_close(
+            out[row].double(), textbook(q[row], k, v, batch.seq_lens[r] - 1, None), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_blocks_in_a_row_are_read_in_place_with_the_same_result() -> None:
+    torch.manual_seed(0)
+    keys, values, q = torch.randn(64, 2, 16), torch.randn(64, 2, 16), torch.randn(3, 4, 16)
+
+    def run(table: list[int]) -> tuple[Tensor, Batch]:
+        batch = Batch(q, q, q, torch.tensor([table]), [0, 3], [19], 8)
+        return op.paged_attention(q, keys, values, batch), batch
+
+    in_row, batch = run([2, 3, 4])
+    assert isinstance(batch.plans[None].few.slots, slice)
+    moved = keys.clone(), values.clone()
+    for source in (keys, values):
+        source[40:48], source[32:40] = source[32:40].clone(), source[40:48].clone()
+    scattered, batch = run([2, 3, 5])
+    assert not isinstance(batch.plans[None].few.slots, slice)
+    keys.copy_(moved[0]), values.copy_(moved[1])
+    assert torch.equal(in_row, scattered)
+
+
+def test_stale_rows_after_a_roll_back_are_never_seen() -> None:
+    q, keys, values, batch, dense = random_step(5, 4, (2, 1), 16, [1, 2])
+    before = op.paged_attention(q, keys, values, batch)
+    last = batch.block_tables[0, (batch.seq_lens[0] - 1) // 4] * 4 + (batch.seq_lens[0] - 1) % 4
+    if (batch.seq_lens[0]) % 4:
+        keys[last + 1], values[last + 1] = 1e9, 1e9
+    assert torch.equal(before, op.paged_attention(q, keys, values, batch))
+
+
+def test_a_plan_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, keys, values, batch, _ = random_step(1, 4, (2, 1), 16, [1, 2, 20])
+    made = []
+    real = op.plan
+    monkeypatch.setattr(op, "plan", lambda *args: made.append(1) or real(*args))
+    for _ in range(8):
+        op.paged_attention(q, keys, values, batch)
+    assert len(made) == 1

@@ -1,0 +1,50 @@
+"""A small exercise and a small lesson about it, for the tests of the teaching machinery."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm.teaching.build import build
+from minillm.teaching.exercise import Case, Exercise, WrongVersion
+
+HERE = Path(__file__).parent
+
+
+def append_rows(cache, new):
+    return torch.cat([cache, new])
+
+
+@pytest.fixture
+def append_exercise() -> Exercise:
+    return Exercise(
+        name="l90.append_rows",
+        reference=append_rows,
+        cases=lambda: [
+            Case("one row into an empty cache", (torch.zeros(0, 2), torch.ones(1, 2))),
+            Case("two rows after three", (torch.arange(6.0).reshape(3, 2), torch.tensor([[7.5, 8.0], [9.0, 9.5]]))),
+        ],
+        hints=("Both belong in the answer.", "Look at torch.cat.", "return torch.cat([cache, new])"),
+        wrong=(
+            WrongVersion("forgets the rows that were there before", lambda cache, new: new),
+            WrongVersion("puts the new rows in front", lambda cache, new: torch.cat([new, cache])),
+        ),
+    )
+
+
+@pytest.fixture(scope="session")
+def sample_course(tmp_path_factory) -> Path:
+    """A folder with solutions/90_sample.py, built once; tests that change it work on a copy."""
+    root = tmp_path_factory.mktemp("course")
+    (root / "solutions").mkdir()
+    shutil.copy(HERE / "sample_lesson.py", root / "solutions" / "90_sample.py")
+    build(root)
+    return root
+
+
+@pytest.fixture
+def course(sample_course, tmp_path) -> Path:
+    return Path(shutil.copytree(sample_course, tmp_path / "course"))

@@ -1,0 +1,286 @@
+"""What a learner reads after running a check."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from minillm.errors import LessonError
+from minillm.teaching.compare import close, values_match
+from minillm.teaching.exercise import Case, Exercise, WrongVersion
+from minillm.teaching.grade import grade
+from minillm.teaching.result import Status
+from minillm.teaching.show import short
+
+
+def test_right_answer_passes_every_case(append_exercise):
+    result = grade(append_exercise, lambda cache, new: torch.vstack((cache, new)))
+    assert result.passed
+    assert str(result) == "PASS 2/2  l90.append_rows"
+
+
+def test_counterexample_shows_inputs_expected_got_and_the_planted_mistake(append_exercise):
+    text = str(grade(append_exercise, lambda cache, new: new.clone()))
+    assert text.splitlines()[:2] == ["FAIL 1/2  l90.append_rows", "The first case that fails: two rows after three"]
+    for part in (
+        "input cache  float32 tensor [3, 2]:",
+        "[4., 5.]",
+        "expected     float32 tensor [5, 2]:",
+        "shape: [2, 2] instead of [5, 2]",
+        "it looks as if your function forgets the rows that were there before",
+        'hint("l90.append_rows", 1)',
+    ):
+        assert part in text
+
+
+def test_mistakes_with_equal_shapes_are_told_apart_by_their_values(append_exercise):
+    text = str(grade(append_exercise, lambda cache, new: torch.vstack((new, cache))))
+    assert "values: 10 of 10 differ, the first at [0, 0]: 7.5 instead of 0" in text
+    assert "puts the new rows in front" in text
+    assert "forgets" not in text
+
+
+def test_a_mistake_nobody_planted_is_not_blamed_on_a_planted_one(append_exercise):
+    everywhere = grade(append_exercise, lambda cache, new: torch.cat([cache, new]) + 1)
+    only_on_the_second_case = grade(append_exercise, lambda cache, new: torch.cat([cache, new]) + len(cache))
+    assert "it looks as if" not in str(everywhere)
+    assert "it looks as if" not in str(only_on_the_second_case)
+
+
+def test_stub_is_not_done_yet_and_not_an_error(append_exercise):
+    def stub(cache, new):
+        raise NotImplementedError("write append_rows here, then run its check")
+
+    result = grade(append_exercise, stub)
+    assert result.status is Status.NOT_DONE
+    assert "NOT DONE YET" in str(result)
+    assert "FAIL" not in str(result)
+
+
+def test_an_operator_missing_in_torch_is_an_error_and_not_a_stub(append_exercise):
+    def unlucky(cache, new):
+        return torch.ops.aten.add.out(cache.to("meta").to_sparse(), new)
+
+    result = grade(append_exercise, unlucky)
+    assert result.status is Status.FAILED
+
+
+def test_exception_is_shown_with_the_learners_own_line_not_the_libraries(append_exercise):
+    def helper(new):
+        return torch.cat([new, "text"])  # the culprit
+
+    def crashes(cache, new):
+        return helper(new)
+
+    text = str(grade(append_exercise, crashes))
+    assert "got          TypeError" in text
+    assert "in helper: return torch.cat" in text
+
+
+def test_wrong_parameters_are_named(append_exercise):
+    text = str(grade(append_exercise, lambda cache: cache))
+    assert "your function takes (cache), but it is called with (cache, new)" in text
+
+
+def test_wrong_parameters_are_named_under_a_drive_too(append_exercise):
+    driven = dataclasses.replace(append_exercise, drive=lambda function, cache, new: function(cache, new))
+    text = str(grade(driven, lambda cache: cache))
+    assert "your function takes (cache), but it is called with (cache, new)" in text
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda cache, new: None, "None instead of float32 tensor [1, 2]: is a `return` missing?"),
+        (lambda cache, new: [cache, new], "type: list of 2 instead of float32 tensor [1, 2]"),
+        (lambda cache, new: torch.cat([cache, new]).T, "shape: [2, 1] instead of [1, 2]"),
+        (lambda cache, new: torch.cat([cache, new]).double(), "dtype: torch.float64 instead of torch.float32"),
+        (lambda cache, new: torch.cat([cache, new]) / 0, "2 of 2 differ, the first at [0, 0]: inf instead of 1"),
+    ],
+)
+def test_gravest_difference_comes_first(append_exercise, answer, says):
+    assert says in str(grade(append_exercise, answer))
+
+
+def test_changing_an_input_is_a_mistake_even_when_the_answer_is_right(append_exercise):
+    def careless(cache, new):
+        answer = torch.cat([cache, new])
+        new.zero_()
+        return answer
+
+    text = str(grade(append_exercise, careless))
+    assert "your function changed its input new, which the caller still needs" in text
+
+
+def test_in_place_parameter_may_change_and_its_contents_are_compared():
+    def write_row(buffer, row):
+        buffer[0] = row
+
+    exercise = Exercise(
+        name="l90.write_row",
+        reference=write_row,
+        cases=[Case("a row", (torch.zeros(2, 2), torch.ones(2)))],
+        hints=("a", "b", "c"),
+        wrong=(),
+        in_place=("buffer",),
+    )
+    assert grade(exercise, write_row).passed
+    text = str(grade(exercise, lambda buffer, row: None))
+    assert "at ['buffer after the call']: 2 of 4 differ" in text
+
+
+def test_drive_lets_a_class_be_an_exercise():
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def add(self) -> int:
+            self.count += 1
+            return self.count
+
+    class Stuck(Counter):
+        def add(self) -> int:
+            return 1
+
+    exercise = Exercise(
+        name="l90.Counter",
+        reference=Counter,
+        cases=[Case("three calls", (3,))],
+        hints=("a", "b", "c"),
+        wrong=(WrongVersion("does not count on", Stuck),),
+        drive=lambda make, times: [counter.add() for counter in [make()] for _ in range(times)],
+    )
+    assert grade(exercise, Counter).passed
+    text = str(grade(exercise, Stuck))
+    assert "input times  3" in text
+    assert "value at [1]: 1 instead of 2" in text
+    assert "does not count on" in text
+
+
+def test_random_draws_are_the_same_for_learner_and_reference_and_leave_the_notebooks_generator_alone():
+    exercise = Exercise("l90.draw", lambda n: torch.rand(n), [Case("two", (2,))], ("a", "b", "c"), ())
+    reports = []
+    for seed in (7, 8):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        assert grade(exercise, lambda n: torch.rand(n)).passed
+        reports.append(str(grade(exercise, lambda n: 1 - torch.rand(n))))
+        assert torch.equal(before, torch.get_rng_state())
+    assert reports[0] == reports[1]
+
+
+def test_a_generator_passed_in_may_advance():
+    exercise = Exercise(
+        name="l90.draw",
+        reference=lambda n, generator: torch.rand(n, generator=generator),
+        cases=[Case("two", (2, torch.Generator().manual_seed(3)))],
+        hints=("a", "b", "c"),
+        wrong=(),
+    )
+    assert grade(exercise, lambda n, generator: torch.rand(n, generator=generator)).passed
+    assert not grade(exercise, lambda n, generator: torch.rand(n)).passed
+
+
+def test_own_diagnosis_comes_before_planted_mistakes_and_may_not_crash_the_check(append_exercise):
+    told = dataclasses.replace(append_exercise, diagnose=lambda attempt: f"only {len(attempt.got)} rows came back")
+    assert "only 2 rows came back" in str(grade(told, lambda cache, new: new))
+    assert "type: int instead of" in str(grade(told, lambda cache, new: 5))
+
+
+def test_comparison_that_trips_over_an_odd_answer_names_the_types(append_exercise):
+    picky = dataclasses.replace(append_exercise, compare=lambda expected, got: None if got.shape else "no shape")
+    assert "int cannot be compared with float32 tensor [1, 2]" in str(grade(picky, lambda cache, new: 5))
+
+
+def test_report_is_the_same_on_every_run_and_holds_no_address(append_exercise):
+    def answer(cache, new):
+        return object()
+
+    first, second = grade(append_exercise, answer), grade(append_exercise, answer)
+    assert str(first) == str(second)
+    assert first._repr_html_() == second._repr_html_()
+    assert "0x" not in str(first)
+
+
+def test_html_escapes_what_learners_return(append_exercise):
+    page = grade(append_exercise, lambda cache, new: "<script>alert(1)</script>")._repr_html_()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert 'role="status"' in page
+
+    def stub(cache, new):
+        raise NotImplementedError("<script>alert(1)</script>")
+
+    assert "<script>" not in grade(append_exercise, stub)._repr_html_()
+
+
+def test_large_tensors_show_a_corner(append_exercise):
+    wide = dataclasses.replace(append_exercise, cases=[Case("wide", (torch.zeros(500, 400), torch.ones(1, 400)))])
+    text = str(grade(wide, lambda cache, new: new))
+    assert "its first corner of [4, 4]" in text
+    assert len(text) < 2500
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "says"),
+    [
+        (3, 3.0, "type: float instead of int"),
+        (100_000, 100_001, "value: 100001 instead of 100000"),
+        (True, 1, "type: int instead of bool"),
+        ([1, (2, 3)], [1, (2, 4)], "value at [1][1]: 4 instead of 3"),
+        ({"a": 1}, {"b": 1}, "keys: ['b'] instead of ['a']"),
+        ((1, 2), (1, 2, 3), "length: 3 instead of 2"),
+        (np.zeros(2), np.ones(2), "values: 2 of 2 differ"),
+        (float("inf"), 1e30, "value: 1e+30 instead of inf"),
+        ("ab", "ac", "value: 'ac' instead of 'ab'"),
+    ],
+)
+def test_differences_inside_plain_values_are_located(expected, got, says):
+    assert says in values_match(expected, got)
+
+
+@pytest.mark.parametrize(
+    ("expected", "got"),
+    [(1.0, 1), (1.0, 1.00001), (float("nan"), float("nan")), ({"a": [torch.ones(1)]}, {"a": [torch.ones(1)]})],
+)
+def test_equal_enough_values_match(expected, got):
+    assert values_match(expected, got) is None
+
+
+def test_tolerance_can_be_chosen():
+    assert close(rtol=0.1, atol=0.0)(1.0, 1.05) is None
+    assert close(rtol=0.01, atol=0.0)(1.0, 1.05) is not None
+
+
+def test_a_learners_own_dataclass_stands_in_for_the_references():
+    reference = dataclasses.make_dataclass("Draft", ["tokens"])
+    learner = dataclasses.make_dataclass("Draft", ["tokens"])
+    assert values_match(reference(torch.ones(2)), learner(torch.ones(2))) is None
+    assert "at .tokens" in values_match(reference(torch.ones(2)), learner(torch.zeros(2)))
+
+
+def test_badly_written_exercises_are_refused(append_exercise):
+    with pytest.raises(LessonError, match="lesson, dot, function name"):
+        dataclasses.replace(append_exercise, name="append_rows")
+    with pytest.raises(LessonError, match="exactly 3"):
+        dataclasses.replace(append_exercise, hints=("one",))
+    with pytest.raises(LessonError, match="in_place names"):
+        dataclasses.replace(append_exercise, in_place=("cash",))
+
+
+def test_values_are_shown_without_what_goes_without_saying():
+    @dataclasses.dataclass
+    class Config:
+        heads: int
+        theta: float = 10_000.0
+        layers: list[int] = dataclasses.field(default_factory=list)
+
+    assert short(Config(heads=2)) == "Config(heads=2)"
+    assert short(Config(heads=2, theta=5.0, layers=[1])) == "Config(heads=2, theta=5, layers=[1])"
+    assert short({"keys": "k" * 40, "values": "v" * 40}).count("\n") == 1
+    assert short(list(range(20))).endswith("11, …]")
+    assert short((1,)) == "(1,)"
+    assert short(torch.tensor(2.5)) == "float32 tensor []: 2.5"

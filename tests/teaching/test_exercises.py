@@ -1,0 +1,77 @@
+"""Every exercise of every lesson is held to the same promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from minillm.teaching.compare import exact
+from minillm.teaching.exercise import Exercise
+from minillm.teaching.grade import grade
+from minillm.teaching.registry import exercises_of, find, module_names
+from minillm.teaching.result import Status
+from minillm.teaching.trial import call, named_inputs
+
+ALL = [exercise for module in module_names() for exercise in exercises_of(module)]
+every_exercise = pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
+every_wrong_version = pytest.mark.parametrize(
+    ("exercise", "wrong"),
+    [pytest.param(e, w, id=f"{e.name}-{w.mistake}") for e in ALL for w in e.wrong],
+)
+
+
+def test_names_are_unique_and_found():
+    assert len({exercise.name for exercise in ALL}) == len(ALL) > 0
+    for exercise in ALL:
+        assert find(exercise.name) is exercise
+
+
+@every_exercise
+def test_reference_passes_with_at_least_two_cases(exercise: Exercise):
+    result = grade(exercise, exercise.reference)
+    assert result.passed, str(result)
+    assert result.num_cases >= 2
+
+
+@every_exercise
+def test_stub_is_not_done_yet(exercise: Exercise):
+    def stub(*args, **kwargs):
+        raise NotImplementedError("write it here")
+
+    result = grade(exercise, stub)
+    assert result.status is Status.NOT_DONE, str(result)
+
+
+@every_exercise
+def test_function_without_a_return_fails(exercise: Exercise):
+    result = grade(exercise, lambda *args, **kwargs: None)
+    assert result.status is Status.FAILED
+
+
+@every_exercise
+def test_has_two_wrong_versions_and_three_different_hints(exercise: Exercise):
+    assert len(exercise.wrong) >= 2
+    assert len({hint.strip() for hint in exercise.hints if hint.strip()}) == 3
+
+
+@every_wrong_version
+def test_wrong_version_fails_and_the_message_names_the_mistake(exercise: Exercise, wrong):
+    result = grade(exercise, wrong.function)
+    assert result.status is Status.FAILED
+    assert (wrong.says or wrong.mistake) in str(result), str(result)
+
+
+@every_exercise
+def test_reference_changes_no_input_and_repeats_itself(exercise: Exercise):
+    for case, again in zip(exercise.all_cases(), exercise.all_cases(), strict=True):
+        first, second = call(exercise, exercise.reference, case), call(exercise, exercise.reference, case)
+        assert first.error is None
+        assert first.changed == ()
+        assert exact(first.value, second.value) is None, f"{case.label}: two calls differ"
+        before = named_inputs(exercise, again.args, again.kwargs)
+        assert exact(before, named_inputs(exercise, case.args, case.kwargs)) is None, f"{case.label}: cases differ"
+
+
+@every_exercise
+def test_report_of_a_failure_is_the_same_twice(exercise: Exercise):
+    answer = exercise.wrong[0].function
+    assert str(grade(exercise, answer)) == str(grade(exercise, answer))

@@ -1,0 +1,133 @@
+"""`check`, `hint`, `use`, `predict` and `reveal`, as a lesson calls them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minillm.errors import ExerciseFailed, LessonError, UnknownExerciseError
+from minillm.teaching import check, exercises, hint, predict, reveal, use
+from minillm.teaching.grade import grade
+
+MODULE = """
+from minillm.teaching.exercise import Case, Exercise, WrongVersion
+
+def double(numbers):
+    return [2 * n for n in numbers]
+
+EXERCISES = [
+    Exercise("l91.double", double, [Case("a pair", ([1, 3],))], ("h1", "h2", "h3"), ()),
+]
+"""
+
+
+@pytest.fixture
+def lesson_91(tmp_path, monkeypatch):
+    """An exercise module that is found by name like the shipped ones."""
+    (tmp_path / "l91_sample.py").write_text(MODULE)
+    monkeypatch.setattr(exercises, "__path__", [*exercises.__path__, str(tmp_path)])
+
+
+def test_check_finds_the_function_by_its_bare_name_in_the_calling_frame(lesson_91, capsys):
+    def double(numbers):
+        return [n + n for n in numbers]
+
+    check("l91.double")
+    assert capsys.readouterr().out == "PASS 1/1  l91.double\n"
+    del double
+
+
+def test_check_finds_the_function_among_the_callers_globals(lesson_91, capsys):
+    namespace = {"check": check}
+    exec("def double(numbers):\n    return numbers\ncheck('l91.double')", namespace)
+    assert "FAIL 0/1" in capsys.readouterr().out
+
+
+def test_an_explicit_function_wins_over_the_name(lesson_91, capsys):
+    def double(numbers):
+        return numbers
+
+    check("l91.double", lambda numbers: [2 * n for n in numbers])
+    assert "PASS 1/1" in capsys.readouterr().out
+    del double
+
+
+def test_missing_function_says_what_to_run(lesson_91, capsys):
+    check("l91.double")
+    assert "there is no function double here; run the cell that defines it" in capsys.readouterr().out
+
+
+def test_strict_check_raises_with_the_whole_report(append_exercise, monkeypatch):
+    monkeypatch.setenv("MINILLM_STRICT", "1")
+    with pytest.raises(ExerciseFailed, match="forgets the rows"):
+        check(append_exercise, lambda cache, new: new)
+    check(append_exercise, lambda cache, new: torch.cat([cache, new]))
+
+
+def test_strict_check_raises_for_a_function_that_is_missing(append_exercise, monkeypatch):
+    monkeypatch.setenv("MINILLM_STRICT", "1")
+    with pytest.raises(ExerciseFailed, match="NOT FOUND"):
+        check(append_exercise)
+
+
+def test_use_takes_the_learners_function_if_it_passes(append_exercise, capsys):
+    def append_rows(cache, new):
+        return torch.vstack((cache, new))
+
+    assert use(append_exercise) is append_rows
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_use_falls_back_to_the_reference_with_a_notice_and_never_raises(append_exercise, capsys, monkeypatch, strict):
+    monkeypatch.setenv("MINILLM_STRICT", strict)
+    assert use(append_exercise, lambda cache, new: new) is append_exercise.reference
+    assert "Using the reference for l90.append_rows: yours passes 1 of 2 cases." in capsys.readouterr().out
+    assert use(append_exercise) is append_exercise.reference
+    assert "yours was not found" in capsys.readouterr().out
+
+
+def test_hints_come_one_by_one(lesson_91, capsys):
+    hint("l91.double")
+    hint("l91.double", 3)
+    assert capsys.readouterr().out == "Hint 1 of 3 for l91.double: h1\nHint 3 of 3 for l91.double: h3\n"
+    with pytest.raises(LessonError, match="there are 1, 2 and 3"):
+        hint("l91.double", 4)
+
+
+def test_unknown_name_lists_close_ones(lesson_91):
+    with pytest.raises(UnknownExerciseError, match=r"'l91\.dubble'; did you mean 'l91\.double'"):
+        check("l91.dubble")
+    with pytest.raises(UnknownExerciseError, match=r"did you mean .*l91\.double"):
+        grade("double", len)
+
+
+def test_prediction_stands_beside_the_measurement_with_the_factor(capsys):
+    predict("l90.bytes", 1024, "bytes")
+    reveal("l90.bytes", 4096)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "l90.bytes: you predicted 1,024 bytes, measured 4,096 bytes: you were 4 times too low."
+    )
+    reveal("l90.bytes", 1024)
+    assert "exactly right" in capsys.readouterr().out
+
+
+def test_prediction_left_open_blocks_nothing(capsys):
+    predict("l90.open", None, "bytes")
+    reveal("l90.open", 4096)
+    reveal("l90.never_mentioned", 0.5)
+    out = capsys.readouterr().out
+    assert "No prediction for l90.open yet" in out
+    assert "l90.open: measured 4,096 bytes; you made no prediction." in out
+    assert "l90.never_mentioned: measured 0.5; you made no prediction." in out
+
+
+def test_prediction_of_zero_has_no_factor(capsys):
+    predict("l90.zero", 0)
+    reveal("l90.zero", 3)
+    assert "off by 3" in capsys.readouterr().out
+
+
+def test_prediction_that_is_no_number_says_what_to_write():
+    with pytest.raises(LessonError, match="write a number such as 4096"):
+        predict("l90.bytes", "many", "bytes")

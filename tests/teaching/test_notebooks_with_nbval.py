@@ -1,0 +1,77 @@
+"""The commands a course runs: nbval over lessons, over solutions, and over what a learner hands in."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+
+import minillm
+
+ROOT = Path(minillm.__file__).parents[1]
+SANITIZE = ROOT / "tests" / "notebooks" / "sanitize.cfg"
+STUB = 'raise NotImplementedError("write double here, then run its check")'
+
+
+def nbval(course: Path, *arguments: str, strict: bool = False) -> tuple[bool, str]:
+    """(green, output) of pytest in a process of its own, with the project's conftest."""
+    shutil.copy(ROOT / "conftest.py", course)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MINILLM_STRICT": str(int(strict)), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", "-c", os.devnull]
+    run = subprocess.run(
+        [*command, f"--rootdir={course}", *arguments], cwd=course, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode in (0, 1), run.stdout + run.stderr
+    return run.returncode == 0, run.stdout
+
+
+def cell_with(notebook: nbformat.NotebookNode, part: str) -> nbformat.NotebookNode:
+    return next(cell for cell in notebook.cells if part in cell.source)
+
+
+def solve_and_rearrange(notebook: nbformat.NotebookNode) -> None:
+    """Solve the exercise, and do to the cells what learners do: split, copy, add, lose the metadata."""
+    work = cell_with(notebook, STUB)
+    work.source = work.source.replace(STUB, "return [twice(n) for n in numbers]")
+    helper = nbformat.v4.new_code_cell("def twice(n):\n    return n + n")
+    at = notebook.cells.index(work)
+    notebook.cells[at:at] = [nbformat.v4.new_markdown_cell("My notes"), helper]
+    notebook.cells.append(copy.deepcopy(cell_with(notebook, "check(EXERCISE)")))
+    for number, cell in enumerate(notebook.cells):
+        cell.metadata.clear()
+        cell.id = f"mine-{number}"
+
+
+def test_fresh_lesson_runs_through(course):
+    green, output = nbval(course, "--nbval-lax", "lessons")
+    assert green, output
+    assert "9 passed" in output
+
+
+def test_solution_repeats_its_outputs_and_a_changed_one_makes_only_its_own_cell_red(course):
+    recorded = course / "solutions" / "90_sample.ipynb"
+    tampered = recorded.read_text().replace("PASS 2/2", "PASS 5/5").replace('width=\\"60\\"', 'width=\\"61\\"')
+    assert tampered != recorded.read_text()
+    (course / "solutions" / "91_tampered.ipynb").write_text(tampered)
+    green, output = nbval(course, "--nbval", f"--nbval-sanitize-with={SANITIZE}", "solutions")
+    assert not green
+    assert "1 failed, 17 passed" in output
+    assert "91_tampered.ipynb::Cell 4" in output
+
+
+def test_under_strict_the_unsolved_exercise_is_red_and_the_solved_one_green_whatever_became_of_the_cells(course):
+    for learner, change in {"alice": solve_and_rearrange, "bob": lambda notebook: None}.items():
+        notebook = nbformat.read(course / "lessons" / "90_sample.ipynb", as_version=4)
+        change(notebook)
+        (course / "handed_in" / learner).mkdir(parents=True)
+        nbformat.write(notebook, course / "handed_in" / learner / "90_sample.ipynb")
+    green, output = nbval(course, "--nbval-lax", "handed_in", strict=True)
+    assert not green
+    assert "1 failed, 19 passed" in output
+    assert "bob/90_sample.ipynb::Cell 4" in output
+    assert "NOT DONE YET" in output

@@ -1,0 +1,311 @@
+"""The command line: help, mistakes, exit codes, and what each command hands over."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import minillm
+from minillm import cli
+from minillm.bench.registry import BENCHMARKS, find
+from minillm.commands import bench, generate, lab
+from minillm.errors import ConfigError, UnsupportedError
+from minillm.metrics import RequestMetrics
+from minillm.teaching.build import Stale
+
+ROOT = Path(minillm.__file__).parents[1]
+NAMES = [command.name for command in cli.COMMANDS]
+
+
+def started(*args: str, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "minillm.cli", *args], cwd=ROOT, text=True, **options)
+
+
+# --- help and mistakes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_helps_with_an_example(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([name, "--help"])
+    assert stopped.value.code == 0
+    assert f"examples:\n  minillm {name}" in capsys.readouterr().out
+
+
+def test_help_lists_every_command_without_loading_anything_heavy():
+    heavy = "{'torch', 'transformers', 'numpy', 'numba', 'rich', 'nbformat'} & set(sys.modules)"
+    code = f"import sys\nfrom minillm.cli import parser\nprint(parser().format_help())\nsys.exit(str({heavy} or 0))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=False)
+    assert done.stderr.strip() == "0"
+    assert all(f"    {name} " in done.stdout for name in NAMES)
+
+
+@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["doctor", "--no-such-option"], ["bench", "nothing"]])
+def test_unknown_words_are_refused_with_usage(argv, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2
+    assert "usage: minillm" in capsys.readouterr().err
+
+
+def test_half_an_option_is_not_guessed(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--meas"])
+    assert "--meas" in capsys.readouterr().err
+
+
+def test_mistake_is_one_line_and_exit_code_2(capsys):
+    assert cli.main(["generate", "x", "--num-speculative-tokens", "3"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == "minillm: --num-speculative-tokens 3 needs --draft MODEL\n"
+    assert printed.out == ""
+
+
+def test_mistake_found_by_the_engine_is_one_line_too(capsys):
+    assert cli.main(["generate", "x", "--model", "no-such-model"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("minillm: ")
+    assert error.count("\n") == 1
+    assert "no-such-model" in error
+
+
+def test_bug_of_our_own_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(lab, "lessons_folder", lambda copies: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["lab"])
+
+
+def test_interrupt_exits_with_130_and_no_traceback(monkeypatch, capsys):
+    def stop(copies: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lab, "lessons_folder", stop)
+    assert cli.main(["lab"]) == 130
+    assert capsys.readouterr().err == "minillm: interrupted\n"
+
+
+def test_reader_that_has_seen_enough_is_no_error():
+    process = started("doctor", "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
+
+
+# --- generate --------------------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_text_to_stdout_and_its_cost_to_stderr(capsys):
+    assert cli.main(["generate", "def fib(n):", "--max-tokens", "5"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("def fib(n):")
+    assert len(printed.out) > len("def fib(n):\n")
+    assert printed.err.startswith("5 tokens, first after ")
+
+
+def test_streamed_text_is_the_same_text(capsys):
+    cli.main(["generate", "def fib(n):", "--max-tokens", "8"])
+    whole = capsys.readouterr().out
+    cli.main(["generate", "def fib(n):", "--max-tokens", "8", "--stream"])
+    assert capsys.readouterr().out == whole
+
+
+def test_draft_changes_the_cost_and_not_the_text(capsys):
+    cli.main(["generate", "def fib(n):", "--max-tokens", "8"])
+    plain = capsys.readouterr()
+    cli.main(["generate", "def fib(n):", "--max-tokens", "8", "--draft", "minicoder-draft"])
+    drafted = capsys.readouterr()
+    assert drafted.out == plain.out
+    assert "drafts kept" in drafted.err
+    assert "drafts kept" not in plain.err
+
+
+def test_sampling_options_reach_the_engine(monkeypatch):
+    seen = {}
+
+    def fake_llm(model: str, **options: object) -> SimpleNamespace:
+        def answer(prompts: list[str], params: object, use_tqdm: bool) -> list[SimpleNamespace]:
+            seen.update(model=model, options=options, prompts=prompts, params=params)
+            return [SimpleNamespace(outputs=[SimpleNamespace(text="")], metrics=RequestMetrics())]
+
+        return SimpleNamespace(generate=answer)
+
+    monkeypatch.setattr("minillm.llm.LLM", fake_llm)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin"))
+    words = "generate - --model m --dtype float32 --device cpu --max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 3"
+    cli.main([*words.split(), "--seed", "4", "--stop", "a", "--stop", "b", "--draft", "d"])
+    params = seen["params"]
+    assert (seen["model"], seen["prompts"]) == ("m", ["from stdin"])
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (7, 0.5, 0.9, 3)
+    assert (params.seed, params.stop) == (4, ["a", "b"])
+    assert seen["options"] == {
+        "dtype": "float32",
+        "device": "cpu",
+        "speculative_config": {"method": "draft_model", "model": "d", "num_speculative_tokens": 4},
+    }
+
+
+def test_cost_says_only_what_is_known():
+    assert generate.cost(RequestMetrics()) == "0 tokens"
+    known = RequestMetrics(first_token_time=0.5, last_token_time=1.5, num_output_tokens=11, num_decode_forwards=4)
+    known.num_drafts, known.num_accepted = 16, 8
+    expected = "11 tokens, first after 500 ms, then 10 a second, 50% of 16 drafts kept, 2.75 tokens per target forward"
+    assert generate.cost(known) == expected
+
+
+# --- lab -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A package as pip installs it: lessons inside, no clone around."""
+    package = tmp_path / "site-packages" / "minillm"
+    (package / "_lessons" / "images").mkdir(parents=True)
+    (package / "_lessons" / "00_tour.ipynb").write_text("shipped tour")
+    (package / "_lessons" / "02_kv_cache.ipynb").write_text("shipped cache")
+    (package / "_lessons" / "images" / "page.svg").write_text("<svg/>")
+    return package
+
+
+def test_lab_copies_lessons_out_of_an_installed_package(installed, tmp_path):
+    folder = lab.lessons_folder(tmp_path / "mine", installed)
+    assert (folder / "00_tour.ipynb").read_text() == "shipped tour"
+    assert (folder / "images" / "page.svg").exists()
+
+
+def test_lab_never_overwrites_a_learners_work(installed, tmp_path, capsys):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "02_kv_cache.ipynb").write_text("my answers")
+    (mine / "notes.txt").write_text("my notes")
+    for _ in range(2):
+        lab.lessons_folder(mine, installed)
+    assert (mine / "02_kv_cache.ipynb").read_text() == "my answers"
+    assert (mine / "notes.txt").read_text() == "my notes"
+    assert (mine / "00_tour.ipynb").read_text() == "shipped tour"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Left 3 files as they were")
+
+
+def test_lab_does_not_write_through_a_link(installed, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    elsewhere = tmp_path / "elsewhere.ipynb"
+    (mine / "00_tour.ipynb").symlink_to(elsewhere)
+    lab.lessons_folder(mine, installed)
+    assert not elsewhere.exists()
+
+
+def test_lab_works_in_place_in_a_clone(tmp_path):
+    (tmp_path / "lessons").mkdir()
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "lessons" / "00_tour.ipynb").write_text("tour")
+    assert lab.lessons_folder(None, tmp_path / "minillm") == tmp_path / "lessons"
+
+
+def test_lab_copies_in_a_clone_only_if_a_folder_is_named(tmp_path):
+    (tmp_path / "lessons").mkdir()
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "lessons" / "00_tour.ipynb").write_text("tour")
+    assert lab.lessons_folder(tmp_path / "mine", tmp_path / "minillm") == tmp_path / "mine"
+    assert (tmp_path / "mine" / "00_tour.ipynb").read_text() == "tour"
+
+
+def test_lab_copies_into_its_own_folder_if_none_is_named(installed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert lab.lessons_folder(None, installed) == tmp_path / "minillm-lessons"
+
+
+def test_lab_says_when_a_package_carries_no_lessons(tmp_path):
+    with pytest.raises(UnsupportedError, match="carries no lessons"):
+        lab.lessons_folder(tmp_path / "mine", tmp_path / "minillm")
+
+
+def test_lab_opens_the_first_lesson_or_the_one_asked_for(installed):
+    lessons = installed / "_lessons"
+    assert lab.find_lesson(lessons, "").name == "00_tour.ipynb"
+    assert lab.find_lesson(lessons, "02").name == "02_kv_cache.ipynb"
+    with pytest.raises(ConfigError, match=r"no lesson '99' .* 00_tour, 02_kv_cache"):
+        lab.find_lesson(lessons, "99")
+
+
+def test_lab_hands_the_notebook_and_options_to_jupyterlab(installed, monkeypatch):
+    from jupyterlab.labapp import LabApp
+
+    calls = []
+    lessons = installed / "_lessons"
+    monkeypatch.setattr(lab, "lessons_folder", lambda copies: lessons)
+    monkeypatch.setattr(LabApp, "launch_instance", calls.append)
+    assert cli.main(["lab", "02", "--jupyter=--no-browser", "--jupyter=--port=9000"]) == 0
+    notebook, root = str(lessons / "02_kv_cache.ipynb"), f"--ServerApp.root_dir={lessons}"
+    assert calls == [[notebook, root, "--no-browser", "--port=9000"]]
+
+
+def test_lab_without_jupyterlab_names_the_install_line(installed, monkeypatch, capsys):
+    monkeypatch.setattr(lab, "lessons_folder", lambda copies: installed / "_lessons")
+    monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["lab"]) == 2
+    assert "pip install 'minillm-lessons[lab]'" in capsys.readouterr().err
+
+
+# --- build, train, bench ---------------------------------------------------------------------------------------------
+
+
+def test_build_outside_a_clone_says_where_to_run_it(tmp_path, capsys):
+    assert cli.main(["build", "--root", str(tmp_path)]) == 2
+    assert "no folder 'solutions'" in capsys.readouterr().err
+
+
+def test_build_check_fails_naming_what_is_stale(tmp_path, monkeypatch, capsys):
+    (tmp_path / "solutions").mkdir()
+    stale = [Stale(Path("lessons/02_kv_cache.ipynb"), "it is old", "minillm build 02")]
+    calls = []
+
+    def fake(root: Path, names: list[str] | None, check: bool, remeasure: bool) -> list[Stale]:
+        calls.append((root, names, check, remeasure))
+        return stale if check else []
+
+    monkeypatch.setattr("minillm.teaching.build.build", fake)
+    assert cli.main(["build", "--check", "--root", str(tmp_path)]) == 1
+    assert "lessons/02_kv_cache.ipynb: it is old" in capsys.readouterr().err
+    assert cli.main(["build", "02", "--root", str(tmp_path)]) == 0
+    assert calls == [(tmp_path, None, True, False), (tmp_path, ["02"], False, False)]
+
+
+def test_train_hands_its_options_over(monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setattr("minillm.training.run.train", lambda **options: seen.update(options))
+    words = ["train", "--stages", "corpus", "--target-minutes", "0.5", "--folder", str(tmp_path)]
+    assert cli.main(words) == 0
+    assert (seen["stages"], seen["target_minutes"], seen["folder"]) == (["corpus"], 0.5, tmp_path)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_in_the_list_exists(name):
+    assert callable(find(name))
+
+
+def test_bench_prints_a_table_and_keeps_the_json(monkeypatch, tmp_path, capsys):
+    row = {"system": "plain", "baseline": None, "ratio": None, "ratio_min": None, "ratio_max": None}
+    row |= {"tokens_per_s": 10.0, "p50_ms": 100.0, "peak_memory_bytes": None, "outputs_equal": None}
+    fast = row | {"system": "fast", "baseline": "plain", "ratio": 2.5, "ratio_min": 2.25, "ratio_max": 2.75}
+    fast |= {"outputs_equal": False, "peak_memory_bytes": 3_000_000}
+    result = {"name": "decode", "hardware": {"cpu": {"name": "some chip"}}, "rows": [row, fast]}
+    monkeypatch.setattr(bench, "find", lambda name: lambda: result)
+    monkeypatch.setenv("COLUMNS", "140")
+    file = tmp_path / "out.json"
+    assert cli.main(["bench", "decode", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "2.50×" in printed
+    assert "2.25 to 2.75" in printed
+    assert "no" in printed
+    assert '"fast"' in file.read_text()
+
+
+def test_bench_checks_where_to_write_before_it_measures(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "find", lambda name: pytest.fail("measured first"))
+    assert cli.main(["bench", "decode", "--json", str(tmp_path / "no" / "out.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -1,0 +1,175 @@
+"""The doctor tells the truth about machines that this one is not."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import minillm
+from minillm import checks
+from minillm.doctor import Report, Row, doctor
+from minillm.hardware import Cpu, Gpu, Memory
+
+T4 = Gpu("Tesla T4", (7, 5), 15 * 2**30, 14 * 2**30)
+H100 = Gpu("NVIDIA H100", (9, 0), 80 * 2**30, 79 * 2**30)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that PyTorch sees this GPU, or none."""
+    return lambda card: monkeypatch.setattr(checks, "gpu", lambda: card)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that importing a package raises this error."""
+
+    def pretend(package: str, problem: Exception) -> None:
+        really = importlib.import_module
+
+        def fake(name: str, *args: object) -> object:
+            if name == package:
+                raise problem
+            return really(name, *args)
+
+        monkeypatch.setattr(importlib, "import_module", fake)
+
+    return pretend
+
+
+def test_every_finding_says_what_it_means_and_how_to_fix_what_is_missing():
+    for finding in doctor().rows:
+        assert finding.status in ("ok", "limited", "missing")
+        assert finding.found
+        assert finding.meaning.endswith(".")
+        assert finding.fix or finding.status != "missing", finding
+
+
+def test_without_gpu_everything_still_runs(on_gpu):
+    on_gpu(None)
+    assert checks.device().status == "limited"
+    assert "CPU" in checks.device().found
+    assert checks.dtype().found == "float32"
+    assert "interpreter" in checks.triton().found
+    assert all(row.status != "missing" for row in (checks.device(), checks.dtype(), checks.triton()))
+
+
+def test_dtype_row_agrees_with_the_engine_on_a_cpu(on_gpu):
+    from minillm.engine.assembly import choose_dtype
+    from minillm.models import bundled
+    from minillm.models.loading import load_config
+
+    on_gpu(None)
+    chosen = choose_dtype("auto", torch.device("cpu"), load_config(bundled.path("minicoder")))
+    assert checks.dtype().found == str(chosen).removeprefix("torch.")
+
+
+def test_t4_is_told_that_it_has_no_bfloat16_and_that_triton_may_refuse(on_gpu):
+    on_gpu(T4)
+    assert "sm_75" in checks.device().found
+    assert checks.dtype().status == "limited"
+    assert "float16" in checks.dtype().found
+    assert checks.triton().status == "limited"
+
+
+def test_new_gpu_is_not_limited(on_gpu):
+    on_gpu(H100)
+    assert {checks.device().status, checks.dtype().status, checks.triton().status} == {"ok"}
+
+
+def test_missing_triton_has_a_fix_that_this_system_can_do(without, monkeypatch):
+    without("triton", ModuleNotFoundError("No module named 'triton'"))
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert (checks.triton().status, checks.triton().fix) == ("limited", "pip install triton")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "WSL" in checks.triton().fix
+
+
+def test_missing_pytorch_is_reported_not_raised(without):
+    without("torch", ModuleNotFoundError("No module named 'torch'"))
+    report = doctor()
+    assert not report.healthy
+    assert [row.fix for row in report.rows if row.name == "PyTorch"] == ["pip install torch"]
+
+
+def test_broken_install_is_told_from_a_missing_one(without):
+    without("numba", OSError("libsomething.so: cannot open\nsecond line"))
+    assert checks.numba().found == "broken: libsomething.so: cannot open"
+    assert checks.numba().status == "limited"
+
+
+def test_old_ipywidgets_is_enough(monkeypatch):
+    monkeypatch.setattr(checks.metadata, "version", lambda package: "7.7.1")
+    assert checks.widgets().status == "ok"
+    assert "7.7" in checks.widgets().meaning
+
+
+def test_missing_jupyterlab_names_the_extra(monkeypatch):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    assert checks.lab().status == "missing"
+    assert "minillm-lessons[lab]" in checks.lab().fix
+
+
+def test_colab_needs_no_jupyterlab(monkeypatch):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "google.colab", object())
+    assert checks.lab().status == "ok"
+
+
+@pytest.mark.parametrize(("used", "status"), [(1, "limited"), (4, "ok"), (8, "limited")])
+def test_threads_are_compared_with_the_cores(monkeypatch, used, status):
+    monkeypatch.setattr(checks, "cpu", lambda: Cpu("four cores", 4, 4, ()))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: used)
+    assert checks.threads().status == status
+
+
+def test_little_memory_is_told(monkeypatch):
+    monkeypatch.setattr(checks, "memory", lambda: Memory(2 * 2**30, 2**29))
+    assert checks.main_memory().status == "limited"
+
+
+def test_missing_weights_are_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(checks.bundled, "WEIGHTS", tmp_path)
+    assert checks.models().status == "missing"
+    assert checks.models().found == "no minicoder and no minicoder-draft"
+
+
+def test_chrome_variable_names_the_browser(monkeypatch, tmp_path):
+    browser = tmp_path / "my-browser"
+    browser.write_text("#!/bin/sh\n")
+    browser.chmod(0o755)
+    monkeypatch.setenv("CHROME", str(browser))
+    assert checks.find_chromium() == browser
+
+
+def test_wrong_chrome_variable_is_not_silently_replaced(monkeypatch, tmp_path):
+    monkeypatch.setenv("CHROME", str(tmp_path / "nothing"))
+    assert checks.find_chromium() is None
+    assert "nothing" in checks.browser().found
+
+
+def test_report_shows_as_text_html_and_json():
+    report = Report((Row("part", "missing", "<none>", "It does not run.", "pip install 'a & b'"),))
+    assert "missing" in report.text
+    assert "fix: pip install 'a & b'" in report.text
+    assert report.text.endswith("0 ok, 0 limited, 1 missing.")
+    table = ElementTree.fromstring(report._repr_html_().replace("<br>", "<br/>"))
+    assert "<none>" in "".join(table.itertext())
+    assert json.loads(report.to_json())["rows"][0]["fix"] == "pip install 'a & b'"
+
+
+def test_doctor_can_be_called_again_although_its_module_has_its_name():
+    code = "import minillm; minillm.doctor(); minillm.doctor(); from minillm.doctor import Report; minillm.doctor()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1])
+
+
+def test_importing_the_doctor_loads_nothing_heavy():
+    code = "import sys, minillm.doctor; sys.exit(bool({'torch', 'numpy', 'psutil', 'numba'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1])

@@ -1,0 +1,41 @@
+"""What someone gets who only pip-installs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names of the files in the wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    [file] = folder.glob("minillm_lessons-*.whl")
+    return zipfile.ZipFile(file).namelist()
+
+
+@pytest.mark.parametrize("model", ["minicoder", "minicoder-draft"])
+@pytest.mark.parametrize("part", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_wheel_carries_the_bundled_models(wheel, model, part):
+    assert f"minillm/models/weights/{model}/{part}" in wheel
+
+
+def test_wheel_carries_every_lesson(wheel):
+    lessons = {f"minillm/_lessons/{lesson.name}" for lesson in (ROOT / "lessons").glob("*.ipynb")}
+    assert lessons
+    assert lessons <= set(wheel)
+
+
+def test_wheel_carries_every_module_and_nothing_but_the_package(wheel):
+    modules = {str(f.relative_to(ROOT)) for f in (ROOT / "minillm").rglob("*.py")}
+    assert modules <= set(wheel)
+    assert {name.split("/")[0] for name in wheel} <= {"minillm", "minillm_lessons-0.1.0.dist-info"}
+    assert not [name for name in wheel if "__pycache__" in name]

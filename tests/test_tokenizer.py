@@ -1,0 +1,193 @@
+"""Text to ids and back, whole and piece by piece, for byte-level and for SentencePiece vocabularies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, processors
+
+from minillm.errors import CheckpointError, PromptError
+from minillm.tokenizer import Detokenizer, Tokenizer
+from minillm.training.tokenizer import save_tokenizer, train_tokenizer
+from tests.conftest import TEXTS
+
+
+def byte_level() -> Tokenizer:
+    """As Llama 3, Qwen and SmolLM: a character outside the training text is two to four byte tokens."""
+    backend = train_tokenizer(TEXTS, 400)
+    backend.add_tokens([AddedToken("<tool call é>", special=False)])
+    backend.add_special_tokens(["<|im_end|>"])
+    return Tokenizer(backend, Path("byte-level"))
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama 2 and the first Mistral: spaces are ▁, unknown characters fall back to bytes, a text starts with <s>."""
+    words = ["▁", "a", "b", "c", "▁a", "bc", "▁abc", "é", "\n"]
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    merges = [("▁", "a"), ("b", "c"), ("▁a", "bc")]
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    backend = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return Tokenizer(backend, Path("sentencepiece"))
+
+
+BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece()
+BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
+
+
+def pieces(tokenizer: Tokenizer, token_ids: list[int], skip: bool = True) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip)
+    return [*(detokenizer.append(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tokenizer(train_tokenizer(TEXTS, 320), tmp_path, 256)
+    return tmp_path
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_comes_back_from_its_tokens_piece_by_piece(text: str) -> None:
+    token_ids = BYTE_LEVEL.encode(text)
+    assert "".join(pieces(BYTE_LEVEL, token_ids)) == BYTE_LEVEL.decode(token_ids) == text
+
+
+@BOTH
+@pytest.mark.parametrize("skip", [True, False])
+@settings(deadline=None)
+@given(data=st.data())
+def test_pieces_are_the_whole_whatever_the_model_says(tokenizer: Tokenizer, skip: bool, data: st.DataObject) -> None:
+    """Also for bytes that are no characters, control tokens in the middle, and ids without a token."""
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12))
+    assert "".join(pieces(tokenizer, token_ids, skip)) == tokenizer.decode(token_ids, skip)
+
+
+@settings(deadline=None)
+@given(st.text("abc é\n→😀", max_size=12))
+def test_sentencepiece_pieces_are_the_whole(text: str) -> None:
+    token_ids = SENTENCEPIECE.encode(text)
+    assert "".join(pieces(SENTENCEPIECE, token_ids)) == SENTENCEPIECE.decode(token_ids)
+
+
+@BOTH
+def test_a_character_is_given_out_when_it_is_complete(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("a→b")
+    given_out = pieces(tokenizer, token_ids)
+    assert len(token_ids) >= 5, "the arrow must be three tokens for this test to mean anything"
+    assert "".join(given_out) == "a→b"
+    assert not any("\ufffd" in piece for piece in given_out)
+
+
+def test_text_of_whole_characters_is_never_held_back() -> None:
+    for token_id in BYTE_LEVEL.encode("for line in path:"):
+        assert Detokenizer(BYTE_LEVEL).append(token_id) != ""
+
+
+def test_a_character_cut_off_by_the_end_is_marked() -> None:
+    assert pieces(BYTE_LEVEL, BYTE_LEVEL.encode("→")[:2]) == ["", "", "\ufffd"]
+
+
+def test_text_goes_on_from_the_prompt_with_its_space() -> None:
+    prompt, word = SENTENCEPIECE.encode("abc"), SENTENCEPIECE.encode("abc")[-1]
+    assert Detokenizer(SENTENCEPIECE).append(word) == "abc"
+    assert Detokenizer(SENTENCEPIECE, prompt_ids=prompt).append(word) == " abc"
+
+
+def test_control_tokens_are_in_the_text_only_if_asked_for() -> None:
+    end = BYTE_LEVEL.backend.token_to_id("<|im_end|>")
+    ids = [*BYTE_LEVEL.encode("a"), end]
+    assert "".join(pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids) == "a"
+    assert "".join(pieces(BYTE_LEVEL, ids, skip=False)) == BYTE_LEVEL.decode(ids, False) == "a<|im_end|>"
+    assert BYTE_LEVEL.special_ids == {0, end}
+
+
+def test_the_checkpoint_decides_what_stands_before_a_text() -> None:
+    assert SENTENCEPIECE.encode("a")[0] == 1
+    assert BYTE_LEVEL.encode("a") == [BYTE_LEVEL.backend.token_to_id("a")]
+
+
+def test_lengths_that_a_checkpoint_was_trained_with_do_not_cut_prompts(folder: Path) -> None:
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8)
+    backend.save(str(folder / "tokenizer.json"))
+    assert Tokenizer.from_folder(folder).decode(Tokenizer.from_folder(folder).encode("a long text")) == "a long text"
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(PromptError, match="character 2 of the prompt"):
+        BYTE_LEVEL.encode("ab\ud83d")
+
+
+def test_a_token_is_shown_as_what_it_stands_for() -> None:
+    def shown(tokenizer: Tokenizer, token: str) -> str:
+        return tokenizer.token_text(tokenizer.backend.token_to_id(token))
+
+    assert shown(BYTE_LEVEL, "Ġreturn") == " return"
+    assert shown(BYTE_LEVEL, "Ċ") == "\n"
+    assert shown(BYTE_LEVEL, "â") == r"\xe2", "the first byte of an arrow"
+    assert shown(BYTE_LEVEL, "Ā") == r"\x00"
+    assert shown(BYTE_LEVEL, "<|im_end|>") == "<|im_end|>"
+    assert shown(BYTE_LEVEL, "<tool call é>") == "<tool call é>"
+    assert shown(SENTENCEPIECE, "▁abc") == " abc"
+    assert shown(SENTENCEPIECE, "<0xE2>") == r"\xe2"
+    assert BYTE_LEVEL.token_text(9999) == "<9999>"
+
+
+def test_vocabularies_are_compared_token_by_token() -> None:
+    assert BYTE_LEVEL.same_vocabulary(byte_level())
+    assert not BYTE_LEVEL.same_vocabulary(SENTENCEPIECE)
+    other = byte_level()
+    other.backend.add_tokens(["one more"])
+    assert not BYTE_LEVEL.same_vocabulary(other)
+    assert other.vocab_size == BYTE_LEVEL.vocab_size + 1
+
+
+def test_transformers_has_the_same_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    text = "def f(x):\n    return 'ü→😀', 12345"
+    assert tokenizer.hf().encode(text) == tokenizer.encode(text)
+    assert tokenizer.hf() is tokenizer.hf()
+    assert len(tokenizer.hf()) == tokenizer.vocab_size
+
+
+def test_an_older_format_is_converted(folder: Path) -> None:
+    """`vocab.json` and `merges.txt`, as GPT-2 and the first Qwen2 checkpoints have them."""
+    expected = Tokenizer.from_folder(folder)
+    expected.backend.model.save(str(folder))
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.encode("def f():")) == "def f():"
+    assert expected.backend.get_vocab().items() <= tokenizer.backend.get_vocab().items()
+
+
+def test_a_folder_without_a_tokenizer_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no tokenizer.json.*save_pretrained\(folder\) writes one"):
+        Tokenizer.from_folder(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        Tokenizer.from_folder(tmp_path / "missing")
+
+
+def test_a_corrupt_tokenizer_is_refused(folder: Path) -> None:
+    content = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is truncated or corrupt"):
+        Tokenizer.from_folder(folder)
+
+
+def test_importing_the_tokenizer_leaves_transformers_alone() -> None:
+    code = "import sys, minillm.tokenizer, minillm.models.loading; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,83 @@
+"""A trace survives the disk unchanged, and a damaged one says which line is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.errors import TraceError
+from minillm.trace import EngineStarted, Event, StepRan, TokensCommitted, Trace, Work
+from tests.conftest import TinyPair
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny: TinyPair) -> Trace:
+    """A real run: drafts, several requests, a pool that runs dry."""
+    draft = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3}
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=12, speculative_config=draft)
+    with llm.trace() as trace:
+        llm.generate(["def add(", "for line", "import os"], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    return trace
+
+
+def test_saved_and_loaded_events_are_equal(recorded: Trace, tmp_path: Path) -> None:
+    recorded.save(tmp_path / "run.jsonl")
+    loaded = Trace.load(tmp_path / "run.jsonl")
+    assert loaded.events == recorded.events
+    assert all(isinstance(work, Work) for step in loaded.of(StepRan) for work in step.work)
+
+
+def test_a_trace_tells_the_whole_story(recorded: Trace) -> None:
+    """Replaying the commits gives the tokens; replaying the blocks gives an empty pool."""
+    kinds = {type(event).__name__ for event in recorded}
+    assert kinds == {kind for kind in Event.kinds if kind != "Event"}
+    held: dict[str, list[int]] = {}
+    for event in recorded:
+        match type(event).__name__:
+            case "BlocksAllocated":
+                held.setdefault(event.request_id, []).extend(event.block_ids)
+            case "BlocksFreed":
+                assert held[event.request_id][-len(event.block_ids) :] == event.block_ids
+                del held[event.request_id][-len(event.block_ids) :]
+    assert not any(held.values())
+    for request_id in "012":
+        committed = [e for e in recorded.of(TokensCommitted) if e.request_id == request_id]
+        assert sum(len(e.token_ids) for e in committed) == 20
+        for event in committed:
+            assert len(event.origins) == len(event.texts) == len(event.token_ids) <= event.num_accepted + 1
+
+
+def test_watchers_hear_every_event() -> None:
+    trace, heard = Trace(), []
+    trace.watch(heard.append)
+    event = EngineStarted("m", None, 16, 8, 1024, 0)
+    trace.append(event)
+    assert heard == [event] and len(trace) == 1
+
+
+@pytest.mark.parametrize(
+    "lines, complaint",
+    [
+        ([], "line 1 must hold the schema"),
+        (["{}"], "line 1 must hold the schema"),
+        (['{"schema": 99}'], "schema 99"),
+        (['{"schema": 1}', "not json"], "line 2"),
+        (['{"schema": 1}', '{"event": "NoSuchEvent"}'], "line 2"),
+        (['{"schema": 1}', '{"event": "StepStarted", "step": 1}'], "line 2.*num_running"),
+        (['{"schema": 1}', '{"event": "StepStarted", "step": 1, "num_running": 1, "num_waiting": 0, "x": 1}'], "line 2"),
+    ],
+)
+def test_damaged_traces_are_refused(tmp_path: Path, lines: list[str], complaint: str) -> None:
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    with pytest.raises(TraceError, match=complaint):
+        Trace.load(tmp_path / "bad.jsonl")
+
+
+def test_every_line_is_json_with_its_kind(recorded: Trace, tmp_path: Path) -> None:
+    recorded.save(tmp_path / "run.jsonl")
+    header, *lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert json.loads(header) == {"schema": 1}
+    assert [json.loads(line)["event"] for line in lines] == [type(event).__name__ for event in recorded]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from minillm.training import continuations
+from minillm.training.continuations import DenseCache, continue_rows, until_loop, write_continuations
+from minillm.training.data import Windows
+from minillm.training.pretrain import dense_logits, new_model
+
+from .conftest import config
+
+
+def model_with_opinions():
+    """Random weights large enough that every layer and head matters to the logits."""
+    model = new_model(config())
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def test_greedy_rows_are_the_argmax_of_a_forward_without_cache():
+    model = model_with_opinions()
+    prompts = torch.randint(1, 300, (3, 9))
+    text = continue_rows(model, prompts, 40, torch.zeros(3), seed=0)
+    with torch.no_grad():
+        expected = dense_logits(model, text[:, :-1].contiguous()).view(3, 39, -1).argmax(-1)
+    assert torch.equal(text[:, :9], prompts)
+    assert torch.equal(text[:, 9:], expected[:, 8:])
+
+
+def test_cache_filled_in_pieces_gives_the_same_hidden_states():
+    model, tokens = model_with_opinions(), torch.randint(1, 300, (2, 12))
+    cache, found = DenseCache(model.config, rows=2, length=12), []
+    with torch.no_grad():
+        for start, end in ((0, 5), (5, 9), (9, 10), (10, 12)):
+            cache.length = start
+            hidden = model(tokens[:, start:end].flatten(), torch.arange(start, end).repeat(2), cache)
+            found.append(model.logits(hidden).view(2, end - start, -1))
+        torch.testing.assert_close(torch.cat(found, 1).flatten(0, 1), dense_logits(model, tokens))
+
+
+def test_samples_follow_the_softmax():
+    """χ² of 4000 first tokens against the model's own distribution, rare tokens pooled; false alarm 1 in 10⁴."""
+    from scipy import stats
+
+    model = model_with_opinions()
+    prompt = torch.randint(1, 300, (1, 5))
+    with torch.no_grad():
+        p = torch.softmax(dense_logits(model, prompt)[-1].double() / 0.7, -1).numpy()
+    text = continue_rows(model, prompt.repeat(4000, 1), 6, torch.full((4000,), 0.7), seed=1)
+    counts = np.bincount(text[:, 5].numpy(), minlength=300)
+    common = p * 4000 >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(p[common], p[~common].sum()) * 4000
+    assert stats.chisquare(observed, expected).pvalue > 1e-4
+
+
+def test_a_loop_is_cut_soon_after_it_begins():
+    fresh, loop = list(range(50)), list(range(100, 110))
+    cut = until_loop(fresh + loop * 20)
+    assert cut[:60] == fresh + loop
+    # The first turn of the loop is news, and so are the spans that enter the second.
+    assert len(cut) == 50 + 10 + 7 + 32
+    assert until_loop(list(range(300))) == list(range(300))
+
+
+def test_interrupted_writing_goes_on_where_it_stopped(corpus, tmp_path, monkeypatch):
+    windows, model = Windows(corpus, "train"), new_model(config())
+    write_continuations(model, windows, tmp_path / "whole", parts=3, rows=8, length=80)
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return continue_rows(*args, **kwargs)
+
+    monkeypatch.setattr(continuations, "continue_rows", counted)
+    for _ in range(2):
+        try:
+            write_continuations(model, windows, tmp_path / "parts", parts=3, rows=8, length=80)
+        except KeyboardInterrupt:
+            assert not (tmp_path / "parts" / "continuations.npy").exists()
+    assert len(calls) == 4, "two parts before the interrupt, the third again, none twice"
+    name = "continuations.npy"
+    assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    tokens = np.load(tmp_path / "whole" / name)
+    texts = [part.tobytes() for part in np.split(tokens, np.flatnonzero(tokens == 0) + 1) if part.size > 40]
+    assert len(texts) == len(set(texts)) > 4

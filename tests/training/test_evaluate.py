@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minillm.errors import TrainingError
+from minillm.training.data import Windows
+from minillm.training.evaluate import compare, evaluate, repetition, tokens_per_forward
+from minillm.training.pretrain import bits_per_byte, dense_logits, new_model
+
+from .conftest import config
+
+
+def test_a_model_agrees_with_itself(corpus):
+    model = new_model(config())
+    found = evaluate(model, model, Windows(corpus, "held_out"), 2.0, rows=2, new_tokens=20, code_length=64)
+    for text in (found.code, found.greedy, found.sampled):
+        assert text.top1 == 1.0
+        assert text.overlap == pytest.approx(1.0, abs=1e-5)
+    assert found.greedy.tokens == found.sampled.tokens == 2 * 20
+    assert found.greedy_tokens_per_forward == found.num_drafts + 1
+    assert found.target_bits_per_byte == found.draft_bits_per_byte
+
+
+def test_same_models_give_the_same_numbers(corpus):
+    target, draft = new_model(config()), new_model(config(layers=1), seed=3)
+    held_out = Windows(corpus, "held_out")
+    runs = [evaluate(target, draft, held_out, 2.0, rows=2, new_tokens=20, code_length=64) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_bits_per_byte_is_the_one_of_each_model_alone(corpus):
+    target, draft = new_model(config()), new_model(config(layers=1), seed=3)
+    held_out = Windows(corpus, "held_out")
+    num_bytes = 3 * held_out.tokens.size
+    found = evaluate(target, draft, held_out, 3.0, rows=2, new_tokens=8, code_length=128)
+    assert found.target_bits_per_byte == pytest.approx(bits_per_byte(target, held_out, num_bytes, 128), rel=1e-5)
+    assert found.draft_bits_per_byte == pytest.approx(bits_per_byte(draft, held_out, num_bytes, 128), rel=1e-5)
+
+
+def test_agreement_and_overlap_are_those_of_the_two_distributions(corpus):
+    """Against the definitions, with models whose opinions differ."""
+    target, draft = new_model(config()), new_model(config(layers=1), seed=3)
+    draft.embed_tokens.weight.data.mul_(8)
+    batch = Windows(corpus, "held_out").in_order(2, 16)[0]
+    found = compare(target, draft, [batch]).agreement()
+    with torch.no_grad():
+        p, q = (torch.softmax(dense_logits(model, batch[0]).double(), -1) for model in (target, draft))
+    assert found.overlap == pytest.approx(1 - 0.5 * (p - q).abs().sum(-1).mean().item(), abs=1e-5)
+    assert found.overlap < 0.99
+    assert found.top1 == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
+
+
+def test_prompt_tokens_do_not_count(corpus):
+    model = new_model(config())
+    batches = Windows(corpus, "held_out").in_order(2, 32)
+    assert compare(model, model, batches, skip=30).agree.shape[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("agree", "expected"),
+    [
+        ([True] * 15, 5.0),
+        ([False] * 15, 1.0),
+        ([True, False] * 10, 2.0),
+        # Rounds: T T F → 3, T T T T F → 5, F → 1; then too few tokens are left for a whole round.
+        ([True, True, False, True, True, True, True, False, False, True, True, True, True], 3.0),
+    ],
+)
+def test_replayed_rounds_gain_the_right_run_and_one_more(agree, expected):
+    assert tokens_per_forward(torch.tensor([agree]), 4) == expected
+
+
+def test_repetition_counts_spans_said_before():
+    assert repetition(torch.arange(100)) == 0
+    assert repetition(torch.zeros(107, dtype=torch.int64)) == pytest.approx(0.99)
+
+
+def test_too_little_text_is_a_clear_error(corpus):
+    with pytest.raises(TrainingError, match="too short"):
+        compare(new_model(config()), new_model(config()), [])

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+
+import pytest
+
+from minillm.errors import TrainingError
+from minillm.training.pair import Pair
+from minillm.training.pretrain import Recipe
+from minillm.training.record import RunRecord
+from minillm.training.run import add_arguments, run_from_args, train
+from minillm.training.stages import run_stages
+
+from .conftest import config
+
+
+def recipe(steps: int) -> Recipe:
+    return Recipe(1e9, tokens=steps * 256, tokens_per_step=256, short_length=64, long_length=64)
+
+
+@pytest.fixture(scope="module")
+def made(corpus, tmp_path_factory):
+    """A pair taken through all stages after the corpus."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(corpus, folder / "corpus")
+    pair = Pair(
+        target_recipe=recipe(30),
+        draft_recipe=recipe(10),
+        distill_recipe=recipe(10),
+        folder=folder,
+        target=config(),
+        draft=config(layers=1),
+        continuation_parts=2,
+        continuation_rows=8,
+        continuation_length=96,
+        evaluation_rows=2,
+        export_to=folder / "weights",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minillm.training.compiling.has_compiler", lambda: False)
+        run_stages(pair, ["corpus", "target", "draft", "distill", "export"])
+    return pair
+
+
+def test_both_folders_hold_a_model_and_its_card(made):
+    for name in ("minicoder", "minicoder-draft"):
+        files = {file.name for file in (made.export_to / name).iterdir()}
+        assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "training.json", "loss.svg"} <= files
+    facts = json.loads((made.export_to / "minicoder-draft" / "training.json").read_text())
+    assert facts["runs"]["pretraining"]["tokens"] == facts["runs"]["distillation"]["tokens"] == 10 * 256
+    kept = json.loads((made.folder / "evaluation.json").read_text())["evaluations"]
+    assert facts["evaluation"] == kept
+
+
+def test_done_stages_are_skipped(made):
+    states = {stage: (made.folder / stage / "state.pt").stat().st_mtime_ns for stage in ("target", "draft", "distill")}
+    weights = (made.export_to / "minicoder" / "model.safetensors").read_bytes()
+    run_stages(made, ["corpus", "target", "draft", "distill", "export"])
+    assert states == {stage: (made.folder / stage / "state.pt").stat().st_mtime_ns for stage in states}
+    assert (made.export_to / "minicoder" / "model.safetensors").read_bytes() == weights
+
+
+def test_draft_is_not_distilled_further_from_another_target(made, tmp_path):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    other = Pair(**{**vars(made), "folder": tmp_path})
+    log = tmp_path / "target" / "log.jsonl"
+    log.write_text(log.read_text() + json.dumps({"step": 31, "tokens": 9999, "seconds": 1.0, "loss": 1.0}) + "\n")
+    with pytest.raises(TrainingError, match="remove it to distil anew"):
+        run_stages(other, ["distill"])
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"), [("target", "stage `corpus`"), ("distill", "stage `corpus`"), ("export", "stage `target`")]
+)
+def test_missing_input_names_the_stage_that_makes_it(tmp_path, stage, message):
+    with pytest.raises(TrainingError, match=message):
+        train(folder=tmp_path, stages=[stage], export_to=tmp_path / "weights")
+
+
+def test_unfinished_target_is_not_distilled_from(made):
+    longer = Pair(**{**vars(made), "target_recipe": recipe(31)})
+    with pytest.raises(TrainingError, match="run it to its end first"):
+        run_stages(longer, ["distill"])
+
+
+def test_unknown_stage_is_refused(tmp_path):
+    with pytest.raises(TrainingError, match="no such stage: finetune"):
+        train(folder=tmp_path, stages=["finetune"])
+
+
+def test_steps_lost_in_a_crash_count_once(made, tmp_path):
+    shutil.copytree(made.folder / "draft", tmp_path, dirs_exist_ok=True)
+    log = tmp_path / "log.jsonl"
+    lines = log.read_text().splitlines()
+    # The crash came at step 10, the last saved state was step 6, and the new session is at step 8.
+    log.write_text("\n".join([*lines, *lines[6:8]]) + "\n")
+    record = RunRecord.load(tmp_path)
+    assert [row.step for row in record.log] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert record.tokens == 8 * 256
+
+
+def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypatch, capsys):
+    seen = {}
+
+    def stopped(**options):
+        seen.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("minillm.training.run.train", stopped)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--folder", str(tmp_path), "--stages", "distill", "export", "--distill-minutes", "3.5"])
+    assert run_from_args(args) == 130
+    assert seen["stages"] == ["distill", "export"] and seen["distill_minutes"] == 3.5 and seen["target_minutes"] == 76
+    assert "goes on from there" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--target-minutes", "0"])
