@@ -117,8 +117,9 @@ def _training(facts: Facts) -> str:
     rows = []
     for stage, run in facts["runs"].items():
         passes = f"{run['tokens'] / corpus_tokens:.2f}" if stage == "pretraining" else "–"
-        hw = run["hardware"]
-        machine = f"{hw['cpu']}, {hw['threads']} threads, PyTorch {hw['torch']}"
+        machine = ", then ".join(
+            f"{hw['cpu']} ({hw['threads']} of {hw['cores']} cores, PyTorch {hw['torch']})" for hw in run["hardware"]
+        )
         rows.append((stage, f"{run['tokens']:,}", passes, f"{run['steps']:,}", f"{run['minutes']:g}", machine))
     header = ("Stage", "Tokens", "Passes over the corpus", "Steps", "Minutes", "Hardware")
     recipes = "\n".join(f"- {stage}: {_recipe_words(run['recipe'])}" for stage, run in facts["runs"].items())

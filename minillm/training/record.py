@@ -30,15 +30,21 @@ class Hardware:
             _cpu_name(), os.cpu_count() or 1, torch.get_num_threads(), torch.__version__, platform.python_version()
         )
 
-    def save(self, folder: Path) -> None:
-        """Note it in `folder/hardware.json`."""
+    def note(self, folder: Path) -> None:
+        """Add it to `folder/hardware.json`, unless the session before ran on the same."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "hardware.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        file = folder / "hardware.json"
+        noted = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+        if noted[-1:] != [asdict(self)]:
+            file.write_text(json.dumps([*noted, asdict(self)], indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path) -> Hardware:
-        """What `save` noted."""
-        return cls(**_read(folder / "hardware.json"))
+    def load(cls, folder: Path) -> tuple[Hardware, ...]:
+        """What `note` wrote, in order. Raises `TrainingError` if there is nothing."""
+        file = folder / "hardware.json"
+        if not file.exists():
+            raise TrainingError(f"{file} is missing; run the stage that writes it, or Hardware.here().note(folder)")
+        return tuple(cls(**values) for values in json.loads(file.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class RunRecord:
     """One run of `Trainer`: its log and where it ran."""
 
     log: tuple[LogRow, ...]
-    hardware: Hardware
+    hardware: tuple[Hardware, ...]
+    """Where its sessions took place, changes only."""
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
@@ -87,14 +94,8 @@ class RunRecord:
             "steps": self.log[-1].step,
             "tokens": self.tokens,
             "minutes": round(self.minutes, 1),
-            "hardware": asdict(self.hardware),
+            "hardware": [asdict(hardware) for hardware in self.hardware],
         }
-
-
-def _read(file: Path) -> dict[str, object]:
-    if not file.exists():
-        raise TrainingError(f"{file} is missing; run the stage that writes it, or write it with Hardware.here().save")
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _cpu_name() -> str:

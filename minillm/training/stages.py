@@ -116,7 +116,7 @@ def _run(model: Decoder, batches: Batches, recipe: Recipe, folder: Path, loss: L
     if trainer.progress >= 1:
         tqdm.write(f"{folder.name}: done ({trainer.tokens_seen:,} tokens in {trainer.seconds / 60:.1f} minutes)")
         return
-    Hardware.here().save(folder)
+    Hardware.here().note(folder)
     trainer.run()
 
 

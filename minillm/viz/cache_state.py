@@ -190,7 +190,7 @@ class CacheState:
     def _filled(self, block_id: int) -> int:
         """Slots of a used block that hold valid keys and values."""
         owners = self.owners[block_id].items()
-        return sum(len(self._inside(range(self.requests[owner].num_computed), index)) for owner, index in owners)
+        return max(len(self._inside(range(self.requests[owner].num_computed), index)) for owner, index in owners)
 
     def _inside(self, tokens: range, index: int) -> range:
         """The part of `tokens` that lies in block `index` of a block table, counted from the start of that block."""

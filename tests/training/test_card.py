@@ -13,7 +13,10 @@ from minillm.training.record import Hardware, LogRow, RunRecord
 
 from .conftest import config
 
-HARDWARE = Hardware("Some CPU", cores=8, threads=5, torch="2.9.9", python="3.11.1")
+HARDWARE = (
+    Hardware("Some CPU", cores=8, threads=5, torch="2.9.9", python="3.11.1"),
+    Hardware("Other CPU", cores=4, threads=3, torch="2.9.9", python="3.11.1"),
+)
 CORPUS = {
     "train": {"files": 701, "bytes": 9_876_543, "tokens": 3_210_987},
     "held_out": {"files": 17, "bytes": 54_321, "tokens": 19_283},
@@ -61,7 +64,13 @@ def test_quality_states_the_measured_numbers_and_no_others(facts):
 
 def test_training_states_the_recorded_run(facts):
     text = section(card(facts), "Training")
-    for fact in ("8,765,432", "1,777", "76.1", "2.73", "Some CPU, 5 threads, PyTorch 2.9.9"):
+    for fact in (
+        "8,765,432",
+        "1,777",
+        "76.1",
+        "2.73",
+        "Some CPU (5 of 8 cores, PyTorch 2.9.9), then Other CPU (3 of 4 cores",
+    ):
         assert fact in text
     assert "0.01 (Muon)" in text and "0.02 (Muon)" in text
 

@@ -3,13 +3,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from minillm.errors import TrainingError
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe
-from minillm.training.record import RunRecord
+from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import add_arguments, run_from_args, train
 from minillm.training.stages import run_stages
 
@@ -88,6 +89,14 @@ def test_unfinished_target_is_not_distilled_from(made):
 def test_unknown_stage_is_refused(tmp_path):
     with pytest.raises(TrainingError, match="no such stage: finetune"):
         train(folder=tmp_path, stages=["finetune"])
+
+
+def test_each_change_of_hardware_is_noted_once(tmp_path):
+    two = Hardware("Some CPU", cores=2, threads=2, torch="2.9.9", python="3.11.1")
+    one = replace(two, threads=1)
+    for session in (two, two, one, one, two):
+        session.note(tmp_path)
+    assert Hardware.load(tmp_path) == (two, one, two)
 
 
 def test_steps_lost_in_a_crash_count_once(made, tmp_path):

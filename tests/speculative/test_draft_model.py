@@ -1,0 +1,114 @@
+"""The classic mistakes of speculative decoding, one test each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.speculative.drafter import Draft, Drafter
+from minillm.trace import BlocksFreed, DraftProposed, TokensCommitted
+from tests.conftest import TinyPair
+
+PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):"]
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def config(model: object, gamma: int = 4, **options: object) -> dict:
+    return {"method": "draft_model", "model": str(model), "num_speculative_tokens": gamma, **options}
+
+
+def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def test_a_target_that_drafts_for_itself_is_always_right(tiny: TinyPair) -> None:
+    """Catches a draft cache that is one short after full acceptance, and verify rows that are off by one: then the
+    draft would see a stale row, its guesses would drift from the target's, and acceptance would fall below 1."""
+    llm = LLM(str(tiny.target), speculative_config=config(tiny.target, gamma=5))
+    with llm.trace() as trace:
+        assert tokens(llm) == tokens(LLM(str(tiny.target)))
+    rounds = [e for e in trace.of(TokensCommitted) if e.num_drafts]
+    assert rounds and all(e.num_accepted == e.num_drafts for e in rounds)
+    assert all(e.origins[-1] == "bonus" and len(e.token_ids) == e.num_drafts + 1 for e in rounds)
+
+
+def test_the_drafts_cache_equals_a_fresh_recomputation(tiny: TinyPair) -> None:
+    """After every round the draft proposes what a draft with no memory would: roll-back and catch-up leave no trace."""
+    llm = LLM(str(tiny.target), block_size=4, speculative_config=config(tiny.draft))
+    with llm.trace() as trace:
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    history = llm.engine.tokenizer.encode(PROMPTS[0])
+    fresh = LLM(str(tiny.draft), block_size=4)
+    for event in trace:
+        if isinstance(event, DraftProposed):
+            params = SamplingParams(temperature=0, max_tokens=len(event.token_ids), ignore_eos=True)
+            [out] = fresh.generate({"prompt_token_ids": history}, params, use_tqdm=False)
+            assert event.token_ids == out.outputs[0].token_ids
+        if isinstance(event, TokensCommitted):
+            history += event.token_ids
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 7])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_greedy_output_does_not_depend_on_the_draft(tiny: TinyPair, gamma: int, block_size: int) -> None:
+    llm = LLM(str(tiny.target), block_size=block_size, speculative_config=config(tiny.draft, gamma))
+    assert tokens(llm) == tokens(LLM(str(tiny.target)))
+    assert llm.engine.pool.num_used == 0
+
+
+def test_rolled_back_blocks_return_to_the_pool_at_once(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=1, speculative_config=config(tiny.draft, 6))
+    with llm.trace() as trace:
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    freed = sum(len(e.block_ids) for e in trace.of(BlocksFreed) if e.reason == "rolled_back")
+    rejected = sum(e.num_drafts - e.num_accepted - 1 for e in trace.of(TokensCommitted) if e.num_drafts > e.num_accepted)
+    assert freed == rejected > 0
+
+
+def test_greedy_drafts_at_a_temperature_stay_exact_in_distribution(tiny: TinyPair) -> None:
+    """q is one-hot: acceptance must be p(x), which the engine only gets right if it passes no draft distribution."""
+    llm = LLM(str(tiny.target), speculative_config=config(tiny.draft, draft_sample_method="greedy"))
+    seen = []
+    real = llm.engine.drafter.propose
+    llm.engine.drafter.propose = lambda *args: seen.extend(real(*args)) or seen[-len(args[0]) :]
+    tokens(llm, SamplingParams(seed=1, max_tokens=12, ignore_eos=True))
+    assert seen and all(draft.probs is None for draft in seen)
+
+
+class AlwaysWrong(Drafter):
+    """Guesses token 1 forever, and sometimes nothing."""
+
+    def propose(self, requests, num_drafts):
+        return [Draft([1] * (k if r.num_tokens % 3 else 0)) for r, k in zip(requests, num_drafts, strict=True)]
+
+
+def test_a_drafter_of_ones_own_cannot_change_the_output(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), speculative_config={"method": AlwaysWrong, "num_speculative_tokens": 3})
+    assert tokens(llm) == tokens(LLM(str(tiny.target)))
+
+
+def test_sampled_text_through_the_engine_follows_the_target(tiny: TinyPair) -> None:
+    """χ² over the second and third token of 3000 drafted completions against plain sampling of the target.
+
+    Both are samples, so this is a two-sample test on the 12 likeliest pairs and the rest; with seeds fixed it either
+    always passes or always fails, and a correct engine fails with probability 1e-6 over the choice of seeds.
+    """
+    from scipy.stats import chi2_contingency
+
+    counts = []
+    for speculative in (None, config(tiny.draft, 3)):
+        llm = LLM(str(tiny.target), max_num_seqs=256, speculative_config=speculative)
+        params = [SamplingParams(seed=i + 10_000 * bool(speculative), max_tokens=4, ignore_eos=True, top_k=3) for i in range(3000)]
+        outputs = llm.generate([PROMPTS[0]] * 3000, params, use_tqdm=False)
+        counts.append([tuple(o.outputs[0].token_ids[1:3]) for o in outputs])
+    pairs = sorted(set(counts[0] + counts[1]), key=(counts[0] + counts[1]).count, reverse=True)[:12]
+    table = [[c.count(p) for p in pairs] + [sum(x not in pairs for x in c)] for c in counts]
+    table = [[a for a, b in zip(*table, strict=True) if a + b], [b for a, b in zip(*table, strict=True) if a + b]]
+    assert chi2_contingency(table).pvalue > 1e-6
+
+
+def test_draft_and_target_must_see_equal_dtype(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), speculative_config=config(tiny.draft))
+    assert llm.engine.drafter.runner.model.embed_tokens.weight.dtype == torch.float32
+    assert llm.engine.drafter.runner.cache.keys.shape[1] == llm.engine.runner.cache.keys.shape[1]
