@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from minillm import __version__
 from minillm.commands import bench, build, demo, doctor, generate, lab, train
 from minillm.commands.command import CommandParser
 from minillm.errors import MinillmError
@@ -22,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
         description="An LLM inference engine small enough to read, with lessons that show it think.",
         epilog="minillm COMMAND --help tells more about one command, with examples.",
     )
+    top.add_argument("--version", action="version", version=f"minillm {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
     for command in COMMANDS:
         commands.add_parser(command.name, help=command.summary, command=command)

@@ -138,6 +138,19 @@ class LLM:
             self.engine.abort(request.request_id)
             self._metrics.pop(request.request_id.split("-")[0])
 
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Request]:
+        """Queue prompts without running them, for those who call `engine.step()` themselves.
+
+        Returns one request per completion, in order. Raises what `generate` raises, before anything is queued.
+        """
+        groups = self._prepare(prompts, sampling_params)
+        self._queue(groups)
+        return list(chain.from_iterable(groups))
+
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """Record everything the engine does inside the `with` block."""
@@ -194,7 +207,9 @@ class LLM:
                 seed=request_seed(params.seed, self._seed, number, index),
                 index=index,
                 stop_ids=stops | eos,
-                detokenizer=Detokenizer(tokenizer, params.skip_special_tokens) if params.detokenize else None,
+                detokenizer=(
+                    Detokenizer(tokenizer, params.skip_special_tokens, token_ids) if params.detokenize else None
+                ),
             )
             for index in range(params.n)
         ]

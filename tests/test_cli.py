@@ -45,6 +45,12 @@ def test_help_lists_every_command_without_loading_anything_heavy():
     assert all(f"    {name} " in done.stdout for name in NAMES)
 
 
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"minillm {minillm.__version__}\n"
+
+
 @pytest.mark.parametrize("argv", [[], ["no-such-command"], ["doctor", "--no-such-option"], ["bench", "nothing"]])
 def test_unknown_words_are_refused_with_usage(argv, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -251,7 +257,20 @@ def test_lab_without_jupyterlab_names_the_install_line(installed, monkeypatch, c
     assert "pip install 'minillm-lessons[lab]'" in capsys.readouterr().err
 
 
-# --- build, train, bench ---------------------------------------------------------------------------------------------
+# --- demo, build, train, bench ---------------------------------------------------------------------------------------
+
+
+def test_demo_plays_at_the_pace_asked_for(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("minillm.demo.run_demo", lambda **options: seen.update(options))
+    assert cli.main(["demo", "--pause", "0.5"]) == 0
+    assert seen == {"pause": 0.5}
+
+
+@pytest.mark.parametrize("pause", ["-1", "nan", "1e9"])
+def test_demo_refuses_a_pace_that_makes_no_sense(pause, capsys):
+    assert cli.main(["demo", "--pause", pause]) == 2
+    assert "--pause" in capsys.readouterr().err
 
 
 def test_build_outside_a_clone_says_where_to_run_it(tmp_path, capsys):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from minillm.errors import CheckpointError
 from minillm.models.config import ModelConfig
@@ -53,7 +54,9 @@ def load_model(name_or_folder: str | Path, dtype: torch.dtype, device: torch.dev
     config = _untie_if_stored_apart(load_config(folder), shards)
     parts = stored_parts(config)
     _check(folder, parts, shards, spare={UNEMBEDDING} if config.tie_word_embeddings else set())
-    model = _empty_model(config, dtype, device)
+    with _Unfilled(dtype, device):
+        model = Decoder(config)
+    model.to(device)
     with torch.no_grad():
         for name, part in parts.items():
             part.of(model).copy_(shards.tensor(name))
@@ -113,10 +116,20 @@ def _complain(folder: Path, what: str, tensors: list[str]) -> None:
         raise CheckpointError(f"{folder} {what} {', '.join(tensors[:4])}{more}")
 
 
-def _empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """A model whose parameters are allocated but not filled: random ones would be thrown away at once."""
-    with torch.device("meta"):
-        model = Decoder(config).to(dtype)
-    model.to_empty(device=device)
-    model.tie()
-    return model
+class _Unfilled(TorchFunctionMode):
+    """Modules built under it get parameters of one dtype on one device, allocated and not filled with random numbers.
+
+    Building without storage first (on the `meta` device) does the same, but costs a second of torch's own imports.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.placement = {"dtype": dtype, "device": device}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **{**kwargs, **(self.placement if func in (torch.empty, torch.ones) else {})})

@@ -98,7 +98,7 @@ class Acceptance:
         rejected one counts as not kept."""
         longest = max((len(r.drafts) for r in self.rounds), default=0)
         return [
-            (sum(r.kept > i for r in self.rounds), len(self.rounds)) for i in range(longest)
+            (sum(r.kept > i for r in self.rounds), sum(len(r.drafts) > i for r in self.rounds)) for i in range(longest)
         ]
 
 

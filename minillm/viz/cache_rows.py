@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from minillm.errors import ConfigError, TraceError
 from minillm.trace import Event, Trace
 from minillm.viz.colours import BLUE, HAIRLINE, INK, ORANGE, PAPER
-from minillm.viz.svg import MARGIN, RIGHT, UID, card, element, fit_words, label, number, rectangle
+from minillm.viz.svg import MARGIN, RIGHT, UID, card, element, fit_words, hatched, label, number, rectangle
 from minillm.viz.view import View
 
 GAP = 28
@@ -70,7 +71,7 @@ class Totals:
             written=sum(step.written for step in steps),
             copied=sum(step.copied for step in steps),
             empty=sum(step.empty for step in steps),
-            allocations=sum(after != before for before, after in zip(capacities, capacities[1:])),
+            allocations=sum(after != before for before, after in pairwise(capacities)),
         )
 
 
@@ -90,7 +91,7 @@ class CacheRowsView(View):
         for event in self.trace.of(RowsWritten):
             policies.setdefault(event.policy, []).append(event)
         if len(policies) > MAX_POLICIES:
-            raise ConfigError(f"the trace has {len(policies)} growth policies; this picture has room for {MAX_POLICIES}")
+            raise ConfigError(f"the trace has {len(policies)} growth policies; the picture has room for {MAX_POLICIES}")
         last = max(map(len, policies.values()), default=0)
         if step is not None and not 0 <= step <= last:
             raise TraceError(f"there is no step {step} in this trace: its steps are 1 to {last}")
@@ -156,9 +157,7 @@ def _panel(
 
 def _column(step: RowsWritten, x: float, pitch: float, height: float) -> list[str]:
     return [
-        rectangle(
-            x, GRID_TOP + first * height, pitch, count * height, 0, {"fill": f"url(#{state}-{UID})", "data-state": state}
-        )
+        rectangle(x, GRID_TOP + first * height, pitch, count * height, 0, {"fill": hatched(state), "data-state": state})
         for state, first, count in step.spans()
     ]
 
@@ -182,8 +181,8 @@ def _cell(state: str, pitch: float, height: float) -> list[str]:
     gap = 1.0 if min(pitch, height) > 3 else 0.0
     wide, high = pitch - gap, height - gap
     if state == "empty":
-        edge = {"fill": PAPER, "stroke": BLUE, "stroke-opacity": ".55"}
-        return [element("rect", {"x": 0.5, "y": 0.5, "width": max(wide - 1, 0.5), "height": max(high - 1, 0.5), **edge})]
+        edge = {"x": 0.5, "y": 0.5, "width": max(wide - 1, 0.5), "height": max(high - 1, 0.5)}
+        return [element("rect", {**edge, "fill": PAPER, "stroke": BLUE, "stroke-opacity": ".55"})]
     look = {"fill": {"kept": BLUE, "written": INK, "copied": ORANGE}[state]}
     look |= {"fill-opacity": ".45"} if state == "kept" else {}
     solid = element("rect", {"width": wide, "height": high, **look})

@@ -143,8 +143,8 @@ class CacheState:
                 self._start(step)
             case BlocksAllocated(request_id=request_id, block_ids=block_ids):
                 self._allocate(self.requests[request_id], block_ids)
-            case BlocksFreed(request_id=request_id):
-                self._free(self.requests[request_id], event)
+            case BlocksFreed(request_id=request_id, block_ids=block_ids, reason=reason):
+                self._free(self.requests[request_id], block_ids, reason)
             case RequestPreempted(request_id=request_id, num_computed_tokens=num_computed):
                 self.requests[request_id].preempt(num_computed)
                 self.totals.preemptions += 1
@@ -217,15 +217,15 @@ class CacheState:
         request.marks.took += block_ids
         self.totals.peak_blocks = max(self.totals.peak_blocks, self.used_blocks)
 
-    def _free(self, request: RequestState, event: BlocksFreed) -> None:
-        for block_id in event.block_ids:
+    def _free(self, request: RequestState, block_ids: list[int], reason: str) -> None:
+        for block_id in block_ids:
             request.block_table.remove(block_id)
             index = self.owners[block_id].pop(request.request_id)
             if not self.owners[block_id]:
                 del self.owners[block_id]
                 void = self._inside(request.marks.rolled_back, index)
-                self.freed[block_id] = Freed(request.request_id, event.reason, void)
-        request.marks.gave_back += len(event.block_ids)
+                self.freed[block_id] = Freed(request.request_id, reason, void)
+        request.marks.gave_back += len(block_ids)
 
     def _run(self, work: Work) -> None:
         request = self.requests[work.request_id]
@@ -242,6 +242,8 @@ class CacheState:
         self.totals.output_tokens += len(event.token_ids)
 
     def _finish(self, request: RequestState, reason: str) -> None:
+        # A finished request holds no blocks, even if an interrupt kept the engine from saying so.
+        self._free(request, list(request.block_table), "aborted")
         request.status, request.finish_reason, request.marks.finished = "finished", reason, True
         self.totals.finished += 1
 

@@ -46,7 +46,8 @@ class Series:
 class LineChart:
     """A chart that displays itself. `summary` says in words what the chart shows; it becomes the SVG's description.
 
-    Raises `ConfigError` if a series has x and y of different lengths, or a logarithmic axis meets a value below or at 0.
+    Raises `ConfigError` if a series has x and y of different lengths, or a logarithmic axis meets a value that is not
+    above 0.
     """
 
     title: str
@@ -126,8 +127,8 @@ def _trace(series: Series, colour: str, symbol: str) -> dict[str, object]:
         "marker": {"symbol": symbol, "size": 9, "color": colour},
     }
     if series.low and series.high:
-        above = [high - y for y, high in zip(series.y, series.high)]
-        below = [y - low for y, low in zip(series.y, series.low)]
+        above = [high - y for y, high in zip(series.y, series.high, strict=True)]
+        below = [y - low for y, low in zip(series.y, series.low, strict=True)]
         trace["error_y"] = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
     return trace
 
@@ -188,7 +189,7 @@ def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]:
 
 
 def _line(series: Series, colour: str, symbol: str, across: _Scale, up: _Scale) -> str:
-    points = [(across.place(x), up.place(y)) for x, y in zip(series.x, series.y)]
+    points = [(across.place(x), up.place(y)) for x, y in zip(series.x, series.y, strict=True)]
     way = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
     modelled = series.style == "modelled"
     dash = "7 5" if modelled else None
@@ -198,7 +199,7 @@ def _line(series: Series, colour: str, symbol: str, across: _Scale, up: _Scale) 
             "path",
             {"d": f"M{number(x)} {number(up.place(a))}V{number(up.place(b))}", "stroke": colour, "stroke-width": 1.5},
         )
-        for (x, _), a, b in zip(points, series.low, series.high)
+        for (x, _), a, b in zip(points, series.low, series.high, strict=False)  # no spread: no bars
     ]
     marks = [] if modelled else [_mark(symbol, x, y, colour) for x, y in points]
     return element("g", {"data-testid": "series", "data-series": series.name}, line, *bars, *marks)

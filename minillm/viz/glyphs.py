@@ -8,6 +8,8 @@ from __future__ import annotations
 import unicodedata
 
 SPACE, NEWLINE, TAB, ELLIPSIS, UNPRINTABLE = "·", "⏎", "⇥", "…", "\ufffd"
+PLACEHOLDER = "\ue000"
+"""A private character that pictures use inside and that no shown text keeps."""
 LONG_RUN = 4
 """More spaces than this in a row are counted instead of drawn: `·×8`."""
 
@@ -46,7 +48,7 @@ def printable(char: str) -> str:
     if code == 0x7F:
         return "\u2421"
     forbidden = 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000 or code & 0xFFFE == 0xFFFE
-    return UNPRINTABLE if forbidden or char in _BIDI_CONTROLS else char
+    return UNPRINTABLE if forbidden or char == PLACEHOLDER or char in _BIDI_CONTROLS else char
 
 
 def cells(text: str) -> int:

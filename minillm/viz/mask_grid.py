@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minillm.viz.colours import BLUE, FAINT, HAIRLINE, INK, MUTED
+from minillm.viz.colours import BLUE, FAINT, HAIRLINE, INK, MUTED, PAPER
 from minillm.viz.glyphs import visible
 from minillm.viz.svg import MARGIN, MONO, RIGHT, card, element, fit_mono, label, number, rectangle
 
@@ -40,10 +40,7 @@ class MaskGrid:
             label(206, 36, "a filled cell: the new token on the left attends to this key", size=13),
             label(left, 72, f"{self.past} keys from the cache", size=12) if self.past else "",
             label(left + self.past * pitch + 6, 72, f"{len(self.mask)} new", size=12, fill=INK, weight=600),
-            *(
-                label(left + (j + 0.5) * pitch, 100, fit_mono(visible(text), pitch - 3, 11), size=11, anchor="middle", family=MONO)
-                for j, text in enumerate(self.keys)
-            ),
+            *(self._key(j, left, pitch) for j in range(len(self.keys))),
             *rows,
             line if self.past else "",
         )
@@ -59,15 +56,20 @@ class MaskGrid:
     def _repr_svg_(self) -> str:
         return self.to_svg()
 
+    def _key(self, j: int, left: float, pitch: float) -> str:
+        name = fit_mono(visible(self.keys[j]), pitch - 3, 11)
+        return label(left + (j + 0.5) * pitch, 100, name, size=11, anchor="middle", family=MONO)
+
     def _row(self, i: int, left: float, pitch: float) -> str:
         y = GRID_TOP + i * ROW
         name = fit_mono(visible(self.keys[len(self.keys) - len(self.mask) + i]), NAMES_WIDTH - 70, 12)
         parts = [label(left - 10, y + 16, f"new {i}  {name}", size=12, fill=INK, anchor="end", family=MONO)]
         for j, seen in enumerate(self.mask[i]):
             x = left + j * pitch
-            look = {"fill": BLUE if seen else FAINT, "stroke": BLUE if seen else HAIRLINE, "data-state": "seen" if seen else "hidden"}
+            fill, edge, state = (BLUE, BLUE, "seen") if seen else (FAINT, HAIRLINE, "hidden")
+            look = {"fill": fill, "stroke": edge, "data-state": state}
             parts.append(rectangle(x, y, pitch - 3, ROW - 4, 4, look))
             if seen:
-                dot = {"cx": x + (pitch - 3) / 2, "cy": y + ROW / 2 - 2, "r": 2.5, "fill": "#fff"}
+                dot = {"cx": x + (pitch - 3) / 2, "cy": y + ROW / 2 - 2, "r": 2.5, "fill": PAPER}
                 parts.append(element("circle", dot))
         return element("g", {"data-testid": "query", "fill": MUTED}, *parts)

@@ -11,7 +11,7 @@ from hashlib import sha256
 from html import escape
 
 from minillm.viz.colours import HAIRLINE, INK, MUTED, PAPER
-from minillm.viz.glyphs import cells, printable, shorten
+from minillm.viz.glyphs import PLACEHOLDER, cells, printable, shorten
 
 SANS = "ui-sans-serif,system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif"
 MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
@@ -22,8 +22,8 @@ MONO_EM = 0.605
 """Width of a monospaced cell in em, of the widest font in `MONO`."""
 SANS_EM = 0.54
 """Average width of a character of running text in em, of the widest usual system font."""
-UID = "@uid@"
-"""Stands in ids and references for what makes them unique; `card` replaces it."""
+UID = PLACEHOLDER
+"""Stands in ids and references for what makes them unique; `card` replaces it. No text can hold it."""
 
 Attributes = Mapping[str, "str | float | None"]
 
@@ -40,7 +40,9 @@ def element(name: str, attributes: Attributes, *children: str) -> str:
 
 
 def _value(value: str | float) -> str:
-    return escape("".join(map(printable, value))) if isinstance(value, str) else number(value)
+    if not isinstance(value, str):
+        return number(value)
+    return escape("".join(char if char == UID else printable(char) for char in value))
 
 
 def characters(text: str) -> str:

@@ -109,8 +109,7 @@ def watch(
         try:
             return run()
         finally:
-            running = False
-            live.refresh()
+            running = False  # leaving `Live` draws once more, so the end always shows
 
 
 def _run_with_lines(traces: Mapping[str, Trace], run: Callable[[], Result], console: Console) -> Result:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.engine.request import Request
 from minillm.errors import (
     CheckpointError,
     ConfigError,
@@ -32,13 +31,6 @@ PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "c
 
 def drafted(tiny: TinyPair, **options: Any) -> dict[str, Any]:
     return {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3, **options}
-
-
-def submit(llm: LLM, prompts: list[str]) -> list[Request]:
-    """Queue requests without running them."""
-    groups = llm._prepare(prompts, GREEDY)
-    llm._queue(groups)
-    return [group[0] for group in groups]
 
 
 def settled(llm: LLM) -> None:
@@ -69,7 +61,7 @@ def test_a_bad_prompt_is_refused_before_any_compute_and_others_go_on(
 ) -> None:
     llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=24)
     alone = llm.generate("def add(a, b):", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    [running] = submit(llm, ["def add(a, b):"])
+    [running] = llm.submit("def add(a, b):", GREEDY)
     llm.engine.step()
     with llm.trace() as trace, pytest.raises(error, match=words):
         llm.generate(["class", prompt] if not isinstance(prompt, int) else [prompt], params, use_tqdm=False)
@@ -214,7 +206,7 @@ def test_an_interrupted_step_keeps_other_requests_whole(tiny: TinyPair, speculat
     llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=14, speculative_config=config)
     expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     for line in range(5, 1500, 97):
-        requests = submit(llm, PROMPTS)
+        requests = llm.submit(PROMPTS, GREEDY)
         interrupt = InterruptAt(line)
         while llm.engine.has_requests:
             try:
@@ -228,7 +220,7 @@ def test_an_interrupted_step_keeps_other_requests_whole(tiny: TinyPair, speculat
 
 def test_abort_frees_everything_at_once(tiny: TinyPair) -> None:
     llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=40)
-    requests = submit(llm, PROMPTS)
+    requests = llm.submit(PROMPTS, GREEDY)
     llm.engine.step()
     with llm.trace() as trace:
         llm.engine.abort(requests[1].request_id)

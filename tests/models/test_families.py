@@ -107,6 +107,26 @@ def test_a_model_that_would_compute_something_else_is_refused(changes: dict[str,
         model_config({**MINIMAL, **changes})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0}, [None, None]),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, [None, 9]),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": None}, [None, None]),
+        ("MistralForCausalLM", {"sliding_window": 9, "layer_types": ["full_attention"] * 2}, [9, 9]),
+        ("MistralForCausalLM", {}, [4096, 4096]),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0]}, [None, 9]),
+        ("LlamaForCausalLM", {"use_sliding_window": True, "sliding_window": 9}, [None, None]),
+    ],
+)
+def test_windows_as_checkpoints_of_before_spell_them(
+    architecture: str, changes: dict[str, object], windows: list[int | None]
+) -> None:
+    """Without `layer_types`, which transformers now fills in when it saves."""
+    config = model_config({**MINIMAL, "architectures": [architecture], "num_key_value_heads": 1, **changes})
+    assert [config.window(layer) for layer in range(2)] == windows
+
+
 def test_model_type_stands_in_for_a_missing_architecture() -> None:
     config = model_config({**MINIMAL, "architectures": None, "model_type": "qwen3", "num_key_value_heads": 1})
     assert config.qk_norm

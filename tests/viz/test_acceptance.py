@@ -108,6 +108,11 @@ def _mark(char):
     return unicodedata.category(char) in ("Mn", "Me", "Cf")
 
 
+def test_the_placeholder_of_ids_cannot_be_smuggled_in():
+    svg = strip_of(["\ue000", "@uid@"], 2, "x", prompt="\ue000")
+    assert [text_of(token) for token in found(svg, "token")] == ["✓\ufffd", "✓@uid@", "★x"]
+
+
 def test_markup_in_tokens_is_text():
     svg = strip_of(["<b>", "&amp;", '"q"', "\x08"], 4, "</svg>")
     words = [text_of(token) for token in found(svg, "token")]

@@ -57,7 +57,9 @@ def test_stop_inside_an_accepted_run_discards_the_rest_and_adds_nothing():
     s.add("a", "a", 4)
     s.step(prefill("a", 4))
     s.step(verify("a", ["1", "2", "3"], 2, None, finish="stop"))
-    (judged,) = request_of(s.trace, "a").rounds
+    request = request_of(s.trace, "a")
+    (judged,) = request.rounds
+    assert request.tokens_per_forward == 2.0
     assert judged.verdicts == ("accepted", "accepted", "discarded")
     assert (judged.added, judged.tokens) == (None, 2)
 

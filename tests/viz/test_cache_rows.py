@@ -50,18 +50,18 @@ def test_columns_add_up_to_the_capacity_and_name_their_states():
         assert len(columns) == len(run) == 6
         for column, step in zip(columns, run, strict=True):
             heights = {e.get("data-state"): float(e.get("height")) for e in column.iter(f"{SVG}rect")}
-            assert sum(heights.values()) == pytest.approx(20 * step.capacity, abs=0.2)
+            assert sum(heights.values()) == pytest.approx(16.6 * step.capacity, abs=0.2), "12 rows in 200 px"
             assert ("copied" in heights) == (step.copied > 0)
-            assert heights["written"] == pytest.approx(20 * step.written, abs=0.1)
+            assert heights["written"] == pytest.approx(16.6 * step.written, abs=0.1)
 
 
 def test_states_differ_by_more_than_colour():
     svg = CacheRowsView(three_policies()).to_svg()
-    tiles = {e.get("id").split("-")[0]: [c.tag.removeprefix(SVG) for c in e] for e in ET.fromstring(svg).iter(f"{SVG}pattern")}
-    assert tiles["copied"] == ["rect", "line"]
+    tiles = {e.get("id").split("-")[0]: e for e in ET.fromstring(svg).iter(f"{SVG}pattern")}
     assert {"kept", "written", "copied", "empty"} == tiles.keys()
-    hollow = next(e for e in ET.fromstring(svg).iter(f"{SVG}pattern") if e.get("id").startswith("empty"))
-    assert hollow[0].get("stroke") and hollow[0].get("fill") == "#ffffff"
+    assert [shape.tag.removeprefix(SVG) for shape in tiles["copied"]] == ["rect", "line"]
+    assert tiles["empty"][0].get("stroke") and tiles["empty"][0].get("fill") == "#ffffff"
+    assert tiles["written"][0].get("fill-opacity") is None and tiles["kept"][0].get("fill-opacity") == ".45"
 
 
 def test_picture_says_itself_in_words():

@@ -90,6 +90,12 @@ def test_block_taken_again_in_the_step_that_freed_it_is_not_shown_as_freed():
     state = state_at(s.trace, 2)
     assert {page.state for page in state.pages()} == {"used"}
     assert {page.owners for page in state.pages()} == {("b",)}
+    assert state.freed == {}
+
+
+def test_pages_are_freed_this_step_only_once():
+    freed = {step: [p.block_id for p in state_at(story(), step).pages() if p.state == "freed"] for step in (6, 8, 9)}
+    assert freed == {6: [6, 7, 8], 8: [0, 1, 4, 5], 9: [2, 3, 6]}
 
 
 def test_shared_prefix_has_both_owners_and_counts_once():
@@ -115,6 +121,12 @@ def test_everything_is_free_at_the_end():
     assert {r.status for r in state.requests.values()} == {"finished"}
     assert state.totals.peak_blocks == 4 + 3 + 3
     assert state.totals.rolled_back_slots == 10
+
+
+def test_finished_request_holds_nothing_even_if_an_interrupt_swallowed_the_event():
+    events = [event for event in story() if getattr(event, "reason", None) != "finished"]
+    state = Replay(Trace(events), CacheState).at()
+    assert (state.used_blocks, state.waste_slots) == (0, 0)
 
 
 def test_free_blocks_agree_with_the_engine_at_every_step():

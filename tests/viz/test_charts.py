@@ -58,7 +58,7 @@ def test_points_of_the_svg_are_in_order_and_inside(log: bool):
 
 def test_log_axis_gives_equal_factors_equal_distances():
     root = ET.fromstring(chart().to_svg())
-    counted = [g for g in root.iter(f"{SVG}g") if g.get("data-series") == "counted"][0][0].get("d")
+    counted = next(g for g in root.iter(f"{SVG}g") if g.get("data-series") == "counted")[0].get("d")
     (x1, y1), (x2, y2), (x3, y3) = (map(float, p.split()) for p in counted.removeprefix("M").split("L"))
     assert x2 - x1 == pytest.approx(x3 - x2, abs=0.11)
     assert y1 - y2 == pytest.approx(y2 - y3, abs=0.11)

@@ -60,9 +60,10 @@ def _rows(first: int, count: int, scale: int) -> Tensor:
 
 def _read(rows: object) -> object:
     """The number that fills each row, or `rows` as it is if it is not made of such rows."""
-    if not isinstance(rows, Tensor) or rows.shape[1:] != (HEADS, WIDTH) or not torch.equal(rows, rows[:, :1, :1] + 0 * rows):
+    if not isinstance(rows, Tensor) or rows.shape[1:] != (HEADS, WIDTH):
         return rows
-    return [int(number) for number in rows[:, 0, 0]]
+    filled = torch.equal(rows, rows[:, :1, :1].expand_as(rows))
+    return [int(number) for number in rows[:, 0, 0]] if filled else rows
 
 
 def _same_memory(rows: object, cache: Tensor) -> bool:
@@ -312,8 +313,8 @@ _CAPACITY = Exercise(
     ],
     hints=(
         "Two situations: the rows fit, or they do not. What does each cost in copied rows?",
-        "needed = past + num_new. If needed <= capacity nothing changes. Otherwise round `needed` *up* to a multiple of "
-        "`every` (a prompt can need several portions at once); what must move is only what was written.",
+        "needed = past + num_new. If needed <= capacity nothing changes. Otherwise round `needed` *up* to a multiple "
+        "of `every` (a prompt can need several portions at once); what must move is only what was written.",
         "return (capacity, 0) if it fits, else (math.ceil(needed / every) * every, past).",
     ),
     wrong=(
@@ -377,8 +378,8 @@ _BEST_R = Exercise(
     ],
     hints=(
         "The copies fall with r, the unused rows grow with r. The best r is where the total stops falling.",
-        "Total(r) = (N²·copy/2 + N·allocation)/r + (N·pad/2)·r. Differentiate, set to zero, solve for r². Then think of "
-        "the ends: r below 1 or above N makes no sense, and pad may be 0.",
+        "Total(r) = (N²·copy/2 + N·allocation)/r + (N·pad/2)·r. Differentiate, set to zero, solve for r². Then think "
+        "of the ends: r below 1 or above N makes no sense, and pad may be 0.",
         "r = math.sqrt((num_tokens * copy_cost + 2 * allocation_cost) / pad_cost), clamped to 1 … num_tokens; "
         "return num_tokens when pad_cost is 0.",
     ),
