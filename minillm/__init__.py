@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minillm.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "doctor"]
 
 _HOMES = {
     "LLM": "minillm.llm",

@@ -82,9 +82,7 @@ class SpeculativeConfig:
         if self.method == "draft_model" and not self.model:
             raise ConfigError("speculative method 'draft_model' needs 'model', for example 'minicoder-draft'")
         if self.draft_sample_method not in ("greedy", "probabilistic"):
-            raise ConfigError(
-                f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'"
-            )
+            raise ConfigError(f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'")
         if self.rejection_sample_method != "standard":
             raise UnsupportedError(
                 f"rejection_sample_method={self.rejection_sample_method!r} is not available; use 'standard'"

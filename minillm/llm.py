@@ -233,7 +233,9 @@ class LLM:
         vocab_size = self.engine.runner.model.config.vocab_size
         for position, token in enumerate(token_ids):
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                raise PromptError(f"prompt token {position} is {token!r}; ids must be integers from 0 to {vocab_size - 1}")
+                raise PromptError(
+                    f"prompt token {position} is {token!r}; ids must be integers from 0 to {vocab_size - 1}"
+                )
         return text if text is not None else tokenizer.decode(token_ids, skip_special_tokens=False), token_ids
 
     def _output(self, requests: list[Request]) -> RequestOutput:

@@ -19,7 +19,9 @@ def recorded(tiny: TinyPair) -> Trace:
     draft = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3}
     llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=12, speculative_config=draft)
     with llm.trace() as trace:
-        llm.generate(["def add(", "for line", "import os"], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        llm.generate(
+            ["def add(", "for line", "import os"], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        )
     return trace
 
 
@@ -67,7 +69,10 @@ def test_watchers_hear_every_event() -> None:
         (['{"schema": 1}', "not json"], "line 2"),
         (['{"schema": 1}', '{"event": "NoSuchEvent"}'], "line 2"),
         (['{"schema": 1}', '{"event": "StepStarted", "step": 1}'], "line 2.*num_running"),
-        (['{"schema": 1}', '{"event": "StepStarted", "step": 1, "num_running": 1, "num_waiting": 0, "x": 1}'], "line 2"),
+        (
+            ['{"schema": 1}', '{"event": "StepStarted", "step": 1, "num_running": 1, "num_waiting": 0, "x": 1}'],
+            "line 2",
+        ),
     ],
 )
 def test_damaged_traces_are_refused(tmp_path: Path, lines: list[str], complaint: str) -> None:

@@ -18,7 +18,7 @@ NAMES = {"transformers fp32": None, "minillm fp32": "transformers fp32", "minill
 
 
 def run(model: str = "minicoder", draft: str = "minicoder-draft") -> dict[str, Any]:
-    """Returns the JSON of MEASURING: three systems in turn on the same held-out prompts, same threads, same tokens."""
+    """Three systems in turn on the same held-out prompts, with the same threads; returns the result as JSON values."""
     import torch
 
     systems = [_system(name, model, draft) for name in NAMES]
@@ -83,9 +83,7 @@ def _transformers(model: str) -> Callable[[], list[list[int]]]:
     return run_once
 
 
-def _minillm(
-    model: str, draft: str | None
-) -> tuple[Callable[[], list[list[int]]], Callable[[], dict[str, Any]]]:
+def _minillm(model: str, draft: str | None) -> tuple[Callable[[], list[list[int]]], Callable[[], dict[str, Any]]]:
     from minillm import LLM, SamplingParams
 
     speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": NUM_DRAFTS} if draft else None
@@ -107,6 +105,4 @@ def _minillm(
 
 
 def _peak_memory(name: str, model: str, draft: str) -> int | None:
-    return peak_memory_of(
-        f"from minillm.bench import decode; decode._system({name!r}, {model!r}, {draft!r}).run()"
-    )
+    return peak_memory_of(f"from minillm.bench import decode; decode._system({name!r}, {model!r}, {draft!r}).run()")

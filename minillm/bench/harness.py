@@ -73,9 +73,7 @@ def compare(
     return [_row(system, tokens, seconds, peak_memory(system.name)) for system in systems]
 
 
-def _row(
-    system: System, tokens: dict[str, list[list[int]]], seconds: dict[str, list[float]], peak: int | None
-) -> Row:
+def _row(system: System, tokens: dict[str, list[list[int]]], seconds: dict[str, list[float]], peak: int | None) -> Row:
     count = sum(map(len, tokens[system.name]))
     per_token = [s / count for s in seconds[system.name]]
     ratios: list[float] = []

@@ -43,7 +43,7 @@ class Batch:
     @cached_property
     def query_lens(self) -> list[int]:
         """New tokens of each request."""
-        return [end - start for start, end in zip(self.query_start, self.query_start[1:])]
+        return [end - start for start, end in zip(self.query_start, self.query_start[1:], strict=False)]
 
     @cached_property
     def key_slots(self) -> Tensor:

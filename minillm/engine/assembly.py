@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
 import torch
 
+from minillm import hardware
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.paged import PagedKVCache
 from minillm.config import DTYPES, EngineConfig, SpeculativeConfig
@@ -72,16 +72,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:
-    """`auto`: float32 on a CPU; on a GPU the checkpoint's own dtype, float16 where the GPU lacks bfloat16."""
+    """`auto`: float32 on a CPU; on a GPU float16 if the checkpoint is, else what the GPU computes best in."""
     if name not in DTYPES:
         raise ConfigError(f"dtype={name!r} must be one of {', '.join(DTYPES)}")
     if name != "auto":
         return getattr(torch, name)
-    if device.type == "cpu":
-        return torch.float32
-    stored = getattr(torch, config.dtype)
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    return torch.float16 if stored == torch.bfloat16 and old else stored
+    if device.type != "cpu" and config.dtype == "float16":
+        return torch.float16
+    return getattr(torch, hardware.auto_dtype(device.type))
 
 
 def _load_draft(
@@ -116,7 +114,9 @@ def _bytes_per_block(model: Decoder, block_size: int) -> int:
 
 def _runner(model: Decoder, num_blocks: int, block_size: int) -> ModelRunner:
     weight = model.embed_tokens.weight
-    return ModelRunner(model, PagedKVCache(model.config, num_blocks, block_size, weight.dtype, weight.device), block_size)
+    return ModelRunner(
+        model, PagedKVCache(model.config, num_blocks, block_size, weight.dtype, weight.device), block_size
+    )
 
 
 def _drafter(
@@ -139,7 +139,7 @@ def _num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
         free, total = torch.cuda.mem_get_info(device)
         budget = int(free - (1 - config.gpu_memory_utilization) * total)
     elif budget is None:
-        budget = min(CPU_CACHE_BYTES, psutil.virtual_memory().available // 8)
+        budget = min(CPU_CACHE_BYTES, hardware.memory().free // 8)
     most = config.max_num_seqs * -(-max_model_len // config.block_size)
     num_blocks = min(most, budget // bytes_per_block)
     if num_blocks < 1:

@@ -119,9 +119,7 @@ class Engine:
         ran = time.perf_counter()
         advanced = [self._commit(item, drafts[i], verdicts[i]) for i, item in enumerate(scheduled)]
         finished = time.perf_counter()
-        self.emit(
-            StepFinished(self.num_steps, finished - began, drafted - began, ran - drafted, self.pool.num_free)
-        )
+        self.emit(StepFinished(self.num_steps, finished - began, drafted - began, ran - drafted, self.pool.num_free))
         return [request for request in advanced if request is not None]
 
     def _propose(self, scheduled: Sequence[Scheduled]) -> list[Draft]:
@@ -158,9 +156,7 @@ class Engine:
         self._refuse_non_finite(logits, segments, scheduled)
         return list(logits.split([segment.num_logits for segment in segments]))
 
-    def _refuse_non_finite(
-        self, logits: Tensor, segments: Sequence[Segment], scheduled: Sequence[Scheduled]
-    ) -> None:
+    def _refuse_non_finite(self, logits: Tensor, segments: Sequence[Segment], scheduled: Sequence[Scheduled]) -> None:
         if bool(torch.isfinite(logits.sum())):
             return
         for item, rows in zip(scheduled, logits.split([s.num_logits for s in segments]), strict=True):

@@ -82,7 +82,7 @@ class Request:
     @property
     def cumulative_logprob(self) -> float:
         """Sum of the log-probabilities of the output, as far as they were asked for."""
-        chosen = zip(self.logprobs, self.output_token_ids)
+        chosen = zip(self.logprobs, self.output_token_ids, strict=False)
         return sum(row[token].logprob for row, token in chosen)
 
     @property

@@ -152,7 +152,9 @@ def test_prompt_logprobs_do_not_depend_on_chunks(tiny: TinyPair) -> None:
 
 def test_penalties_see_the_drafts_before_them(tiny: TinyPair) -> None:
     """Greedy with a repetition penalty: drafts change the penalty of the tokens after them, so this must be exact."""
-    params = SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.5, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.5, ignore_eos=True
+    )
     config = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 4}
     plain, drafted = LLM(str(tiny.target)), LLM(str(tiny.target), speculative_config=config)
     expected = [o.outputs[0].token_ids for o in plain.generate(PROMPTS, params, use_tqdm=False)]

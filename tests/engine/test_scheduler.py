@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from minillm import LLM, SamplingParams
-from minillm.trace import BlocksAllocated, DraftProposed, RequestAdded, RequestPreempted, StepRan, TokensCommitted, Trace
+from minillm.trace import (
+    BlocksAllocated,
+    DraftProposed,
+    RequestAdded,
+    RequestPreempted,
+    StepRan,
+    TokensCommitted,
+    Trace,
+)
 from tests.conftest import TinyPair
 
 

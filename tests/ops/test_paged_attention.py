@@ -34,7 +34,7 @@ def random_step(seed: int, block_size: int, heads: tuple[int, int], dim: int, qu
     tables = [[order.pop() for _ in range(count)] for count in blocks]
     keys, values = (torch.full(((sum(blocks) + 3) * block_size, heads[1], dim), 1e4) for _ in range(2))
     dense = []
-    for table, n in zip(tables, seq_lens):
+    for table, n in zip(tables, seq_lens, strict=False):
         k, v = torch.randn(n, heads[1], dim), torch.randn(n, heads[1], dim)
         slots = torch.tensor([table[i // block_size] * block_size + i % block_size for i in range(n)])
         keys[slots], values[slots] = k, v
@@ -103,7 +103,7 @@ def test_blocks_in_a_row_are_read_in_place_with_the_same_result() -> None:
 
 
 def test_stale_rows_after_a_roll_back_are_never_seen() -> None:
-    q, keys, values, batch, dense = random_step(5, 4, (2, 1), 16, [1, 2])
+    q, keys, values, batch, _dense = random_step(5, 4, (2, 1), 16, [1, 2])
     before = op.paged_attention(q, keys, values, batch)
     last = batch.block_tables[0, (batch.seq_lens[0] - 1) // 4] * 4 + (batch.seq_lens[0] - 1) % 4
     if (batch.seq_lens[0]) % 4:

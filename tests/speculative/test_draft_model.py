@@ -62,7 +62,9 @@ def test_rolled_back_blocks_return_to_the_pool_at_once(tiny: TinyPair) -> None:
     with llm.trace() as trace:
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     freed = sum(len(e.block_ids) for e in trace.of(BlocksFreed) if e.reason == "rolled_back")
-    rejected = sum(e.num_drafts - e.num_accepted - 1 for e in trace.of(TokensCommitted) if e.num_drafts > e.num_accepted)
+    rejected = sum(
+        e.num_drafts - e.num_accepted - 1 for e in trace.of(TokensCommitted) if e.num_drafts > e.num_accepted
+    )
     assert freed == rejected > 0
 
 
@@ -99,7 +101,10 @@ def test_sampled_text_through_the_engine_follows_the_target(tiny: TinyPair) -> N
     counts = []
     for speculative in (None, config(tiny.draft, 3)):
         llm = LLM(str(tiny.target), max_num_seqs=256, speculative_config=speculative)
-        params = [SamplingParams(seed=i + 10_000 * bool(speculative), max_tokens=4, ignore_eos=True, top_k=3) for i in range(3000)]
+        params = [
+            SamplingParams(seed=i + 10_000 * bool(speculative), max_tokens=4, ignore_eos=True, top_k=3)
+            for i in range(3000)
+        ]
         outputs = llm.generate([PROMPTS[0]] * 3000, params, use_tqdm=False)
         counts.append([tuple(o.outputs[0].token_ids[1:3]) for o in outputs])
     pairs = sorted(set(counts[0] + counts[1]), key=(counts[0] + counts[1]).count, reverse=True)[:12]
