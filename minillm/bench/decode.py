@@ -63,6 +63,7 @@ def _transformers(model: str) -> Callable[[], list[list[int]]]:
     from minillm.models.loading import resolve
 
     peer = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32).eval()
+    peer.generation_config.eos_token_id = None  # end of text is a token like any other: all run to the full length
     prompts = [torch.tensor([ids]) for ids in _prompts(model)]
 
     @torch.inference_mode()
@@ -74,7 +75,6 @@ def _transformers(model: str) -> Callable[[], list[list[int]]]:
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 max_new_tokens=NEW_TOKENS,
-                min_new_tokens=NEW_TOKENS,
                 pad_token_id=0,
             )
             out.append(tokens[0, ids.shape[1] :].tolist())
@@ -89,7 +89,7 @@ def _minillm(model: str, draft: str | None) -> tuple[Callable[[], list[list[int]
     speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": NUM_DRAFTS} if draft else None
     llm = LLM(model, dtype="float32", device="cpu", speculative_config=speculative)
     prompts = [{"prompt_token_ids": ids} for ids in _prompts(model)]
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     last: dict[str, Any] = {}
 
     def run_once() -> list[list[int]]:

@@ -72,14 +72,16 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:
-    """`auto`: float32 on a CPU; on a GPU float16 if the checkpoint is, else what the GPU computes best in."""
+    """`auto`: float32 on a CPU; on a GPU the checkpoint's own dtype, float16 where the GPU lacks bfloat16."""
     if name not in DTYPES:
         raise ConfigError(f"dtype={name!r} must be one of {', '.join(DTYPES)}")
     if name != "auto":
         return getattr(torch, name)
-    if device.type != "cpu" and config.dtype == "float16":
-        return torch.float16
-    return getattr(torch, hardware.auto_dtype(device.type))
+    if device.type == "cpu":
+        return torch.float32
+    stored = getattr(torch, config.dtype)
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.float16 if stored == torch.bfloat16 and old else stored
 
 
 def _load_draft(

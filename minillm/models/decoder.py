@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from minillm.models.config import ModelConfig
 from minillm.models.layers import MLP, RMSNorm
 from minillm.models.rope import RotaryEmbedding, rotate
+from minillm.ops.linear import Linear
 
 
 class Attention(Protocol):
@@ -34,10 +35,10 @@ class DecoderLayer(nn.Module):
         self.num_qk_heads = config.num_heads + config.num_kv_heads
         self.rotates = config.rotates(layer)
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.qkv_proj = nn.Linear(config.hidden_size, config.q_size + 2 * config.kv_size, bias=config.qkv_bias)
+        self.qkv_proj = Linear(config.hidden_size, config.q_size + 2 * config.kv_size, bias=config.qkv_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.o_proj = nn.Linear(config.q_size, config.hidden_size, bias=config.o_bias)
+        self.o_proj = Linear(config.q_size, config.hidden_size, bias=config.o_bias)
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
@@ -69,7 +70,7 @@ class Decoder(nn.Module):
         self.rope = RotaryEmbedding(config)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:

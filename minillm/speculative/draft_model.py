@@ -31,6 +31,8 @@ class DraftModelDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
+        # Without chance the draft is one-hot: its likeliest token needs no distribution to be judged by.
+        likeliest = self.greedy or all(_is_plain_greedy(r) for r in requests)
         tokens: list[list[int]] = [[] for _ in requests]
         probs: list[list[Tensor]] = [[] for _ in requests]
         logits = self._catch_up(requests)
@@ -39,13 +41,17 @@ class DraftModelDrafter(Drafter):
             if step:
                 active = [i for i in active if step < num_drafts[i]]
                 logits = self.runner.run([self._segment(requests[i], tokens[i]) for i in active])
-            drawn = self._choose(logits, [(requests[i], tokens[i]) for i in active])
-            for i, (token, row) in zip(active, drawn, strict=True):
+            if likeliest:
+                for i, token in zip(active, logits.argmax(-1).tolist(), strict=True):
+                    tokens[i].append(token)
+                continue
+            drawn, rows = _draw(logits, [(requests[i], tokens[i]) for i in active])
+            for i, token, row in zip(active, drawn, rows, strict=True):
                 tokens[i].append(token)
                 probs[i].append(row)
         for request, drafted in zip(requests, tokens, strict=True):
             request.num_draft_computed_tokens = request.num_tokens + len(drafted) - 1
-        return [Draft(t, None if self.greedy else torch.stack(p)) for t, p in zip(tokens, probs, strict=True)]
+        return [Draft(t, torch.stack(p) if p else None) for t, p in zip(tokens, probs, strict=True)]
 
     def _catch_up(self, requests: Sequence[Request]) -> Tensor:
         """Feed every committed token the draft has not seen, in chunks of the step budget; logits of the last ones."""
@@ -70,11 +76,15 @@ class DraftModelDrafter(Drafter):
     def _segment(request: Request, drafted: list[int]) -> Segment:
         return Segment(drafted[-1:], request.num_tokens + len(drafted) - 1, request.block_table)
 
-    def _choose(self, logits: Tensor, states: list[tuple[Request, list[int]]]) -> list[tuple[int, Tensor]]:
-        """The next guess of each request that has drafted so much, and the distribution it was drawn from."""
-        if self.greedy:
-            return list(zip(logits.argmax(-1).tolist(), logits, strict=True))
-        probs = probs_from_logits(logits, [request.sampling_row(drafted) for request, drafted in states])
-        uniforms = [uniform(r.seed, r.num_tokens + len(drafted), Draw.DRAFT) for r, drafted in states]
-        drawn = sample(probs, torch.tensor(uniforms, device=probs.device))
-        return list(zip(drawn.tolist(), probs, strict=True))
+
+def _is_plain_greedy(request: Request) -> bool:
+    """Whether the request takes the likeliest token, and nothing bends which one that is."""
+    params = request.params
+    return params.is_greedy and not params.has_penalties and request.num_output_tokens >= params.min_tokens
+
+
+def _draw(logits: Tensor, states: list[tuple[Request, list[int]]]) -> tuple[list[int], Tensor]:
+    """The next guess of each request that has drafted so much, and the distributions they were drawn from."""
+    probs = probs_from_logits(logits, [request.sampling_row(drafted) for request, drafted in states])
+    uniforms = [uniform(r.seed, r.num_tokens + len(drafted), Draw.DRAFT) for r, drafted in states]
+    return sample(probs, torch.tensor(uniforms, device=probs.device)).tolist(), probs
