@@ -157,7 +157,7 @@ class Engine:
         return list(logits.split([segment.num_logits for segment in segments]))
 
     def _refuse_non_finite(self, logits: Tensor, segments: Sequence[Segment], scheduled: Sequence[Scheduled]) -> None:
-        if bool(torch.isfinite(logits.sum())):
+        if bool(torch.isfinite(logits.sum(dtype=torch.float32))):
             return
         for item, rows in zip(scheduled, logits.split([s.num_logits for s in segments]), strict=True):
             if not bool(torch.isfinite(rows).all()):

@@ -38,7 +38,7 @@ def test_cache_filled_in_pieces_gives_the_same_hidden_states():
             cache.length = start
             hidden = model(tokens[:, start:end].flatten(), torch.arange(start, end).repeat(2), cache)
             found.append(model.logits(hidden).view(2, end - start, -1))
-        torch.testing.assert_close(torch.cat(found, 1).flatten(0, 1), dense_logits(model, tokens))
+        torch.testing.assert_close(torch.cat(found, 1).flatten(0, 1), dense_logits(model, tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_samples_follow_the_softmax():
