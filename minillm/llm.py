@@ -29,6 +29,8 @@ class LLM:
 
     `model` is a bundled name (`"minicoder"`), a local Hugging Face folder, or a hub id. Every option has vLLM's name
     and meaning; an option that minillm does not have is refused, never ignored. Raises subclasses of `ValueError`.
+    `enforce_eager=False` allows faster ways of running a step than plain PyTorch; this version has none, so both
+    values give the same.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         enable_prefix_caching: bool = False,
         enable_chunked_prefill: bool = True,
-        enforce_eager: bool = True,
+        enforce_eager: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
@@ -57,7 +59,8 @@ class LLM:
         _refuse("quantization", quantization, None)
         _refuse("kv_cache_dtype", kv_cache_dtype, "auto")
         _refuse("enable_prefix_caching", enable_prefix_caching, False)
-        _refuse("enforce_eager", enforce_eager, True)
+        if not isinstance(enforce_eager, bool):
+            raise ConfigError(f"enforce_eager={enforce_eager!r} must be True or False")
         config = EngineConfig(
             block_size=block_size,
             num_kv_blocks=num_kv_blocks,

@@ -116,18 +116,23 @@ def save(outcome: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
 
 
+REPORT_PEAK = """
+import pathlib, sys
+status = pathlib.Path("/proc/self/status")
+if status.exists():
+    print(int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024)
+else:
+    import resource
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+"""On Linux `ru_maxrss` would not do: a process inherits it from the one that started it."""
+
+
 def peak_memory_of(code: str) -> int | None:
     """Peak resident bytes of a fresh Python process that runs `code`; None where the system does not tell."""
-    try:
-        import resource  # noqa: F401  (absent on Windows)
-    except ImportError:
-        return None
-    report = "import resource, sys; r = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; print(r)"
-    done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return int(done.stdout.split()[-1]) * unit
+    command = [sys.executable, "-c", code + REPORT_PEAK]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return int(done.stdout.split()[-1]) if done.returncode == 0 else None
 
 
 def _version(library: str) -> str | None:

@@ -88,6 +88,7 @@ def test_a_bad_prompt_is_refused_before_any_compute_and_others_go_on(
         ({"tensor_parallel_size": 4}, UnknownOptionError, "tensor_parallel_size"),
         ({"kv_cache_dtype": "fp8"}, UnsupportedError, "fp8"),
         ({"quantization": "awq"}, UnsupportedError, "awq"),
+        ({"enforce_eager": "yes"}, ConfigError, "enforce_eager='yes'"),
         ({"enable_prefix_caching": True}, UnsupportedError, "enable_prefix_caching"),
         ({"speculative_config": {"method": "draft_model"}}, ConfigError, "needs 'model'"),
         ({"speculative_config": {"method": "medusa", "model": "x"}}, UnsupportedError, "medusa"),

@@ -1,0 +1,76 @@
+"""The harness divides the right numbers, in turn, and tells when outputs differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minillm.bench import harness
+from minillm.bench.harness import System, compare, result, save
+
+
+class Clock:
+    """A clock that moves when a system says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(harness.time, "perf_counter", clock)
+    return clock
+
+
+def system(clock: Clock, name: str, seconds: list[float], tokens: list[int], order: list[str], baseline: str | None):
+    """Takes `seconds` in turn (the first is the warm-up) and always gives `tokens`."""
+    left = iter(seconds)
+
+    def run() -> list[list[int]]:
+        order.append(name)
+        clock.now += next(left)
+        return [tokens]
+
+    return System(name, run, baseline, lambda: {"note": name})
+
+
+def test_ratios_are_medians_of_neighbouring_pairs(clock: Clock) -> None:
+    order: list[str] = []
+    slow = system(clock, "slow", [99.0, 2.0, 4.0, 9.0], [1, 2], order, None)
+    fast = system(clock, "fast", [99.0, 1.0, 1.0, 3.0], [1, 2], order, "slow")
+    base, row = compare([slow, fast], rounds=3, peak_memory=lambda name: len(name))
+    assert order == ["slow", "fast"] * 4
+    assert (row.ratio, row.ratio_min, row.ratio_max) == (3.0, 2.0, 4.0)
+    assert (base.ratio, base.outputs_equal) == (None, None)
+    assert row.outputs_equal is True and row.p50_ms == 500.0 and row.tokens_per_s == 2.0
+    assert row.config == {"note": "fast"} and row.peak_memory_bytes == 4
+
+
+def test_different_tokens_are_told_and_speed_is_per_token(clock: Clock) -> None:
+    one = system(clock, "one", [1.0, 4.0], [1, 2, 3, 4], [], None)
+    other = system(clock, "other", [1.0, 1.0], [1, 9], [], "one")
+    row = compare([one, other], rounds=1)[1]
+    assert row.outputs_equal is False
+    assert row.ratio == 2.0
+
+
+def test_a_result_names_its_hardware_and_versions(clock: Clock, tmp_path: Path) -> None:
+    rows = compare([system(clock, "one", [1.0, 4.0], [1], [], None)], rounds=1)
+    save(result("decode", {"batch": 1}, rows), tmp_path / "out.json")
+    read = json.loads((tmp_path / "out.json").read_text())
+    assert read["schema"] == 1 and read["name"] == "decode" and read["config"] == {"batch": 1}
+    assert read["hardware"]["cpu"]["name"] and read["versions"]["torch"]
+    assert read["rows"][0]["system"] == "one"
+
+
+def test_peak_memory_is_of_a_process_of_its_own() -> None:
+    little = harness.peak_memory_of("pass")
+    much = harness.peak_memory_of("x = bytearray(80_000_000)")
+    assert little is not None and much is not None and 70e6 < much - little < 100e6
+    assert harness.peak_memory_of("raise SystemExit(3)") is None
