@@ -15,7 +15,8 @@
 # and over: memory pages fill up, a small model guesses ahead, and a large model decides which guesses stay. In this
 # lesson you watch all three on a real model, turn the knobs yourself, and count what they buy.
 #
-# There is nothing to build here. Lessons 1 to 16 take the engine apart; this one shows you what the parts are for.
+# There is nothing to build here. The lessons after this one take the engine apart; this one shows what the parts are
+# for.
 
 # %%
 import os

@@ -10,8 +10,8 @@ from minillm.bench.prompts import held_out_prompts
 
 NEW_TOKENS = 128
 NUM_DRAFTS = 4
-PROMPTS = 3
-ROUNDS = 7
+PROMPTS = 8
+ROUNDS = 5
 
 NAMES = {"transformers fp32": None, "minillm fp32": "transformers fp32", "minillm fp32 + draft": "minillm fp32"}
 """System → its baseline."""

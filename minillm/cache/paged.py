@@ -18,8 +18,8 @@ class PagedKVCache(KVCache):
     ) -> None:
         self.windows = [config.window(layer) for layer in range(config.num_layers)]
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

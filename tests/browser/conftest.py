@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -17,15 +16,16 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
+from minillm.checks import find_chromium
+
 ROOT = Path(__file__).parents[2]
 TOKEN = "minillm"
 START_SECONDS = 90
 
 
-def chromium() -> str:
-    """The browser to use: `CHROME`, else what is installed. Without one these tests fail; they are never skipped."""
-    named = [os.environ.get("CHROME"), "chromium", "chromium-browser", "google-chrome", "chrome"]
-    found = next((path for name in named if name and (path := shutil.which(name))), None)
+def chromium() -> Path:
+    """The browser to use. Without one these tests fail; they are never skipped."""
+    found = find_chromium()
     if found is None:
         pytest.fail("no Chromium found; install it (Debian: apt-get install chromium) or name one with CHROME=/path")
     return found
