@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minillm import LLM, SamplingParams
 from minillm.demo import PROMPTS
-from minillm.trace import StepRan, TokensCommitted, Trace
+from minillm.trace import RequestFinished, StepFinished, StepRan, TokensCommitted, Trace
 from minillm.viz import AcceptanceStrip, CachePagesView
 
 SPECULATIVE = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4}
@@ -24,13 +24,16 @@ def main() -> None:
 
 
 def telling_step(trace: Trace) -> int:
-    """The last step in which all requests still ran and at least two drafts were rolled back."""
-    step, found = 0, 0
-    running = 0
+    """The last step in which three requests ran, none ended, and at least two drafts were rolled back."""
+    step = running = found = wrong = 0
     for event in trace:
         if isinstance(event, StepRan):
-            step, running = event.step, len(event.work)
-        elif isinstance(event, TokensCommitted) and running == 3 and event.num_drafts - event.num_accepted >= 2:
+            step, running, wrong = event.step, len(event.work), 0
+        elif isinstance(event, TokensCommitted):
+            wrong += event.num_drafts - event.num_accepted
+        elif isinstance(event, RequestFinished):
+            running = 0
+        elif isinstance(event, StepFinished) and running == 3 and wrong >= 2:
             found = step
     return found
 
