@@ -40,7 +40,7 @@ prompts = [
 # %% [markdown]
 # ## Predict
 #
-# You are about to see three requests of some 20 to 40 prompt tokens each, and 48 new tokens for every one of them. A
+# You are about to see three requests of 10 to 30 prompt tokens each, and 48 new tokens for every one of them. A
 # draft model guesses four tokens ahead in every round. Commit yourself before you look:
 #
 # 1. The target model is the expensive one. With four guesses a round, **how many new tokens does each of its forwards
@@ -90,7 +90,7 @@ print(outputs[0].prompt + outputs[0].outputs[0].text)
 # %%
 from IPython.display import SVG, display
 
-from minillm.trace import BlocksFreed, StepRan, StepStarted, TokensCommitted
+from minillm.trace import StepRan, StepStarted, TokensCommitted
 
 pages = CachePagesView(trace)
 first = trace.of(StepStarted)[0].step
@@ -103,22 +103,21 @@ display(SVG(pages.to_svg(step=first)))
 # the engine just lowers one counter.
 
 # %%
-rejected = [e for e in trace.of(TokensCommitted) if e.num_accepted < e.num_drafts - 1]
-steps_of = {}
+step, verdict = 0, None
 for event in trace:
     if isinstance(event, StepRan):
         step = event.step
-    elif isinstance(event, TokensCommitted):
-        steps_of.setdefault(id(event), step)
-display(SVG(pages.to_svg(step=steps_of[id(rejected[0])])))
+    elif isinstance(event, TokensCommitted) and event.num_accepted < event.num_drafts - 1:
+        verdict = event  # the first round with at least two wrong guesses
+        break
+display(SVG(pages.to_svg(step=step)))
 
 # %% [markdown]
 # The same step, from the side of the tokens: everything after the first wrong guess is thrown away, even if it would
 # have been right, because it was a guess about a text that does not exist.
 
 # %%
-strip = AcceptanceStrip(trace, request_id=rejected[0].request_id)
-display(SVG(strip.to_svg(step=steps_of[id(rejected[0])])))
+display(SVG(AcceptanceStrip(trace, request_id=verdict.request_id).to_svg(step=step)))
 
 # %% [markdown]
 # And at the **end** every page is free again: 24 pages in the pool, none in use.
