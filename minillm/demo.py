@@ -19,8 +19,10 @@ PROMPTS = [
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
     "    def __repr__(self):\n        return ",
 ]
-NUM_DRAFTS = 4
+NUM_DRAFTS = 3
 NEW_TOKENS = 64
+MAX_RUNNING = 2
+"""Two requests at a time, so that the others are seen to wait and to take a place as it becomes free."""
 
 
 def run_demo(console: Console | None = None, pause: float = 0.0) -> None:
@@ -31,10 +33,11 @@ def run_demo(console: Console | None = None, pause: float = 0.0) -> None:
     console = console or Console()
     with console.status("loading minicoder and minicoder-draft"):
         engines = {
-            "plain": LLM("minicoder", num_kv_blocks=32),
+            "plain": LLM("minicoder", num_kv_blocks=24, max_num_seqs=MAX_RUNNING),
             f"with a draft, γ = {NUM_DRAFTS}": LLM(
                 "minicoder",
-                num_kv_blocks=32,
+                num_kv_blocks=24,
+                max_num_seqs=MAX_RUNNING,
                 speculative_config={
                     "method": "draft_model",
                     "model": "minicoder-draft",
