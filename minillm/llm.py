@@ -115,6 +115,9 @@ class LLM:
         finally:
             for request_id in left:
                 self.engine.abort(request_id)
+            if left:
+                for requests in groups:
+                    self._metrics.pop(requests[0].request_id.split("-")[0])
             bar.close()
         return [self._output(requests) for requests in groups]
 

@@ -196,6 +196,7 @@ def test_an_interrupt_at_any_line_leaves_a_clean_engine(tiny: TinyPair, speculat
             pass
         fired += interrupt.fired
         settled(llm)
+        assert not llm._metrics.requests
     assert fired > 60
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
 

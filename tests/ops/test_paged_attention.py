@@ -93,22 +93,27 @@ def test_blocks_in_a_row_are_read_in_place_with_the_same_result() -> None:
 
     in_row, batch = run([2, 3, 4])
     assert isinstance(batch.plans[None].few.slots, slice)
-    moved = keys.clone(), values.clone()
     for source in (keys, values):
         source[40:48], source[32:40] = source[32:40].clone(), source[40:48].clone()
     scattered, batch = run([2, 3, 5])
     assert not isinstance(batch.plans[None].few.slots, slice)
-    keys.copy_(moved[0]), values.copy_(moved[1])
     assert torch.equal(in_row, scattered)
 
 
 def test_stale_rows_after_a_roll_back_are_never_seen() -> None:
-    q, keys, values, batch, _dense = random_step(5, 4, (2, 1), 16, [1, 2])
-    before = op.paged_attention(q, keys, values, batch)
-    last = batch.block_tables[0, (batch.seq_lens[0] - 1) // 4] * 4 + (batch.seq_lens[0] - 1) % 4
-    if (batch.seq_lens[0]) % 4:
-        keys[last + 1], values[last + 1] = 1e9, 1e9
-    assert torch.equal(before, op.paged_attention(q, keys, values, batch))
+    """Rows beyond a request's length are rejected drafts: whatever they hold must not reach the result."""
+    torch.manual_seed(0)
+    keys, values, q = torch.randn(16, 1, 16), torch.randn(16, 1, 16), torch.randn(3, 2, 16)
+
+    def run() -> Tensor:
+        return op.paged_attention(q, keys, values, Batch(q, q, q, torch.tensor([[2, 0], [1, 1]]), [0, 1, 3], [6, 3], 4))
+
+    before = run()
+    for stale in (2, 3, 7):  # block 0 holds two tokens of the first request, block 1 three of the second
+        keys[stale], values[stale] = float("nan"), float("nan")
+    assert torch.equal(before, run())
+    keys[1] = float("nan")  # a row that is in use
+    assert not torch.equal(before, run())
 
 
 def test_a_plan_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
