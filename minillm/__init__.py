@@ -9,14 +9,17 @@ from minillm.doctor import doctor
 
 if TYPE_CHECKING:
     from minillm.llm import LLM
+    from minillm.llm_engine import EngineArgs, LLMEngine
     from minillm.outputs import CompletionOutput, RequestOutput
     from minillm.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "doctor"]
+__all__ = ["LLM", "LLMEngine", "EngineArgs", "CompletionOutput", "RequestOutput", "SamplingParams", "doctor"]
 
 _HOMES = {
     "LLM": "minillm.llm",
+    "LLMEngine": "minillm.llm_engine",
+    "EngineArgs": "minillm.llm_engine",
     "CompletionOutput": "minillm.outputs",
     "RequestOutput": "minillm.outputs",
     "SamplingParams": "minillm.sampling",

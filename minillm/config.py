@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
 
+POLICIES = ("fcfs", "priority")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -15,8 +16,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 class EngineConfig:
     """How the engine batches, and how much it keeps in its cache."""
 
-    block_size: int = 16
-    """Tokens per cache block."""
+    block_size: int | None = None
+    """Tokens per cache block; None: 16, or whatever the cache layout needs."""
     num_kv_blocks: int | None = None
     """Size of the pool in blocks; None: from `kv_cache_memory_bytes`, or what the device has to spare."""
     kv_cache_memory_bytes: int | None = None
@@ -28,11 +29,20 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Most tokens that go through the model in one step."""
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool | None = None
+    """Keep full blocks of finished requests and share them by content; None: wherever the cache layout can."""
+    long_prefill_token_threshold: int = 0
+    """Most prompt tokens that one request may compute in a step, so that others get in beside it; 0: no such limit."""
+    scheduling_policy: str = "fcfs"
+    """`fcfs`: first come, first served; `priority`: lower `priority` first, then order of arrival."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("num_kv_blocks", "kv_cache_memory_bytes", "max_model_len"):
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        if self.scheduling_policy not in POLICIES:
+            raise ConfigError(f"scheduling_policy={self.scheduling_policy!r} must be one of {', '.join(POLICIES)}")
+        for name in ("block_size", "num_kv_blocks", "kv_cache_memory_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
@@ -59,6 +69,30 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens}; raise it or enable chunked prefill"
             )
         return length
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How keys and values are kept: `kv_cache_dtype` and `kv_cache_config`. The second is minillm's own."""
+
+    layout: str | type = "paged"
+    """A name of `minillm.cache.layouts.LAYOUTS`, or a `KVCache` class."""
+    dtype: str = "auto"
+    """`auto`: the model's; `int8` or `int4`: quantised."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the layout's class is built with besides."""
+
+    @property
+    def name(self) -> str:
+        """The layout in a word or two, such as `paged` or `paged int8`."""
+        layout = self.layout.__name__ if isinstance(self.layout, type) else self.layout
+        return layout if self.dtype == "auto" else f"{layout} {self.dtype}"
+
+    @classmethod
+    def from_options(cls, kv_cache_dtype: str, kv_cache_config: Mapping[str, Any] | None) -> CacheConfig:
+        """Read the two options of `LLM`: `{"layout": "sinks", "window": 252}` names a layout, the rest is its own."""
+        options = dict(kv_cache_config or {})
+        return cls(options.pop("layout", "paged"), kv_cache_dtype, options)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from minillm.trace import BlocksAllocated, BlocksFreed, Event, RequestAdded, RequestPreempted, StepRan, TokensCommitted
+from minillm.trace import (
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksShared,
+    Event,
+    RequestAdded,
+    RequestPreempted,
+    StepRan,
+    TokensCommitted,
+)
 
 
 @dataclass
@@ -24,6 +33,8 @@ class RequestMetrics:
     num_drafts: int = 0
     num_accepted: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values the prefix cache had at the first attempt; forks do not count."""
     num_blocks: int = 0
     peak_blocks: int = 0
 
@@ -56,7 +67,7 @@ class RequestMetrics:
 
 
 class MetricsWatcher:
-    """Keeps `RequestMetrics` up to date. The completions of one prompt (`7-0`, `7-1`) are counted together (`7`)."""
+    """Keeps `RequestMetrics` up to date. The completions of one prompt (`7#0`, `7#1`) are counted together (`7`)."""
 
     def __init__(self) -> None:
         self.requests: dict[str, RequestMetrics] = {}
@@ -66,15 +77,15 @@ class MetricsWatcher:
         now = time.perf_counter()
         match event:
             case RequestAdded():
-                self.requests.setdefault(_group(event.request_id), RequestMetrics(arrival_time=now))
+                self.requests.setdefault(group_of(event.request_id), RequestMetrics(arrival_time=now))
             case StepRan():
                 for work in event.work:
-                    metrics = self.requests[_group(work.request_id)]
+                    metrics = self.requests[group_of(work.request_id)]
                     metrics.num_target_forwards += 1
                     if metrics.first_scheduled_time is None:
                         metrics.first_scheduled_time = now
             case TokensCommitted():
-                metrics = self.requests[_group(event.request_id)]
+                metrics = self.requests[group_of(event.request_id)]
                 metrics.num_output_tokens += len(event.token_ids)
                 metrics.num_decode_forwards += 1
                 metrics.num_drafts += event.num_drafts
@@ -83,18 +94,25 @@ class MetricsWatcher:
                 if metrics.first_token_time is None:
                     metrics.first_token_time = now
             case BlocksAllocated():
-                metrics = self.requests[_group(event.request_id)]
+                metrics = self.requests[group_of(event.request_id)]
                 metrics.num_blocks += len(event.block_ids)
                 metrics.peak_blocks = max(metrics.peak_blocks, metrics.num_blocks)
+            case BlocksShared():
+                metrics = self.requests[group_of(event.request_id)]
+                metrics.num_blocks += len(event.block_ids)
+                metrics.peak_blocks = max(metrics.peak_blocks, metrics.num_blocks)
+                if event.source == "prefix" and metrics.first_scheduled_time is None:
+                    metrics.num_cached_tokens = max(metrics.num_cached_tokens, event.num_tokens)
             case BlocksFreed():
-                self.requests[_group(event.request_id)].num_blocks -= len(event.block_ids)
+                self.requests[group_of(event.request_id)].num_blocks -= len(event.block_ids)
             case RequestPreempted():
-                self.requests[_group(event.request_id)].num_preemptions += 1
+                self.requests[group_of(event.request_id)].num_preemptions += 1
 
     def pop(self, request_id: str) -> RequestMetrics:
         """The figures of a finished request, forgotten here from now on."""
         return self.requests.pop(request_id, None) or RequestMetrics()
 
 
-def _group(request_id: str) -> str:
-    return request_id.split("-", 1)[0]
+def group_of(request_id: str) -> str:
+    """The id of the prompt that a request completes: completion `7#1` belongs to prompt `7`."""
+    return request_id.split("#", 1)[0]

@@ -1,21 +1,21 @@
 """What the engine did, as typed events. Metrics, pictures, benchmarks and tests read these; the engine reads none.
 
-The order within one step is: `StepStarted`, then any `RequestPreempted` / `BlocksFreed` / `BlocksAllocated` of
-scheduling, `DraftProposed`, `StepRan`, `TokensCommitted`, `BlocksFreed` of roll-backs and finished requests,
-`RequestFinished`, and at last `StepFinished`.
+The order within one step is: `StepStarted`; then of scheduling any `RequestPreempted`, `BlocksFreed`, `BlocksShared`,
+`BlocksEvicted`, `BlocksAllocated`, `BlockCopied` and `BlocksCached`; `DraftProposed`; `StepRan`; `TokensCommitted`,
+`BlocksFreed` of roll-backs and finished requests, `RequestFinished`; and at last `StepFinished`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from minillm.errors import TraceError
 
-SCHEMA = 1
+SCHEMA = 2
 WorkKind = Literal["prefill", "decode", "verify"]
 TokenOrigin = Literal["sampled", "accepted", "recovered", "bonus"]
 
@@ -45,6 +45,11 @@ class EngineStarted(Event):
     bytes_per_block: int
     """Bytes of one block over all layers, keys and values, the draft's pool included."""
     num_speculative_tokens: int
+    cache_layout: str = "paged"
+    """Name of the cache layout. If it keeps whole sequences, a block is a request's place, `block_size` the context."""
+    prefix_caching: bool = False
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class RequestAdded(Event):
     prompt: str
     """The prompt as text; decoded from the ids if it was given as ids."""
     prompt_token_ids: list[int]
+    priority: int = 0
+    """Lower runs first, if the engine schedules by priority."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +82,49 @@ class BlocksAllocated(Event):
 
 
 @dataclass(frozen=True)
+class BlocksShared(Event):
+    """`block_ids`, filled before by others, were appended to the request's empty block table; it is one more owner.
+
+    Its first `num_tokens` tokens need not be computed again. A `prefix` was found in the prefix cache; a `fork` took
+    the blocks of another completion of the same prompt, the last of them perhaps filled in part.
+    """
+
+    request_id: str
+    block_ids: list[int]
+    num_tokens: int
+    source: Literal["prefix", "fork"]
+
+
+@dataclass(frozen=True)
+class BlockCopied(Event):
+    """Copy on write: `target` took the place of `source` in the request's block table, with the same contents.
+
+    The request is the only owner of `target` (which no `BlocksAllocated` announced) and owns `source` no more.
+    """
+
+    request_id: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class BlocksCached(Event):
+    """These full blocks of the request can be found by their contents from now on; they keep them when freed."""
+
+    request_id: str
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class BlocksEvicted(Event):
+    """These blocks without owners can no longer be found by their contents: they are needed for something else."""
+
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
 class BlocksFreed(Event):
-    """`block_ids` left the tail of the request's block table."""
+    """`block_ids` left the tail of the request's block table. Cached ones keep their contents until evicted."""
 
     request_id: str
     block_ids: list[int]
@@ -210,7 +258,7 @@ def _parse(line: str, number: int, path: str | Path) -> Event:
         kind = Event.kinds[values.pop("event")]
         if kind is StepRan:
             values["work"] = [Work(**work) for work in values["work"]]
-        missing = {f.name for f in fields(kind)} - values.keys()
+        missing = {f.name for f in fields(kind) if f.default is MISSING} - values.keys()
         if missing:
             raise KeyError(", ".join(sorted(missing)))
         return kind(**values)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.errors import TraceError
-from minillm.trace import EngineStarted, Event, StepRan, TokensCommitted, Trace, Work
+from minillm.trace import SCHEMA, EngineStarted, Event, StepRan, TokensCommitted, Trace, Work
 from tests.conftest import TinyPair
+
+HEADER = json.dumps({"schema": SCHEMA})
 
 
 @pytest.fixture(scope="module")
 def recorded(tiny: TinyPair) -> Trace:
-    """A real run: drafts, several requests, a pool that runs dry."""
+    """A real run: drafts, shared prefixes, a fork, a pool that runs dry."""
     draft = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3}
     llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=12, speculative_config=draft)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True)
     with llm.trace() as trace:
-        llm.generate(
-            ["def add(", "for line", "import os"], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        )
+        llm.generate(["def add(", "for line", "import os"], [params, replace(params, n=2), params], use_tqdm=False)
     return trace
 
 
@@ -41,11 +43,17 @@ def test_a_trace_tells_the_whole_story(recorded: Trace) -> None:
         match type(event).__name__:
             case "BlocksAllocated":
                 held.setdefault(event.request_id, []).extend(event.block_ids)
+            case "BlocksShared":
+                assert not held.get(event.request_id)
+                held[event.request_id] = list(event.block_ids)
+            case "BlockCopied":
+                table = held[event.request_id]
+                table[table.index(event.source)] = event.target
             case "BlocksFreed":
                 assert held[event.request_id][-len(event.block_ids) :] == event.block_ids
                 del held[event.request_id][-len(event.block_ids) :]
     assert not any(held.values())
-    for request_id in "012":
+    for request_id in ("0", "1#0", "1#1", "2"):
         committed = [e for e in recorded.of(TokensCommitted) if e.request_id == request_id]
         assert sum(len(e.token_ids) for e in committed) == 20
         for event in committed:
@@ -66,11 +74,11 @@ def test_watchers_hear_every_event() -> None:
         ([], "line 1 must hold the schema"),
         (["{}"], "line 1 must hold the schema"),
         (['{"schema": 99}'], "schema 99"),
-        (['{"schema": 1}', "not json"], "line 2"),
-        (['{"schema": 1}', '{"event": "NoSuchEvent"}'], "line 2"),
-        (['{"schema": 1}', '{"event": "StepStarted", "step": 1}'], "line 2.*num_running"),
+        ([HEADER, "not json"], "line 2"),
+        ([HEADER, '{"event": "NoSuchEvent"}'], "line 2"),
+        ([HEADER, '{"event": "StepStarted", "step": 1}'], "line 2.*num_running"),
         (
-            ['{"schema": 1}', '{"event": "StepStarted", "step": 1, "num_running": 1, "num_waiting": 0, "x": 1}'],
+            [HEADER, '{"event": "StepStarted", "step": 1, "num_running": 1, "num_waiting": 0, "x": 1}'],
             "line 2",
         ),
     ],
@@ -84,5 +92,5 @@ def test_damaged_traces_are_refused(tmp_path: Path, lines: list[str], complaint:
 def test_every_line_is_json_with_its_kind(recorded: Trace, tmp_path: Path) -> None:
     recorded.save(tmp_path / "run.jsonl")
     header, *lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert json.loads(header) == {"schema": 1}
+    assert json.loads(header) == {"schema": SCHEMA}
     assert [json.loads(line)["event"] for line in lines] == [type(event).__name__ for event in recorded]

@@ -1,4 +1,8 @@
-"""The held-out prompts that ship with minillm."""
+"""The held-out prompts that ship with minillm, and which of them are for what.
+
+Whatever is fitted to text (quantisation, sparse attention, codebooks) is fitted on `calibration_prompts` and judged on
+`evaluation_prompts`. No source file is in both. Benchmarks of speed, which fit nothing, may use all of them.
+"""
 
 from __future__ import annotations
 
@@ -25,3 +29,19 @@ def held_out_prompts(count: int | None = None) -> list[HeldOutPrompt]:
     if count is not None and not 1 <= count <= len(rows):
         raise ConfigError(f"{count} held-out prompts were asked for; there are 1 to {len(rows)}")
     return rows[:count]
+
+
+def calibration_prompts() -> list[HeldOutPrompt]:
+    """The 69 prompts that may be fitted to: those of every other source file, in order of first appearance."""
+    return _of_files(0)
+
+
+def evaluation_prompts() -> list[HeldOutPrompt]:
+    """The 59 prompts that quality is measured on: those of the other source files."""
+    return _of_files(1)
+
+
+def _of_files(first: int) -> list[HeldOutPrompt]:
+    prompts = held_out_prompts()
+    chosen = set(list(dict.fromkeys(prompt.source for prompt in prompts))[first::2])
+    return [prompt for prompt in prompts if prompt.source in chosen]

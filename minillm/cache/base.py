@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from minillm.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,38 @@ class Batch:
 
 
 class KVCache(ABC):
-    """A layout of keys and values. It owns attention, so the model never knows how they are kept."""
+    """A layout of keys and values. It owns attention, so the model never knows how they are kept.
 
-    supports_rollback: bool = True
-    """Whether tokens written last can be taken back by lowering a counter."""
-    supports_prefix_sharing: bool = True
+    A layout is built as `Layout(config, num_blocks, block_size, dtype, device, **options)`; its options are its
+    keyword-only parameters, and what `kv_cache_config` names beside `layout` goes there. It raises `ConfigError` for
+    an option that makes no sense.
+    """
+
+    whole_sequences: ClassVar[bool] = False
+    """Whether a block is one whole request, as long as the engine's context. The block table of a request then has one
+    entry, which names the request's place; how many rows that place really has is the layout's own business."""
+    supports_prefix_sharing: ClassVar[bool] = True
     """Whether two requests may read the same block."""
-    max_batch: int | None = None
+    max_batch: ClassVar[int | None] = None
     """Most requests in one step; None: any number."""
+    ops: Mapping[str, Callable[..., Any]] = {}
+    """The operations it calls, by name; `LLM(ops={...})` puts others in their place."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        **options: Any,
+    ) -> None: ...
+
+    @classmethod
+    @abstractmethod
+    def bytes_per_block(cls, config: ModelConfig, block_size: int, dtype: torch.dtype, **options: Any) -> int:
+        """Most bytes that one block needs over all layers: keys, values, and whatever else is kept for them."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
@@ -77,4 +104,19 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes this cache holds, whatever is in it."""
+        """Bytes this cache holds now, scales and whatever else included."""
+
+    @property
+    def max_rollback(self) -> int | None:
+        """Most tokens, counted from the last, that can be taken back by lowering a counter; None: any number."""
+        return None
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, in order, from the first to the second of each pair (copy on write).
+
+        Only layouts that support sharing are asked to.
+        """
+        raise NotImplementedError(f"{type(self).__name__} shares no blocks, so none is ever copied")
+
+    def free(self, block_ids: Sequence[int]) -> None:  # noqa: B027
+        """These blocks have lost their last owner. A layout that allocates as it goes lets go of their memory."""

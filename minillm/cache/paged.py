@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,16 +15,19 @@ from minillm.ops.paged_attention import paged_attention
 class PagedKVCache(KVCache):
     """Keys and values of `num_blocks · block_size` tokens per layer, in the model's dtype."""
 
+    ops = {"paged_attention": paged_attention}  # noqa: RUF012  (replaced, never changed)
+
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.block_size = block_size
         self.windows = [config.window(layer) for layer in range(config.num_layers)]
         shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
 
-    @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    @classmethod
+    def bytes_per_block(cls, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         """2 (keys, values) · layers · block size · KV heads · head size · bytes per number."""
         return 2 * config.num_layers * block_size * config.kv_size * dtype.itemsize
 
@@ -36,4 +41,11 @@ class PagedKVCache(KVCache):
         keys, values = self.keys[layer], self.values[layer]
         keys.index_copy_(0, batch.slot_mapping, k)
         values.index_copy_(0, batch.slot_mapping, v)
-        return paged_attention(q, keys, values, batch, self.windows[layer])
+        return self.ops["paged_attention"](q, keys, values, batch, self.windows[layer])
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `KVCache.copy_blocks`."""
+        for pool in (self.keys, self.values):
+            blocks = pool.unflatten(1, (-1, self.block_size))
+            for source, target in pairs:
+                blocks[:, target] = blocks[:, source]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from minillm import hardware
+from minillm.cache.base import KVCache
 from minillm.cache.block_pool import BlockPool
-from minillm.cache.paged import PagedKVCache
-from minillm.config import DTYPES, EngineConfig, SpeculativeConfig
+from minillm.cache.layouts import find_layout
+from minillm.config import DTYPES, CacheConfig, EngineConfig, SpeculativeConfig
 from minillm.engine.engine import Engine
-from minillm.errors import ConfigError, TokenizerMismatchError
+from minillm.engine.scheduler import Scheduler
+from minillm.errors import ConfigError, TokenizerMismatchError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import load_config, load_model, resolve
@@ -20,6 +24,10 @@ from minillm.speculative.draft_model import DraftModelDrafter
 from minillm.speculative.drafter import Drafter
 from minillm.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from minillm.llm_engine import EngineArgs
+
+DEFAULT_BLOCK_SIZE = 16
 CPU_CACHE_BYTES = 256 * 2**20
 """What a CPU engine gives its cache unless told otherwise, or an eighth of the free memory if that is less."""
 
@@ -29,33 +37,86 @@ class Assembly:
     """A ready engine and what its makers knew."""
 
     engine: Engine
+    config: EngineConfig
+    """With everything decided that was left open."""
     max_model_len: int
     bytes_per_block: int
     """Keys and values of one block over all layers, the draft's pool included."""
 
 
 def assemble(
-    model: str, dtype: str, device: str, config: EngineConfig, speculative: SpeculativeConfig | None
+    args: EngineArgs, config: EngineConfig, cache: CacheConfig, speculative: SpeculativeConfig | None
 ) -> Assembly:
     """Load what is named and put it together. Nothing heavy happens before the options are checked."""
-    where = choose_device(device)
-    folder = resolve(model)
+    device = choose_device(args.device)
+    layout = find_layout(cache)
+    folder = resolve(args.model)
+    model_config = load_config(folder)
+    max_model_len = config.check_against_context(model_config.max_position_embeddings)
+    config = _settle(config, layout, cache, max_model_len)
     tokenizer = Tokenizer.from_folder(folder)
-    target = load_model(folder, choose_dtype(dtype, where, load_config(folder)), where)
-    max_model_len = config.check_against_context(target.config.max_position_embeddings)
+    target = load_model(folder, choose_dtype(args.dtype, device, model_config), device, args.quantization)
     draft = _load_draft(speculative, tokenizer, target, max_model_len) if speculative else None
 
-    bytes_per_block = sum(_bytes_per_block(m, config.block_size) for m in (target, draft) if m is not None)
-    num_blocks = _num_blocks(config, bytes_per_block, max_model_len, where)
+    models = [m for m in (target, draft) if m is not None]
+    bytes_per_block = sum(
+        layout.bytes_per_block(m.config, config.block_size, m.embed_tokens.weight.dtype, **cache.options)
+        for m in models
+    )
+    num_blocks = _num_blocks(config, bytes_per_block, max_model_len, device)
+    runners = [_runner(m, layout, cache, num_blocks, config.block_size) for m in models]
+    for runner in runners:
+        _use_ops(runner.cache, args.ops or {}, cache)
+        _check_rollback(runner.cache, cache, speculative)
     engine = Engine(
-        _runner(target, num_blocks, config.block_size),
-        BlockPool(num_blocks, config.block_size),
+        runners[0],
+        (args.block_pool_cls or BlockPool)(num_blocks, config.block_size),
         config,
         tokenizer,
-        _drafter(speculative, draft, num_blocks, config),
+        _drafter(speculative, runners[-1], config),
         speculative.num_speculative_tokens if speculative else 0,
+        args.scheduler_cls or Scheduler,
     )
-    return Assembly(engine, max_model_len, bytes_per_block)
+    return Assembly(engine, config, max_model_len, bytes_per_block)
+
+
+def _use_ops(made: KVCache, ops: Mapping[str, Callable[..., Any]], cache: CacheConfig) -> None:
+    """Have the cache call these functions instead of minillm's own. Raises `UnsupportedError` if it calls no such."""
+    for name, function in ops.items():
+        if name not in made.ops:
+            raise UnsupportedError(
+                f"ops has no use for {name!r} with cache layout {cache.name!r}; it could replace: "
+                f"{', '.join(made.ops) or 'nothing'}"
+            )
+        made.ops = {**made.ops, name: function}
+
+
+def _check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeConfig | None) -> None:
+    if speculative is None or made.max_rollback is None:
+        return
+    if made.max_rollback < speculative.num_speculative_tokens:
+        raise UnsupportedError(
+            f"num_speculative_tokens={speculative.num_speculative_tokens} cannot be had with cache layout "
+            f"{cache.name!r}, which can take back {made.max_rollback} tokens; lower it or use layout 'paged'"
+        )
+
+
+def _settle(config: EngineConfig, layout: type[KVCache], cache: CacheConfig, max_model_len: int) -> EngineConfig:
+    """`config` with everything decided that it left to the layout. Raises `UnsupportedError` for what cannot be."""
+    if layout.whole_sequences and config.block_size is not None:
+        raise UnsupportedError(
+            f"block_size={config.block_size} means nothing to cache layout {cache.name!r}, which keeps each request "
+            "in one piece; leave it out"
+        )
+    if config.enable_prefix_caching and not layout.supports_prefix_sharing:
+        raise UnsupportedError(
+            f"enable_prefix_caching=True cannot be had with cache layout {cache.name!r}, whose rows belong to one "
+            "request; leave it out, or use layout 'paged'"
+        )
+    block_size = max_model_len if layout.whole_sequences else config.block_size or DEFAULT_BLOCK_SIZE
+    sharing = layout.supports_prefix_sharing if config.enable_prefix_caching is None else config.enable_prefix_caching
+    max_num_seqs = min(config.max_num_seqs, layout.max_batch or config.max_num_seqs)
+    return replace(config, block_size=block_size, enable_prefix_caching=sharing, max_num_seqs=max_num_seqs)
 
 
 def choose_device(name: str) -> torch.device:
@@ -110,26 +171,19 @@ def _load_draft(
     return draft
 
 
-def _bytes_per_block(model: Decoder, block_size: int) -> int:
-    return PagedKVCache.bytes_per_block(model.config, block_size, model.embed_tokens.weight.dtype)
-
-
-def _runner(model: Decoder, num_blocks: int, block_size: int) -> ModelRunner:
+def _runner(model: Decoder, layout: type[KVCache], cache: CacheConfig, num_blocks: int, block_size: int) -> ModelRunner:
     weight = model.embed_tokens.weight
-    return ModelRunner(
-        model, PagedKVCache(model.config, num_blocks, block_size, weight.dtype, weight.device), block_size
-    )
+    kept = layout(model.config, num_blocks, block_size, weight.dtype, weight.device, **cache.options)
+    return ModelRunner(model, kept, block_size)
 
 
-def _drafter(
-    speculative: SpeculativeConfig | None, draft: Decoder | None, num_blocks: int, config: EngineConfig
-) -> Drafter | None:
+def _drafter(speculative: SpeculativeConfig | None, draft: ModelRunner, config: EngineConfig) -> Drafter | None:
     if speculative is None:
         return None
     if isinstance(speculative.method, type):
         return speculative.method()
     greedy = speculative.draft_sample_method == "greedy"
-    return DraftModelDrafter(_runner(draft, num_blocks, config.block_size), config.max_num_batched_tokens, greedy)
+    return DraftModelDrafter(draft, config.max_num_batched_tokens, greedy, bool(config.enable_prefix_caching))
 
 
 def _num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, device: torch.device) -> int:

@@ -49,12 +49,14 @@ class Engine:
         tokenizer: Tokenizer,
         drafter: Drafter | None = None,
         num_speculative_tokens: int = 0,
+        scheduler_cls: type[Scheduler] = Scheduler,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.pool = pool
-        self.scheduler = Scheduler(pool, config, num_speculative_tokens, self.emit)
+        self.scheduler = scheduler_cls(pool, config, num_speculative_tokens, self.emit, self._copy_blocks)
+        pool.on_free = self._free_blocks
         self.requests: dict[str, Request] = {}
         """Every request that has not ended, in order of arrival."""
         self.listeners: list[Callable[[Event], None]] = []
@@ -64,6 +66,16 @@ class Engine:
         """Tell every listener."""
         for listener in self.listeners:
             listener(event)
+
+    def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.runner.cache.copy_blocks(pairs)
+        if self.drafter is not None:
+            self.drafter.copy_blocks(pairs)
+
+    def _free_blocks(self, block_ids: Sequence[int]) -> None:
+        self.runner.cache.free(block_ids)
+        if self.drafter is not None:
+            self.drafter.free_blocks(block_ids)
 
     @property
     def has_requests(self) -> bool:
@@ -88,7 +100,7 @@ class Engine:
         self.requests[request.request_id] = request
         self.scheduler.add(request)
         prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
-        self.emit(RequestAdded(request.request_id, request.prompt, prompt_token_ids))
+        self.emit(RequestAdded(request.request_id, request.prompt, prompt_token_ids, request.priority))
 
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing; unknown ids are ignored, for it may just have finished."""
@@ -99,6 +111,8 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that gained tokens. If it is interrupted, every request stays whole."""
+        if not self.requests:
+            return []
         try:
             return self._step()
         except BaseException:
@@ -194,7 +208,7 @@ class Engine:
         """Enter the outcome into the request, roll back what was rejected, end the request if it is time."""
         request = item.request
         if verdict is None:
-            request.num_computed_tokens += item.num_tokens
+            request.num_computed_tokens = item.start + item.num_tokens
             return None
         valid = request.num_tokens + verdict.num_accepted
         committed = commit(request, verdict)

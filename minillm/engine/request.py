@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minillm.cache.prefix import extend_names
 from minillm.outputs import Logprob
 from minillm.sampling import SamplingParams, SamplingRow
 from minillm.tokenizer import Detokenizer
@@ -34,6 +35,12 @@ class Request:
     seed: int
     index: int = 0
     """Which of the prompt's `n` completions this is."""
+    priority: int = 0
+    """Lower runs first, if the engine schedules by priority."""
+    cache_salt: str = ""
+    """Only requests with the same salt can share blocks through the prefix cache."""
+    fork_of: Request | None = None
+    """The first completion of the same prompt, whose blocks this one shares as soon as they are filled."""
     stop_ids: frozenset[int] = frozenset()
     """End-of-text and stop tokens that end this request."""
     detokenizer: Detokenizer | None = None
@@ -41,6 +48,8 @@ class Request:
     num_draft_computed_tokens: int = 0
     """The same counter for the draft model's pool, which the same block table addresses."""
     block_table: list[int] = field(default_factory=list)
+    arrival: int = 0
+    """Its number in order of arrival; the scheduler gives it."""
     text: str = ""
     """The output so far; a stop string and what follows it cut off."""
     finish_reason: str | None = None
@@ -48,6 +57,8 @@ class Request:
     logprobs: list[LogprobRow] = field(default_factory=list)
     prompt_logprobs: dict[int, LogprobRow] = field(default_factory=dict)
     """By prompt position; position 0 has none."""
+    _block_names: list[bytes] = field(default_factory=list, repr=False)
+    """Tokens are only ever appended, so names once found stay true."""
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +110,10 @@ class Request:
             return SamplingRow(params, forbidden_token_ids=forbidden)
         prompt = self.token_ids[: self.num_prompt_tokens]
         return SamplingRow(params, prompt, [*self.output_token_ids, *drafts], forbidden)
+
+    def block_names(self, block_size: int) -> list[bytes]:
+        """Names of all full blocks of its tokens, in order (see `minillm.cache.prefix`). Do not change the list."""
+        return extend_names(self._block_names, self.token_ids, block_size, self.cache_salt)
 
     def drop_cache(self) -> None:
         """Forget what is computed; the blocks must have been freed."""

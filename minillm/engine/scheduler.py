@@ -1,35 +1,49 @@
 """Who runs in the next step, with how many tokens, and who must wait.
 
-One token budget per step is shared by decoding, verification and prefill. Requests that run come first, in order of
-arrival; what is left of the budget goes to those who wait. When the pool runs dry, the request that came last loses
-its blocks and is recomputed later; drafts never cost another request its place.
+One token budget per step is shared by decoding, verification and prefill. Requests that run come first, the most
+urgent of them before the others, and each is left at least one token; what remains of the budget goes to those who
+wait. When the pool runs dry, the least urgent running request loses its blocks and is recomputed later; drafts never
+cost another request its place.
+
+Nobody writes into a block that others read: whoever is about to gets a copy of its own first.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from minillm.cache.block_pool import BlockPool
 from minillm.config import EngineConfig
 from minillm.engine.request import Request
-from minillm.trace import BlocksAllocated, BlocksFreed, Event, RequestPreempted, WorkKind
+from minillm.trace import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksCached,
+    BlocksEvicted,
+    BlocksFreed,
+    BlocksShared,
+    Event,
+    RequestPreempted,
+    WorkKind,
+)
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """One request's share of a step: `num_tokens` committed tokens from its first uncomputed one, then drafts."""
+    """One request's share of a step: committed tokens `start … start + num_tokens - 1`, then drafts.
+
+    `start` is the request's first uncomputed token, except that a request whose first blocks were shared with it in
+    this step starts behind them: they count as computed only when the step has run.
+    """
 
     request: Request
+    start: int
     num_tokens: int
     num_drafts: int = 0
     """Drafts that fit; the drafter may propose fewer."""
-
-    @property
-    def start(self) -> int:
-        """Index of the first token that goes through the model."""
-        return self.request.num_computed_tokens
 
     @property
     def completes(self) -> bool:
@@ -44,8 +58,20 @@ class Scheduled:
         return "verify" if self.num_drafts else "decode"
 
 
+@dataclass(frozen=True)
+class Found:
+    """Blocks that hold the first `num_tokens` tokens of a request already."""
+
+    block_ids: list[int]
+    num_tokens: int
+    source: str
+
+
+NOTHING = Found([], 0, "prefix")
+
+
 class Scheduler:
-    """Two queues and the block pool."""
+    """Two queues and the block pool. `LLM(scheduler_cls=...)` puts a subclass in its place."""
 
     def __init__(
         self,
@@ -53,17 +79,27 @@ class Scheduler:
         config: EngineConfig,
         num_speculative_tokens: int,
         emit: Callable[[Event], None],
+        copy_blocks: Callable[[Sequence[tuple[int, int]]], None],
     ) -> None:
         self.pool = pool
         self.config = config
         self.num_speculative_tokens = num_speculative_tokens
         self.emit = emit
+        self.copy_blocks = copy_blocks
         self.running: list[Request] = []
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
+        """The most urgent first."""
+        self._arrivals = count()
+        pool.on_evict = lambda block_ids: emit(BlocksEvicted(list(block_ids)))
+
+    def rank(self, request: Request) -> tuple[int, int]:
+        """What requests are ordered by; the lowest is the most urgent."""
+        return (request.priority if self.config.scheduling_policy == "priority" else 0, request.arrival)
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        self.waiting.append(request)
+        request.arrival = next(self._arrivals)
+        insort(self.waiting, request, key=self.rank)
 
     def schedule(self) -> list[Scheduled]:
         """Choose the work of the next step and give every chosen request the blocks it needs for it."""
@@ -75,37 +111,86 @@ class Scheduler:
     def _schedule_running(self) -> tuple[list[Scheduled], int, bool]:
         scheduled: list[Scheduled] = []
         budget, preempted = self.config.max_num_batched_tokens, False
-        position = 0
-        while position < len(self.running) and budget > 0:
-            request = self.running[position]
-            num_tokens = min(request.num_new_tokens, budget)
-            while not self._extend(request, num_tokens):
-                self._preempt(self.running[-1])
+        queue = sorted(self.running, key=self.rank)
+        while queue:
+            request = queue.pop(0)
+            # Every running request behind this one is left at least one token of the budget.
+            spare = budget - len(queue)
+            num_tokens = min(self._chunk(request.num_new_tokens), spare)
+            start = request.num_computed_tokens
+            while not self._extend(request, start, num_tokens):
+                victim = queue.pop() if queue else request
+                self._preempt(victim)
                 preempted = True
-                if request not in self.running[position:]:
+                if victim is request:
                     break
             else:
-                # Every running request after this one is left at least one token of the budget.
-                spare = budget - num_tokens - (len(self.running) - position - 1)
-                num_drafts = self._drafts_that_fit(request, spare)
-                scheduled.append(Scheduled(request, num_tokens, num_drafts))
+                num_drafts = self._drafts_that_fit(request, spare - num_tokens)
+                scheduled.append(Scheduled(request, start, num_tokens, num_drafts))
                 budget -= num_tokens + num_drafts
-                position += 1
         return scheduled, budget, preempted
 
     def _schedule_waiting(self, scheduled: list[Scheduled], budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting[0]
-            num_tokens = min(request.num_new_tokens, budget)
-            if num_tokens < request.num_new_tokens and not self.config.enable_chunked_prefill:
+        for request in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
                 break
-            # Room for the whole prompt, or it would soon be preempted and the work done twice.
-            if self.pool.blocks_for(request.num_tokens) > self.pool.num_free or not self._extend(request, num_tokens):
+            if self._waits_for_fork(request):
+                continue
+            admitted = self._admit(request, budget)
+            if admitted is None:  # nobody overtakes, or a long prompt might wait forever
                 break
-            self.running.append(request)
-            self.waiting.popleft()
-            scheduled.append(Scheduled(request, num_tokens))
-            budget -= num_tokens
+            scheduled.append(admitted)
+            budget -= admitted.num_tokens
+
+    def _admit(self, request: Request, budget: int) -> Scheduled | None:
+        """Let a waiting request run, if there is room for all its tokens: else it would soon be preempted again."""
+        found = self._find_blocks(request)
+        left = request.num_tokens - found.num_tokens
+        num_tokens = min(self._chunk(left), budget)
+        if num_tokens < left and not self.config.enable_chunked_prefill:
+            return None
+        cached = sum(not self.pool.ref_count(block_id) for block_id in found.block_ids)
+        copies = len(found.block_ids) - found.num_tokens // self.pool.block_size
+        needed = self.pool.blocks_for(request.num_tokens) - len(found.block_ids) + copies
+        if needed > self.pool.num_free - cached:
+            return None
+        if found.block_ids:
+            self.pool.share(found.block_ids)
+            request.block_table += found.block_ids
+            self.emit(BlocksShared(request.request_id, found.block_ids, found.num_tokens, found.source))
+        if not self._extend(request, found.num_tokens, num_tokens):
+            return None
+        self.running.append(request)
+        self.waiting.remove(request)
+        return Scheduled(request, found.num_tokens, num_tokens)
+
+    def _waits_for_fork(self, request: Request) -> bool:
+        """Whether the blocks that this request is to share are still being filled."""
+        parent = request.fork_of
+        return parent is not None and not parent.finished and parent.num_computed_tokens < parent.num_prompt_tokens
+
+    def _find_blocks(self, request: Request) -> Found:
+        """What need not be computed for a waiting request. Its last token always is: its logits are wanted."""
+        parent = request.fork_of
+        if parent is not None and not parent.finished and not request.num_output_tokens:
+            shared = self.pool.blocks_for(request.num_prompt_tokens)
+            start = request.num_prompt_tokens - 1
+            request.num_draft_computed_tokens = min(parent.num_draft_computed_tokens, start)
+            return Found(parent.block_table[:shared], start, "fork")
+        if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
+            return NOTHING
+        found: list[int] = []
+        names = request.block_names(self.pool.block_size)
+        for name in names[: (request.num_tokens - 1) // self.pool.block_size]:
+            block_id = self.pool.find(name)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return Found(found, len(found) * self.pool.block_size, "prefix")
+
+    def _chunk(self, num_tokens: int) -> int:
+        """So many tokens of one request at most go into one step."""
+        return min(num_tokens, self.config.long_prefill_token_threshold or num_tokens)
 
     def _drafts_that_fit(self, request: Request, spare_tokens: int) -> int:
         """As many drafts as are wanted, may be kept, and find room in the budget and in blocks free without a fight."""
@@ -114,28 +199,55 @@ class Scheduler:
         # The target adds a token of its own to every round, so the last token never needs a draft.
         wanted = min(self.num_speculative_tokens, request.num_remaining_tokens - 1, spare_tokens)
         for num_drafts in range(wanted, 0, -1):
-            if self._extend(request, 1 + num_drafts):
+            if self._extend(request, request.num_computed_tokens, 1 + num_drafts):
                 return num_drafts
         return 0
 
-    def _extend(self, request: Request, num_tokens: int) -> bool:
-        """Give `request` blocks for `num_tokens` more tokens; False, and no change, if the pool has too few."""
-        missing = self.pool.blocks_for(request.num_computed_tokens + num_tokens) - len(request.block_table)
-        if missing <= 0:
-            return True
-        block_ids = self.pool.allocate(missing)
+    def _extend(self, request: Request, start: int, num_tokens: int) -> bool:
+        """Give `request` blocks of its own for tokens `start … start + num_tokens - 1`.
+
+        Missing blocks are appended, shared ones copied. False, and no change, if the pool has too few. Full blocks of
+        committed tokens can be found by others from now on, in this very step: all keys are stored before any is read.
+        """
+        end = start + num_tokens
+        missing = max(0, self.pool.blocks_for(end) - len(request.block_table))
+        written = range(start // self.pool.block_size, min(self.pool.blocks_for(end), len(request.block_table)))
+        shared = [i for i in written if self.pool.ref_count(request.block_table[i]) > 1]
+        block_ids = self.pool.allocate(missing + len(shared)) if missing or shared else []
         if block_ids is None:
             return False
-        request.block_table += block_ids
-        self.emit(BlocksAllocated(request.request_id, block_ids))
+        for index in shared:
+            self._copy_on_write(request, index, block_ids.pop())
+        if block_ids:
+            request.block_table += block_ids
+            self.emit(BlocksAllocated(request.request_id, block_ids))
+        self._name_full_blocks(request, start, min(end, request.num_tokens))
         return True
 
+    def _copy_on_write(self, request: Request, index: int, target: int) -> None:
+        source = request.block_table[index]
+        self.copy_blocks([(source, target)])  # first the contents: an interrupt after this line loses nothing
+        request.block_table[index] = target
+        self.pool.free([source])
+        self.emit(BlockCopied(request.request_id, source, target))
+
+    def _name_full_blocks(self, request: Request, start: int, end: int) -> None:
+        """Make the blocks that are full once tokens `start … end - 1` are computed findable by their contents."""
+        size = self.pool.block_size
+        full = range(start // size, end // size)
+        if not full or not self.config.enable_prefix_caching:
+            return
+        names = request.block_names(size)
+        named = [request.block_table[i] for i in full if self.pool.name(request.block_table[i], names[i])]
+        if named:
+            self.emit(BlocksCached(request.request_id, named))
+
     def _preempt(self, request: Request) -> None:
-        """Take everything from `request` and let it wait, first in line."""
+        """Take everything from `request` and let it wait in its old place in line."""
         self.emit(RequestPreempted(request.request_id, request.num_computed_tokens))
         self._free(request, 0, "preempted")
         request.drop_cache()
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=self.rank)
         self.running.remove(request)
 
     def roll_back(self, request: Request) -> None:
@@ -143,7 +255,8 @@ class Scheduler:
         self._free(request, self.pool.blocks_for(request.num_computed_tokens + 1), "rolled_back")
 
     def remove(self, request: Request, reason: str) -> None:
-        """Free a request's blocks and forget it."""
+        """Free a request's blocks and forget it; what it computed can be found by those who come after."""
+        self._name_full_blocks(request, 0, request.num_computed_tokens)
         self._free(request, 0, reason)
         request.drop_cache()
         if request in self.running:
@@ -166,8 +279,9 @@ class Scheduler:
                 request.drop_cache()
             else:
                 alive.append(request)
+        alive.sort(key=self.rank)
         self.running = [request for request in alive if request.block_table]
-        self.waiting = deque(request for request in alive if not request.block_table)
+        self.waiting = [request for request in alive if not request.block_table]
         for request in self.waiting:
             request.drop_cache()
         self.pool.reclaim(request.block_table for request in self.running)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minillm.errors import CheckpointError
+from minillm.errors import CheckpointError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.models.config_json import end_tokens, llama_config, model_config
 from minillm.models.decoder import Decoder
@@ -42,13 +42,20 @@ def load_config(folder: Path) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *further))))
 
 
-def load_model(name_or_folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+def load_model(
+    name_or_folder: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantization: str | None = None,
+) -> Decoder:
     """The model of that name or folder (see `resolve`), on `device`, for inference: no parameter asks for a gradient.
 
     Tensors go one by one from the mapped file to their rows of the model, so beside the model itself there is never
     more than one of them in memory. Raises `CheckpointError`, before any weight is read, if a tensor is missing, is
     one too many or has another shape than `config.json` implies.
     """
+    if quantization is not None:
+        raise UnsupportedError(f"quantization={quantization!r} is not available in this version; use None")
     folder = resolve(str(name_or_folder))
     shards = Shards(folder)
     config = _untie_if_stored_apart(load_config(folder), shards)

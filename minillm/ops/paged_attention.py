@@ -14,6 +14,7 @@ the rows into one dense tensor, so it writes and reads them once more than a ker
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,11 +26,25 @@ FEW_QUERIES = 16
 """Up to this many new tokens, requests are padded to one product; a longer prefill runs by itself."""
 
 
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor, batch: Batch, window: int | None = None) -> Tensor:
+class Rows(Protocol):
+    """Keys or values that are found by slot: a tensor, or something that makes them when they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(num_slots, num_kv_heads, head_dim)`."""
+
+    def __getitem__(self, slots: Tensor | slice) -> Tensor:
+        """`[len(slots), num_kv_heads, head_dim]`."""
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor | Rows, values: Tensor | Rows, batch: Batch, window: int | None = None
+) -> Tensor:
     """Causal attention of every new token over its request's cached tokens, itself included.
 
     `q`: `[num_tokens, num_heads, head_dim]`. `keys`, `values`: `[num_slots, num_kv_heads, head_dim]`, already holding
-    the new tokens. `window`: a query sees at most that many tokens, itself included. Returns like `q`.
+    the new tokens; a quantised cache passes `Rows`, of which only the slots in use become numbers. `window`: a query
+    sees at most that many tokens, itself included. Returns like `q`.
     """
     if window not in batch.plans:
         batch.plans[window] = plan(batch, window)
@@ -139,7 +154,7 @@ def _hidden(position: Tensor, key: Tensor, window: int | None) -> Tensor:
     return hidden if window is None else hidden | (key <= position - window)
 
 
-def _few_queries(q: Tensor, keys: Tensor, values: Tensor, todo: FewQueries) -> Tensor:
+def _few_queries(q: Tensor, keys: Tensor | Rows, values: Tensor | Rows, todo: FewQueries) -> Tensor:
     """`q`: `[queries, num_heads, head_dim]` → the same shape."""
     num_kv, dim = keys.shape[1:]
     if todo.pad is not None:

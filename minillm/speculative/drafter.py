@@ -32,3 +32,9 @@ class Drafter(ABC):
 
         The request's block table already has room for all of them.
         """
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+        """The engine copies these blocks; a drafter that keeps keys and values under the same ids does so too."""
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:  # noqa: B027
+        """These blocks have become empty."""

@@ -25,23 +25,78 @@ def changes(state: CacheState) -> list[str]:
     """What this step did, the most remarkable first; one clause each. Many requests doing the same share a clause."""
     requests = list(state.requests.values())
     kinds: tuple[tuple[list[RequestState], Clause, Clause], ...] = (
+        ([r for r in requests if r.marks.reused and r.marks.forked_from is None], _found, _all_found),
+        ([r for r in requests if r.marks.forked_from is not None], _forked, _all_forked),
+        ([r for r in requests if r.marks.copied], _copied, _all_copied),
         ([r for r in requests if r.marks.preempted_tokens is not None], _preempted, _all_preempted),
         ([r for r in requests if r.marks.rolled_back], _rolled_back, _all_rolled_back),
         ([r for r in requests if r.marks.finished], _finished, _all_finished),
         ([r for r in requests if _kept_all(r)], _kept, _all_kept),
-        ([r for r in requests if r.status == "prefill" and r.marks.written], _prefilled, _all_prefilled),
+        (
+            [r for r in requests if r.status == "prefill" and r.marks.written and not r.marks.reused],
+            _prefilled,
+            _all_prefilled,
+        ),
         ([r for r in requests if r.status == "decode" and r.marks.written], _decoded, _decoded),
         ([r for r in requests if r.status in ("decode", "verify") and _new_blocks(r)], _grew, _all_grew),
     )
-    clauses: list[str] = []
+    clauses = _evicted(state)
     for members, one, many in kinds:
         alone = len(members) <= 2 and one is not many
         clauses += [one([r]) for r in members] if alone else [many(members)] if members else []
-    return clauses
+    return clauses + _remembered(requests)
+
+
+def _evicted(state: CacheState) -> list[str]:
+    if not state.evicted:
+        return []
+    which = ", ".join(map(str, sorted(state.evicted))) if len(state.evicted) <= 3 else str(len(state.evicted))
+    return [f"cached block {which} evicted" if len(state.evicted) == 1 else f"cached blocks evicted: {which}"]
+
+
+def _remembered(requests: list[RequestState]) -> list[str]:
+    count = sum(len(r.marks.remembered) for r in requests)
+    return [f"{plural(count, 'full block')} can be found from now on"] if count else []
+
+
+def _copied(requests: list[RequestState]) -> str:
+    request = requests[0]
+    return f"{letter(request)} copied block " + ", ".join(f"{a} to {b}" for a, b in request.marks.copied)
+
+
+def _all_copied(requests: list[RequestState]) -> str:
+    return f"{len(requests)} requests copied {plural(sum(len(r.marks.copied) for r in requests), 'shared block')}"
+
+
+def _found(requests: list[RequestState]) -> str:
+    reused, computed = _reuse(requests[0])
+    return f"{letter(requests[0])} found {plural(reused, 'token')}, computed {computed}"
+
+
+def _all_found(requests: list[RequestState]) -> str:
+    found, computed = (sum(counts) for counts in zip(*map(_reuse, requests), strict=True))
+    return f"{len(requests)} requests found {found} tokens, computed {computed}"
+
+
+def _reuse(request: RequestState) -> tuple[int, int]:
+    return request.marks.reused, len(request.marks.written)
+
+
+def _forked(requests: list[RequestState]) -> str:
+    reused, computed = _reuse(requests[0])
+    first = owner_letter(requests[0].marks.forked_from or 0)
+    return f"{letter(requests[0])} forked from {first}: {plural(reused, 'token')} shared, computed {computed}"
+
+
+def _all_forked(requests: list[RequestState]) -> str:
+    shared, computed = (sum(counts) for counts in zip(*map(_reuse, requests), strict=True))
+    return f"{len(requests)} requests forked, {shared} tokens shared, computed {computed}"
 
 
 def _preempted(requests: list[RequestState]) -> str:
-    return f"{letter(requests[0])} preempted, {plural(requests[0].marks.preempted_tokens or 0, 'token')} to redo"
+    request = requests[0]
+    cached = f", {plural(request.marks.left_cached, 'block')} still cached" if request.marks.left_cached else ""
+    return f"{letter(request)} preempted, {plural(request.marks.preempted_tokens or 0, 'token')} to redo{cached}"
 
 
 def _all_preempted(requests: list[RequestState]) -> str:
@@ -62,12 +117,20 @@ def _all_rolled_back(requests: list[RequestState]) -> str:
 
 
 def _finished(requests: list[RequestState]) -> str:
-    return f"{letter(requests[0])} finished, {plural(requests[0].marks.gave_back, 'block')} back"
+    return f"{letter(requests[0])} finished, {_given_back(requests)}"
 
 
 def _all_finished(requests: list[RequestState]) -> str:
-    blocks = sum(r.marks.gave_back for r in requests)
-    return f"{len(requests)} requests finished, {plural(blocks, 'block')} back"
+    return f"{len(requests)} requests finished, {_given_back(requests)}"
+
+
+def _given_back(requests: list[RequestState]) -> str:
+    """`4 blocks back (3 cached, 1 in use by others)`."""
+    cached, shared = (sum(getattr(r.marks, name) for r in requests) for name in ("left_cached", "left_shared"))
+    notes = [f"{cached} cached"] if cached else []
+    notes += [f"{shared} in use by others"] if shared else []
+    told = f"{plural(sum(r.marks.gave_back for r in requests), 'block')} back"
+    return f"{told} ({', '.join(notes)})" if notes else told
 
 
 def _kept_all(request: RequestState) -> bool:

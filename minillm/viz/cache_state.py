@@ -2,17 +2,23 @@
 
 slots of a used block   [written … | fresh … | rolled back … | empty …]
                          └── hold keys and values ──┘ └──── waste ────┘
+
+A block without owners is free. If it is full and still known by its contents it is `cached`: a request that starts
+with the same tokens gets it back as it is, until it is evicted because somebody needs an empty one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from minillm.trace import (
+    BlockCopied,
     BlocksAllocated,
+    BlocksCached,
+    BlocksEvicted,
     BlocksFreed,
+    BlocksShared,
     EngineStarted,
     Event,
     RequestAdded,
@@ -24,31 +30,11 @@ from minillm.trace import (
     TokensCommitted,
     Work,
 )
-from minillm.viz.request_state import RequestState, StepMarks
+from minillm.viz.page import Freed, Page, PageState, SlotState
+from minillm.viz.request_state import NOTHING, RequestState, StepMarks
 
-SlotState = Literal["written", "fresh", "rolled_back", "empty", "free"]
-PageState = Literal["used", "shared", "freed", "free"]
-
-
-@dataclass(frozen=True)
-class Freed:
-    """A block that lost its last owner in this step, and what was in it."""
-
-    request_id: str
-    reason: str
-    rolled_back: range
-    """Slots of the block that held rejected drafts of this very step."""
-
-
-@dataclass(frozen=True)
-class Page:
-    """One physical block as it is drawn."""
-
-    block_id: int
-    state: PageState
-    owners: tuple[str, ...]
-    """Request ids; several if the block is shared. Of a `freed` block: who had it before."""
-    slots: tuple[SlotState, ...]
+LONGEST_BLOCK = 64
+"""Above so many slots, a block of a layout that is not paged is a request's whole place."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +44,7 @@ class StepFigures:
     step: int
     used_blocks: int
     waste_slots: int
+    cached_blocks: int = 0
 
 
 @dataclass
@@ -70,6 +57,12 @@ class Totals:
     recomputed_tokens: int = 0
     """Tokens whose keys and values a preemption threw away."""
     preemptions: int = 0
+    found_tokens: int = 0
+    """Tokens taken from the prefix cache instead of computed."""
+    forked_tokens: int = 0
+    """Tokens taken over from another completion of the same prompt."""
+    copied_blocks: int = 0
+    evicted_blocks: int = 0
     finished: int = 0
     output_tokens: int = 0
     peak_blocks: int = 0
@@ -90,6 +83,12 @@ class CacheState:
     """Per used block: its owners, each with the block's index in the owner's block table."""
     freed: dict[int, Freed] = field(default_factory=dict)
     """Blocks that became free in this step and were not taken again."""
+    findable: set[int] = field(default_factory=set)
+    """Full blocks that the prefix cache knows by their contents, with or without owners."""
+    evicted: set[int] = field(default_factory=set)
+    """Blocks whose contents the prefix cache forgot in this step."""
+    copied_from: dict[int, int] = field(default_factory=dict)
+    """Target and source of the copies of this step."""
     history: list[StepFigures] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
 
@@ -110,8 +109,19 @@ class CacheState:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks without an owner."""
+        """Blocks without an owner, cached ones among them: all that can be allocated."""
         return self.num_blocks - self.used_blocks
+
+    @property
+    def cached_blocks(self) -> int:
+        """Free blocks that keep their contents."""
+        return len(self.findable - self.owners.keys())
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether a block is the place of one whole request instead of a page."""
+        paged = self.engine is None or self.engine.cache_layout.lower().startswith("paged")
+        return not paged and self.block_size > LONGEST_BLOCK
 
     @property
     def used_slots(self) -> int:
@@ -143,6 +153,15 @@ class CacheState:
                 self._start(step)
             case BlocksAllocated(request_id=request_id, block_ids=block_ids):
                 self._allocate(self.requests[request_id], block_ids)
+            case BlocksShared():
+                self._share(self.requests[event.request_id], event)
+            case BlockCopied(request_id=request_id, source=source, target=target):
+                self._copy(self.requests[request_id], source, target)
+            case BlocksCached(request_id=request_id, block_ids=block_ids):
+                self.findable.update(block_ids)
+                self.requests[request_id].marks.remembered += block_ids
+            case BlocksEvicted(block_ids=block_ids):
+                self._evict(block_ids)
             case BlocksFreed(request_id=request_id, block_ids=block_ids, reason=reason):
                 self._free(self.requests[request_id], block_ids, reason)
             case RequestPreempted(request_id=request_id, num_computed_tokens=num_computed):
@@ -161,16 +180,21 @@ class CacheState:
 
     def page(self, block_id: int) -> Page:
         """Block `block_id` slot by slot."""
+        slots: tuple[SlotState, ...]
+        freed = self.freed.get(block_id)
+        owners = (freed.request_id,) if freed else ()
+        state: PageState = "freed" if freed else "free"
         if block_id in self.owners:
             owners = tuple(self.owners[block_id])
-            return Page(block_id, "shared" if len(owners) > 1 else "used", owners, self._slots(block_id))
-        slots: list[SlotState] = ["free"] * self.block_size
-        if block_id not in self.freed:
-            return Page(block_id, "free", (), tuple(slots))
-        freed = self.freed[block_id]
-        for slot in freed.rolled_back:
-            slots[slot] = "rolled_back"
-        return Page(block_id, "freed", (freed.request_id,), tuple(slots))
+            state, slots = "shared" if len(owners) > 1 else "used", self._slots(block_id)
+        elif block_id in self.findable:
+            state, slots = "cached", ("cached",) * self.block_size
+        else:
+            void = freed.rolled_back if freed else NOTHING
+            slots = tuple("rolled_back" if slot in void else "free" for slot in range(self.block_size))
+        reused = any(block_id in self.requests[owner].marks.reused_blocks for owner in self.owners.get(block_id, {}))
+        known = block_id in self.findable, reused, block_id in self.evicted
+        return Page(block_id, state, owners, slots, *known, self.copied_from.get(block_id))
 
     def pages(self) -> list[Page]:
         """All blocks of the pool."""
@@ -189,6 +213,8 @@ class CacheState:
 
     def _filled(self, block_id: int) -> int:
         """Slots of a used block that hold valid keys and values."""
+        if block_id in self.findable:
+            return self.block_size
         owners = self.owners[block_id].items()
         return max(len(self._inside(range(self.requests[owner].num_computed), index)) for owner, index in owners)
 
@@ -205,26 +231,65 @@ class CacheState:
 
     def _start(self, step: int) -> None:
         self.step = step
-        self.freed.clear()
+        for of_the_step in (self.freed, self.evicted, self.copied_from):
+            of_the_step.clear()
         for request in self.requests.values():
             request.marks = StepMarks()
 
     def _allocate(self, request: RequestState, block_ids: list[int]) -> None:
+        # Whoever gets a block to fill it has made sure that its old contents are forgotten.
+        self._evict([block_id for block_id in block_ids if block_id in self.findable - self.owners.keys()])
         for block_id in block_ids:
-            self.owners.setdefault(block_id, {})[request.request_id] = len(request.block_table)
-            self.freed.pop(block_id, None)
+            self._own(block_id, request, len(request.block_table))
             request.block_table.append(block_id)
         request.marks.took += block_ids
+
+    def _share(self, request: RequestState, event: BlocksShared) -> None:
+        forked_from = None
+        if event.source == "fork":
+            self.totals.forked_tokens += event.num_tokens
+            # The last block is the one that only completions of this very prompt have.
+            owners = self.owners.get(event.block_ids[-1], {})
+            forked_from = min((self.requests[owner].index for owner in owners), default=None)
+        else:
+            self.totals.found_tokens += event.num_tokens
+        for index, block_id in enumerate(event.block_ids, start=len(request.block_table)):
+            self._own(block_id, request, index)
+        request.reuse(event.block_ids, event.num_tokens, forked_from)
+
+    def _copy(self, request: RequestState, source: int, target: int) -> None:
+        index = request.block_table.index(source)
+        self._disown(source, request, "copied")
+        self._own(target, request, index)
+        request.block_table[index] = target
+        request.marks.copied.append((source, target))
+        self.copied_from[target] = source
+        self.totals.copied_blocks += 1
+
+    def _evict(self, block_ids: list[int]) -> None:
+        self.findable.difference_update(block_ids)
+        self.evicted.update(block_ids)
+        self.totals.evicted_blocks += len(block_ids)
+
+    def _own(self, block_id: int, request: RequestState, index: int) -> None:
+        self.owners.setdefault(block_id, {})[request.request_id] = index
+        self.freed.pop(block_id, None)
         self.totals.peak_blocks = max(self.totals.peak_blocks, self.used_blocks)
+
+    def _disown(self, block_id: int, request: RequestState, reason: str) -> None:
+        index = self.owners[block_id].pop(request.request_id)
+        if self.owners[block_id]:
+            return
+        del self.owners[block_id]
+        self.freed[block_id] = Freed(request.request_id, reason, self._inside(request.marks.rolled_back, index))
+        self.copied_from.pop(block_id, None)
 
     def _free(self, request: RequestState, block_ids: list[int], reason: str) -> None:
         for block_id in block_ids:
             request.block_table.remove(block_id)
-            index = self.owners[block_id].pop(request.request_id)
-            if not self.owners[block_id]:
-                del self.owners[block_id]
-                void = self._inside(request.marks.rolled_back, index)
-                self.freed[block_id] = Freed(request.request_id, reason, void)
+            self._disown(block_id, request, reason)
+            request.marks.left_shared += block_id in self.owners
+            request.marks.left_cached += block_id in self.findable and block_id not in self.owners
         request.marks.gave_back += len(block_ids)
 
     def _run(self, work: Work) -> None:
@@ -248,7 +313,7 @@ class CacheState:
         self.totals.finished += 1
 
     def _end(self, event: StepFinished) -> None:
-        self.history.append(StepFigures(event.step, self.used_blocks, self.waste_slots))
+        self.history.append(StepFigures(event.step, self.used_blocks, self.waste_slots, self.cached_blocks))
         self.totals.seconds += event.seconds
         self.totals.draft_seconds += event.draft_seconds
         self.totals.target_seconds += event.target_seconds

@@ -27,6 +27,8 @@ def waste_share(state: CacheState) -> str:
 def doing(request: RequestState) -> str:
     """What the request is up to, in a few words."""
     marks = request.marks
+    if marks.reused and request.status != "finished":
+        return f"{marks.reused} reused, {len(marks.written)} computed"
     if request.status == "prefill":
         return f"prefill {min(request.num_computed, request.num_tokens)} of {request.num_prompt_tokens}"
     if request.status == "verify" and marks.num_drafts:
@@ -36,23 +38,49 @@ def doing(request: RequestState) -> str:
     return request.status
 
 
+def blocks_share(state: CacheState, separator: str = " · ") -> str:
+    """How the pool is split: `9 used · 2 cached · 13 free`."""
+    cached = [f"{state.cached_blocks} cached"] if state.cached_blocks else []
+    free = f"{state.free_blocks - state.cached_blocks} free"
+    return separator.join([f"{state.used_blocks} used", *cached, free])
+
+
+def savings(state: CacheState) -> str:
+    """What sharing has saved so far, empty if nothing: `203 tokens not computed: 144 found, 59 forked`."""
+    found, forked = state.totals.found_tokens, state.totals.forked_tokens
+    kinds = [f"{count} {kind}" for count, kind in ((found, "found"), (forked, "forked")) if count]
+    return f"{plural(found + forked, 'token')} not computed: {', '.join(kinds)}" if kinds else ""
+
+
 def summary(state: CacheState) -> str:
     """One line: the pool in numbers."""
     if state.engine is None:
         return "The engine has not started yet."
-    facts = f"{plural(state.num_blocks, 'block')} of {plural(state.block_size, 'slot')}"
+    facts = f"{plural(state.num_blocks, unit(state))} of {plural(state.block_size, 'slot')}"
     shared = sum(len(owners) > 1 for owners in state.owners.values())
-    sharing = f", {shared} shared" if shared else ""
-    return f"{facts}: {state.used_blocks} used{sharing}, {state.free_blocks} free; {waste_share(state)}."
+    split = blocks_share(state, ", ")
+    split = split.replace(" used", f" used, {shared} shared", 1) if shared else split
+    saved = savings(state)
+    return f"{facts}: {split}; {waste_share(state)}{'; ' if saved else ''}{saved}."
+
+
+def title(state: CacheState) -> str:
+    """The name of the picture."""
+    return "KV cache places" if state.whole_sequences else "KV cache pages"
+
+
+def unit(state: CacheState) -> str:
+    """What a block is called: a page of many, or the one place of a whole request."""
+    return "place" if state.whole_sequences else "block"
 
 
 def describe(state: CacheState, *, tables: bool = True) -> str:
     """The picture in words, one line per request; `tables` adds the block tables."""
-    lines = [f"KV cache pages, step {state.step}. {summary(state)}"]
+    lines = [f"{title(state)}, step {state.step}. {summary(state)}"]
     for request in state.requests.values():
         line = f"{letter(request)} {visible(request.prompt)!r}" if tables else f"Request {letter(request)}"
         line += f" ({doing(request)}): {request.num_computed} of {plural(request.num_tokens, 'token')} in the cache"
-        line += f", {plural(len(request.block_table), 'block')}"
+        line += f", {plural(len(request.block_table), unit(state))}"
         lines.append(f"{line} {request.block_table}" if tables and request.block_table else line)
     done = "; ".join(changes(state))
     return "\n".join([*lines, f"This step: {done}."] if done else lines)

@@ -21,6 +21,8 @@ OWNERS = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW)
 """Vermillion is missing on purpose: it always means "thrown away"."""
 
 DISCARDED = "#9aa1ac"
+CACHED = "#b9bfca"
+"""Of the hatch of what has no owner and may be found again."""
 TEXT_ON_PAPER = {"accepted": "#00775a", "recovered": "#a35a00", "bonus": "#00639c", "sampled": INK, "prompt": MUTED}
 """Where a token of the text came from; darkened until each has a contrast of at least 4.5 : 1 on white."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, floor, sqrt
 
-from minillm.viz.svg import MARGIN
+from minillm.viz.svg import MARGIN, number
 
 FINE_SLOTS = 1000
 """Up to so many slots are drawn as squares with round corners, beyond as dashes of thick lines."""
@@ -55,6 +55,12 @@ class Geometry:
         """Left and top of the page at `place` in the grid, relative to the top of the grid."""
         row, column = divmod(place, self.per_row)
         return self.left + column * self.pitch, row * self.row_pitch
+
+    def outline(self, place: int, outset: float = 0.0) -> str:
+        """Path around the page at `place`, `outset` pixels away from it."""
+        x, y = self.corner(place)
+        width, height = number(self.page_width + 2 * outset), number(self.page_height + 2 * outset)
+        return f"M{number(x - outset)} {number(y - outset)}h{width}v{height}h-{width}z"
 
     def slot_corner(self, place: int, row: int, column: int) -> tuple[float, float]:
         """Left and top of a slot of the page at `place`."""

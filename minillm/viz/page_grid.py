@@ -7,26 +7,29 @@ frame of 256 blocks stays below 50 KB.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import islice
 
-from minillm.viz.cache_state import Page, SlotState
-from minillm.viz.colours import DISCARDED, FAINT, HAIRLINE, MUTED, owner_colour, owner_letter
+from minillm.viz.cache_state import CacheState
+from minillm.viz.colours import DISCARDED, FAINT, HAIRLINE, MUTED, PAPER, owner_colour, owner_letter
+from minillm.viz.page import Page, SlotState
 from minillm.viz.page_geometry import FINE_SLOTS, geometry
+from minillm.viz.page_marks import PageMarks
 from minillm.viz.page_slots import Run, draw_runs, runs_of, slots_look
-from minillm.viz.svg import MONO, Attributes, element, label, number, rectangle
+from minillm.viz.svg import MONO, Attributes, element, hatched, label, number, rectangle
 
 MAX_PAGES = 256
-MAX_OUTLINES = 3
+MAX_STRIPES = 6
+"""More owners than colours: the stripes of an outline repeat, the number of owners is written out."""
 
 
-def chosen(pages_used: Iterable[int], num_blocks: int) -> list[int]:
-    """The blocks to draw, in order: all if they are few; else those in `pages_used` first, then free ones."""
-    if num_blocks <= MAX_PAGES:
-        return list(range(num_blocks))
-    used = sorted(pages_used)[:MAX_PAGES]
-    taken = set(used)
-    free = (b for b in range(num_blocks) if b not in taken)
-    return sorted([*used, *(b for _, b in zip(range(MAX_PAGES - len(used)), free, strict=False))])
+def chosen(state: CacheState) -> list[int]:
+    """The blocks to draw, in order: all if they are few; else owned ones first, then just freed, cached, free."""
+    if state.num_blocks <= MAX_PAGES:
+        return list(range(state.num_blocks))
+    groups = state.owners, state.freed, state.findable, range(state.num_blocks)
+    ranked = dict.fromkeys(block_id for group in groups for block_id in sorted(group))
+    return sorted(islice(ranked, MAX_PAGES))
 
 
 class PageGrid:
@@ -48,9 +51,12 @@ class PageGrid:
         for place, page in enumerate(self.pages):
             groups[(page.state, page.owners[:1])].append((place, page))
         bodies = "".join(self._bodies(members) for _, members in sorted(groups.items()))
+        marks = PageMarks(self.pages, self.geometry)
+        bodies += marks.bands() + marks.rings() + self._stripes()
         slots = [self._slots(owner, members) for (_, owner), members in sorted(groups.items())]
         filling = element("g", slots_look(self.geometry, fine=self.fine), *slots)
-        return element("g", {"transform": f"translate(0 {number(self.top)})"}, bodies, filling, self._writing())
+        layers = bodies, filling, self._writing(), marks.arrows()
+        return element("g", {"transform": f"translate(0 {number(self.top)})"}, *layers)
 
     def _colour(self, owner: str) -> str:
         return owner_colour(self.indices[owner])
@@ -58,29 +64,36 @@ class PageGrid:
     def _bodies(self, members: list[tuple[int, Page]]) -> str:
         state, owners = members[0][1].state, members[0][1].owners
         look: Attributes = {"fill": FAINT, "stroke": HAIRLINE}
-        if state == "freed":
-            look = {"fill": FAINT, "stroke": self._colour(owners[0]), "stroke-width": 1.4, "stroke-dasharray": "4 3"}
+        if state in ("freed", "cached"):
+            fill, known = (FAINT, HAIRLINE) if state == "freed" else (hatched("cached"), DISCARDED)
+            dashed = {"stroke-width": 1.4, "stroke-dasharray": "4 3"} if owners else {}
+            look = {"fill": fill, "stroke": self._colour(owners[0]) if owners else known, **dashed}
         elif owners:
             colour = self._colour(owners[0])
             look = {"fill": _tint(colour, 0.1 if self.fine else 0.26), "stroke": colour, "stroke-width": 1.4}
         return element("g", look, *(self._body(place, page) for place, page in members))
 
     def _body(self, place: int, page: Page) -> str:
-        x, y = self.geometry.corner(place)
-        width, height = self.geometry.page_width, self.geometry.page_height
-        radius, step = width / 10, width / 25 + 0.2
         about = {"data-testid": "page", "data-state": page.state}
         if self.geometry.dense:
-            shape = f"M{number(x)} {number(y)}h{number(width)}v{number(height)}h-{number(width)}z"
-            body = element("path", {**about, "d": shape})
-        else:
-            body = rectangle(x, y, width, height, radius, {**about, "data-block": page.block_id})
-        for depth, owner in enumerate(page.owners[1:MAX_OUTLINES], start=1):
-            inset = depth * step
-            look = {"fill": "none", "stroke": self._colour(owner)}
-            box = x + inset, y + inset, width - 2 * inset, height - 2 * inset
-            body += rectangle(*box, max(radius - inset / 2, 1), look)
-        return body
+            return element("path", {**about, "d": self.geometry.outline(place)})
+        x, y = self.geometry.corner(place)
+        width, height = self.geometry.page_width, self.geometry.page_height
+        return rectangle(x, y, width, height, width / 10, {**about, "data-block": page.block_id})
+
+    def _stripes(self) -> str:
+        """The outlines of shared pages: dashes in the colours of their owners take turns."""
+        outlines: dict[tuple[int, int, str], list[str]] = defaultdict(list)
+        for place, page in enumerate(self.pages):
+            owners = page.owners[:MAX_STRIPES] if page.state == "shared" else ()
+            for turn, owner in enumerate(owners):
+                outlines[(len(owners), turn, self._colour(owner))].append(self.geometry.outline(place))
+        width, dash = (1.6, 3) if self.geometry.dense else (3, 6)
+        stripes = []
+        for (count, turn, colour), paths in sorted(outlines.items()):
+            pattern = {"stroke-dasharray": f"{dash} {dash * (count - 1)}", "stroke-dashoffset": -turn * dash or None}
+            stripes.append(element("path", {"d": "".join(paths), "stroke": colour, **pattern}))
+        return element("g", {"fill": "none", "stroke-width": width}, *stripes) if stripes else ""
 
     def _slots(self, owner: tuple[str, ...], members: list[tuple[int, Page]]) -> str:
         runs: dict[SlotState, list[Run]] = defaultdict(list)
@@ -105,14 +118,25 @@ class PageGrid:
         g = self.geometry
         x, y = g.corner(place)
         base = y + g.head * 0.65
-        left = element("text", {"x": x + g.pad - 1, "y": base, "fill": MUTED, "font-family": MONO}, str(page.block_id))
+        name = str(page.block_id) if page.copied_from is None else f"{page.block_id}←{page.copied_from}"
+        look: Attributes = {"fill": MUTED if page.state != "cached" else None, "font-family": MONO}
+        left = element("text", {"x": x + g.pad - 1, "y": base, **look, **_halo(page)}, name)
         if not page.owners:
             return left
-        shown = 2 if g.per_row == 12 else 1
-        names = " ".join(owner_letter(self.indices[owner]) for owner in page.owners[:shown])
-        names = f"{names} ×{len(page.owners)}" if page.state == "shared" else names
-        look = {"font-weight": 700, "text-anchor": "end", "fill": DISCARDED if page.state == "freed" else None}
+        names = self._names(page, shown=2 if g.per_row == 12 else 1)
+        gone = page.state in ("freed", "cached")
+        look = {"font-weight": 700, "text-anchor": "end", "fill": DISCARDED if gone else None, **_halo(page)}
         return left + element("text", {"x": x + g.page_width - g.pad + 1, "y": base, **look}, names)
+
+    def _names(self, page: Page, shown: int) -> str:
+        """`A`, `A B ×2`, `A–D ×4`, `A… ×3`: the owners, and how many they are."""
+        indices = [self.indices[owner] for owner in page.owners]
+        letters = [owner_letter(index) for index in sorted(indices)]
+        names = " ".join(letters[:shown])
+        if len(letters) > 2 and shown > 1:
+            together = max(indices) - min(indices) == len(indices) - 1
+            names = f"{letters[0]}–{letters[-1]}" if together else f"{letters[0]}…"
+        return f"{names} ×{len(letters)}" if page.state == "shared" else names
 
     def _row_numbers(self) -> str:
         g = self.geometry
@@ -139,6 +163,13 @@ class PageGrid:
             if signs
         ]
         return element("g", {"font-size": 9, "font-weight": 700}, *texts)
+
+
+def _halo(page: Page) -> Attributes:
+    """Writing on the hatch of a cached page stands on paper."""
+    if page.state != "cached":
+        return {}
+    return {"stroke": PAPER, "stroke-width": 4, "stroke-linejoin": "round", "paint-order": "stroke"}
 
 
 def _tint(colour: str, strength: float) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from minillm.viz.cache_state import SlotState
 from minillm.viz.colours import INK, PAPER, VERMILLION
+from minillm.viz.page import SlotState
 from minillm.viz.page_geometry import Geometry
 from minillm.viz.svg import Attributes, element, hatched, number
 
@@ -30,12 +30,12 @@ class Run:
 
 
 def runs_of(slots: Sequence[SlotState], place: int, columns: int) -> Iterator[tuple[SlotState, Run]]:
-    """The runs of equal slots of one page; free slots are left out."""
+    """The runs of equal slots of one page; those of free and cached blocks are left out: the page shows it."""
     for first in range(0, len(slots), columns):
         column = 0
         for state, run in groupby(slots[first : first + columns]):
             length = len(list(run))
-            if state != "free":
+            if state not in ("free", "cached"):
                 yield state, Run(place, first // columns, column, length)
             column += length
 

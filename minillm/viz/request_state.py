@@ -20,9 +20,23 @@ class StepMarks:
     num_drafts: int = 0
     num_accepted: int = 0
     took: list[int] = field(default_factory=list)
-    """Blocks appended to the block table."""
+    """Blocks appended to the block table that nobody else had."""
+    reused: int = 0
+    """Tokens that need not be computed, for their keys and values were there already."""
+    reused_blocks: list[int] = field(default_factory=list)
+    """Blocks appended to the block table that hold those tokens."""
+    forked_from: int | None = None
+    """Number of the request whose blocks a fork took over; `None` if they were found in the prefix cache."""
+    copied: list[tuple[int, int]] = field(default_factory=list)
+    """Copies on write: (source, target) of each."""
+    remembered: list[int] = field(default_factory=list)
+    """Blocks that can be found by their contents from now on."""
     gave_back: int = 0
     """Blocks that left the block table."""
+    left_cached: int = 0
+    """How many of those are free and keep their contents for now."""
+    left_shared: int = 0
+    """How many of those other requests still own."""
     preempted_tokens: int | None = None
     """Tokens thrown away by a preemption; `None` if there was none."""
     finished: bool = False
@@ -48,6 +62,14 @@ class RequestState:
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return self.num_tokens - self.num_prompt_tokens
+
+    def reuse(self, block_ids: list[int], num_tokens: int, forked_from: int | None) -> None:
+        """`num_tokens` tokens are in `block_ids`, which others filled: nothing of them has to be computed."""
+        self.block_table += block_ids
+        self.num_computed = num_tokens
+        self.marks.reused += num_tokens
+        self.marks.reused_blocks += block_ids
+        self.marks.forked_from = forked_from
 
     def write(self, start: int, num_tokens: int) -> None:
         """Keys and values of `num_tokens` tokens from `start` on were written."""

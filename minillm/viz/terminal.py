@@ -50,7 +50,7 @@ class DemoScreen:
             yield table
         else:
             yield from panels
-        yield legend(glyphs(ascii_only=options.ascii_only))
+        yield legend(glyphs(ascii_only=options.ascii_only), [cache.at() for cache in self._cache.values()])
 
     def _panel(self, name: str, rule: Rule, *, compact: bool) -> RenderableType:
         cache, acceptance = self._cache[name].at(), self._acceptance[name].at()

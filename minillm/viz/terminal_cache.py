@@ -5,25 +5,26 @@ A████  A████  B██▓·  B╳···   ─────
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from minillm.viz.block_tables import rows_to_show
 from minillm.viz.cache_changes import changes, letter
-from minillm.viz.cache_pages import rows_to_show
-from minillm.viz.cache_state import CacheState, Page, SlotState
-from minillm.viz.cache_words import doing, waste_share
+from minillm.viz.cache_state import CacheState
+from minillm.viz.cache_words import doing, unit, waste_share
 from minillm.viz.colours import ink_on, owner_colour, owner_letter
 from minillm.viz.glyphs import cells, one_line, shorten
+from minillm.viz.page import Page, SlotState
 from minillm.viz.page_grid import chosen
 from minillm.viz.terminal_glyphs import Glyphs, glyphs, plain
 
 FILL = 4
 """Signs that tell how full a page is; each stands for an equal part of its slots."""
 CELL = FILL + 2
-PRECEDENCE: tuple[SlotState, ...] = ("rolled_back", "fresh", "written", "empty", "free")
+PRECEDENCE: tuple[SlotState, ...] = ("rolled_back", "fresh", "written", "empty", "cached", "free")
 """A sign that stands for several slots shows the most remarkable one."""
 
 
@@ -43,7 +44,8 @@ class CacheBlocks:
 
     def _facts(self, signs: Glyphs) -> Text:
         state = self.state
-        used = f"{state.used_blocks} of {state.num_blocks} blocks"
+        used = f"{state.used_blocks} of {state.num_blocks} {unit(state)}s"
+        used += f"{signs.dot}{state.cached_blocks} cached" if state.cached_blocks else ""
         return Text.assemble(("KV cache", "bold"), f"  {used}{signs.dot}{waste_share(state)}")
 
     def _requests(self, width: int) -> list[Text]:
@@ -63,9 +65,9 @@ class CacheBlocks:
     def _pages(self, width: int, signs: Glyphs) -> list[Text]:
         state, per_row = self.state, max(width // CELL, 1)
         room = per_row * self.max_rows
-        order = chosen({*state.owners, *state.freed}, state.num_blocks)
+        order = chosen(state)
         if len(order) > room:
-            first = [b for b in order if b in state.owners or b in state.freed]
+            first = [b for b in order if b in state.owners or b in state.freed or b in state.findable]
             order = sorted([*first, *(b for b in order if b not in {*first})][:room])
         pages = [self._cell(state.page(block_id), signs) for block_id in order]
         rows = [Text(" ").join(pages[i : i + per_row]) for i in range(0, len(pages), per_row)]
@@ -73,15 +75,15 @@ class CacheBlocks:
         return [*rows, Text(f"and {left} more blocks", "dim")] if left else rows
 
     def _cell(self, page: Page, signs: Glyphs) -> Text:
-        if page.state == "free":
-            return Text(signs.slots["free"] * (CELL - 1), "dim")
+        if not page.owners:
+            return Text(signs.slots[page.slots[0]] * (CELL - 1), "dim")
         index = self.state.requests[page.owners[0]].index
         name = owner_letter(index)[:1] if page.state != "shared" else str(min(len(page.owners), 9))
         fill = Text()
         for state in _parts(page.slots):
             style = {"rolled_back": "bold red", "fresh": "bold bright_white"}.get(state, owner_colour(index))
-            fill.append(signs.slots[state], "dim" if state == "free" else style)
-        chip = f"bold {owner_colour(index)}" if page.state != "freed" else "dim"
+            fill.append(signs.slots[state], "dim" if state in ("free", "cached") else style)
+        chip = f"bold {owner_colour(index)}" if page.state in ("used", "shared") else "dim"
         return Text.assemble((name, chip), fill)
 
     def _changes(self, signs: Glyphs) -> Text:
@@ -96,8 +98,10 @@ def _parts(slots: Sequence[SlotState]) -> list[SlotState]:
     return [next(state for state in PRECEDENCE if state in part) for part in parts]
 
 
-def legend(signs: Glyphs) -> Text:
-    """What the signs of a page mean."""
+def legend(signs: Glyphs, states: Collection[CacheState] = ()) -> Text:
+    """What the signs of a page mean; those of the prefix cache only if one of `states` needs them."""
     names = {"written": "written", "fresh": "written this step", "rolled_back": "rolled back", "empty": "empty (waste)"}
     entries = [f"{signs.slots[state]} {name}" for state, name in names.items()]
+    if any(state.cached_blocks for state in states):
+        entries.append(f"{signs.slots['cached']} cached")
     return Text("  ".join([*entries, f"{signs.slots['free']} free", "2 shared"]), "dim", no_wrap=True)

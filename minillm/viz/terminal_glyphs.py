@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minillm.viz.cache_state import SlotState
+from minillm.viz.page import SlotState
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Glyphs:
 
 
 UNICODE = Glyphs(
-    slots={"written": "█", "fresh": "▓", "rolled_back": "╳", "empty": "·", "free": "─"},
+    slots={"written": "█", "fresh": "▓", "rolled_back": "╳", "empty": "·", "cached": "░", "free": "─"},
     signs={"accepted": "✓", "rejected": "✗", "discarded": "·", "recovered": "↻", "bonus": "★", "sampled": "●"},
     bar="│",
     dot=" · ",
     ellipsis="…",
 )
 ASCII = Glyphs(
-    slots={"written": "#", "fresh": "+", "rolled_back": "x", "empty": ".", "free": "-"},
+    slots={"written": "#", "fresh": "+", "rolled_back": "x", "empty": ".", "cached": "%", "free": "-"},
     signs={"accepted": "=", "rejected": "x", "discarded": ".", "recovered": ">", "bonus": "*", "sampled": "o"},
     bar="|",
     dot=", ",

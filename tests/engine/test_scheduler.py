@@ -51,7 +51,7 @@ def test_a_new_request_takes_a_finished_ones_place_at_once(tiny: TinyPair) -> No
 
 
 def test_the_last_to_come_is_preempted_and_first_to_return(tiny: TinyPair) -> None:
-    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=12)
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=12, enable_prefix_caching=False)
     trace = traced(llm, [12, 12, 12], 16)
     order = [e.request_id for e in trace.of(RequestPreempted)]
     assert order and "0" not in order

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.cache.paged import PagedKVCache
 from minillm.errors import (
     CheckpointError,
     ConfigError,
@@ -27,6 +29,13 @@ from tests.conftest import TinyPair, random_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class"]
+
+
+class OneRow(PagedKVCache):
+    """A layout that keeps each request in one piece."""
+
+    whole_sequences = True
+    supports_prefix_sharing = False
 
 
 def drafted(tiny: TinyPair, **options: Any) -> dict[str, Any]:
@@ -89,7 +98,18 @@ def test_a_bad_prompt_is_refused_before_any_compute_and_others_go_on(
         ({"kv_cache_dtype": "fp8"}, UnsupportedError, "fp8"),
         ({"quantization": "awq"}, UnsupportedError, "awq"),
         ({"enforce_eager": "yes"}, ConfigError, "enforce_eager='yes'"),
-        ({"enable_prefix_caching": True}, UnsupportedError, "enable_prefix_caching"),
+        (
+            {"enable_prefix_caching": True, "kv_cache_config": {"layout": OneRow}},
+            UnsupportedError,
+            "enable_prefix_caching=True cannot be had with cache layout 'OneRow'",
+        ),
+        ({"block_size": 8, "kv_cache_config": {"layout": OneRow}}, UnsupportedError, "block_size=8"),
+        ({"kv_cache_config": {"layout": "nosuch"}}, UnsupportedError, "nosuch"),
+        ({"kv_cache_config": {"layout": "paged", "rows": 3}}, UnknownOptionError, "rows"),
+        ({"kv_cache_dtype": "fp4"}, UnsupportedError, "fp4"),
+        ({"scheduling_policy": "random"}, ConfigError, "random"),
+        ({"long_prefill_token_threshold": -1}, ConfigError, "long_prefill_token_threshold=-1"),
+        ({"ops": {"sorting": len}}, UnsupportedError, "'sorting'.*paged_attention"),
         ({"speculative_config": {"method": "draft_model"}}, ConfigError, "needs 'model'"),
         ({"speculative_config": {"method": "medusa", "model": "x"}}, UnsupportedError, "medusa"),
         ({"speculative_config": {"model": "x", "num_speculative_tokens": 0}}, ConfigError, "num_speculative_tokens=0"),
@@ -145,7 +165,17 @@ def test_nan_logits_are_refused_and_the_engine_recovers(tiny: TinyPair) -> None:
 class InterruptAt:
     """Raises KeyboardInterrupt at the n-th line that minillm's engine executes: the stop button, at its worst."""
 
-    FILES = ("engine.py", "scheduler.py", "commit.py", "block_pool.py", "draft_model.py", "llm.py", "request.py")
+    FILES = (
+        "engine.py",
+        "scheduler.py",
+        "commit.py",
+        "block_pool.py",
+        "draft_model.py",
+        "llm.py",
+        "llm_engine.py",
+        "request.py",
+        "prefix.py",
+    )
 
     def __init__(self, line: int) -> None:
         self.left = line
@@ -196,19 +226,34 @@ def test_an_interrupt_at_any_line_leaves_a_clean_engine(tiny: TinyPair, speculat
             pass
         fired += interrupt.fired
         settled(llm)
-        assert not llm._metrics.requests
+        assert not llm.llm_engine.metrics.requests
     assert fired > 60
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
 
 
+SHARED = ["def add(a, b):\n    return a" + tail for tail in ("", " + b\n", " - b\n", " * b\n")]
+"""Prompts with a common prefix of several blocks."""
+
+
 @pytest.mark.parametrize("speculative", [False, True], ids=["plain", "drafted"])
-def test_an_interrupted_step_keeps_other_requests_whole(tiny: TinyPair, speculative: bool) -> None:
-    """With the step-by-step API nothing is dropped: after the interrupt every request goes on to the same tokens."""
+@pytest.mark.parametrize("prompts", [PROMPTS, SHARED], ids=["apart", "shared prefix"])
+def test_an_interrupted_step_keeps_other_requests_whole(tiny: TinyPair, speculative: bool, prompts: list[str]) -> None:
+    """With the step-by-step API nothing is dropped: after the interrupt every request goes on to the same tokens.
+
+    With a shared prefix some blocks are shared while they are being filled; an interrupt then must not leave anyone
+    believing that they are full.
+    """
     config = drafted(tiny) if speculative else None
-    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=14, speculative_config=config)
-    expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
-    for line in range(5, 1500, 97):
-        requests = llm.submit(PROMPTS, GREEDY)
+    # Sampled drafts would depend on how many of them fit; without a draft, forks are interrupted too.
+    params = GREEDY if speculative or prompts is PROMPTS else replace(GREEDY, n=2, temperature=0.7, seed=3)
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=24, speculative_config=config)
+    requests = llm.submit(prompts, params)
+    while llm.engine.has_requests:
+        llm.engine.step()
+    expected = [request.output_token_ids for request in requests]
+    for line in range(5, 2500, 211):
+        llm.reset_prefix_cache()
+        requests = llm.submit(prompts, params)
         interrupt = InterruptAt(line)
         while llm.engine.has_requests:
             try:

@@ -12,7 +12,7 @@ from minillm.viz import CachePagesView, CacheState
 from minillm.viz.replay import Replay
 
 from .pictures import description, found, parse, states, text_of
-from .traces import Script, busy, decode, prefill, story, verify
+from .traces import Script, busy, decode, prefill, sharing, story, verify
 
 STEPS = range(1, 10)
 
@@ -181,6 +181,62 @@ def test_shared_pages_show_how_many_share_them():
     svg = CachePagesView(s.trace).to_svg()
     assert Counter(states(svg, "page"))["shared"] == 2
     assert svg.count("A B ×2") == 2
+
+
+@pytest.mark.parametrize("step", range(1, 14))
+def test_sharing_caching_and_copying_are_drawn_as_the_state_has_them(step):
+    svg, pages = CachePagesView(sharing()).to_svg(step), state_at(sharing(), step).pages()
+    assert Counter(states(svg, "page")) == Counter(page.state for page in pages)
+    expected = Counter(slot for page in pages for slot in page.slots if slot not in ("free", "cached"))
+    assert drawn_slots(svg) == expected
+    assert len(found(svg, "copy")) == sum(page.copied_from is not None for page in pages)
+    assert counted(svg, "reused") == sum(page.reused for page in pages)
+    bands = {band.get("data-state"): int(band.get("data-count")) for band in found(svg, "band")}
+    assert bands.get("evicted", 0) == sum(page.evicted for page in pages)
+    assert bands.get("findable", 0) == sum(page.findable for page in pages if page.state != "cached")
+    assert bool(found(svg, "usage-cached")) == any(page.state == "cached" for page in pages)
+
+
+def counted(svg, testid):
+    return sum(int(element.get("data-count")) for element in found(svg, testid))
+
+
+def test_legend_explains_what_is_there_and_nothing_else():
+    first, last = (text_of(found(CachePagesView(sharing()).to_svg(step), "legend")[0]) for step in (2, 8))
+    assert "taken as it was" in first and "copied" in first and "shared" in first
+    assert "cached" not in first and "evicted" not in first
+    assert "cached" in last and "written" not in last and "shared" not in last
+
+
+def test_copied_page_names_its_source_and_cached_pages_are_hatched():
+    assert "4←3" in CachePagesView(sharing()).to_svg(2)
+    svg = CachePagesView(sharing()).to_svg(8)
+    groups = [group for group in parse(svg).iter() if any(e.get("data-testid") == "page" for e in group)]
+    for group in groups[1:] if groups[0].get("fill") is None else groups:
+        hatched = {e.get("data-state") for e in group if e.get("data-testid") == "page"} == {"cached"}
+        assert ("url(#cached-" in (group.get("fill") or "")) == hatched
+
+
+def test_outline_of_a_shared_page_has_a_stripe_per_owner():
+    svg = CachePagesView(sharing()).to_svg(3)
+    stripes = [e for e in parse(svg).iter() if e.get("stroke-dashoffset") or e.get("stroke-dasharray") == "6 18"]
+    assert {e.get("stroke-dasharray") for e in stripes} == {"6 18"}
+    assert len({e.get("stroke") for e in stripes}) == 4
+    assert svg.count("A–D ×4") == 3
+
+
+def test_whole_places_are_bars_with_the_same_counts():
+    s = Script(1024, 8, layout="contiguous")
+    s.add("a", "def f():", 300)
+    s.add("b", "class A:", 20)
+    s.step(prefill("a", 300), prefill("b", 20))
+    s.step(decode("a"), verify("b", ["x", "y"], 1, "z"))
+    svg = CachePagesView(s.trace).to_svg()
+    assert drawn_slots(svg) == {"written": 320, "fresh": 3, "rolled_back": 1, "empty": 2 * 1024 - 324}
+    assert states(svg, "page") == ["used", "used", *["free"] * 6]
+    assert len(svg) < 10_000
+    assert "2 used, 6 free; waste 1725 of 2048 slots (84%)" in description(svg)
+    assert "8 places of 1024 slots" in description(svg)
 
 
 def test_pictures_exist_before_anything_has_happened():

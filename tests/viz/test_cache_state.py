@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm.errors import TraceError
-from minillm.trace import StepFinished, Trace
+from minillm.trace import BlocksAllocated, RequestAdded, StepFinished, Trace
 from minillm.viz.cache_changes import changes
 from minillm.viz.cache_state import CacheState
 from minillm.viz.replay import Replay
 
-from .traces import Script, busy, decode, prefill, story, verify
+from .traces import Script, busy, decode, prefill, sharing, story, verify
 
 
 def state_at(trace, step):
@@ -115,6 +115,81 @@ def test_shared_prefix_has_both_owners_and_counts_once():
     check(after)
 
 
+def test_prefix_hit_starts_with_its_tokens_in_the_cache_and_marks_the_blocks_as_reused():
+    state = state_at(sharing(), 2)
+    hit = state.requests["1#0"]
+    assert (hit.marks.reused, hit.marks.forked_from, hit.num_computed) == (48, None, 58)
+    assert hit.marks.written == range(48, 58)
+    assert [page.block_id for page in state.pages() if page.reused] == [0, 1, 2, 3]
+    assert not any(page.reused for page in state_at(sharing(), 4).pages()), "only in the step of the hit"
+
+
+def test_fork_shares_the_partial_block_and_the_writer_moves_to_a_copy():
+    state = state_at(sharing(), 2)
+    first, fork = state.requests["0#0"], state.requests["0#1"]
+    assert (fork.marks.reused, fork.marks.forked_from) == (59, first.index)
+    assert (first.block_table, fork.block_table) == ([0, 1, 2, 4], [0, 1, 2, 3])
+    assert (state.page(4).copied_from, state.page(4).owners, state.page(3).owners) == (3, ("0#0",), ("0#1",))
+    assert state.page(4).slots == ("written",) * 12 + ("fresh",) + ("empty",) * 3
+    assert all(page.copied_from != 3 for page in state_at(sharing(), 3).pages())
+    # Step 3 forks 1#1 from 1#0, whose number is 2; blocks 0 to 2 have older owners, and those are not its parent.
+    assert state_at(sharing(), 3).requests["1#1"].marks.forked_from == 2
+
+
+def test_freed_full_blocks_stay_cached_and_count_as_free():
+    state = state_at(sharing(), 8)
+    assert (state.used_blocks, state.cached_blocks, state.free_blocks) == (0, 6, 16)
+    pages = {page.block_id: page for page in state.pages()}
+    assert [b for b, page in pages.items() if page.state == "cached"] == [0, 1, 2, 3, 4, 6]
+    assert pages[6].owners == ("1#0",), "freed in this step"
+    assert pages[3].owners == ()
+    assert pages[5].state == "freed"
+    assert set(pages[0].slots) == {"cached"}
+
+
+def test_evicted_blocks_are_told_in_their_step_and_forgotten_for_good():
+    state = state_at(sharing(), 11)
+    assert state.evicted == {3, 4}
+    assert {(page.evicted, page.findable) for page in map(state.page, (3, 4))} == {(True, False), (True, True)}
+    assert changes(state)[0] == "cached blocks evicted: 3, 4"
+    assert state_at(sharing(), 13).evicted == set()
+    assert state_at(sharing(), 12).totals.evicted_blocks == 3
+
+
+def test_cached_block_taken_without_an_eviction_counts_as_evicted():
+    """A learner's own allocator may forget to tell; the picture must not show contents that are gone."""
+    s = Script(4, 4, caching=True)
+    s.add("a", "a", 8)
+    s.step(prefill("a", 8))
+    s.step(decode("a", finish="stop"))
+    events = [*s.trace, BlocksAllocated("b", [0])]
+    events.insert(-1, RequestAdded("b", "b", [1, 2]))
+    state = Replay(Trace(events), CacheState).at()
+    assert state.page(0).slots == ("empty",) * 4
+    assert (state.cached_blocks, state.totals.evicted_blocks) == (1, 1)
+
+
+def test_totals_tell_what_sharing_saved():
+    totals = state_at(sharing(), 13).totals
+    assert (totals.found_tokens, totals.forked_tokens, totals.copied_blocks) == (48 + 48, 59 + 57, 2)
+
+
+def test_words_tell_hits_forks_copies_and_what_stays_cached():
+    assert changes(state_at(sharing(), 2)) == [
+        "C found 48 tokens, computed 10",
+        "B forked from A: 59 tokens shared, computed 1",
+        "A copied block 3 to 4",
+        "A wrote 1 slot",
+    ]
+    assert changes(state_at(sharing(), 7))[0] == "A finished, 5 blocks back (1 cached, 3 in use by others)"
+
+
+def test_places_of_whole_sequences_are_told_from_pages():
+    assert Replay(Script(1024, 4, layout="contiguous").trace, CacheState).at().whole_sequences
+    assert not Replay(Script(256, 4, layout="paged int8").trace, CacheState).at().whole_sequences
+    assert not Replay(Script(16, 4, layout="PagedByMe").trace, CacheState).at().whole_sequences
+
+
 def test_everything_is_free_at_the_end():
     state = Replay(story(), CacheState).at()
     assert (state.used_blocks, state.free_blocks, state.waste_slots) == (0, 24, 0)
@@ -130,7 +205,7 @@ def test_finished_request_holds_nothing_even_if_an_interrupt_swallowed_the_event
 
 
 def test_free_blocks_agree_with_the_engine_at_every_step():
-    for trace in (story(), story(4, 80), busy()):
+    for trace in (story(), story(4, 80), busy(), sharing(), sharing(40)):
         replay = Replay(trace, CacheState)
         for event in trace.of(StepFinished):
             state = replay.at(event.step)

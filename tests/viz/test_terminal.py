@@ -18,7 +18,7 @@ from minillm.viz.terminal import DemoScreen, final_table, watch
 from minillm.viz.terminal_acceptance import AcceptanceRounds
 from minillm.viz.terminal_cache import CacheBlocks
 
-from .traces import Script, busy, decode, prefill, story
+from .traces import Script, busy, decode, prefill, sharing, story
 
 
 class AsciiStream(io.StringIO):
@@ -58,6 +58,17 @@ def test_pages_tell_owner_and_fill_without_colour():
     assert "7 of 24 blocks · waste 10 of 112 slots (9%)" in told
     assert "A████ A████ B████ B████ A████ A██▓· B╳─── C──── C──── B███╳ ─────" in told
     assert "step 6  C preempted, 46 tokens to redo" in told
+
+
+def test_cached_pages_differ_from_free_ones_without_colour():
+    told = printed(CacheBlocks(Replay(sharing(), CacheState).at(8)))
+    assert "0 of 16 blocks · 6 cached · waste 0 of 0 slots" in told
+    assert "D░░░░ D░░░░ D░░░░ ░░░░░ ░░░░░ D──── C░░░░ ─────" in told
+    told = printed(CacheBlocks(Replay(sharing(), CacheState).at(3)))
+    assert "4████ 4████ 4████ B█" in told
+    screen = DemoScreen({"x": sharing()})
+    assert "░ cached" in printed(screen)
+    assert "cached" not in printed(DemoScreen({"x": story()}))
 
 
 def test_rounds_tell_verdicts_without_colour():

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from minillm.trace import (
+    BlockCopied,
     BlocksAllocated,
+    BlocksCached,
+    BlocksEvicted,
     BlocksFreed,
+    BlocksShared,
     DraftProposed,
     EngineStarted,
     RequestAdded,
@@ -29,6 +34,8 @@ class Books:
     num_tokens: int
     num_computed: int = 0
     table: list[int] = field(default_factory=list)
+    filled: list[int] = field(default_factory=list)
+    """Blocks that were full when last looked at, even if they are gone now."""
 
 
 @dataclass(frozen=True)
@@ -58,29 +65,40 @@ def verify(request_id, drafts, accepted, token="x", finish=None):
 
 
 class Script:
-    """Writes a trace step by step."""
+    """Writes a trace step by step. With `caching`, full blocks keep their contents until somebody needs the room."""
 
-    def __init__(self, block_size=16, num_blocks=24, gamma=4):
+    def __init__(self, block_size=16, num_blocks=24, gamma=4, caching=False, layout="paged", seqs=8, budget=64):
         self.block_size = block_size
         self.free = list(range(num_blocks))
         self.books: dict[str, Books] = {}
         self.step_number = 0
         self.trace = Trace()
         draft_model = "minicoder-draft" if gamma else None
-        self.trace.append(EngineStarted("minicoder", draft_model, block_size, num_blocks, 2048 * block_size, gamma))
+        sizes = block_size, num_blocks, 2048 * block_size, gamma
+        self.caching = caching
+        self.known: list[int] = []
+        self.before = []
+        """Sharings that the next step will tell of."""
+        self.trace.append(EngineStarted("minicoder", draft_model, *sizes, layout, caching, seqs, budget))
 
     def add(self, request_id, prompt, num_tokens):
         self.books[request_id] = Books(num_tokens, num_tokens)
         self.trace.append(RequestAdded(request_id, prompt, list(range(num_tokens))))
 
-    def step(self, *parts, preempt=()):
+    def step(self, *parts, preempt=(), waiting=None):
         self.step_number += 1
         emit = self.trace.append
-        emit(StepStarted(self.step_number, len(parts), len(self.books) - len(parts)))
+        emit(StepStarted(self.step_number, len(parts), len(self.books) - len(parts) if waiting is None else waiting))
         for request_id in preempt:
             self._preempt(request_id)
+        for event in self.before:
+            emit(event)
+        self.before.clear()
         for part in parts:
+            self._copy_on_write(part)
             self._allocate(part)
+        for part in parts:
+            self._remember(part)
         for part in parts:
             if part.drafts:
                 emit(DraftProposed(part.request_id, list(range(len(part.drafts))), list(part.drafts)))
@@ -95,12 +113,57 @@ class Script:
         emit(StepFinished(self.step_number, 0.02, 0.004, 0.015, len(self.free)))
 
     def share(self, request_id, other):
-        """`request_id` starts on the full blocks that `other` already has (a shared prefix)."""
-        full = self.books[other].num_computed // self.block_size
-        mine = self.books[request_id]
-        mine.table = self.books[other].table[:full]
-        mine.num_computed = full * self.block_size
-        self.trace.append(BlocksAllocated(request_id, list(mine.table)))
+        """In the next step `request_id` starts on the full blocks that `other` has, or had: a shared prefix."""
+        theirs = self.books[other]
+        full = theirs.table[: theirs.num_computed // self.block_size] or theirs.filled
+        full = full[: (self.books[request_id].num_tokens - 1) // self.block_size]
+        full = list(
+            takewhile(lambda b: any(b in books.table for books in self.books.values()) or b in self.known, full)
+        )
+        self._take_over(request_id, full, len(full) * self.block_size, "prefix")
+
+    def fork(self, request_id, other):
+        """In the next step `request_id` starts on all prompt blocks of `other`, a completion of the same prompt."""
+        num_prompt = self.books[other].num_prompt
+        self._take_over(request_id, self.books[other].table[: self._blocks(num_prompt)], num_prompt - 1, "fork")
+
+    def _take_over(self, request_id, block_ids, num_tokens, source):
+        self.books[request_id].table = list(block_ids)
+        self.books[request_id].num_computed = num_tokens
+        self.free = [block_id for block_id in self.free if block_id not in block_ids]
+        self.before.append(BlocksShared(request_id, list(block_ids), num_tokens, source))
+
+    def _take(self, count):
+        """Blocks to fill: those without contents first, then the cached ones, longest known first."""
+        order = [b for b in self.free if b not in self.known] + [b for b in self.known if b in self.free]
+        taken = order[:count]
+        assert len(taken) == count, "the script needs more blocks than there are"
+        evicted = [b for b in taken if b in self.known]
+        if evicted:
+            self.trace.append(BlocksEvicted(evicted))
+        self.known = [b for b in self.known if b not in evicted]
+        self.free = [b for b in self.free if b not in taken]
+        return taken
+
+    def _copy_on_write(self, part):
+        books = self.books[part.request_id]
+        index = books.num_computed // self.block_size
+        if index >= len(books.table):
+            return
+        source = books.table[index]
+        if any(source in other.table for other in self.books.values() if other is not books):
+            [target] = self._take(1)
+            books.table[index] = target
+            self.trace.append(BlockCopied(part.request_id, source, target))
+
+    def _remember(self, part):
+        books = self.books[part.request_id]
+        sure = books.num_computed + (part.prefill or 1)
+        books.filled = books.table[: sure // self.block_size]
+        new = [block_id for block_id in books.filled if block_id not in self.known]
+        if self.caching and new:
+            self.known += new
+            self.trace.append(BlocksCached(part.request_id, new))
 
     def _num_tokens(self, part):
         return part.prefill or 1 + len(part.drafts)
@@ -112,7 +175,7 @@ class Script:
         books = self.books[part.request_id]
         missing = self._blocks(books.num_computed + self._num_tokens(part)) - len(books.table)
         if missing > 0:
-            taken = [self.free.pop(0) for _ in range(missing)]
+            taken = self._take(missing)
             books.table += taken
             self.trace.append(BlocksAllocated(part.request_id, taken))
 
@@ -161,6 +224,9 @@ class Script:
         books.table = books.table[: len(books.table) - len(block_ids)]
         others = {b for other in self.books.values() for b in other.table}
         self.free = sorted({*self.free, *(set(block_ids) - others)})
+        # The tail is of use to the fewest, so it is forgotten first.
+        cached = [b for b in reversed(block_ids) if b in self.known and b in self.free]
+        self.known = [b for b in self.known if b not in cached] + cached
         self.trace.append(BlocksFreed(request_id, block_ids, reason))
 
 
@@ -184,7 +250,7 @@ def story(block_size=16, num_blocks=24):
 
 def busy(num_requests=10, num_blocks=128, block_size=16, gamma=8, steps=12):
     """Many requests that speculate at once, some on a shared prefix."""
-    s = Script(block_size, num_blocks, gamma)
+    s = Script(block_size, num_blocks, gamma, seqs=num_requests + 1, budget=1024)
     for i in range(num_requests):
         s.add(f"req-{i}", f"def function_{i}(first, second):\n    return", 37 + 31 * (i % 4))
     s.step(*(prefill(f"req-{i}", s.books[f"req-{i}"].num_prompt) for i in range(num_requests)))
@@ -195,4 +261,32 @@ def busy(num_requests=10, num_blocks=128, block_size=16, gamma=8, steps=12):
         drafts = [f" t{n}{j}" for j in range(gamma)]
         s.step(*(verify(f"req-{i}", drafts, (i * 5 + n * 3) % (gamma + 1), " own") for i in range(num_requests)))
     s.step(preempt=["req-3"])
+    return s.trace
+
+
+def sharing(num_blocks=16):
+    """Two prompts with a common start, two completions each, on a small pool: hits, forks, copies, evictions."""
+    s = Script(16, num_blocks, gamma=0, caching=True, seqs=4, budget=64)
+    s.add("0#0", "class Stack:\n    def push(self", 60)
+    s.add("0#1", "class Stack:\n    def push(self", 60)
+    s.step(prefill("0#0", 60, " ,"))
+    s.fork("0#1", "0#0")
+    s.add("1#0", "class Stack:\n    def pop(self", 58)
+    s.add("1#1", "class Stack:\n    def pop(self", 58)
+    s.share("1#0", "0#0")
+    s.step(decode("0#0", " item"), prefill("0#1", 1, "):"), prefill("1#0", 10, ")"))
+    s.fork("1#1", "1#0")
+    s.step(decode("0#0", ")"), decode("0#1", "\n"), decode("1#0", ":"), prefill("1#1", 1, "):"))
+    for i in range(3):
+        s.step(*(decode(r, f" t{i}") for r in ("0#0", "0#1", "1#0", "1#1")))
+    s.step(decode("0#0", finish="length"), decode("0#1", finish="length"), decode("1#0"), decode("1#1"))
+    s.step(decode("1#0", finish="length"), decode("1#1", finish="length"))
+    s.add("2#0", "import re, sys, json\n", 180)
+    s.step(prefill("2#0", 64))
+    s.step(prefill("2#0", 64))
+    s.step(prefill("2#0", 52, "def"))
+    s.add("3#0", "class Stack:\n    def peek(self", 59)
+    s.share("3#0", "1#0")
+    s.step(decode("2#0"), prefill("3#0", 59 - s.books["3#0"].num_computed))
+    s.step(decode("2#0", finish="length"), decode("3#0", finish="stop"))
     return s.trace

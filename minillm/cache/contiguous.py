@@ -1,0 +1,260 @@
+"""The contiguous layout: each request's keys and values in one tensor, and three ways of making it longer.
+
+    preallocated   room for the whole context at once; attention reads a view of the rows in use
+    concat         a new tensor at every append, the old rows copied: `torch.cat`, as transformers' dynamic cache does
+    every          r more rows whenever it is full (BMC: Ramachandran et al. 2025, "Striking the Right Balance between
+                   Compute and Copy"). Attention runs over the *whole* tensor under a mask, spare rows included, so its
+                   shape changes once in r steps; the spare rows are where the drafts of speculation are verified
+
+Over N tokens, `concat` copies N²/2 rows. `every` copies N²/(2r), makes N/r allocations, and computes N·r/2 scores in
+vain. `preallocated` copies nothing and computes nothing in vain; it pays in memory, r = N rows for a request that may
+end after ten. A paged cache wastes less than a block per request, copies nothing either, and gathers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.cache.base import Batch, KVCache
+from minillm.cache.rows import (
+    FEW_QUERIES,
+    Rectangle,
+    check_at_least,
+    new_tokens,
+    product,
+    query_positions,
+    rectangles,
+    side_by_side,
+    together,
+)
+from minillm.errors import ConfigError
+from minillm.models.config import ModelConfig
+
+GROWTHS = ("preallocated", "concat", "every")
+LEAST_ROWS = 16
+"""`best_rows` never says less, so that γ drafts and the token before them find room in the rows of one growth."""
+COPY_COST, PADDING_COST, ALLOCATION_COST = 0.2, 0.9, 12.0
+"""Microseconds, measured once with minicoder in fp32 over its 8 layers, on one core of an AMD EPYC, best of 150:
+copying one more row as a tensor grows, attending to one more row in a decode step, a growth less its rows. A row is
+8 KiB here and the tensors stay within the caches of the core. Where they do not, both costs are memory traffic, and a
+copy reads and writes what attention only reads: r should be larger there."""
+
+
+def best_rows(
+    num_tokens: int,
+    copy_cost: float = COPY_COST,
+    padding_cost: float = PADDING_COST,
+    allocation_cost: float = ALLOCATION_COST,
+) -> int:
+    """The r of `growth="every"` that costs least for a request of `num_tokens` tokens, by BMC's model.
+
+    Total = N²/(2r) · c_copy + N·r/2 · c_gemv + N/r · c_a, so r* = √((N · c_copy + 2 c_a) / c_gemv): it grows as √N.
+    The costs are times in any one unit: of copying a row, of attending to a row in vain, of one allocation.
+    Never below `LEAST_ROWS` (BMC's condition r ≥ γ + 1), never above `num_tokens`. Nothing is timed here, so that the
+    same options always give the same cache.
+    """
+    best = math.sqrt((num_tokens * copy_cost + 2 * allocation_cost) / padding_cost)
+    return min(max(LEAST_ROWS, round(best)), num_tokens)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Where the new tokens of a step go, and who attends to what. The same in every layer with the same window."""
+
+    buffers: list[Tensor]
+    """Per request `[num_layers, 2, rows, num_kv_heads, head_dim]`."""
+    rows: list[int]
+    """How many rows of its buffer each request attends to."""
+    few: list[Rectangle]
+    long: list[tuple[int, Tensor | None]]
+    """Requests with many new tokens, each with what its queries see, `[queries, rows]`; None: plain causal."""
+
+
+class ContiguousKVCache(KVCache):
+    """One tensor per request, allocated when the request begins and let go of when it ends.
+
+    `growth`: see the module. `rows`: the r of "every"; None: `best_rows` of the engine's context. While a tensor grows
+    the old one lives beside the new one; that passing copy is not counted in `bytes_per_block`.
+    """
+
+    whole_sequences = True
+    supports_prefix_sharing = False
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        growth: str = "preallocated",
+        rows: int | None = None,
+    ) -> None:
+        _check(growth, rows, block_size)
+        self.growth = growth
+        self.rows_per_growth = rows or best_rows(block_size)
+        self.max_rows = block_size
+        self.dtype, self.device = dtype, device
+        self.windows = [config.window(layer) for layer in range(config.num_layers)]
+        self.row_shape = (config.num_kv_heads, config.head_dim)
+        self.buffers: dict[int, Tensor] = {}
+        """By place."""
+        self.num_rows_copied = 0
+        """Rows that moved from an old tensor to a new one. A row here is one token's keys and values in all layers."""
+        self.num_rows_padded = 0
+        """Rows that were attended to in vain because the tensor ends there, summed over steps."""
+        self.num_allocations = 0
+
+    @classmethod
+    def bytes_per_block(
+        cls,
+        config: ModelConfig,
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        growth: str = "preallocated",
+        rows: int | None = None,
+    ) -> int:
+        """Keys and values of the whole context, which a request may come to need however its tensor grows."""
+        _check(growth, rows, block_size)
+        return 2 * config.num_layers * block_size * config.kv_size * dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors of the requests that are here now."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """See `KVCache.free`."""
+        for place in block_ids:
+            self.buffers.pop(place, None)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """See `KVCache.attend`."""
+        step = self._step(batch, self.windows[layer])
+        for r, (new_k, new_v) in enumerate(new_tokens(k, v, batch)):
+            end = batch.seq_lens[r]
+            rows = slice(end - batch.query_lens[r], end)
+            step.buffers[r][layer, 0, rows] = new_k
+            step.buffers[r][layer, 1, rows] = new_v
+        out = torch.empty_like(q)
+        for one in step.few:
+            keys, values = (
+                side_by_side([step.buffers[r][layer, part, : step.rows[r]] for r in one.requests]) for part in (0, 1)
+            )
+            one.write(out, product(q[one.tokens], keys, values, one.hidden))
+        for r, visible in step.long:
+            tokens = slice(*batch.query_start[r : r + 2])
+            keys, values = step.buffers[r][layer, :, : step.rows[r]]
+            out[tokens] = _prefill(q[tokens], keys, values, visible)
+        return out
+
+    def _step(self, batch: Batch, window: int | None) -> _Step:
+        """The step as layers with this window see it; the first layer of all makes room for everyone."""
+        key = (self, window)
+        if key not in batch.plans:
+            if (self, "room") not in batch.plans:
+                batch.plans[self, "room"] = self._make_room(batch)
+            batch.plans[key] = self._plan(batch, window, batch.plans[self, "room"])
+        return batch.plans[key]
+
+    def _make_room(self, batch: Batch) -> list[Tensor]:
+        """Each request's tensor, with rows for its new tokens."""
+        places = batch.block_tables[:, 0].tolist()
+        buffers = []
+        for place, total, count in zip(places, batch.seq_lens, batch.query_lens, strict=True):
+            past = total - count
+            if not past:
+                self.buffers.pop(place, None)  # whoever held the place is gone: let go before asking for more
+            held = self.buffers[place] if past else None
+            if held is None or self.growth == "concat" or held.shape[2] < total:
+                held = self.buffers[place] = self._grow(held, past, total)
+            self.num_rows_padded += self._rows_seen(held, total) - total
+            buffers.append(held)
+        return buffers
+
+    def _grow(self, held: Tensor | None, past: int, total: int) -> Tensor:
+        """A tensor with room for `total` rows, the first `past` of them copied from `held`."""
+        rows = self._rows_for(total)
+        made = torch.empty((len(self.windows), 2, rows, *self.row_shape), dtype=self.dtype, device=self.device)
+        if held is not None:
+            made[:, :, :past] = held[:, :, :past]
+            self.num_rows_copied += past
+        if self.growth == "every":
+            made[:, :, total:] = 0  # hidden from the softmax, but 0 · NaN would still be NaN
+        self.num_allocations += 1
+        return made
+
+    def _rows_for(self, total: int) -> int:
+        if self.growth == "preallocated":
+            return self.max_rows
+        if self.growth == "concat":
+            return total
+        return min(-(-total // self.rows_per_growth) * self.rows_per_growth, self.max_rows)
+
+    def _rows_seen(self, buffer: Tensor, total: int) -> int:
+        return buffer.shape[2] if self.growth == "every" else total
+
+    def _plan(self, batch: Batch, window: int | None, buffers: list[Tensor]) -> _Step:
+        device = batch.block_tables.device
+        rows = [self._rows_seen(buffer, total) for buffer, total in zip(buffers, batch.seq_lens, strict=True)]
+        few = [r for r, count in enumerate(batch.query_lens) if count <= FEW_QUERIES]
+        hidden = None
+        if _needs_mask(batch, few, rows, window):
+            keys = torch.arange(max(rows[r] for r in few), device=device)
+            hidden = _hidden(query_positions(batch, few).unsqueeze(-1), keys, window)
+        long = []
+        for r, count in enumerate(batch.query_lens):
+            if count > FEW_QUERIES:
+                visible = None
+                if count < rows[r] or window is not None:
+                    positions = torch.arange(batch.seq_lens[r] - count, batch.seq_lens[r], device=device)
+                    visible = ~_hidden(positions.unsqueeze(-1), torch.arange(rows[r], device=device), window)
+                long.append((r, visible))
+        return _Step(buffers, rows, rectangles(batch, few, hidden, [rows[r] for r in few]), long)
+
+
+def _check(growth: str, rows: int | None, block_size: int) -> None:
+    if growth not in GROWTHS:
+        raise ConfigError(f"kv_cache_config: growth={growth!r} must be one of {', '.join(GROWTHS)}")
+    if rows is None:
+        return
+    if growth != "every":
+        raise ConfigError(
+            f"kv_cache_config: rows={rows!r} means nothing to growth={growth!r}; leave it out or use growth='every'"
+        )
+    check_at_least("rows", rows, 1)
+    if rows > block_size:
+        raise ConfigError(
+            f"kv_cache_config: rows={rows} is over the {block_size} rows that a request can fill; lower it, or use "
+            "growth='preallocated'"
+        )
+
+
+def _needs_mask(batch: Batch, requests: Sequence[int], rows: Sequence[int], window: int | None) -> bool:
+    """Whether any query of these requests looks at a row that it must not see."""
+    if not requests:
+        return False
+    if window is not None or any(batch.query_lens[r] > 1 or rows[r] > batch.seq_lens[r] for r in requests):
+        return True
+    return together(batch, requests) and len({rows[r] for r in requests}) > 1
+
+
+def _hidden(position: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """True where `key` lies after `position`, or before its window."""
+    hidden = key > position
+    return hidden if window is None else hidden | (key <= position - window)
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """Many queries of one request: `q` `[queries, num_heads, head_dim]`, `k`, `v` `[rows, num_kv_heads, head_dim]`."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)

@@ -1,0 +1,46 @@
+"""Which cache layouts there are, and which of them an engine's options mean."""
+
+from __future__ import annotations
+
+import inspect
+
+from minillm.cache.base import KVCache
+from minillm.cache.contiguous import ContiguousKVCache
+from minillm.cache.kivi import KiviKVCache
+from minillm.cache.paged import PagedKVCache
+from minillm.cache.paged_int4 import PagedInt4KVCache
+from minillm.cache.paged_int8 import PagedInt8KVCache
+from minillm.cache.sinks import SinksKVCache
+from minillm.cache.window import WindowKVCache
+from minillm.config import CacheConfig, reject_unknown
+from minillm.errors import UnsupportedError
+
+LAYOUTS: dict[tuple[str, str], type[KVCache]] = {
+    ("paged", "auto"): PagedKVCache,
+    ("paged", "int8"): PagedInt8KVCache,
+    ("paged", "int4"): PagedInt4KVCache,
+    ("kivi", "auto"): KiviKVCache,
+    ("kivi", "int4"): KiviKVCache,
+    ("contiguous", "auto"): ContiguousKVCache,
+    ("window", "auto"): WindowKVCache,
+    ("sinks", "auto"): SinksKVCache,
+}
+"""`(layout, kv_cache_dtype)` → class; `auto` is the model's dtype, or what the layout is made for: KIVI is INT4."""
+
+
+def find_layout(cache: CacheConfig) -> type[KVCache]:
+    """The class that `cache` names, its options checked by name.
+
+    Raises `UnsupportedError` for a pair of layout and dtype that does not exist, `UnknownOptionError` for an option
+    that the layout does not have.
+    """
+    chosen = cache.layout if isinstance(cache.layout, type) else LAYOUTS.get((cache.layout, cache.dtype))
+    if chosen is None or (isinstance(cache.layout, type) and cache.dtype != "auto"):
+        pairs = ", ".join(f"{layout} with {dtype}" for layout, dtype in sorted(LAYOUTS))
+        raise UnsupportedError(
+            f"there is no cache layout {cache.layout!r} with kv_cache_dtype={cache.dtype!r}; there are: {pairs}"
+        )
+    parameters = inspect.signature(chosen).parameters.values()
+    known = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    reject_unknown(f"kv_cache_config for layout {cache.name!r}", cache.options, known | {"layout"})
+    return chosen

@@ -1,0 +1,52 @@
+"""The paged layout in INT4: two numbers to a byte, scales and zero points for groups along the head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm.cache.paged_quantized import Field, PagedQuantizedKVCache
+from minillm.models.config import ModelConfig
+from minillm.ops.kv_quant import dequantize_affine, head_group, pack_int4, quantize_affine, unpack_int4
+
+DEFAULT_GROUP_SIZE = 32
+
+
+class PagedInt4KVCache(PagedQuantizedKVCache):
+    """Affine: per token, KV head and group of `group_size` channels a scale and a zero point, float16 each.
+
+    4 + 32 / `group_size` bits per number: 5 bits, 0.3125 of float16, with groups of 32. Each number is off by at most
+    s / 2 with s about (max - min) / 15 of its group.
+
+    Affine and not symmetric, because at equal bits its loss was smaller on minicoder (mean KL to float32, held-out
+    text): 0.0166 against 0.0180 at 4.5 bits, 0.0132 against 0.0150 at 5 bits, 0.0094 against 0.0111 at 6 bits.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        group_size: int = DEFAULT_GROUP_SIZE,
+    ) -> None:
+        super().__init__(config, num_blocks, block_size, dtype, device, group_size=group_size)
+        self.group = head_group(config.head_dim, group_size)
+
+    @classmethod
+    def row(cls, head_dim: int, *, group_size: int = DEFAULT_GROUP_SIZE) -> tuple[Field, ...]:
+        """Packed codes, scales, zero points."""
+        per_group = Field((head_dim // head_group(head_dim, group_size),), torch.float16)
+        return Field((head_dim // 2,), torch.uint8), per_group, per_group
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """See `PagedQuantizedKVCache.encode`."""
+        codes, scale, zero = quantize_affine(x.unflatten(-1, (-1, self.group)), dim=-1)
+        return pack_int4(codes.flatten(-2)), scale.squeeze(-1), zero.squeeze(-1)
+
+    def decode(self, packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """See `PagedQuantizedKVCache.decode`."""
+        codes = unpack_int4(packed).unflatten(-1, (-1, self.group))
+        return dequantize_affine(codes, scale.unsqueeze(-1), zero.unsqueeze(-1), self.dtype).flatten(-2)

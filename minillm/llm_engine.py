@@ -1,0 +1,274 @@
+"""`LLMEngine`: requests in, steps, outputs out. For servers and schedulers of one's own; `LLM` is built on it.
+
+The names are vLLM's: `LLMEngine.from_engine_args(EngineArgs(model=...))`, `add_request`, `step`, `abort_request`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from minillm.config import CacheConfig, EngineConfig, SpeculativeConfig, reject_unknown
+from minillm.engine.assembly import assemble
+from minillm.engine.engine import Engine
+from minillm.engine.request import Request, request_seed
+from minillm.errors import ConfigError, MinillmError, PromptError
+from minillm.metrics import MetricsWatcher, group_of
+from minillm.outputs import CompletionOutput, RequestOutput
+from minillm.sampling import SamplingParams
+from minillm.tokenizer import Detokenizer
+from minillm.trace import EngineStarted, Trace
+
+Prompt = str | Mapping[str, Any]
+"""Text, or `{"prompt_token_ids": [...]}`, or `{"prompt": "text"}`; a mapping may add a `cache_salt`."""
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Everything an engine is made from; see `LLM` for what each option means."""
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    kv_cache_config: Mapping[str, Any] | None = None
+    block_size: int | None = None
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool | None = None
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    enforce_eager: bool = False
+    speculative_config: Mapping[str, Any] | None = None
+    scheduler_cls: type | None = None
+    block_pool_cls: type | None = None
+    ops: Mapping[str, Callable[..., Any]] | None = None
+
+    def engine_config(self) -> EngineConfig:
+        """The part that decides how the engine batches. Raises `ConfigError`."""
+        if not isinstance(self.enforce_eager, bool):
+            raise ConfigError(f"enforce_eager={self.enforce_eager!r} must be True or False")
+        return EngineConfig(
+            block_size=self.block_size,
+            num_kv_blocks=self.num_kv_blocks,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_prefix_caching=self.enable_prefix_caching,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            scheduling_policy=self.scheduling_policy,
+        )
+
+
+class LLMEngine:
+    """A model with its cache and its queues, moved one step at a time by whoever holds it."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        speculative = SpeculativeConfig.from_dict(args.speculative_config) if args.speculative_config else None
+        cache = CacheConfig.from_options(args.kv_cache_dtype, args.kv_cache_config)
+        built = assemble(args, args.engine_config(), cache, speculative)
+        self.engine: Engine = built.engine
+        self.max_model_len = built.max_model_len
+        self.metrics = MetricsWatcher()
+        self._seed = args.seed
+        self._num_requests = 0
+        self._groups: dict[str, list[Request]] = {}
+        self._started = EngineStarted(
+            model=args.model,
+            draft_model=speculative.model if speculative else None,
+            block_size=built.config.block_size,
+            num_blocks=self.engine.pool.num_blocks,
+            bytes_per_block=built.bytes_per_block,
+            num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
+            cache_layout=cache.name,
+            prefix_caching=bool(built.config.enable_prefix_caching),
+            max_num_seqs=built.config.max_num_seqs,
+            max_num_batched_tokens=built.config.max_num_batched_tokens,
+        )
+        self.engine.listeners.append(self.metrics)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        """As in vLLM. Raises subclasses of `ValueError`."""
+        return cls(args)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Queue a prompt under an id of your choice; `priority` counts if `scheduling_policy="priority"`.
+
+        Raises `PromptError`, `RequestTooLargeError`, or `MinillmError` if the id is in use; then nothing was queued.
+        """
+        if not isinstance(request_id, str) or not request_id or "#" in request_id:
+            raise MinillmError(f"request id {request_id!r} must be a non-empty string without '#'")
+        if request_id in self._groups:
+            raise MinillmError(f"request id {request_id!r} is in use; choose another")
+        group = self.prepare(prompt, params or SamplingParams(), priority, request_id)
+        self.queue([group])
+        self._groups[request_id] = group
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Returns the output so far of every request added here that gained tokens or ended."""
+        moved = {group_of(request.request_id) for request in self.engine.step()}
+        outputs = []
+        for request_id in [request_id for request_id in self._groups if request_id in moved]:
+            group = self._groups[request_id]
+            outputs.append(self.output(group))
+            if outputs[-1].finished:
+                del self._groups[request_id]
+        return outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests now, whatever they are doing; ids that are unknown (or have just ended) are ignored."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            self.drop(self._groups.pop(request_id, []))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the contents of all blocks that no request holds, as in vLLM."""
+        self.engine.pool.forget_cached()
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether another `step` has anything to do."""
+        return self.engine.has_requests
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record everything the engine does inside the `with` block."""
+        trace = Trace([self._started])
+        self.engine.listeners.append(trace.append)
+        try:
+            yield trace
+        finally:
+            self.engine.listeners.remove(trace.append)
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, priority: int = 0, request_id: str | None = None
+    ) -> list[Request]:
+        """One request per completion of the prompt, checked but not queued."""
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ConfigError(f"priority={priority!r} must be an integer; lower runs first")
+        text, token_ids, salt = self._read_prompt(prompt)
+        room = self.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if room < max(max_tokens, 1):
+            raise PromptError(
+                f"{len(token_ids)} prompt tokens and {max(max_tokens, 1)} new ones are over the context of "
+                f"{self.max_model_len}; shorten the prompt or lower max_tokens"
+            )
+        number = self._num_requests
+        name = str(number) if request_id is None else request_id
+        tokenizer = self.engine.tokenizer
+        eos = frozenset() if params.ignore_eos else frozenset(self.engine.runner.model.config.eos_token_ids)
+        group: list[Request] = []
+        for index in range(params.n):
+            detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, token_ids) if params.detokenize else None
+            request = Request(
+                request_id=f"{name}#{index}" if params.n > 1 else name,
+                prompt=text,
+                token_ids=list(token_ids),
+                num_prompt_tokens=len(token_ids),
+                params=params,
+                max_tokens=max_tokens,
+                seed=request_seed(params.seed, self._seed, number, index),
+                index=index,
+                priority=priority,
+                cache_salt=salt,
+                fork_of=group[0] if group and self.engine.runner.cache.supports_prefix_sharing else None,
+                stop_ids=frozenset(params.all_stop_token_ids) | eos,
+                detokenizer=detokenizer,
+            )
+            group.append(request)
+        self._num_requests += 1
+        return group
+
+    def queue(self, groups: Sequence[Sequence[Request]]) -> None:
+        """Hand prepared requests to the scheduler, in order: all of them, or none if one is larger than the pool."""
+        for request in chain.from_iterable(groups):
+            self.engine.check_request(request)
+        for request in chain.from_iterable(groups):
+            self.engine.add_request(request)
+
+    def drop(self, group: Sequence[Request]) -> None:
+        """End what still runs of these requests and forget their figures."""
+        for request in group:
+            self.engine.abort(request.request_id)
+        if group:
+            self.metrics.pop(group_of(group[0].request_id))
+
+    def output(self, group: Sequence[Request]) -> RequestOutput:
+        """What the completions of one prompt have come to; when all have ended, their figures are forgotten here."""
+        first = group[0]
+        name = group_of(first.request_id)
+        finished = all(request.finished for request in group)
+        metrics = self.metrics.pop(name) if finished else copy(self.metrics.requests[name])
+        prompt_logprobs = None
+        if first.params.prompt_logprobs is not None:
+            prompt_logprobs = [first.prompt_logprobs.get(position) for position in range(first.num_prompt_tokens)]
+        return RequestOutput(
+            request_id=name,
+            prompt=first.prompt,
+            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            outputs=[_completion(request) for request in group],
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=metrics.num_cached_tokens,
+            metrics=metrics,
+        )
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str, list[int], str]:
+        """The prompt as text and as ids, checked, and its salt."""
+        tokenizer = self.engine.tokenizer
+        text, token_ids, salt = prompt, None, ""
+        if isinstance(prompt, Mapping):
+            reject_unknown("a prompt", prompt, {"prompt", "prompt_token_ids", "cache_salt"})
+            text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
+            if not isinstance(salt, str):
+                raise PromptError(f"cache_salt must be text, not {type(salt).__name__}")
+        if token_ids is None:
+            if not isinstance(text, str):
+                raise PromptError(f"a prompt must be text or token ids, not {type(text).__name__}")
+            token_ids = tokenizer.encode(text)
+        token_ids = list(token_ids)
+        if not token_ids:
+            raise PromptError("the prompt is empty; give at least one token")
+        vocab_size = self.engine.runner.model.config.vocab_size
+        for position, token in enumerate(token_ids):
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+                raise PromptError(
+                    f"prompt token {position} is {token!r}; ids must be integers from 0 to {vocab_size - 1}"
+                )
+        if text is None:
+            text = tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text, token_ids, salt
+
+
+def _completion(request: Request) -> CompletionOutput:
+    wanted = request.params.logprobs is not None
+    return CompletionOutput(
+        index=request.index,
+        text=request.text,
+        token_ids=request.output_token_ids,
+        cumulative_logprob=request.cumulative_logprob if wanted else None,
+        logprobs=request.logprobs if wanted else None,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+    )

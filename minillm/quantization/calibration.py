@@ -1,0 +1,123 @@
+"""What a model does on calibration text: the inputs of its linears, or the squared gradients of their weights.
+
+The text is held-out code that quality is not measured on (`minillm.bench.prompts.calibration_prompts`). Rows run one by
+one and causally, without sliding windows: calibration rows are shorter than any window in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+from minillm.errors import ConfigError, UnsupportedError
+from minillm.models.decoder import Decoder
+from minillm.quantization.base import LayerStatistics, QuantizedLinear
+from minillm.quantization.model import Calibration, decoder_linears
+from minillm.training.causal import CausalAttention
+
+MAX_ROWS = 1024
+"""Inputs that are kept per layer, evenly spread over the text: 4 · in · 1024 bytes each."""
+
+
+def calibrate(
+    model: Decoder,
+    rows: Sequence[Sequence[int]],
+    needs: str,
+    max_rows: int = MAX_ROWS,
+    progress: bool = False,
+) -> Calibration:
+    """Run `model` over `rows` of token ids and keep what a scheme `needs`: `inputs` or `gradients`.
+
+    Rows longer than the context are cut. Raises `ConfigError` if nothing is left to run, `UnsupportedError` for a model
+    that is quantised already.
+    """
+    collect = {"inputs": _inputs, "gradients": _squared_gradients}.get(needs)
+    if collect is None:
+        raise ConfigError(f"needs={needs!r} must be 'inputs' or 'gradients'")
+    linears: dict[str, nn.Linear] = {}
+    for name, linear in decoder_linears(model):
+        if isinstance(linear, QuantizedLinear):
+            raise UnsupportedError(f"{name} is quantised already; calibrate the original model")
+        linears[name] = linear
+    shortest = 2 if needs == "gradients" else 1
+    context = model.config.max_position_embeddings
+    kept = [list(row[:context]) for row in rows if len(row) >= shortest]
+    if not kept:
+        raise ConfigError(f"calibration needs rows of at least {shortest} tokens; there are none")
+    num_tokens = sum(map(len, kept))
+    device = model.embed_tokens.weight.device
+    texts = (
+        torch.tensor(row, device=device)
+        for row in tqdm(kept, desc="calibrating", unit=" texts", disable=not progress)
+    )
+    return Calibration(needs, num_tokens, collect(model, linears, texts, -(-num_tokens // max_rows)))
+
+
+@torch.no_grad()
+def _inputs(
+    model: Decoder, linears: dict[str, nn.Linear], texts: Iterator[Tensor], stride: int
+) -> dict[str, LayerStatistics]:
+    """Every `stride`-th input of each layer, and the mean magnitude of all of them."""
+    samples: dict[str, list[Tensor]] = {name: [] for name in linears}
+    totals = {name: torch.zeros(linear.in_features, dtype=torch.float64) for name, linear in linears.items()}
+    done = 0
+    for text in texts:
+        with _watching(linears) as seen:
+            _logits(model, text)
+        for name, x in seen.items():
+            samples[name].append(x[-done % stride :: stride].float().clone())
+            totals[name] += x.abs().sum(0, dtype=torch.float64).cpu()
+        done += len(text)
+    return {
+        name: LayerStatistics(inputs=torch.cat(samples[name]), mean_abs=(totals[name] / done).float().to(samples[name][0]))
+        for name in linears
+    }
+
+
+def _squared_gradients(
+    model: Decoder, linears: dict[str, nn.Linear], texts: Iterator[Tensor], stride: int
+) -> dict[str, LayerStatistics]:
+    """Σ over texts of (∂ log p(text) / ∂ weight)². Each text is one sample, so its tokens' gradients add up first."""
+    squares = {name: torch.zeros_like(linear.weight, dtype=torch.float32) for name, linear in linears.items()}
+    weights = [linear.weight for linear in linears.values()]
+    before = [weight.requires_grad for weight in weights]
+    try:
+        for weight in weights:
+            weight.requires_grad_(True)
+        for text in texts:
+            with torch.enable_grad():
+                loss = F.cross_entropy(_logits(model, text)[:-1].float(), text[1:], reduction="sum")
+                gradients = torch.autograd.grad(loss, weights)
+            for square, gradient in zip(squares.values(), gradients, strict=True):
+                square.addcmul_(gradient.float(), gradient.float())
+    finally:
+        for weight, asked in zip(weights, before, strict=True):
+            weight.requires_grad_(asked)
+    return {name: LayerStatistics(squared_gradients=square) for name, square in squares.items()}
+
+
+def _logits(model: Decoder, text: Tensor) -> Tensor:
+    """`[length]` → `[length, vocab]`."""
+    positions = torch.arange(len(text), device=text.device)
+    return model.logits(model(text, positions, CausalAttention(len(text))))
+
+
+@contextmanager
+def _watching(linears: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
+    """Inside, the returned dict gets the input of each layer as it runs."""
+    seen: dict[str, Tensor] = {}
+
+    def watch(name: str, linear: nn.Linear) -> torch.utils.hooks.RemovableHandle:
+        return linear.register_forward_pre_hook(lambda _, inputs: seen.__setitem__(name, inputs[0]))
+
+    handles = [watch(name, linear) for name, linear in linears.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,101 @@
+"""A whole decoder: its linears replaced by quantised ones, and its bytes counted.
+
+Quantised are the linears inside the layers: qkv, o, gate and up, down. The embedding and the unembedding stay as they
+are: a look-up needs no product, in small models both are one tied matrix, and errors in the logits cost most. So do
+norms and biases, which are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from tqdm.auto import tqdm
+
+from minillm.errors import ConfigError, MinillmError, UnsupportedError
+from minillm.models.decoder import Decoder
+from minillm.quantization.base import WEIGHTS, LayerStatistics, QuantizedLinear, Scheme
+
+NO_STATISTICS = LayerStatistics()
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What calibration has seen, by the name of the linear layer (`layers.0.qkv_proj`)."""
+
+    needs: str
+    """`inputs` or `gradients`: what was collected."""
+    num_tokens: int
+    layers: Mapping[str, LayerStatistics]
+
+
+def decoder_linears(model: Decoder) -> Iterator[tuple[str, nn.Linear | QuantizedLinear]]:
+    """The linears inside the layers with their names, in the order of computation; the unembedding is none of them."""
+    for name, module in model.layers.named_modules(prefix="layers"):
+        if isinstance(module, nn.Linear | QuantizedLinear):
+            yield name, module
+
+
+def quantize_model(
+    model: Decoder, scheme: Scheme, calibration: Calibration | None = None, progress: bool = False
+) -> Decoder:
+    """Replace every linear of the layers by a quantised one, in place, and return `model`.
+
+    Raises `ConfigError` if the scheme needs a calibration that is not there, `UnsupportedError` if the model is
+    quantised already, `CheckpointError` for weights that are no numbers; then the model may be quantised in part.
+    """
+    if scheme.needs and (calibration is None or calibration.needs != scheme.needs):
+        raise ConfigError(f"scheme {scheme.method!r} needs calibration that collects {scheme.needs}; see `calibrate`")
+    linears = list(decoder_linears(model))
+    for name, linear in tqdm(linears, desc="quantising", unit=" layers", disable=not progress):
+        if isinstance(linear, QuantizedLinear):
+            raise UnsupportedError(f"{name} is quantised already ({linear.scheme.method}); load the original model")
+        statistics = calibration.layers[name] if calibration and scheme.needs else NO_STATISTICS
+        quantized = empty_like(linear, scheme)
+        try:
+            quantized.fill(scheme.quantize(linear.weight, statistics))
+        except MinillmError as problem:
+            raise type(problem)(f"{name}: {problem}") from None
+        model.set_submodule(name, quantized)
+    return model
+
+
+def empty_like(linear: nn.Linear, scheme: Scheme) -> QuantizedLinear:
+    """A quantised layer of the same shape, bias and device, its weight not filled in yet."""
+    return QuantizedLinear(
+        scheme, linear.in_features, linear.out_features, linear.bias, device=linear.weight.device
+    ).eval()
+
+
+def linear_bytes(model: Decoder) -> dict[str, int]:
+    """Bytes that stand for the weights of the layers' linears, by purpose (see `base.PARTS`)."""
+    count: dict[str, int] = {}
+    for _, linear in decoder_linears(model):
+        quantized = isinstance(linear, QuantizedLinear)
+        parts = linear.bytes_by_part() if quantized else {WEIGHTS: linear.weight.nbytes}
+        for part, num_bytes in parts.items():
+            count[part] = count.get(part, 0) + num_bytes
+    return count
+
+
+def model_bytes(model: Decoder) -> dict[str, int]:
+    """Bytes of all tensors of the model by purpose: `linear_bytes`, then what stays in full precision.
+
+    A tied embedding counts once. Tables that follow from the configuration (RoPE) are not counted.
+    """
+    count = linear_bytes(model) | {"embedding": model.embed_tokens.weight.nbytes}
+    if model.lm_head.weight is not model.embed_tokens.weight:
+        count["unembedding"] = model.lm_head.weight.nbytes
+    in_linears = {id(linear.weight) for _, linear in decoder_linears(model) if isinstance(linear, nn.Linear)}
+    tables = {id(model.embed_tokens.weight), id(model.lm_head.weight)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in in_linears | tables:
+            part = "biases" if name.endswith("bias") else "norms"
+            count[part] = count.get(part, 0) + parameter.nbytes
+    return count
+
+
+def num_weights(model: Decoder) -> int:
+    """Weights in the linears of the layers, however they are kept."""
+    return sum(linear.in_features * linear.out_features for _, linear in decoder_linears(model))

@@ -1,0 +1,74 @@
+"""INT8 weights and INT8 activations: the product itself is made of whole numbers, and is exact.
+
+The weights are those of `int8`. Activations are rounded when they arrive, each token by its own scale max|x| / 127, so
+what one token becomes does not depend on its neighbours in the batch. y = (Σ qx·qw) · sx · sw, with Σ in int32.
+Wins where a processor multiplies INT8 faster than floats, and only there. Loses where activations have outlier
+channels: one large number makes the steps coarse for the whole token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.quantization.base import QuantizedLinear
+from minillm.quantization.int8 import LARGEST, Int8, quantize_rows
+
+EXACT_COLUMNS = 2**24 // LARGEST**2
+"""fp32 holds every whole number up to 2^24, so a sum of so many products (1040) is exact in it, in any order."""
+CUDA_ROWS, CUDA_MULTIPLE = 17, 8
+"""What `torch._int_mm` asks for on a GPU: at least so many rows, and columns in multiples."""
+
+
+def integer_product(x: Tensor, weight: Tensor) -> Tensor:
+    """The exact x Wᵀ of whole numbers. `x`: `[rows, in]`, `weight`: `[out, in]`, int8, no -128 → `[rows, out]` int32.
+
+    `torch._int_mm` is the fast way, where it is right: a processor without VNNI adds pairs of products in 16 bits, and
+    pairs that do not fit are cut off without a word. Whether this one does so is tried once.
+    """
+    if x.is_cuda:
+        return padded_product(x, weight)
+    return torch._int_mm(x, weight.T) if int_mm_is_exact() else float_product(x, weight)
+
+
+def float_product(x: Tensor, weight: Tensor) -> Tensor:
+    """As `integer_product`, in fp32: `EXACT_COLUMNS` columns at a time, where rounding has nothing to round."""
+    parts = zip(x.split(EXACT_COLUMNS, dim=1), weight.split(EXACT_COLUMNS, dim=1), strict=True)
+    return sum((a.float() @ b.float().T).to(torch.int32) for a, b in parts)  # type: ignore[return-value]
+
+
+def padded_product(x: Tensor, weight: Tensor) -> Tensor:
+    """As `integer_product`, with rows and columns of zeros added until `torch._int_mm` takes it on a GPU."""
+    (rows, columns), out_features = x.shape, weight.shape[0]
+    more_columns = -columns % CUDA_MULTIPLE
+    x = F.pad(x, (0, more_columns, 0, max(0, CUDA_ROWS - rows)))
+    weight = F.pad(weight, (0, more_columns, 0, -out_features % CUDA_MULTIPLE))
+    return torch._int_mm(x, weight.T)[:rows, :out_features]
+
+
+@lru_cache(maxsize=1)
+def int_mm_is_exact() -> bool:
+    """Whether `torch._int_mm` adds without cutting off here, tried on the largest products there are."""
+    largest = torch.full((16, 64), LARGEST, dtype=torch.int8)
+    tries = [(rows, sign) for rows in (1, 16) for sign in (1, -1)]
+    return all(
+        bool((torch._int_mm(largest[:rows], (sign * largest).T) == sign * 64 * LARGEST**2).all()) for rows, sign in tries
+    )
+
+
+@dataclass(frozen=True)
+class W8A8(Int8):
+    """Weights of 8 bits and, computed as they come, activations of 8 bits."""
+
+    method: ClassVar[str] = "w8a8"
+
+    def apply(self, layer: QuantizedLinear, x: Tensor) -> Tensor:
+        """`[rows, in]` → `[rows, out]`. NaN or infinity in a row makes that row of the result non-finite."""
+        codes, scales = quantize_rows(x.float())
+        y = integer_product(codes, layer.get_buffer("qweight")) * scales[:, None] * layer.get_buffer("scales")
+        return (y if layer.bias is None else y + layer.bias).to(x.dtype)

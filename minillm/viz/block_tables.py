@@ -1,0 +1,106 @@
+"""The requests of a picture, a row each: letter, prompt, what it does, and its block table in logical order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from minillm.viz.cache_changes import letter
+from minillm.viz.cache_state import CacheState
+from minillm.viz.cache_words import doing
+from minillm.viz.colours import INK, MUTED, PAPER, ink_on, owner_colour
+from minillm.viz.glyphs import one_line
+from minillm.viz.pool_usage import SIDE
+from minillm.viz.request_state import RequestState
+from minillm.viz.svg import (
+    MARGIN,
+    MONO,
+    Attributes,
+    element,
+    fit_mono,
+    heading,
+    label,
+    mono_width,
+    number,
+    rectangle,
+)
+
+MAX_ROWS = 12
+ROWS_TOP = 112
+TABLE = 424
+"""Left edge of the block tables."""
+
+
+def rows_to_show(state: CacheState) -> tuple[list[RequestState], int]:
+    """At most `MAX_ROWS` requests in their order, those that finished long ago left out first; how many are left."""
+    requests = list(state.requests.values())
+    surplus = len(requests) - MAX_ROWS
+    if surplus <= 0:
+        return requests, 0
+    finished = [r.request_id for r in requests if r.status == "finished"][:surplus]
+    return [r for r in requests if r.request_id not in finished][:MAX_ROWS], surplus
+
+
+def row_pitch(requests: Sequence[RequestState]) -> int:
+    """Distance between two rows."""
+    return 30 if len(requests) <= 5 else 25
+
+
+def draw_requests(requests: Sequence[RequestState], hidden: int, table_name: str) -> str:
+    """The rows of `requests`, and that `hidden` more are left out."""
+    pitch, above = row_pitch(requests), ROWS_TOP - 14
+    heads = heading(MARGIN, above, "requests") + heading(274, above, "doing") + heading(TABLE, above, table_name)
+    heads += label(262, above, "IN CACHE", size=11.5, weight=600, anchor="end")
+    rows = "".join(_row(request, ROWS_TOP + i * pitch) for i, request in enumerate(requests))
+    more = label(56, ROWS_TOP + len(requests) * pitch + 12, f"and {hidden} more") if hidden else ""
+    return heads + rows + more
+
+
+def draw_chip(request: RequestState, top: float) -> str:
+    """The letter of a request on its colour, at the left margin."""
+    colour, name = owner_colour(request.index), letter(request)
+    box = rectangle(MARGIN, top, 22, 22, 5, {"fill": colour})
+    size = 13 if len(name) == 1 else 10.5
+    return box + label(35, top + 15.5, name, size=size, weight=700, fill=ink_on(colour), anchor="middle")
+
+
+def _row(request: RequestState, top: float) -> str:
+    faded = 0.45 if request.status == "finished" else None
+    base = top + 15.5
+    cached = "–" if request.status == "finished" else f"{request.num_computed} of {request.num_tokens}"
+    count = label(262, base, cached, size=None, anchor="end")
+    status = label(274, base, doing(request), size=None, fill=None if request.marks.written else MUTED)
+    prompt = label(56, base, fit_mono(one_line(request.prompt), 132, 11.5), size=None, fill=None)
+    mono = element("g", {"font-family": MONO}, prompt, _cells(request, top, owner_colour(request.index)))
+    row = {"data-testid": "request", "data-state": request.status, "font-size": 11.5, "opacity": faded}
+    return element("g", row, draw_chip(request, top), count, status, mono)
+
+
+def _cells(request: RequestState, top: float, colour: str) -> str:
+    """The block table; if it is long, its first and last blocks. Blocks of this step are dark, reused ones ringed."""
+    if not request.block_table:
+        return ""
+    blocks: list[str] = [str(block_id) for block_id in request.block_table]
+    width = max(27, ceil(mono_width(max(blocks, key=len), 11.5)) + 8)
+    most = int((SIDE - 20 - TABLE + 4) / (width + 4))
+    if len(blocks) > most:
+        blocks = [*blocks[:2], "…", *blocks[-(most - 3) :]]
+    new = {str(block_id) for block_id in (*request.marks.took, *(target for _, target in request.marks.copied))}
+    reused = set(map(str, request.marks.reused_blocks)) - new
+    places = [(TABLE + i * (width + 4), name) for i, name in enumerate(blocks) if name != "…"]
+    tint = {"fill": colour, "fill-opacity": 0.13, "stroke-linejoin": "round"}
+    looks: tuple[tuple[Attributes, list[float]], ...] = (
+        ({**tint, "stroke": colour, "stroke-width": 1.5}, [x for x, name in places if name not in new | reused]),
+        ({**tint, "stroke": INK, "stroke-width": 2}, [x for x, name in places if name in reused]),
+        ({"fill": INK, "stroke": INK, "stroke-width": 2}, [x for x, name in places if name in new]),
+    )
+    boxes = [
+        element("path", {**look, "d": "".join(f"M{number(x)} {number(top)}h{width}v22h-{width}z" for x in xs)})
+        for look, xs in looks
+        if xs
+    ]
+    numbers = [
+        element("tspan", {"x": TABLE + i * (width + 4) + width / 2, "fill": PAPER if name in new else None}, name)
+        for i, name in enumerate(blocks)
+    ]
+    return "".join(boxes) + element("text", {"y": top + 15.5, "text-anchor": "middle"}, *numbers)

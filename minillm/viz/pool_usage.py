@@ -1,0 +1,80 @@
+"""How full the block pool is, now and at the end of each step so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minillm.viz.cache_state import CacheState, StepFigures
+from minillm.viz.cache_words import blocks_share, savings, unit, waste_share
+from minillm.viz.colours import BLUE, DISCARDED, FAINT, HAIRLINE, INK, PAPER
+from minillm.viz.svg import RIGHT, SANS_EM, element, fit_words, hatched, heading, label, number, rectangle
+
+SIDE = 660
+"""Left edge of the column."""
+WIDTH = RIGHT - SIDE
+
+
+def draw_usage(state: CacheState) -> str:
+    """The bar: what is filled, what is taken but empty, what is free and remembered, what is free; then in numbers."""
+    per_slot = WIDTH / max(state.num_blocks * state.block_size, 1)
+    used, waste = state.used_slots * per_slot, state.waste_slots * per_slot
+    cached = state.cached_blocks * state.block_size * per_slot
+    bar = rectangle(SIDE, 26, WIDTH, 12, 3, {"fill": FAINT, "stroke": HAIRLINE})
+    if cached:
+        look = {"fill": hatched("cached"), "stroke": DISCARDED, "data-testid": "usage-cached"}
+        bar += rectangle(SIDE + used, 26, cached, 12, 3, look)
+    if used:
+        bar += rectangle(SIDE, 26, used, 12, 3, {"fill": PAPER, "stroke": INK})
+        bar += rectangle(SIDE, 26, used - waste, 12, 3, {"fill": INK})
+    blocks, wasted = blocks_share(state), waste_share(state)
+    if (len(blocks) + len(wasted) + 2) * SANS_EM * 11.5 > WIDTH:
+        wasted = wasted.replace(" slots", "").replace(" slot", "")
+    saved = label(SIDE, 74, fit_words(savings(state), WIDTH, 11.5), size=11.5, fill=INK) if savings(state) else ""
+    return bar + label(SIDE, 56, blocks, size=11.5) + label(RIGHT, 56, wasted, size=11.5, anchor="end") + saved
+
+
+def draw_history(state: CacheState, top: float, bottom: float) -> str:
+    """Blocks at the end of each step so far: filled ones in blue, their waste in light, cached ones hatched."""
+    history = [StepFigures(0, 0, 0), *_thinned(state.history)]
+    peak = state.totals.peak_blocks
+    head = heading(SIDE, top - 14, f"used {unit(state)}s, step by step")
+    base = element("path", {"d": f"M{SIDE} {number(bottom)}H{RIGHT}", "stroke": HAIRLINE})
+    if len(history) < 2 or not peak:
+        return head + base
+    bottom -= 0.5
+    highest = max(peak, *(f.used_blocks + f.cached_blocks for f in history))
+    across, up = (WIDTH - 4) / (len(history) - 1), (bottom - top - 4) / highest
+    used = [(SIDE + i * across, bottom - f.used_blocks * up) for i, f in enumerate(history)]
+    filled = [(x, y + f.waste_slots / state.block_size * up) for (x, y), f in zip(used, history, strict=True)]
+    cached = [(x, y - f.cached_blocks * up) for (x, y), f in zip(used, history, strict=True)]
+    remembered = {"d": _between(cached, used), "fill": hatched("cached"), "stroke": DISCARDED, "stroke-width": 0.7}
+    now_x, now_y = used[-1]
+    return "".join(
+        [
+            head,
+            label(RIGHT, top - 14, f"peak {peak} of {state.num_blocks}", size=11.5, anchor="end"),
+            element("path", remembered) if any(f.cached_blocks for f in history) else "",
+            element("path", {"d": _area(used, bottom), "fill": BLUE, "fill-opacity": 0.18}),
+            element("path", {"d": _area(filled, bottom), "fill": BLUE, "fill-opacity": 0.55}),
+            base,
+            element("circle", {"cx": now_x, "cy": now_y, "r": 3.5, "fill": INK}),
+        ]
+    )
+
+
+def _thinned(history: Sequence[StepFigures], most: int = 148) -> list[StepFigures]:
+    """At most `most` evenly spread steps, the last one among them."""
+    stride = -(-len(history) // most)
+    return list(history[::-1][:: max(stride, 1)])[::-1]
+
+
+def _area(points: Sequence[tuple[float, float]], bottom: float) -> str:
+    return f"M{number(points[0][0])} {number(bottom)}L{_line(points)}V{number(bottom)}z"
+
+
+def _between(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]]) -> str:
+    return f"M{_line(upper)}L{_line(lower[::-1])}z"
+
+
+def _line(points: Sequence[tuple[float, float]]) -> str:
+    return "L".join(f"{number(x)} {number(y)}" for x, y in points)

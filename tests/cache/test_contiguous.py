@@ -1,0 +1,230 @@
+"""The contiguous layout, however its tensors grow: exact, honest about its bytes, and it counts what growing costs."""
+
+from __future__ import annotations
+
+import math
+from functools import cache as memoised
+from typing import Any
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.cache import rows as rows_module
+from minillm.cache.contiguous import ContiguousKVCache, best_rows
+from minillm.cache.paged import PagedKVCache
+from minillm.engine.scheduler import Scheduled, Scheduler
+from minillm.trace import DraftProposed, RequestPreempted
+from tests.cache.steps import CONTEXT, CPU, Play, batch_of, full, last_tokens, small_config, tensor_bytes
+from tests.conftest import TinyPair
+
+GROWTHS: list[dict[str, Any]] = [
+    {},
+    {"growth": "concat"},
+    {"growth": "every", "rows": 1},
+    {"growth": "every", "rows": 7},
+    {"growth": "every"},
+]
+PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):\n    for name in os.listdir(root):", "class"]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 8
+"""One token of `small_config` in fp64: keys and values · layers · KV heads · head size · bytes."""
+
+each_growth = pytest.mark.parametrize("options", GROWTHS, ids=str)
+
+
+class PreemptingScheduler(Scheduler):
+    """Throws the youngest running request out of its place before every seventh step."""
+
+    count = 0
+
+    def schedule(self) -> list[Scheduled]:
+        self.count += 1
+        if self.count % 7 == 0 and len(self.running) > 1:
+            self._preempt(self.running[-1])
+        return super().schedule()
+
+
+def make(options: dict[str, Any], places: int = 3, **config: Any) -> tuple[Any, ContiguousKVCache]:
+    shape = small_config(**config)
+    return shape, ContiguousKVCache(shape, places, CONTEXT, torch.float64, CPU, **options)
+
+
+def generated(model: str, layout: dict[str, Any] | None, **options: Any) -> list[list[int]]:
+    llm = LLM(model, kv_cache_config=layout, **options)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.pool.num_used == 0
+    if layout:
+        assert llm.engine.runner.cache.num_bytes == 0
+        assert llm.engine.drafter is None or llm.engine.drafter.runner.cache.num_bytes == 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@memoised
+def paged(model: str) -> list[list[int]]:
+    return generated(model, None)
+
+
+@each_growth
+@pytest.mark.parametrize("product", ["alone", "padded together"])
+def test_random_steps_equal_the_textbook(
+    options: dict[str, Any], product: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if product == "padded together":
+        monkeypatch.setattr(rows_module, "SLOW_TO_LAUNCH", ("cpu",))
+    for seed in range(3):
+        config, cache = make(options)
+        assert Play(config, cache, full, seed, max_back=CONTEXT).steps(40, places=3).num_rolled_back > 5
+
+
+@each_growth
+def test_a_window_of_the_models_own_is_kept(options: dict[str, Any]) -> None:
+    config, cache = make(options, sliding_window=6, sliding_layers=(True, False))
+    Play(config, cache, last_tokens(CONTEXT), 0, max_back=CONTEXT).steps(30, places=2)
+
+
+def test_alone_and_preallocated_it_gives_the_bits_of_the_paged_layout() -> None:
+    torch.manual_seed(0)
+    config = small_config()
+    mine = ContiguousKVCache(config, 1, CONTEXT, torch.float32, CPU)
+    other = PagedKVCache(config, 1, CONTEXT, torch.float32, CPU)
+    for past, count in [(0, 50), (50, 1), (51, 5), (53, 5), (58, 1), (59, 30)]:
+        batches = [batch_of([(0, past, count)]) for _ in (mine, other)]
+        for layer in range(2):
+            q, k, v = torch.randn(count, 4, 8), torch.randn(count, 2, 8), torch.randn(count, 2, 8)
+            outs = [cache.attend(layer, q, k, v, batches[i]) for i, cache in enumerate((mine, other))]
+            assert torch.equal(*outs)
+
+
+@each_growth
+@pytest.mark.parametrize(
+    "engine",
+    [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}, {"num_kv_blocks": 2}, {"scheduler_cls": PreemptingScheduler}],
+    ids=["together", "chunks of seven", "two places", "preempted"],
+)
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
+def test_the_same_tokens_as_paged(
+    tiny: TinyPair, options: dict[str, Any], engine: dict[str, Any], drafted: bool
+) -> None:
+    speculative = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3} if drafted else None
+    layout = {"layout": "contiguous", **options}
+    assert generated(str(tiny.target), layout, speculative_config=speculative, **engine) == paged(str(tiny.target))
+
+
+def test_the_preempting_scheduler_preempts_and_the_draft_drafts(tiny: TinyPair) -> None:
+    draft = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3}
+    llm = LLM(
+        str(tiny.target),
+        kv_cache_config={"layout": "contiguous"},
+        speculative_config=draft,
+        scheduler_cls=PreemptingScheduler,
+    )
+    with llm.trace() as trace:
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert len(trace.of(RequestPreempted)) >= 3
+    assert trace.of(DraftProposed)
+
+
+@each_growth
+def test_the_same_tokens_as_paged_for_minicoder(options: dict[str, Any]) -> None:
+    assert generated("minicoder", {"layout": "contiguous", **options}) == paged("minicoder")
+
+
+def test_several_completions_of_a_prompt_are_those_of_the_paged_layout(tiny: TinyPair) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)
+    texts = []
+    for layout in (None, {"layout": "contiguous", "growth": "every", "rows": 4}):
+        [output] = LLM(str(tiny.target), kv_cache_config=layout).generate("class", params, use_tqdm=False)
+        texts.append([one.token_ids for one in output.outputs])
+    assert texts[0] == texts[1] and len({tuple(tokens) for tokens in texts[0]}) == 3
+
+
+def test_a_new_owner_sees_nothing_of_the_former_one() -> None:
+    """The place changes hands without having been freed, and its tensor was full of poison."""
+    for options in GROWTHS:
+        config, cache = make(options)
+        play = Play(config, cache, full, 1, max_back=0)
+        play.step([(0, 0, 60)])
+        cache.buffers[0].fill_(math.nan)
+        play.step([(0, 0, 3)])
+        play.step([(0, 3, 1)])
+
+
+def grow_by_one(options: dict[str, Any], prompt: int, new: int) -> ContiguousKVCache:
+    """A prompt, then one token at a time."""
+    config, cache = make(options)
+    play = Play(config, cache, full, 0, max_back=0)
+    play.step([(1, 0, prompt)])
+    for i in range(new):
+        play.step([(1, prompt + i, 1)])
+    return cache
+
+
+def test_what_growing_costs() -> None:
+    """Prompt of 10, then 50 tokens one by one; counted against sums written out here."""
+    cache = grow_by_one({}, 10, 50)
+    assert (cache.num_rows_copied, cache.num_rows_padded, cache.num_allocations) == (0, 0, 1)
+    assert cache.num_bytes == CONTEXT * TOKEN_BYTES
+
+    cache = grow_by_one({"growth": "concat"}, 10, 50)
+    assert (cache.num_rows_copied, cache.num_rows_padded, cache.num_allocations) == (sum(range(10, 60)), 0, 51)
+    assert cache.num_bytes == 60 * TOKEN_BYTES
+
+    cache = grow_by_one({"growth": "every", "rows": 16}, 10, 50)
+    padded = sum(-length % 16 for length in range(10, 61))
+    assert (cache.num_rows_copied, cache.num_rows_padded, cache.num_allocations) == (16 + 32 + 48, padded, 4)
+    assert cache.num_bytes == 64 * TOKEN_BYTES
+
+
+def test_rows_of_one_copies_what_concat_copies() -> None:
+    concat, every = (grow_by_one(o, 5, 30) for o in ({"growth": "concat"}, {"growth": "every", "rows": 1}))
+    assert concat.num_rows_copied == every.num_rows_copied
+    assert concat.num_allocations == every.num_allocations
+
+
+def test_spare_rows_host_the_drafts() -> None:
+    """Rounds of four drafts of which one is accepted: only committed tokens make the tensor grow, but for the last."""
+    config, cache = make({"growth": "every", "rows": 16})
+    play = Play(config, cache, full, 0, max_back=4)
+    play.step([(0, 0, 10)])
+    past, allocations = 10, math.ceil(10 / 16)
+    while past < 100:
+        play.step([(0, past, 5)])
+        past += 2
+        allocations = max(allocations, math.ceil((past + 3) / 16))
+    assert play.num_rolled_back > 40
+    assert cache.num_allocations == allocations
+
+
+@each_growth
+def test_bytes_are_as_claimed_and_nothing_stays(options: dict[str, Any]) -> None:
+    config, cache = make(options, places=4)
+    limit = ContiguousKVCache.bytes_per_block(config, CONTEXT, torch.float64, **options)
+    assert cache.num_bytes == tensor_bytes(cache) == 0
+    play = Play(config, cache, full, 7, max_back=CONTEXT)
+    for _ in range(15):
+        play.steps(1, places=4)
+        assert cache.num_bytes == tensor_bytes(cache) > 0
+        assert all(buffer.nbytes <= limit for buffer in cache.buffers.values())
+    assert limit == CONTEXT * TOKEN_BYTES
+    cache.free([0, 1, 2, 3])
+    cache.free([0])
+    assert cache.num_bytes == tensor_bytes(cache) == 0
+
+
+def test_the_best_number_of_rows_minimises_the_model() -> None:
+    for n, copy, padding, allocation in [(20_000, 1.0, 1.0, 30.0), (50_000, 3.0, 1.0, 500.0), (10_000, 1.0, 0.2, 0.0)]:
+
+        def total(r: int) -> float:
+            return n * n / (2 * r) * copy + n * r / 2 * padding + n / r * allocation  # noqa: B023
+
+        best = min(range(1, 2000), key=total)
+        assert best_rows(n, copy, padding, allocation) == pytest.approx(best, abs=1)
+    assert best_rows(4_000_000) == pytest.approx(2 * best_rows(1_000_000), abs=2)
+
+
+def test_the_best_number_of_rows_holds_a_round_of_drafts_and_never_exceeds_the_context() -> None:
+    assert best_rows(1024, copy_cost=0.0, allocation_cost=0.0) == 16
+    assert best_rows(9) == 9
+    assert make({"growth": "every"})[1].rows_per_growth == best_rows(CONTEXT)
