@@ -123,18 +123,25 @@ class LLMEngine:
         if request_id in self._groups:
             raise MinillmError(f"request id {request_id!r} is in use; choose another")
         group = self.prepare(prompt, params or SamplingParams(), priority, request_id)
-        self.queue([group])
-        self._groups[request_id] = group
+        try:
+            self.queue([group])
+            self._groups[request_id] = group
+        except BaseException:
+            self.drop(group)  # an interrupt may have come when half of them were queued
+            raise
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the output so far of every request added here that gained tokens or ended."""
+        """Run one step. Returns the output so far of every request added here that gained tokens or ended.
+
+        What ended in a step that was interrupted is returned by the next one.
+        """
         moved = {group_of(request.request_id) for request in self.engine.step()}
         outputs = []
-        for request_id in [request_id for request_id in self._groups if request_id in moved]:
-            group = self._groups[request_id]
-            outputs.append(self.output(group))
-            if outputs[-1].finished:
-                del self._groups[request_id]
+        for request_id, group in list(self._groups.items()):
+            if request_id in moved or all(request.finished for request in group):
+                outputs.append(self.output(group))
+                if outputs[-1].finished:
+                    del self._groups[request_id]
         return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
@@ -147,8 +154,8 @@ class LLMEngine:
         self.engine.pool.forget_cached()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether another `step` has anything to do."""
-        return self.engine.has_requests
+        """Whether another `step` has anything to do, if only to return what ended in an interrupted one."""
+        return self.engine.has_requests or bool(self._groups)
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
@@ -174,6 +181,8 @@ class LLMEngine:
                 f"{len(token_ids)} prompt tokens and {max(max_tokens, 1)} new ones are over the context of "
                 f"{self.max_model_len}; shorten the prompt or lower max_tokens"
             )
+        while request_id is None and str(self._num_requests) in self._groups:
+            self._num_requests += 1
         number = self._num_requests
         name = str(number) if request_id is None else request_id
         tokenizer = self.engine.tokenizer
@@ -210,8 +219,10 @@ class LLMEngine:
     def drop(self, group: Sequence[Request]) -> None:
         """End what still runs of these requests and forget their figures."""
         for request in group:
-            self.engine.abort(request.request_id)
-        if group:
+            if self.engine.requests.get(request.request_id) is request:
+                self.engine.abort(request.request_id)
+        # An id that was refused because it is in use is somebody else's, and so are its figures.
+        if group and not any(request.request_id in self.engine.requests for request in group):
             self.metrics.pop(group_of(group[0].request_id))
 
     def output(self, group: Sequence[Request]) -> RequestOutput:

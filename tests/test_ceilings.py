@@ -44,3 +44,15 @@ def test_both_ceilings_of_a_cpu_are_measured(monkeypatch):
 def test_median_of_few_runs_is_refused():
     with pytest.raises(ConfigError, match="repeats=4"):
         ceilings.measure(repeats=4)
+
+
+def test_one_thread_is_timed_by_its_cpu_time_and_everything_else_by_the_clock_on_the_wall(monkeypatch):
+    monkeypatch.setattr(ceilings.os, "name", "posix")
+    for device, threads, clock in (("cpu", 1, "thread_time"), ("cpu", 2, "perf_counter"), ("cuda", 1, "perf_counter")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert ceilings._clock(device) is getattr(ceilings.time, clock)
+
+
+def test_copied_buffer_can_be_made_smaller(monkeypatch):
+    monkeypatch.setattr(ceilings, "_time", lambda run, device, repeats: [1.0] * repeats)
+    assert ceilings.copy_bandwidth("cpu", num_bytes=8192).median == 2 * 8192

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -35,8 +35,9 @@ class Batch:
     seq_lens: list[int]
     """`num_requests` numbers."""
     block_size: int
-    plans: dict[int | None, Any] = field(default_factory=dict, repr=False)
-    """What an attention op worked out for this step, by window, so that every layer after the first finds it."""
+    plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    """What an attention op (by window) or a cache (by itself and the window) worked out for this step, so that every
+    layer after the first finds it."""
 
     @property
     def num_requests(self) -> int:

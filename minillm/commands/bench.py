@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minillm.bench.registry import BENCHMARKS, find
+from minillm.bench.registry import BENCHMARKS, find, find_table
 from minillm.commands.command import Command
 from minillm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 EXAMPLES = """\
   minillm bench decode
   minillm bench decode --json decode.json
+  minillm bench quality
 """
 
 
@@ -27,18 +31,19 @@ def run(args: argparse.Namespace) -> int:
     """Run one benchmark, print its table, keep its JSON."""
     if args.json and not args.json.parent.is_dir():
         raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}; make it first")
+    from rich.console import Console
+
     from minillm.bench.harness import save
 
     result = find(args.name)()
-    print_table(result)
+    Console().print((find_table(args.name) or speed_table)(result))
     if args.json:
         save(result, args.json)
     return 0
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """The rows of a result on the terminal: each system, and its speed over that of its baseline."""
-    from rich.console import Console
+def speed_table(result: dict[str, Any]) -> Table:
+    """The rows of a result for the terminal: each system, and its speed over that of its baseline."""
     from rich.table import Table
 
     table = Table(title=f"{result['name']} on {result['hardware']['cpu']['name']}")
@@ -46,7 +51,7 @@ def print_table(result: dict[str, Any]) -> None:
         table.add_column(heading, justify="left" if heading in ("system", "baseline") else "right")
     for row in result["rows"]:
         table.add_row(*_cells(row))
-    Console().print(table)
+    return table
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

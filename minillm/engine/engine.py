@@ -116,6 +116,10 @@ class Engine:
         try:
             return self._step()
         except BaseException:
+            if self.runner.cache.max_rollback is not None:
+                # A step that broke off may have overwritten what its requests still need: they start again.
+                for request in self.requests.values():
+                    request.drop_cache()
             self.scheduler.recover(self.requests.values())
             for request in [request for request in self.requests.values() if request.finished]:
                 self._finish(request)

@@ -65,6 +65,8 @@ class Found:
     block_ids: list[int]
     num_tokens: int
     source: str
+    num_draft_tokens: int = 0
+    """Of these, so many are in the draft's pool as well."""
 
 
 NOTHING = Found([], 0, "prefix")
@@ -157,6 +159,7 @@ class Scheduler:
         if found.block_ids:
             self.pool.share(found.block_ids)
             request.block_table += found.block_ids
+            request.num_draft_computed_tokens = found.num_draft_tokens
             self.emit(BlocksShared(request.request_id, found.block_ids, found.num_tokens, found.source))
         if not self._extend(request, found.num_tokens, num_tokens):
             return None
@@ -175,8 +178,9 @@ class Scheduler:
         if parent is not None and not parent.finished and not request.num_output_tokens:
             shared = self.pool.blocks_for(request.num_prompt_tokens)
             start = request.num_prompt_tokens - 1
-            request.num_draft_computed_tokens = min(parent.num_draft_computed_tokens, start)
-            return Found(parent.block_table[:shared], start, "fork")
+            return Found(
+                parent.block_table[:shared], start, "fork", min(parent.num_draft_computed_tokens, start)
+            )
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return NOTHING
         found: list[int] = []

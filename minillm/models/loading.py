@@ -13,13 +13,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from minillm.errors import CheckpointError, UnsupportedError
+from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.models.config_json import end_tokens, llama_config, model_config
-from minillm.models.decoder import Decoder
+from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.models.hub import resolve
 from minillm.models.names import EMBEDDING, UNEMBEDDING, Part, stored_parts
 from minillm.models.shards import SINGLE, Shards
+from minillm.quantization.base import QuantizedLinear, Scheme
+from minillm.quantization.checkpoint import (
+    Place,
+    fill_places,
+    is_linear_weight,
+    is_ours,
+    misfits,
+    quantized_places,
+    scheme_of,
+)
+from minillm.quantization.model import decoder_linears, empty_like
+from minillm.quantization.schemes import make_scheme
 
 __all__ = ["llama_config", "load_config", "load_model", "resolve", "save_llama", "stored_tensors"]
 
@@ -33,13 +45,25 @@ def load_config(folder: Path) -> ModelConfig:
     Raises `CheckpointError` if there is none, or it describes a model that minillm cannot run.
     """
     try:
-        config = model_config(_read_json(folder / "config.json"))
+        stored = _read_json(folder / "config.json")
+        if is_ours(stored.get("quantization_config")):
+            stored.pop("quantization_config")
+        config = model_config(stored)
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}: {problem}") from None
     if not (folder / "generation_config.json").is_file():
         return config
     further = end_tokens(_read_json(folder / "generation_config.json").get("eos_token_id"))
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *further))))
+
+
+def stored_scheme(folder: Path) -> Scheme | None:
+    """How the weights in `folder` are quantised; None: not at all. Raises `CheckpointError` if it cannot be told."""
+    quantization = _read_json(folder / "config.json").get("quantization_config")
+    try:
+        return scheme_of(quantization) if is_ours(quantization) else None
+    except CheckpointError as problem:
+        raise CheckpointError(f"{folder}: {problem}") from None
 
 
 def load_model(
@@ -50,24 +74,52 @@ def load_model(
 ) -> Decoder:
     """The model of that name or folder (see `resolve`), on `device`, for inference: no parameter asks for a gradient.
 
+    A quantised checkpoint (see `minillm quantize`) loads as what it is. `quantization` of `int8`, `w8a8` or `int4`
+    rounds a full-precision one while it loads; for a quantised one it may only say what that is.
+
     Tensors go one by one from the mapped file to their rows of the model, so beside the model itself there is never
     more than one of them in memory. Raises `CheckpointError`, before any weight is read, if a tensor is missing, is
-    one too many or has another shape than `config.json` implies.
+    one too many or has another shape than `config.json` implies; `ConfigError` if `quantization` is not what the
+    checkpoint is; `UnsupportedError` if there is no such scheme, or it cannot be done while a model loads.
     """
-    if quantization is not None:
-        raise UnsupportedError(f"quantization={quantization!r} is not available in this version; use None")
     folder = resolve(str(name_or_folder))
     shards = Shards(folder)
     config = _untie_if_stored_apart(load_config(folder), shards)
+    stored = stored_scheme(folder)
+    scheme = choose_scheme(str(name_or_folder), quantization, stored)
     parts = stored_parts(config)
-    _check(folder, parts, shards, spare={UNEMBEDDING} if config.tie_word_embeddings else set())
-    with _Unfilled(dtype, device):
-        model = Decoder(config)
-    model.to(device)
+    places = quantized_places(parts, stored) if stored else {}
+    if stored:
+        parts = {name: part for name, part in parts.items() if not is_linear_weight(part)}
+    _check(folder, parts, places, shards, spare={UNEMBEDDING} if config.tie_word_embeddings else set())
+    model = _unfilled_model(config, dtype, device, scheme)
     with torch.no_grad():
         for name, part in parts.items():
-            part.of(model).copy_(shards.tensor(name))
+            _fill(model, part, name, shards)
+        if stored:
+            fill_places(model, places, shards)
     return model.requires_grad_(False).eval()
+
+
+def choose_scheme(name: str, wanted: str | None, stored: Scheme | None) -> Scheme | None:
+    """The scheme to load the checkpoint `name` with, given the option and how it is stored; None: full precision.
+
+    Raises `ConfigError` if the two contradict each other, `UnsupportedError` for what cannot be done at loading.
+    """
+    if wanted is None:
+        return stored
+    scheme = make_scheme(wanted)
+    if stored is not None and stored.method != wanted:
+        raise ConfigError(
+            f"quantization={wanted!r}, but {name} is quantised with {stored.method!r}; leave the option out, or load "
+            "the original checkpoint"
+        )
+    if stored is None and scheme.needs:
+        raise UnsupportedError(
+            f"quantization={wanted!r} needs calibration and so cannot be done while {name} loads; make a quantised "
+            f"checkpoint with `minillm quantize {name} --scheme {wanted} --out FOLDER` and load FOLDER"
+        )
+    return stored or scheme
 
 
 def save_llama(model: Decoder, folder: Path, dtype: torch.dtype) -> None:
@@ -108,13 +160,43 @@ def _untie_if_stored_apart(config: ModelConfig, shards: Shards) -> ModelConfig:
     return replace(config, tie_word_embeddings=same)
 
 
-def _check(folder: Path, parts: dict[str, Part], shards: Shards, spare: set[str]) -> None:
+def _check(folder: Path, parts: dict[str, Part], places: dict[str, Place], shards: Shards, spare: set[str]) -> None:
     found = {name for name in shards.names if not name.endswith(RECOMPUTED)}
-    _complain(folder, "lacks", sorted(parts.keys() - found))
-    _complain(folder, "has tensors that its config.json leaves no place for:", sorted(found - parts.keys() - spare))
+    wanted = parts.keys() | places.keys()
+    _complain(folder, "lacks", sorted(wanted - found))
+    _complain(folder, "has tensors that its config.json leaves no place for:", sorted(found - wanted - spare))
     shapes = ((name, shards.shape(name), part.shape) for name, part in parts.items())
     wrong = [f"{name} {list(found)} (should be {list(right)})" for name, found, right in shapes if found != right]
+    wrong += misfits(places, shards)
     _complain(folder, "has tensors of another shape than its config.json says:", wrong)
+
+
+def _fill(model: Decoder, part: Part, name: str, shards: Shards) -> None:
+    """Copy one stored tensor to its rows of the model, quantised on the way if that is how the model keeps them."""
+    linear = model.get_submodule(part.parameter.rpartition(".")[0])
+    if not (is_linear_weight(part) and isinstance(linear, QuantizedLinear)):
+        part.of(model).copy_(shards.tensor(name))
+        return
+    try:
+        linear.fill(linear.scheme.quantize(shards.tensor(name)), part.first_row)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{name}: {problem}") from None
+
+
+def _unfilled_model(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, scheme: Scheme | None
+) -> Decoder:
+    """The model with its memory allocated and not filled. Quantised linears never exist all at once in full size."""
+    with _Unfilled(dtype, device):
+        model = Decoder(config if scheme is None else replace(config, num_layers=0))
+    model.config = config
+    for i in range(config.num_layers if scheme else 0):
+        with _Unfilled(dtype, device):
+            model.layers.append(DecoderLayer(config, i))
+        for name, linear in list(decoder_linears(model)):
+            if not isinstance(linear, QuantizedLinear):
+                model.set_submodule(name, empty_like(linear, scheme))
+    return model.to(device)
 
 
 def _complain(folder: Path, what: str, tensors: list[str]) -> None:

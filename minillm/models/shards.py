@@ -38,10 +38,15 @@ class Shards:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from its file's header. Raises `CheckpointError` if it holds no plain floats."""
+        dtype, shape = self.header(name)
+        if dtype not in FLOATS:
+            raise CheckpointError(f"{name} is stored as {dtype}; quantised checkpoints are not read")
+        return shape
+
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The dtype of a tensor, as safetensors call it, and its shape. Nothing is read for it."""
         header = self._file_of[name].get_slice(name)
-        if header.get_dtype() not in FLOATS:
-            raise CheckpointError(f"{name} is stored as {header.get_dtype()}; quantised checkpoints are not read")
-        return tuple(header.get_shape())
+        return header.get_dtype(), tuple(header.get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU, in the dtype that it is stored in."""

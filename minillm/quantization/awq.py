@@ -46,7 +46,7 @@ class AWQ(Int4):
 
     def _quantize(self, weight: Tensor, statistics: LayerStatistics) -> dict[str, Tensor]:
         inputs, mean_abs = statistics.inputs, statistics.mean_abs
-        assert inputs is not None and mean_abs is not None  # noqa: S101  (`quantize` has looked)
+        assert inputs is not None and mean_abs is not None
 
         def error(tensors: Mapping[str, Tensor]) -> float:
             return self.output_error(weight, tensors, inputs)

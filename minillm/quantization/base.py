@@ -156,7 +156,7 @@ class QuantizedLinear(nn.Module):
 
     def bytes_by_part(self) -> dict[str, int]:
         """`num_bytes` by purpose, in the order of `PARTS`, parts without bytes left out."""
-        count = {part: 0 for part in PARTS}
+        count = dict.fromkeys(PARTS, 0)
         for name, tensor in self.tensors.items():
             count[self.specs[name].part] += tensor.nbytes
         return {part: num_bytes for part, num_bytes in count.items() if num_bytes}

@@ -52,8 +52,7 @@ def calibrate(
     num_tokens = sum(map(len, kept))
     device = model.embed_tokens.weight.device
     texts = (
-        torch.tensor(row, device=device)
-        for row in tqdm(kept, desc="calibrating", unit=" texts", disable=not progress)
+        torch.tensor(row, device=device) for row in tqdm(kept, desc="calibrating", unit=" texts", disable=not progress)
     )
     return Calibration(needs, num_tokens, collect(model, linears, texts, -(-num_tokens // max_rows)))
 
@@ -74,7 +73,9 @@ def _inputs(
             totals[name] += x.abs().sum(0, dtype=torch.float64).cpu()
         done += len(text)
     return {
-        name: LayerStatistics(inputs=torch.cat(samples[name]), mean_abs=(totals[name] / done).float().to(samples[name][0]))
+        name: LayerStatistics(
+            inputs=torch.cat(samples[name]), mean_abs=(totals[name] / done).float().to(samples[name][0])
+        )
         for name in linears
     }
 

@@ -1,9 +1,9 @@
 """Rounding in groups: every `group_size` weights of a row share one scale and one zero point.
 
-A group spans [min, max], widened to contain 0, in 2^bits - 1 steps: s = (max - min) / (2^bits - 1), z = round(-min / s),
-q = round(w / s) + z, and w ≈ (q - z)·s, with |error| ≤ s / 2. Zero stays exactly zero. The last group of a row may be
-shorter. Scales are fp16, as in the checkpoints of the field: with a 4-bit zero point 20 bits per group, which is 0.16
-bits per weight in groups of 128 and 0.31 in groups of 64.
+A group spans [min, max], widened to contain 0, in 2^bits - 1 steps: s = (max - min) / (2^bits - 1),
+z = round(-min / s), q = round(w / s) + z, and w ≈ (q - z)·s, with |error| ≤ s / 2. Zero stays exactly zero. The last
+group of a row may be shorter. Scales are fp16, as in the checkpoints of the field: with a 4-bit zero point 20 bits per
+group, which is 0.16 bits per weight in groups of 128 and 0.31 in groups of 64.
 """
 
 from __future__ import annotations

@@ -25,8 +25,10 @@ from minillm.quantization.base import CODEBOOKS, SPARSE, WEIGHTS, LayerStatistic
 from minillm.quantization.kmeans import nearest, weighted_kmeans
 from minillm.quantization.packing import pack, packed_width, unpack
 
-LEAST_WEIGHT = 0.01
-"""A weight counts at least so much of its row's mean squared gradient: a short calibration text misses some."""
+LEAST_WEIGHT = 1.0
+"""A weight counts at least so many times its row's mean squared gradient. Gradients of some dozens of texts are noisy,
+and small ones mean little: of 0.01, 0.1, 0.3 and 1, fitted on one half of the calibration prompts and judged on the
+other, 1 was best in minicoder at 3 and at 4 bits, by 6% of the divergence."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class SqueezeLLM(Scheme):
         }
 
     def _quantize(self, weight: Tensor, statistics: LayerStatistics) -> dict[str, Tensor]:
-        assert statistics.squared_gradients is not None  # noqa: S101  (`quantize` has looked)
+        assert statistics.squared_gradients is not None
         fisher = statistics.squared_gradients.to(weight.device)
         kept = self.choose_sparse(weight, fisher)
         codebooks = _half(fit_codebooks(weight, importance(fisher).masked_fill(kept, 0), 2**self.bits))
@@ -92,7 +94,9 @@ class SqueezeLLM(Scheme):
         """Each code's centroid, the sparse values in their places: `[out, in]`, fp32."""
         codes = unpack(tensors["qweight"], self.bits, in_features)
         weight = tensors["codebooks"].float().gather(1, codes.long())
-        weight[_row_of_each(tensors["sparse_rows"]), tensors["sparse_columns"].long()] = tensors["sparse_values"].float()
+        weight[_row_of_each(tensors["sparse_rows"]), tensors["sparse_columns"].long()] = tensors[
+            "sparse_values"
+        ].float()
         return weight
 
     def check(self, tensors: Mapping[str, Tensor], in_features: int) -> None:

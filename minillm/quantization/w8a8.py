@@ -28,8 +28,9 @@ CUDA_ROWS, CUDA_MULTIPLE = 17, 8
 def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     """The exact x Wᵀ of whole numbers. `x`: `[rows, in]`, `weight`: `[out, in]`, int8, no -128 → `[rows, out]` int32.
 
-    `torch._int_mm` is the fast way, where it is right: a processor without VNNI adds pairs of products in 16 bits, and
-    pairs that do not fit are cut off without a word. Whether this one does so is tried once.
+    `torch._int_mm` is the fast way, where it is right. On a processor without VNNI its library shifts x to 0 … 255 and
+    adds pairs of products in 16 bits, and pairs that do not fit are cut off without a word (oneDNN's guide, "nuances of
+    int8 computations"). Whether this one does so is tried once.
     """
     if x.is_cuda:
         return padded_product(x, weight)
@@ -55,10 +56,12 @@ def padded_product(x: Tensor, weight: Tensor) -> Tensor:
 def int_mm_is_exact() -> bool:
     """Whether `torch._int_mm` adds without cutting off here, tried on the largest products there are."""
     largest = torch.full((16, 64), LARGEST, dtype=torch.int8)
-    tries = [(rows, sign) for rows in (1, 16) for sign in (1, -1)]
-    return all(
-        bool((torch._int_mm(largest[:rows], (sign * largest).T) == sign * 64 * LARGEST**2).all()) for rows, sign in tries
-    )
+    right = 64 * LARGEST**2
+    try:
+        products = [torch._int_mm(largest[:rows], (sign * largest).T) * sign for rows in (1, 16) for sign in (1, -1)]
+    except RuntimeError:
+        return False
+    return all(bool((product == right).all()) for product in products)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,10 @@ class CacheRowsView(View):
             raise TraceError(f"there is no step {step} in this trace: its steps are 1 to {last}")
         return {policy: steps[:step] for policy, steps in policies.items()}
 
+    def steps_to_replay(self) -> list[int]:
+        """1 to the longest policy's number of steps."""
+        return list(range(1, max(map(len, self.steps().values()), default=0) + 1))
+
     def to_svg(self, step: int | None = None) -> str:
         """The picture after `step` steps."""
         everything, shown = self.steps(), self.steps(step)

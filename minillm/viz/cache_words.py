@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from minillm.viz.cache_changes import changes, letter, plural
 from minillm.viz.cache_state import CacheState
-from minillm.viz.glyphs import visible
+from minillm.viz.glyphs import shorten, visible
 from minillm.viz.request_state import RequestState
+
+PROMPT = 60
+"""Characters of a prompt that are told."""
 
 
 def pool_size(state: CacheState) -> str:
@@ -78,7 +81,11 @@ def describe(state: CacheState, *, tables: bool = True) -> str:
     """The picture in words, one line per request; `tables` adds the block tables."""
     lines = [f"{title(state)}, step {state.step}. {summary(state)}"]
     for request in state.requests.values():
-        line = f"{letter(request)} {visible(request.prompt)!r}" if tables else f"Request {letter(request)}"
+        line = (
+            f"{letter(request)} {shorten(visible(request.prompt), PROMPT)!r}"
+            if tables
+            else f"Request {letter(request)}"
+        )
         line += f" ({doing(request)}): {request.num_computed} of {plural(request.num_tokens, 'token')} in the cache"
         line += f", {plural(len(request.block_table), unit(state))}"
         lines.append(f"{line} {request.block_table}" if tables and request.block_table else line)

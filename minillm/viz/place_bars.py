@@ -47,17 +47,19 @@ class PlaceBars:
         return box + self._slots(page, left, y, width, high, colour) + name + owner
 
     def _slots(self, page: Page, left: float, top: float, width: float, high: float, colour: str) -> str:
-        parts, first = [], 0
+        parts: dict[bool, list[str]] = {True: [], False: []}
+        first = 0
         for state, run in groupby(page.slots):
             length = len(list(run))
             if state not in ("free", "cached"):
                 about = {"data-testid": "slots", "data-state": state, "data-count": length}
                 # A single new token in a long context must still be seen.
-                wide = max(length * width / self.block_size, 2.0 if state in ("fresh", "rolled_back") else 0.0)
+                wide = max(length * width / self.block_size, 3.0 if state in ("fresh", "rolled_back") else 0.0)
                 x = min(left + first * width / self.block_size, left + width - wide)
-                parts.append(rectangle(x, top, wide, high, 0, {**about, **_look(state, colour)}))
+                parts[state == "empty"].append(rectangle(x, top, wide, high, 0, {**about, **_look(state, colour)}))
             first += length
-        return "".join(parts)
+        # What is empty comes first, or it would cover the widened ones.
+        return "".join([*parts[True], *parts[False]])
 
 
 def _look(state: SlotState, colour: str) -> Attributes:

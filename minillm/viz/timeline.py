@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from minillm.trace import Trace
 from minillm.viz.cache_changes import plural
+from minillm.viz.cache_words import PROMPT
 from minillm.viz.colours import BLUE, CACHED, INK, VERMILLION, owner_letter
-from minillm.viz.glyphs import visible
+from minillm.viz.glyphs import shorten, visible
 from minillm.viz.replay import Replay
 from minillm.viz.static_batching import jobs_of, static_schedule
 from minillm.viz.svg import MARGIN, RIGHT, card, element, hatch, hatched, label, rectangle, spans
@@ -129,7 +130,8 @@ def _row_words(row: Row) -> str:
     told += [f"{plural(cached, 'token')} reused, not computed"] if cached else []
     told += [f"preempted {preempted}×"] if (preempted := row.num_steps("preempted")) else []
     end = f"; ended in step {row.end} ({row.reason})" if row.end is not None else ""
-    return f"{owner_letter(row.index)} {visible(row.prompt)!r} from step {row.arrival}: steps {', '.join(told)}{end}"
+    who = f"{owner_letter(row.index)} {shorten(visible(row.prompt), PROMPT)!r} from step {row.arrival}"
+    return f"{who}: steps {', '.join(told)}{end}"
 
 
 def _until(timeline: Timeline, num_steps: int) -> Timeline:

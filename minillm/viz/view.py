@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from minillm.trace import Trace
+from minillm.trace import StepFinished, Trace
 
 
 class View(ABC):
@@ -23,6 +23,10 @@ class View(ABC):
     @abstractmethod
     def describe(self, step: int | None = None) -> str:
         """The picture in words."""
+
+    def steps_to_replay(self) -> list[int]:
+        """The steps that `to_svg` takes, in order: those that have finished."""
+        return [event.step for event in self.trace.of(StepFinished)]
 
     def __repr__(self) -> str:
         # Constant, so that a notebook's saved output equals a fresh one.

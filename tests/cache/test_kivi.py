@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm import LLM
+from minillm import LLM, SamplingParams
 from minillm.cache.kivi import KiviKVCache, Shape
 from minillm.cache.paged import PagedKVCache
 from minillm.errors import ConfigError, UnsupportedError
@@ -174,6 +174,30 @@ def test_the_same_tokens_however_it_runs(
 
 def test_preempted_is_not_preempted(expected: list[list[int]]) -> None:
     assert check.preempted(SMALL, scheduler_cls=check.PreemptingScheduler) == expected
+
+
+def test_a_step_that_broke_off_half_way_is_as_if_it_had_never_begun(expected: list[list[int]]) -> None:
+    """By then some layers have overwritten recent tokens that the others still need; in prefill and while decoding."""
+    llm = engine(SMALL, max_num_batched_tokens=40, max_num_seqs=3)
+    params = SamplingParams(temperature=0, max_tokens=check.NEW_TOKENS, ignore_eos=True)
+    requests = llm.submit(list(check.prompts(check.COUNT)), params)
+    cache, calls, broken = llm.engine.runner.cache, 0, 0
+    attend = cache.attend
+
+    def breaks(layer: int, *rest: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls in (8 * 1 + 5, 8 * 3 + 4, 8 * 12 + 7):
+            raise KeyboardInterrupt
+        return attend(layer, *rest)
+
+    cache.attend = breaks  # type: ignore[method-assign]
+    while not all(request.finished for request in requests):
+        try:
+            llm.engine.step()
+        except KeyboardInterrupt:
+            broken += 1
+    assert broken == 3 and [request.output_token_ids for request in requests] == expected
 
 
 def test_no_place_is_left_taken() -> None:

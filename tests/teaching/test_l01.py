@@ -160,7 +160,12 @@ def test_the_naive_loop_writes_what_the_engine_writes(tiny):
     for text in ("def add(a, b):\n", "import os", "x"):
         ids = tokenizer.encode(text)
         [out] = llm.generate(text, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
-        assert generate_naive(forward, ids, 24, eos_id=0) == list(out.outputs[0].token_ids)
+        written = list(out.outputs[0].token_ids)
+        assert generate_naive(forward, ids, 24, eos_id=0) == written
+        stop = written[len(written) // 2]
+        [out] = llm.generate(text, SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[stop]), use_tqdm=False)
+        assert generate_naive(forward, ids, 24, eos_id=stop) == list(out.outputs[0].token_ids)
+        assert out.outputs[0].finish_reason == "stop"
 
 
 def test_attention_runs_inside_the_bundled_model():
@@ -180,6 +185,26 @@ def test_attention_runs_inside_the_bundled_model():
         )
     assert float((mine - theirs).abs().max()) < 1e-3
     assert torch.equal(mine.argmax(-1), theirs.argmax(-1))
+
+
+def test_the_bundled_model_under_these_functions_is_that_of_transformers():
+    """The lesson compares with minillm's decoder only; this closes the chain, for RoPE's convention above all."""
+    from transformers import AutoModelForCausalLM
+
+    folder = resolve("minicoder")
+    ids = torch.tensor(Tokenizer.from_folder(folder).encode("import os\n\n\ndef walk(root):\n    for name in"))
+    model = load_model("minicoder", torch.float32, "cpu")
+    freqs, _ = inverse_frequencies(model.config.rope, model.config.head_dim)
+
+    class Mine:
+        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:
+            return causal_attention(*(apply_rope(x, torch.arange(len(ids)), freqs) for x in (q, k)), v)
+
+    with torch.no_grad():
+        nowhere = torch.zeros(len(ids), dtype=torch.int64)  # the decoder itself turns nothing at position 0
+        mine = model.logits(model(ids, nowhere, Mine()))
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids[None]).logits[0]
+    assert float((mine - theirs).abs().max()) < 1e-3
 
 
 # -------------------------------------------------------------------------------------------------------- total_work

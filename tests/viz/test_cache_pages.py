@@ -222,6 +222,7 @@ def test_outline_of_a_shared_page_has_a_stripe_per_owner():
     stripes = [e for e in parse(svg).iter() if e.get("stroke-dashoffset") or e.get("stroke-dasharray") == "6 18"]
     assert {e.get("stroke-dasharray") for e in stripes} == {"6 18"}
     assert len({e.get("stroke") for e in stripes}) == 4
+    assert {float(e.get("stroke-dashoffset", 0)) for e in stripes} == {0, -6, -12, -18}, "they take turns"
     assert svg.count("A–D ×4") == 3
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm.errors import TraceError
-from minillm.trace import BlocksAllocated, RequestAdded, StepFinished, Trace
+from minillm.trace import BlocksAllocated, BlocksShared, RequestAdded, StepFinished, Trace
 from minillm.viz.cache_changes import changes
 from minillm.viz.cache_state import CacheState
 from minillm.viz.replay import Replay
@@ -167,6 +167,19 @@ def test_cached_block_taken_without_an_eviction_counts_as_evicted():
     state = Replay(Trace(events), CacheState).at()
     assert state.page(0).slots == ("empty",) * 4
     assert (state.cached_blocks, state.totals.evicted_blocks) == (1, 1)
+
+
+def test_cached_block_is_full_even_if_its_owner_uses_all_but_one_token_of_it():
+    """A prompt that is found whole must still compute its last token: the engine may count one token fewer."""
+    s = Script(4, 4, caching=True)
+    s.add("a", "a", 8)
+    s.step(prefill("a", 8))
+    s.step(decode("a", finish="stop"))
+    events = [*s.trace, RequestAdded("b", "b", list(range(8))), BlocksShared("b", [0, 1], 7, "prefix")]
+    state = Replay(Trace(events), CacheState).at()
+    assert state.page(1).slots == ("written",) * 4
+    assert state.waste_slots == 0
+    check(state)
 
 
 def test_totals_tell_what_sharing_saved():

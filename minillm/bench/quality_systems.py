@@ -1,0 +1,144 @@
+"""What the quality meter compares: every cache layout and every way of keeping weights, by name.
+
+What is not named here runs all the same, with its own defaults: nothing that exists is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from minillm import LLM
+from minillm.bench.prompts import calibration_prompts
+from minillm.cache.layouts import LAYOUTS, find_layout
+from minillm.cache.paged import PagedKVCache
+from minillm.config import CacheConfig
+from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
+from minillm.models.loading import load_config, resolve
+from minillm.models.runner import ModelRunner
+from minillm.quantization.calibration import calibrate
+from minillm.quantization.model import Calibration, linear_bytes, num_weights, quantize_model
+from minillm.quantization.schemes import SCHEMES, make_scheme
+
+REFERENCE = "kv auto"
+"""Everything in float32: what all others are compared with."""
+
+CACHES: dict[str, dict[str, Any]] = {
+    REFERENCE: {},
+    "kv contiguous": {"kv_cache_config": {"layout": "contiguous"}},
+    "kv int8": {"kv_cache_dtype": "int8"},
+    "kv int4 g64": {"kv_cache_dtype": "int4", "kv_cache_config": {"group_size": 64}},
+    "kv int4": {"kv_cache_dtype": "int4"},
+    "kv int4 g16": {"kv_cache_dtype": "int4", "kv_cache_config": {"group_size": 16}},
+    "kv kivi": {"kv_cache_config": {"layout": "kivi"}},
+    "kv kivi r84": {"kv_cache_config": {"layout": "kivi", "residual": 84}},
+    "kv window": {"kv_cache_config": {"layout": "window"}},
+    "kv sinks": {"kv_cache_config": {"layout": "sinks"}},
+}
+"""Name → the options of `LLM` that mean it. `kv kivi r84` takes the bytes of `kv int4 g16` at a context of 1024."""
+
+WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "weights int8": ("int8", {}),
+    "weights w8a8": ("w8a8", {}),
+    "weights int4": ("int4", {}),
+    "weights awq": ("awq", {}),
+    "weights squeezellm": ("squeezellm", {}),
+}
+"""Name → a scheme of `minillm.quantization` and its options."""
+
+
+@dataclass(frozen=True)
+class QualitySystem:
+    """One thing to be measured."""
+
+    name: str
+    kind: Literal["cache", "weights"]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `LLM` for a cache, of the scheme for weights."""
+    method: str = ""
+    """Of weights."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A system that is ready to run, and what it takes."""
+
+    runner: ModelRunner
+    num_bytes: float
+    """Of a cache: keys and values per token, at full context, in a model that runs in float16. Of weights: all of the
+    linears inside the layers."""
+    float16_bytes: float
+    """The same kept in float16."""
+
+
+def systems() -> list[QualitySystem]:
+    """All named systems, then what has no name here."""
+    found = [QualitySystem(name, "cache", options) for name, options in CACHES.items()]
+    covered = {find_layout(_cache_config(options)) for options in CACHES.values()}
+    for (layout, dtype), made in LAYOUTS.items():
+        if made not in covered:
+            covered.add(made)
+            options = {"kv_cache_dtype": dtype, "kv_cache_config": {"layout": layout}}
+            found.append(QualitySystem(f"kv {CacheConfig(layout, dtype).name}", "cache", options))
+    found += [QualitySystem(name, "weights", options, method) for name, (method, options) in WEIGHTS.items()]
+    named = {method for method, _ in WEIGHTS.values()}
+    found += [QualitySystem(f"weights {name}", "weights", {}, name) for name in SCHEMES if name not in named]
+    return found
+
+
+class Builder:
+    """Makes systems of one model; what calibration gives is kept for the next that needs it."""
+
+    def __init__(self, model: str, num_rows: int) -> None:
+        self.model = model
+        self.num_rows = num_rows
+        """Texts that are to run at once."""
+        self._calibrations: dict[str, Calibration] = {}
+
+    def build(self, system: QualitySystem) -> Built:
+        """Raises subclasses of `MinillmError` if the model cannot be kept like that."""
+        return self._cache(system) if system.kind == "cache" else self._weights(system)
+
+    def _cache(self, system: QualitySystem) -> Built:
+        cache = _cache_config(system.options)
+        layout = find_layout(cache)
+        llm = self._llm(layout.whole_sequences, system.options)
+        config, context = llm.engine.runner.model.config, llm.max_model_len
+        return Built(
+            llm.engine.runner,
+            layout.bytes_per_block(config, context, torch.float16, **cache.options) / context,
+            PagedKVCache.bytes_per_block(config, 1, torch.float16),
+        )
+
+    def _weights(self, system: QualitySystem) -> Built:
+        scheme = make_scheme(system.method, **system.options)
+        llm = self._llm(False, {})
+        model = llm.engine.runner.model
+        quantize_model(model, scheme, self._calibration(scheme.needs, llm) if scheme.needs else None)
+        return Built(llm.engine.runner, sum(linear_bytes(model).values()), 2 * num_weights(model))
+
+    def _llm(self, whole_sequences: bool, options: Mapping[str, Any]) -> LLM:
+        """An engine with room for all rows at full context."""
+        context = load_config(resolve(self.model)).max_position_embeddings
+        blocks_of_a_row = 1 if whole_sequences else -(-context // DEFAULT_BLOCK_SIZE)
+        return LLM(
+            self.model,
+            device="cpu",
+            dtype="float32",
+            enforce_eager=True,
+            num_kv_blocks=self.num_rows * blocks_of_a_row,
+            **options,
+        )
+
+    def _calibration(self, needs: str, llm: LLM) -> Calibration:
+        if needs not in self._calibrations:
+            rows = [llm.engine.tokenizer.encode(prompt.prompt) for prompt in calibration_prompts()]
+            self._calibrations[needs] = calibrate(llm.engine.runner.model, rows, needs)
+        return self._calibrations[needs]
+
+
+def _cache_config(options: Mapping[str, Any]) -> CacheConfig:
+    return CacheConfig.from_options(options.get("kv_cache_dtype", "auto"), options.get("kv_cache_config"))

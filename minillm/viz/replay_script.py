@@ -1,0 +1,148 @@
+"""What runs in the browser for `ReplayWidget`: an anywidget front-end module and its style sheet.
+
+Only `model.get`, `model.set`, `model.save_changes`, `model.on` and `model.off` are used, which every host has. All
+frames are in the model, so scrubbing needs no kernel.
+"""
+
+from __future__ import annotations
+
+SCRIPT = r"""
+const SPEEDS = [0.5, 1, 2, 4, 8];
+
+function make(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+function button(testid, label, sign) {
+  return make("button", {type: "button", "data-testid": testid, "aria-label": label, title: label}, sign);
+}
+
+function render({ model, el }) {
+  const frames = model.get("frames"), texts = model.get("texts"), steps = model.get("steps");
+  const name = model.get("name"), last = frames.length - 1;
+  const speeds = [...new Set([...SPEEDS, model.get("speed")])].sort((a, b) => a - b);
+  let shown = -1, timer = null, describing = false;
+
+  const first = button("replay-first", "First step (Home)", "|◀");
+  const back = button("replay-back", "One step back (Left)", "◀");
+  const play = button("replay-play", "Play (Space)", "▶ Play");
+  const forward = button("replay-forward", "One step on (Right)", "▶");
+  const end = button("replay-last", "Last step (End)", "▶|");
+  const slider = make("input", {type: "range", min: 0, max: Math.max(last, 0), step: 1, "data-testid": "replay-slider",
+    "aria-label": "Step"});
+  const speed = make("select", {"data-testid": "replay-speed", "aria-label": "Speed"},
+    ...speeds.map(s => make("option", {value: s}, `${s} steps/s`)));
+  const count = make("output", {"data-testid": "replay-count", "aria-live": "polite"});
+  const describe = make("button", {type: "button", "data-testid": "replay-describe", "aria-pressed": "false"},
+    "Describe as text");
+  const stage = make("div", {"data-testid": "replay-frame", class: "minillm-replay-frame"});
+  const words = make("pre", {"data-testid": "replay-text", class: "minillm-replay-text", hidden: ""});
+  const note = make("span", {"data-testid": "replay-note", class: "minillm-replay-note"}, model.get("note"));
+  const bar = make("div", {class: "minillm-replay-bar", role: "toolbar", "aria-label": "Replay controls"},
+    first, back, play, forward, end, slider, count, speed, describe);
+  // The attribute keeps JupyterLab from taking the arrow keys for itself while the focus is in here.
+  const root = make("div", {class: "minillm-replay", role: "group", tabindex: "0", "data-testid": "replay",
+    "data-lm-suppress-shortcuts": "true",
+    "aria-label": `Replay of ${name}. Arrow keys step, Space plays and pauses, Home and End jump.`},
+    bar, note, stage, words);
+  speed.value = String(model.get("speed"));
+
+  function show(index) {
+    index = Math.min(Math.max(index, 0), last);
+    if (index === shown || last < 0) return;
+    shown = index;
+    stage.innerHTML = frames[index];
+    words.textContent = texts[index];
+    slider.value = String(index);
+    slider.setAttribute("aria-valuetext", `step ${steps[index]}`);
+    count.textContent = `step ${steps[index]} of ${steps[last]}`;
+    root.dataset.step = String(steps[index]);
+    back.disabled = first.disabled = index === 0;
+    forward.disabled = end.disabled = index === last;
+    if (timer === null) tell();
+  }
+  function tell() {
+    if (model.get("index") === shown) return;
+    try { model.set("index", shown); model.save_changes(); } catch (problem) { /* no kernel: nobody to tell */ }
+  }
+  function pause() {
+    if (timer !== null) clearTimeout(timer);
+    timer = null;
+    play.textContent = "▶ Play";
+    play.setAttribute("aria-label", "Play (Space)");
+    root.dataset.state = "paused";
+    count.setAttribute("aria-live", "polite");
+    tell();
+  }
+  function tick() {
+    timer = setTimeout(() => { show(shown + 1); shown < last ? tick() : pause(); }, 1000 / Number(speed.value));
+  }
+  function start() {
+    if (last < 1) return;
+    count.setAttribute("aria-live", "off");
+    play.textContent = "❚❚ Pause";
+    play.setAttribute("aria-label", "Pause (Space)");
+    root.dataset.state = "playing";
+    tick();
+    if (shown === last) show(0);
+  }
+  const toggle = () => (timer === null ? start() : pause());
+  const go = index => { if (timer !== null) pause(); show(index); };
+
+  first.onclick = () => go(0);
+  back.onclick = () => go(shown - 1);
+  play.onclick = toggle;
+  forward.onclick = () => go(shown + 1);
+  end.onclick = () => go(last);
+  slider.oninput = () => go(Number(slider.value));
+  describe.onclick = () => {
+    describing = !describing;
+    words.hidden = !describing;
+    describe.setAttribute("aria-pressed", String(describing));
+  };
+  root.addEventListener("keydown", event => {
+    if (event.target === speed || event.altKey || event.ctrlKey || event.metaKey) return;
+    const acts = {
+      ArrowLeft: () => go(shown - 1), ArrowRight: () => go(shown + 1), Home: () => go(0), End: () => go(last),
+    };
+    if (!event.target.closest("button")) acts[" "] = toggle;
+    if (!acts[event.key]) return;
+    event.preventDefault();
+    event.stopPropagation();
+    acts[event.key]();
+  });
+
+  const follow = () => { if (timer === null) show(model.get("index")); };
+  model.on("change:index", follow);
+  el.append(root);
+  root.dataset.state = "paused";
+  show(model.get("index"));
+  const still = window.matchMedia && window.matchMedia("(prefers-reduced-motion: reduce)").matches;
+  if (model.get("autoplay") && !still) start();
+  return () => { if (timer !== null) clearTimeout(timer); model.off("change:index", follow); };
+}
+
+export default { render };
+"""
+
+STYLE = """
+.minillm-replay { max-width: 980px; padding: 2px; border-radius: 6px; }
+.minillm-replay:focus-visible, .minillm-replay button:focus-visible { outline: 2px solid #0072B2; outline-offset: 1px; }
+.minillm-replay-bar { display: flex; flex-wrap: wrap; gap: 6px; align-items: center; margin-bottom: 6px; }
+.minillm-replay-bar button, .minillm-replay-bar select { font: inherit; font-size: 13px; padding: 3px 9px;
+  color: #1f2430; background: #ffffff; border: 1px solid #b9bfca; border-radius: 5px; cursor: pointer; }
+.minillm-replay-bar button:disabled { color: #9aa1ac; cursor: default; }
+.minillm-replay-bar button[aria-pressed="true"] { background: #1f2430; color: #ffffff; }
+.minillm-replay-bar [data-testid="replay-play"] { min-width: 84px; }
+.minillm-replay-bar input { flex: 1 1 140px; min-width: 100px; accent-color: #0072B2; }
+.minillm-replay-bar output { min-width: 108px; font-size: 13px; font-variant-numeric: tabular-nums;
+  color: var(--jp-ui-font-color1, inherit); }
+.minillm-replay-note { display: block; font-size: 12px; margin-bottom: 6px; color: var(--jp-ui-font-color2, inherit); }
+.minillm-replay-note:empty { display: none; }
+.minillm-replay-frame svg { display: block; max-width: 100%; height: auto; margin-bottom: 10px; }
+.minillm-replay-text { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; padding: 10px 14px;
+  margin: 0; color: #1f2430;  background: #ffffff; border: 1px solid #d5d9e0; border-radius: 10px; }
+"""

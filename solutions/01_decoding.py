@@ -1,0 +1,908 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 1. Decoding from scratch
+#
+# **Question.** *How does a list of numbers become the next word, and why does the naive loop cost so much?*
+#
+# A language model never sees a word. It sees a list of whole numbers, and answers with one score for every number
+# that could come next. All the rest, the choosing, the loop, the text on your screen, is a few dozen lines around it.
+#
+# In this lesson you write those lines: attention, rotary positions, sampling and the loop. They run inside a real
+# model of 12 million parameters and write code. Then you count exactly what the loop costs, see that nearly all of it
+# is work done before, and break the model in nine ways, of which some *improve* its loss.
+#
+# You need Python and a little PyTorch. Everything runs on a laptop's CPU.
+
+# %%
+import os
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.models.loading import load_model, resolve
+from minillm.teaching import check, hint, predict, reveal, use
+from minillm.tokenizer import Tokenizer
+
+name = os.environ.get("MINILLM_MODEL", "minicoder")  # a Llama or Qwen checkpoint works too
+model = load_model(name, torch.float32, "cpu")
+tokenizer = Tokenizer.from_folder(resolve(name))
+config = model.config
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
+print(
+    f"{name}: {model.num_parameters / 1e6:.1f}M parameters, {config.num_layers} layers, {config.num_heads} query heads, "
+    f"{config.num_kv_heads} KV heads of width {config.head_dim}, {config.vocab_size} tokens"
+)
+
+# %% [markdown]
+# ## Text is a list of numbers
+#
+# The numbers are **tokens**: pieces of text that occurred often when the vocabulary was made. Here a token is
+# about three characters of Python; a frequent word with the space before it is one, and so is a whole indent.
+
+# %%
+prompt = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
+prompt_ids = tokenizer.encode(prompt)
+print("ids:   ", prompt_ids)
+print("tokens:", [tokenizer.token_text(i) for i in prompt_ids])
+print(f"{len(prompt)} characters, {len(prompt_ids)} tokens")
+
+# %% [markdown]
+# How is a text cut? The vocabulary was made by **byte-pair encoding** (BPE, Sennrich et al. 2016): begin with single
+# bytes, find the pair of neighbours that occurs most often, make it a token, and repeat until there are enough. What
+# is kept is the list of merges in the order in which they were learned. To cut a new word, apply them: *the pair that
+# was learned first goes first*.
+#
+# (In the vocabulary file every byte is spelled as a printable character; a space is `Ġ`.)
+
+# %%
+import json
+import math
+from itertools import pairwise
+
+from minillm.bench.prompts import held_out_prompts
+
+bundled = Tokenizer.from_folder(resolve("minicoder"))
+merges = json.loads(bundled.backend.to_str())["model"]["merges"]
+learned_as = {tuple(pair): number for number, pair in enumerate(merges)}
+
+
+def bpe(word: str, show: bool = False) -> list[str]:
+    """The tokens of one word, which is spelled in the vocabulary's alphabet."""
+    parts = list(word)
+    while True:
+        if show:
+            print("  ".join(parts))
+        pair = min(pairwise(parts), key=lambda p: learned_as.get(p, math.inf), default=None)
+        if pair not in learned_as:
+            return parts
+        merged = []
+        for part in parts:
+            fits = merged and (merged[-1], part) == pair
+            merged[-1:] = [merged[-1] + part] if fits else [*merged[-1:], part]
+        parts = merged
+
+
+bpe("Ġreturning", show=True)
+texts = [row.prompt for row in held_out_prompts()]
+words = [[word for word, _ in bundled.backend.pre_tokenizer.pre_tokenize_str(text)] for text in texts]
+same = sum(
+    [part for word in line for part in bpe(word)] == bundled.backend.encode(text).tokens
+    for line, text in zip(words, texts, strict=True)
+)
+print(f"\nthe function above cuts {same} of {len(texts)} held-out texts as the tokenizer does")
+
+# %% [markdown]
+# Two facts to remember for later:
+#
+# * **Every byte is a token**, so no text is unknown. A character that was rare in training takes several tokens, and
+#   one of them alone is not a character.
+# * **The same text has many spellings in tokens.** `encode` always gives one of them. Nobody has told the model that
+#   it must write that one.
+
+# %%
+for text in ("ö", "😀"):
+    ids = tokenizer.encode(text)
+    parts = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
+    print(f"{text}: {len(ids)} tokens; read one by one they say {parts}")
+
+# %% [markdown]
+# ## From scores to the next token
+#
+# One run of the model over $n$ tokens gives $n$ rows of scores, one row for each token: *what comes after this one?*
+# To go on with a text only the last row matters. The scores are called **logits**. They can be any numbers, and only
+# their differences mean something. **Softmax** turns them into probabilities: $p_i = e^{z_i} / \sum_j e^{z_j}$.
+#
+# `CausalAttention` below is the attention that you will replace by your own.
+
+# %%
+from minillm.training.causal import CausalAttention
+
+
+def next_logits(text: str) -> Tensor:
+    """Logits `[vocab]` for the token after `text`."""
+    ids = torch.tensor(tokenizer.encode(text))
+    hidden = model(ids, torch.arange(len(ids)), CausalAttention(len(ids)))
+    return model.logits(hidden[-1:])[0]
+
+
+def entropy(probs: Tensor) -> float:
+    """How undecided a distribution is, in bits: 0 when it is certain, log2(n) when n tokens are equally likely."""
+    return float(-(probs * probs.clamp_min(1e-30).log2()).sum())
+
+
+for text in (prompt, "import os\nimport", "for i in"):
+    probs = next_logits(text).softmax(-1)
+    print(f"after {text.splitlines()[-1]!r}: entropy {entropy(probs):.1f} bits")
+    for p, i in zip(*probs.topk(5), strict=True):
+        print(f"   {p:6.1%}  {'█' * round(40 * float(p)):40}  {tokenizer.token_text(int(i))!r}")
+
+# %% [markdown]
+# After a docstring the model is certain (four spaces of indent: this vocabulary has a token for three, and the word
+# after it brings the fourth). After `for i in` it hesitates between about $2^8 = 256$ tokens' worth of choices.
+# **Entropy** measures that, in bits.
+#
+# **Temperature** $T$ divides the logits before the softmax. Below 1 it widens the differences, so the likeliest token
+# takes all; above 1 it shrinks them, until every token of the vocabulary has a share. The order of the tokens never
+# changes.
+
+# %% tags=["expected"] alt="Probability of the five likeliest tokens after import os, newline, import, against the temperature: near 0 the likeliest has everything; at temperature 1 it has about 37 percent; at 2 the five together have little."
+from minillm.viz.charts import Axis, LineChart, Series
+
+logits = next_logits("import os\nimport")
+temperatures = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.4, 2.0)
+at = [(logits / t).softmax(-1) for t in temperatures]
+best = logits.topk(5).indices
+print("temperature  " + "".join(f"{t:7.1f}" for t in temperatures))
+print("entropy, bits" + "".join(f"{entropy(p):7.1f}" for p in at))
+LineChart(
+    "The five likeliest tokens after 'import os⏎import'",
+    Axis("temperature", ticks=(0.1, 0.5, 1.0, 1.4, 2.0)),
+    Axis("probability"),
+    [Series(repr(tokenizer.token_text(int(i))), temperatures, [float(p[i]) for p in at]) for i in best],
+    "The likeliest token has nearly everything at temperature 0.1 and loses it steadily as the temperature rises.",
+)
+
+# %% [markdown]
+# ## Predict
+#
+# Write a number for each before you go on. Nobody sees it, and being wrong is how the surprise is remembered.
+#
+# 1. The loop hands the whole text to the model for every new token. To write **100 tokens** after a prompt of a single
+#    token, how many token rows go through the model in all?
+# 2. Attention compares all pairs of tokens, so its work grows with the square of the length. In Llama-3-8B, **from
+#    how many tokens on** does attention need more arithmetic than everything else?
+# 3. A text of 256 tokens is 16 times as long as one of 16. **How many times longer** does its forward take here?
+# 4. A program keeps its text as a string and encodes it anew for every token. In how many of **48** sampled
+#    completions of 16 tokens does the model then get other tokens than it wrote?
+
+# %%
+predict("l01.rows", None, unit="rows")
+predict("l01.crossing", None, unit="tokens")
+predict("l01.slower", None, unit="times")
+predict("l01.drift", None, unit="completions")
+
+# %% [markdown]
+# ## Build
+#
+# ### Exercise 1: attention
+#
+# In each layer every token makes three vectors: a **query** (what am I looking for?), a **key** (what have I to
+# offer?) and a **value** (what do I hand over if chosen?). A token's result is a mixture of values, weighted by how
+# well its query fits the keys:
+#
+# $$\text{out}_i = \sum_{j \le i} w_{ij}\, v_j, \qquad w_{i\cdot} = \text{softmax}_j\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right)$$
+#
+# * $j \le i$ is the **causal mask**: a token sees itself and what came before. It was trained to guess what comes
+#   next; it must not look.
+# * $\sqrt d$ with $d$ the width of a head: a sum of $d$ products grows like $\sqrt d$, and without it the softmax
+#   would pick one key and ignore the rest.
+# * There are several **heads** side by side. Here 6 query heads share 2 KV heads, in groups of *neighbours*: query
+#   heads 0, 1, 2 read KV head 0, and 3, 4, 5 read KV head 1 (grouped-query attention, GQA).
+
+
+# %%
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What every token gets from itself and the tokens before it.
+
+    q:       [num_tokens, num_heads, head_dim]
+    k, v:    [num_tokens, num_kv_heads, head_dim]; query head h reads KV head h // (num_heads // num_kv_heads)
+    returns: [num_tokens, num_heads, head_dim]
+
+    Example, one head of width 1: q = [1, 1], k = [0, 0], v = [10, 20] gives [10, 15]: equal scores, so the first token
+    gets its own value and the second the mean of both.
+    """
+    ### BEGIN SOLUTION
+    num_tokens, num_heads, head_dim = q.shape
+    group = num_heads // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / head_dim**0.5
+    hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)
+    ### END SOLUTION
+
+
+# %%
+check("l01.causal_attention")
+
+# %% [markdown]
+# Stuck? `hint("l01.causal_attention", 1)`, then 2, then 3: each says more.
+#
+# The model asks an `attention` object in every layer, and does not care who answers. So your function can run inside
+# it right away. Compare its scores with those of the built-in one, at every position of the prompt:
+
+# %%
+attend = use("l01.causal_attention")
+
+
+class MyAttention:
+    """Your function, where the model expects a KV cache."""
+
+    def attend(self, layer, q, k, v, batch=None):
+        return attend(q, k, v)
+
+
+ids, positions = torch.tensor(prompt_ids), torch.arange(len(prompt_ids))
+mine = model.logits(model(ids, positions, MyAttention()))
+theirs = model.logits(model(ids, positions, CausalAttention(len(ids))))
+print(f"logits within 0.001 of the built-in attention's: {bool((mine - theirs).abs().max() < 1e-3)}")
+print(f"same likeliest next token at {int((mine.argmax(-1) == theirs.argmax(-1)).sum())} of {len(ids)} positions")
+
+# %% [markdown]
+# ### Exercise 2: where a token stands
+#
+# Attention is a sum over a set: it does not know the order of the keys. **RoPE** (rotary position embedding, Su et
+# al. 2021) tells it by *turning* queries and keys before they meet. The channels of a head are taken in pairs, a pair
+# is a point in the plane, and it is turned by
+#
+# $$\text{angle} = \text{position} \times \text{frequency of the pair}$$
+#
+# Turning $(a, b)$ by $\varphi$ gives $(a\cos\varphi - b\sin\varphi,\; b\cos\varphi + a\sin\varphi)$. The first pair
+# turns by one radian per position, the last by about one in ten thousand, like the hands of a clock.
+#
+# *Which channels are a pair?* Two conventions exist, and they do not mix. Here, as in all Llama checkpoints in Hugging
+# Face format, pair $i$ is channel $i$ and channel $i + d/2$: the first half holds all $a$'s, the second all $b$'s.
+
+
+# %%
+def apply_rope(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
+    """Turn every pair of channels by its angle.
+
+    x:         [num_tokens, num_heads, head_dim], queries or keys; left as it is
+    positions: [num_tokens], where each token stands in the text
+    freqs:     [head_dim / 2], radians per position of pair i, which is (channel i, channel i + head_dim / 2)
+    returns:   a new tensor like x
+
+    Example: x = [[[1, 0]]], positions = [1], freqs = [π/2] is a quarter turn and gives [[[0, 1]]].
+    """
+    ### BEGIN SOLUTION
+    angles = positions[:, None] * freqs  # [num_tokens, head_dim / 2]
+    cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]  # the same for every head
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    ### END SOLUTION
+
+
+# %%
+check("l01.apply_rope")
+
+# %% [markdown]
+# What is it good for? Turn the query at position $m$ and the key at position $n$: their product depends on the angle
+# *between* them, and that is $(m - n) \times$ frequency. The score knows the **distance**, not the place.
+
+# %%
+from minillm.models.rope import inverse_frequencies
+
+rope = use("l01.apply_rope")
+freqs, _ = inverse_frequencies(config.rope, config.head_dim)
+print("radians per position, first and last pairs:", [f"{f:.2g}" for f in (*freqs[:3].tolist(), *freqs[-2:].tolist())])
+
+generator = torch.Generator().manual_seed(0)
+query, key = torch.randn(2, 1, 1, config.head_dim, generator=generator)
+
+
+def score(query_at: int, key_at: int) -> float:
+    """q·k after both were turned to their places."""
+    return float((rope(query, torch.tensor([query_at]), freqs) * rope(key, torch.tensor([key_at]), freqs)).sum())
+
+
+print("\ndistance   " + "".join(f"query at {start + 5:<6}" for start in (0, 100, 900)))
+for distance in (0, 1, 2, 5):
+    print(f"{distance:8}   " + "".join(f"{score(start + 5, start + 5 - distance):<15.2f}" for start in (0, 100, 900)))
+
+# %% [markdown]
+# Each line is constant: moved by 100 or by 900 positions, the same pair has the same score. This is why a text means
+# the same wherever it stands, and, in lesson 14, why cached keys can be *moved* by turning them once more.
+#
+# ### See: the whole model on one page
+#
+# There is nothing hidden left. Here is the decoder from token ids to logits, over the checkpoint's own matrices, with
+# your attention and your rotation. Every layer adds two things to each token's row `x`: what the token gathered from
+# the others, and what a small network (the MLP) makes of it.
+
+
+# %%
+def linear(x: Tensor, part: torch.nn.Module) -> Tensor:
+    """x·Wᵀ + b: `[rows, in]` → `[rows, out]`."""
+    return F.linear(x, part.weight, part.bias)
+
+
+def rms_norm(x: Tensor, part: torch.nn.Module) -> Tensor:
+    """Rows brought to a root mean square of 1, then weighted channel by channel."""
+    return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * part.weight
+
+
+def forward(ids: list[int], *, attend=attend, rope_q=rope, rope_k=rope, rope_v=None, first_position=0) -> Tensor:
+    """Logits `[len(ids), vocab]`; row i scores the token after ids[i]. What is passed by name can be broken later."""
+    positions = first_position + torch.arange(len(ids))
+    x = model.embed_tokens.weight[torch.tensor(ids)]  # one row per token
+    for layer in model.layers:
+        heads = linear(rms_norm(x, layer.input_norm), layer.qkv_proj).view(len(ids), -1, config.head_dim)
+        q, k, v = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        if layer.q_norm is not None:  # Qwen3
+            q, k = rms_norm(q, layer.q_norm), rms_norm(k, layer.k_norm)
+        q, k = rope_q(q, positions, freqs), rope_k(k, positions, freqs)
+        v = v if rope_v is None else rope_v(v, positions, freqs)
+        x = x + linear(attend(q, k, v).flatten(1), layer.o_proj)
+        gate, up = linear(rms_norm(x, layer.post_attention_norm), layer.mlp.gate_up_proj).chunk(2, dim=-1)
+        x = x + linear(F.silu(gate) * up, layer.mlp.down_proj)
+    return linear(rms_norm(x, model.norm), model.lm_head)
+
+
+long_ids = tokenizer.encode(texts[0])
+reference = model.logits(model(torch.tensor(long_ids), torch.arange(len(long_ids)), CausalAttention(len(long_ids))))
+difference = (forward(long_ids) - reference).abs().max()
+print(
+    f"{len(long_ids)} tokens, {reference.numel():,} logits: largest difference below 0.001: {bool(difference < 1e-3)}"
+)
+
+# %% [markdown]
+# That is the whole of a Llama. minillm's own decoder is the same with fewer and larger operations, and the project's
+# tests hold that one to the `transformers` implementation, family by family (importing it takes seconds and hundreds
+# of megabytes, so it stays out of this page).
+#
+# ### Exercise 3: choose a token
+#
+# Greedy decoding takes the largest logit. Sampling draws. Between the two stand three knobs, applied in this order:
+#
+# 1. **temperature**: divide the logits; 0 means greedy.
+# 2. **top-k**: keep the `k` likeliest tokens.
+# 3. **top-p** (nucleus sampling, Holtzman et al. 2020): of what is left, keep the likeliest tokens until their sum
+#    *reaches* `p`. The token with which it does so stays.
+#
+# Then draw. To be testable the function gets its random number, `uniform`, from outside: lay the kept tokens side by
+# side in the order of their ids, each as long as its probability, and take the one on whose piece the number falls.
+
+
+# %%
+def sample_next(logits: Tensor, uniform: float, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> int:
+    """The token that `uniform`, a number in [0, 1), stands for.
+
+    logits:      [vocab]; left as they are
+    temperature: 0 takes the largest logit
+    top_k:       0 keeps all tokens; the others keep their proportions (the kept ones sum to 1 again)
+    top_p:       1 keeps all tokens
+
+    Example: logits = log([0.1, 0.6, 0.3]). uniform 0.05 gives token 0, 0.5 gives 1, 0.95 gives 2.
+    With top_k = 2 tokens 1 and 2 are left with 2/3 and 1/3, so 0.05 and 0.5 give 1, and 0.95 gives 2.
+    """
+    ### BEGIN SOLUTION
+    if temperature == 0:
+        return int(logits.argmax())
+    probs = torch.softmax(logits / temperature, dim=-1)
+    if 0 < top_k < len(probs):
+        probs[probs < probs.topk(top_k).values[-1]] = 0
+        probs = probs / probs.sum()
+    if top_p < 1:
+        ranked, order = probs.sort(descending=True, stable=True)
+        before = ranked.cumsum(0) - ranked
+        probs[order[before >= top_p]] = 0
+    cumulative = probs.double().cumsum(0)
+    return int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+    ### END SOLUTION
+
+
+# %%
+check("l01.sample_next")
+
+# %% [markdown]
+# The engine makes its probabilities with one function, `minillm.sampling.probs_from_logits`, whatever it needs them
+# for. Yours must draw the same tokens from real logits, number by number:
+
+# %%
+from minillm.sampling import Draw, SamplingParams, SamplingRow, probs_from_logits, sample, uniform
+
+choose = use("l01.sample_next")
+knobs = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"top_k": 50, "top_p": 0.5},
+]
+same = tried = 0
+for text in texts[:5]:
+    logits = next_logits(text)
+    for options in knobs:
+        probs = probs_from_logits(logits[None], [SamplingRow(SamplingParams(**options))])
+        for i in range(20):
+            u = uniform(seed=0, index=i, purpose=Draw.SAMPLE)
+            same += choose(logits, u, **options) == int(sample(probs, torch.tensor([u])))
+            tried += 1
+print(f"the engine's token in {same} of {tried} draws")
+
+# %% [markdown]
+# ### Exercise 4: the loop
+#
+# Now write text. `forward(ids)` gives logits for a list of ids; hand it the whole text, take the largest logit of the
+# *last* row, append, repeat. The model has a token that means "here the text ends"; when it is chosen, stop.
+
+
+# %%
+def generate_naive(forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
+    """Greedy decoding without any memory.
+
+    forward:    forward(ids) gives logits [len(ids), vocab]; row i scores the token after ids[i]
+    prompt_ids: left as they are
+    returns:    the new tokens, max_tokens of them; or fewer, and the last is eos_id
+
+    Example: with a model that always counts on, prompt [3, 4], max_tokens = 3 and eos_id = 6 give [5, 6].
+    """
+    ### BEGIN SOLUTION
+    ids = list(prompt_ids)
+    for _ in range(max_tokens):
+        ids.append(int(forward(ids)[-1].argmax()))
+        if ids[-1] == eos_id:
+            break
+    return ids[len(prompt_ids) :]
+    ### END SOLUTION
+
+
+# %%
+check("l01.generate_naive")
+
+# %% [markdown]
+# Your attention, your rotation, your loop, the model's weights. The engine of the later lessons is given the same
+# prompt beside it:
+
+# %%
+from minillm import LLM
+
+generate = use("l01.generate_naive")
+eos_id = config.eos_token_ids[0] if config.eos_token_ids else -1
+NEW = 32
+new_ids = generate(forward, prompt_ids, NEW, eos_id)
+print(tokenizer.decode(prompt_ids + new_ids))
+
+llm = LLM(name, dtype="float32", device="cpu", enable_prefix_caching=False)  # each prompt from its first token
+[output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=NEW), use_tqdm=False)
+print(f"\nthe same {len(new_ids)} tokens as the engine: {new_ids == list(output.outputs[0].token_ids)}")
+
+# %% [markdown]
+# It looks like Python, and it goes in circles. The likeliest token at every step does not make the likeliest text, and
+# once a phrase has been repeated, repeating it again is the likeliest thing to do. Sampling breaks the circle, at the
+# price of an occasional token from the long tail of unlikely ones; top-p cuts that tail off. Three settings, same
+# random numbers (change the seed and see):
+
+
+# %%
+def sampled(seed: int, **options: float) -> str:
+    """24 tokens drawn after the prompt."""
+    ids = list(prompt_ids)
+    for index in range(24):
+        ids.append(choose(forward(ids)[-1], uniform(seed, index, Draw.SAMPLE), **options))
+    return tokenizer.decode(ids[len(prompt_ids) :])
+
+
+for label, options in (
+    ("greedy", {"temperature": 0}),
+    ("temperature 0.8, top-p 0.9", {"temperature": 0.8, "top_p": 0.9}),
+    ("temperature 1.5", {"temperature": 1.5}),
+):
+    print(f"--- {label}\n{sampled(1, **options)}\n")
+
+# %% [markdown]
+# ### Exercise 5: the bill
+#
+# Add up what your loop does. A forward over a text of $n$ tokens sends $n$ **rows** through every linear layer, and in
+# attention $n(n+1)/2$ **pairs** of a query and a key that it may see. Which texts go through the model until
+# `num_new` tokens are written?
+
+
+# %%
+def total_work(num_prompt: int, num_new: int) -> tuple[int, int]:
+    """(rows, pairs) of all forwards of the naive loop together, for one layer and one head.
+
+    Example: a prompt of 2 and 2 new tokens take two forwards, over 2 and 3 tokens: 5 rows, 3 + 6 = 9 pairs.
+    """
+    ### BEGIN SOLUTION
+    lengths = range(num_prompt, num_prompt + num_new)
+    return sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+    ### END SOLUTION
+
+
+# %%
+check("l01.total_work")
+
+# %%
+work = use("l01.total_work")
+reveal("l01.rows", work(1, 100)[0])
+print("\n new tokens      rows needed once     rows done     pairs needed once            pairs done")
+for new in (10, 100, 1000, 10_000):
+    rows, pairs = work(1, new)
+    print(f"{new:11,} {new:20,} {rows:13,} {new * (new + 1) // 2:21,} {pairs:21,}")
+
+# %% [markdown]
+# From a prompt of one token the rows are $1 + 2 + \dots + n = n(n+1)/2$, and the pairs grow with the *cube* of the
+# length. Each forward is quadratic in attention, and there are $n$ of them.
+#
+# ## See
+#
+# Is all that work really repeated? Watch. After every forward the cell below compares the logits of each row with
+# those of the forward before: a row whose logits are the same was computed in vain. The picture is drawn from these
+# comparisons, while your functions write the text.
+
+# %% tags=["expected"] alt="After 32 forwards: on the left 32 columns, each a little longer than the one before, hatched (redone) but for the lowest cell; in the middle the triangle of attention, hatched but for its last row; on the right more than a thousand rows, most of them redone."
+from minillm.trace import StepFinished, Trace
+from minillm.viz.attention_work import AttentionWorkView, ForwardWork
+from minillm.viz.live import LiveView
+
+
+class Watched:
+    """`forward`, with a note of how many rows were new."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.before, self.steps = trace, torch.zeros(0, config.vocab_size), 0
+
+    def __call__(self, ids: list[int]) -> Tensor:
+        logits = forward(ids)
+        again = (logits[: len(self.before)] - self.before).abs().amax(1) < 1e-3
+        self.before, self.steps = logits, self.steps + 1
+        self.trace.append(ForwardWork(num_tokens=len(ids), num_rows=len(ids), num_new=len(ids) - int(again.sum())))
+        self.trace.append(StepFinished(self.steps, 0.0, 0.0, 0.0, 0))
+        return logits
+
+
+trace = Trace()
+with LiveView(AttentionWorkView(trace, num_steps=NEW, max_tokens=len(prompt_ids) + NEW - 1), pause=0.05):
+    watched_ids = generate(Watched(trace), prompt_ids, NEW, eos_id)
+forwards = trace.of(ForwardWork)
+seen = sum(event.num_rows for event in forwards), sum(event.pairs for event in forwards)
+print("rows and pairs as you counted them:", seen == work(len(prompt_ids), len(watched_ids)))
+
+# %% [markdown]
+# Everything hatched was known already. Behind the causal mask a token's row depends only on the tokens before it, and
+# those do not change, so its logits come out the same every time. If somebody *kept* what the old rows left behind,
+# only the dark ones would have to run:
+
+# %% tags=["expected"] alt="The same picture if old rows were remembered: the columns are hollow but for the newest row, the triangle is hollow but for its last row, and 48 rows instead of more than a thousand went through the model."
+remembered = [ForwardWork(event.num_tokens, event.num_new, event.num_new) for event in forwards]
+AttentionWorkView(Trace(remembered))
+
+# %% [markdown]
+# That is the KV cache, and lesson 2 builds it. Note the last row of the triangle: the newest query still meets every
+# key. People say that "caching avoids recomputing attention"; it avoids recomputing *rows*. Lesson 2 measures what is
+# left.
+#
+# ## Measure
+#
+# ### What the square is worth
+#
+# "Attention is quadratic" is true and often misread. Count the arithmetic of one forward over $n$ tokens: the linear
+# layers need $2 \cdot \text{weights}$ operations for each of $n$ rows, attention $4 \cdot \text{layers} \cdot
+# \text{heads} \cdot \text{width}$ for each of $n(n+1)/2$ pairs. From which length on is attention the larger part?
+
+# %%
+weights = sum(p.numel() for layer in model.layers for p in layer.parameters() if p.ndim == 2)
+llama_weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+shapes = {  # weights of all layers, and layers · heads · width
+    name: (weights, config.num_layers * config.num_heads * config.head_dim),
+    "Llama-3-8B": (llama_weights, 32 * 32 * 128),
+}
+
+
+def attention_share(shape: str, n: int) -> float:
+    """Attention's part of the operations of one forward over n tokens (counting only pairs that may be seen)."""
+    linear_part, attention_part = 2 * shapes[shape][0] * n, 4 * shapes[shape][1] * n * (n + 1) // 2
+    return attention_part / (linear_part + attention_part)
+
+
+lengths = (16, 256, 1024, 4096, 16_384, 131_072)
+print("attention's share of one forward\n" + " " * 12 + "".join(f"{n:>9,}" for n in lengths) + " tokens")
+for shape in shapes:
+    print(f"{shape[:11]:12}" + "".join(f"{attention_share(shape, n):9.1%}" for n in lengths))
+crossing = {shape: round(w / a) - 1 for shape, (w, a) in shapes.items()}  # 2·w·n = 4·a·n·(n + 1)/2
+print("half is reached at:", ", ".join(f"{shape} {n:,} tokens" for shape, n in crossing.items()))
+reveal("l01.crossing", crossing["Llama-3-8B"])
+
+# %% [markdown]
+# The wider the model, the later. In short texts the waste of the naive loop is not attention at all: it is the same
+# rows going through the same *matrices*, again and again. (Counted are pairs that may be seen. Your function computes
+# all $n^2$ and hides half of them, as most plain implementations do; kernels like FlashAttention skip what the mask
+# hides.)
+#
+# ### What a forward takes
+#
+# Now with a clock, in turn, five times after a warm-up. A dashed line is the count.
+
+# %% tags=["nbval-ignore-output"]
+import statistics
+import time
+
+code_ids = [i for text in texts[:8] for i in tokenizer.encode(text)]
+contexts = [n for n in (1, 4, 16, 64, 256, 512) if n <= config.max_position_embeddings]
+
+# CPU time of this thread, so that whatever else runs on the machine does not count (Windows counts it too coarsely).
+clock = time.thread_time if os.name == "posix" else time.perf_counter
+seconds = {n: [] for n in contexts}
+for turn in range(6):
+    for n in contexts:
+        began = clock()
+        forward(code_ids[:n])
+        if turn:
+            seconds[n].append(clock() - began)
+
+
+def operations(n: int) -> int:
+    """One forward over n tokens: linear layers, attention, logits."""
+    logits_part = 2 * config.vocab_size * config.hidden_size
+    return (2 * weights + logits_part) * n + 4 * shapes[name][1] * n * (n + 1) // 2
+
+
+ratios = {n: [b / a for a, b in zip(seconds[1], seconds[n], strict=True)] for n in contexts}
+middle = [statistics.median(ratios[n]) for n in contexts]
+slower = statistics.median(b / a for a, b in zip(seconds[16], seconds[256], strict=True))
+reveal("l01.slower", round(slower, 1))
+print(f"counted, 256 tokens are {operations(256) / operations(16):.1f} times the work of 16")
+LineChart(
+    f"One forward of {name} over n tokens, against one token, on this machine",
+    Axis("tokens in the text", log=True, ticks=tuple(contexts)),
+    Axis("times as long (median of 5, with the spread)", log=True),
+    [
+        Series("measured", contexts, middle, [min(ratios[n]) for n in contexts], [max(ratios[n]) for n in contexts]),
+        Series("counted operations", contexts, [operations(n) / operations(1) for n in contexts], style="modelled"),
+    ],
+    "The measured line starts nearly flat, stays below the counted operations, and becomes as steep as they are.",
+)
+
+# %% [markdown]
+# **Where the naive loop hardly loses:** at the left. Sixteen tokens take far less than sixteen times as long as one: a
+# row alone reads all weights to use each once, and in a model this small much of the time goes into starting a few
+# hundred operations from Python, whatever their size. For an answer of one token (a classification, a score) there is
+# nothing to save at all, and a cache would only cost memory.
+#
+# **Where it loses everything:** at the right. There the time follows the count, and even outruns it, because your
+# attention writes down all $n^2$ scores and reads them again. And that is the price of *each* token.
+#
+# One line for the whole story, both writing the same 16 tokens; the engine remembers, your loop does not:
+
+# %% tags=["nbval-ignore-output"]
+gain = []
+for _ in range(6):
+    began = clock()
+    loop_ids = generate(forward, prompt_ids, 16, -1)
+    between = clock()
+    [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
+    gain.append((between - began) / (clock() - between))
+gain = gain[1:]  # the first pair warms up
+print(
+    f"same tokens: {loop_ids == list(output.outputs[0].token_ids)}; the naive loop takes {statistics.median(gain):.1f} "
+    f"times as long (five pairs: {min(gain):.1f} to {max(gain):.1f})"
+)
+
+# %% [markdown]
+# At 33 tokens of text the gain is small. It grows with every token: that is the first chart of lesson 2.
+#
+# ## Stay in tokens
+#
+# Your loop keeps a list of ids and decodes at the end. Many programs keep a *string*: they decode each new token, add
+# it to the text, and encode the text again for the next call. One tutorial's speculative loop hands the guesses of one
+# model to the other in this way, through text. Is that the same?
+#
+# Remember that a text has many spellings in tokens. Take completions from the engine, and ask after every new token
+# whether decoding and encoding gives back the ids that the model has really written.
+
+# %%
+held_out = texts[:48]
+
+
+def drift(temperature: float) -> list[tuple[int, int]]:
+    """(prompt, tokens written) at the first change, for the completions whose ids do not survive the trip."""
+    params = SamplingParams(temperature=temperature, max_tokens=16, seed=0)
+    changed = []
+    for number, out in enumerate(llm.generate(held_out, params, use_tqdm=False)):
+        ids, new = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
+        for count in range(1, len(new) + 1):
+            written = ids + new[:count]
+            if tokenizer.encode(tokenizer.decode(written, skip_special_tokens=False)) != written:
+                changed.append((number, count))
+                break
+    return changed
+
+
+greedy_drift, sampled_drift = drift(0.0), drift(1.0)
+kept = sum(tokenizer.encode(tokenizer.decode(tokenizer.encode(text))) == tokenizer.encode(text) for text in held_out)
+print(f"prompts: {kept} of {len(held_out)} come back as they were")
+for label, changed in (("greedy", greedy_drift), ("temperature 1", sampled_drift)):
+    print(f"{label}: other ids after the trip in {len(changed)} of {len(held_out)} completions of up to 16 tokens")
+reveal("l01.drift", len(sampled_drift))
+
+# %% [markdown]
+# The prompts survive because `encode` made them. What a *model* writes need not. How often it strays depends on the
+# model, and this one is small; that it happens with large ones too is told in the field notes below. One case, up
+# close:
+
+
+# %%
+def alike(one: list[int], other: list[int]) -> int:
+    """How many tokens two lists have in common before they part."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+number, count = (greedy_drift or sampled_drift)[0]
+text = held_out[number]
+by_ids = generate(forward, tokenizer.encode(text), 16, eos_id)
+given, made = tokenizer.encode(text), text
+for _ in range(16):
+    token = int(forward(tokenizer.encode(made))[-1].argmax())
+    made += tokenizer.decode([token])
+written = given + by_ids[:count]
+returned = tokenizer.encode(tokenizer.decode(written))
+split = alike(written, returned)
+print("the model wrote     ", [tokenizer.token_text(i) for i in written[split:]])
+print("the text comes back ", [tokenizer.token_text(i) for i in returned[split:]])
+print("\nloop over ids:      ", repr(tokenizer.decode(by_ids)))
+print("loop through text:  ", repr(made[len(text) :]))
+
+# %% [markdown]
+# The same characters, but another list of numbers, and to the model the list is all there is: from there on it may
+# write something else. What depends on the ids goes wrong with it: a cache whose rows belong to other tokens, draft
+# probabilities that were given for tokens that no longer exist, counts of tokens that do not add up. And a character
+# that is half written (the emoji above) comes back as a replacement sign.
+#
+# **Rule: encode the prompt once, stay in ids, decode for the reader only.**
+#
+# ## Break it
+#
+# Ten decoders. One is right, nine have a mistake that people really make. And five things that you might check:
+#
+# 1. **runs**: the shapes fit and nothing is NaN;
+# 2. **no peeking**: what comes later in a text changes no logits before it;
+# 3. **shift**: moved by 100 positions, the text gets the same logits (RoPE knows distances only);
+# 4. **loss**: how many bits the model needs per token of held-out code, on average. Lower is better;
+# 5. **12 tokens**: the same greedy tokens as the right one.
+#
+# **Before running the cell, guess:** how many mistakes does the loss reveal? Is there a mistake that writes all 12
+# tokens right?
+
+# %%
+from functools import partial
+
+from minillm.teaching.exercises.l01_decoding import attention_with
+
+
+def neighbours(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
+    """Pairs (0, 1), (2, 3), … instead of halves: right for another kind of checkpoint."""
+    halves = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+    return rope(halves, positions, freqs).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def not_turned(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
+    """No position at all, or all positions 0."""
+    return x
+
+
+decoders = {
+    "right": forward,
+    "no mask": partial(forward, attend=partial(attention_with, first_hidden=100_000)),
+    "mask one token late": partial(forward, attend=partial(attention_with, first_hidden=2)),
+    "hidden scores are 0": partial(forward, attend=partial(attention_with, hidden_score=0.0)),
+    "no scale": partial(forward, attend=partial(attention_with, scale=lambda width: 1.0)),
+    "softmax over queries": partial(forward, attend=partial(attention_with, softmax_over=-2)),
+    "heads shared in turn": partial(forward, attend=partial(attention_with, neighbours_share=False)),
+    "positions all 0": partial(forward, rope_q=not_turned, rope_k=not_turned),
+    "neighbours paired": partial(forward, rope_q=neighbours, rope_k=neighbours),
+    "values turned too": partial(forward, rope_v=rope),
+}
+samples = [tokenizer.encode(texts[i])[:96] for i in (0, 4, 5)]
+want = generate(forward, prompt_ids, 12, eos_id)
+
+
+def bits(decoder) -> float:
+    """Bits per token of held-out code: -log2 of the probability that the right next token got, on average."""
+    losses = [F.cross_entropy(decoder(ids)[:-1], torch.tensor(ids[1:]), reduction="none") for ids in samples]
+    return float(torch.cat(losses).mean()) / math.log(2)
+
+
+def checks(decoder) -> list[str]:
+    """What the five checks say of a decoder."""
+    whole, half = decoder(samples[0]), decoder(samples[0][:48])
+    moved = decoder(samples[0], first_position=100)
+    tokens = generate(decoder, prompt_ids, 12, eos_id)
+    return [
+        "yes" if whole.shape == (len(samples[0]), config.vocab_size) and whole.isfinite().all() else "NO",
+        "holds" if (whole[:48] - half).abs().max() < 0.01 else "PEEKS",
+        "holds" if (moved - whole).abs().max() < 0.01 else "CHANGES",
+        f"{bits(decoder):.2f}",
+        "same" if tokens == want else f"{alike(tokens, want)} same",
+    ]
+
+
+print(f"{'':22} runs   no peeking     shift    loss, bits   12 tokens")
+for label, decoder in decoders.items():
+    runs, peeks, shift, loss, tokens = checks(decoder)
+    print(f"{label:22} {runs:>4} {peeks:>12} {shift:>9} {loss:>13} {tokens:>11}")
+
+# %% [markdown]
+# Read it by columns.
+#
+# * **Runs** catches nothing. Shapes are the easy part.
+# * **The loss lies in three lines.** Without a mask, or with a mask that comes too late, it is *better* than the right
+#   decoder's: the model sees the answer, or something made from it. In training a leak looks like a breakthrough;
+#   when generating there is no future to see, and nothing remains of it.
+# * **12 tokens** misses `hidden scores are 0`: the newest token has no future to be hidden from, and what the old rows
+#   did wrong was not enough to change its choice. The loss even likes it. Only *no peeking* sees it.
+# * **No peeking** and **shift** need no reference at all, only a property that must hold. Each sees its own kind of
+#   mistake and is blind to the rest: `positions all 0` passes both.
+# * **No scale** costs a few hundredths of a bit. No property and hardly the loss shows it; only a comparison with a
+#   decoder that is right.
+#
+# Toggle one yourself and read what it writes:
+
+# %%
+BROKEN = "hidden scores are 0"  # or any other name in the table
+
+print(f"{'right':22}", repr(tokenizer.decode(want)))
+print(f"{BROKEN:22}", repr(tokenizer.decode(generate(decoders[BROKEN], prompt_ids, 12, eos_id))))
+
+# %% [markdown]
+# Most of them write something that looks like Python. You cannot see from the text that a model is broken; you can
+# see from a comparison that it is not the same model.
+#
+# ## In the field
+#
+# | | transformers | vLLM | llama.cpp |
+# |---|---|---|---|
+# | heads shared | `repeat_kv`: neighbours, as you did | inside the kernel, nothing is copied | inside the kernel |
+# | RoPE pairs | halves (`rotate_half`) | both, `is_neox_style=True` means halves | neighbours for Llama: the converter reorders the rows of the Q and K matrices to fit |
+# | order of the knobs | temperature, top-k, top-p | temperature, then top-k and top-p | top-k, top-p first, *temperature last* by default |
+# | memory | a cache by default; `use_cache=False` is your loop | always a paged cache | always a cache |
+# | text | `generate` stays in ids | ids inside; `return_token_ids` hands them out | ids inside |
+#
+# The same numbers for temperature, top-k and top-p therefore mean different distributions in llama.cpp and in vLLM.
+# And loading the same Q and K matrices with the other pairing is the line "neighbours paired" of your table.
+#
+# The trouble with text has a name, *retokenization drift*. It was found the hard way in reinforcement learning, where
+# a trainer that re-encodes a sampled answer computes probabilities of tokens that were never sampled; TRL, SGLang and
+# vLLM have each added a way to stay in tokens from end to end (TRL issue 5224, SGLang pull request 26555).
+#
+# **Claims, and what is so.**
+#
+# | claim | what is so | tested where |
+# |---|---|---|
+# | a sample speculative loop hands draft tokens to the target as text: decode, concatenate, encode | the target may get other tokens than were drafted; with this model, at temperature 1, in about every fourth completion of 16 tokens | Stay in tokens |
+# | "caching avoids recomputing the entire attention matrix" | what is repeated are rows, through all layers; the newest query meets every key with a cache too | See; measured in lesson 2 |
+# | "attention is quadratic, so it dominates" | in Llama-3-8B from about 53,000 tokens on | What the square is worth (counted) |
+#
+# **Papers.** Attention: Vaswani et al. 2017. GQA: Ainslie et al. 2023. RoPE: Su et al. 2021. BPE for text: Sennrich et
+# al. 2016; on bytes: Radford et al. 2019 (GPT-2). Top-p: Holtzman et al. 2020.
+#
+# ## Recap
+#
+# 1. Text becomes ids, ids become rows, and each layer adds to every row what it gathers from the rows before it.
+# 2. The last row's logits, divided by the temperature and narrowed by top-k and top-p, are the distribution that the
+#    next token is drawn from.
+# 3. RoPE turns queries and keys, so a score depends on the distance of two tokens and not on their places.
+# 4. Without a memory $n$ tokens cost $n(n+1)/2$ rows and about $n^3/6$ pairs, and all but the newest row of each
+#    forward is a repetition.
+# 5. Loss, shapes and readable output do not show that a decoder is right; properties and a comparison do.
+#
+# **Next:** lesson 2 keeps what the old rows leave behind.

@@ -1,0 +1,176 @@
+"""A learner scrubs through a recorded run in JupyterLab: with buttons, with keys, in words, and without a kernel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.browser.conftest import Lab
+from tests.browser.test_lesson_00 import CONNECTED
+from tests.viz.traces import sharing
+
+MINUTE = 60_000
+NOTEBOOK = "replay.ipynb"
+CELL = """from minillm.trace import Trace
+from minillm.viz import CachePagesView, ReplayWidget
+widget = ReplayWidget(CachePagesView(Trace.load("sharing.jsonl")), speed=8)
+widget"""
+LAST = 13
+"""The last step of the trace."""
+
+
+def notebook(source: str) -> str:
+    cell = {"cell_type": "code", "id": "a", "source": source, "metadata": {}, "outputs": [], "execution_count": None}
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": kernel, "cells": [cell]})
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, lab: Lab) -> Iterator[Page]:
+    """JupyterLab with the widget on the screen; one kernel for all tests of this file."""
+    sharing().save(lab.folder / "sharing.jsonl")
+    (lab.folder / NOTEBOOK).write_text(notebook(CELL))
+    page = browser.new_page(viewport={"width": 1300, "height": 1000}, reduced_motion="no-preference")
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(lab.open(NOTEBOOK))
+    expect(page.locator(".jp-Notebook .jp-CodeCell").first).to_be_visible(timeout=2 * MINUTE)
+    page.wait_for_function(CONNECTED, timeout=2 * MINUTE)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    expect(page.get_by_test_id("replay")).to_be_visible(timeout=MINUTE)
+    yield page
+    page.close()
+    assert problems == []
+
+
+def shown(page: Page) -> int:
+    """The step that the picture itself says it shows."""
+    title = page.locator('[data-testid="replay-frame"] svg title').text_content() or ""
+    step = int(title.removeprefix("KV cache pages, step "))
+    assert page.get_by_test_id("replay").get_attribute("data-step") == str(step)
+    return step
+
+
+def rewind(page: Page) -> None:
+    page.get_by_test_id("replay").focus()
+    page.keyboard.press("Home")
+    assert shown(page) == 1
+
+
+def test_buttons_step_and_jump(page: Page) -> None:
+    rewind(page)
+    page.get_by_test_id("replay-forward").click()
+    page.get_by_test_id("replay-forward").click()
+    assert shown(page) == 3
+    page.get_by_test_id("replay-back").click()
+    assert shown(page) == 2
+    expect(page.get_by_test_id("replay-count")).to_have_text(f"step 2 of {LAST}")
+    page.get_by_test_id("replay-last").click()
+    assert shown(page) == LAST
+    expect(page.get_by_test_id("replay-forward")).to_be_disabled()
+    page.get_by_test_id("replay-first").click()
+    expect(page.get_by_test_id("replay-back")).to_be_disabled()
+
+
+def test_keys_step_while_the_focus_is_inside_and_jupyter_does_not_take_them(page: Page) -> None:
+    rewind(page)
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert shown(page) == 4
+    page.keyboard.press("ArrowLeft")
+    assert shown(page) == 3
+    page.keyboard.press("End")
+    assert shown(page) == LAST
+    page.keyboard.press("Home")
+    assert shown(page) == 1
+    assert page.locator(".jp-Notebook .jp-Cell").count() == 1
+    page.get_by_test_id("replay-slider").focus()
+    page.keyboard.press("ArrowRight")
+    assert shown(page) == 2, "one step, not the slider's and ours"
+
+
+def test_slider_moves_the_picture(page: Page) -> None:
+    page.get_by_test_id("replay-slider").fill("7")
+    assert shown(page) == 8
+    assert page.get_by_test_id("replay-slider").get_attribute("aria-valuetext") == "step 8"
+
+
+def when(page: Page, condition: str) -> None:
+    """Wait until `condition` holds for the `step` shown."""
+    step = "Number(document.querySelector('[data-testid=replay]').dataset.step)"
+    page.wait_for_function(f"() => {{ const step = {step}; return {condition}; }}", timeout=MINUTE)
+
+
+def test_space_plays_to_the_end_and_pauses(page: Page) -> None:
+    rewind(page)
+    replay, speed = page.get_by_test_id("replay"), page.get_by_test_id("replay-speed")
+    speed.select_option("2")
+    replay.focus()
+    page.keyboard.press(" ")
+    expect(replay).to_have_attribute("data-state", "playing")
+    when(page, "step >= 3")
+    page.keyboard.press(" ")
+    expect(replay).to_have_attribute("data-state", "paused")
+    at = shown(page)
+    page.wait_for_timeout(800)
+    assert 3 <= shown(page) == at < LAST
+    speed.select_option("8")
+    page.get_by_test_id("replay-play").click()
+    when(page, f"step === {LAST}")
+    expect(replay).to_have_attribute("data-state", "paused")
+    page.get_by_test_id("replay-play").click()
+    when(page, f"step < {LAST}")
+    page.keyboard.press("Home")
+    expect(replay).to_have_attribute("data-state", "paused")
+
+
+def test_words_follow_the_picture(page: Page) -> None:
+    rewind(page)
+    words = page.get_by_test_id("replay-text")
+    expect(words).to_be_hidden()
+    page.get_by_test_id("replay-describe").click()
+    expect(words).to_be_visible()
+    expect(page.get_by_test_id("replay-describe")).to_have_attribute("aria-pressed", "true")
+    page.keyboard.press("ArrowRight")
+    expect(words).to_contain_text("This step: C found 48 tokens, computed 10; B forked from A")
+    page.get_by_test_id("replay-describe").click()
+    expect(words).to_be_hidden()
+
+
+def test_kernel_learns_the_step_and_frames_outlive_the_kernel(page: Page) -> None:
+    rewind(page)
+    page.keyboard.press("End")
+    page.evaluate("window.jupyterapp.commands.execute('kernelmenu:shutdown')")
+    page.wait_for_function(
+        "() => !window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel", timeout=MINUTE
+    )
+    rewind(page)
+    page.keyboard.press("ArrowRight")
+    assert shown(page) == 2
+
+
+def test_autoplay_is_off_for_readers_who_want_less_motion(browser: Browser) -> None:
+    """The module on a bare page, with an object that does what a model must do."""
+    from minillm.viz import CachePagesView
+    from minillm.viz.replay_widget import ReplayWidget
+
+    widget = ReplayWidget(CachePagesView(sharing()), autoplay=True, speed=30)
+    names = ("frames", "texts", "steps", "index", "name", "note", "speed", "autoplay")
+    values = json.dumps({name: getattr(widget, name) for name in names})
+    script = """async ([source, values]) => {
+      const module = await import(URL.createObjectURL(new Blob([source], {type: "text/javascript"})));
+      const model = {get: name => values[name], set: (name, value) => { values[name] = value; },
+                     save_changes() { throw new Error("no kernel"); }, on() {}, off() {}};
+      module.default.render({model, el: document.body});
+    }"""
+    for motion, last in (("reduce", 1), ("no-preference", LAST)):
+        page = browser.new_page(reduced_motion=motion)
+        page.goto("about:blank")
+        page.evaluate(f"([source, text]) => ({script})([source, JSON.parse(text)])", [str(widget._esm), values])
+        page.wait_for_timeout(1200)
+        assert shown(page) == last, motion
+        page.close()

@@ -1,0 +1,87 @@
+"""Which layouts there are, and what is refused: by name, with the value, the limit and the fix."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from minillm import LLM
+from minillm.cache.layouts import LAYOUTS, find_layout
+from minillm.config import CacheConfig
+from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
+from tests.cache.runs import draft_of
+from tests.conftest import TinyPair
+
+WHOLE = {"contiguous", "window", "sinks"}
+
+
+def options_of(function: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize("name", LAYOUTS, ids=str)
+def test_a_layout_is_found_by_name(name: tuple[str, str]) -> None:
+    assert find_layout(CacheConfig(*name)) is LAYOUTS[name]
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_a_layout_of_whole_requests_is_sized_with_the_options_it_is_built_with(name: str) -> None:
+    layout = LAYOUTS[name, "auto"]
+    assert options_of(layout.__init__) == options_of(layout.bytes_per_block)
+    assert layout.whole_sequences and not layout.supports_prefix_sharing
+
+
+@pytest.mark.parametrize(
+    "config, error, words",
+    [
+        ({"layout": "rowwise"}, UnsupportedError, r"no cache layout 'rowwise'.*there are: .*contiguous"),
+        (
+            {"layout": "contiguous", "window": 8},
+            UnknownOptionError,
+            r"no option 'window'; it has: growth, layout, rows",
+        ),
+        ({"layout": "window", "sinks": 4}, UnknownOptionError, r"no option 'sinks'; it has: layout, spare, window"),
+        ({"layout": "contiguous", "growth": "double"}, ConfigError, r"'double' must be one of preallocated, concat"),
+        ({"layout": "contiguous", "rows": 8}, ConfigError, r"rows=8 means nothing to growth='preallocated'"),
+        ({"layout": "contiguous", "growth": "every", "rows": 0}, ConfigError, r"rows=0 must be .* at least 1"),
+        ({"layout": "contiguous", "growth": "every", "rows": True}, ConfigError, r"rows=True must be"),
+        ({"layout": "contiguous", "growth": "every", "rows": 257}, ConfigError, r"rows=257 is over the 256 rows"),
+        ({"layout": "window", "window": 0}, ConfigError, r"window=0 must be .* at least 1"),
+        ({"layout": "window", "window": 8.5}, ConfigError, r"window=8.5 must be"),
+        ({"layout": "window", "spare": -1}, ConfigError, r"spare=-1 must be .* at least 0"),
+        ({"layout": "sinks", "sinks": 0}, ConfigError, r"sinks=0 must be .* at least 1"),
+        ({"layout": "sinks", "window": None}, ConfigError, r"window=None must be"),
+        ({"layout": "sinks", "spare": "16"}, ConfigError, r"spare='16' must be"),
+    ],
+)
+def test_options_that_make_no_sense(tiny: TinyPair, config: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        LLM(str(tiny.target), kv_cache_config=config)
+
+
+@pytest.mark.parametrize("layout", sorted(WHOLE))
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"enable_prefix_caching": True}, r"enable_prefix_caching=True cannot be had with cache layout .*leave it out"),
+        ({"block_size": 16}, r"block_size=16 means nothing to cache layout .*leave it out"),
+        ({"kv_cache_dtype": "int8"}, r"no cache layout .*with kv_cache_dtype='int8'"),
+        ({"ops": {"paged_attention": print}}, r"no use for 'paged_attention'.*it could replace: nothing"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_a_layout_of_whole_requests_cannot_do(
+    tiny: TinyPair, layout: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        LLM(str(tiny.target), kv_cache_config={"layout": layout}, **options)
+
+
+@pytest.mark.parametrize("layout", sorted(WHOLE))
+def test_the_engine_gives_every_running_request_one_place(tiny: TinyPair, layout: str) -> None:
+    llm = LLM(str(tiny.target), kv_cache_config={"layout": layout}, max_num_seqs=5, speculative_config=draft_of(tiny))
+    assert llm.engine.pool.num_blocks == 5
+    assert llm.engine.pool.block_size == llm.max_model_len == 256

@@ -1,0 +1,143 @@
+"""What the slots of a cache really hold, kept beside it in tokens, so that the engine's beliefs can be checked.
+
+Keys and values at a position depend on all tokens up to it. So a slot *is* those tokens, and whoever reads it must
+have the same ones. Accidents happen here too: a `KeyboardInterrupt` before, during or after any forward, any copy of a
+block, or any event.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from minillm.cache.block_pool import BlockPool
+from minillm.cache.prefix import extend_names
+from minillm.engine.request import Request
+from minillm.models.runner import ModelRunner, Segment
+
+Contents = tuple[int, ...]
+"""The tokens from the first of the sequence to the one at this slot."""
+
+
+class Accidents:
+    """Raises `KeyboardInterrupt` at the n-th place from now where one could happen."""
+
+    def __init__(self, seen: Counter[str]) -> None:
+        self.seen = seen
+        self.left = 0
+        """Places to go; 0: nothing will happen."""
+
+    def due(self, place: str) -> bool:
+        """Whether the accident is to happen here; if so, there will be no other."""
+        if not self.left:
+            return False
+        self.left -= 1
+        if self.left:
+            return False
+        self.seen[f"interrupted {place}"] += 1
+        return True
+
+    def may_happen(self, place: str) -> None:
+        """Raise, if it is to happen here."""
+        if self.due(place):
+            raise KeyboardInterrupt
+
+
+class Shadow:
+    """Follows one runner: every forward and every copied block."""
+
+    def __init__(self, runner: ModelRunner, accidents: Accidents, who: str) -> None:
+        self.block_size = runner.block_size
+        self.slots: dict[int, Contents] = {}
+        self.accidents, self.who = accidents, who
+        self.num_tokens = 0
+        self.first_reads: list[Segment] = []
+        """Segments run since this list was last cleared."""
+        self._run: Callable[[Sequence[Segment]], object] = runner.run
+        self._copy: Callable[[Sequence[tuple[int, int]]], None] = runner.cache.copy_blocks
+        self._cache = runner.cache
+        runner.run = self.run
+        runner.cache.copy_blocks = self.copy_blocks
+
+    def run(self, segments: Sequence[Segment]) -> object:
+        """The forward, and what it writes. Interrupted half-way, its slots hold NaN, unless they held the same before."""
+        self.accidents.may_happen(f"before a {self.who} forward")
+        written = self._written(segments)
+        if self.accidents.due(f"during a {self.who} forward"):
+            lost = [slot for slot, contents in written.items() if self.slots.get(slot) != contents]
+            for pool in (self._cache.keys, self._cache.values):
+                pool[:, lost] = float("nan")
+            for slot in lost:
+                self.slots.pop(slot, None)
+            raise KeyboardInterrupt
+        result = self._run(segments)
+        self.slots |= written
+        self.num_tokens += sum(len(segment.token_ids) for segment in segments)
+        self.first_reads += segments
+        self.accidents.may_happen(f"after a {self.who} forward")
+        return result
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The copy, and what it copies."""
+        self.accidents.may_happen(f"before a {self.who} copy")
+        self._copy(pairs)
+        for source, target in pairs:
+            for offset in range(self.block_size):
+                contents = self.slots.get(source * self.block_size + offset)
+                self.slots.pop(target * self.block_size + offset, None)
+                if contents is not None:
+                    self.slots[target * self.block_size + offset] = contents
+        self.accidents.may_happen(f"after a {self.who} copy")
+
+    def _written(self, segments: Sequence[Segment]) -> dict[int, Contents]:
+        """Slot → contents after this forward. All keys are stored before any is read, so segments see each other's."""
+        written: dict[int, Contents] = {}
+        for segment in segments:
+            for position, token in enumerate(segment.token_ids, start=segment.start):
+                before: Contents = ()
+                if position:
+                    slot = self._slot(segment.block_table, position - 1)
+                    before = written.get(slot, self.slots.get(slot))  # type: ignore[assignment]
+                    assert before is not None, f"the {self.who} reads a slot that was never filled"
+                    assert len(before) == position, f"the {self.who} reads position {len(before) - 1} as {position - 1}"
+                written[self._slot(segment.block_table, position)] = (*before, token)
+        return written
+
+    def _slot(self, table: Sequence[int], position: int) -> int:
+        return table[position // self.block_size] * self.block_size + position % self.block_size
+
+    def check_computed(self, request: Request, num_computed: int) -> None:
+        """The first `num_computed` slots of a request hold its own tokens."""
+        for position in range(num_computed):
+            held = self.slots.get(self._slot(request.block_table, position))
+            assert held == tuple(request.token_ids[: position + 1]), (
+                f"{request.request_id}: the {self.who} believes position {position} computed; its slot holds {held}"
+            )
+
+    def check_name(self, block_id: int, name: bytes, salts: Sequence[str]) -> None:
+        """A named block holds, in all its slots, tokens that have this name under one of the salts."""
+        held = [self.slots.get(block_id * self.block_size + offset) for offset in range(self.block_size)]
+        last = held[-1]
+        assert last is not None and len(last) % self.block_size == 0, f"block {block_id} has a name and holds {held}"
+        first = len(last) - self.block_size
+        assert held == [last[: first + offset + 1] for offset in range(self.block_size)]
+        assert name in true_names(last, self.block_size, tuple(salts)), f"block {block_id} has a name of other contents"
+
+
+@cache
+def true_names(contents: Contents, block_size: int, salts: tuple[str, ...]) -> list[bytes]:
+    """What the last block of these tokens may be called."""
+    return [extend_names([], contents, block_size, salt)[-1] for salt in salts]
+
+
+def check_pool_names(pool: BlockPool, shadow: Shadow, requests: Sequence[Request], salts: Sequence[str]) -> None:
+    """Every name in the pool is true, and belongs to committed, computed tokens of everyone who holds the block."""
+    for block_id, name in pool._names.items():
+        shadow.check_name(block_id, name, salts)
+    for request in requests:
+        names = request.block_names(pool.block_size)
+        for index, block_id in enumerate(request.block_table):
+            if block_id in pool._names:
+                assert (index + 1) * pool.block_size <= request.num_computed_tokens
+                assert pool._names[block_id] == names[index]

@@ -1,0 +1,502 @@
+"""The whole engine under every order of events: whatever happens around it, a request gets the tokens it gets alone.
+
+Hypothesis makes up the orders: arrivals that share prefixes, completions that fork, aborts, a prefix cache that is
+emptied, interrupts between and inside forwards, copies and events. Pools are tiny, so that preemption and eviction go
+on all the time. After every step the engine is held to what it promises, and to a shadow of what its caches hold.
+
+By default the orders are always the same ones. `MINILLM_MACHINE_EXAMPLES=1000` looks for new ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from minillm import RequestOutput, SamplingParams
+from minillm.engine.request import Request
+from minillm.errors import RequestTooLargeError
+from minillm.llm_engine import LLMEngine
+from minillm.trace import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksEvicted,
+    BlocksShared,
+    Event,
+    RequestPreempted,
+    StepRan,
+    TokensCommitted,
+    Work,
+)
+from tests.engine.shadow import Accidents, Shadow, check_pool_names
+from tests.engine.tiny_engines import alone, engine
+
+EXAMPLES = int(os.environ.get("MINILLM_MACHINE_EXAMPLES", "0"))
+STEMS = ((5, 6, 5, 7, 6, 5, 5, 7, 6, 7, 5, 6, 6), (6, 5, 7, 7, 5, 6, 7, 5, 5, 6, 7, 6, 5))
+"""Prompts begin like one of these."""
+SALTS = ("", "alice")
+MOST_TOKENS = 9
+"""Most output tokens of a request."""
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([2, 3, 4]),
+        "spare_blocks": st.sampled_from([0, 1, 3, 6]),
+        "max_num_seqs": st.sampled_from([5, 2, 3]),
+        "max_num_batched_tokens": st.sampled_from([7, 5, 16]),
+        "enable_prefix_caching": st.sampled_from([True, True, True, False]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "long_prefill_token_threshold": st.sampled_from([0, 0, 3]),
+    }
+)
+MOST_REQUESTS = 9
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a user asks for; `sampling` makes parameters of it."""
+
+    cut: int
+    """So much of a stem is in the prompt,"""
+    tail: list[int]
+    """and this behind it."""
+    max_tokens: int
+    kind: str
+    n: int
+    stops: bool
+    priority: int
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        cut=st.integers(1, len(STEMS[0])),
+        tail=st.lists(st.integers(5, 7), max_size=2),
+        max_tokens=st.integers(1, MOST_TOKENS),
+        kind=st.sampled_from(["greedy", "warm", "warm", "logprobs"]),
+        n=st.sampled_from([1, 1, 2, 3]),
+        stops=st.booleans(),
+        priority=st.integers(-1, 1),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@dataclass
+class Group:
+    """A request as its user knows it."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    requests: list[Request]
+    seen: list[list[int]] = field(default_factory=list)
+    """Output so far, per completion."""
+
+
+@dataclass
+class Patience:
+    """How many steps a request may take."""
+
+    bound: int
+    steps: int = 0
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """An `LLMEngine` of random options, its users, and its accidents."""
+
+    num_speculative_tokens: ClassVar[int] = 0
+    seen: ClassVar[Counter[str]] = Counter()
+    """How often each situation has really occurred."""
+
+    @initialize(options=OPTIONS)
+    def start(self, options: dict[str, Any]) -> None:
+        """A new engine, watched. Its pool has little more room than the largest request needs."""
+        self.options = dict(options)
+        largest = -(-(len(STEMS[0]) + 2 + MOST_TOKENS) // options["block_size"])
+        self.options["num_kv_blocks"] = largest + self.options.pop("spare_blocks")
+        self.llm: LLMEngine = engine(self.num_speculative_tokens, **self.options)
+        self.accidents = Accidents(self.seen)
+        self.shadows = [Shadow(self.llm.engine.runner, self.accidents, "target")]
+        if self.llm.engine.drafter is not None:
+            self.shadows.append(Shadow(self.llm.engine.drafter.runner, self.accidents, "draft"))
+        self.groups: dict[str, Group] = {}
+        self.patience: dict[Request, Patience] = {}
+        self.ever_forked = self.refused = False
+        self.events: list[Event] = []
+        self.llm.engine.listeners.append(self.note)
+
+    def note(self, event: Event) -> None:
+        """Listen to the engine, and perhaps interrupt it."""
+        self.events.append(event)
+        self.accidents.may_happen(f"at {type(event).__name__}")
+
+    # ------------------------------------------------------------------------------------------------ what users do
+
+    @precondition(lambda self: len(self.patience) < MOST_REQUESTS)
+    @rule(stem=st.sampled_from(STEMS), salt=st.sampled_from(["", "", "", "alice"]), arrivals=ARRIVALS)
+    def arrive(self, stem: tuple[int, ...], salt: str, arrivals: list[Arrival]) -> None:
+        """Some requests arrive together, with much in common."""
+        for arrival in arrivals:
+            params = sampling(arrival, drafted=bool(self.num_speculative_tokens))
+            prompt = (*stem[: arrival.cut], *arrival.tail)
+            request_id = f"r{self.llm._num_requests}"
+            before = list(self.llm.engine.requests.values())
+            asked = {"prompt_token_ids": list(prompt), "cache_salt": salt}
+            self.llm.add_request(request_id, asked, params, priority=arrival.priority)
+            requests = self.llm._groups[request_id]
+            self.groups[request_id] = Group(request_id, prompt, params, requests, [[] for _ in requests])
+            self.ever_forked |= params.n > 1
+            self.someone_came(before, requests)
+
+    @precondition(lambda self: not self.refused)
+    @rule(stem=st.sampled_from(STEMS), max_tokens=st.integers(60, 90))
+    def add_too_large(self, stem: tuple[int, ...], max_tokens: int) -> None:
+        """A request that could never run is refused, and nothing has happened."""
+        before = list(self.llm.engine.requests)
+        params = SamplingParams(max_tokens=max_tokens, n=2, detokenize=False)
+        with pytest.raises(RequestTooLargeError):
+            self.llm.add_request("large", {"prompt_token_ids": list(stem)}, params)
+        assert list(self.llm.engine.requests) == before
+        self.refused = True
+        self.seen["refused as too large"] += 1
+
+    @precondition(lambda self: self.groups)
+    @rule(which=st.integers(0, 99))
+    def abort(self, which: int) -> None:
+        """A user goes away."""
+        group = self.groups.pop(sorted(self.groups)[which % len(self.groups)])
+        for request in group.requests:
+            if not request.finished:
+                self.seen["aborted running" if request.block_table else "aborted waiting"] += 1
+        self.llm.abort_request([group.request_id, "nobody"])
+        assert all(request.finished and not request.block_table for request in group.requests)
+        self.after_any_event()
+
+    @precondition(lambda self: any(len(group.requests) > 1 for group in self.groups.values()))
+    @rule(which=st.integers(0, 99), index=st.sampled_from([0, 0, 1, 2]))
+    def abort_one_completion(self, which: int, index: int) -> None:
+        """One of several completions ends, perhaps the one whose blocks the others are to share."""
+        forked = [group for group in self.groups.values() if len(group.requests) > 1]
+        group = forked[which % len(forked)]
+        request = group.requests[index % len(group.requests)]
+        if not request.finished:
+            waiting = [r for r in self.llm.engine.scheduler.waiting if r.fork_of is request]
+            self.seen["aborted a parent with waiting forks"] += bool(waiting)
+            self.seen["aborted one completion"] += 1
+        self.llm.engine.abort(request.request_id)
+        self.after_any_event()
+
+    @rule()
+    def reset(self) -> None:
+        """Somebody empties the prefix cache."""
+        self.seen["blocks forgotten by a reset"] += self.llm.engine.pool.num_cached
+        self.llm.reset_prefix_cache()
+        assert not self.llm.engine.pool.num_cached
+        self.after_any_event()
+
+    # --------------------------------------------------------------------------------------------- what the engine does
+
+    @precondition(lambda self: self.llm.has_unfinished_requests())
+    @rule(count=st.integers(1, 4))
+    def steps(self, count: int) -> None:
+        """The engine works."""
+        for _ in range(count):
+            self.step()
+
+    @precondition(lambda self: self.llm.has_unfinished_requests())
+    @rule(place=st.integers(1, 60))
+    def steps_until_interrupted(self, place: int) -> None:
+        """The stop button, somewhere in this step or one of the next."""
+        self.accidents.left = place
+        try:
+            while self.accidents.left and self.llm.has_unfinished_requests():
+                self.step()
+        except KeyboardInterrupt:
+            for patience in self.patience.values():
+                patience.bound += 1
+            self.after_any_event()
+        self.accidents.left = 0
+
+    def step(self) -> None:
+        """One step, and everything it must have kept to."""
+        scheduler = self.llm.engine.scheduler
+        before = Before(list(scheduler.running), list(scheduler.waiting))
+        self.events.clear()
+        for shadow in self.shadows:
+            shadow.first_reads.clear()
+        for patience in self.patience.values():
+            patience.steps += 1
+        outputs = self.llm.step()
+        self.seen["steps"] += 1
+        if before.running or before.waiting:
+            self.check_schedule(before)
+        for output in outputs:
+            self.check_output(output)
+        self.after_any_event()
+        self.count(before)
+
+    def teardown(self) -> None:
+        """All that is left comes to its end, and leaves nothing behind."""
+        if not hasattr(self, "llm"):
+            return
+        while self.llm.has_unfinished_requests():
+            self.step()
+        assert not self.groups and not self.patience
+        assert self.llm.engine.pool.num_used == 0
+        assert not self.llm.metrics.requests and not self.llm._groups and not self.llm.engine.requests
+
+    # ------------------------------------------------------------------------------------------------------ what must hold
+
+    def after_any_event(self) -> None:
+        """The books balance, the caches hold what they are believed to hold, and all tokens so far are right."""
+        inner = self.llm.engine
+        inner.scheduler.check_integrity()
+        assert inner.scheduler.waiting == sorted(inner.scheduler.waiting, key=inner.scheduler.rank)
+        assert {*inner.scheduler.running, *inner.scheduler.waiting} == set(inner.requests.values())
+        assert not {*inner.scheduler.running} & {*inner.scheduler.waiting}
+        for request in inner.scheduler.waiting:
+            assert not request.block_table and not request.num_computed_tokens
+            assert not request.num_draft_computed_tokens
+        for shadow, counter in zip(self.shadows, ("num_computed_tokens", "num_draft_computed_tokens"), strict=False):
+            for request in inner.scheduler.running:
+                shadow.check_computed(request, getattr(request, counter))
+        check_pool_names(inner.pool, self.shadows[0], inner.scheduler.running, SALTS)
+        if inner.drafter is not None:
+            for block_id, name in inner.drafter._filled.items():
+                self.shadows[1].check_name(block_id, name, SALTS)
+        for group in self.groups.values():
+            for request in group.requests:
+                expected, _ = solo(group, request)
+                assert tuple(request.output_token_ids) == expected[: request.num_output_tokens]
+        for request in [request for request in self.patience if request.finished]:
+            self.seen["most steps, of those allowed, in percent"] = max(
+                self.seen["most steps, of those allowed, in percent"],
+                100 * self.patience[request].steps // self.patience[request].bound,
+            )
+            del self.patience[request]
+        for request, patience in self.patience.items():
+            assert patience.steps <= patience.bound, f"{request.request_id} starves"
+
+    def check_schedule(self, before: Before) -> None:
+        """Budget, limits, and whose turn it was."""
+        [ran] = [event for event in self.events if isinstance(event, StepRan)]
+        ranks = {r.request_id: self.llm.engine.scheduler.rank(r) for r in [*before.running, *before.waiting]}
+        work = {w.request_id: w for w in ran.work}
+        preempted = [event.request_id for event in self.events if isinstance(event, RequestPreempted)]
+        assert sum(w.num_tokens for w in ran.work) <= self.options["max_num_batched_tokens"]
+        assert 1 <= len(ran.work) == len(work) <= self.options["max_num_seqs"]
+        limit = self.options["long_prefill_token_threshold"]
+        assert not limit or all(w.num_tokens <= limit for w in ran.work if w.kind == "prefill")
+        went_on = [r.request_id for r in before.running if r.request_id not in preempted]
+        assert set(went_on) <= work.keys(), "a running request was given nothing"
+        for victim in preempted:
+            assert all(ranks[victim] > ranks[other] for other in went_on), "a more urgent request was preempted"
+        admitted = work.keys() - set(went_on)
+        assert not (admitted and preempted), "somebody came in while others lost their place"
+        for request in before.waiting:
+            if request.request_id in admitted:
+                continue
+            overtaking = [other for other in admitted if ranks[other] > ranks[request.request_id]]
+            if overtaking:
+                assert request in before.awaiting_parent, "a waiting request was overtaken"
+                self.seen["overtaken while the parent computes"] += 1
+                self.someone_was_let_past(request)
+        if self.options["scheduling_policy"] == "fcfs" and not self.ever_forked and went_on:
+            assert min(ranks, key=ranks.__getitem__) in work, "the oldest request did not move"
+
+    def check_output(self, output: RequestOutput) -> None:
+        """Outputs grow, and end as they would have ended alone."""
+        group = self.groups[output.request_id]
+        assert output.prompt_token_ids == list(group.prompt)
+        assert [completion.index for completion in output.outputs] == list(range(len(group.requests)))
+        for request, completion, seen in zip(group.requests, output.outputs, group.seen, strict=True):
+            assert completion.token_ids[: len(seen)] == seen
+            seen[:] = completion.token_ids
+            expected, reason = solo(group, request)
+            assert tuple(seen) == expected[: len(seen)]
+            if completion.finish_reason not in (None, "abort"):
+                assert tuple(seen) == expected and completion.finish_reason == reason
+                self.seen["completions compared"] += 1
+        assert output.finished == all(completion.finish_reason for completion in output.outputs)
+        if output.finished:
+            del self.groups[output.request_id]
+            if output.prompt_logprobs is not None and output.outputs[0].finish_reason != "abort":
+                assert output.prompt_logprobs[0] is None and all(output.prompt_logprobs[1:])
+
+    # --------------------------------------------------------------------------------------- how long anyone may wait
+    #
+    # In every step the most urgent running request gains a token (computed or new) and cannot be preempted. So alone
+    # at the top, a request of P prompt tokens and at most M new ones ends within P + M steps, even if it has to begin
+    # anew. Whoever waits or runs behind others waits for no more than the sum of these over all who were there when it
+    # came. Only a more urgent arrival, or requests let past while it waits for its parent's prompt, can add to that:
+    # their own steps, and everyone's work once more, for they may have cost it.
+
+    def someone_came(self, before: Iterable[Request], requests: list[Request]) -> None:
+        """New requests get their bounds; those they may push aside get new ones."""
+        work = sum(map(most_steps, [*before, *requests]))
+        rank = self.llm.engine.scheduler.rank
+        for request, patience in self.patience.items():
+            if rank(requests[0]) < rank(request):
+                patience.bound += work
+        self.patience |= {request: Patience(work) for request in requests}
+
+    def someone_was_let_past(self, request: Request) -> None:
+        """See above."""
+        work = sum(map(most_steps, self.patience))
+        for other, patience in self.patience.items():
+            if self.llm.engine.scheduler.rank(other) >= self.llm.engine.scheduler.rank(request):
+                patience.bound += work
+
+    # --------------------------------------------------------------------------------------- what has been seen happen
+
+    def count(self, before: Before) -> None:
+        """Take note of what this step was a case of."""
+        seen, requests = self.seen, {r.request_id: r for r in [*before.running, *before.waiting]}
+        fresh: set[int] = set()
+        for event in self.events:
+            match event:
+                case RequestPreempted():
+                    seen["preemptions"] += 1
+                    victim = requests[event.request_id]
+                    survivors = [r for r in self.llm.engine.scheduler.running if r in before.running]
+                    seen["preempted for a later arrival"] += any(r.arrival > victim.arrival for r in survivors)
+                    seen["preempted completions that fork"] += victim.fork_of is not None
+                case BlocksAllocated():
+                    fresh.update(event.block_ids)
+                case BlocksEvicted():
+                    seen["blocks evicted"] += len(event.block_ids)
+                case BlockCopied():
+                    seen["blocks copied on write"] += 1
+                case BlocksShared():
+                    again = requests[event.request_id].num_output_tokens > 0
+                    seen[f"{event.source} shares"] += 1
+                    seen["shares within the step that computes"] += bool(fresh & set(event.block_ids))
+                    seen["preempted requests that found blocks again"] += again and event.source == "prefix"
+                case TokensCommitted():
+                    seen["drafts accepted"] += event.num_accepted
+                    seen["drafts rejected"] += event.num_drafts - event.num_accepted
+                case StepRan():
+                    seen["chunks of prompts"] += sum(self.is_part(w, requests) for w in event.work)
+        if len(self.shadows) > 1:
+            started = {id(r.block_table) for r in before.running if not before.draft_computed[r.request_id]}
+            reads = [s for s in self.shadows[1].first_reads if id(s.block_table) in started]
+            first = {id(s.block_table): s.start for s in reversed(reads)}
+            seen["drafts that skipped filled blocks"] += sum(start > 0 for start in first.values())
+
+    def is_part(self, work: Work, requests: dict[str, Request]) -> bool:
+        """Whether this is a chunk that does not complete the prompt."""
+        return work.kind == "prefill" and work.start + work.num_tokens < requests[work.request_id].num_prompt_tokens
+
+
+class Before:
+    """The queues as a step found them."""
+
+    def __init__(self, running: list[Request], waiting: list[Request]) -> None:
+        self.running, self.waiting = running, waiting
+        self.awaiting_parent = [
+            r
+            for r in waiting
+            if r.fork_of and not r.fork_of.finished and r.fork_of.num_computed_tokens < r.fork_of.num_prompt_tokens
+        ]
+        self.draft_computed = {r.request_id: r.num_draft_computed_tokens for r in running}
+
+
+def sampling(arrival: Arrival, drafted: bool) -> SamplingParams:
+    """Parameters whose tokens do not depend on what goes on around. Sampled drafts do: how many fit differs.
+
+    With a draft, several completions are the same one: only the likeliest token is left to sample from.
+    """
+    shared: dict[str, Any] = {"detokenize": False, "max_tokens": arrival.max_tokens, "ignore_eos": True}
+    if arrival.stops:
+        shared["stop_token_ids"] = list(range(3, 272, 17))
+    if arrival.kind == "logprobs":
+        shared["prompt_logprobs"] = 0
+    if arrival.n == 1 and (drafted or arrival.kind != "warm"):
+        return SamplingParams(temperature=0, **shared)
+    return SamplingParams(n=arrival.n, temperature=0.9, seed=11, top_k=1 if drafted else 0, **shared)
+
+
+def solo(group: Group, request: Request) -> tuple[tuple[int, ...], str]:
+    """All output tokens of a completion when it runs alone, and why it ends."""
+    params = group.params
+    drawn = SamplingParams(temperature=params.temperature, top_k=params.top_k)
+    tokens = alone(group.prompt, drawn, request.seed if params.temperature else 0, MOST_TOKENS)[: params.max_tokens]
+    for count, token in enumerate(tokens, start=1):
+        if token in request.stop_ids:
+            return tokens[:count], "stop"
+    return tokens, "length"
+
+
+def most_steps(request: Request) -> int:
+    """Steps that a request takes at most once nobody is more urgent."""
+    return request.num_prompt_tokens + request.max_tokens
+
+
+COMMON = (
+    "steps",
+    "completions compared",
+    "preemptions",
+    "preempted for a later arrival",
+    "preempted completions that fork",
+    "preempted requests that found blocks again",
+    "blocks evicted",
+    "blocks copied on write",
+    "blocks forgotten by a reset",
+    "prefix shares",
+    "fork shares",
+    "shares within the step that computes",
+    "chunks of prompts",
+    "overtaken while the parent computes",
+    "refused as too large",
+    "aborted running",
+    "aborted waiting",
+    "aborted one completion",
+    "aborted a parent with waiting forks",
+    "interrupted before a target forward",
+    "interrupted during a target forward",
+    "interrupted after a target forward",
+    "interrupted at TokensCommitted",
+    "interrupted at BlocksShared",
+    "interrupted at RequestFinished",
+)
+DRAFTED = (
+    "drafts accepted",
+    "drafts rejected",
+    "drafts that skipped filled blocks",
+    "interrupted before a draft forward",
+    "interrupted during a draft forward",
+    "interrupted after a draft forward",
+)
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [0, 3], ids=["plain", "drafted"])
+def test_in_any_order_of_events_each_request_gets_what_it_gets_alone(num_speculative_tokens: int) -> None:
+    machine = type(
+        "Machine", (EngineMachine,), {"num_speculative_tokens": num_speculative_tokens, "seen": Counter()}
+    )
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=EXAMPLES or 50,
+            stateful_step_count=60,
+            derandomize=not EXAMPLES,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            **({"phases": [Phase.generate]} if os.environ.get("NOSHRINK") else {}),
+        ),
+    )
+    for situation, times in sorted(machine.seen.items()):
+        print(f"{times:7d}  {situation}")
+    missing = [what for what in COMMON + DRAFTED * bool(num_speculative_tokens) if not machine.seen[what]]
+    assert not missing, f"never happened: {missing}"

@@ -1,0 +1,78 @@
+"""The smallest engines that can go wrong in every way: two layers, float64, and tokens to compare with, made alone.
+
+Float64, because the same request in another batch differs in its last bits: in float32 about one token in 10^5 has a
+rival that close, and thousands of steps would meet one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from minillm.cache.paged import PagedKVCache
+from minillm.llm_engine import EngineArgs, LLMEngine
+from minillm.models.decoder import Decoder
+from minillm.models.loading import save_llama
+from minillm.models.runner import ModelRunner, Segment
+from minillm.sampling import Draw, SamplingParams, SamplingRow, probs_from_logits, sample, uniform
+from minillm.training.tokenizer import save_tokenizer, train_tokenizer
+from tests.conftest import TEXTS, random_model
+
+VOCAB = 272
+LONGEST = 64
+"""Most tokens of a request of these tests."""
+_FOLDER = TemporaryDirectory(prefix="minillm-tiny-")
+"""Removed when the process ends."""
+
+
+@cache
+def pair() -> dict[str, tuple[Path, Decoder]]:
+    """Folder and float64 model of a target and of a draft that is right about half the time."""
+    root = Path(_FOLDER.name)
+    tokenizer = train_tokenizer(TEXTS, VOCAB)
+    target, draft = (random_model(4, 32, 2, 2, 1, tokenizer.get_vocab_size()) for _ in range(2))
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim == 2:
+                parameter.add_(torch.randn_like(parameter) * 0.08 * parameter.std())
+    for name, model in (("target", target), ("draft", draft)):
+        save_llama(model, root / name, torch.float32)
+        save_tokenizer(tokenizer, root / name, 256)
+    return {n: (root / n, m.double().requires_grad_(False).eval()) for n, m in (("target", target), ("draft", draft))}
+
+
+def engine(num_speculative_tokens: int = 0, **options: Any) -> LLMEngine:
+    """An `LLMEngine` of the pair, in float64."""
+    speculative = None
+    if num_speculative_tokens:
+        speculative = {"model": str(pair()["draft"][0]), "num_speculative_tokens": num_speculative_tokens}
+    args = EngineArgs(str(pair()["target"][0]), device="cpu", speculative_config=speculative, **options)
+    llm = LLMEngine.from_engine_args(args)
+    runners = [("target", llm.engine.runner)]
+    if llm.engine.drafter is not None:
+        runners.append(("draft", llm.engine.drafter.runner))
+    for name, runner in runners:
+        runner.model = pair()[name][1]
+        size = runner.block_size
+        runner.cache = PagedKVCache(runner.model.config, llm.engine.pool.num_blocks, size, torch.float64, runner.device)
+    return llm
+
+
+@cache
+def alone(prompt: tuple[int, ...], params: SamplingParams, seed: int, count: int) -> tuple[int, ...]:
+    """`count` tokens after `prompt`, by the plainest way there is: all tokens through the model for each new one.
+
+    Nothing of the engine takes part: no scheduler, no cache that outlives a token, no draft, no stop.
+    """
+    model = pair()["target"][1]
+    cache_of_one = PagedKVCache(model.config, 1, LONGEST, torch.float64, torch.device("cpu"))
+    runner = ModelRunner(model, cache_of_one, LONGEST)
+    tokens = list(prompt)
+    for _ in range(count):
+        probs = probs_from_logits(runner.run([Segment(tokens, 0, [0])]), [SamplingRow(params)])
+        tokens += sample(probs, torch.tensor([uniform(seed, len(tokens), Draw.SAMPLE)])).tolist()
+    return tuple(tokens[len(prompt) :])

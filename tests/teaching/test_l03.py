@@ -1,0 +1,184 @@
+"""Lesson 03: the counts are those of real tensors and real loops, and pooling equal heads loses nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minillm.cache.paged import PagedKVCache
+from minillm.errors import CheckpointError
+from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
+from minillm.models.loading import load_model, save_llama, stored_tensors
+from minillm.models.names import stored_parts
+from minillm.teaching.exercises.l03_roofline import (
+    EXERCISES,
+    LLAMA_2_7B,
+    LLAMA_2_70B,
+    MINICODER,
+    arithmetic_intensity,
+    attainable,
+    attention_intensity,
+    kv_bytes,
+    mbu,
+    mean_pool_heads,
+)
+from minillm.teaching.grade import grade
+from minillm.training.causal import CausalAttention
+from minillm.training.recipes import TARGET
+from minillm.viz.roofline import Roof
+
+POSITIVE = st.floats(1e-3, 1e15)
+SMALL = st.integers(1, 6)
+
+
+def test_counted_bytes_are_those_the_engine_allocates():
+    cache = PagedKVCache(TARGET, 5, 16, torch.float32, torch.device("cpu"))
+    assert kv_bytes(TARGET, 5 * 16, 1, 4) == cache.num_bytes
+    assert kv_bytes(TARGET, 16, 5, 4) == cache.num_bytes
+
+
+def test_minicoder_here_has_the_shape_of_the_bundled_one():
+    shape = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    assert [getattr(MINICODER, name) for name in shape] == [getattr(TARGET, name) for name in shape]
+
+
+def test_llama_2_70b_figures_of_the_lesson():
+    assert kv_bytes(LLAMA_2_70B, 4096, 1, 2) == 1.25 * 2**30
+    assert kv_bytes(LLAMA_2_70B, 4096, 64, 2) == 80 * 2**30
+    full = replace(LLAMA_2_70B, num_kv_heads=LLAMA_2_70B.num_heads)
+    assert round(kv_bytes(full, 4096, 1, 2) / 1e9, 1) == 10.7
+    assert LLAMA_2_70B.num_kv_heads == 8 and LLAMA_2_7B.num_kv_heads == LLAMA_2_7B.num_heads
+
+
+@settings(deadline=None)
+@given(rows=SMALL, fan_in=SMALL, fan_out=SMALL, width=st.sampled_from([1, 2, 4]))
+def test_intensity_of_a_linear_layer_is_what_loops_count(rows: int, fan_in: int, fan_out: int, width: int):
+    operations, touched = 0, set()
+    for r in range(rows):
+        for o in range(fan_out):
+            touched.add(("y", r, o))
+            for i in range(fan_in):
+                touched |= {("x", r, i), ("w", o, i)}
+                operations += 2
+    assert arithmetic_intensity(rows, fan_in, fan_out, width) == pytest.approx(operations / (len(touched) * width))
+
+
+@settings(deadline=None)
+@given(rows=st.integers(1, 10_000), fan_in=st.integers(1, 8192), fan_out=st.integers(1, 8192))
+def test_more_rows_never_lower_the_intensity_and_two_limits_hold(rows: int, fan_in: int, fan_out: int):
+    value = arithmetic_intensity(rows, fan_in, fan_out, 2)
+    assert value <= arithmetic_intensity(rows + 1, fan_in, fan_out, 2)
+    assert value < 2 * rows / 2
+    assert value < 2 / 2 * fan_in * fan_out / (fan_in + fan_out)
+
+
+@settings(deadline=None)
+@given(kv_heads=st.integers(1, 3), group=st.integers(1, 4), new=st.integers(1, 3), context=st.integers(1, 5))
+def test_intensity_of_attention_is_what_loops_count_for_any_context(kv_heads: int, group: int, new: int, context: int):
+    width, operations, fetched = 3, 0, set()
+    for head in range(kv_heads * group):
+        for _ in range(new):
+            for key in range(context):
+                for channel in range(width):
+                    fetched |= {(which, head // group, key, channel) for which in ("k", "v")}
+                    operations += 4  # one multiplication and one addition for the score, and for the value
+    assert attention_intensity(kv_heads * group, kv_heads, new, 4) == pytest.approx(operations / (4 * len(fetched)))
+
+
+@settings(deadline=None)
+@given(intensity=POSITIVE, rate=POSITIVE, bandwidth=POSITIVE)
+def test_roof_never_exceeds_a_limit_always_reaches_one_and_is_the_one_drawn(
+    intensity: float, rate: float, bandwidth: float
+):
+    value = attainable(intensity, rate, bandwidth)
+    assert value in (rate, intensity * bandwidth)
+    assert value <= rate and value <= intensity * bandwidth
+    assert value == Roof("m", bandwidth, rate).attainable(intensity)
+
+
+def test_a_step_at_full_bandwidth_has_an_mbu_of_one_and_a_batch_shares_weights_only():
+    assert mbu(600.0, 50.0, 8, (600 + 8 * 50) / 20.0, 20.0) == 1.0
+    alone, together = (mbu(600.0, 50.0, batch, 1.0, 1.0) for batch in (1, 8))
+    assert together - alone == 7 * 50
+
+
+@settings(deadline=None)
+@given(groups=st.integers(1, 3), members=st.integers(1, 4), width=st.sampled_from([2, 4]), seed=st.integers(0, 99))
+def test_pooled_rows_are_the_means_of_the_same_channel(groups: int, members: int, width: int, seed: int):
+    weight = torch.randn(groups * members * width, 5, generator=torch.Generator().manual_seed(seed))
+    pooled = mean_pool_heads(weight, groups * members, groups)
+    assert pooled.shape == (groups * width, 5)
+    for group in range(groups):
+        for channel in range(width):
+            rows = [(group * members + member) * width + channel for member in range(members)]
+            torch.testing.assert_close(pooled[group * width + channel], sum(weight[r] for r in rows) / members)
+
+
+def converted(model: Decoder, kv_heads: int, change) -> Decoder:
+    new = Decoder(replace(model.config, num_kv_heads=kv_heads)).to(torch.float64)
+    parts = stored_parts(new.config)
+    with torch.no_grad():
+        for name, tensor in stored_tensors(model):
+            is_kv = "k_proj" in name or "v_proj" in name
+            parts[name].of(new).copy_(change(tensor, model.config.num_kv_heads, kv_heads) if is_kv else tensor)
+    return new
+
+
+def repeat(weight: Tensor, heads: int, copies: int) -> Tensor:
+    return weight.unflatten(0, (heads, -1)).repeat_interleave(copies // heads, 0).flatten(0, 1)
+
+
+@pytest.fixture
+def grouped() -> Decoder:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=4,
+        max_position_embeddings=32,
+    )
+    return Decoder(config).to(torch.float64)
+
+
+@torch.no_grad()
+def logits(model: Decoder) -> Tensor:
+    return model.logits(model(torch.arange(12), torch.arange(12), CausalAttention(12)))
+
+
+def test_repeated_heads_are_the_same_model_and_pool_back_to_the_last_bit(grouped: Decoder):
+    mha = converted(grouped, 6, repeat)
+    torch.testing.assert_close(logits(mha), logits(grouped), rtol=1e-12, atol=1e-12)
+    back = converted(mha, 2, mean_pool_heads)
+    assert all(torch.equal(a, b) for a, b in zip(grouped.parameters(), back.parameters(), strict=True))
+
+
+def test_heads_that_differ_do_not_pool_without_loss(grouped: Decoder):
+    pooled = converted(grouped, 1, mean_pool_heads)
+    assert (logits(pooled) - logits(grouped)).abs().max() > 1e-2
+    assert kv_bytes(pooled.config, 1, 1, 4) * 2 == kv_bytes(grouped.config, 1, 1, 4)
+
+
+def test_fewer_kv_heads_in_the_config_alone_are_refused(grouped: Decoder, tmp_path):
+    save_llama(converted(grouped, 6, repeat), tmp_path, torch.float32)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stored, "num_key_value_heads": 2}))
+    with pytest.raises(CheckpointError, match=r"k_proj.weight \[24, 24\] \(should be \[8, 24\]\)"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_counterexample_of_pooling_is_short_enough_to_redo_by_hand():
+    exercise = next(e for e in EXERCISES if e.name == "l03.mean_pool_heads")
+    report = str(grade(exercise, lambda weight, num_heads, num_kv_heads: weight[: len(weight) // 2]))
+    assert "4 heads of width 2 become 2" in report
+    assert len(report) < 900

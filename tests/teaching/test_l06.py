@@ -1,0 +1,90 @@
+"""Lesson 06: the references do what the engine does, and together they keep the books and the contents right."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minillm.cache.base import Batch
+from minillm.cache.block_pool import BlockPool
+from minillm.cache.prefix import extend_names
+from minillm.ops.paged_attention import paged_attention
+from minillm.teaching.exercises.l06_paged_blocks import (
+    allocate,
+    find_prefix,
+    gather_attention,
+    own_block,
+    release,
+    slot_mapping,
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    block_size=st.integers(1, 5),
+    seq_len=st.integers(1, 17),
+    num_new=st.integers(1, 17),
+    seed=st.integers(0, 99),
+)
+def test_gathered_attention_is_the_engines(block_size: int, seq_len: int, num_new: int, seed: int):
+    num_new = min(num_new, seq_len)
+    torch.manual_seed(seed)
+    num_blocks = -(-seq_len // block_size)
+    table = torch.randperm(num_blocks + 2)[:num_blocks].tolist()
+    keys, values = torch.randn(2, (num_blocks + 2) * block_size, 2, 4, dtype=torch.float64)
+    q = torch.randn(num_new, 4, 4, dtype=torch.float64)
+    start = seq_len - num_new
+    batch = Batch(
+        token_ids=torch.zeros(num_new, dtype=torch.int64),
+        positions=torch.arange(start, seq_len),
+        slot_mapping=torch.tensor(slot_mapping(table, start, num_new, block_size)),
+        block_tables=torch.tensor([table]),
+        query_start=[0, num_new],
+        seq_lens=[seq_len],
+        block_size=block_size,
+    )
+    mine = gather_attention(q, keys, values, table, seq_len, block_size)
+    torch.testing.assert_close(mine, paged_attention(q, keys, values, batch), rtol=1e-12, atol=1e-12)
+
+
+@given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=14), known=st.lists(st.integers(0, 3), max_size=14))
+def test_found_blocks_hold_the_same_beginning_and_leave_the_last_token(tokens: list[int], known: list[int]):
+    names = extend_names([], known, 2)
+    found = find_prefix(tokens, {name: i for i, name in enumerate(names)}, 2, "")
+    assert found == list(range(len(found)))
+    assert tokens[: 2 * len(found)] == known[: 2 * len(found)]
+    assert 2 * len(found) < len(tokens)
+    further = 2 * len(found) + 2
+    assert further >= len(tokens) or further > len(known) or tokens[:further] != known[:further]
+
+
+@settings(deadline=None, max_examples=50)
+@given(moves=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), max_size=30))
+def test_books_balance_whatever_is_allocated_and_released(moves: list[tuple[int, int]]):
+    pool = BlockPool(9, 4)
+    free, counts = list(range(9)), [0] * 9
+    tables: list[list[int]] = []
+    for kind, count in moves:
+        if kind == 0 and (taken := allocate(free, counts, count)) is not None:
+            tables.append(taken)
+        elif kind == 1 and tables:
+            release(free, counts, tables.pop(count % len(tables)))
+        elif kind == 2 and tables:  # a fork, which then writes into its last block
+            fork = list(tables[count % len(tables)])
+            for block in fork:
+                counts[block] += 1
+            if free:
+                own_block(fork, len(fork) - 1, free, counts, torch.zeros(36), torch.zeros(36), 4)
+            tables.append(fork)
+    pool._empty, pool._ref_counts = free, counts
+    pool.check_integrity(tables)
+
+
+def test_a_copy_is_written_without_touching_the_original():
+    keys = torch.arange(8.0)
+    values = -keys
+    table, free, counts = [1], [3], [0, 2, 0, 0]
+    own_block(table, 0, free, counts, keys, values, 2)
+    keys[slot_mapping(table, 1, 1, 2)] = 99
+    assert keys.tolist() == [0, 1, 2, 3, 4, 5, 2, 99] and values.tolist() == [-0.0, -1, -2, -3, -4, -5, -2, -3]
