@@ -40,6 +40,11 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ConfigError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} cuts prompts into chunks, but chunked "
+                "prefill is disabled; enable it or leave the threshold out"
+            )
         if self.scheduling_policy not in POLICIES:
             raise ConfigError(f"scheduling_policy={self.scheduling_policy!r} must be one of {', '.join(POLICIES)}")
         for name in ("block_size", "num_kv_blocks", "kv_cache_memory_bytes", "max_model_len"):

@@ -27,14 +27,23 @@ import os
 
 import torch
 
-from minillm.models.loading import load_model, resolve
+from minillm import LLM
 from minillm.teaching import check, hint, predict, reveal, use
 
 name = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
-model = load_model(name, torch.float32, "cpu")
-config = model.config
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
+options = {
+    "dtype": "float32",
+    "device": "cpu",
+    "enforce_eager": True,  # plain PyTorch: what is counted here is what runs
+    "num_kv_blocks": 64,
+    "block_size": 16,
+    "max_num_batched_tokens": 512,
+}
+llm = LLM(name, **options)
+model = llm.engine.runner.model
+config = model.config
 print(
     f"{name}: {config.num_layers} layers, hidden size {config.hidden_size}, {config.num_heads} query heads over "
     f"{config.num_kv_heads} KV heads of width {config.head_dim}"
@@ -138,12 +147,9 @@ check("l03.kv_bytes")
 # %%
 from dataclasses import replace
 
-from minillm import LLM
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B
 
 count_bytes = use("l03.kv_bytes")
-options = {"dtype": "float32", "device": "cpu", "num_kv_blocks": 64, "block_size": 16, "max_num_batched_tokens": 512}
-llm = LLM(name, **options)
 with llm.trace() as trace:
     pass
 [started] = trace.events
@@ -612,7 +618,7 @@ from pathlib import Path
 
 from minillm import SamplingParams
 from minillm.bench.prompts import held_out_prompts
-from minillm.models.loading import save_llama, stored_tensors
+from minillm.models.loading import resolve, save_llama, stored_tensors
 from minillm.models.names import stored_parts
 
 pool = use("l03.mean_pool_heads")
@@ -865,6 +871,7 @@ for label, conversion in {"mean": pool, **wrong}.items():
 import json
 
 from minillm.errors import CheckpointError
+from minillm.models.loading import load_model
 
 print(f"Llama-2-70B: {LLAMA_2_70B.num_heads} query heads, {LLAMA_2_70B.num_kv_heads} KV heads")
 folder = checkpoint(mha, "edited")

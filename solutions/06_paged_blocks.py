@@ -391,6 +391,14 @@ for event in trace:
 display(SVG(CachePagesView(trace).to_svg(step=step)))
 
 # %% [markdown]
+# And here are all of them. Press play, or click the picture and use the arrow keys; "as text" says each frame in words.
+
+# %%
+from minillm.viz import ReplayWidget
+
+ReplayWidget(CachePagesView(trace))
+
+# %% [markdown]
 # Something subtle happened in the first step: the four requests arrived together, nothing was cached, and still the
 # beginning was computed once. A block gets its name when it is *scheduled*, not when it is done, and every layer stores
 # all new keys of the step before it attends. So the second request can read, in the very same forward, what the first

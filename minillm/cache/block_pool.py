@@ -117,7 +117,8 @@ class BlockPool:
 
     def forget_cached(self) -> None:
         """Empty every cached block."""
-        self._forget(list(self._cached))
+        if self._cached:
+            self._forget(list(self._cached))
 
     def _forget(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
@@ -125,6 +126,7 @@ class BlockPool:
             del self._blocks[self._names.pop(block_id)]
             self._empty.append(block_id)
         self.on_evict(block_ids)
+        self.on_free(block_ids)
 
     def reclaim(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Make the books say what these tables say, and nothing else: all names are forgotten."""
@@ -141,10 +143,12 @@ class BlockPool:
         """Raise `BlockPoolError` unless empty + cached + used = total, every reference count is its number of owners,
         and names and blocks belong to each other."""
         owners = Counter(block_id for table in block_tables for block_id in table)
+        free = [*self._empty, *self._cached]
+        if strangers := {*owners, *free} - set(range(self.num_blocks)):
+            raise BlockPoolError(f"there is no block {min(strangers)}")
         for block_id, count in enumerate(self._ref_counts):
             if count != owners[block_id]:
                 raise BlockPoolError(f"block {block_id} counts {count} owners, {owners[block_id]} tables hold it")
-        free = [*self._empty, *self._cached]
         if len(set(free)) != len(free):
             raise BlockPoolError("a block is free twice")
         for block_id in free:
@@ -152,7 +156,8 @@ class BlockPool:
                 raise BlockPoolError(f"block {block_id} is free and has {self._ref_counts[block_id]} owners")
         if len(free) + sum(count > 0 for count in self._ref_counts) != self.num_blocks:
             raise BlockPoolError(f"{self.num_blocks - len(free)} blocks are not free, but fewer have owners")
-        if {name: block_id for block_id, name in self._names.items()} != self._blocks:
+        pairs = {(name, block_id) for block_id, name in self._names.items()}
+        if pairs != set(self._blocks.items()):
             raise BlockPoolError("a block is found by another name than its own")
         if not self._cached.keys() <= self._names.keys() or self._names.keys() & set(self._empty):
             raise BlockPoolError("a cached block has no name, or an empty block has one")

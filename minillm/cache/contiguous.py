@@ -149,7 +149,7 @@ class ContiguousKVCache(KVCache):
             keys, values = (
                 side_by_side([step.buffers[r][layer, part, : step.rows[r]] for r in one.requests]) for part in (0, 1)
             )
-            one.write(out, product(q[one.tokens], keys, values, one.hidden))
+            out[one.tokens] = product(q[one.tokens], keys, values, one.hidden)
         for r, visible in step.long:
             tokens = slice(*batch.query_start[r : r + 2])
             keys, values = step.buffers[r][layer, :, : step.rows[r]]

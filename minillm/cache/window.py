@@ -156,7 +156,7 @@ class WindowKVCache(KVCache):
                 side_by_side([step.rings[r].rows[layer, part, : step.rows[r]] for r in one.requests]) for part in (0, 1)
             )
             sinks = None if q_sinks is None else q_sinks[one.tokens]
-            one.write(out, product(q[one.tokens], keys, values, one.hidden, sinks, self.num_sinks))
+            out[one.tokens] = product(q[one.tokens], keys, values, one.hidden, sinks, self.num_sinks)
         for prefill in step.long:
             self._prefill(step.rings[prefill.request].rows[layer], q, q_sinks, *new[prefill.request], prefill, out)
         return out

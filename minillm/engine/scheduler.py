@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from minillm.cache.block_pool import BlockPool
@@ -127,9 +127,14 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                num_drafts = self._drafts_that_fit(request, spare - num_tokens)
-                scheduled.append(Scheduled(request, start, num_tokens, num_drafts))
-                budget -= num_tokens + num_drafts
+                wanted = self._drafts_wanted(request, spare - num_tokens)
+                scheduled.append(Scheduled(request, start, num_tokens, wanted))
+                budget -= num_tokens + wanted
+        # Blocks for drafts come from what is left when everybody has those for committed tokens.
+        for i, item in enumerate(scheduled):
+            num_drafts = self._drafts_that_fit(item)
+            budget += item.num_drafts - num_drafts
+            scheduled[i] = replace(item, num_drafts=num_drafts)
         return scheduled, budget, preempted
 
     def _schedule_waiting(self, scheduled: list[Scheduled], budget: int) -> None:
@@ -178,9 +183,7 @@ class Scheduler:
         if parent is not None and not parent.finished and not request.num_output_tokens:
             shared = self.pool.blocks_for(request.num_prompt_tokens)
             start = request.num_prompt_tokens - 1
-            return Found(
-                parent.block_table[:shared], start, "fork", min(parent.num_draft_computed_tokens, start)
-            )
+            return Found(parent.block_table[:shared], start, "fork", min(parent.num_draft_computed_tokens, start))
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return NOTHING
         found: list[int] = []
@@ -196,14 +199,17 @@ class Scheduler:
         """So many tokens of one request at most go into one step."""
         return min(num_tokens, self.config.long_prefill_token_threshold or num_tokens)
 
-    def _drafts_that_fit(self, request: Request, spare_tokens: int) -> int:
-        """As many drafts as are wanted, may be kept, and find room in the budget and in blocks free without a fight."""
+    def _drafts_wanted(self, request: Request, spare_tokens: int) -> int:
+        """As many drafts as may be kept and find room in the budget."""
         if not request.is_decoding or not self.num_speculative_tokens:
             return 0
         # The target adds a token of its own to every round, so the last token never needs a draft.
-        wanted = min(self.num_speculative_tokens, request.num_remaining_tokens - 1, spare_tokens)
-        for num_drafts in range(wanted, 0, -1):
-            if self._extend(request, request.num_computed_tokens, 1 + num_drafts):
+        return min(self.num_speculative_tokens, request.num_remaining_tokens - 1, spare_tokens)
+
+    def _drafts_that_fit(self, item: Scheduled) -> int:
+        """As many of the wanted drafts as find room in blocks that are free without a fight."""
+        for num_drafts in range(item.num_drafts, 0, -1):
+            if self._extend(item.request, item.start, item.num_tokens + num_drafts):
                 return num_drafts
         return 0
 

@@ -138,6 +138,7 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
         fresh = Path(temporary) / folder.name
         fresh.mkdir()
         save_file(tensors, fresh / SINGLE, metadata={"format": "pt"})
+        (fresh / SINGLE).chmod(0o644)
         (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for pattern in BESIDE_WEIGHTS + MORE_BESIDE_WEIGHTS:
             for file in source.glob(pattern):

@@ -39,9 +39,9 @@ class DraftModelDrafter(Drafter):
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `Drafter.copy_blocks`."""
-        self.runner.cache.copy_blocks(pairs)
         for _, target in pairs:
-            self._filled.pop(target, None)
+            self._filled.pop(target, None)  # first: an interrupt after the copy must not leave the old name
+        self.runner.cache.copy_blocks(pairs)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """See `Drafter.free_blocks`."""

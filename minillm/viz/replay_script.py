@@ -43,7 +43,7 @@ function render({ model, el }) {
   const note = make("span", {"data-testid": "replay-note", class: "minillm-replay-note"}, model.get("note"));
   const bar = make("div", {class: "minillm-replay-bar", role: "toolbar", "aria-label": "Replay controls"},
     first, back, play, forward, end, slider, count, speed, describe);
-  // The attribute keeps JupyterLab from taking the arrow keys for itself while the focus is in here.
+  // In command mode the arrow keys are JupyterLab's: newer ones ask for handled events, older ones for the attribute.
   const root = make("div", {class: "minillm-replay", role: "group", tabindex: "0", "data-testid": "replay",
     "data-lm-suppress-shortcuts": "true",
     "aria-label": `Replay of ${name}. Arrow keys step, Space plays and pauses, Home and End jump.`},

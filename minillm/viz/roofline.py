@@ -153,7 +153,7 @@ class Roofline:
     def _scales(self, factor: float) -> tuple[_Scale, _Scale]:
         low, high = self._span
         rates = [self.roof.attainable(low), self.roof.rate * 1.6, *(p.rate for p in self.points)]
-        bottom, top = min(rates) / factor / 1.2, max(rates) / factor
+        bottom, top = min(rates) / factor / 1.6, max(rates) / factor  # room for names below the lowest point
         across = _scale(Axis("", log=True, ticks=_powers_of_two(low, high)), [low, high], LEFT, END)
         up = _scale(Axis("", log=True, ticks=_one_two_five(bottom, top)), [bottom, top], BOTTOM, TOP)
         return across, up
@@ -205,10 +205,9 @@ def _marks(index: int, source: Source, x: float, y: float) -> list[str]:
 def _roof(roof: Roof, across: _Scale, up: _Scale, factor: float, places: Sequence[tuple[float, float]]) -> str:
     """Slope, flat part, ridge and what they are called. Solid if measured, dashed if not."""
     ridge_x, flat_y = across.place(roof.ridge), up.place(roof.rate / factor)
-    # The slope ends at the left edge or at the bottom, whatever it meets first: both lines are straight on log axes.
+    # Straight on logarithmic axes; it starts at the left edge, which the upward axis reaches down to (`_scales`).
     steps = [across.place(roof.ridge / 2) - ridge_x, up.place(roof.rate / 2 / factor) - flat_y]
-    reach = min((LEFT - ridge_x) / steps[0], (BOTTOM - flat_y) / steps[1])
-    start_x, start_y = ridge_x + reach * steps[0], flat_y + reach * steps[1]
+    start_x, start_y = LEFT, flat_y + (LEFT - ridge_x) / steps[0] * steps[1]
     way = f"M{number(start_x)} {number(start_y)}L{number(ridge_x)} {number(flat_y)}H{number(END)}"
     line = {"d": way, "fill": "none", "stroke": INK, "stroke-width": 2}
     line["stroke-dasharray"] = None if roof.source == "measured" else "7 5"

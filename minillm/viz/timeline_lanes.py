@@ -179,7 +179,7 @@ class Lanes:
         for column in self.columns:
             cell = row.cells.get(self.columns.first + column)
             text = _cell_text(cell) if cell else ""
-            if cell and text and len(text) * 5.6 <= room:
+            if cell and text and len(text) * 5.3 <= room:
                 fill = {"prefill": ink_on(colour), "preempted": VERMILLION}.get(cell.kind, INK)
                 halo = {"stroke": PAPER, "stroke-width": 3, "paint-order": "stroke"} if cell.kind == "recompute" else {}
                 about = {"x": self.columns.x(column) + (room + 0.5) / 2, "fill": fill, **halo}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minillm.bench.prompts import held_out_prompts
+from minillm.bench.prompts import calibration_prompts, evaluation_prompts, held_out_prompts
 from minillm.errors import ConfigError
 from minillm.models import bundled
 from minillm.tokenizer import Tokenizer
@@ -26,3 +26,10 @@ def test_asking_for_too_many_is_an_error() -> None:
     assert len(held_out_prompts(3)) == 3
     with pytest.raises(ConfigError, match="129"):
         held_out_prompts(129)
+
+
+def test_no_file_is_both_fitted_to_and_judged_on() -> None:
+    fitted, judged = calibration_prompts(), evaluation_prompts()
+    assert len(fitted) == 69 and len(judged) == 59
+    assert not {prompt.source for prompt in fitted} & {prompt.source for prompt in judged}
+    assert sorted(map(repr, fitted + judged)) == sorted(map(repr, held_out_prompts()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -23,9 +24,10 @@ LAST = 13
 
 
 def notebook(source: str) -> str:
+    heading = {"cell_type": "markdown", "id": "h", "source": "# A heading that arrow keys could go to", "metadata": {}}
     cell = {"cell_type": "code", "id": "a", "source": source, "metadata": {}, "outputs": [], "execution_count": None}
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": kernel, "cells": [cell]})
+    return json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": kernel, "cells": [heading, cell]})
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,9 @@ def test_keys_step_while_the_focus_is_inside_and_jupyter_does_not_take_them(page
     assert shown(page) == LAST
     page.keyboard.press("Home")
     assert shown(page) == 1
-    assert page.locator(".jp-Notebook .jp-Cell").count() == 1
+    # In command mode, the arrow keys are JupyterLab's way to the next heading.
+    expect(page.locator(".jp-Notebook .jp-CodeCell")).to_have_class(re.compile("jp-mod-active"))
+    expect(page.locator(".jp-Notebook .jp-MarkdownCell")).not_to_have_class(re.compile("jp-mod-active"))
     page.get_by_test_id("replay-slider").focus()
     page.keyboard.press("ArrowRight")
     assert shown(page) == 2, "one step, not the slider's and ours"

@@ -53,7 +53,7 @@ def tokens(llm: LLM, texts: Sequence[str], new_tokens: int) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def mean_kl_to_float32(options: dict[str, Any], count: int = 3, chunk: int = 16) -> float:
+def mean_kl_to_float32(options: dict[str, Any], count: int = 2, chunk: int = 16) -> float:
     """Mean over tokens of KL(float32 cache ‖ this cache), held-out texts fed through the real cache in chunks."""
     exact, got = (_logprobs(each, count, chunk) for each in ({}, options))
     return float((exact.exp() * (exact - got)).sum(-1).mean())

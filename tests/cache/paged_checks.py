@@ -16,7 +16,7 @@ from tests.cache.engines import DRAFT, engine, fill_with_rubbish, prompts, token
 from tests.cache.steps import CONTEXT, CPU, small_config
 from tests.ops.test_paged_attention import random_step, textbook
 
-COUNT, NEW_TOKENS = 4, 20
+COUNT, NEW_TOKENS = 4, 16
 
 
 class PreemptingScheduler(Scheduler):

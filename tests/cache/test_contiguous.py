@@ -38,6 +38,7 @@ TOKEN_BYTES = 2 * 2 * 2 * 8 * 8
 """One token of `small_config` in fp64: keys and values · layers · KV heads · head size · bytes."""
 
 each_growth = pytest.mark.parametrize("options", GROWTHS, ids=str)
+one_of_each_growth = pytest.mark.parametrize("options", [GROWTHS[0], GROWTHS[1], GROWTHS[3]], ids=str)
 
 
 def make(options: dict[str, Any], places: int = 3, **config: Any) -> tuple[Any, ContiguousKVCache]:
@@ -54,10 +55,10 @@ def test_random_steps_equal_the_textbook(
         monkeypatch.setattr(rows_module, "SLOW_TO_LAUNCH", ("cpu",))
     for seed in range(2):
         config, cache = make(options)
-        assert Play(config, cache, full, seed, max_back=CONTEXT).steps(30, places=3).num_rolled_back > 5
+        assert Play(config, cache, full, seed, max_back=CONTEXT).steps(25, places=3).num_rolled_back > 3
 
 
-@each_growth
+@one_of_each_growth
 def test_a_window_of_the_models_own_is_kept(options: dict[str, Any]) -> None:
     config, cache = make(options, sliding_window=6, sliding_layers=(True, False))
     Play(config, cache, last_tokens(CONTEXT), 0, max_back=CONTEXT).steps(30, places=2)
@@ -76,7 +77,7 @@ def test_alone_and_preallocated_it_gives_the_bits_of_the_paged_layout() -> None:
             assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("options", GROWTHS[:2] + GROWTHS[3:4], ids=str)
+@one_of_each_growth
 @pytest.mark.parametrize(
     "engine",
     [{}, *ENGINES],
@@ -104,7 +105,7 @@ def test_the_preempting_scheduler_preempts_and_the_draft_drafts(tiny: TinyPair) 
     assert trace.of(DraftProposed)
 
 
-@each_growth
+@one_of_each_growth
 def test_the_same_tokens_as_paged_for_minicoder(options: dict[str, Any]) -> None:
     assert generated("minicoder", {"layout": "contiguous", **options}) == paged("minicoder")
 
@@ -129,11 +130,11 @@ def test_a_new_owner_sees_nothing_of_the_former_one() -> None:
         play.step([(0, 3, 1)])
 
 
-@each_growth
+@one_of_each_growth
 def test_rows_never_written_are_never_felt(options: dict[str, Any]) -> None:
     with nan_in_new_memory():
         config, cache = make(options)
-        Play(config, cache, full, 2, max_back=CONTEXT).steps(10, places=2)
+        Play(config, cache, full, 2, max_back=CONTEXT).steps(8, places=2)
 
 
 def grow_by_one(options: dict[str, Any], prompt: int, new: int) -> ContiguousKVCache:

@@ -88,6 +88,6 @@ def test_a_shared_prefix_is_a_prefix_of_ones_own() -> None:
 
 
 def test_the_loss_is_bounded_and_smaller_groups_lose_less() -> None:
-    """Mean KL to float32 over 3 held-out texts, every later chunk reading codes."""
+    """Mean KL to float32 over 2 held-out texts, every later chunk reading codes."""
     loss, finer = mean_kl_to_float32(INT4), mean_kl_to_float32(FINER)
     assert finer < 0.7 * loss and loss < 0.03

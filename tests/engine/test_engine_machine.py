@@ -57,6 +57,8 @@ OPTIONS = st.fixed_dictionaries(
     }
 )
 MOST_REQUESTS = 9
+ACCIDENTS = ("", "", "forward", "copy", "copy", "BlocksShared", "BlocksFreed", "RequestPreempted", "RequestFinished")
+"""Where a step may be interrupted; the empty name: anywhere."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.shadows.append(Shadow(self.llm.engine.drafter.runner, self.accidents, "draft"))
         self.groups: dict[str, Group] = {}
         self.patience: dict[Request, Patience] = {}
-        self.ever_forked = self.refused = False
+        self.ever_forked = False
         self.events: list[Event] = []
         self.llm.engine.listeners.append(self.note)
 
@@ -142,9 +144,16 @@ class EngineMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------------------ what users do
 
     @precondition(lambda self: len(self.patience) < MOST_REQUESTS)
-    @rule(stem=st.sampled_from(STEMS), salt=st.sampled_from(["", "", "", "alice"]), arrivals=ARRIVALS)
-    def arrive(self, stem: tuple[int, ...], salt: str, arrivals: list[Arrival]) -> None:
+    @rule(
+        stem=st.sampled_from(STEMS),
+        salt=st.sampled_from(["", "", "", "alice"]),
+        arrivals=ARRIVALS,
+        one_too_large=st.sampled_from([False, False, False, True]),
+    )
+    def arrive(self, stem: tuple[int, ...], salt: str, arrivals: list[Arrival], one_too_large: bool) -> None:
         """Some requests arrive together, with much in common."""
+        if one_too_large:
+            self.be_refused(stem)
         for arrival in arrivals:
             params = sampling(arrival, drafted=bool(self.num_speculative_tokens))
             prompt = (*stem[: arrival.cut], *arrival.tail)
@@ -157,44 +166,34 @@ class EngineMachine(RuleBasedStateMachine):
             self.ever_forked |= params.n > 1
             self.someone_came(before, requests)
 
-    @precondition(lambda self: not self.refused)
-    @rule(stem=st.sampled_from(STEMS), max_tokens=st.integers(60, 90))
-    def add_too_large(self, stem: tuple[int, ...], max_tokens: int) -> None:
+    def be_refused(self, stem: tuple[int, ...]) -> None:
         """A request that could never run is refused, and nothing has happened."""
         before = list(self.llm.engine.requests)
-        params = SamplingParams(max_tokens=max_tokens, n=2, detokenize=False)
+        params = SamplingParams(max_tokens=80, n=2, detokenize=False)
         with pytest.raises(RequestTooLargeError):
             self.llm.add_request("large", {"prompt_token_ids": list(stem)}, params)
         assert list(self.llm.engine.requests) == before
-        self.refused = True
         self.seen["refused as too large"] += 1
 
     @precondition(lambda self: self.groups)
-    @rule(which=st.integers(0, 99))
-    def abort(self, which: int) -> None:
-        """A user goes away."""
-        group = self.groups.pop(sorted(self.groups)[which % len(self.groups)])
-        for request in group.requests:
-            if not request.finished:
-                self.seen["aborted running" if request.block_table else "aborted waiting"] += 1
-        self.llm.abort_request([group.request_id, "nobody"])
-        assert all(request.finished and not request.block_table for request in group.requests)
+    @rule(which=st.integers(0, 99), index=st.sampled_from([None, 0, 0, 1, 2]))
+    def abort(self, which: int, index: int | None) -> None:
+        """A user goes away; or only one of several completions ends, perhaps the one whose blocks others will share."""
+        group = self.groups[sorted(self.groups)[which % len(self.groups)]]
+        ending = group.requests if index is None else [group.requests[index % len(group.requests)]]
+        for request in [request for request in ending if not request.finished]:
+            self.seen["aborted running" if request.block_table else "aborted waiting"] += 1
+            children = [other for other in self.llm.engine.scheduler.waiting if other.fork_of is request]
+            self.seen["aborted a parent with waiting forks"] += bool(children) and index is not None
+        if index is None:
+            del self.groups[group.request_id]
+            self.llm.abort_request([group.request_id, "nobody"])
+        else:
+            self.llm.engine.abort(ending[0].request_id)
+        assert all(request.finished and not request.block_table for request in ending)
         self.after_any_event()
 
-    @precondition(lambda self: any(len(group.requests) > 1 for group in self.groups.values()))
-    @rule(which=st.integers(0, 99), index=st.sampled_from([0, 0, 1, 2]))
-    def abort_one_completion(self, which: int, index: int) -> None:
-        """One of several completions ends, perhaps the one whose blocks the others are to share."""
-        forked = [group for group in self.groups.values() if len(group.requests) > 1]
-        group = forked[which % len(forked)]
-        request = group.requests[index % len(group.requests)]
-        if not request.finished:
-            waiting = [r for r in self.llm.engine.scheduler.waiting if r.fork_of is request]
-            self.seen["aborted a parent with waiting forks"] += bool(waiting)
-            self.seen["aborted one completion"] += 1
-        self.llm.engine.abort(request.request_id)
-        self.after_any_event()
-
+    @precondition(lambda self: self.llm.engine.pool.num_cached)
     @rule()
     def reset(self) -> None:
         """Somebody empties the prefix cache."""
@@ -213,18 +212,19 @@ class EngineMachine(RuleBasedStateMachine):
             self.step()
 
     @precondition(lambda self: self.llm.has_unfinished_requests())
-    @rule(place=st.integers(1, 60))
-    def steps_until_interrupted(self, place: int) -> None:
+    @rule(kind=st.sampled_from(ACCIDENTS), left=st.integers(1, 7))
+    def steps_until_interrupted(self, kind: str, left: int) -> None:
         """The stop button, somewhere in this step or one of the next."""
-        self.accidents.left = place
+        self.accidents.kind, self.accidents.left = kind, left
         try:
-            while self.accidents.left and self.llm.has_unfinished_requests():
+            for _ in range(4):
                 self.step()
         except KeyboardInterrupt:
             for patience in self.patience.values():
                 patience.bound += 1
             self.after_any_event()
-        self.accidents.left = 0
+        finally:
+            self.accidents.left = 0
 
     def step(self) -> None:
         """One step, and everything it must have kept to."""
@@ -459,11 +459,13 @@ COMMON = (
     "refused as too large",
     "aborted running",
     "aborted waiting",
-    "aborted one completion",
     "aborted a parent with waiting forks",
     "interrupted before a target forward",
     "interrupted during a target forward",
     "interrupted after a target forward",
+    "interrupted before a target copy",
+    "interrupted after a target copy",
+    "interrupted at RequestPreempted",
     "interrupted at TokensCommitted",
     "interrupted at BlocksShared",
     "interrupted at RequestFinished",
@@ -475,6 +477,8 @@ DRAFTED = (
     "interrupted before a draft forward",
     "interrupted during a draft forward",
     "interrupted after a draft forward",
+    "interrupted before a draft copy",
+    "interrupted after a draft copy",
 )
 
 
@@ -487,7 +491,7 @@ def test_in_any_order_of_events_each_request_gets_what_it_gets_alone(num_specula
         machine,
         settings=settings(
             max_examples=EXAMPLES or 50,
-            stateful_step_count=60,
+            stateful_step_count=int(os.environ.get("SC",60)),
             derandomize=not EXAMPLES,
             database=None,
             deadline=None,

@@ -235,6 +235,9 @@ def test_whole_places_are_bars_with_the_same_counts():
     svg = CachePagesView(s.trace).to_svg()
     assert drawn_slots(svg) == {"written": 320, "fresh": 3, "rolled_back": 1, "empty": 2 * 1024 - 324}
     assert states(svg, "page") == ["used", "used", *["free"] * 6]
+    order = [path.get("data-state") for path in found(svg, "slots")]
+    # What is widened to be seen must not be covered by the empty part beside it.
+    assert order == ["empty", "written", "fresh", "empty", "written", "fresh", "rolled_back"]
     assert len(svg) < 10_000
     assert "2 used, 6 free; waste 1725 of 2048 slots (84%)" in description(svg)
     assert "8 places of 1024 slots" in description(svg)

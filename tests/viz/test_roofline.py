@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -9,7 +10,8 @@ import pytest
 
 from minillm.errors import ConfigError
 from minillm.viz.charts import LEFT, PLOT_HEIGHT, TOP
-from minillm.viz.roofline import END, Point, Roof, Roofline
+from minillm.viz.roofline import END, NAME_SIZE, Point, Roof, Roofline
+from minillm.viz.svg import SANS_EM
 from tests.viz.pictures import SVG, description, found, parse, states, text_of
 
 ROOF = Roof("a <machine>", bandwidth=20e9, rate=100e9)
@@ -65,13 +67,13 @@ def test_a_point_that_reaches_its_limit_lies_on_the_drawn_roof(intensity: float)
     assert y == pytest.approx(on_roof, abs=0.3)
 
 
-def test_slope_starts_at_an_edge_of_the_plot_and_ends_at_the_ridge():
-    svg = PICTURE.to_svg()
-    (x1, y1), (x2, y2), (x3, _) = roof_line(svg)
-    assert x1 == pytest.approx(LEFT) or y1 == pytest.approx(TOP + PLOT_HEIGHT)
-    assert (x3, x1 < x2, y2 < y1) == (END, True, True)
-    ridge = found(svg, "ridge")[0].get("d")
-    assert ridge.startswith(f"M{x2 - 6:g} {y2:g}")
+def test_slope_runs_from_the_left_edge_to_the_ridge_and_the_flat_part_to_the_right():
+    for picture in (PICTURE, Roofline("t", ROOF), Roofline("t", ROOF, [Point("p", 1e-4, 1e3), Point("q", 1e5, 1e12)])):
+        svg = picture.to_svg()
+        (x1, y1), (x2, y2), (x3, _) = roof_line(svg)
+        assert (x1, x3) == (LEFT, END)
+        assert x1 < x2 < x3 and TOP < y2 < y1 <= TOP + PLOT_HEIGHT
+        assert found(svg, "ridge")[0].get("d").startswith(f"M{x2 - 6:.1f}".removesuffix(".0") + f" {y2:g}L")
 
 
 def test_every_point_is_inside_and_a_dotted_line_leads_to_the_roof():
@@ -142,13 +144,34 @@ def test_facts_count_measured_points_only():
     ]
 
 
-def test_names_of_points_close_together_do_not_cover_each_other():
-    crowd = [Point(f"{n} tokens", 1.5 + n / 100, (3 + n / 50) * 1e9, group="attention") for n in range(4)]
+def boxes_of_names(svg: str, points: list[Point]) -> list[tuple[float, float, float, float]]:
+    """Left, top, right, bottom of each point's name."""
+    names = {point.name for point in points}
+    boxes = []
+    for text in parse(svg).iter(f"{SVG}text"):
+        if text_of(text) in names and text.get("paint-order"):
+            width, x, y = len(text_of(text)) * SANS_EM * NAME_SIZE, float(text.get("x")), float(text.get("y"))
+            left = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[text.get("text-anchor")]
+            boxes.append((left, y - 9, left + width, y + 3))
+    return boxes
+
+
+@pytest.mark.parametrize(
+    "crowd",
+    [
+        [Point(f"{n} tokens", 1.5 + n / 100, (3 + n / 50) * 1e9, group="attention") for n in range(4)],
+        [Point(f"{n} tokens", 1.5 + n / 4, 3e9, group="attention") for n in range(4)],
+    ],
+    ids=["nearly one place", "side by side"],
+)
+def test_names_of_points_close_together_cover_neither_each_other_nor_a_mark(crowd: list[Point]):
     svg = Roofline("t", ROOF, crowd).to_svg()
-    spots = {
-        (e.get("x"), e.get("y"), e.get("text-anchor")) for e in parse(svg).iter(f"{SVG}text") if "tokens" in text_of(e)
-    }
-    assert len(spots) == 4
+    boxes, marks = boxes_of_names(svg, crowd), list(places(svg).values())
+    assert len(boxes) == 4
+    for a, b in itertools.combinations(boxes, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+    for left, top, right, bottom in boxes:
+        assert not any(left < x < right and top < y < bottom for x, y in marks)
 
 
 def test_same_numbers_same_bytes_and_a_bundle_with_html_and_svg():
