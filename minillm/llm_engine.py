@@ -279,7 +279,7 @@ def _completion(request: Request) -> CompletionOutput:
         text=request.text,
         token_ids=request.output_token_ids,
         cumulative_logprob=request.cumulative_logprob if wanted else None,
-        logprobs=request.logprobs if wanted else None,
+        logprobs=list(request.logprobs) if wanted else None,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
     )

@@ -357,14 +357,13 @@ reveal("l03.rows", round(here.ridge * 4 / 2, 1))  # intensity = 2 · rows / 4 by
 #
 # Now the model's own layers, in the engine's own code:
 #
-# * its linear layers, with 1 to 64 rows. There are several copies of them, taken in turn, so that the weights come from
-#   memory and not from the processor's cache;
-# * its attention, 8 requests decoding, with 64 to 768 tokens behind them.
+# * its linear layers, with 1 to 64 rows. There are several copies of them, one after the other, so that the weights come
+#   from memory and not from the processor's cache;
+# * its attention, 8 requests decoding, with 64 to 512 tokens behind them.
 #
 # The place of a point from left to right is counted by your functions. Only its height is measured.
 
 # %% tags=["nbval-ignore-output"]
-import copy
 import itertools
 import statistics
 import time
@@ -372,7 +371,7 @@ from collections.abc import Callable
 
 from minillm.cache.paged import PagedKVCache
 from minillm.models.runner import ModelRunner, Segment
-from minillm.ops.linear import Linear
+from minillm.ops.linear import Linear, linear
 
 # CPU time of this thread, so that whatever else runs on the machine does not count (Windows counts it too coarsely).
 clock = time.thread_time if os.name == "posix" else time.perf_counter
@@ -390,21 +389,23 @@ def in_turn(runs: dict[object, Callable[[], object]], rounds: int = 5) -> dict[o
     return {key: statistics.median(each) for key, each in seconds.items()}
 
 
-linears = [m for m in model.layers.modules() if isinstance(m, Linear)]
+shapes_of_weights = [tuple(m.weight.shape) for m in model.layers.modules() if isinstance(m, Linear)]
 
 
 def time_linears(rows_tried: tuple[int, ...]) -> dict[int, float]:
     """Seconds for one pass through all linear layers, for each number of rows."""
     num_copies = 1 + int(128e6 // (4 * weights_per_row))
-    layers = [copy.deepcopy(m) for _ in range(num_copies) for m in linears]
-    inputs = {(rows, m.in_features): torch.randn(rows, m.in_features) for rows in rows_tried for m in linears}
-    runs = {rows: lambda rows=rows: [m(inputs[rows, m.in_features]) for m in layers] for rows in rows_tried}
+    numbers = torch.randn(num_copies * weights_per_row)  # values do not matter for the time, where they lie does
+    parts = numbers.split([fan_out * fan_in for fan_out, fan_in in shapes_of_weights] * num_copies)
+    weights = [part.view(shape) for part, shape in zip(parts, shapes_of_weights * num_copies, strict=True)]
+    inputs = {(rows, fan_in): torch.randn(rows, fan_in) for rows in rows_tried for _, fan_in in shapes_of_weights}
+    runs = {rows: lambda rows=rows: [linear(inputs[rows, w.shape[1]], w) for w in weights] for rows in rows_tried}
     return {rows: seconds / num_copies for rows, seconds in in_turn(runs).items()}
 
 
 def linear_bytes(rows: int) -> float:
     """Bytes that the linear layers of one copy must move."""
-    return sum(2 * rows * m.weight.numel() / intensity_of(rows, m.in_features, m.out_features, 4) for m in linears)
+    return sum(2 * rows * a * b / intensity_of(rows, b, a, 4) for a, b in shapes_of_weights)
 
 
 def decoding(model: Decoder, batch: int, context: int) -> tuple[ModelRunner, list[Segment]]:
@@ -434,7 +435,7 @@ def attention_point(model: Decoder, batch: int, context: int, seconds: float, la
     return Point(label, intensity, work / seconds, group="attention of 8 requests")
 
 
-rows_tried, contexts = (1, 2, 4, 8, 16, 32, 64), [n for n in (64, 256, 768) if n <= config.max_position_embeddings]
+rows_tried, contexts = (1, 2, 4, 8, 16, 32, 64), [n for n in (64, 256, 512) if n <= config.max_position_embeddings]
 took = time_linears(rows_tried)
 linear_points = []
 for rows in rows_tried:
@@ -816,7 +817,8 @@ Roofline("The same work twice", here, points)
 # for them. Whoever times one layer in a loop measures *this*, and then finds in the whole model, where other weights
 # push it out in between, a fraction of that speed. That is why the measurement above took several copies of the layers.
 # **A point well above the roof is always a mistake in one of three numbers**: the bytes (they came from elsewhere), the
-# time, or the roof. (A few percent above it are the noise of a busy machine.)
+# time, or the roof. (The large vectors may lie a tenth above it: the roof was measured by a copy, half of whose bytes are
+# written, and reading is a little faster than writing.)
 #
 # ### Wrong ways to pool
 #

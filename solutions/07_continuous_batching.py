@@ -522,6 +522,8 @@ def examine(scheduler_cls) -> tuple[int, int, int, int, int]:
         num_kv_blocks=26,
         enable_prefix_caching=False,
     )
+    for pool in (engine.engine.runner.cache.keys, engine.engine.runner.cache.values):
+        pool.zero_()  # slots that nobody has written hold chance otherwise, and what is wrong would differ every time
     with engine.trace() as trace:
         done = serve(engine, trickle, answers, every=2)
     steps, last_seen, longest_stall, first_of_long = 0, {}, 0, None

@@ -33,12 +33,19 @@ CACHES: dict[str, dict[str, Any]] = {
     "kv int4 g64": {"kv_cache_dtype": "int4", "kv_cache_config": {"group_size": 64}},
     "kv int4": {"kv_cache_dtype": "int4"},
     "kv int4 g16": {"kv_cache_dtype": "int4", "kv_cache_config": {"group_size": 16}},
+    "kv kivi r32": {"kv_cache_config": {"layout": "kivi", "residual": 32, "rollback": 0}},
     "kv kivi": {"kv_cache_config": {"layout": "kivi"}},
     "kv kivi r84": {"kv_cache_config": {"layout": "kivi", "residual": 84}},
     "kv window": {"kv_cache_config": {"layout": "window"}},
+    "kv window 124": {"kv_cache_config": {"layout": "window", "window": 124}},
     "kv sinks": {"kv_cache_config": {"layout": "sinks"}},
+    "kv sinks 4 + 120": {"kv_cache_config": {"layout": "sinks", "window": 120}},
 }
-"""Name → the options of `LLM` that mean it. `kv kivi r84` takes the bytes of `kv int4 g16` at a context of 1024."""
+"""Name → the options of `LLM` that mean it.
+
+`kv kivi r84` takes the bytes of `kv int4 g16` at a context of 1024. `kv kivi r32` keeps no more whole tokens than a
+group needs (1 to 32), which tells what comes from scales per channel and what from the whole tokens.
+"""
 
 WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "weights int8": ("int8", {}),

@@ -137,7 +137,8 @@ class BlockPool:
         self._empty = [block_id for block_id in range(self.num_blocks - 1, -1, -1) if not owners[block_id]]
         if evicted:
             self.on_evict(evicted)
-        self.on_free(list(self._empty))
+        if self._empty:
+            self.on_free(list(self._empty))
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise `BlockPoolError` unless empty + cached + used = total, every reference count is its number of owners,

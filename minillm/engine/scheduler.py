@@ -290,8 +290,9 @@ class Scheduler:
             else:
                 alive.append(request)
         alive.sort(key=self.rank)
-        self.running = [request for request in alive if request.block_table]
-        self.waiting = [request for request in alive if not request.block_table]
+        # Who has computed nothing begins anew: its table may hold others' blocks that it has not copied yet.
+        self.running = [request for request in alive if request.block_table and request.num_computed_tokens]
+        self.waiting = [request for request in alive if request not in self.running]
         for request in self.waiting:
             request.drop_cache()
         self.pool.reclaim(request.block_table for request in self.running)

@@ -186,17 +186,22 @@ def _fill(model: Decoder, part: Part, name: str, shards: Shards) -> None:
 def _unfilled_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str, scheme: Scheme | None
 ) -> Decoder:
-    """The model with its memory allocated and not filled. Quantised linears never exist all at once in full size."""
+    """The model with its memory allocated and not filled; to be quantised, one layer in full precision at a time."""
     with _Unfilled(dtype, device):
         model = Decoder(config if scheme is None else replace(config, num_layers=0))
     model.config = config
     for i in range(config.num_layers if scheme else 0):
         with _Unfilled(dtype, device):
             model.layers.append(DecoderLayer(config, i))
-        for name, linear in list(decoder_linears(model)):
-            if not isinstance(linear, QuantizedLinear):
-                model.set_submodule(name, empty_like(linear, scheme))
+        _shrink_linears(model, scheme)
     return model.to(device)
+
+
+def _shrink_linears(model: Decoder, scheme: Scheme | None) -> None:
+    """Replace the linears that are not quantised yet by empty quantised ones, and let go of them."""
+    for name, linear in list(decoder_linears(model)):
+        if scheme is not None and not isinstance(linear, QuantizedLinear):
+            model.set_submodule(name, empty_like(linear, scheme))
 
 
 def _complain(folder: Path, what: str, tensors: list[str]) -> None:

@@ -1,38 +1,114 @@
-"""The linear layer, y = x Wᵀ + b, for few rows on a CPU.
+"""The linear layer, y = x Wᵀ + b, on a CPU.
 
 `F.linear` hands its arguments to the BLAS library as they come. With one row that is a matrix-vector product, with a
-few rows a product whose long side is the one BLAS does not split well: both leave most of the processor idle. The same
-numbers computed as (W xᵀ)ᵀ, a single row doubled so that it becomes a small matrix product, took 0.57 of the time at
-1 row, 0.34 at 2, 0.61 at 5 and 0.86 at 8 (all layers of minicoder, one core of an AMD EPYC with AVX-512, PyTorch 2.13
-with MKL). At 16 rows it took 1.07 of it, so prefill and larger batches use `F.linear`. Sums are taken in another order,
-so results differ in the last bits.
+few rows a product whose long side is the one BLAS does not split well: both leave most of the processor idle. Two ways
+around that, each for the number of rows at which it is the fastest. Milliseconds for all layers of minicoder (47 MB of
+fp32 weights, one core of an AMD EPYC with AVX-512, PyTorch 2.13, MKL and oneDNN; the best of 25 runs):
+
+    rows                         1      2      3      4      8     16     32    256
+    F.linear                  5.37   8.14      –   7.26   8.28  10.10  13.95  67.73
+    few rows: (W xᵀ)ᵀ         2.94   2.85   3.72   4.27   6.93  11.51  15.56  75.19
+    packed: oneDNN's layout   3.91   4.33   4.22   3.64   4.41   5.40   9.24  56.38
+
+A single row is doubled, so that it becomes a small matrix product. Packing copies the weights once, at the first
+product that is better for it, into the order in which the kernel reads them: it costs as many bytes again as the
+weights. Sums are taken in another order than in `F.linear`, so results differ in the last bits.
 
 Bytes moved: the weights once, rows · (in + out) numbers besides; with few rows the weights are all that counts.
 """
 
 from __future__ import annotations
 
+import platform
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 FEW_ROWS = 8
-"""Up to so many rows the transposed product is faster."""
+"""Up to so many rows the transposed product is faster than `F.linear`."""
+PACKED_ROWS = 4
+"""From so many rows on, packed weights are faster than both."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x`: `[rows, in]`, `weight`: `[out, in]`, `bias`: `[out]` → `[rows, out]`, contiguous."""
     rows = x.shape[0]
-    if rows > FEW_ROWS or x.dtype != torch.float32 or x.is_cuda or torch.is_grad_enabled():
+    if rows > FEW_ROWS or not is_plain_cpu(x):
         return F.linear(x, weight, bias)
     columns = torch.cat((x, x)).T if rows == 1 else x.T
     y = (weight @ columns).T[:rows].contiguous()
     return y if bias is None else y + bias
 
 
+def is_plain_cpu(x: Tensor) -> bool:
+    """Whether the faster ways apply: fp32 on a CPU, and no gradient is recorded."""
+    return x.dtype == torch.float32 and not x.is_cuda and not torch.is_grad_enabled()
+
+
+def _can_hold(weight: Tensor) -> bool:
+    """Whether a packed copy can be kept beside `weight`: a compiler would trace the copying instead of doing it, and
+    tensors made in inference mode do not count their changes."""
+    return not torch.compiler.is_compiling() and not weight.is_inference()
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight in oneDNN's own order, and what it was made of."""
+
+    weight: Tensor
+    version: int
+    data: Tensor
+    """An opaque tensor: only the product below can read it."""
+
+    @classmethod
+    def of(cls, weight: Tensor) -> PackedWeight:
+        """Copy `weight` (`[out, in]`, fp32) into the order that the kernel reads."""
+        # 16 stands for "a few rows": what is laid out for one row would serve no other number.
+        data = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 16)
+        return cls(weight, weight._version, data)
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether this still is `weight`, which may have been replaced or changed in place."""
+        return self.weight is weight and self.version == weight._version
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`[rows, in]` → `[rows, out]`, contiguous."""
+        return torch.ops.mkldnn._linear_pointwise(x, self.data, bias, "none", [], "")
+
+
+@cache
+def can_pack() -> bool:
+    """Whether oneDNN is here with the operators that PyTorch's own compiler packs weights with (x86 only)."""
+    return (
+        platform.machine().lower() in ("x86_64", "amd64")
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
 class Linear(nn.Linear):
-    """`nn.Linear` on the op above. While gradients are recorded it is `F.linear`."""
+    """`nn.Linear` on the op above, with packed weights where they pay. While gradients are recorded it is `F.linear`.
+
+    A weight that is replaced or changed in place is packed again; a change through `weight.data` is not noticed.
+    """
+
+    _packed: PackedWeight | None = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name that nn.Linear gives it)
         """`[rows, in]` → `[rows, out]`."""
-        return linear(input, self.weight, self.bias)
+        weight = self.weight
+        if input.shape[0] < PACKED_ROWS or not is_plain_cpu(input) or not can_pack() or not _can_hold(weight):
+            return linear(input, weight, self.bias)
+        packed = self._packed
+        if packed is None or not packed.holds(weight):
+            packed = self._packed = PackedWeight.of(weight)
+        return packed.product(input, self.bias)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: the weights as they are, for packed ones can be neither."""
+        return {name: value for name, value in self.__dict__.items() if name != "_packed"}

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm import SamplingParams
 from minillm.cache.base import Batch
 from minillm.cache.paged_quantized import PagedQuantizedKVCache
 from minillm.engine.scheduler import Scheduled, Scheduler
-from minillm.trace import DraftProposed, RequestPreempted, TokensCommitted
+from minillm.trace import BlockCopied, DraftProposed, RequestPreempted, TokensCommitted
 from tests.cache.engines import DRAFT, engine, fill_with_rubbish, prompts, tokens
 from tests.cache.steps import CONTEXT, CPU, small_config
 from tests.ops.test_paged_attention import random_step, textbook
@@ -149,5 +150,21 @@ def a_shared_prefix_gives_what_ones_own_gives(options: dict[str, Any]) -> None:
     long = max(prompts(COUNT), key=len)
     texts = [long, long, long[: len(long) // 2] + "\n    return"]
     shared, alone = (engine(options, enable_prefix_caching=share) for share in (True, False))
-    got = [tokens(shared, [text], NEW_TOKENS)[0] for text in texts]
-    assert got == [tokens(alone, [text], NEW_TOKENS)[0] for text in texts]
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    outputs = [shared.generate(text, params, use_tqdm=False)[0] for text in texts]
+    assert [output.num_cached_tokens > 0 for output in outputs] == [False, True, True]
+    assert [o.outputs[0].token_ids for o in outputs] == [tokens(alone, [text], NEW_TOKENS)[0] for text in texts]
+
+
+def completions_that_fork_write_into_copies(options: dict[str, Any]) -> None:
+    """Three samples of one prompt share its blocks, and copy the last one when they go apart."""
+    prompt = max(prompts(COUNT), key=len)
+    params = SamplingParams(n=3, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True)
+    together = engine(options)
+    with together.trace() as trace:
+        outputs = together.generate(prompt, params, use_tqdm=False)[0].outputs
+    assert len(trace.of(BlockCopied)) == 2
+    assert len({tuple(output.token_ids) for output in outputs}) == 3
+    alone = engine(options, max_num_seqs=1, enable_prefix_caching=False)
+    for output, one in zip(outputs, alone.generate(prompt, params, use_tqdm=False)[0].outputs, strict=True):
+        assert output.token_ids == one.token_ids

@@ -76,7 +76,7 @@ def test_chunked_prefill_is_whole_prefill(expected: list[list[int]]) -> None:
 
 
 def test_preempted_is_not_preempted(expected: list[list[int]]) -> None:
-    assert check.preempted(INT4, block_size=4, num_kv_blocks=60) == expected
+    assert check.preempted(INT4, block_size=4, scheduler_cls=check.PreemptingScheduler) == expected
 
 
 def test_drafted_is_not_drafted(expected: list[list[int]]) -> None:
@@ -85,6 +85,10 @@ def test_drafted_is_not_drafted(expected: list[list[int]]) -> None:
 
 def test_a_shared_prefix_is_a_prefix_of_ones_own() -> None:
     check.a_shared_prefix_gives_what_ones_own_gives(INT4)
+
+
+def test_forks_go_their_own_ways() -> None:
+    check.completions_that_fork_write_into_copies(INT4)
 
 
 def test_the_loss_is_bounded_and_smaller_groups_lose_less() -> None:

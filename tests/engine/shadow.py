@@ -63,7 +63,7 @@ class Shadow:
         runner.cache.copy_blocks = self.copy_blocks
 
     def run(self, segments: Sequence[Segment]) -> object:
-        """The forward, and what it writes. Interrupted half-way, its slots hold NaN, unless they held the same before."""
+        """The forward, and what it writes. Interrupted half-way it leaves NaN where it would have changed anything."""
         self.accidents.may_happen(f"before a {self.who} forward")
         written = self._written(segments)
         if self.accidents.due(f"during a {self.who} forward"):
@@ -141,5 +141,5 @@ def check_pool_names(pool: BlockPool, shadow: Shadow, requests: Sequence[Request
         names = request.block_names(pool.block_size)
         for index, block_id in enumerate(request.block_table):
             assert pool._names.get(block_id) in (None, *names[index : index + 1]), (
-                f"{request.request_id} holds block {block_id}, which has a name of other tokens than {request.token_ids}"
+                f"{request.request_id} holds block {block_id}, whose name is of other tokens than {request.token_ids}"
             )

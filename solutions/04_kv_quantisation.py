@@ -1,0 +1,861 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 4. INT8 and INT4 KV
+#
+# **Question.** *How few bits can a key have before the model notices?*
+#
+# Lesson 2 traded memory for time, and lesson 3 showed what a decode step waits for: bytes. So make the numbers smaller.
+# A key in float16 has 16 bits. Give it 8, and the same memory holds almost twice the text. Give it 4, and it holds
+# almost four times as much. Almost: the missing part is the *scales*, and this lesson counts them.
+#
+# You build the two ways in which caches are quantised in practice: a scale per token and head (INT8, INT4), and a scale
+# per channel (KIVI). Your functions then keep the keys and values of a real model inside the engine, and two meters
+# say whether it noticed: the tokens it writes, and how far its probabilities have moved.
+#
+# You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU.
+
+# %%
+import os
+
+import torch
+from torch import Tensor
+
+from minillm import LLM, SamplingParams
+from minillm.bench import quality
+from minillm.bench.prompts import evaluation_prompts
+from minillm.models.config import ModelConfig
+from minillm.models.runner import Segment
+from minillm.teaching import check, hint, predict, reveal, use
+from minillm.teaching.exercises.l02_kv_cache import LLAMA_3_8B
+from minillm.viz.charts import Axis, LineChart, Series
+from minillm.viz.error_map import ErrorMap
+
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
+llm = LLM(NAME)
+config = llm.engine.runner.model.config
+DIM = config.head_dim
+print(f"{NAME}: {config.num_layers} layers, {config.num_kv_heads} KV heads of width {DIM}")
+
+# %% [markdown]
+# ## The question, in numbers
+#
+# A model of eight billion weights, in float16, beside the cache of *one* text. (Arithmetic, from the shape of
+# Llama 3 8B.)
+
+# %%
+weights, per_token = 16e9, 2 * LLAMA_3_8B.num_layers * LLAMA_3_8B.kv_size * 2
+for context in (8_192, 32_768, 131_072):
+    print(f"{context:7,} tokens: {context * per_token / 1e9:5.1f} GB of keys and values, weights {weights / 1e9:.0f} GB")
+
+# %% [markdown]
+# At its longest context the cache is larger than the model. Every decode step reads all of it.
+#
+# ## Predict
+#
+# Write a number for each before you measure.
+#
+# 1. INT8 codes, and one scale of two bytes per token and head, heads of width 64. How many times smaller than float16?
+#    (An article we read says 2.)
+# 2. Keys and values in INT4, one scale per token and head. At how many of 100 places in a text does the model name
+#    another likeliest next token than in float32?
+# 3. An INT8 cache written in plain PyTorch turns codes into numbers before it attends. How many bytes does the
+#    attention of one decode step move, as a multiple of the same step over a float16 cache?
+
+# %%
+predict("l04.smaller", None, unit="times")
+predict("l04.changed", None, unit="of 100")
+predict("l04.moved", None, unit="times")
+
+# %% [markdown]
+# ## Build
+#
+# ### Exercise 1: one scale per token and head
+#
+# An integer code $c$ stands for the number $c \cdot s$. Choose the scale $s$ so that the largest absolute number of the
+# row gets the largest code:
+#
+# $$s = \frac{\max_i |x_i|}{\text{levels}}, \qquad c_i = \operatorname{round}(x_i / s), \qquad
+# |x_i - c_i s| \le \frac{s}{2}$$
+#
+# with 127 levels for 8 bits and 7 for 4 bits. Two details decide whether the bound holds:
+#
+# * A row of zeros has $s = 0$, and $0/0$ is not a number. Give it the scale 1.
+# * The scale is stored too, in two bytes. Whoever reads will multiply by the *stored* scale, so divide by the stored
+#   one. bfloat16 and not float16, because it has the range of float32: in float16, scales below about 3e-8 become 0.
+
+
+# %%
+def quantise_symmetric(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """One scale per token and head.
+
+    x:       [tokens, heads, dim] float32
+    levels:  the largest code: 127 or 7
+    returns: codes [tokens, heads, dim] int8, none beyond ±levels; scale [tokens, heads] bfloat16, 1 for a row of zeros
+
+    Example: x = [[[1, -2.1, 0.3, 4]]], levels = 7: 4 / 7 is 0.5703 in bfloat16, and the codes are [[[2, -4, 1, 7]]].
+    """
+    ### BEGIN SOLUTION
+    amax = x.abs().amax(-1)
+    scale = torch.where(amax == 0, 1.0, amax / levels).to(torch.bfloat16)
+    codes = (x / scale.float()[..., None]).round().clamp(-levels, levels)
+    return codes.to(torch.int8), scale
+    ### END SOLUTION
+
+
+# %%
+check("l04.quantise_symmetric")
+
+# %% [markdown]
+# Stuck? `hint("l04.quantise_symmetric", 1)`, then 2, then 3: each says more.
+#
+# ### See: your codes in the engine
+#
+# The engine's quantised caches ask two questions: `encode` (numbers to what is stored) and `decode` (back). Paging,
+# sharing and attention are theirs. Here `encode` is yours, and the engine answers 24 prompts that the model has never
+# seen.
+
+# %%
+from minillm.cache.paged_int8 import PagedInt8KVCache
+
+my_quantise = use("l04.quantise_symmetric")
+
+
+def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
+    """[tokens, heads, dim] from codes and one scale per token and head."""
+    return codes.float() * scale.float()[..., None]
+
+
+class MyInt8(PagedInt8KVCache):
+    """The engine's INT8 layout with your codes in it."""
+
+    def encode(self, x):
+        return my_quantise(x, 127)
+
+    def decode(self, codes, scale):
+        return dequantise(codes, scale)
+
+
+prompts = [p.prompt for p in evaluation_prompts()[:24]]
+greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+
+
+def written(engine: LLM) -> list[list[int]]:
+    """The tokens that the engine writes after each prompt."""
+    return [output.outputs[0].token_ids for output in engine.generate(prompts, greedy, use_tqdm=False)]
+
+
+def compare(label: str, tokens: list[list[int]]) -> None:
+    """How many texts are those of float32, and how far the others are."""
+    firsts = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), None) for x, y in zip(tokens, exact_tokens)]
+    parted = sorted(i + 1 for i in firsts if i is not None)
+    print(f"{label:5} {firsts.count(None):2} of {len(firsts)} texts are those of float32; the others part at token {parted}")
+
+
+exact_tokens = written(llm)
+int8_tokens = written(LLM(NAME, kv_cache_config={"layout": MyInt8}))
+compare("INT8", int8_tokens)
+print("the same as the engine's own INT8:", int8_tokens == written(LLM(NAME, kv_cache_dtype="int8")))
+
+# %% [markdown]
+# So "lossless" is not the word, even for INT8: here and there two tokens are nearly equally likely, and the smallest
+# push decides. After that, the texts are different texts. It does not follow that they are *worse*; that is what the
+# second meter is for, further down.
+#
+# ### Exercises 2 and 3: two codes in one byte
+#
+# There is no four-bit tensor. Two codes share a byte: the even ones in its low half, the odd ones in its high half.
+# Negative codes are written in two's complement, as the machine does with eight bits: -1 is `1111`, -8 is `1000`.
+
+
+# %%
+def pack_int4(codes: Tensor) -> Tensor:
+    """Two signed codes to a byte.
+
+    codes:   [..., n] int8, each -8 … 7, n even
+    returns: [..., n / 2] uint8; codes 0, 2, 4 … in the low halves, codes 1, 3, 5 … in the high ones
+
+    Example: [3, 5] gives [0x53], and [-1, 2] gives [0x2F].
+    """
+    ### BEGIN SOLUTION
+    nibbles = codes.to(torch.uint8) & 15
+    return nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
+    ### END SOLUTION
+
+
+# %%
+check("l04.pack_int4")
+
+
+# %%
+def unpack_int4(packed: Tensor) -> Tensor:
+    """The inverse of pack_int4.
+
+    packed:  [..., n / 2] uint8
+    returns: [..., n] int8, each -8 … 7
+
+    Example: [0x2F] gives [-1, 2].
+    """
+    ### BEGIN SOLUTION
+    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8)
+    return torch.where(nibbles > 7, nibbles - 16, nibbles)
+    ### END SOLUTION
+
+
+# %%
+check("l04.unpack_int4")
+
+# %% [markdown]
+# With these and `levels = 7` you have an INT4 cache. The layout tells the engine what one row consists of (`row`); the
+# bytes follow from that.
+
+# %%
+from minillm.cache.paged_quantized import Field, PagedQuantizedKVCache
+
+my_pack, my_unpack = use("l04.pack_int4"), use("l04.unpack_int4")
+
+
+class MyInt4(PagedQuantizedKVCache):
+    """Your codes, seven levels, two to a byte, one scale per token and head."""
+
+    @classmethod
+    def row(cls, head_dim):
+        return Field((head_dim // 2,), torch.uint8), Field((), torch.bfloat16)
+
+    def encode(self, x):
+        codes, scale = my_quantise(x, 7)
+        return my_pack(codes), scale
+
+    def decode(self, packed, scale):
+        return dequantise(my_unpack(packed), scale)
+
+
+compare("INT4", written(LLM(NAME, kv_cache_config={"layout": MyInt4})))
+
+# %% [markdown]
+# ### Exercise 4: what it costs
+#
+# Codes are not all there is to store. Count a token of any quantised cache: `bits` per number, and beside each group
+# of `group_size` numbers `group_bytes` for its scale, or its scale and zero point.
+
+
+# %%
+def cache_bytes(config: ModelConfig, bits: int, group_size: int, group_bytes: int) -> int:
+    """Bytes that one token adds to the cache over all layers, scales included.
+
+    config: has num_layers, num_heads (of the queries), num_kv_heads and head_dim; group_size divides head_dim
+
+    Example: one layer, one KV head of width 4, 8 bits, a scale of 2 bytes for each 4 numbers: 2 · (4 + 2) = 12 bytes.
+    """
+    ### BEGIN SOLUTION
+    numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return numbers * bits // 8 + numbers // group_size * group_bytes
+    ### END SOLUTION
+
+
+# %%
+check("l04.cache_bytes")
+
+# %% [markdown]
+# The claim to test: "INT8 gives 2×, INT4 gives 4×". One scale of two bytes per token and head, for heads of four
+# widths.
+
+# %%
+from dataclasses import replace
+
+my_bytes = use("l04.cache_bytes")
+print("head width      INT8      INT4")
+for width in (128, 64, 32, 16):
+    heads = replace(config, head_dim=width)
+    half = my_bytes(heads, 16, width, 0)
+    print(f"{width:10} {half / my_bytes(heads, 8, width, 2):8.2f}x {half / my_bytes(heads, 4, width, 2):8.2f}x")
+reveal("l04.smaller", round(my_bytes(config, 16, 64, 0) / my_bytes(config, 8, 64, 2), 2))
+print("the engine allocates the same:", PagedInt8KVCache.bytes_per_block(config, 1, torch.float16) == my_bytes(config, 8, DIM, 2))
+
+# %% [markdown]
+# Nearly, with wide heads. The narrower the head, the more its scale weighs. And finer groups, which are what makes
+# INT4 bearable, cost more again: a scale and a zero point for every 32 numbers make five bits of four.
+#
+# ### Which way does the large number lie?
+#
+# A scale must reach the largest number of whatever shares it. If the large numbers sit in a few **channels**, the same
+# for every token, then each token's scale is made for those, and all its other channels are left with few codes. A
+# scale per *channel* would not have that problem. Are there such channels? Look at the keys and the values of the
+# layer where they are clearest.
+
+# %% tags=["expected"] alt="Heat maps of keys and values of one head, 64 tokens by 64 channels: the keys have vertical stripes, channels that are large for every token; the values have no clear stripes."
+from minillm.cache.paged import PagedKVCache
+
+
+class Listener(PagedKVCache):
+    """The plain cache, and it remembers what it was given."""
+
+    heard = {}  # layer → (queries, keys, values)
+
+    def attend(self, layer, q, k, v, batch):
+        self.heard[layer] = (q, k, v)
+        return super().attend(layer, q, k, v, batch)
+
+
+tokenizer = llm.engine.tokenizer
+encoded = [tokenizer.encode(prompt.prompt) for prompt in evaluation_prompts()]
+token_ids = [i for ids in encoded for i in ids][:128]
+listening = LLM(NAME, kv_cache_config={"layout": Listener}).engine.runner
+blocks = list(range(-(-len(token_ids) // listening.block_size)))
+listening.run([Segment(token_ids, 0, blocks)])
+heard = Listener.heard
+
+
+def stripe(x: Tensor) -> Tensor:
+    """The strongest channel of each head over the median channel, by mean absolute value."""
+    size = x.abs().mean(0)
+    return size.amax(-1) / size.median(-1).values
+
+
+print("strongest channel over the median channel, the clearest head of each layer:")
+for name, which in (("keys", 1), ("values", 2)):
+    print(f"  {name:7}", " ".join(f"{stripe(heard[layer][which]).max():.0f}" for layer in range(config.num_layers)))
+layer = max(range(config.num_layers), key=lambda i: float(stripe(heard[i][1]).max()))
+head = int(stripe(heard[layer][1]).argmax())
+keys, values = heard[layer][1][:, head], heard[layer][2][:, head]
+ErrorMap(
+    {"keys": keys[:64], "values": values[:64]},
+    title=f"Keys and values, layer {layer}, head {head}",
+    unit="absolute value",
+)
+
+# %% [markdown]
+# Keys have stripes, values hardly any. (Why keys? RoPE turns pairs of channels, the slow pairs hardly turn at all, and
+# a model can use them for something that is true of every token.) But be exact about size: here the strongest channel
+# is a few times the median. In the large models of the KIVI paper it is ten to a hundred times. This model *has* the
+# pattern, in miniature.
+#
+# ### Exercise 5: one scale per channel
+#
+# So turn the direction. A scale per channel needs several tokens that share it: a **group** of tokens. And since a
+# channel may lie far from zero and vary little, spend the sixteen codes between its minimum and its maximum:
+#
+# $$z = \min, \qquad s = \frac{\max - z}{15}, \qquad c = \operatorname{round}\!\left(\frac{x - z}{s}\right) \in 0 \dots 15,
+# \qquad \hat x = c \cdot s + z$$
+#
+# $z$ and $s$ are stored in float16, and again the stored ones count. Where float16 rounds the zero point *above* the
+# minimum, a code would be -1, and in an unsigned byte that is 255. Clamp. (The engine rounds the zero point down and the
+# scale up, so that its bound needs no exception.)
+
+
+# %%
+def quantise_per_channel(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A scale and a zero point per channel, for each group of `group_size` tokens.
+
+    x:       [tokens, heads, dim] float32; tokens is a multiple of group_size
+    returns: codes [tokens, heads, dim] uint8, each 0 … 15; scale and zero, both [groups, heads, dim] float16
+             (a scale that is not above 0 becomes 1)
+
+    Example: one channel with the values 0, 1, 3.2, 2.1 in a group of 4: zero 0, scale 3.2 / 15, codes 0, 5, 15, 10.
+    """
+    ### BEGIN SOLUTION
+    grouped = x.unflatten(0, (-1, group_size))
+    low, high = grouped.amin(1), grouped.amax(1)
+    zero = low.half()
+    scale = ((high - zero.float()) / 15).half()
+    scale = torch.where(scale > 0, scale, 1.0).half()
+    codes = ((grouped - zero.float()[:, None]) / scale.float()[:, None]).round().clamp(0, 15)
+    return codes.flatten(0, 1).to(torch.uint8), scale, zero
+    ### END SOLUTION
+
+
+# %%
+check("l04.quantise_per_channel")
+
+# %% [markdown]
+# ### See: where the errors go
+#
+# The same keys, four bits each, by both of your functions.
+
+# %% tags=["expected"] alt="Errors of the keys, one scale per token against one scale per channel, on one colour scale: the left map is dark in most cells, the right one is light except in the columns of the strongest channels."
+my_per_channel = use("l04.quantise_per_channel")
+
+
+def errors_per_token(x: Tensor) -> Tensor:
+    """[tokens, dim]: your INT4 codes with one scale per token."""
+    return (dequantise(*my_quantise(x[:, None], 7))[:, 0] - x).abs()
+
+
+def errors_per_channel(x: Tensor, group_size: int = 32) -> Tensor:
+    """[tokens, dim]: your codes with a scale and a zero point per channel."""
+    codes, scale, zero = my_per_channel(x[:, None], group_size)
+    grouped = codes.unflatten(0, (-1, group_size)).float()
+    return ((grouped * scale.float()[:, None] + zero.float()[:, None]).flatten(0, 1)[:, 0] - x).abs()
+
+
+ErrorMap(
+    {"a scale per token": errors_per_token(keys)[:64], "a scale per channel": errors_per_channel(keys)[:64]},
+    title=f"Errors of INT4 keys, layer {layer}, head {head}",
+)
+
+# %% [markdown]
+# Left, rows: a token with one large number has a coarse scale, everywhere. Right, columns: the large channels keep
+# their errors to themselves. Now the average over all layers, for keys and for values.
+
+# %%
+for name, which in (("keys", 1), ("values", 2)):
+    rows = [heard[i][which][:, h] for i in range(config.num_layers) for h in range(config.num_kv_heads)]
+    token, channel = (float(sum(f(x).mean() for x in rows)) for f in (errors_per_token, errors_per_channel))
+    print(f"{name:7} error with a scale per token / with a scale per channel: {token / channel:.1f}")
+
+# %% [markdown]
+# Part of that gain is the zero point and not the direction, which is why values gain a little as well. To see the
+# direction alone, at its full size, here is a **made-up** key cache: noise of size 1, and two channels that are thirty
+# times as large, as reported from large models. This picture is not from minicoder.
+
+# %% tags=["expected"] alt="Made-up keys with two channels thirty times as large: with a scale per token the whole map is dark; with a scale per channel everything is light."
+torch.manual_seed(4)
+made_up = torch.randn(64, 64)
+made_up[:, [9, 40]] += 30
+ErrorMap(
+    {"a scale per token": errors_per_token(made_up), "a scale per channel": errors_per_channel(made_up)},
+    title="Made up: two channels thirty times as large",
+)
+
+# %% [markdown]
+# ### Exercise 6: how wrong can a score be?
+#
+# A picture of errors is not a promise. Here is one. Every number of a key is off by at most $s/2$, so for a query $q$
+#
+# $$\left| \frac{q \cdot \hat k}{\sqrt d} - \frac{q \cdot k}{\sqrt d} \right| \le \frac{\lVert q \rVert_1 \, s}{2 \sqrt d}$$
+
+
+# %%
+def score_error_bound(q: Tensor, scale: Tensor) -> Tensor:
+    """Most that the scores q · k / √d can move when each number of key j is off by at most scale[j] / 2.
+
+    q:       [queries, dim]
+    scale:   [keys]
+    returns: [queries, keys]
+
+    Example: q = [[1, 1, 2, 0]], scale = [0.5] gives [[0.5]]: 4 · 0.25 / 2.
+    """
+    ### BEGIN SOLUTION
+    return q.abs().sum(-1)[:, None] * scale[None, :] / (2 * q.shape[-1] ** 0.5)
+    ### END SOLUTION
+
+
+# %%
+check("l04.score_error_bound")
+
+# %% [markdown]
+# Three bounds, tried on every score, probability and output of one head per layer. If no score of a row moves by more
+# than $\varepsilon$, no probability changes by more than a factor of $e^{2\varepsilon}$. And an attention output is a
+# weighted mean of values, so it moves by no more than half of the largest scale among them.
+
+# %%
+my_bound = use("l04.score_error_bound")
+
+
+def tried(levels: int) -> tuple[int, int, float, float]:
+    """Numbers tested, numbers beyond their bound; mean of score error / bound, and the largest."""
+    tested = beyond = 0
+    shares = []
+    for q, k, v in heard.values():
+        q, k, v = q[:, 0].double(), k[:, :1], v[:, :1]  # query head 0 reads KV head 0
+        (codes, scale), (value_codes, value_scale) = my_quantise(k, levels), my_quantise(v, levels)
+        exact = q @ k[:, 0].double().T / DIM**0.5
+        coded = q @ dequantise(codes, scale)[:, 0].double().T / DIM**0.5
+        bound = my_bound(q, scale[:, 0].double())
+        causal = torch.ones_like(exact, dtype=torch.bool).tril()
+        moved = (coded - exact).abs()
+        hidden = torch.full_like(exact, float("-inf"))
+        p, p_coded = (torch.where(causal, x, hidden).softmax(-1) for x in (exact, coded))
+        epsilon = moved.where(causal, 0.0).amax(-1, keepdim=True)
+        ratio = (p_coded.log() - p.log()).abs()[causal] - (2 * epsilon).expand_as(p)[causal]
+        moved_out = (p @ (dequantise(value_codes, value_scale)[:, 0] - v[:, 0]).double()).abs()
+        most = value_scale[:, 0].double().cummax(0).values / 2
+        for over in ((moved - bound)[causal], ratio, moved_out - most[:, None]):
+            tested += over.numel()
+            beyond += int((over > 1e-5).sum())
+        shares.append((moved / bound)[causal])
+    shares = torch.cat(shares)
+    return tested, beyond, float(shares.mean()), float(shares.max())
+
+
+for label, levels in (("INT8", 127), ("INT4", 7)):
+    tested, beyond, usual, largest = tried(levels)
+    print(f"{label}: {tested:,} numbers, {beyond} beyond their bound; score errors: mean {usual:.0%} of the bound, largest {largest:.0%}")
+
+# %% [markdown]
+# The bound holds and is never nearly reached: it assumes that all errors conspire with the signs of the query, and they
+# do not. Rounding errors behave like noise of size $s/\sqrt{12}$, which is why models bear quantisation far better than
+# the worst case suggests.
+#
+# ## Measure
+#
+# ### How few bits?
+#
+# Now the question itself. Held-out text is fed token by token with the right answer each time, in steps of 32 tokens,
+# and the distributions of the next token are compared with those of the float32 cache: the *Kullback-Leibler
+# divergence* (KL), 0 when nothing has changed. First the keys alone get fewer bits, then the values alone; one scale per
+# token and head. Numbers are rounded to one digit; that is as far as 500 tokens can be trusted.
+
+# %%
+quality.CHUNK = 32
+texts = quality.join(encoded[:16], 256, config.eos_token_ids[:1], tokenizer)
+
+
+def runner_of(**options):
+    """An engine with room for all texts, of which only the runner is used."""
+    whole = options.pop("whole", False)
+    blocks = len(texts.rows) * (1 if whole else -(-llm.max_model_len // 16))
+    return LLM(NAME, num_kv_blocks=blocks, **options).engine.runner
+
+
+def measure(**options) -> quality.Quality:
+    """KL to float32, bits per byte and the rest."""
+    return quality.judge(reference, quality.logprobs(runner_of(**options), texts), texts)
+
+
+class FewerBits(PagedKVCache):
+    """The plain cache, whose keys or values went through your quantiser first: fewer bits, and nothing saved."""
+
+    bits = {}
+
+    def attend(self, layer, q, k, v, batch):
+        k, v = (self.through(x, self.bits.get(name)) for name, x in (("keys", k), ("values", v)))
+        return super().attend(layer, q, k, v, batch)
+
+    @staticmethod
+    def through(x, bits):
+        return x if bits is None else dequantise(*my_quantise(x, 2 ** (bits - 1) - 1))
+
+
+reference = quality.logprobs(runner_of(), texts)
+BITS = (8, 7, 6, 5, 4, 3, 2)
+kl = {"keys": [], "values": []}
+for name in kl:
+    for bits in BITS:
+        FewerBits.bits = {name: bits}
+        kl[name].append(float(f"{measure(kv_cache_config={'layout': FewerBits}).mean_kl:.0e}"))
+print(f"{len(texts.targets)} tokens\nbits     " + "".join(f"{bits:9}" for bits in BITS))
+for name, found in kl.items():
+    print(f"{name:9}" + "".join(f"{value:9.0e}" for value in found))
+
+# %% tags=["expected"] alt="Mean KL against bits, logarithmic: both lines rise about fourfold for each bit that is taken away, keys above values, and faster from three bits to two."
+LineChart(
+    "How far the model's predictions move when keys or values lose bits",
+    Axis("bits per number", ticks=BITS),
+    Axis("mean KL to float32, nats per token", log=True),
+    [Series(f"{name} alone", BITS, found) for name, found in kl.items()],
+    "Each bit less costs about four times the KL; keys suffer more than values; two bits are ruinous.",
+)
+
+# %% [markdown]
+# There is no cliff at which the model "notices" (until the last bit or two): each bit less doubles the error, and KL
+# grows with its square, so about **four times per bit**. And at the same bits, keys cost more than values. How much KL
+# you can live with is a choice, which is why a claim of "no loss" without a meter says nothing.
+#
+# ### Bytes against KL
+#
+# Real layouts, real bytes: of a float16 model, per token, with everything that is stored. KIVI's keys are
+# yours, through the engine's layout, which keeps the newest tokens in float16 until their group of 32 is full.
+#
+# That window of whole tokens helps too, and not because of channels. To know who deserves the credit, the same layout
+# runs a second time with its keys *per token*.
+
+# %%
+from minillm.cache.kivi import Int4Groups, KiviKVCache
+from minillm.ops.kv_quant import dequantize_affine
+
+
+class MyGroups(Int4Groups):
+    """Groups of keys with your scales, zero points and packed codes."""
+
+    def write(self, layer, row, groups, x):
+        codes, scale, zero = my_per_channel(x, self.numbers[1])
+        signed = codes.to(torch.int8) - 8  # your pack_int4 takes -8 … 7
+        self.codes[layer, row, groups] = my_pack(signed.view(-1, *self.numbers[1:]).flatten(-2))
+        self.scale[layer, row, groups] = scale.view_as(self.scale[layer, row, groups])
+        self.zero[layer, row, groups] = zero.view_as(self.zero[layer, row, groups])
+
+    def read(self, layer, row, count, dtype):
+        codes = my_unpack(self.codes[layer, row, :count]).view(count, *self.numbers[1:]) + 8
+        x = dequantize_affine(codes, self.scale[layer, row, :count], self.zero[layer, row, :count], dtype)
+        return x.flatten(3).flatten(0, 1)
+
+
+class MyKivi(KiviKVCache):
+    """The engine's KIVI layout; `groups` and `dim` say who quantises keys, and in which direction."""
+
+    groups, dim = MyGroups, 1
+
+    def __init__(self, config, num_blocks, block_size, dtype, device, *, group_size=32, residual=32, rollback=0):
+        options = {"group_size": group_size, "residual": residual, "rollback": rollback}
+        super().__init__(config, num_blocks, block_size, dtype, device, **options)
+        lead = tuple(self.keys.codes.shape[:2])
+        self.keys = self.groups(lead, self.keys.numbers, self.dim, device)
+
+
+class WindowOnly(MyKivi):
+    """The same window and bytes, but keys per token."""
+
+    groups, dim = Int4Groups, 4
+
+
+INT4_16 = {"kv_cache_dtype": "int4", "kv_cache_config": {"group_size": 16}}
+SYSTEMS = {
+    "float16": (PagedKVCache, {}),
+    "INT8, yours": (MyInt8, {"kv_cache_config": {"layout": MyInt8}}),
+    "INT4, yours": (MyInt4, {"kv_cache_config": {"layout": MyInt4}}),
+    "INT4, groups of 16": (None, INT4_16),
+    "window, per token": (WindowOnly, {"kv_cache_config": {"layout": WindowOnly}, "whole": True}),
+    "KIVI, yours": (MyKivi, {"kv_cache_config": {"layout": MyKivi}, "whole": True}),
+}
+CONTEXT = llm.max_model_len
+table = {}
+print(f"{'':19} bytes/token   smaller   mean KL   bits per byte   same likeliest token")
+for name, (layout, options) in SYSTEMS.items():
+    if layout is None:
+        size = my_bytes(config, 4, 16, 4)
+    else:
+        size = layout.bytes_per_block(config, CONTEXT, torch.float16) / CONTEXT
+    found = measure(**options)
+    table[name] = (size, float(f"{found.mean_kl:.0e}"), found.top1)
+    print(
+        f"{name:19} {size:11.0f} {my_bytes(config, 16, DIM, 0) / size:8.2f}x {found.mean_kl:9.0e} "
+        f"{found.bits_per_byte:15.2f} {found.top1:22.0%}"
+    )
+reveal("l04.changed", round(100 * (1 - table["INT4, yours"][2])))
+
+# %% tags=["expected"] alt="Mean KL against bytes per token: INT8 at half of float16's bytes and the lowest KL; INT4 at the fewest bytes and the highest; KIVI lies below the INT4 line with groups of 16 while taking fewer bytes."
+LineChart(
+    f"What a smaller cache costs: {NAME}, {len(texts.targets)} held-out tokens",
+    Axis(f"bytes per token, at a context of {CONTEXT}"),
+    Axis("mean KL to float32, nats per token", log=True),
+    [
+        Series("a scale per token and head, yours", *zip(*[table[n][:2] for n in ("INT4, yours", "INT8, yours")])),
+        *(Series(n, [table[n][0]], [table[n][1]]) for n in ("INT4, groups of 16", "window, per token", "KIVI, yours")),
+    ],
+    "; ".join(f"{name}: {size:.0f} bytes, KL {value:.0e}" for name, (size, value, _) in table.items()),
+)
+
+# %% [markdown]
+# Read the table from the bottom.
+#
+# * **KIVI beats finer groups**: fewer bytes than INT4 with groups of 16, and less KL.
+# * **Half of that is the window.** The same bytes with keys per token already do well. Scales per channel halve the rest,
+#   roughly. Papers that compare a method with a window against a method without one measure both at once. (Our
+#   texts are short pieces joined together, which flatters any window. On long documents it would gain less.)
+# * **Bits per byte hardly move**, while KL and the tokens tell the systems apart by a factor of a hundred. Perplexity
+#   averages pushes up and pushes down. If the question is "is it still the same model?", ask KL.
+#
+# ### Where it loses: bytes moved
+#
+# Decoding is slow because bytes must be moved, and a smaller cache has fewer. So is it faster? Count what one decode step
+# really moves in PyTorch: for every operation of one layer's attention, the bytes that it reads and writes.
+
+# %%
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class BytesMoved(TorchDispatchMode):
+    """Adds up what operations read and write. Views move nothing; a row put into a pool moves only that row."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            sizes = [t.nbytes for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+            self.total += 2 * min(sizes) if "index_copy" in func.__name__ else sum(sizes)
+        return result
+
+
+from minillm.cache.paged_int4 import PagedInt4KVCache
+
+LENGTH, runner = 512, llm.engine.runner
+batch = runner.batch([Segment([5], LENGTH - 1, list(range(LENGTH // runner.block_size)))])
+moved = {}
+for label, layout in (("float16", PagedKVCache), ("INT8", PagedInt8KVCache), ("INT4", PagedInt4KVCache)):
+    cache = layout(config, LENGTH // runner.block_size, runner.block_size, torch.float16, torch.device("cpu"))
+    for pool in (*cache.keys, *cache.values):
+        pool.zero_()
+    q, k, v = (torch.zeros(1, heads, DIM).half() for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads))
+    cache.attend(0, q, k, v, batch)  # the first call also plans the step
+    with BytesMoved() as counter:
+        cache.attend(0, q, k, v, batch)
+    stored = cache.num_bytes / config.num_layers
+    moved[label] = counter.total
+    print(f"{label:8} stored {stored / 1024:5.0f} KiB, moved {counter.total / 1024:5.0f} KiB, {counter.total / moved['float16']:.1f} times float16")
+reveal("l04.moved", round(moved["INT8"] / moved["float16"]))
+
+# %% [markdown]
+# **Dequantising everything at every step moves more bytes, not fewer.** Codes are read once, and the numbers made of them
+# are written and read again, in float32 on the way. In PyTorch a quantised cache buys *room* (more requests, longer
+# texts) and pays with time. To gain time as well, the attention kernel must read the codes itself and make numbers of
+# them in registers; lesson 9 builds one. Then the moved bytes are the stored ones.
+#
+# It also loses where heads are narrow (the table of exercise 4), where contexts are short (KIVI's window is then most
+# of the cache), and where text must not change: INT8 is not exact.
+#
+# ## Break it
+#
+# An article's sample of an INT8 cache, retold in our words: it divides by `amax / 127` whatever that is; it keeps one
+# row counter and moves it on at the end of *every layer's* update; and it stores one row per update, so a prompt cannot
+# enter at once. Two of its mistakes are below, with four that people make elsewhere.
+#
+# Four checks look at each. `half a step`: is $|x - \hat x| \le s/2$ everywhere? `zeros`: can a row of zeros be
+# stored, with a scale that one can divide by? `pieces`: does a prompt in two pieces give the same codes as in one? `tokens`:
+# in the engine, are the tokens those of the right INT8 cache? **Guess first:** which mistakes do the tokens not
+# notice?
+
+# %%
+from dataclasses import replace as changed
+
+
+class Right(MyInt8):
+    """No mistake."""
+
+
+class ScaleOfZero(MyInt8):
+    """The sample's division: nothing is done about rows of zeros."""
+
+    def encode(self, x):
+        scale = (x.abs().amax(-1) / 127).bfloat16()
+        return (x / scale.float()[..., None]).round().clamp(-128, 127).nan_to_num().to(torch.int8), scale
+
+
+class RowPerLayer(MyInt8):
+    """The sample's counter, moved on by every layer: layer l of token t goes to row t·L + l."""
+
+    rows = 0
+
+    def attend(self, layer, q, k, v, batch):
+        first = int(batch.block_tables[0, 0]) * batch.block_size
+        if layer == 0 and int(batch.positions[0]) == 0:
+            self.rows = 0
+            for pool in (*self.keys, *self.values):
+                pool.zero_()  # as a new text would find it
+        slots = (first + self.rows + torch.arange(len(k))) % self.shape[0]
+        self.rows += len(k)
+        return super().attend(layer, q, k, v, changed(batch, slot_mapping=slots))
+
+
+class ScalePerStep(MyInt8):
+    """One scale for everything that arrives in a step."""
+
+    def encode(self, x):
+        scale = (x.abs().amax() / 127).clamp_min(1e-30).expand(x.shape[:2]).bfloat16()
+        return (x / scale.float()[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+class Truncates(MyInt8):
+    """`.to(torch.int8)` without `.round()`."""
+
+    def encode(self, x):
+        _, scale = my_quantise(x, 127)
+        return (x / scale.float()[..., None]).clamp(-127, 127).to(torch.int8), scale
+
+
+class Levels128(MyInt8):
+    """s = amax / 128. The code 128 does not exist, so the largest number of each row is cut."""
+
+    def encode(self, x):
+        _, scale = my_quantise(x * 127 / 128, 127)
+        return (x / scale.float()[..., None]).round().clamp(-128, 127).to(torch.int8), scale
+
+
+class NeighboursScale(MyInt8):
+    """Multiplies by the scale of the next head."""
+
+    def decode(self, codes, scale):
+        return dequantise(codes, scale.roll(1, -1))
+
+
+# %%
+short = sorted(prompts, key=len)[4:10]
+
+
+def tokens_of(kind) -> list[list[int]]:
+    """One request after the other, so that the sample's single counter has a chance."""
+    engine = LLM(NAME, kv_cache_config={"layout": kind}, max_num_seqs=1, enable_prefix_caching=False, num_kv_blocks=128)
+    return [output.outputs[0].token_ids for output in engine.generate(short, greedy, use_tqdm=False)]
+
+
+def look_at(kind) -> tuple[bool, bool, bool]:
+    """Half a step, zeros, pieces: on real keys and a row of zeros, without any engine."""
+    cache = kind(config, 1, 16, torch.float32, torch.device("cpu"))
+    x = heard[0][1]
+    back, step = cache.decode(*cache.encode(x)), cache.encode(x)[1].float()[..., None]
+    within = bool(((back - x).abs() <= 0.5 * step * (1 + 1e-5)).all())
+    scale = cache.encode(torch.zeros_like(x[:1]))[1]
+    whole, parts = cache.encode(x), [cache.encode(part) for part in x.split(50)]
+    same = all(torch.equal(a, torch.cat(b)) for a, b in zip(whole, zip(*parts)))
+    return within, bool((scale > 0).all()), same
+
+
+right_tokens = tokens_of(Right)
+print(f"{'':16} half a step   zeros    pieces   tokens")
+for kind in (Right, ScaleOfZero, RowPerLayer, ScalePerStep, Truncates, Levels128, NeighboursScale):
+    words = ["ok" if passed else "WRONG" for passed in look_at(kind)]
+    same = sum(a == b for a, b in zip(tokens_of(kind), right_tokens, strict=True))
+    print(f"{kind.__name__:16} {words[0]:13} {words[1]:8} {words[2]:8} {same} of {len(right_tokens)} texts")
+
+# %% [markdown]
+# Quantisation is where tests by tokens are weakest. Its mistakes make numbers a little worse, and the model forgives:
+# most wrong versions write most of the right text. The bound of half a step, three lines of test, catches what
+# hours of reading output would not. Only the counter is about *where* and not *how much*, and there the tokens fall
+# apart.
+#
+# What does a scale of zero really do? $0/0$ is NaN, and then NaN becomes an integer, for which no result is defined:
+
+# %%
+row = torch.zeros(4)
+quotient = row / (row.abs().amax() / 127)
+print("0 / 0 before the cast:", quotient.tolist())
+print("kept as numbers (an fp8 cache, or one that only pretends to quantise):", float((quotient * 0).sum()))
+
+# %% [markdown]
+# Many CPUs turn NaN into code 0, and 0 · 0 is 0 again: the sample would pass on them by luck, and the next machine
+# decides differently. A NaN that is kept poisons the softmax, and with it every token after it.
+#
+# ## In the field
+#
+# | system | what it does |
+# |---|---|
+# | vLLM | `kv_cache_dtype="fp8"`: 8-bit floats, one scale per layer (calibrated) or per head; dequantised inside the kernel |
+# | SGLang | fp8 as well, and 4-bit floats on hardware that has them |
+# | TensorRT-LLM | INT8 and fp8, scales from calibration |
+# | llama.cpp | `-ctk q8_0`, `-ctv q4_0`: blocks of 32 numbers along the head with one float16 scale, for keys and values separately |
+# | transformers | `QuantizedCache` (HQQ or quanto, 2, 4 or 8 bits): groups, and a residual window as in KIVI |
+#
+# **Claims, and what is so.**
+#
+# | claim | what is so | tested where |
+# |---|---|---|
+# | INT8 2×, INT4 4× | 1.97× and 3.88× at width 128, 1.88× and 3.56× at width 32; less again with groups | exercise 4 |
+# | "zero quality loss", "nearly lossless" | INT8 moves probabilities little, and some texts change; INT4 without groups changes about a token in ten | exercise 1, bytes against KL |
+# | a smaller cache is a faster cache | a smaller cache is a *smaller* cache; in PyTorch it moves several times the bytes | bytes moved |
+# | per-channel scales are needed for quality | for keys at four bits they halve the KL that is left; at eight bits nobody needs them | both measurements |
+# | the sample INT8 cache | divides by zero, writes one row per layer and token, takes one token at a time | break it |
+#
+# **Papers.** Liu et al. 2024, *KIVI* (keys per channel, values per token, the window). Hooper et al. 2024, *KVQuant*
+# (keys before RoPE, outliers kept apart). Dettmers et al. 2022, *LLM.int8()* (where outlier channels were first
+# described). Tiwari et al. 2025, *QuantSpec* (lesson 12 uses an INT4 cache only to *draft*, and stays exact).
+#
+# ## Recap
+#
+# 1. A code times a stored scale: every number is off by at most half a step, if you divide by what you store.
+# 2. Scales are bytes too: INT8 is 1.97× and not 2×, and narrow heads pay more.
+# 3. Each bit less costs about four times the KL. Keys suffer more than values, because their large numbers lie in channels:
+#    give those their own scales, and know how much of the gain is the window's.
+# 4. Test quantisation by its bound; tokens forgive nearly everything.
+# 5. Dequantising in PyTorch saves room and costs time. Saving both needs a kernel that reads codes.
+#
+# **Next:** lesson 5 takes bits from the weights, which every step reads as well.

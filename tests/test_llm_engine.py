@@ -1,0 +1,466 @@
+"""Requests in, steps, outputs out: the API for those who hold the engine themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+import pytest
+
+import minillm.llm
+import minillm.metrics
+from minillm import LLM, RequestOutput, SamplingParams
+from minillm.cache.block_pool import BlockPool
+from minillm.config import EngineConfig
+from minillm.engine.request import Request
+from minillm.engine.scheduler import Scheduler
+from minillm.errors import ConfigError, MinillmError, PromptError, RequestTooLargeError
+from minillm.llm_engine import EngineArgs, LLMEngine
+from minillm.ops.paged_attention import paged_attention
+from minillm.trace import BlocksShared, RequestFinished, RequestPreempted, StepRan, TokensCommitted
+from tests.conftest import TinyPair
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+WARM = replace(GREEDY, temperature=0.9, seed=3)
+PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):"]
+
+
+def engine(tiny: TinyPair, **options: Any) -> LLMEngine:
+    return LLMEngine.from_engine_args(EngineArgs(str(tiny.target), **{"block_size": 4, **options}))
+
+
+def drain(llm: LLMEngine) -> dict[str, RequestOutput]:
+    """Step until nothing is left; the last output of every request."""
+    last: dict[str, RequestOutput] = {}
+    while llm.has_unfinished_requests():
+        last |= {output.request_id: output for output in llm.step()}
+        llm.engine.scheduler.check_integrity()
+    settled(llm)
+    return last
+
+
+def settled(llm: LLMEngine) -> None:
+    """Nothing is left of anybody."""
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.pool.num_used == 0
+    assert not llm.has_unfinished_requests() and not llm.engine.requests
+    assert not llm.metrics.requests, "figures of requests that are gone"
+
+
+def expected(tiny: TinyPair, params: SamplingParams = GREEDY) -> list[list[list[int]]]:
+    outputs = LLM(str(tiny.target)).generate(PROMPTS, params, use_tqdm=False)
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+# ------------------------------------------------------------------------------------------------------ add and step
+
+
+def test_requests_may_come_at_any_time_and_get_what_generate_gives(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    assert not llm.has_unfinished_requests()
+    assert llm.step() == []
+    last: dict[str, RequestOutput] = {}
+    for number, prompt in enumerate(PROMPTS):
+        llm.add_request(f"user {number}", prompt, GREEDY)
+        for _ in range(4):
+            last |= {output.request_id: output for output in llm.step()}
+    last |= drain(llm)
+    assert [[last[f"user {i}"].outputs[0].token_ids] for i in range(3)] == expected(tiny)
+    for number, prompt in enumerate(PROMPTS):
+        output = last[f"user {number}"]
+        assert output.prompt == prompt and output.finished and output.outputs[0].finish_reason == "length"
+
+
+def test_outputs_are_cumulative_and_only_of_those_who_moved(tiny: TinyPair) -> None:
+    llm = engine(tiny, max_num_batched_tokens=8, max_num_seqs=4)
+    llm.add_request("short", {"prompt_token_ids": [5]}, GREEDY)
+    llm.add_request("long", {"prompt_token_ids": [6] * 30}, GREEDY)
+    seen: dict[str, RequestOutput] = {}
+    with llm.trace() as trace:
+        while llm.has_unfinished_requests():
+            before = len(trace.of(TokensCommitted))
+            outputs = llm.step()
+            moved = {event.request_id for event in trace.of(TokensCommitted)[before:]}
+            assert {output.request_id for output in outputs} == moved
+            for output in outputs:
+                [completion] = output.outputs
+                if output.request_id in seen:
+                    [old] = seen[output.request_id].outputs
+                    assert completion.token_ids[:-1] == old.token_ids and completion.text.startswith(old.text)
+                    assert old.finish_reason is None and not seen[output.request_id].finished
+                else:
+                    assert len(completion.token_ids) == 1
+                seen[output.request_id] = output
+    assert {name: len(output.outputs[0].token_ids) for name, output in seen.items()} == {"short": 12, "long": 12}
+
+
+def test_a_snapshot_does_not_change_with_the_next_step(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    llm.add_request("a", PROMPTS[0], replace(GREEDY, logprobs=1))
+    [first] = llm.step()
+    [second] = llm.step()
+    assert len(first.outputs[0].token_ids) == len(first.outputs[0].logprobs or []) == 1
+    assert first.metrics.num_output_tokens == 1 and second.metrics.num_output_tokens == 2
+
+
+def test_all_completions_of_a_prompt_come_in_one_output(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    llm.add_request("a", PROMPTS[0], replace(WARM, n=3))
+    finished = []
+    while llm.has_unfinished_requests():
+        for output in llm.step():
+            assert [completion.index for completion in output.outputs] == [0, 1, 2]
+            assert output.finished == all(completion.finish_reason for completion in output.outputs)
+            finished.append(output.finished)
+    assert finished.count(True) == 1 and finished[-1]
+    assert [c.token_ids for c in output.outputs] == expected(tiny, replace(WARM, n=3))[0]
+    settled(llm)
+
+
+# --------------------------------------------------------------------------------------------------------------- ids
+
+
+@pytest.mark.parametrize("request_id", ["", "a#0", 7, None])
+def test_a_bad_id_is_refused(tiny: TinyPair, request_id: Any) -> None:
+    llm = engine(tiny)
+    with pytest.raises(MinillmError, match="must be a non-empty string without '#'"):
+        llm.add_request(request_id, "x", GREEDY)
+    settled(llm)
+
+
+def test_an_id_can_be_used_again_only_when_its_request_has_ended(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    for params in (GREEDY, replace(WARM, n=2)):
+        llm.add_request("a", PROMPTS[0], params)
+        llm.step()
+        with pytest.raises(MinillmError, match="'a' is in use"):
+            llm.add_request("a", PROMPTS[1], GREEDY)
+        assert len(drain(llm)["a"].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    "prompt, params, error",
+    [
+        ({"prompt_token_ids": []}, GREEDY, PromptError),
+        ({"prompt_token_ids": [10**6]}, GREEDY, PromptError),
+        ({"prompt_token_ids": [5], "cache_salt": 3}, GREEDY, PromptError),
+        ("x", replace(GREEDY, max_tokens=1000), PromptError),
+        ("x", replace(WARM, n=2, max_tokens=80), RequestTooLargeError),
+    ],
+    ids=["empty", "no such token", "salt", "context", "pool"],
+)
+def test_a_refused_request_leaves_nothing_behind(tiny: TinyPair, prompt: Any, params: Any, error: type) -> None:
+    llm = engine(tiny, num_kv_blocks=16)
+    llm.add_request("good", PROMPTS[0], GREEDY)
+    llm.step()
+    with pytest.raises(error):
+        llm.add_request("bad", prompt, params)
+    with pytest.raises(ConfigError, match="priority='high'"):
+        llm.add_request("bad", "x", GREEDY, priority="high")  # type: ignore[arg-type]
+    llm.add_request("bad", "x", GREEDY)  # the id is still free
+    last = drain(llm)
+    assert [last["good"].outputs[0].token_ids] == expected(tiny)[0]
+    assert last["bad"].finished
+
+
+# ------------------------------------------------------------------------------------------------------------- abort
+
+
+def test_abort_ends_a_request_whatever_it_is_doing(tiny: TinyPair) -> None:
+    llm = engine(tiny, max_num_seqs=2)
+    llm.add_request("running", PROMPTS[0], replace(WARM, n=2))
+    llm.add_request("waiting", PROMPTS[1], GREEDY)
+    llm.add_request("other", PROMPTS[2], GREEDY)
+    llm.step()
+    with llm.trace() as trace:
+        llm.abort_request(["running", "nobody"])
+        llm.abort_request("waiting")
+        llm.abort_request("waiting")
+    ended = [(event.request_id, event.reason) for event in trace.of(RequestFinished)]
+    assert ended == [("running#0", "abort"), ("running#1", "abort"), ("waiting", "abort")]
+    assert llm.engine.pool.num_used == 0
+    last = drain(llm)
+    assert list(last) == ["other"]
+    assert [last["other"].outputs[0].token_ids] == expected(tiny)[2]
+
+
+def test_after_an_abort_the_id_is_free(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    llm.add_request("a", PROMPTS[0], GREEDY)
+    llm.step()
+    llm.abort_request("a")
+    settled(llm)
+    llm.add_request("a", PROMPTS[1], GREEDY)
+    assert [drain(llm)["a"].outputs[0].token_ids] == expected(tiny)[1]
+
+
+def test_completions_that_the_inner_engine_ends_are_reported(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    llm.add_request("a", PROMPTS[0], replace(WARM, n=2))
+    llm.step()
+    llm.engine.abort("a#0")
+    llm.engine.abort("a#1")
+    assert llm.has_unfinished_requests()
+    [output] = llm.step()
+    assert [completion.finish_reason for completion in output.outputs] == ["abort", "abort"]
+    settled(llm)
+
+
+# ------------------------------------------------------------------------------------------------------------ trouble
+
+
+class Stop:
+    """A listener that raises at the n-th event of a kind."""
+
+    def __init__(self, kind: type, left: int = 1) -> None:
+        self.kind, self.left = kind, left
+
+    def __call__(self, event: Any) -> None:
+        self.left -= isinstance(event, self.kind)
+        if isinstance(event, self.kind) and self.left == 0:
+            raise KeyboardInterrupt
+
+
+def test_what_ended_in_an_interrupted_step_is_returned_by_the_next(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    for name, prompt in zip("abc", PROMPTS, strict=True):
+        llm.add_request(name, prompt, GREEDY)
+    llm.engine.listeners.append(Stop(RequestFinished, 3))
+    last: dict[str, RequestOutput] = {}
+    interrupts = 0
+    while llm.has_unfinished_requests():
+        try:
+            last |= {output.request_id: output for output in llm.step()}
+        except KeyboardInterrupt:
+            interrupts += 1
+            assert not llm.engine.has_requests, "all have ended, and nobody has been told"
+    assert interrupts == 1
+    assert [[last[name].outputs[0].token_ids] for name in "abc"] == expected(tiny)
+    assert all(last[name].finished for name in "abc")
+    settled(llm)
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_an_interrupt_while_completions_are_queued_queues_none(tiny: TinyPair, place: int) -> None:
+    llm = engine(tiny)
+    add, calls = llm.engine.scheduler.add, []
+
+    def interrupted(request: Request) -> None:
+        calls.append(request)
+        if len(calls) == place:
+            raise KeyboardInterrupt
+        add(request)
+
+    llm.engine.scheduler.add = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.add_request("a", PROMPTS[0], replace(WARM, n=3))
+    settled(llm)
+    llm.engine.scheduler.add = add
+    llm.add_request("a", PROMPTS[0], GREEDY)
+    assert [drain(llm)["a"].outputs[0].token_ids] == expected(tiny)[0]
+
+
+def test_generate_chooses_ids_that_no_request_of_ones_own_has(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=4)
+    llm.llm_engine.add_request("1", PROMPTS[0], GREEDY)
+    outputs = llm.generate(PROMPTS[1:], GREEDY, use_tqdm=False)
+    assert "1" not in [output.request_id for output in outputs]
+    assert [[output.outputs[0].token_ids] for output in outputs] == expected(tiny)[1:]
+    [mine] = llm.llm_engine.step()  # generate has run it to its end beside its own
+    assert mine.request_id == "1" and [mine.outputs[0].token_ids] == expected(tiny)[0]
+    settled(llm.llm_engine)
+
+
+def test_refusing_an_id_in_use_leaves_its_owner_alone(tiny: TinyPair) -> None:
+    """`submit` numbers its requests; one of the same name is refused, and the first goes on with its figures."""
+    llm = LLM(str(tiny.target), block_size=4)
+    [first] = llm.submit(PROMPTS[0], GREEDY)
+    llm.engine.step()
+    with pytest.raises(MinillmError, match="in use"):
+        llm.llm_engine.add_request(first.request_id, PROMPTS[1], GREEDY)
+    while llm.engine.has_requests:
+        llm.engine.step()
+    assert [first.output_token_ids] == expected(tiny)[0]
+    assert llm.llm_engine.metrics.requests[first.request_id].num_output_tokens == 12
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """What the metrics take for the time: set by the test."""
+    now = [0.0]
+    monkeypatch.setattr(minillm.metrics.time, "perf_counter", lambda: now[0])
+    yield now
+
+
+def test_times_are_counted_per_request(tiny: TinyPair, clock: list[float]) -> None:
+    """One place to run, ten ticks per step: the second waits for the first one's six steps."""
+    llm = engine(tiny, max_num_seqs=1, max_num_batched_tokens=4)
+    params = replace(GREEDY, max_tokens=5)
+    llm.add_request("first", {"prompt_token_ids": [5] * 8}, params)
+    clock[0] = 3.0
+    llm.add_request("second", {"prompt_token_ids": [6] * 12}, params)
+    last: dict[str, RequestOutput] = {}
+    while llm.has_unfinished_requests():
+        clock[0] += 10.0
+        last |= {output.request_id: output for output in llm.step()}
+    first, second = last["first"].metrics, last["second"].metrics
+    # Two chunks of prompt, the second of which gives a token; then four more.
+    assert (first.arrival_time, first.queue_time, first.ttft, first.tpot) == (0.0, 13.0, 23.0, 10.0)
+    assert first.num_target_forwards == 6 and first.num_decode_forwards == 5
+    # Three chunks, after the six steps of the first.
+    assert (second.arrival_time, second.queue_time, second.ttft, second.tpot) == (3.0, 70.0, 90.0, 10.0)
+    assert first.num_output_tokens == second.num_output_tokens == 5
+
+
+def test_preemptions_and_cached_tokens_are_counted_per_request(tiny: TinyPair) -> None:
+    llm = engine(tiny, num_kv_blocks=14)
+    prompts = {name: {"prompt_token_ids": [5] * 9 + [i]} for i, name in enumerate("abcd", start=10)}
+    with llm.trace() as trace:
+        for name, prompt in prompts.items():
+            llm.add_request(name, prompt, replace(GREEDY, max_tokens=20))
+        last = drain(llm)
+    preempted = [event.request_id for event in trace.of(RequestPreempted)]
+    assert preempted
+    assert {name: output.metrics.num_preemptions for name, output in last.items()} == {
+        name: preempted.count(name) for name in prompts
+    }
+    assert [last[name].num_cached_tokens for name in prompts] == [0, 8, 8, 8]
+    assert all(output.metrics.num_cached_tokens == output.num_cached_tokens for output in last.values())
+
+
+def test_what_a_preempted_request_finds_again_does_not_count_as_cached(tiny: TinyPair) -> None:
+    llm = engine(tiny, num_kv_blocks=9)
+    with llm.trace() as trace:
+        for name, token in (("a", 5), ("b", 6)):
+            llm.add_request(name, {"prompt_token_ids": [token] * 9}, replace(GREEDY, max_tokens=15))
+        last = drain(llm)
+    assert [event.request_id for event in trace.of(BlocksShared)] == ["b"], "it lost its blocks and found some again"
+    assert [last[name].num_cached_tokens for name in "ab"] == [0, 0]
+
+
+def test_figures_of_several_completions_are_of_all_together(tiny: TinyPair) -> None:
+    llm = engine(tiny)
+    llm.add_request("a", {"prompt_token_ids": [5] * 10}, replace(WARM, n=3))
+    metrics = drain(llm)["a"].metrics
+    assert metrics.num_output_tokens == 36
+    assert metrics.num_cached_tokens == 0, "sharing one's own prompt is no find"
+    assert metrics.num_blocks == 0 and metrics.peak_blocks > 6
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+def test_llm_and_engine_args_have_the_same_options() -> None:
+    """By name, by default, and in the same order; each reaches the engine."""
+    parameters = dict(inspect.signature(LLM.__init__).parameters)
+    options = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    declared = {field.name: field.default for field in fields(EngineArgs)}
+    assert declared.pop("model") is MISSING
+    assert list(options.items()) == list(declared.items())
+
+
+def test_every_option_of_llm_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[EngineArgs] = []
+    monkeypatch.setattr(minillm.llm, "LLMEngine", given.append)
+    marks = {field.name: object() for field in fields(EngineArgs)}
+    LLM(**marks)
+    assert {field.name: getattr(given[0], field.name) for field in fields(EngineArgs)} == marks
+
+
+def test_every_field_of_the_engine_config_comes_from_the_engine_args() -> None:
+    changed: dict[str, Any] = {
+        "block_size": 8,
+        "num_kv_blocks": 33,
+        "kv_cache_memory_bytes": None,
+        "gpu_memory_utilization": 0.5,
+        "max_model_len": 100,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 77,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "long_prefill_token_threshold": 0,
+        "scheduling_policy": "priority",
+    }
+    assert changed.keys() == {field.name for field in fields(EngineConfig)}
+    assert EngineArgs("m", **changed).engine_config() == EngineConfig(**changed)
+    others = {"num_kv_blocks": None, "kv_cache_memory_bytes": 999, "enable_chunked_prefill": True}
+    others["long_prefill_token_threshold"] = 9
+    assert EngineArgs("m", **{**changed, **others}).engine_config() == EngineConfig(**{**changed, **others})
+
+
+def test_defaults_of_the_engine_config_and_the_engine_args_agree() -> None:
+    assert EngineArgs("m").engine_config() == EngineConfig()
+
+
+# -------------------------------------------------------------------------------------------------------------- seams
+
+
+class LastComeFirst(Scheduler):
+    """Serves the newest request first."""
+
+    def rank(self, request: Request) -> tuple[int, int]:
+        return (0, -request.arrival)
+
+
+class HighestFirst(BlockPool):
+    """Gives out the block with the highest number."""
+
+    def allocate(self, count: int) -> list[int] | None:
+        self._empty.sort()
+        return super().allocate(count)
+
+
+def test_a_scheduler_of_ones_own_decides(tiny: TinyPair) -> None:
+    orders = {}
+    for cls in (None, LastComeFirst):
+        llm = engine(tiny, max_num_seqs=1, scheduler_cls=cls)
+        with llm.trace() as trace:
+            for number, prompt in enumerate(PROMPTS):
+                llm.add_request(str(number), prompt, GREEDY)
+            last = drain(llm)
+        orders[cls] = [event.request_id for event in trace.of(RequestFinished)]
+        assert [[last[str(i)].outputs[0].token_ids] for i in range(3)] == expected(tiny)
+        assert type(llm.engine.scheduler) is (cls or Scheduler)
+    assert orders == {None: ["0", "1", "2"], LastComeFirst: ["2", "1", "0"]}
+
+
+def test_a_block_pool_of_ones_own_allocates(tiny: TinyPair) -> None:
+    tables = {}
+    for cls in (None, HighestFirst):
+        llm = engine(tiny, num_kv_blocks=20, block_pool_cls=cls)
+        llm.add_request("a", {"prompt_token_ids": [5] * 9}, GREEDY)
+        llm.step()
+        tables[cls] = list(llm.engine.requests["a"].block_table)
+        drain(llm)
+    assert tables == {None: [0, 1, 2], HighestFirst: [19, 18, 17]}
+
+
+def test_an_op_of_ones_own_computes(tiny: TinyPair) -> None:
+    calls: list[int] = []
+
+    def counted(q: Any, *rest: Any) -> Any:
+        calls.append(len(q))
+        return paged_attention(q, *rest)
+
+    def deaf(q: Any, *rest: Any) -> Any:
+        return paged_attention(q, *rest) * 0
+
+    outputs: dict[Any, Sequence[int]] = {}
+    for op in (None, counted, deaf):
+        llm = engine(tiny, ops={"paged_attention": op} if op else None)
+        with llm.trace() as trace:
+            llm.add_request("a", PROMPTS[0], GREEDY)
+            outputs[op] = drain(llm)["a"].outputs[0].token_ids
+        if op is counted:
+            num_layers = llm.engine.runner.model.config.num_layers
+            assert sum(calls) == num_layers * sum(w.num_tokens for e in trace.of(StepRan) for w in e.work)
+    assert outputs[counted] == outputs[None] != outputs[deaf]
