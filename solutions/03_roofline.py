@@ -743,8 +743,9 @@ print(
 Roofline("The same attention with fewer KV heads, on this machine", here, points)
 
 # %% [markdown]
-# The points move to the right, and up: the same operations over fewer bytes. (The gain can exceed the ratio of the
-# bytes, since this kernel copies what it gathers, and makes one product per KV head.)
+# The points move to the right, and up: the same operations over fewer bytes. (The gain can exceed the ratio of
+# the bytes: this kernel copies what it gathers and makes one product per KV head, and the smallest cache may fit into the
+# processor's own.)
 #
 # Now the whole step, where attention is only a part. Each line is the time with 6 KV heads divided by the time with
 # fewer. Dashed: what the bytes alone would give.
@@ -817,7 +818,7 @@ Roofline("The same work twice", here, points)
 # for them. Whoever times one layer in a loop measures *this*, and then finds in the whole model, where other weights
 # push it out in between, a fraction of that speed. That is why the measurement above took several copies of the layers.
 # **A point well above the roof is always a mistake in one of three numbers**: the bytes (they came from elsewhere), the
-# time, or the roof. (The large vectors may lie a tenth above it: the roof was measured by a copy, half of whose bytes are
+# time, or the roof. (The large vectors may lie a little above it: the roof was measured by a copy, half of whose bytes are
 # written, and reading is a little faster than writing.)
 #
 # ### Wrong ways to pool
