@@ -1,12 +1,13 @@
 # Every target makes its own environment first: a clone needs Python, git and make, nothing else.
 #   make demo   make lab   make test   make lessons   make lint   make clean
 # PYTHON names the interpreter that the environment is made with, PIP_ARGS what pip is told besides (another index),
-# CHROME a browser for the browser tests, PYTEST_ARGS what pytest is told besides.
+# CHROME a browser for the browser tests, PYTEST_ARGS what pytest is told besides, JOBS how many test files run at a time.
 
 PYTHON ?= python3
 VENV   ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 ifeq ($(OS),Windows_NT)
 BIN := $(VENV)/Scripts
@@ -30,12 +31,15 @@ lessons: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
-# The quick checks come first, the long one last. Notebooks run one kernel per file.
+# The quick checks come first, the long one last. JOBS files run at a time, a notebook in one kernel, each on one
+# thread: two that share two cores are quicker than one after the other.
+SPREAD := -n $(JOBS) --dist loadfile
+test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/minillm build --check
-	$(BIN)/pytest --nbval-lax lessons/ $(PYTEST_ARGS)
-	$(BIN)/pytest --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg solutions/ $(PYTEST_ARGS)
-	$(BIN)/pytest tests/ $(PYTEST_ARGS)
+	$(BIN)/pytest $(SPREAD) --nbval-lax lessons/ $(PYTEST_ARGS)
+	$(BIN)/pytest $(SPREAD) --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg solutions/ $(PYTEST_ARGS)
+	$(BIN)/pytest $(SPREAD) tests/ $(PYTEST_ARGS)
 
 # Installed once, and again when what is to be installed has changed.
 $(STAMP): pyproject.toml constraints.txt

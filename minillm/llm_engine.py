@@ -138,7 +138,7 @@ class LLMEngine:
         moved = {group_of(request.request_id) for request in self.engine.step()}
         outputs = []
         for request_id, group in list(self._groups.items()):
-            if request_id in moved or all(request.finished for request in group):
+            if request_id in moved or (group[0].finished and all(request.finished for request in group)):
                 outputs.append(self.output(group))
                 if outputs[-1].finished:
                     del self._groups[request_id]

@@ -167,12 +167,7 @@ def probs_from_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
     Raises `NonFiniteLogitsError` if a row holds NaN or +inf, or has no token left that may be chosen.
     """
-    if len(rows) != len(logits):
-        raise MinillmError(f"{len(logits)} rows of logits came with {len(rows)} sampling rows: give one for each")
-    logits = _with_penalties(logits.float(), rows)
-    peak, winner = logits.max(dim=-1)
-    _refuse_unless(peak.isfinite(), "the largest logit is NaN or infinite")
-
+    logits, peak, winner = _winners(logits, rows)
     params = [row.params for row in rows]
     greedy = [i for i, p in enumerate(params) if p.is_greedy]
     if len(greedy) == len(rows):
@@ -214,6 +209,27 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     # would be past the end.
     threshold = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+
+
+def choose(logits: Tensor, rows: Sequence[SamplingRow], uniforms: Sequence[float]) -> Tensor:
+    """One token for each row: what `sample` draws from `probs_from_logits`, `[num_rows]` int64.
+
+    Where all rows are greedy their probabilities would be one-hot, and the one is taken without making them. Raises
+    what those two raise.
+    """
+    if all(row.params.is_greedy for row in rows):
+        return _winners(logits, rows)[2]
+    return sample(probs_from_logits(logits, rows), torch.tensor(uniforms, device=logits.device))
+
+
+def _winners(logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits in fp32 with penalties applied, and of each row the largest and where it (first) is."""
+    if len(rows) != len(logits):
+        raise MinillmError(f"{len(logits)} rows of logits came with {len(rows)} sampling rows: give one for each")
+    logits = _with_penalties(logits.float(), rows)
+    peak, winner = logits.max(dim=-1)
+    _refuse_unless(peak.isfinite(), "the largest logit is NaN or infinite")
+    return logits, peak, winner
 
 
 def _with_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

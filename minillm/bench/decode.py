@@ -87,7 +87,7 @@ def _minillm(model: str, draft: str | None) -> tuple[Callable[[], list[list[int]
     from minillm import LLM, SamplingParams
 
     speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": NUM_DRAFTS} if draft else None
-    llm = LLM(model, dtype="float32", device="cpu", speculative_config=speculative)
+    llm = LLM(model, dtype="float32", device="cpu", enable_prefix_caching=False, speculative_config=speculative)
     prompts = [{"prompt_token_ids": ids} for ids in _prompts(model)]
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     last: dict[str, Any] = {}

@@ -31,10 +31,15 @@ class System:
 
     name: str
     run: Callable[[], list[list[int]]]
-    baseline: str | None = None
-    """The system it is compared with; None for the first."""
+    baseline: str | tuple[str, ...] | None = None
+    """The system it is compared with, or several: a row for each. None for the first."""
     extra: Callable[[], dict[str, Any]] = dict
     """What else to report of its last run, such as τ."""
+
+    @property
+    def baselines(self) -> tuple[str | None, ...]:
+        """One for each of its rows."""
+        return self.baseline if isinstance(self.baseline, tuple) else (self.baseline,)
 
 
 @dataclass(frozen=True)
@@ -70,23 +75,34 @@ def compare(
                 if turn:
                     seconds[system.name].append(time.perf_counter() - began)
                 bar.update()
-    return [_row(system, tokens, seconds, peak_memory(system.name)) for system in systems]
+    rows = []
+    for system in systems:
+        peak, extra = peak_memory(system.name), system.extra()
+        rows += [_row(system.name, baseline, tokens, seconds, peak, extra) for baseline in system.baselines]
+    return rows
 
 
-def _row(system: System, tokens: dict[str, list[list[int]]], seconds: dict[str, list[float]], peak: int | None) -> Row:
-    count = sum(map(len, tokens[system.name]))
-    per_token = [s / count for s in seconds[system.name]]
+def _row(
+    system: str,
+    baseline: str | None,
+    tokens: dict[str, list[list[int]]],
+    seconds: dict[str, list[float]],
+    peak: int | None,
+    extra: dict[str, Any],
+) -> Row:
+    count = sum(map(len, tokens[system]))
+    per_token = [s / count for s in seconds[system]]
     ratios: list[float] = []
     equal = None
-    if system.baseline is not None:
-        base_count = sum(map(len, tokens[system.baseline]))
-        base = [s / base_count for s in seconds[system.baseline]]
+    if baseline is not None:
+        base_count = sum(map(len, tokens[baseline]))
+        base = [s / base_count for s in seconds[baseline]]
         ratios = [b / own for b, own in zip(base, per_token, strict=True)]
-        equal = tokens[system.name] == tokens[system.baseline]
+        equal = tokens[system] == tokens[baseline]
     middle = statistics.median(per_token)
     return Row(
-        system=system.name,
-        baseline=system.baseline,
+        system=system,
+        baseline=baseline,
         ratio=statistics.median(ratios) if ratios else None,
         ratio_min=min(ratios, default=None),
         ratio_max=max(ratios, default=None),
@@ -94,7 +110,7 @@ def _row(system: System, tokens: dict[str, list[list[int]]], seconds: dict[str, 
         p50_ms=1000 * middle,
         peak_memory_bytes=peak,
         outputs_equal=equal,
-        config=system.extra(),
+        config=extra,
     )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 BENCHMARKS = {
     "decode": "one request, tokens one after the other",
+    "batch": "32 requests of unequal length: continuous and static batching, and transformers' two ways",
     "quality": "what fewer bits cost: every quantised cache and weight scheme against float32",
 }
 """Module name → what it measures, in a few words."""

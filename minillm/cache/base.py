@@ -54,7 +54,8 @@ class Batch:
         """`[num_requests, max(seq_lens)]`: the slot of every key, in order; padded with the request's first slot."""
         device = self.block_tables.device
         index = torch.arange(max(self.seq_lens), device=device)
-        slots = self.block_tables[:, index // self.block_size] * self.block_size + index % self.block_size
+        offset = torch.arange(self.block_size, device=device)
+        slots = (self.block_tables.unsqueeze(-1) * self.block_size + offset).flatten(1)[:, : len(index)]
         if min(self.seq_lens) < slots.shape[1]:
             inside = index < torch.tensor(self.seq_lens, device=device).unsqueeze(1)
             slots = torch.where(inside, slots, slots[:, :1])

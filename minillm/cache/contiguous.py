@@ -25,13 +25,13 @@ from minillm.cache.base import Batch, KVCache
 from minillm.cache.rows import (
     FEW_QUERIES,
     Rectangle,
+    are_together,
     check_at_least,
-    new_tokens,
-    product,
+    equally_many,
+    mask_of,
     query_positions,
-    rectangles,
-    side_by_side,
-    together,
+    rectangle,
+    views,
 )
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
@@ -64,13 +64,19 @@ def best_rows(
 
 
 @dataclass(frozen=True)
-class _Step:
-    """Where the new tokens of a step go, and who attends to what. The same in every layer with the same window."""
+class _Room:
+    """Where the rows of a step are: per request, views of its tensor."""
 
-    buffers: list[Tensor]
-    """Per request `[num_layers, 2, rows, num_kv_heads, head_dim]`."""
-    rows: list[int]
-    """How many rows of its buffer each request attends to."""
+    new: list[tuple[Tensor, ...]]
+    """Where its new tokens go: per layer `[2, new tokens, num_kv_heads, head_dim]`."""
+    seen: list[tuple[Tensor, ...]]
+    """All that its queries attend to; see `views`."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who attends to what: the same in every layer with the same window."""
+
     few: list[Rectangle]
     long: list[tuple[int, Tensor | None]]
     """Requests with many new tokens, each with what its queries see, `[queries, rows]`; None: plain causal."""
@@ -104,6 +110,7 @@ class ContiguousKVCache(KVCache):
         self.dtype, self.device = dtype, device
         self.windows = [config.window(layer) for layer in range(config.num_layers)]
         self.row_shape = (config.num_kv_heads, config.head_dim)
+        self.heads_per_kv = config.num_heads // config.num_kv_heads
         self.buffers: dict[int, Tensor] = {}
         """By place."""
         self.num_rows_copied = 0
@@ -138,37 +145,35 @@ class ContiguousKVCache(KVCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """See `KVCache.attend`."""
-        step = self._step(batch, self.windows[layer])
-        for r, (new_k, new_v) in enumerate(new_tokens(k, v, batch)):
-            end = batch.seq_lens[r]
-            rows = slice(end - batch.query_lens[r], end)
-            step.buffers[r][layer, 0, rows] = new_k
-            step.buffers[r][layer, 1, rows] = new_v
+        room, plan = self._plan(batch, self.windows[layer])
+        for target, source in zip(room.new, torch.stack((k, v)).split(batch.query_lens, dim=1), strict=True):
+            target[layer].copy_(source)
+        if len(plan.few) == 1 and not plan.long:
+            return plan.few[0].attend(layer, q)
         out = torch.empty_like(q)
-        for one in step.few:
-            keys, values = (
-                side_by_side([step.buffers[r][layer, part, : step.rows[r]] for r in one.requests]) for part in (0, 1)
-            )
-            out[one.tokens] = product(q[one.tokens], keys, values, one.hidden)
-        for r, visible in step.long:
+        for one in plan.few:
+            out[one.tokens] = one.attend(layer, q)
+        for r, visible in plan.long:
             tokens = slice(*batch.query_start[r : r + 2])
-            keys, values = step.buffers[r][layer, :, : step.rows[r]]
-            out[tokens] = _prefill(q[tokens], keys, values, visible)
+            out[tokens] = _prefill(q[tokens], *room.seen[r][2 * layer : 2 * layer + 2], visible)
         return out
 
-    def _step(self, batch: Batch, window: int | None) -> _Step:
+    def _plan(self, batch: Batch, window: int | None) -> tuple[_Room, _Plan]:
         """The step as layers with this window see it; the first layer of all makes room for everyone."""
-        key = (self, window)
-        if key not in batch.plans:
-            if (self, "room") not in batch.plans:
-                batch.plans[self, "room"] = self._make_room(batch)
-            batch.plans[key] = self._plan(batch, window, batch.plans[self, "room"])
-        return batch.plans[key]
+        if self not in batch.plans:
+            batch.plans[self] = self._make_room(batch)
+        room = batch.plans[self]
+        if (self, window) not in batch.plans:
+            few = [self._plan_few(batch, group, room, window) for group in equally_many(batch, FEW_QUERIES)]
+            long = [r for r, count in enumerate(batch.query_lens) if count > FEW_QUERIES]
+            visible = [_visible(batch, r, room.seen[r][0].shape[2], window) for r in long]
+            batch.plans[self, window] = _Plan(few, list(zip(long, visible, strict=True)))
+        return room, batch.plans[self, window]
 
-    def _make_room(self, batch: Batch) -> list[Tensor]:
-        """Each request's tensor, with rows for its new tokens."""
+    def _make_room(self, batch: Batch) -> _Room:
+        """See that every request's tensor has rows for its new tokens."""
+        room = _Room([], [])
         places = batch.block_tables[:, 0].tolist()
-        buffers = []
         for place, total, count in zip(places, batch.seq_lens, batch.query_lens, strict=True):
             past = total - count
             if not past:
@@ -176,9 +181,11 @@ class ContiguousKVCache(KVCache):
             held = self.buffers[place] if past else None
             if held is None or self.growth == "concat" or held.shape[2] < total:
                 held = self.buffers[place] = self._grow(held, past, total)
-            self.num_rows_padded += self._rows_seen(held, total) - total
-            buffers.append(held)
-        return buffers
+            seen = held.shape[2] if self.growth == "every" else total
+            self.num_rows_padded += seen - total
+            room.new.append(held[:, :, past:total].unbind(0))
+            room.seen.append(views(held[:, :, :seen]))
+        return room
 
     def _grow(self, held: Tensor | None, past: int, total: int) -> Tensor:
         """A tensor with room for `total` rows, the first `past` of them copied from `held`."""
@@ -199,26 +206,18 @@ class ContiguousKVCache(KVCache):
             return total
         return min(-(-total // self.rows_per_growth) * self.rows_per_growth, self.max_rows)
 
-    def _rows_seen(self, buffer: Tensor, total: int) -> int:
-        return buffer.shape[2] if self.growth == "every" else total
-
-    def _plan(self, batch: Batch, window: int | None, buffers: list[Tensor]) -> _Step:
-        device = batch.block_tables.device
-        rows = [self._rows_seen(buffer, total) for buffer, total in zip(buffers, batch.seq_lens, strict=True)]
-        few = [r for r, count in enumerate(batch.query_lens) if count <= FEW_QUERIES]
-        hidden = None
-        if _needs_mask(batch, few, rows, window):
-            keys = torch.arange(max(rows[r] for r in few), device=device)
-            hidden = _hidden(query_positions(batch, few).unsqueeze(-1), keys, window)
-        long = []
-        for r, count in enumerate(batch.query_lens):
-            if count > FEW_QUERIES:
-                visible = None
-                if count < rows[r] or window is not None:
-                    positions = torch.arange(batch.seq_lens[r] - count, batch.seq_lens[r], device=device)
-                    visible = ~_hidden(positions.unsqueeze(-1), torch.arange(rows[r], device=device), window)
-                long.append((r, visible))
-        return _Step(buffers, rows, rectangles(batch, few, hidden, [rows[r] for r in few]), long)
+    def _plan_few(self, batch: Batch, requests: list[int], room: _Room, window: int | None) -> Rectangle:
+        seen = [room.seen[r] for r in requests]
+        rows = [each[0].shape[2] for each in seen]
+        several = batch.query_lens[requests[0]] > 1
+        spare = any(own > batch.seq_lens[r] for own, r in zip(rows, requests, strict=True))
+        ragged = are_together(batch, requests) and len(set(rows)) > 1
+        mask = None
+        if several or spare or ragged or window is not None:
+            keys = torch.arange(max(rows), device=self.device)
+            hidden = _hidden(query_positions(batch, requests).unsqueeze(-1), keys, window)
+            mask = mask_of(hidden, self.heads_per_kv, self.dtype)
+        return rectangle(batch, requests, seen, mask)
 
 
 def _check(growth: str, rows: int | None, block_size: int) -> None:
@@ -238,23 +237,24 @@ def _check(growth: str, rows: int | None, block_size: int) -> None:
         )
 
 
-def _needs_mask(batch: Batch, requests: Sequence[int], rows: Sequence[int], window: int | None) -> bool:
-    """Whether any query of these requests looks at a row that it must not see."""
-    if not requests:
-        return False
-    if window is not None or any(batch.query_lens[r] > 1 or rows[r] > batch.seq_lens[r] for r in requests):
-        return True
-    return together(batch, requests) and len({rows[r] for r in requests}) > 1
-
-
 def _hidden(position: Tensor, key: Tensor, window: int | None) -> Tensor:
     """True where `key` lies after `position`, or before its window."""
     hidden = key > position
     return hidden if window is None else hidden | (key <= position - window)
 
 
-def _prefill(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """Many queries of one request: `q` `[queries, num_heads, head_dim]`, `k`, `v` `[rows, num_kv_heads, head_dim]`."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
+def _visible(batch: Batch, request: int, rows: int, window: int | None) -> Tensor | None:
+    """What each query of a prefill sees of its request's rows, `[queries, rows]`; None: plain causal."""
+    count, total, device = batch.query_lens[request], batch.seq_lens[request], batch.block_tables.device
+    if count == rows and window is None:
+        return None
+    positions = torch.arange(total - count, total, device=device).unsqueeze(1)
+    return ~_hidden(positions, torch.arange(rows, device=device), window)
+
+
+def _prefill(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
+    """Many queries of one request: `q` `[queries, num_heads, head_dim]`, `keys`, `values` as in `product`."""
+    causal = visible is None
+    rows = q.transpose(0, 1).unsqueeze(0)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, is_causal=causal, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.cache.base import Batch, KVCache
-from minillm.cache.rows import FEW_QUERIES, check_at_least, product
+from minillm.cache.rows import check_at_least
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
 from minillm.ops.kv_quant import dequantize_affine, head_group, pack_int4, quantize_affine, unpack_int4
@@ -236,8 +236,6 @@ def _hidden(
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
     """One request: `q` `[queries, num_heads, head_dim]` over `[rows, num_kv_heads, head_dim]`; returns like `q`."""
-    if len(q) <= FEW_QUERIES:
-        return product(q, k.unsqueeze(0), v.unsqueeze(0), None if hidden is None else hidden[None, None, None])
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     visible = None if hidden is None else ~hidden
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)[0].transpose(0, 1)

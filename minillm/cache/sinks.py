@@ -17,7 +17,8 @@ stands at t - e.
     sink key at j:         the difference is  t - e - j:  ⟨R(t - e) q, R(j) k⟩ = ⟨R(-e) R(t) q, R(j) k⟩
 
 So the sinks are scored with the query turned back by e, and everything else stays as it is: one more copy of q per
-layer, exact, and no key is ever touched. e differs from query to query; where nothing is evicted yet it is 0.
+layer, exact, and no key is ever touched. e differs from query to query; where nothing is evicted yet it is 0. What is
+added to the scores of the sinks is ⟨R(-e) q - q, k⟩ / √d, as a bias of an attention that is otherwise the usual one.
 """
 
 from __future__ import annotations
@@ -79,15 +80,15 @@ class SinksKVCache(WindowKVCache):
         """Bytes of the rows of the requests that are here now, and of the frequencies of rotation."""
         return super().num_bytes + self.frequencies.nbytes
 
-    def sink_queries(self, layer: int, q: Tensor, batch: Batch) -> Tensor | None:
-        """`q` as it stands within the cache: turned back by what is evicted between the sinks and its window."""
+    def sink_turn(self, layer: int, q: Tensor, batch: Batch) -> Tensor | None:
+        """R(-e) q - q, so that `q` plus this stands where it belongs within the cache."""
         if not self.rotated[layer] or max(batch.seq_lens) <= self.num_sinks + self.window:
             return None
         key = (self, "back")
         if key not in batch.plans:
             batch.plans[key] = self._back(batch.positions, torch.promote_types(q.dtype, torch.float32))
         cos, signed_sin = batch.plans[key]
-        return rotate(q.to(cos.dtype), cos, signed_sin).to(q.dtype)
+        return rotate(q.to(cos.dtype), cos - 1, signed_sin).to(q.dtype)
 
     def _back(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of R(-e) for each new token, each `[num_tokens, 1, head_dim]`."""

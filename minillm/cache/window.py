@@ -15,7 +15,7 @@ sharply then (Xiao et al. 2024, figure 1); see `minillm.cache.sinks`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +26,14 @@ from minillm.cache.rows import (
     FEW_QUERIES,
     Rectangle,
     check_at_least,
-    new_tokens,
+    equally_many,
+    mask_of,
+    packed,
     product,
     query_positions,
-    rectangles,
-    side_by_side,
+    rectangle,
+    unpacked,
+    views,
 )
 from minillm.errors import MinillmError
 from minillm.models.config import ModelConfig
@@ -50,6 +53,23 @@ class Ring:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Tokens that follow each other in their request and in its ring as well."""
+
+    position: int
+    row: int
+    count: int
+
+    def rows(self, held: Tensor) -> Tensor:
+        """Their rows, of `[2, rows, num_kv_heads, head_dim]`, or that for all layers."""
+        return held[..., self.row : self.row + self.count, :, :]
+
+    def tokens(self, past: int) -> slice:
+        """Where they are among new tokens of which the first is token `past`."""
+        return slice(self.position - past, self.position - past + self.count)
+
+
+@dataclass(frozen=True)
 class Slice:
     """Some queries of a long prefill and the keys they look at."""
 
@@ -59,35 +79,35 @@ class Slice:
     """The first so many of the request's keys at hand, …"""
     keys: slice
     """… and these."""
-    hidden: Tensor
-    """`[1, 1, 1, queries, keys]`."""
+    mask: Tensor
+    """See `product`."""
 
 
 @dataclass(frozen=True)
 class Prefill:
     """One request with more new tokens than its ring has room for beside its window."""
 
-    request: int
-    old: Tensor
-    """Rows of the tokens before, in order: the sinks, then what the first query's window reaches back to."""
-    kept: Tensor
-    """Which of the new tokens are stored, counted from the first."""
-    rows: Tensor
-    """Where."""
+    old: list[Run]
+    """The tokens before that are needed, in order: the sinks, then what the first query's window reaches back to."""
     slices: list[Slice]
 
 
 @dataclass(frozen=True)
-class _Step:
-    """What is the same in every layer with the same window."""
+class _Room:
+    """Where the rows of a step are, per request."""
 
     rings: list[Ring]
-    rows: list[int]
-    """How many rows of its ring each request has reached so far."""
+    kept: list[list[tuple[tuple[Tensor, ...], slice]]]
+    """Which of its new tokens are stored, run by run, and where: per layer `[2, tokens, num_kv_heads, head_dim]`."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who attends to what: the same in every layer with the same window."""
+
     few: list[Rectangle]
-    stores: list[tuple[int, Tensor]]
-    """For the requests in `few`: which rows their new tokens go to."""
-    long: list[Prefill]
+    long: dict[int, Prefill]
+    """By request."""
 
 
 class WindowKVCache(KVCache):
@@ -115,7 +135,9 @@ class WindowKVCache(KVCache):
         self.num_rows = _num_rows(self.num_sinks, window, spare, block_size)
         self.window, self.spare = window, spare
         self.windows = [min(window, config.window(layer) or window) for layer in range(config.num_layers)]
+        self.ring = max(self.num_rows - self.num_sinks, 1)
         self.row_shape = (config.num_kv_heads, config.head_dim)
+        self.heads_per_kv = config.num_heads // config.num_kv_heads
         self.dtype, self.device = dtype, device
         self.rings: dict[int, Ring] = {}
         """By place."""
@@ -144,76 +166,69 @@ class WindowKVCache(KVCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """See `KVCache.attend`. Raises `MinillmError` if a request goes back further than its ring reaches."""
-        step = self._step(batch, self.windows[layer])
-        q_sinks = self.sink_queries(layer, q, batch)
-        new = list(new_tokens(k, v, batch))
-        for r, rows in step.stores:
-            for part in (0, 1):
-                step.rings[r].rows[layer, part].index_copy_(0, rows, new[r][part])
+        room, plan = self._plan(batch, self.windows[layer])
+        turn = self.sink_turn(layer, q, batch)
         out = torch.empty_like(q)
-        for one in step.few:
-            keys, values = (
-                side_by_side([step.rings[r].rows[layer, part, : step.rows[r]] for r in one.requests]) for part in (0, 1)
-            )
-            sinks = None if q_sinks is None else q_sinks[one.tokens]
-            out[one.tokens] = product(q[one.tokens], keys, values, one.hidden, sinks, self.num_sinks)
-        for prefill in step.long:
-            self._prefill(step.rings[prefill.request].rows[layer], q, q_sinks, *new[prefill.request], prefill, out)
+        for r, new in enumerate(torch.stack((k, v)).split(batch.query_lens, dim=1)):
+            held = room.rings[r].rows[layer]
+            if r in plan.long:
+                self._prefill(held, q, turn, new, plan.long[r], out)  # before its last tokens overwrite older ones
+            for rows, tokens in room.kept[r]:
+                rows[layer].copy_(new[:, tokens])
+        for one in plan.few:
+            out[one.tokens] = one.attend(layer, q, turn, self.num_sinks)
         return out
 
-    def sink_queries(self, layer: int, q: Tensor, batch: Batch) -> Tensor | None:
-        """What the rows of the first tokens are scored with; None: `q`."""
+    def sink_turn(self, layer: int, q: Tensor, batch: Batch) -> Tensor | None:
+        """What is added to `q` (shaped like it) for the scores of the first `num_sinks` tokens; None: nothing."""
         return None
 
     def _prefill(
-        self,
-        held: Tensor,
-        q: Tensor,
-        q_sinks: Tensor | None,
-        k: Tensor,
-        v: Tensor,
-        prefill: Prefill,
-        out: Tensor,
+        self, held: Tensor, q: Tensor, turn: Tensor | None, new: Tensor, prefill: Prefill, out: Tensor
     ) -> None:
-        """Attend over old and new rows together, then store the new ones that stay. `held`: `[2, rows, …]`."""
-        keys, values = (torch.cat((held[part][prefill.old], new)) for part, new in ((0, k), (1, v)))
-        for part, new in ((0, k), (1, v)):
-            held[part].index_copy_(0, prefill.rows, new[prefill.kept])
+        """Attend over old and new rows together. `held`: the request's ring, `[2, rows, …]`; `new`: its new rows."""
+        at_hand = torch.cat([*(run.rows(held) for run in prefill.old), new], dim=1)
+        keys, values = views(at_hand.unsqueeze(0))
         for one in prefill.slices:
-            seen_k, seen_v = (torch.cat((x[: one.sinks], x[one.keys])).unsqueeze(0) for x in (keys, values))
-            sinks = None if q_sinks is None else q_sinks[one.tokens]
-            out[one.tokens] = product(q[one.tokens], seen_k, seen_v, one.hidden, sinks, one.sinks)
+            seen_k, seen_v = (torch.cat((x[:, :, : one.sinks], x[:, :, one.keys]), dim=2) for x in (keys, values))
+            queries, own = (None if x is None else packed(x[one.tokens], 1, seen_k.shape[1]) for x in (q, turn))
+            result = product(queries, seen_k, seen_v, one.mask, own, one.sinks)
+            out[one.tokens] = unpacked(result, one.tokens.stop - one.tokens.start)
 
-    def _step(self, batch: Batch, window: int) -> _Step:
+    def _plan(self, batch: Batch, window: int) -> tuple[_Room, _Plan]:
         """The step as layers with this window see it; the first layer of all checks and makes room."""
-        key = (self, window)
-        if key not in batch.plans:
-            if (self, "rings") not in batch.plans:
-                batch.plans[self, "rings"] = self._make_room(batch)
-            batch.plans[key] = self._plan(batch, window, batch.plans[self, "rings"])
-        return batch.plans[key]
+        if self not in batch.plans:
+            batch.plans[self] = self._make_room(batch)
+        room = batch.plans[self]
+        if (self, window) not in batch.plans:
+            # Of more than spare + 1 new tokens, the last would overwrite what the first has to see.
+            most = min(FEW_QUERIES, self.spare + 1)
+            few = [self._plan_few(batch, group, room, window) for group in equally_many(batch, most)]
+            long = [r for r, count in enumerate(batch.query_lens) if count > most]
+            batch.plans[self, window] = _Plan(few, {r: self._plan_prefill(batch, r, window) for r in long})
+        return room, batch.plans[self, window]
 
-    def _make_room(self, batch: Batch) -> list[Ring]:
+    def _make_room(self, batch: Batch) -> _Room:
         """Each request's ring. A request that begins gets a new one, whoever held its place before."""
-        rings = []
-        for place, total, count in zip(
-            batch.block_tables[:, 0].tolist(), batch.seq_lens, batch.query_lens, strict=True
-        ):
+        room = _Room([], [])
+        places = batch.block_tables[:, 0].tolist()
+        for place, total, count in zip(places, batch.seq_lens, batch.query_lens, strict=True):
             past = total - count
             if not past:
                 self.rings.pop(place, None)
-                # Zeros, because rows not yet written are hidden from the softmax, but 0 · NaN would still be NaN.
                 shape = (len(self.windows), 2, self.num_rows, *self.row_shape)
-                self.rings[place] = Ring(torch.zeros(shape, dtype=self.dtype, device=self.device))
+                self.rings[place] = Ring(torch.empty(shape, dtype=self.dtype, device=self.device))
             ring = self.rings[place]
             self._check_reach(ring, past)
             ring.written = max(ring.written, total)
-            rings.append(ring)
-        return rings
+            room.rings.append(ring)
+            kept = [*self._sink_runs(past, total), *self._ring_runs(max(past, total - self.ring), total)]
+            room.kept.append([(run.rows(ring.rows).unbind(0), run.tokens(past)) for run in kept])
+        return room
 
     def _check_reach(self, ring: Ring, past: int) -> None:
         """Whether token `past` can come next: the rows of its whole window are still there."""
-        oldest_held = ring.written - (self.num_rows - self.num_sinks)
+        oldest_held = ring.written - self.ring
         oldest_seen = max(self.num_sinks, past - self.window + 1)
         if oldest_held > oldest_seen:
             raise MinillmError(
@@ -221,58 +236,56 @@ class WindowKVCache(KVCache):
                 f"ring has room to take back spare={self.spare}. Raise spare, or start the request again"
             )
 
-    def _plan(self, batch: Batch, window: int, rings: list[Ring]) -> _Step:
-        # Of more than spare + 1 new tokens, the last would overwrite what the first has to see.
-        most = min(FEW_QUERIES, self.spare + 1)
-        few = [r for r, count in enumerate(batch.query_lens) if count <= most]
-        long = [self._plan_prefill(batch, r, window) for r, count in enumerate(batch.query_lens) if count > most]
-        rows = [min(self.num_rows, total) for total in batch.seq_lens]
-        if not few:
-            return _Step(rings, rows, [], [], long)
-        last = torch.tensor([[batch.seq_lens[r] - 1] for r in few], device=batch.block_tables.device)
-        keys = self._tokens_in_rows(last, max(rows[r] for r in few))
-        hidden = self._hidden(query_positions(batch, few).unsqueeze(-1), keys.unsqueeze(1), window)
-        stores = [(r, self._rows_of(batch.positions[slice(*batch.query_start[r : r + 2])])) for r in few]
-        return _Step(rings, rows, rectangles(batch, few, hidden, [rows[r] for r in few]), stores, long)
+    def _sink_runs(self, start: int, end: int) -> Iterator[Run]:
+        """The sinks among tokens `start … end - 1`."""
+        if start < min(end, self.num_sinks):
+            yield Run(start, start, min(end, self.num_sinks) - start)
+
+    def _ring_runs(self, start: int, end: int) -> Iterator[Run]:
+        """The others, as the ring cuts them."""
+        position = max(start, self.num_sinks)
+        while position < end:
+            row = self.num_sinks + (position - self.num_sinks) % self.ring
+            count = min(end - position, self.num_rows - row)
+            yield Run(position, row, count)
+            position += count
+
+    def _plan_few(self, batch: Batch, requests: list[int], room: _Room, window: int) -> Rectangle:
+        counts = [min(self.num_rows, batch.seq_lens[r]) for r in requests]
+        last = torch.tensor([[batch.seq_lens[r] - 1] for r in requests], device=self.device)
+        keys = self._tokens_in_rows(last, max(counts))
+        hidden = self._hidden(query_positions(batch, requests).unsqueeze(-1), keys.unsqueeze(1), window)
+        rows = [views(room.rings[r].rows[:, :, :count]) for r, count in zip(requests, counts, strict=True)]
+        return rectangle(batch, requests, rows, mask_of(hidden, self.heads_per_kv, self.dtype))
 
     def _plan_prefill(self, batch: Batch, request: int, window: int) -> Prefill:
-        device, end = batch.block_tables.device, batch.seq_lens[request]
+        end, first = batch.seq_lens[request], batch.query_start[request]
         past = end - batch.query_lens[request]
-        oldest = min(past, max(self.num_sinks, past - self.window + 1))
-        sinks = torch.arange(min(self.num_sinks, past), device=device)
-        old = torch.cat((sinks, torch.arange(oldest, past, device=device)))
-        new = torch.arange(past, end, device=device)
-        kept = new[(new < self.num_sinks) | (new >= end - (self.num_rows - self.num_sinks))]
-        at_hand = torch.cat((old, new))
+        old = [*self._sink_runs(0, past), *self._ring_runs(max(0, past - self.window + 1), past)]
+        at_hand = [p for run in old for p in range(run.position, run.position + run.count)]
+        at_hand = torch.tensor([*at_hand, *range(past, end)], device=self.device)
+        sinks = min(self.num_sinks, end)
         slices = []
         for start in range(past, end, SLICE):
             stop = min(start + SLICE, end)
-            sinks = min(self.num_sinks, end)
-            # Where the keys of this slice lie among those at hand, which have a gap behind the sinks.
-            low = len(at_hand) - (end - max(sinks, start - window + 1))
-            keys = slice(low, len(at_hand) - (end - stop))
-            seen = torch.cat((at_hand[:sinks], at_hand[keys]))
-            queries = torch.arange(start, stop, device=device).unsqueeze(1)
-            tokens = slice(*(batch.query_start[request] + position - past for position in (start, stop)))
-            slices.append(Slice(tokens, sinks, keys, self._hidden(queries, seen, window)[None, None, None]))
-        return Prefill(request, self._rows_of(old), kept - past, self._rows_of(kept), slices)
-
-    def _rows_of(self, positions: Tensor) -> Tensor:
-        """The row in which each token is kept."""
-        ring = max(self.num_rows - self.num_sinks, 1)
-        in_ring = self.num_sinks + (positions - self.num_sinks) % ring
-        return torch.where(positions < self.num_sinks, positions, in_ring)
+            # Counted from the end, for the keys at hand have a gap behind the sinks.
+            low, high = (len(at_hand) - (end - p) for p in (max(sinks, start - window + 1), stop))
+            seen = torch.cat((at_hand[:sinks], at_hand[low:high]))
+            queries = torch.arange(start, stop, device=self.device).unsqueeze(1)
+            mask = mask_of(self._hidden(queries, seen, window).unsqueeze(0), self.heads_per_kv, self.dtype)
+            tokens = slice(first + start - past, first + stop - past)
+            slices.append(Slice(tokens, sinks, slice(low, high), mask))
+        return Prefill(old, slices)
 
     def _tokens_in_rows(self, last: Tensor, num_rows: int) -> Tensor:
         """The position that each row should hold once token `last` (`[requests, 1]`) is written:
         `[requests, num_rows]`.
 
-        A row that was never written is given a position after `last`. A row with a rejected draft is taken for the
-        token that it held before, one ring earlier; `_check_reach` has made sure that no query's window reaches there.
+        A row with a rejected draft is taken for the token that it held before, one ring earlier; `_check_reach` has
+        made sure that no query's window reaches there. Where that would be a sink, a position after `last` is given.
         """
         row = torch.arange(num_rows, device=last.device)
-        ring = max(self.num_rows - self.num_sinks, 1)
-        in_ring = last - (last - row) % ring
+        in_ring = last - (last - row) % self.ring
         in_ring = torch.where(in_ring < self.num_sinks, last + 1, in_ring)
         return torch.where(row < self.num_sinks, row, in_ring)
 

@@ -5,6 +5,7 @@ It tells what it does through events and knows nobody who listens.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,7 @@ from minillm.engine.request import Request
 from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.errors import MinillmError, NonFiniteLogitsError, RequestTooLargeError
 from minillm.models.runner import ModelRunner, Segment
-from minillm.sampling import Draw, probs_from_logits, sample, uniform
+from minillm.sampling import Draw, SamplingRow, choose, probs_from_logits, uniform
 from minillm.speculative.drafter import Draft, Drafter
 from minillm.speculative.rejection_sampler import Verdict, rejection_sample
 from minillm.tokenizer import Tokenizer
@@ -175,7 +176,7 @@ class Engine:
         return list(logits.split([segment.num_logits for segment in segments]))
 
     def _refuse_non_finite(self, logits: Tensor, segments: Sequence[Segment], scheduled: Sequence[Scheduled]) -> None:
-        if bool(torch.isfinite(logits.sum(dtype=torch.float32))):
+        if math.isfinite(float(logits.sum(dtype=torch.float32))):
             return
         for item, rows in zip(scheduled, logits.split([s.num_logits for s in segments]), strict=True):
             if not bool(torch.isfinite(rows).all()):
@@ -201,8 +202,8 @@ class Engine:
             for j in range(len(drafts[i].token_ids) + 1)
         ]
         requests = [scheduled[i].request for i in complete]
-        probs = probs_from_logits(torch.cat(chosen), rows)
-        for i, verdict in zip(complete, _decide(requests, [drafts[i] for i in complete], probs), strict=True):
+        decided = _decide(requests, [drafts[i] for i in complete], torch.cat(chosen), rows)
+        for i, verdict in zip(complete, decided, strict=True):
             verdicts[i] = verdict
         for i, rows_of_request in zip(complete, chosen, strict=True):
             record_logprobs(scheduled[i].request, verdicts[i], rows_of_request, self.tokenizer)
@@ -243,12 +244,14 @@ class Engine:
         self.emit(RequestFinished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens))
 
 
-def _decide(requests: Sequence[Request], drafts: Sequence[Draft], probs: Tensor) -> list[Verdict]:
+def _decide(
+    requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, rows: Sequence[SamplingRow]
+) -> list[Verdict]:
     """Draw where nothing was drafted, judge where something was."""
     if not any(draft.token_ids for draft in drafts):
         uniforms = [uniform(request.seed, request.num_tokens, Draw.SAMPLE) for request in requests]
-        tokens = sample(probs, torch.tensor(uniforms, device=probs.device))
-        return [Verdict([token], 0) for token in tokens.tolist()]
+        return [Verdict([token], 0) for token in choose(logits, rows, uniforms).tolist()]
+    probs = probs_from_logits(logits, rows)
     return rejection_sample(
         [draft.token_ids for draft in drafts],
         [draft.probs for draft in drafts],

@@ -136,6 +136,8 @@ def _slots(batch: Batch, members: list[int]) -> Tensor | slice:
     keys = max(batch.seq_lens[r] for r in members)
     if len(members) == 1 and (first := _first_slot_in_a_row(batch, members[0])) is not None:
         return slice(first, first + keys)
+    if len(members) == 1:
+        return batch.key_slots[members[0], :keys]
     slots = batch.key_slots if len(members) == batch.num_requests else batch.key_slots[members]
     return slots[:, :keys].flatten()
 
@@ -156,9 +158,11 @@ def _mask(batch: Batch, members: list[int], window: int | None, heads_per_kv: in
     is_prefill = longest > FEW_QUERIES
     if window is None and (longest == keys if is_prefill else longest == 1 and min(seq_lens) == keys):
         return None
-    lengths = torch.tensor(query_lens, device=device).unsqueeze(1)
-    offset = torch.minimum(torch.arange(longest, device=device), lengths - 1)
-    position = (torch.tensor(seq_lens, device=device).unsqueeze(1) - lengths + offset).unsqueeze(-1)
+    positions = [  # of the queries; a padding row is its request's last one
+        [min(total - count + i, total - 1) for i in range(longest)]
+        for count, total in zip(query_lens, seq_lens, strict=True)
+    ]
+    position = torch.tensor(positions, device=device).unsqueeze(-1)
     key = torch.arange(keys, device=device)
     hidden = key > position  # [count, longest, keys]
     if window is not None:

@@ -8,8 +8,8 @@ from typing import Any
 from minillm.errors import ConfigError
 from minillm.viz.charts import Axis, LineChart, Series
 
-EXACT = 1e-9
-"""A mean KL below this is rounding, and has no place on a logarithmic axis."""
+EXACT = 1e-6
+"""A mean KL below this is float32's rounding, and has no place on a logarithmic axis."""
 TITLES = {
     "cache": "What a smaller KV cache costs",
     "weights": "What smaller weights cost",

@@ -28,7 +28,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def system(clock: Clock, name: str, seconds: list[float], tokens: list[int], order: list[str], baseline: str | None):
+def system(
+    clock: Clock,
+    name: str,
+    seconds: list[float],
+    tokens: list[int],
+    order: list[str],
+    baseline: str | tuple[str, ...] | None,
+):
     """Takes `seconds` in turn (the first is the warm-up) and always gives `tokens`."""
     left = iter(seconds)
 
@@ -50,6 +57,14 @@ def test_ratios_are_medians_of_neighbouring_pairs(clock: Clock) -> None:
     assert (base.ratio, base.outputs_equal) == (None, None)
     assert row.outputs_equal is True and row.p50_ms == 500.0 and row.tokens_per_s == 2.0
     assert row.config == {"note": "fast"} and row.peak_memory_bytes == 4
+
+
+def test_a_system_has_a_row_for_each_of_its_baselines(clock: Clock) -> None:
+    slow = system(clock, "slow", [9.0, 6.0], [1], [], None)
+    even = system(clock, "even", [9.0, 4.0], [1], [], "slow")
+    fast = system(clock, "fast", [9.0, 2.0], [1], [], ("slow", "even"))
+    rows = compare([slow, even, fast], rounds=1)
+    assert [(row.system, row.baseline, row.ratio) for row in rows[2:]] == [("fast", "slow", 3.0), ("fast", "even", 2.0)]
 
 
 def test_different_tokens_are_told_and_speed_is_per_token(clock: Clock) -> None:

@@ -132,9 +132,9 @@ def test_caches_are_read_back_and_lose_what_they_must(tiny: TinyPair, texts: Tex
     row = measure(of(name), builder, texts, reference)
     assert row.error is None and row.quality is not None and row.ratio is not None
     if name == "kv contiguous":
-        assert row.quality.mean_kl < 1e-9 and row.outputs_equal and row.ratio == 1
+        assert row.quality.mean_kl < 1e-6 and row.outputs_equal and row.ratio == 1
     else:
-        assert 1e-7 < row.quality.mean_kl < 1 and row.ratio > 1
+        assert 1e-5 < row.quality.mean_kl < 1 and row.ratio > 1
 
 
 def test_a_system_that_a_model_cannot_have_says_so(tiny: TinyPair, texts: Texts) -> None:

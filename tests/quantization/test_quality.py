@@ -21,9 +21,9 @@ class Bench:
 
     def __init__(self) -> None:
         self.model, tokenizer = minicoder()
-        self.rows = [tokenizer.encode(prompt.prompt) for prompt in evaluation_prompts()[::3]]
+        self.rows = [tokenizer.encode(prompt.prompt) for prompt in evaluation_prompts()[::4]]
         fitted = [tokenizer.encode(prompt.prompt) for prompt in calibration_prompts()[::2]]
-        self.inputs = calibrate(self.model, fitted, "inputs", max_rows=256)
+        self.inputs = calibrate(self.model, fitted, "inputs", max_rows=128)
         self.gradients = calibrate(self.model, fitted[::4], "gradients")
         self.reference = log_probs(self.model, self.rows)
 

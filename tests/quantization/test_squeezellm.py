@@ -112,6 +112,22 @@ def test_the_largest_and_the_most_sensitive_are_kept() -> None:
     assert kept[rest >= rest.flatten().sort(descending=True).values[29]].all()
 
 
+def test_values_that_are_both_large_and_sensitive_are_kept_once() -> None:
+    """The share kept is a promise about bytes, so the sensitive ones come from what is left."""
+    x = weight()
+    assert SqueezeLLM(outliers=0.01, sensitive=0.005).choose_sparse(x, x.square()).sum() == 60 + 30
+
+
+def test_no_level_is_spent_on_values_that_are_kept_sparse() -> None:
+    x = weight()
+    x[:, 3] = 1.0
+    scheme = SqueezeLLM(outliers=0.01, sensitive=0.0)
+    kept = scheme.choose_sparse(x, seen(x).squared_gradients)
+    assert kept[:, 3].all()
+    codebooks = scheme.quantize(x, seen(x))["codebooks"].float()
+    assert codebooks.abs().max() <= x[~kept].abs().max() * 1.001
+
+
 def test_the_dense_part_is_a_codebook_per_row() -> None:
     x = weight()
     tensors = make_scheme("squeezellm").quantize(x, seen(x))

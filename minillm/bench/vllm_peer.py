@@ -1,0 +1,105 @@
+"""vLLM as a peer, in a process and an environment of its own: its requirements and ours would not fit in one.
+
+`VllmPeer` is our side. The other side is this same file, run by an interpreter that has vLLM; so the file imports
+nothing of minillm. The two exchange JSON, one object per line: first the requests, then an empty line for each run,
+which is answered with the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+INTERPRETER = "MINILLM_VLLM_PYTHON"
+"""The environment variable that names the interpreter which has vLLM."""
+SCRIPT = Path(__file__)
+
+
+class VllmPeer:
+    """A running vLLM that answers the same requests again and again."""
+
+    def __init__(self, interpreter: str, threads: int, **spec: Any) -> None:
+        """`spec`: `model` (a folder), `prompts` (token ids), `lengths` (new tokens of each), `max_num_seqs`.
+
+        Raises `ConfigError` if the interpreter cannot run it.
+        """
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        environment.pop("PYTHONPATH", None)
+        self.process = subprocess.Popen(
+            [interpreter, str(SCRIPT)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.about: dict[str, Any] = self._ask(json.dumps(spec))
+        """Its version and its number of threads."""
+
+    def run(self) -> list[list[int]]:
+        """The new tokens of every request."""
+        return self._ask("")["tokens"]
+
+    @property
+    def peak_memory(self) -> int | None:
+        """Peak resident bytes of its process; None where the system does not tell."""
+        status = Path(f"/proc/{self.process.pid}/status")
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else None
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.stdin.close()
+        self.process.wait()
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise _no_answer(self.process.args[0])
+        return json.loads(answer)
+
+
+def _no_answer(interpreter: str) -> Exception:
+    from minillm.errors import ConfigError  # only here: the other side has no minillm
+
+    return ConfigError(
+        f"vLLM under {interpreter} ended without an answer; {INTERPRETER} must name an interpreter that can import vllm"
+    )
+
+
+def serve() -> None:
+    """The other side: read requests, then run them whenever an empty line comes."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints must not come between the answers
+    spec = json.loads(sys.stdin.readline())
+    import torch
+    import vllm
+
+    llm = vllm.LLM(
+        spec["model"],
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_num_seqs=spec["max_num_seqs"],
+        max_model_len=1024,
+        enable_prefix_caching=False,
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in spec["prompts"]]
+    params = [
+        vllm.SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        for length in spec["lengths"]
+    ]
+    print(json.dumps({"vllm": vllm.__version__, "threads": torch.get_num_threads()}), file=answers, flush=True)
+    for _ in sys.stdin:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        print(json.dumps({"tokens": tokens}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,99 @@
+"""The batch benchmark: fixed heavy-tailed lengths, utilisation counted from a trace, the better peer found."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.bench import batch, vllm_peer
+from minillm.bench.harness import Row
+from minillm.bench.registry import BENCHMARKS, find
+from minillm.errors import ConfigError
+from tests.conftest import TinyPair
+
+
+def test_lengths_are_fixed_and_have_a_heavy_tail() -> None:
+    lengths = batch.output_lengths()
+    assert lengths == batch.output_lengths() and len(lengths) == batch.REQUESTS
+    assert min(lengths) >= batch.SHORTEST and max(lengths) == batch.LONGEST
+    assert max(lengths) > 8 * sorted(lengths)[batch.REQUESTS // 2]
+
+
+def test_utilisation_is_counted_from_the_steps(tiny: TinyPair) -> None:
+    """Three requests of 2, 4 and 6 tokens on two seats: 12 request-steps. The third joins in step 3, and ends in 8."""
+    llm = LLM(str(tiny.target), max_num_seqs=2, block_size=4, enable_prefix_caching=False)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 4, 6)]
+    with llm.trace() as trace:
+        llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 3, params, use_tqdm=False)
+    told = batch.utilisation(trace, 2)
+    assert told["steps"] == 8
+    assert told["batch_slot_utilisation"] == pytest.approx(12 / 16)
+    assert told["batch_slot_utilisation_while_waiting"] == 1.0
+    assert 0 < told["kv_slot_utilisation"] < 1
+
+
+def test_requests_that_the_engine_does_not_know_yet_wait_all_the_same(tiny: TinyPair) -> None:
+    """Static batches of 2: the third request waits outside for the 4 steps of the first, which use 6 of 8 seats."""
+    llm = LLM(str(tiny.target), max_num_seqs=2, block_size=4, enable_prefix_caching=False)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 4, 6)]
+    with llm.trace() as trace:
+        for part in (slice(0, 2), slice(2, 3)):
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}] * len(params[part]), params[part], use_tqdm=False)
+    told = batch.utilisation(trace, 2, 3)
+    assert told["steps"] == 10
+    assert told["batch_slot_utilisation"] == pytest.approx(12 / 20)
+    assert told["batch_slot_utilisation_while_waiting"] == pytest.approx(6 / 8)
+
+
+def row(system: str, baseline: str | None, speed: float, ratio: float | None) -> Row:
+    return Row(system, baseline, ratio, ratio, ratio, speed, 1000 / speed, None, True)
+
+
+def test_the_peer_is_the_better_of_transformers_ways() -> None:
+    rows = [row(batch.PADDED, None, 100, None), row(batch.PADDED_ALL, batch.PADDED, 300, 3)]
+    rows += [row(batch.GENERATE_BATCH, batch.PADDED, 50, 0.5)]
+    for name, speed in ((batch.CONTINUOUS, 600), (batch.CONTINUOUS_ALL, 900)):
+        rows += [row(name, batch.PADDED, speed, speed / 100), row(name, batch.PADDED_ALL, speed, speed / 300)]
+    told = batch.over_the_better(rows)
+    assert told["better_of_transformers"] == batch.PADDED_ALL
+    assert told["continuous_over_better"] == 2.0 and told["continuous_32_seats_over_better"] == 3.0
+
+
+def test_the_benchmark_is_registered_and_compares_with_every_way_of_transformers() -> None:
+    assert "batch" in BENCHMARKS and find("batch") is batch.run
+    for name in (batch.CONTINUOUS, batch.CONTINUOUS_ALL):
+        assert set(batch.TRANSFORMERS) < set(batch.BASELINES[name])
+    assert all(base in batch.BASELINES for bases in batch.BASELINES.values() for base in bases)
+
+
+FAKE_VLLM = """
+import types, sys
+__version__ = "0"
+class SamplingParams:
+    def __init__(self, **options): self.max_tokens = options["max_tokens"]
+class LLM:
+    def __init__(self, model, **options): print("a line that is no answer")
+    def generate(self, prompts, params, use_tqdm):
+        answer = lambda ids, n: types.SimpleNamespace(token_ids=(ids * n)[:n])
+        return [types.SimpleNamespace(outputs=[answer(p["prompt_token_ids"], s.max_tokens)])
+                for p, s in zip(prompts, params)]
+"""
+
+
+def test_a_peer_in_another_process_answers_each_time_and_says_when_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_peer, "SCRIPT", tmp_path / "vllm_peer.py")
+    (tmp_path / "vllm_peer.py").write_text(Path(vllm_peer.__file__).read_text())
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    requests = {"model": "none", "prompts": [[7], [8, 9]], "lengths": [2, 3], "max_num_seqs": 2}
+    peer = vllm_peer.VllmPeer(sys.executable, 1, **requests)
+    assert peer.run() == peer.run() == [[7, 7], [8, 9, 8]]
+    assert peer.about == {"vllm": "0", "threads": 1}
+    peer.close()
+    (tmp_path / "vllm.py").write_text("raise ImportError")
+    with pytest.raises(ConfigError, match="MINILLM_VLLM_PYTHON"):
+        vllm_peer.VllmPeer(sys.executable, 1, **requests)

@@ -1,0 +1,168 @@
+"""Lesson 05: the references agree with the engine's schemes and keep the promises that the lesson makes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minillm.quantization.base import LayerStatistics
+from minillm.quantization.int4 import Int4
+from minillm.quantization.int8 import Int8
+from minillm.quantization.w8a8 import EXACT_COLUMNS, integer_product
+from minillm.teaching.exercises.l05_weights import (
+    EXERCISES,
+    GRID,
+    awq_scale,
+    quantise_groups,
+    quantise_rows,
+    restore_groups,
+    rounded_in_fours,
+    split_outliers,
+    w8a8_linear,
+)
+from minillm.teaching.grade import grade
+
+SEEDS = st.integers(0, 10_000)
+
+
+def matrix(seed: int, rows: int = 6, columns: int = 16) -> Tensor:
+    """Random, its rows of very different sizes, a row of zeros among them."""
+    random = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=random) * torch.logspace(-3, 2, rows)[:, None]
+    weight[seed % rows] = 0
+    return weight
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=SEEDS)
+def test_no_weight_is_off_by_more_than_half_a_step(seed: int):
+    weight = matrix(seed)
+    codes, scale = quantise_rows(weight)
+    assert codes.abs().max() <= 127
+    assert (scale > 0).all()
+    assert ((codes * scale[:, None] - weight).abs() <= scale[:, None] / 2 * (1 + 1e-5)).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=SEEDS)
+def test_rows_are_those_of_the_engine(seed: int):
+    weight = matrix(seed)
+    codes, scale = quantise_rows(weight)
+    engine = Int8().quantize(weight)
+    assert torch.equal(codes, engine["qweight"])
+    assert torch.equal(codes * scale[:, None], Int8().dequantize(engine, weight.shape[1]))
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=SEEDS)
+def test_the_product_is_that_of_whole_numbers_and_of_each_token_alone(seed: int):
+    x, (codes, scale) = matrix(seed, columns=40), quantise_rows(matrix(seed + 1, rows=3, columns=40))
+    y = w8a8_linear(x, codes, scale)
+    x_codes, x_scale = quantise_rows(x)
+    assert torch.equal(y, integer_product(x_codes, codes) * x_scale[:, None] * scale)
+    assert torch.equal(y, torch.cat([w8a8_linear(token[None], codes, scale) for token in x]))
+
+
+def test_float32_adds_whole_numbers_exactly_up_to_the_columns_that_the_lesson_says():
+    assert EXACT_COLUMNS == 1040
+    largest = torch.full((1, 1040), 127.0)
+    assert int((largest @ largest.T).item()) == 1040 * 127**2 <= 2**24
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=SEEDS, group_size=st.sampled_from([2, 4, 8, 16]))
+def test_groups_keep_zero_and_are_off_by_half_a_step_and_the_rounding_of_the_scale(seed: int, group_size: int):
+    weight = matrix(seed)
+    weight[:, seed % 16] = 0
+    codes, scale, zero = quantise_groups(weight, group_size)
+    restored = restore_groups(codes, scale, zero)
+    step = scale.float().repeat_interleave(group_size, dim=1)
+    assert codes.max() <= 15
+    assert (restored[weight == 0] == 0).all()
+    # The ends of a range are out of reach where float16 rounds the scale down: by 15 steps of at most 2^-11 each,
+    # and 2^-25 where it is subnormal. A zero point rounded the wrong way costs another half step at one end.
+    assert ((restored - weight).abs() <= step * (1 + 15 * 2.0**-11) + 15 * 2.0**-25).all()
+    inside = (codes > 0) & (codes < 15)
+    assert ((restored - weight).abs() <= step / 2 * (1 + 1e-4))[inside].all()
+
+
+def test_groups_are_those_of_the_engine_but_for_the_rounding_of_the_scale():
+    weight = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
+    codes, scale, zero = quantise_groups(weight, 128)
+    engine = Int4(group_size=128)
+    tensors = engine.quantize(weight)
+    assert ((tensors["scales"].float() / scale.float() - 1).abs() <= 2.0**-9).all()
+    apart = (engine.dequantize(tensors, 256) - restore_groups(codes, scale, zero)).abs()
+    assert (apart > scale.float().repeat_interleave(128, dim=1) / 20).float().mean() < 0.02
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=SEEDS)
+def test_awq_is_never_worse_than_plain_rounding_on_its_sample(seed: int):
+    random = torch.Generator().manual_seed(seed)
+    weight, x = torch.randn(5, 8, generator=random), torch.randn(9, 8, generator=random) * torch.logspace(-1, 1, 8)
+
+    def error(s: Tensor) -> float:
+        return ((x / s) @ rounded_in_fours(weight * s).T - x @ weight.T).square().sum().item()
+
+    a, s = awq_scale(weight, x, rounded_in_fours, GRID)
+    assert a in GRID
+    torch.testing.assert_close(s, x.abs().mean(0).pow(a))
+    assert error(s) <= error(torch.ones(8))
+
+
+def test_the_cases_of_awq_have_one_clear_answer():
+    exercise = next(e for e in EXERCISES if e.name == "l05.awq_scale")
+    for case in exercise.all_cases():
+        weight, x, rounded, grid = case.args
+        scales = [x.abs().mean(0).pow(a).clamp_min(1e-4) for a in grid]
+        errors = sorted(((x / s) @ rounded(weight * s).T - x @ weight.T).square().sum().item() for s in scales)
+        assert len(errors) == 1 or errors[1] > 1.03 * errors[0], case.label
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=SEEDS, share=st.sampled_from([0.0, 0.01, 0.05, 0.5, 1.0]))
+def test_dense_and_sparse_make_up_the_matrix_and_the_sparse_part_is_the_largest(seed: int, share: float):
+    weight = torch.randn(6, 16, generator=torch.Generator().manual_seed(seed))
+    dense, sparse = split_outliers(weight, share)
+    assert torch.equal(dense + sparse, weight)
+    assert int(sparse.count_nonzero()) == int(share * weight.numel())
+    assert not (dense.bool() & sparse.bool()).any()
+    if sparse.any() and dense.any():
+        assert sparse[sparse != 0].abs().min() >= dense.abs().max()
+
+
+def test_taking_the_outliers_out_makes_the_steps_of_the_rest_finer():
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
+    weight[3, 5] = -40.0
+    before, after = quantise_groups(weight, 128)[1], quantise_groups(split_outliers(weight, 0.005)[0], 128)[1]
+    assert after[3, 0] < before[3, 0] / 5
+    assert (after <= before).all()
+
+
+@pytest.mark.parametrize("largest", [127, 128])
+def test_a_row_of_zeros_has_the_scale_that_one_can_divide_by(largest: int):
+    codes, scale = quantise_rows(torch.zeros(2, largest))
+    assert codes.any().item() is False
+    assert scale.tolist() == [1.0, 1.0]
+
+
+def test_statistics_are_not_needed_by_the_schemes_that_the_lesson_calls_calibration_free():
+    for scheme in (Int8(), Int4()):
+        assert scheme.needs == ""
+        assert scheme.quantize(torch.ones(2, 8), LayerStatistics())
+
+
+def test_the_report_of_a_wrong_direction_names_it():
+    exercise = next(e for e in EXERCISES if e.name == "l05.quantise_rows")
+
+    def keeps_dim(weight: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale = quantise_rows(weight)
+        return codes, scale[:, None]
+
+    report = str(grade(exercise, keeps_dim))
+    assert "keepdim" in report
+    assert len(report) < 1200
