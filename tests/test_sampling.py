@@ -21,6 +21,7 @@ from minillm.sampling import (
     SamplingParams,
     SamplingRow,
     check_params,
+    choose,
     logprobs_of,
     probs_from_logits,
     sample,
@@ -237,6 +238,29 @@ def test_greedy_takes_the_first_of_equal_maxima():
     logits = torch.tensor([[0.0, 5.0, 5.0], [2.0, 2.0, 2.0]])
     rows = [SamplingRow(SamplingParams(temperature=0, top_k=2, top_p=0.1))] * 2
     assert probs_from_logits(logits, rows).tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["all greedy", "mixed"])
+def test_choosing_is_drawing_from_the_probabilities(greedy):
+    torch.manual_seed(0)
+    logits = torch.randn(6, 40).round()  # many ties
+    logits[3] = torch.arange(40).float()
+    likely = int(logits[0].argmax())
+    options = [{}, {}, {"repetition_penalty": 1.5, "frequency_penalty": 0.5}, {}, {}, {"presence_penalty": 2.0}]
+    temperatures = [0.0] * 6 if greedy else [0.0, 0.7, 0.0, 1.0, 0.0, 1.3]
+    rows = [
+        SamplingRow(SamplingParams(temperature=t, **o), [1, 2], [5, 39, 39], (likely, 39) if i in (0, 3) else ())
+        for i, (t, o) in enumerate(zip(temperatures, options, strict=True))
+    ]
+    uniforms = [0.0, 0.5, 0.999, 0.2, 0.7, 0.4]
+    expected = sample(probs_from_logits(logits, rows), torch.tensor(uniforms))
+    assert torch.equal(choose(logits, rows, uniforms), expected)
+    assert expected[0] != likely and expected[3] != 39 and choose(logits[:0], [], []).shape == (0,)
+    with pytest.raises(MinillmError, match="6 rows"):
+        choose(logits, rows[:5], uniforms[:5])
+    logits[2, 7] = math.nan
+    with pytest.raises(NonFiniteLogitsError, match="row 2 of 6"):
+        choose(logits, rows, uniforms)
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1.1e-5, 1e-3])

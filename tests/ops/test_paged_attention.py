@@ -116,6 +116,35 @@ def test_stale_rows_after_a_roll_back_are_never_seen() -> None:
     assert not torch.equal(before, run())
 
 
+def test_requests_of_similar_length_share_a_product_and_no_other() -> None:
+    seq_lens = [10, 300, 40, 290, 100, 60]
+    tables = torch.arange(6 * 38).view(6, 38)
+    batch = Batch(*[torch.empty(0)] * 3, tables, [0, 1, 2, 7, 8, 28, 29], seq_lens, 8)
+    made = op.plan(batch, None, 2, torch.float32)
+    assert [product.count for product in made.products] == [1, 2, 3]  # the prefill of 20; 300 and 290; 60, 40 and 10
+    assert [product.is_prefill for product in made.products] == [True, False, False]
+    gathered = sum(len(product.slots) for product in made.products if isinstance(product.slots, Tensor))
+    assert gathered == 2 * 300 + 3 * 60  # the prefill's blocks lie in a row: it is read where it is
+
+
+def test_decoding_alike_requests_moves_no_query() -> None:
+    tables = torch.tensor([[5, 1], [0, 4], [2, 3]])
+    made = op.plan(Batch(*[torch.empty(0)] * 3, tables, [0, 1, 2, 3], [6, 8, 5], 4), None, 1, torch.float32)
+    assert len(made.products) == 1 and made.pad is None and made.unpad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    q, keys, values, batch, dense = random_step(5, 8, (4, 2), 32, [1, 3, 1, 20])
+    out = op.paged_attention(q.to(dtype), keys.to(dtype), values.to(dtype), batch)
+    assert out.dtype == dtype
+    bound = 1e-6 if dtype == torch.float64 else 3e-2
+    for r, (k, v) in enumerate(dense):
+        row = batch.query_start[r + 1] - 1
+        expected = textbook(q[row], k, v, batch.seq_lens[r] - 1, None)
+        torch.testing.assert_close(out[row].double(), expected, rtol=bound, atol=bound)
+
+
 def test_a_plan_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     q, keys, values, batch, _ = random_step(1, 4, (2, 1), 16, [1, 2, 20])
     made = []

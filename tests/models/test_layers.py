@@ -1,0 +1,33 @@
+"""The parts of a decoder layer against their formulas in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from minillm.models.layers import RMSNorm
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
+@pytest.mark.parametrize("shape", [(1, 7), (5, 384), (2, 3, 64)])
+def test_a_norm_equals_the_textbook(shape: tuple[int, ...], scale: float) -> None:
+    """At scale 1e-4 epsilon is a thousand times the mean square, at 1e3 nothing beside it."""
+    torch.manual_seed(0)
+    norm, x = RMSNorm(shape[-1], 1e-5), scale * torch.randn(shape)
+    torch.nn.init.normal_(norm.weight)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+    with torch.inference_mode():
+        y = norm(x)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-6)  # gradients are recorded
+
+
+def test_a_norm_leaves_its_input_alone_and_half_precision_to_the_library() -> None:
+    norm, x = RMSNorm(8, 1e-5), torch.randn(3, 8)
+    before = x.clone()
+    with torch.inference_mode():
+        norm(x)
+        assert torch.equal(x, before)
+        half = norm.bfloat16()(x.bfloat16())
+        assert torch.equal(half, F.rms_norm(x.bfloat16(), (8,), norm.weight, 1e-5))
