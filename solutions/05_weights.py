@@ -504,10 +504,11 @@ def engine_row(label: str, scheme: str, seen) -> None:
     show(label, 8 * sum(bytes_of(model).values()) / num_weights, found)
 
 
+engine_row("AWQ, engine", "awq", calibration)
 install(None)
 gradients = calibrate(model, calibration_ids[:4], "gradients")
-engine_row("AWQ, engine", "awq", calibration)
 engine_row("SqueezeLLM, engine", "squeezellm", gradients)
+del gradients  # as many numbers as the weights
 
 # %% [markdown]
 # ## Measure
@@ -694,10 +695,7 @@ import time
 
 clock = time.thread_time if os.name == "posix" else time.perf_counter
 long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-engines = {
-    scheme: LLM(NAME, dtype="float32", quantization=scheme, max_num_seqs=32)
-    for scheme in (None, "int8", "w8a8", "int4")
-}
+engines = {None: llm} | {s: LLM(NAME, dtype="float32", quantization=s) for s in ("int8", "w8a8", "int4")}
 
 
 def step_seconds(engine: LLM, batch: int) -> float:
