@@ -42,8 +42,8 @@ class EngineConfig:
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError(
-                f"long_prefill_token_threshold={self.long_prefill_token_threshold} cuts prompts into chunks, but chunked "
-                "prefill is disabled; enable it or leave the threshold out"
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} cuts prompts into chunks, but "
+                "chunked prefill is disabled; enable it or leave the threshold out"
             )
         if self.scheduling_policy not in POLICIES:
             raise ConfigError(f"scheduling_policy={self.scheduling_policy!r} must be one of {', '.join(POLICIES)}")

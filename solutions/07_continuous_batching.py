@@ -124,7 +124,7 @@ def share_budget(wanted: list[int], budget: int) -> list[int]:
     """
     ### BEGIN SOLUTION
     shares = []
-    for behind, tokens in zip(range(len(wanted) - 1, -1, -1), wanted):
+    for behind, tokens in zip(range(len(wanted) - 1, -1, -1), wanted, strict=True):
         shares.append(min(tokens, budget - behind))
         budget -= shares[-1]
     return shares
@@ -234,7 +234,7 @@ class MyScheduler(Scheduler):
     def _schedule_waiting(self, scheduled, budget):
         line, seats = list(self.waiting), self.config.max_num_seqs - len(self.running)
         shares = my_admit([r.num_tokens for r in line], budget, seats, self.pool.num_free, self.pool.block_size)
-        for request, share in zip(line, shares):
+        for request, share in zip(line, shares, strict=False):
             self._extend(request, 0, share)
             self.running.append(request)
             self.waiting.remove(request)
@@ -247,7 +247,7 @@ class MyScheduler(Scheduler):
 # %% tags=["expected"] alt="Timeline: one row per request, one column per step. Prefill chunks, decode steps, waiting and the end of each request are told apart by pattern; below, how many seats each step used."
 def serve(engine: LLM, prompts, params, every: int = 0):
     """Queue the prompts (all at once, or one every `every` steps) and step until all are done; returns the requests."""
-    requests, left, step = [], list(zip(prompts, params)), 0
+    requests, left, step = [], list(zip(prompts, params, strict=True)), 0
     while left or engine.engine.has_requests:
         while left and (not every or step % every == 0):
             requests += engine.submit(*left.pop(0))
@@ -266,8 +266,8 @@ with mine.trace() as trace, LiveView(TimelineView(trace), pause=0.05):
 
 # %%
 alone = LLM(NAME, max_num_seqs=1, enable_prefix_caching=False)
-expected = [alone.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(prompts[:12], few)]
-same = sum(request.output_token_ids == tokens for request, tokens in zip(requests, expected))
+expected = [alone.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(prompts[:12], few, strict=True)]
+same = sum(request.output_token_ids == tokens for request, tokens in zip(requests, expected, strict=True))
 print(f"{same} of {len(requests)} requests gained the same tokens as each one alone")
 
 # %% [markdown]
@@ -327,7 +327,7 @@ for turn in range(4):
         run()
         if turn:
             took.append(clock() - began)
-pairs = [a / b for a, b in zip(seconds[run_static], seconds[run_continuous])]
+pairs = [a / b for a, b in zip(seconds[run_static], seconds[run_continuous], strict=True)]
 print(f"continuous batching is {statistics.median(pairs):.2f} times as fast (from {min(pairs):.2f} to {max(pairs):.2f})")
 
 # %% [markdown]
@@ -369,7 +369,7 @@ LineChart(
     Axis("times a step of one", log=True),
     [
         Series("time of the step", SIZES, middle, [min(r) for r in relative], [max(r) for r in relative]),
-        Series("tokens per second", SIZES, [size / m for size, m in zip(SIZES, middle)]),
+        Series("tokens per second", SIZES, [size / m for size, m in zip(SIZES, middle, strict=True)]),
         Series("if a step cost the same at any size", SIZES, SIZES, style="modelled"),
     ],
     "The step grows with its batch, more slowly than the batch; tokens per second rise and then flatten.",
@@ -425,7 +425,7 @@ for blocks in (64, 28, 20, 14):
     with engine.trace() as trace:
         done = serve(engine, prompts, params)
     lost = trace.of(RequestPreempted)
-    same = sum(a.output_token_ids == b for a, b in zip(done, reference))
+    same = sum(a.output_token_ids == b for a, b in zip(done, reference, strict=True))
     print(
         f"{blocks:6} {len(lost):13} {sum(e.num_computed_tokens for e in lost):23} {len(trace.of(StepRan)):7} "
         f"{same:8} of {len(done)}"
@@ -509,7 +509,7 @@ class KeepsCounter(Scheduler):
 trickle = [prompts[i % 8] for i in range(24)]
 trickle[6] = {"prompt_token_ids": long_prompt["prompt_token_ids"][:300]}
 answers = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 24
-want = [alone.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(trickle, answers)]
+want = [alone.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(trickle, answers, strict=True)]
 
 
 def examine(scheduler_cls) -> tuple[int, int, int, int, int]:
@@ -535,7 +535,7 @@ def examine(scheduler_cls) -> tuple[int, int, int, int, int]:
             last_seen[work.request_id] = steps
             if work.request_id == done[6].request_id and first_of_long is None:
                 first_of_long = steps - 12  # it arrived before step 13
-    same = sum(request.output_token_ids == tokens for request, tokens in zip(done, want))
+    same = sum(request.output_token_ids == tokens for request, tokens in zip(done, want, strict=True))
     return same, steps, longest_stall, first_of_long, len(trace.of(RequestPreempted))
 
 

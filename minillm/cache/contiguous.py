@@ -43,8 +43,8 @@ COPY_COST, PADDING_COST, ALLOCATION_COST = 0.2, 0.8, 13.0
 """Microseconds of CPU time, measured once over all layers of minicoder in fp32 (a row is 8 KiB) on one core of an AMD
 EPYC, tensors of 64 to 960 rows, the least of 150 runs each: what a growth costs per row copied, what a decode step
 costs per row attended to, and what a growth costs besides. For 1024 tokens that makes r* = 17. minicoder-draft (a row
-is 1 KiB) gave 0.027, 0.061 and 8.5: r* = 27. These tensors stay within the caches of the core. Where they do not, a copy
-reads and writes the memory that attention only reads, and r should be larger."""
+is 1 KiB) gave 0.027, 0.061 and 8.5: r* = 27. These tensors stay within the caches of the core. Where they do not, a
+copy reads and writes the memory that attention only reads, and r should be larger."""
 
 
 def best_rows(
