@@ -240,6 +240,7 @@ plain = llm.generate(prompts[:4], greedy, use_tqdm=False)
 same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, plain, strict=True)]
 print(f"{sum(same)} of {len(same)} requests gained the same tokens as with minillm's own pool and attention")
 print(f"blocks still held when all is over: {mine.engine.pool.num_used}")
+del mine  # each engine holds its own copy of the weights
 
 # %% [markdown]
 # Look at the tables on top of the picture: the numbers in a table are not in a row, and nobody minds. That is all
@@ -412,7 +413,7 @@ ReplayWidget(CachePagesView(trace))
 # every step compare the slots that are allocated with the slots that are filled. This is counted, not timed.
 
 # %%
-from minillm.trace import StepFinished
+del sharing, MyScheduler.cache
 
 
 def average_waste(block_size: int) -> tuple[float, float]:
@@ -475,6 +476,7 @@ print(f"in the same {budget / 2**20:.0f} MiB, paging runs {most['paged'] / most[
 # ### Sixty-four requests, one beginning
 
 # %%
+del engines, engine
 shared_llm = LLM(NAME)
 vocabulary = config.vocab_size
 head = [7 + i * 31 % (vocabulary - 8) for i in range(512)]
@@ -496,6 +498,7 @@ reveal("l06.prefix", computed)
 import statistics
 import time
 
+del shared_llm
 alone = {
     "in one piece": LLM(NAME, kv_cache_config={"layout": "contiguous"}, max_num_seqs=1),
     "blocks of 16": LLM(NAME, enable_prefix_caching=False, max_num_seqs=1),
@@ -534,7 +537,8 @@ reveal("l06.stream", round(speed["blocks of 16"], 2))
 
 # %%
 import minillm.cache.prefix as prefix
-from minillm.engine import request as request_module
+
+del alone, engine
 
 
 class Right(Scheduler):

@@ -287,6 +287,7 @@ TimelineComparison(trace, batch_size=SEATS)
 steps_run = len(trace.of(StepRan))
 busy = sum(len(step.work) for step in trace.of(StepRan))
 queue_left = [step for step in step_metrics(trace) if step.num_waiting]
+del mine, crowd  # each engine holds its own copy of the weights
 while_queue = sum(step.num_running for step in queue_left) / (SEATS * max(1, len(queue_left)))
 print(f"continuous: {steps_run} steps, slot utilisation {busy / (SEATS * steps_run):.0%}")
 print(f"while anyone was waiting: {while_queue:.0%}; after that the last long requests run in a half-empty house")
@@ -341,6 +342,7 @@ print(f"continuous batching is {statistics.median(pairs):.2f} times as fast (fro
 
 # %% tags=["nbval-ignore-output"]
 SIZES = (1, 2, 4, 8, 16, 32)
+del server
 wide = LLM(NAME, max_num_seqs=32, enable_prefix_caching=False)
 long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
@@ -389,6 +391,7 @@ LineChart(
 # %%
 reading = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)] * 7
 long_prompt = {"prompt_token_ids": [7 + i * 31 % (alone.engine.runner.model.config.vocab_size - 8) for i in range(600)]}
+del wide
 print("budget   largest step while seven read   steps until the eighth's first token   readers who ever stood still")
 for budget in (2048, 256, 64, 16):
     engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, enable_prefix_caching=False)

@@ -8,7 +8,11 @@
 
 Over N tokens, `concat` copies N²/2 rows. `every` copies N²/(2r), makes N/r allocations, and computes N·r/2 scores in
 vain. `preallocated` copies nothing and computes nothing in vain; it pays in memory, r = N rows for a request that may
-end after ten. A paged cache wastes less than a block per request, copies nothing either, and gathers.
+end after ten. A paged cache wastes less than a block per request, copies nothing either, and gathers; its requests can
+share what they have in common, which rows in one piece cannot.
+
+Decoding minicoder on one core of an AMD EPYC, tokens per second of CPU time: 8 requests of 900 tokens, preallocated
+322, every 17 rows 297, paged 292; 16 requests of 60 to 210 tokens, 949, 967 and 968, which is no difference.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ def assemble(
     args: EngineArgs, config: EngineConfig, cache: CacheConfig, speculative: SpeculativeConfig | None
 ) -> Assembly:
     """Load what is named and put it together. Nothing heavy happens before the options are checked."""
+    gc.collect()  # an engine that was dropped refers to itself: let go of its weights before asking for more
     device = choose_device(args.device)
     layout = find_layout(cache)
     folder = resolve(args.model)
