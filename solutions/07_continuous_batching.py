@@ -342,7 +342,7 @@ print(f"continuous batching is {statistics.median(pairs):.2f} times as fast (fro
 
 # %% tags=["nbval-ignore-output"]
 SIZES = (1, 2, 4, 8, 16, 32)
-del server
+server = None  # let go of it
 wide = LLM(NAME, max_num_seqs=32, enable_prefix_caching=False)
 long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
@@ -391,7 +391,7 @@ LineChart(
 # %%
 reading = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)] * 7
 long_prompt = {"prompt_token_ids": [7 + i * 31 % (alone.engine.runner.model.config.vocab_size - 8) for i in range(600)]}
-del wide
+wide = None
 print("budget   largest step while seven read   steps until the eighth's first token   readers who ever stood still")
 for budget in (2048, 256, 64, 16):
     engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, enable_prefix_caching=False)
