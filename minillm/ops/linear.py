@@ -50,9 +50,9 @@ def is_plain_cpu(x: Tensor) -> bool:
 
 
 def _can_hold(weight: Tensor) -> bool:
-    """Whether a packed copy can be kept beside `weight`: a compiler would trace the copying instead of doing it, and
-    tensors made in inference mode do not count their changes."""
-    return not torch.compiler.is_compiling() and not weight.is_inference()
+    """Whether a packed copy can be kept beside `weight`: a compiler would trace the copying instead of doing it,
+    tensors made in inference mode do not count their changes, and neither do fused optimisers for those in training."""
+    return not weight.requires_grad and not torch.compiler.is_compiling() and not weight.is_inference()
 
 
 @dataclass(frozen=True)

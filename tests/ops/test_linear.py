@@ -51,7 +51,7 @@ def test_half_precision_goes_to_the_library() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer_equals_the_textbook(rows: int, shape: tuple[int, int], bias: bool) -> None:
     torch.manual_seed(rows)
-    layer, x = Linear(shape[1], shape[0], bias=bias), torch.randn(rows, shape[1])
+    layer, x = Linear(shape[1], shape[0], bias=bias).requires_grad_(False), torch.randn(rows, shape[1])
     expected = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
     with torch.inference_mode():
         y = layer(x)
@@ -63,7 +63,7 @@ def test_a_layer_equals_the_textbook(rows: int, shape: tuple[int, int], bias: bo
 def test_weights_are_packed_once_and_only_for_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, real = [], PackedWeight.of
     monkeypatch.setattr(PackedWeight, "of", lambda weight: packed.append(1) or real(weight))
-    layer, few, many = Linear(6, 4), torch.randn(PACKED_ROWS - 1, 6), torch.randn(PACKED_ROWS, 6)
+    layer, few, many = Linear(6, 4).requires_grad_(False), torch.randn(PACKED_ROWS - 1, 6), torch.randn(PACKED_ROWS, 6)
     layer(many)  # gradients are recorded
     with torch.inference_mode():
         layer(few)
@@ -76,7 +76,7 @@ def test_weights_are_packed_once_and_only_for_enough_rows(monkeypatch: pytest.Mo
 
 @needs_packing
 def test_a_weight_that_changed_is_packed_again() -> None:
-    layer, x = Linear(6, 4, bias=False), torch.randn(PACKED_ROWS, 6)
+    layer, x = Linear(6, 4, bias=False).requires_grad_(False), torch.randn(PACKED_ROWS, 6)
     other = torch.nn.Parameter(torch.randn(4, 6))
     with torch.no_grad():
         first = layer(x)
@@ -90,7 +90,7 @@ def test_a_weight_that_changed_is_packed_again() -> None:
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_a_layer_in_use_can_be_copied_and_pickled(again) -> None:
-    layer, x = Linear(6, 4), torch.randn(PACKED_ROWS, 6)
+    layer, x = Linear(6, 4).requires_grad_(False), torch.randn(PACKED_ROWS, 6)
     with torch.inference_mode():
         y = layer(x)
     twin = again(layer)
