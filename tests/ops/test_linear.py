@@ -76,14 +76,15 @@ def test_weights_are_packed_once_and_only_for_enough_rows(monkeypatch: pytest.Mo
 
 @needs_packing
 def test_a_weight_that_changed_is_packed_again() -> None:
-    layer, x = Linear(6, 4, bias=False).requires_grad_(False), torch.randn(PACKED_ROWS, 6)
-    other = torch.nn.Parameter(torch.randn(4, 6))
+    layer, x = Linear(6, 4, bias=False), torch.randn(PACKED_ROWS, 6)
+    layer.weight, other = (torch.nn.Parameter(torch.randn(4, 6), requires_grad=False) for _ in range(2))
     with torch.no_grad():
+        layer(x)
+        layer.weight = other  # as often changed as the one before: not at all
         first = layer(x)
+        torch.testing.assert_close(first, F.linear(x, other))
         layer.weight.mul_(2)
         torch.testing.assert_close(layer(x), 2 * first)
-        layer.weight = other
-        torch.testing.assert_close(layer(x), F.linear(x, other))
         layer.load_state_dict({"weight": torch.zeros(4, 6)})
         assert not layer(x).any()
 
