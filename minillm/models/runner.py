@@ -1,9 +1,13 @@
-"""Runs one model over one ragged step: turns requests into a `Batch`, and hidden states into the logits asked for."""
+"""Runs one model over one ragged step: turns requests into a `Batch`, and hidden states into the logits asked for.
+
+That is the plain way, one PyTorch operation after the other. `speed_up` has an executor run the same step faster.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +27,13 @@ class Segment:
     """Logits are returned for the last that many tokens."""
 
 
+class Executor(Protocol):
+    """A faster way of running the steps of one model over one cache."""
+
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """See `ModelRunner.run`."""
+
+
 class ModelRunner:
     """A model and the cache it writes to."""
 
@@ -31,10 +42,28 @@ class ModelRunner:
         self.cache = cache
         self.block_size = block_size
         self.device = model.embed_tokens.weight.device
+        self.executor: Executor | None = None
+        """What runs the steps; None: PyTorch, operation by operation."""
+
+    def speed_up(self) -> str | None:
+        """Run steps through an executor from now on; the model's weights move there.
+
+        Returns why not, if none can run this model over this cache; then nothing has changed.
+        """
+        if self.device.type != "cpu":
+            return f"there is no executor for {self.device.type}"
+        from minillm.models import cpu_executor  # brings numba, which takes half a second to import
+
+        reason = cpu_executor.why_not(self.model, self.cache)
+        if reason is None:
+            self.executor = cpu_executor.CpuExecutor(self.model, self.cache, self.block_size)
+        return reason
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """One forward. Returns `[sum of num_logits, vocab]` in the order of `segments`."""
+        if self.executor is not None:
+            return self.executor.run(segments)
         batch = self.batch(segments)
         hidden = self.model(batch.token_ids, batch.positions, self.cache, batch)
         rows = [

@@ -1,0 +1,246 @@
+"""Runs a decoder's steps through `minillm.ops.cpu`: packs its weights once, then one compiled call per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numba import get_num_threads, set_num_threads
+from numba.core.config import NUMBA_NUM_THREADS
+from torch import Tensor, nn
+
+from minillm.cache.base import KVCache
+from minillm.cache.paged import PagedKVCache
+from minillm.cache.paged_int4 import PagedInt4KVCache
+from minillm.cache.paged_int8 import PagedInt8KVCache
+from minillm.errors import UnsupportedError
+from minillm.models.decoder import Decoder
+from minillm.ops.cpu import step
+from minillm.ops.cpu.compiled import showing_progress
+from minillm.ops.cpu.panels import MATRIX_FIELDS, NONE, pack, pack_pairs
+from minillm.ops.cpu.simd import BFLOAT, HALF, LANES
+from minillm.ops.cpu.team import new_sync
+from minillm.quantization.base import QuantizedLinear
+from minillm.quantization.int8 import Int8
+from minillm.quantization.w8a8 import W8A8
+
+if TYPE_CHECKING:
+    from minillm.models.runner import Segment
+
+Rows = tuple[np.ndarray | int, ...]
+
+
+def why_not(model: Decoder, cache: KVCache) -> str | None:
+    """Why this model over this cache cannot be run here; None if it can."""
+    config = model.config
+    weight = model.embed_tokens.weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return f"it computes in float32 on a CPU, the model in {str(weight.dtype)[6:]} on {weight.device}"
+    if type(cache) not in ROWS:
+        return f"it walks paged caches (float32, INT8, INT4), this is {type(cache).__name__}"
+    if cache.ops != type(cache).ops:
+        return "an operation was replaced by another"
+    if type(cache) is PagedInt4KVCache and cache.group % LANES:
+        return f"it reads INT4 groups in multiples of {LANES}, this cache has groups of {cache.group}"
+    if config.hidden_size % LANES or config.intermediate_size % LANES or config.head_dim % (2 * LANES):
+        return (
+            f"hidden size {config.hidden_size} and intermediate size {config.intermediate_size} must be multiples of "
+            f"{LANES}, head size {config.head_dim} of {2 * LANES}"
+        )
+    linears = map(model.get_submodule, _linears(model))
+    schemes = {type(m.scheme) if isinstance(m, QuantizedLinear) else None for m in linears}
+    if len(schemes) > 1 or not schemes <= {None, Int8, W8A8}:
+        return "it has products for float, int8 and w8a8 weights, one kind for all layers"
+    return None
+
+
+def _linears(model: Decoder) -> list[str]:
+    """The matrices of all layers, in the order of `step.QKV` … `step.DOWN`."""
+    names = ("qkv_proj", "o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    return [f"layers.{layer}.{name}" for layer in range(model.config.num_layers) for name in names]
+
+
+def _bits(x: Tensor) -> np.ndarray:
+    """A 16-bit float tensor as the integers that stand for it, sharing memory."""
+    return (
+        x.view(torch.int16).numpy().reshape(-1)
+        if x.dtype == torch.float16
+        else x.view(torch.uint16).numpy().reshape(-1)
+    )
+
+
+ROWS: dict[type[KVCache], Callable[..., tuple[Rows, Rows]]] = {
+    PagedKVCache: lambda cache: tuple((pool.numpy().reshape(-1),) for pool in (cache.keys, cache.values)),
+    PagedInt8KVCache: lambda cache: tuple(
+        (pool[0].numpy().reshape(-1), _bits(pool[1])) for pool in (cache.keys, cache.values)
+    ),
+    PagedInt4KVCache: lambda cache: tuple(
+        (pool[0].numpy().reshape(-1), _bits(pool[1]), _bits(pool[2]), pool[1].shape[-1])
+        for pool in (cache.keys, cache.values)
+    ),
+}
+"""How the keys and values of a layout are handed over: the very memory of its pools."""
+
+
+class Moved(nn.Module):
+    """What is left of a layer whose weights an executor has taken."""
+
+    def forward(self, *args: Any) -> Tensor:
+        """Raises `UnsupportedError`."""
+        raise UnsupportedError(
+            "the weights of this layer were packed for the compiled step and the model is empty; "
+            "use LLM(..., enforce_eager=True) to keep the model whole and run it in PyTorch"
+        )
+
+
+class CpuExecutor:
+    """One model over one cache. The weights move in here, so that they are in memory once: the model keeps its
+    configuration only. The cache stays what it is, in memory too."""
+
+    def __init__(self, model: Decoder, cache: KVCache, block_size: int) -> None:
+        config = model.config
+        self.block_size = block_size
+        self.vocab_size = config.vocab_size
+        vectors = _Vectors()
+        vectors.add(torch.full((LANES,), config.rms_norm_eps))
+        self.matrices = np.full((4 * config.num_layers + 1, MATRIX_FIELDS), NONE, np.int64)
+        self.weights = _pack_all(model, _linears(model), self.matrices[:-1], vectors)
+        embedding, tied = model.embed_tokens.weight, model.lm_head.weight is model.embed_tokens.weight
+        self.embedding = np.zeros(0, np.float32) if tied else _narrow([embedding])(embedding).reshape(-1)
+        model.embed_tokens = Moved()
+        self.head = _pack_all(model, ["lm_head"], self.matrices[-1:], vectors)
+        self.layers = np.array(
+            [
+                [
+                    vectors.add(layer.input_norm.weight),
+                    vectors.add(layer.post_attention_norm.weight),
+                    NONE if layer.q_norm is None else vectors.add(layer.q_norm.weight),
+                    NONE if layer.k_norm is None else vectors.add(layer.k_norm.weight),
+                    config.rotates(i),
+                    config.window(i) or 0,
+                ]
+                for i, layer in enumerate(model.layers)
+            ],
+            np.int64,
+        )
+        self.keys, self.values = ROWS[type(cache)](cache)
+        slots = cache.keys.shape[1] if isinstance(cache, PagedKVCache) else cache.keys[0].shape[1]
+        self.dims = np.array(
+            [
+                config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size,
+                config.num_layers, block_size, slots, vectors.add(model.norm.weight), tied,
+            ],
+            np.int64,
+        )  # fmt: skip
+        self.vectors = vectors.flat()
+        self.cos, self.signed_sin = (table.numpy().reshape(-1) for table in (model.rope.cos, model.rope.signed_sin))
+        self.sync = new_sync()
+        self.scratch, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Have the step compiled for these kinds of weights and cache, or fetch it from disk, by running one."""
+        from minillm.models.runner import Segment
+
+        with showing_progress():
+            self.run([Segment([0], 0, [0])])
+
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """See `ModelRunner.run`."""
+        token_ids = np.array(list(chain.from_iterable(s.token_ids for s in segments)), np.int64)
+        requests, wanted, first, table = [], [], 0, 0
+        for s in segments:
+            count = len(s.token_ids)
+            requests.append((first, count, s.start + count, table))
+            first, table = first + count, table + len(s.block_table)
+            wanted += range(first - s.num_logits, first)
+        tables = np.array(list(chain.from_iterable(s.block_table for s in segments)), np.int64)
+        threads = min(torch.get_num_threads(), NUMBA_NUM_THREADS)
+        own = self._make_room(len(token_ids), max(r[2] for r in requests), threads)
+        outputs = int(self.matrices[-1, 2])
+        logits = torch.empty((len(wanted), outputs))
+        self.sync[:] = 0
+        arguments = (
+            self.dims, self.layers, self.matrices, self.vectors, self.weights, self.head, self.embedding, self.cos,
+            self.signed_sin, self.keys, self.values, token_ids, np.array(requests, np.int64), tables,
+            np.array(wanted, np.int64), self.scratch, own, self.codes, logits.numpy().reshape(-1),
+        )  # fmt: skip
+        if threads == 1:
+            step.run(self.sync, 1, *arguments)
+        else:
+            if get_num_threads() != threads:
+                set_num_threads(threads)
+            step.run_together(self.sync, threads, *arguments)
+        return logits[:, : self.vocab_size]
+
+    def _make_room(self, tokens: int, longest: int, threads: int) -> int:
+        """Let the scratch memory be large enough for a step; returns the part that each thread has for itself."""
+        longest = -(-longest // 256) * 256
+        own = step.own_size(self.dims, longest)
+        needed = int(step.areas.py_func(self.dims, tokens)[-1] + threads * own)
+        if len(self.scratch) < needed:
+            self.scratch = np.zeros(needed, np.float32)
+        widest = int(self.matrices[:, 1].max())
+        if len(self.codes) < tokens * widest:
+            self.codes = np.zeros(tokens * widest, np.uint8)
+        return int(own)
+
+
+class _Vectors:
+    """Everything that is a list of floats, one behind the other."""
+
+    def __init__(self) -> None:
+        self.parts: list[np.ndarray] = []
+        self.size = 0
+
+    def add(self, x: Tensor | np.ndarray) -> int:
+        """Append a copy of `x`, padded to a multiple of sixteen; returns where it begins."""
+        part = np.asarray(x.detach().float() if isinstance(x, Tensor) else x)
+        at, self.size = self.size, self.size + -(-len(part) // LANES) * LANES
+        self.parts.append(np.pad(part, (0, self.size - at - len(part))))
+        return at
+
+    def flat(self) -> np.ndarray:
+        """All of them."""
+        return np.concatenate(self.parts).astype(np.float32, copy=False)
+
+
+def _pack_all(model: Decoder, names: Sequence[str], matrices: np.ndarray, vectors: _Vectors) -> np.ndarray:
+    """The panels of the matrices with these names in one array; fills in their rows of `matrices`.
+
+    Each leaves the model as soon as it is packed, so that at no time there are two of everything.
+    """
+    linears = [model.get_submodule(name) for name in names]
+    narrow = None if isinstance(linears[0], QuantizedLinear) else _narrow([m.weight for m in linears])
+    shapes = [(-(-m.out_features // LANES) * LANES, m.in_features) for m in linears]
+    flat, at = None, 0
+    for name, matrix, (outputs, columns) in zip(names, matrices, shapes, strict=True):
+        linear = linears.pop(0)
+        scales = sums = NONE
+        if narrow is None:
+            codes = linear.get_buffer("qweight").numpy()
+            panels = pack_pairs(codes) if isinstance(linear.scheme, W8A8) else pack(codes)
+            scales = vectors.add(linear.get_buffer("scales"))
+            sums = vectors.add((128 * codes.sum(1, dtype=np.int32)).view(np.float32))
+        else:
+            panels = pack(narrow(linear.weight))
+        if flat is None:
+            flat = np.empty(sum(out * inner for out, inner in shapes), panels.dtype)
+        flat[at : at + len(panels)] = panels
+        bias = NONE if linear.bias is None else vectors.add(linear.bias)
+        matrix[:] = (at, columns, outputs, scales, sums, bias)
+        at += len(panels)
+        model.set_submodule(name, Moved())
+    assert flat is not None
+    return flat
+
+
+def _narrow(weights: Sequence[Tensor]) -> Callable[[Tensor], np.ndarray]:
+    """How to keep these weights in as few bytes as hold each of them exactly: 16-bit floats if they came from such."""
+    for dtype, bits in ((torch.float16, HALF), (torch.bfloat16, BFLOAT)):
+        if all(torch.equal(w.detach().to(dtype).float(), w.detach()) for w in weights):
+            return lambda w, dtype=dtype, bits=bits: _bits(w.detach().to(dtype)).view(bits).reshape(w.shape)
+    return lambda w: w.detach().numpy()

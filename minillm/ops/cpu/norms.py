@@ -1,0 +1,87 @@
+"""What lies between the products: RMSNorm, RoPE, SiLU, and rounding activations to bytes. All of it moves only what the
+cache nearest to the processor holds, so none of it matters, as long as it costs no call of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.simd import (
+    LANES,
+    ONE,
+    absolute,
+    exp,
+    fma,
+    largest,
+    load,
+    maximum,
+    rint,
+    splat,
+    store,
+    store_bytes,
+    total,
+)
+
+ZERO, LARGEST, TINY = np.float32(0), np.float32(127), np.finfo(np.float32).tiny
+MIDDLE = 128
+"""What makes a signed byte unsigned."""
+
+
+@njit(**OPTIONS)
+def rms_norm(x, x_at, size, weights, weight_at, eps, out, out_at):
+    """out = x / √(mean(x²) + ε) · weight, `size` numbers."""
+    squares = splat(ZERO)
+    for i in range(0, size, LANES):
+        v = load(x, x_at + i)
+        squares = fma(v, v, squares)
+    scale = splat(ONE / np.sqrt(total(squares) / np.float32(size) + eps))
+    for i in range(0, size, LANES):
+        store(out, out_at + i, load(x, x_at + i) * scale * load(weights, weight_at + i))
+
+
+@njit(**OPTIONS)
+def rotate(x, at, size, cos, signed_sin, row):
+    """RoPE of one head, in place: pairs (i, i + size / 2), by row `row` of the tables (`[positions, size]`, flat)."""
+    half, table = size // 2, row * size
+    for i in range(0, half, LANES):
+        low, high = load(x, at + i), load(x, at + half + i)
+        turned_low = fma(high, load(signed_sin, table + i), low * load(cos, table + i))
+        turned_high = fma(low, load(signed_sin, table + half + i), high * load(cos, table + half + i))
+        store(x, at + i, turned_low)
+        store(x, at + half + i, turned_high)
+
+
+@njit(**OPTIONS)
+def silu_gate(x, gate_at, up_at, size, out, out_at):
+    """out = gate / (1 + e^-gate) · up."""
+    for i in range(0, size, LANES):
+        gate = load(x, gate_at + i)
+        store(out, out_at + i, gate / (splat(ONE) + exp(splat(ZERO) - gate)) * load(x, up_at + i))
+
+
+def round_row(w, x, x_at, size, codes, codes_at, scales, scale_at):
+    """For weights `w` that are multiplied as bytes: the row's codes, moved up by 128, and its scale. Else nothing."""
+    raise NotImplementedError
+
+
+@njit(**OPTIONS)
+def _round_row(x, x_at, size, codes, codes_at, scales, scale_at):
+    high = absolute(load(x, x_at))
+    for i in range(LANES, size, LANES):
+        high = maximum(high, absolute(load(x, x_at + i)))
+    step = largest(high) / LARGEST
+    step = TINY if step < TINY else step
+    scales[scale_at] = step
+    for i in range(0, size, LANES):
+        store_bytes(codes, codes_at + i, rint(load(x, x_at + i) / splat(step)), MIDDLE)
+
+
+@overload(round_row, jit_options=OPTIONS)
+def _typed_round_row(w, x, x_at, size, codes, codes_at, scales, scale_at):
+    if w.dtype == types.uint8:
+        return lambda w, x, x_at, size, codes, codes_at, scales, scale_at: _round_row(
+            x, x_at, size, codes, codes_at, scales, scale_at
+        )
+    return lambda w, x, x_at, size, codes, codes_at, scales, scale_at: None

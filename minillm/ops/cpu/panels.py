@@ -1,0 +1,177 @@
+"""Linear layers, y = x Wᵀ: the matrix lies in panels, and the outputs are the lanes.
+
+A panel is sixteen rows of W with their columns interleaved: panel p, column k holds W[16 p … 16 p + 15, k]. So one load
+brings one weight each of sixteen outputs, one number of x multiplies all of them, no sum ever has to be taken across
+lanes, and a step reads the matrix from its first byte to its last.
+
+Bytes moved: the matrix once per 6 rows of x from the cache nearest to the processor, once per step from memory. With
+one row that is all that counts. Six rows and four panels make 24 sums, as many as registers hold, and there each weight
+is used six times for one load: the processor's arithmetic is the limit (57 G multiply-adds a second on one core of an
+AMD EPYC 9004, where one row reaches 25). Weights are stored as narrow as they are exact: a checkpoint in 16-bit floats
+is kept so and multiplied in fp32, which halves the bytes and changes no bit.
+
+INT8 × INT8 (`PAIRED`): four columns lie together, as `simd.tile_bytes` wants them, 220 G multiply-adds a second.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.simd import LANES, PAIRED, load, load_sums, splat, stay_whole, store, tile, tile_bytes
+
+ROWS, PANELS = 6, 4
+"""Rows and panels of the largest tile."""
+CHUNK = 48
+"""Rows of x that are carried through the matrix together: they stay in the second cache."""
+PANEL, COLUMNS, OUTPUTS, SCALES, SUMS, BIAS = range(6)
+"""A matrix is a row of these numbers: where its panels begin among all weights, its columns, its rows (a multiple of
+sixteen), and where its scales, its sums of codes and its bias begin among the vectors."""
+MATRIX_FIELDS = 6
+NONE = -1
+"""In the place of an offset: there is none."""
+
+
+def pack(weight: np.ndarray) -> np.ndarray:
+    """`[out, in]` in any of the kinds that `simd.load` reads → panels, flat, rows padded to sixteen with zeros."""
+    out, columns = weight.shape
+    padded = np.zeros((-(-out // LANES) * LANES, columns), weight.dtype)
+    padded[:out] = weight
+    return np.ascontiguousarray(padded.reshape(-1, LANES, columns).transpose(0, 2, 1)).reshape(-1)
+
+
+def pack_pairs(codes: np.ndarray) -> np.ndarray:
+    """`[out, in]` int8, `in` a multiple of 4 → panels for `tile_bytes`, flat."""
+    out, columns = codes.shape
+    padded = np.zeros((-(-out // LANES) * LANES, columns), np.int8)
+    padded[:out] = codes
+    fours = padded.reshape(-1, LANES, columns // 4, 4).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(fours).view(PAIRED).reshape(-1)
+
+
+@njit(**OPTIONS)
+def tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
+    """`tile` for any number of rows; `add` and `panels` are literal."""
+    stay_whole()
+    r = 0
+    while rows - r >= 6:
+        tile(w, w_at, panel, step, x, x_at + r * x_row, x_row, length, y, y_at + r * y_row, y_row, add, panels, 6)
+        r += 6
+    left = rows - r
+    x_at, y_at = x_at + r * x_row, y_at + r * y_row
+    if left == 1:
+        tile(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, add, panels, 1)
+    elif left == 2:
+        tile(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, add, panels, 2)
+    elif left == 3:
+        tile(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, add, panels, 3)
+    elif left == 4:
+        tile(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, add, panels, 4)
+    elif left == 5:
+        tile(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, add, panels, 5)
+
+
+@njit(**OPTIONS)
+def _byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
+    """`tile_bytes` for any number of rows; `panels` is literal."""
+    stay_whole()
+    r = 0
+    while rows - r >= 6:
+        tile_bytes(w, w_at, panel, x, x_at + r * x_row, x_row, fours, y, y_at + r * y_row, y_row, panels, 6)
+        r += 6
+    left = rows - r
+    x_at, y_at = x_at + r * x_row, y_at + r * y_row
+    if left == 1:
+        tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 1)
+    elif left == 2:
+        tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 2)
+    elif left == 3:
+        tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 3)
+    elif left == 4:
+        tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 4)
+    elif left == 5:
+        tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 5)
+
+
+def _sums(w, w_at, panel, x, x_at, codes, row, rows, columns, y, y_at, y_row, panels):
+    """The inner products of `rows` rows of the input with `panels` panels: floats, or the integers behind them."""
+    raise NotImplementedError
+
+
+@overload(_sums, jit_options=OPTIONS, prefer_literal=True)
+def _typed_sums(w, w_at, panel, x, x_at, codes, row, rows, columns, y, y_at, y_row, panels):
+    if w.dtype == types.uint8:
+
+        def product(w, w_at, panel, x, x_at, codes, row, rows, columns, y, y_at, y_row, panels):
+            _byte_tiles(w, w_at, panel, codes, row * columns, columns, columns // 4, y, y_at, y_row, rows, panels)
+    else:
+
+        def product(w, w_at, panel, x, x_at, codes, row, rows, columns, y, y_at, y_row, panels):
+            at = x_at + row * columns
+            tiles(w, w_at, panel, LANES, x, at, columns, columns, y, y_at, y_row, rows, False, panels)
+
+    return product
+
+
+def _finish(w, y, at, vectors, matrix, column, scale):
+    """Sixteen outputs of one row from what `_sums` left at `y[at]`, without bias."""
+    raise NotImplementedError
+
+
+@overload(_finish, jit_options=OPTIONS)
+def _typed_finish(w, y, at, vectors, matrix, column, scale):
+    if w.dtype == types.uint8:  # the inputs were moved up by 128 to be unsigned: take 128 · Σ w away again
+
+        def finish(w, y, at, vectors, matrix, column, scale):
+            sums = load_sums(y, at, vectors, matrix[SUMS] + column)
+            return sums * splat(scale) * load(vectors, matrix[SCALES] + column)
+    elif w.dtype == types.int8:
+
+        def finish(w, y, at, vectors, matrix, column, scale):
+            return load(y, at) * load(vectors, matrix[SCALES] + column)
+    else:
+
+        def finish(w, y, at, vectors, matrix, column, scale):
+            return load(y, at)
+
+    return finish
+
+
+@njit(**OPTIONS)
+def multiply(
+    w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
+):
+    """Panels `first` to `last - 1` of one linear layer, for `rows` rows: out (+)= x Wᵀ + b.
+
+    `w`: the weights of all layers; `matrix`: which of them, as above. x: `[rows, columns]` at `scratch[x_at]`, or for
+    `PAIRED` weights `codes` (`[rows, columns]`, moved up by 128) and their scales at `scratch[scales_at]`. Row r of the
+    result lies at `out[out_at + r · out_row]`. `add`: add to what is there. At `scratch[sums_at]` is room for
+    `CHUNK · 16 · PANELS` numbers that no other thread uses.
+    """
+    stay_whole()
+    columns, panel, wide = matrix[COLUMNS], matrix[COLUMNS] * LANES, PANELS * LANES
+    for start in range(0, rows, CHUNK):
+        count = min(CHUNK, rows - start)
+        p = first
+        while p < last:
+            w_at = matrix[PANEL] + p * panel
+            if last - p >= PANELS:
+                together = PANELS
+                _sums(w, w_at, panel, scratch, x_at, codes, start, count, columns, scratch, sums_at, wide, 4)
+            else:
+                together = 1
+                _sums(w, w_at, panel, scratch, x_at, codes, start, count, columns, scratch, sums_at, wide, 1)
+            for r in range(count):
+                scale = scratch[scales_at + start + r]
+                for lane in range(0, together * LANES, LANES):
+                    column = p * LANES + lane
+                    y = _finish(w, scratch, sums_at + r * wide + lane, vectors, matrix, column, scale)
+                    if matrix[BIAS] != NONE:
+                        y = y + load(vectors, matrix[BIAS] + column)
+                    at = out_at + (start + r) * out_row + column
+                    if add:
+                        y = load(out, at) + y
+                    store(out, at, y)
+            p += together

@@ -1,0 +1,527 @@
+"""Sixteen floats at a time: the vocabulary that the other files of this folder are written in.
+
+numba compiles loops, and LLVM turns *some* of them into vector instructions; which, depends on how they were put. So
+that nothing is left to luck, a vector is a type here, `f32x16`, and each operation on it is one instruction of LLVM.
+A processor with AVX-512 keeps such a vector in one register, one with AVX2 in two, with NEON in four; LLVM sees to it.
+
+`tile` is where nearly all time goes: the inner product of a few rows with a few panels of a matrix, all sums kept in
+registers. It computes every sum over k = 0, 1, 2 … in that order, however many rows and panels share the tile, so a
+token's numbers do not depend on who else is in the batch, to the last bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, overload, register_model
+
+from minillm.ops.cpu.compiled import OPTIONS
+
+LANES = 16
+HALF, BFLOAT, PAIRED = np.int16, np.uint16, np.uint8
+"""numba knows no 16-bit floats: their bits travel as these integers. `PAIRED`: signed bytes in `tile_bytes`' order."""
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+class Vector(types.Type):
+    """Sixteen floats."""
+
+    def __init__(self) -> None:
+        super().__init__(name="f32x16")
+
+
+f32x16 = Vector()
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Vector) -> None:
+        super().__init__(manager, kind, FLOATS)
+
+
+def _address(context: Any, builder: ir.IRBuilder, kind: types.Array, array: Any, index: Any, to: ir.Type) -> Any:
+    """A pointer to `array[index]`, as one to values of type `to`."""
+    data = context.make_array(kind)(context, builder, value=array).data
+    return builder.bitcast(builder.gep(data, [index]), to.as_pointer())
+
+
+def _read(builder: ir.IRBuilder, pointer: Any) -> Any:
+    value = builder.load(pointer)
+    value.align = 1  # anywhere: an unaligned load costs the same today
+    return value
+
+
+def _splat(builder: ir.IRBuilder, scalar: Any, vector: ir.VectorType) -> Any:
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
+
+
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: Any) -> Any:
+    """Call one of LLVM's own functions."""
+    kind = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _floats_at(builder: ir.IRBuilder, pointer: Any, stored: types.Type, lanes: int = LANES) -> Any:
+    """`lanes` numbers as floats, from where `pointer` points, whatever they are stored as."""
+    floats, ints = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
+
+    def read(element: ir.Type) -> Any:
+        return _read(builder, builder.bitcast(pointer, ir.VectorType(element, lanes).as_pointer()))
+
+    if stored == types.float32:
+        return read(F32)
+    if stored == types.int16:
+        return builder.fpext(read(ir.HalfType()), floats)
+    if stored == types.uint16:  # the upper half of a float
+        return builder.bitcast(builder.shl(builder.zext(read(I16), ints), ir.Constant(ints, [16] * lanes)), floats)
+    return builder.sitofp(builder.sext(read(I8), ints), floats)
+
+
+@intrinsic
+def stay_whole(typing: Any) -> Any:
+    """First line of a function that LLVM is not to copy into its callers: they compile in a fraction of the time."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+@intrinsic
+def load(typing: Any, array: Any, at: Any) -> Any:
+    """`array[at : at + 16]` as floats; `array` holds float32, the bits of 16-bit floats, or int8."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
+        return _floats_at(builder, builder.gep(data, [args[1]]), signature.args[0].dtype)
+
+    return f32x16(array, types.intp), code
+
+
+@intrinsic
+def number(typing: Any, array: Any, at: Any) -> Any:
+    """`array[at]` as a float32; `array` as in `load`."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
+        one = _floats_at(builder, builder.gep(data, [args[1]]), signature.args[0].dtype, 1)
+        return builder.extract_element(one, ir.Constant(I32, 0))
+
+    return types.float32(array, types.intp), code
+
+
+@intrinsic
+def store(typing: Any, array: Any, at: Any, value: Any) -> Any:
+    """`array[at : at + 16] = value`, float32."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _address(context, builder, signature.args[0], args[0], args[1], FLOATS)
+        builder.store(args[2], pointer).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), code
+
+
+@intrinsic
+def load_sums(typing: Any, array: Any, at: Any, minus: Any, minus_at: Any) -> Any:
+    """What `tile_bytes` left at `array[at : at + 16]`, less the integers at `minus`, as floats."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums = _read(builder, _address(context, builder, signature.args[0], args[0], args[1], INTS))
+        less = _read(builder, _address(context, builder, signature.args[2], args[2], args[3], INTS))
+        return builder.sitofp(builder.sub(sums, less), FLOATS)
+
+    return f32x16(array, types.intp, minus, types.intp), code
+
+
+@intrinsic
+def store_bytes(typing: Any, array: Any, at: Any, value: Any, offset: Any) -> Any:
+    """`array[at : at + 16] = round(value) + offset`, one byte each; halves round to even."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        whole = builder.fptosi(_call(builder, "llvm.rint.v16f32", FLOATS, args[2]), INTS)
+        whole = builder.add(whole, _splat(builder, builder.trunc(args[3], I32), INTS))
+        bytes_ = builder.trunc(whole, ir.VectorType(I8, LANES))
+        builder.store(bytes_, _address(context, builder, signature.args[0], args[0], args[1], bytes_.type)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16, types.intp), code
+
+
+@intrinsic
+def load_nibbles(typing: Any, array: Any, at: Any) -> Any:
+    """The sixteen numbers from 0 to 15 in `array[at : at + 8]`, two to a byte, the even ones low; as floats."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        eight = ir.VectorType(I8, LANES // 2)
+        packed = _read(builder, _address(context, builder, signature.args[0], args[0], args[1], eight))
+        low = builder.and_(packed, ir.Constant(eight, [15] * 8))
+        high = builder.lshr(packed, ir.Constant(eight, [4] * 8))
+        order = [lane // 2 + lane % 2 * 8 for lane in range(LANES)]
+        return builder.uitofp(builder.zext(builder.shuffle_vector(low, high, ir.Constant(INTS, order)), INTS), FLOATS)
+
+    return f32x16(array, types.intp), code
+
+
+@intrinsic
+def store_nibbles(typing: Any, array: Any, at: Any, value: Any) -> Any:
+    """The inverse of `load_nibbles`; `value` holds whole numbers from 0 to 15."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bytes_ = builder.trunc(builder.fptosi(args[2], INTS), ir.VectorType(I8, LANES))
+        eight = ir.VectorType(I32, LANES // 2)
+        low, high = (
+            builder.shuffle_vector(bytes_, bytes_, ir.Constant(eight, list(range(first, LANES, 2)))) for first in (0, 1)
+        )
+        packed = builder.or_(low, builder.shl(high, ir.Constant(high.type, [4] * 8)))
+        builder.store(packed, _address(context, builder, signature.args[0], args[0], args[1], packed.type)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), code
+
+
+@intrinsic
+def half_bits(typing: Any, number: Any) -> Any:
+    """The bits of the nearest float16, int16."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), I16)
+
+    return types.int16(types.float32), code
+
+
+@intrinsic
+def bfloat_bits(typing: Any, number: Any) -> Any:
+    """The bits of the nearest bfloat16, uint16; halves round to even."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], I32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+        rounded = builder.add(builder.add(bits, ir.Constant(I32, 0x7FFF)), odd)
+        return builder.trunc(builder.lshr(rounded, ir.Constant(I32, 16)), I16)
+
+    return types.uint16(types.float32), code
+
+
+@intrinsic
+def splat(typing: Any, number: Any) -> Any:
+    """Sixteen times the same float32."""
+    return f32x16(types.float32), lambda context, builder, signature, args: _splat(builder, args[0], FLOATS)
+
+
+def _binary(name: str) -> Callable[..., Any]:
+    @intrinsic
+    def operation(typing: Any, a: Any, b: Any) -> Any:
+        return f32x16(f32x16, f32x16), lambda context, builder, signature, args: getattr(builder, name)(*args)
+
+    return operation
+
+
+def _register(symbol: Any, name: str) -> None:
+    operation = _binary(name)
+
+    @overload(symbol)
+    def typed(a, b):  # type: ignore[no-untyped-def]  (numba compares its signature with the lambda's)
+        if a == f32x16 and b == f32x16:
+            return lambda a, b: operation(a, b)
+        return None
+
+
+for _symbol, _name in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
+    _register(_symbol, _name)
+
+
+def _function(name: str, count: int) -> Callable[..., Any]:
+    """One of LLVM's functions of `count` vectors."""
+    parameters = ", ".join("abc"[:count])
+
+    def typer(typing: Any, *kinds: Any) -> Any:
+        return f32x16(*[f32x16] * count), lambda context, builder, signature, args: _call(builder, name, FLOATS, *args)
+
+    namespace: dict[str, Any] = {"typer": typer}
+    exec(f"def made(typing, {parameters}): return typer(typing, {parameters})", namespace)  # numba counts parameters
+    return intrinsic(namespace["made"])
+
+
+fma = _function("llvm.fma.v16f32", 3)
+"""a · b + c, rounded once."""
+maximum = _function("llvm.maximum.v16f32", 2)
+"""The larger of each pair; NaN if either is."""
+minimum = _function("llvm.minimum.v16f32", 2)
+absolute = _function("llvm.fabs.v16f32", 1)
+rint = _function("llvm.rint.v16f32", 1)
+"""The nearest whole number, halves to even."""
+
+
+def _fold(builder: ir.IRBuilder, vector: Any, join: Callable[[Any, Any], Any], down_to: int = 1) -> Any:
+    """Join the upper half of a vector to the lower until `down_to` lanes are left: always the same tree."""
+    lanes = LANES
+    while lanes > down_to:
+        lanes //= 2
+        mask = ir.VectorType(I32, lanes)
+        low, high = (
+            builder.shuffle_vector(vector, vector, ir.Constant(mask, list(range(first, first + lanes))))
+            for first in (0, lanes)
+        )
+        vector = join(low, high)
+    return vector
+
+
+@intrinsic
+def total(typing: Any, vector: Any) -> Any:
+    """The sum of the lanes, float32."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.extract_element(_fold(builder, args[0], builder.fadd), ir.Constant(I32, 0))
+
+    return types.float32(f32x16), code
+
+
+def _extreme(name: str) -> Callable[..., Any]:
+    @intrinsic
+    def extreme(typing: Any, vector: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def join(a: Any, b: Any) -> Any:
+                return _call(builder, f"llvm.{name}.v{a.type.count}f32", a.type, a, b)
+
+            return builder.extract_element(_fold(builder, args[0], join), ir.Constant(I32, 0))
+
+        return types.float32(f32x16), code
+
+    return extreme
+
+
+largest = _extreme("maximum")
+"""The largest lane, float32; NaN if one is."""
+smallest = _extreme("minimum")
+
+
+@intrinsic
+def transpose(typing: Any, array: Any, source: Any, source_row: Any, target: Any) -> Any:
+    """`array[target + 16 i + j] = array[source + j · source_row + i]` for sixteen i and sixteen j, float32.
+
+    Four times every vector is paired with the one 8, 4, 2, 1 behind it and the two exchange halves, quarters, …
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array, source, source_row, target = args
+        kind = signature.args[0]
+
+        def at(index: Any) -> Any:
+            return _address(context, builder, kind, array, index, FLOATS)
+
+        rows = [
+            _read(builder, at(builder.add(source, builder.mul(source_row, ir.Constant(I64, j))))) for j in range(LANES)
+        ]
+        distance = LANES // 2
+        while distance:
+            low = [lane if not lane & distance else lane - distance + LANES for lane in range(LANES)]
+            high = [lane + distance if not lane & distance else lane + LANES for lane in range(LANES)]
+            for first in [j for j in range(LANES) if not j & distance]:
+                a, b = rows[first], rows[first + distance]
+                rows[first] = builder.shuffle_vector(a, b, ir.Constant(INTS, low))
+                rows[first + distance] = builder.shuffle_vector(a, b, ir.Constant(INTS, high))
+            distance //= 2
+        for i, row in enumerate(rows):
+            builder.store(row, at(builder.add(target, ir.Constant(I64, LANES * i)))).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, types.intp), code
+
+
+@intrinsic
+def _two_to_the(typing: Any, exponent: Any) -> Any:
+    """2 to the power of whole numbers from -126 to 127."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        biased = builder.add(builder.fptosi(args[0], INTS), ir.Constant(INTS, [127] * LANES))
+        return builder.bitcast(builder.shl(biased, ir.Constant(INTS, [23] * LANES)), FLOATS)
+
+    return f32x16(f32x16), code
+
+
+@intrinsic
+def _zero_below(typing: Any, value: Any, x: Any, limit: Any) -> Any:
+    """`value`, or 0 in the lanes where `x` is below `limit`. NaN is not."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, x, limit = args
+        below = builder.fcmp_ordered("<", x, _splat(builder, limit, FLOATS))
+        return builder.select(below, ir.Constant(FLOATS, [0.0] * LANES), value)
+
+    return f32x16(f32x16, f32x16, types.float32), code
+
+
+LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504088896341), np.float32(0.693359375), np.float32(-2.12194440e-4)
+LOWEST, HIGHEST = np.float32(-87.0), np.float32(88.0)
+C0, C1, C2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+C3, C4, C5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+ONE = np.float32(1)
+
+
+@njit(**OPTIONS)
+def exp(x):
+    """e^x, off by at most 2 units in the last place; 0 below -87, and above 88 what e^88 is.
+
+    x = n ln 2 + r with |r| ≤ ln 2 / 2, then 2^n times a polynomial in r (Cephes, `expf`; Moshier 1989).
+    """
+    bounded = minimum(maximum(x, splat(LOWEST)), splat(HIGHEST))
+    n = rint(bounded * splat(LOG2_E))
+    r = fma(n, splat(-LN2_LOW), fma(n, splat(-LN2_HIGH), bounded))
+    p = fma(splat(C0), r, splat(C1))
+    p = fma(fma(fma(fma(p, r, splat(C2)), r, splat(C3)), r, splat(C4)), r, splat(C5))
+    return _zero_below(fma(p, r * r, r + splat(ONE)) * _two_to_the(n), x, LOWEST)
+
+
+@cache
+def has_byte_products() -> bool:
+    """Whether the processor adds up products of bytes four by four (AVX-512 VNNI)."""
+    return bool(binding.get_host_cpu_features().get("avx512vnni"))
+
+
+def _tile_loop(
+    builder: ir.IRBuilder,
+    count: Any,
+    start: list[Any],
+    body: Callable[[Any, list[Any]], list[Any]],
+) -> list[Any]:
+    """for i in range(count): sums = body(i, sums), the sums in registers; `count` is at least 1."""
+    before, loop, after = builder.block, builder.append_basic_block("k"), builder.append_basic_block("done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    i = builder.phi(I64)
+    sums = [builder.phi(value.type) for value in start]
+    new = body(i, sums)
+    following = builder.add(i, ir.Constant(I64, 1))
+    for phi, first, then in zip((i, *sums), (ir.Constant(I64, 0), *start), (following, *new), strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(then, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    builder.position_at_end(after)
+    return new
+
+
+@intrinsic(prefer_literal=True)
+def tile(
+    typing: Any, w: Any, w_at: Any, panel: Any, step: Any, x: Any, x_at: Any, x_row: Any, length: Any,
+    y: Any, y_at: Any, y_row: Any, add: Any, panels: Any, rows: Any,
+) -> Any:  # fmt: skip
+    """y[r, 16 p : 16 p + 16] (+)= Σ_k x[r, k] · w[p, k, 0 : 16], for `rows` rows and `panels` panels (literal numbers).
+
+    `w[p, k]` lies at `w_at + p · panel + k · step`, `x[r, k]` at `x_at + r · x_row + k`, `y[r]` at `y_at + r · y_row`.
+    `add` (literal bool): go on from what y holds. Σ runs over k in order, one multiply-add each.
+    """
+    if not isinstance(panels, types.IntegerLiteral):
+        return None
+    n, m, goes_on = panels.literal_value, rows.literal_value, add.literal_value
+    intp = types.intp
+    signature = types.void(w, intp, intp, intp, x, intp, intp, intp, y, intp, intp, add, panels, rows)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        w_, w_at, panel, step, x_, x_at, x_row, length, y_, y_at, y_row = args[:11]
+
+        def place(kind: Any, array: Any, at: Any, index: int, distance: Any) -> Any:
+            data = context.make_array(kind)(context, builder, value=array).data
+            return builder.gep(data, [builder.add(at, builder.mul(distance, ir.Constant(I64, index)))])
+
+        matrix = [place(w, w_, w_at, p, panel) for p in range(n)]
+        tokens = [place(x, x_, x_at, r, x_row) for r in range(m)]
+        out = [
+            builder.bitcast(
+                builder.gep(place(y, y_, y_at, r, y_row), [ir.Constant(I64, LANES * p)]), FLOATS.as_pointer()
+            )
+            for p in range(n)
+            for r in range(m)
+        ]
+
+        def body(k: Any, sums: list[Any]) -> list[Any]:
+            offset = builder.mul(k, step)
+            weights = [_floats_at(builder, builder.gep(q, [offset]), w.dtype) for q in matrix]
+            numbers = [_splat(builder, builder.load(builder.gep(q, [k])), FLOATS) for q in tokens]
+            factors = [(a, b) for a in weights for b in numbers]
+            return [_call(builder, "llvm.fma.v16f32", FLOATS, a, b, s) for (a, b), s in zip(factors, sums, strict=True)]
+
+        zero = ir.Constant(FLOATS, [0.0] * LANES)
+        start = [_read(builder, pointer) if goes_on else zero for pointer in out]
+        for value, pointer in zip(_tile_loop(builder, length, start, body), out, strict=True):
+            builder.store(value, pointer).align = 1
+        return context.get_dummy_value()
+
+    return signature, code
+
+
+@intrinsic(prefer_literal=True)
+def tile_bytes(
+    typing: Any, w: Any, w_at: Any, panel: Any, x: Any, x_at: Any, x_row: Any, length: Any,
+    y: Any, y_at: Any, y_row: Any, panels: Any, rows: Any,
+) -> Any:  # fmt: skip
+    """As `tile` for bytes: y, int32 in the place of floats, = Σ_k x[r, k] · w[p, k], exact, in any order.
+
+    `x` is unsigned. Four k lie together: `w[p, k // 4, 0 : 16, k % 4]`, signed. `length`: the number of such fours. The
+    instruction, `vpdpbusd`, makes 64 products and adds them up four by four; without it the same is done step by step.
+    """
+    if not isinstance(panels, types.IntegerLiteral):
+        return None
+    n, m = panels.literal_value, rows.literal_value
+    intp = types.intp
+    signature = types.void(w, intp, intp, x, intp, intp, intp, y, intp, intp, panels, rows)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        w_, w_at, panel, x_, x_at, x_row, length, y_, y_at, y_row = args[:10]
+
+        def place(kind: Any, array: Any, at: Any, index: int, distance: Any) -> Any:
+            data = context.make_array(kind)(context, builder, value=array).data
+            return builder.gep(data, [builder.add(at, builder.mul(distance, ir.Constant(I64, index)))])
+
+        matrix = [place(w, w_, w_at, p, panel) for p in range(n)]
+        tokens = [builder.bitcast(place(x, x_, x_at, r, x_row), I32.as_pointer()) for r in range(m)]
+        out = [
+            builder.bitcast(builder.gep(place(y, y_, y_at, r, y_row), [ir.Constant(I64, LANES * p)]), INTS.as_pointer())
+            for p in range(n)
+            for r in range(m)
+        ]
+
+        def body(k: Any, sums: list[Any]) -> list[Any]:
+            offset = builder.mul(k, ir.Constant(I64, 4 * LANES))
+            weights = [_read(builder, builder.bitcast(builder.gep(q, [offset]), INTS.as_pointer())) for q in matrix]
+            numbers = [_splat(builder, _read(builder, builder.gep(q, [k])), INTS) for q in tokens]
+            factors = [(a, b) for a in weights for b in numbers]
+            return [_add_products(builder, s, a, b) for (a, b), s in zip(factors, sums, strict=True)]
+
+        zero = ir.Constant(INTS, [0] * LANES)
+        for value, pointer in zip(_tile_loop(builder, length, [zero] * (n * m), body), out, strict=True):
+            builder.store(value, pointer).align = 1
+        return context.get_dummy_value()
+
+    return signature, code
+
+
+def _add_products(builder: ir.IRBuilder, sums: Any, weights: Any, numbers: Any) -> Any:
+    """sums + the four products of each lane; a lane of `numbers` is four unsigned bytes, of `weights` four signed."""
+    if has_byte_products():
+        return _call(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, sums, numbers, weights)
+    shift = ir.Constant(INTS, [24] * LANES)
+    for left in (24, 16, 8, 0):
+        by = ir.Constant(INTS, [left] * LANES)
+        weight = builder.ashr(builder.shl(weights, by), shift)
+        number = builder.lshr(builder.shl(numbers, by), shift)
+        sums = builder.add(sums, builder.mul(weight, number))
+    return sums

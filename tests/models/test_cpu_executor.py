@@ -1,0 +1,199 @@
+"""The compiled step against the plain one, over every switch of the architecture, every cache and kind of weights."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from minillm.cache.base import KVCache
+from minillm.cache.contiguous import ContiguousKVCache
+from minillm.cache.paged import PagedKVCache
+from minillm.cache.paged_int4 import PagedInt4KVCache
+from minillm.cache.paged_int8 import PagedInt8KVCache
+from minillm.errors import UnsupportedError
+from minillm.models.config import ModelConfig, RopeConfig
+from minillm.models.cpu_executor import CpuExecutor, why_not
+from minillm.models.decoder import Decoder
+from minillm.models.runner import ModelRunner, Segment
+from minillm.ops.cpu.simd import BFLOAT, HALF
+from minillm.quantization.int4 import Int4
+from minillm.quantization.int8 import Int8
+from minillm.quantization.model import quantize_model
+from minillm.quantization.w8a8 import W8A8
+
+PLAIN = ModelConfig(97, 64, 96, 3, 4, 2, 32, 64, rope=RopeConfig())
+SHAPES = {
+    "plain": PLAIN,
+    "tied": replace(PLAIN, tie_word_embeddings=True),
+    "biases": replace(PLAIN, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "normalised heads": replace(PLAIN, qk_norm=True),
+    "window in some layers": replace(PLAIN, sliding_window=5, sliding_layers=(True, False, True)),
+    "no rope in some layers": replace(PLAIN, rope_layers=(True, False, True)),
+    "other sizes": replace(PLAIN, vocab_size=130, hidden_size=80, intermediate_size=48, num_heads=3, num_kv_heads=1),
+    "wide heads": replace(PLAIN, head_dim=96, num_kv_heads=4),
+}
+CACHES: list[type[KVCache]] = [PagedKVCache, PagedInt8KVCache, PagedInt4KVCache]
+BLOCK_SIZE, BLOCKS = 4, 40
+PROMPT, OTHER = list(range(3, 25)), [9, 4, 1, 7, 7, 2, 60]
+TABLE, OTHERS_TABLE = [7, 3, 11, 0, 30, 2, 19, 20], [5, 6, 12, 39]
+
+
+def random_model(config: ModelConfig, seed: int = 0) -> Decoder:
+    """Every parameter random, so that a forgotten bias or norm shows."""
+    torch.manual_seed(seed)
+    model = Decoder(config).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.copy_(torch.randn_like(parameter) * 0.1 + ("norm" in name))
+    model.tie()
+    return model.eval()
+
+
+def runner_of(model: Decoder, layout: type[KVCache] = PagedKVCache, fast: bool = True) -> ModelRunner:
+    """A runner over a cache of its own, full of poison, and a copy of the model, which an executor would empty."""
+    model = deepcopy(model)
+    cache = layout(model.config, BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    for pool in (cache.keys, cache.values) if layout is PagedKVCache else ():
+        pool.fill_(torch.nan)
+    runner = ModelRunner(model, cache, BLOCK_SIZE)
+    if fast:
+        assert runner.speed_up() is None
+    return runner
+
+
+def steps() -> list[list[Segment]]:
+    """Prefill beside a chunk of another prefill, its end beside decoding, then verifying beside decoding."""
+    return [
+        [Segment(PROMPT, 0, TABLE, 2), Segment(OTHER[:4], 0, OTHERS_TABLE, 0)],
+        [Segment([50], 22, TABLE), Segment(OTHER[4:], 4, OTHERS_TABLE, 3)],
+        [Segment([51, 52, 53, 54, 55], 23, TABLE, 5), Segment([80], 7, OTHERS_TABLE)],
+    ]
+
+
+def outputs(runner: ModelRunner) -> torch.Tensor:
+    return torch.cat([runner.run(step) for step in steps()])
+
+
+def relative(got: torch.Tensor, right: torch.Tensor) -> float:
+    return float((got - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_architecture_gives_the_logits_of_the_plain_way(shape: str) -> None:
+    model = random_model(SHAPES[shape])
+    assert relative(outputs(runner_of(model)), outputs(runner_of(model, fast=False))) < 1e-5
+
+
+@pytest.mark.parametrize("layout", CACHES[1:])
+def test_quantised_caches_give_the_logits_of_the_plain_way(layout: type[KVCache]) -> None:
+    # A key that lies on the border between two codes may fall to either side: that is all that may differ.
+    model = random_model(PLAIN)
+    got, right = outputs(runner_of(model, layout)), outputs(runner_of(model, layout, fast=False))
+    exact = outputs(runner_of(model, fast=False))
+    assert relative(got, right) < 0.2 * relative(right, exact)
+
+
+@pytest.mark.parametrize("scheme", [Int8(), W8A8()], ids=lambda s: s.method)
+def test_quantised_weights_give_the_logits_of_the_plain_way(scheme: Int8) -> None:
+    exact = outputs(runner_of(random_model(PLAIN), fast=False))
+    model = quantize_model(random_model(PLAIN), scheme)
+    got, right = outputs(runner_of(model)), outputs(runner_of(model, fast=False))
+    assert relative(got, right) < (1e-5 if type(scheme) is Int8 else 0.5 * relative(right, exact))
+
+
+def test_the_cache_is_left_as_the_plain_way_leaves_it() -> None:
+    model = random_model(PLAIN)
+    fast, plain = runner_of(model), runner_of(model, fast=False)
+    outputs(fast), outputs(plain)
+    for mine, right in ((fast.cache.keys, plain.cache.keys), (fast.cache.values, plain.cache.values)):
+        filled = ~right[0, :, 0, 0].isnan()
+        assert relative(mine[:, filled], right[:, filled]) < 1e-5
+
+
+def test_compiled_steps_go_on_from_a_cache_that_plain_steps_filled() -> None:
+    model = random_model(PLAIN)
+    plain, fast = runner_of(model, fast=False), runner_of(model)
+    first, *others = steps()
+    plain.run(first)
+    fast.cache.keys.copy_(plain.cache.keys)
+    fast.cache.values.copy_(plain.cache.values)
+    for step in others:
+        assert relative(fast.run(step), plain.run(step)) < 1e-5
+
+
+def test_the_weights_move_and_what_is_left_says_so() -> None:
+    runner = runner_of(random_model(PLAIN))
+    assert not [name for name, p in runner.model.named_parameters() if p.ndim == 2]
+    with pytest.raises(UnsupportedError, match="enforce_eager=True"):
+        runner.model.lm_head(torch.zeros(1, 64))
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme"), [*((layout, None) for layout in CACHES), (PagedKVCache, W8A8())], ids=str
+)
+def test_a_token_is_the_same_to_the_last_bit_alone_or_in_company(layout: type[KVCache], scheme: W8A8 | None) -> None:
+    model = random_model(PLAIN) if scheme is None else quantize_model(random_model(PLAIN), scheme)
+    together = outputs(runner_of(model, layout))
+    alone = runner_of(model, layout)
+    rows = [alone.run([Segment([token], i, TABLE)]) for i, token in enumerate([*PROMPT, 50, 51, 52, 53, 54, 55])]
+    assert torch.equal(torch.cat(rows[20:22]), together[:2])
+    assert torch.equal(torch.cat(rows[22:23]), together[2:3])
+    assert torch.equal(torch.cat(rows[23:28]), together[6:11])
+
+
+def test_two_threads_give_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(PLAIN)
+    right = outputs(runner_of(model))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(outputs(runner_of(model)), right)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.float16, HALF), (torch.bfloat16, BFLOAT), (torch.float32, np.float32)]
+)
+def test_weights_are_kept_in_as_few_bytes_as_hold_them_exactly(dtype: torch.dtype, bits: type) -> None:
+    model = random_model(PLAIN)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    runner = runner_of(model)
+    assert isinstance(runner.executor, CpuExecutor)
+    assert runner.executor.weights.dtype == bits and runner.executor.head.dtype == bits
+    assert relative(outputs(runner), outputs(runner_of(model, fast=False))) < 1e-5
+
+
+def test_nan_in_a_weight_reaches_the_logits() -> None:
+    model = random_model(PLAIN)
+    model.layers[1].mlp.down_proj.weight[5, 3] = torch.nan
+    assert outputs(runner_of(model)).isnan().any()
+
+
+def test_what_cannot_be_run_is_told() -> None:
+    def reason(
+        config: ModelConfig = PLAIN, layout=PagedKVCache, dtype=torch.float32, model=None, **options
+    ) -> str | None:
+        model = model or random_model(config).to(dtype)
+        cache = layout(model.config, BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"), **options)
+        return why_not(model, cache)
+
+    assert reason() is None
+    assert "head size 20" in reason(replace(PLAIN, head_dim=20))
+    assert "bfloat16" in reason(dtype=torch.bfloat16)
+    assert "ContiguousKVCache" in reason(layout=ContiguousKVCache)
+    assert "groups of 8" in reason(layout=PagedInt4KVCache, group_size=8)
+    assert "one kind" in reason(model=quantize_model(random_model(PLAIN), Int4(bits=4)))
+    cache = PagedKVCache(PLAIN, BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    cache.ops = {**cache.ops, "paged_attention": lambda *args: None}
+    assert "replaced" in why_not(random_model(PLAIN), cache)
+
+
+def test_an_empty_chunk_of_wanted_rows_gives_no_logits() -> None:
+    runner = runner_of(random_model(PLAIN))
+    assert runner.run([Segment(PROMPT, 0, TABLE, 0)]).shape == (0, 97)

@@ -1,0 +1,56 @@
+"""Paged attention on the CPU against the reference, over ragged steps with poison wherever nobody may look."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from minillm.ops.cpu.attention import attend, scratch_size
+from minillm.ops.paged_attention import paged_attention
+from tests.ops.test_paged_attention import MIXES, random_step
+
+
+def run(q, keys, values, batch, window=None, threads: int = 1) -> torch.Tensor:
+    """`attend` by `threads` threads one after the other: tasks do not depend on each other."""
+    heads, dim = q.shape[1:]
+    requests, table, tables = [], 0, []
+    for r, seq_len in enumerate(batch.seq_lens):
+        row = batch.block_tables[r, : -(-seq_len // batch.block_size)].tolist()
+        requests.append((batch.query_start[r], batch.query_lens[r], seq_len, table))
+        table, tables = table + len(row), tables + row
+    pools = [(np.where(np.abs(p := pool.numpy().reshape(-1)) == 1e4, np.nan, p),) for pool in (keys, values)]
+    out = np.full(q.numel(), np.nan, np.float32)
+    for number in range(threads):
+        scratch = np.full(scratch_size(max(batch.seq_lens), dim), np.nan, np.float32)
+        attend(
+            number, threads, q.numpy().reshape(-1), 0, heads * dim, heads, keys.shape[1], dim, window or 0,
+            np.array(requests), np.array(tables), batch.block_size, 0, *pools, out, 0, scratch, 0,
+        )  # fmt: skip
+    return torch.from_numpy(out).view_as(q)
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((6, 1), 64), ((2, 2), 96), ((8, 2), 128)])
+@pytest.mark.parametrize("block_size", [1, 7, 16, 64])
+def test_every_ragged_step_is_that_of_the_reference(mix, heads, dim: int, block_size: int) -> None:
+    q, keys, values, batch, _ = random_step(sum(mix) + block_size, block_size, heads, dim, mix)
+    for window in (None, 1, 9):
+        batch.plans.clear()
+        right = paged_attention(q, keys, values, batch, window)
+        got = run(q, keys, values, batch, window)
+        assert float((got - right).norm() / right.norm()) < 1e-6, window
+
+
+def test_a_row_is_the_same_to_the_last_bit_in_any_company_and_on_any_thread() -> None:
+    q, keys, values, batch, _ = random_step(5, 16, (6, 2), 64, [1, 40, 5])
+    whole = run(q, keys, values, batch)
+    assert torch.equal(whole, run(q, keys, values, batch, threads=2))
+    assert torch.equal(whole, run(q, keys, values, batch, threads=5))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, keys, values, batch, _ = random_step(6, 16, (4, 2), 32, [3, 1])
+    right = paged_attention(q * 1000, keys, values, batch)
+    got = run(q * 1000, keys, values, batch)
+    assert float((got - right).norm() / right.norm()) < 1e-4  # the difference of scores near 1000 has fewer digits

@@ -1,0 +1,93 @@
+"""Linear layers over panels, against the product in fp64, for every kind of weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from minillm.ops.cpu.panels import BIAS, CHUNK, MATRIX_FIELDS, NONE, PANELS, SCALES, SUMS, multiply, pack, pack_pairs
+from minillm.ops.cpu.simd import BFLOAT, HALF, LANES
+from minillm.quantization.int8 import quantize_rows
+from minillm.quantization.w8a8 import integer_product
+
+KINDS = ("float32", "half", "bfloat", "int8", "pairs")
+
+
+def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None, add: bool = False):
+    """y (and for `add` what it is added to) through `multiply`, and the weight that the panels stand for."""
+    outputs, columns = weight.shape
+    padded = -(-outputs // LANES) * LANES
+    vectors: list[np.ndarray] = []
+    matrix = np.array([0, columns, padded, NONE, NONE, NONE], np.int64)
+    assert len(matrix) == MATRIX_FIELDS
+
+    def keep(field: int, values: np.ndarray) -> None:
+        matrix[field] = sum(map(len, vectors))
+        vectors.append(np.pad(values, (0, padded - len(values))))
+
+    if kind in ("int8", "pairs"):
+        codes, scales = quantize_rows(weight)
+        panels = pack(codes.numpy()) if kind == "int8" else pack_pairs(codes.numpy())
+        keep(SCALES, scales.numpy())
+        keep(SUMS, (128 * codes.int().sum(1, dtype=torch.int32)).numpy().view(np.float32))
+        meant = codes * scales[:, None]
+    else:
+        meant = {"float32": weight, "half": weight.half(), "bfloat": weight.bfloat16()}[kind]
+        bits = meant.view({4: torch.float32, 2: torch.int16}[meant.itemsize]).numpy()
+        panels = pack(bits.view({"float32": np.float32, "half": HALF, "bfloat": BFLOAT}[kind]))
+        meant = meant.float()
+    if bias is not None:
+        keep(BIAS, bias.numpy())
+    rows = len(x)
+    codes_x, scales_x = quantize_rows(x)
+    scratch = np.concatenate([x.numpy().reshape(-1), scales_x.numpy(), np.zeros(CHUNK * PANELS * LANES + 8)]).astype(
+        "f"
+    )
+    unsigned = (codes_x.int() + 128).to(torch.uint8).numpy().reshape(-1)
+    out = np.full((rows, padded), 0.5 if add else np.nan, np.float32)
+    multiply(
+        panels, matrix, np.concatenate([*vectors, np.zeros(LANES)]).astype("f"), scratch, 0, unsigned, rows * columns,
+        rows, 0, padded // LANES, out.reshape(-1), 0, padded, add, rows * columns + rows,
+    )  # fmt: skip
+    y = torch.from_numpy(out[:, :outputs]) - (0.5 if add else 0.0)
+    if kind == "pairs":
+        right = integer_product(codes_x, codes) * scales_x[:, None] * scales
+    else:
+        right = x.double() @ meant.double().T
+    return y, right if bias is None else right + bias
+
+
+def relative(y: torch.Tensor, right: torch.Tensor) -> float:
+    return float((y - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 50])
+def test_products_are_right_for_every_number_of_rows_and_panels(kind: str, rows: int) -> None:
+    torch.manual_seed(rows)
+    for outputs, columns in ((16, 4), (64, 48), (100, 64), (176, 32)):
+        y, right = run(kind, torch.randn(outputs, columns).half().float(), torch.randn(rows, columns))
+        assert relative(y, right) < 1e-6, (outputs, columns)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bias_and_residual_are_added(kind: str) -> None:
+    torch.manual_seed(1)
+    y, right = run(kind, torch.randn(80, 32), torch.randn(7, 32), torch.randn(80), add=True)
+    assert relative(y, right) < 1e-6
+
+
+def test_bytes_are_multiplied_exactly() -> None:
+    torch.manual_seed(2)
+    y, right = run("pairs", torch.randn(80, 256), torch.randn(9, 256))
+    assert torch.equal(y, right)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
+    torch.manual_seed(3)
+    weight, x = torch.randn(80, 64), torch.randn(55, 64)
+    together, _ = run(kind, weight, x)
+    for first, last in ((0, 1), (3, 5), (10, 16), (40, 55)):
+        assert torch.equal(run(kind, weight, x[first:last])[0], together[first:last])

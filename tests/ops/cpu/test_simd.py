@@ -1,0 +1,146 @@
+"""The vocabulary: every operation on sixteen lanes against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numba import njit
+
+from minillm.ops.cpu import simd
+from minillm.ops.cpu.compiled import OPTIONS
+
+RNG = np.random.default_rng(0)
+
+
+@njit(**OPTIONS)
+def exponentials(x, out):
+    for i in range(0, len(x), 16):
+        simd.store(out, i, simd.exp(simd.load(x, i)))
+
+
+def exp_of(values) -> np.ndarray:
+    x = np.resize(np.asarray(values, np.float32), -(-len(values) // 16) * 16)
+    out = np.empty_like(x)
+    exponentials(x, out)
+    return out[: len(values)]
+
+
+def test_exp_is_right_to_two_units_in_the_last_place() -> None:
+    x = np.linspace(-86.9, 87.9, 16 * 4001).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    assert (np.abs(exp_of(x) - exact) <= 2 * np.spacing(exact.astype(np.float32))).all()
+
+
+def test_exp_at_its_ends() -> None:
+    got = exp_of([0.0, -np.inf, -100.0, -87.5, 88.0, 1000.0, np.nan])
+    assert got[0] == 1 and not got[1:4].any()
+    assert np.isfinite(got[4:6]).all() and got[4] == got[5]
+    assert np.isnan(got[6])
+
+
+@njit(**OPTIONS)
+def as_floats(array, out):
+    for i in range(0, len(array), 16):
+        simd.store(out, i, simd.load(array, i))
+    for i in range(len(array)):
+        out[i] -= simd.number(array, i)
+
+
+@njit(**OPTIONS)
+def loaded(array, out):
+    for i in range(0, len(array), 16):
+        simd.store(out, i, simd.load(array, i))
+
+
+@pytest.mark.parametrize("kind", ["float32", "half", "bfloat", "int8"])
+def test_numbers_are_read_whatever_they_are_stored_as(kind: str) -> None:
+    exact = RNG.integers(-127, 128, 64).astype(np.float32)
+    stored = {
+        "float32": exact,
+        "half": exact.astype(np.float16).view(simd.HALF),
+        "bfloat": (exact.view(np.uint32) >> 16).astype(simd.BFLOAT),
+        "int8": exact.astype(np.int8),
+    }[kind]
+    out = np.empty(64, np.float32)
+    loaded(stored, out)
+    assert np.array_equal(out, exact)
+    as_floats(stored, out)
+    assert not out.any()
+
+
+@njit(**OPTIONS)
+def lanes(x, out):
+    v = simd.load(x, 0)
+    out[0], out[1] = simd.total(v), simd.largest(v)
+
+
+def test_sum_and_largest_of_the_lanes() -> None:
+    x, out = RNG.standard_normal(16).astype(np.float32), np.empty(2, np.float32)
+    lanes(x, out)
+    assert out[0] == pytest.approx(x.sum(), abs=1e-5) and out[1] == x.max()
+    x[3] = np.nan
+    lanes(x, out)
+    assert np.isnan(out).all()
+
+
+@njit(**OPTIONS)
+def rounded(x, out, offset):
+    simd.store_bytes(out, 0, simd.load(x, 0), offset)
+
+
+def test_bytes_round_halves_to_even() -> None:
+    x = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -127.0, 127.0, 3.49, 3.51, -3.5, -4.5, 0, 1, 2, 3], np.float32)
+    out = np.empty(16, np.uint8)
+    rounded(x, out, 128)
+    assert np.array_equal(out, np.rint(x).astype(np.int32) + 128)
+
+
+@njit(**OPTIONS)
+def nibbles(x, packed, out):
+    simd.store_nibbles(packed, 0, simd.load(x, 0))
+    simd.store(out, 0, simd.load_nibbles(packed, 0))
+
+
+def test_nibbles_lie_two_to_a_byte_the_even_ones_low() -> None:
+    x, packed, out = np.arange(15, -1, -1).astype(np.float32), np.empty(8, np.uint8), np.empty(16, np.float32)
+    nibbles(x, packed, out)
+    assert np.array_equal(out, x)
+    assert np.array_equal(packed & 15, x[::2]) and np.array_equal(packed >> 4, x[1::2])
+
+
+@njit(**OPTIONS)
+def turn(x):
+    simd.transpose(x, 3, 20, 500)
+
+
+def test_a_square_is_turned_on_its_side() -> None:
+    x = RNG.standard_normal(800).astype(np.float32)
+    square = np.stack([x[3 + 20 * j : 19 + 20 * j] for j in range(16)])
+    turn(x)
+    assert np.array_equal(x[500:756].reshape(16, 16), square.T)
+
+
+def byte_sums():
+    @njit(**OPTIONS)
+    def product(w, x, fours, out):
+        simd.tile_bytes(w, 0, fours * 64, x, 0, 4 * fours, fours, out, 0, 32, 2, 3)
+
+    return product
+
+
+@pytest.mark.parametrize("instruction", [True, False])
+def test_sums_of_bytes_are_exact_at_their_largest_with_and_without_the_instruction(
+    instruction: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if instruction and not simd.has_byte_products():
+        instruction = False  # then this processor always goes the other way, and that is what is tested
+    monkeypatch.setattr(simd, "has_byte_products", lambda: instruction)
+    fours = 9
+    w = RNG.integers(-127, 128, (2, fours, 16, 4)).astype(np.int8)
+    w[0, :, 0], w[0, :, 1] = 127, -127
+    x = RNG.integers(0, 256, (3, fours * 4)).astype(np.uint8)
+    x[0] = 255
+    out = np.empty(3 * 32, np.float32)
+    byte_sums()(w.reshape(-1).view(np.uint8), x.reshape(-1), fours, out)
+    rows = w.transpose(0, 2, 1, 3).reshape(32, -1).astype(np.int64)
+    assert np.array_equal(out.view(np.int32).reshape(3, 32), x.astype(np.int64) @ rows.T)
