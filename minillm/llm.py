@@ -124,12 +124,13 @@ class LLM:
                     if request.finished and group is not None:
                         del left[request.request_id]
                         bar.update(all(r.finished for r in group))
+            return [self.llm_engine.output(group) for group in groups]
+        except BaseException:
+            for group in groups:
+                self.llm_engine.drop(group)
+            raise
         finally:
-            if left:
-                for group in groups:
-                    self.llm_engine.drop(group)
             bar.close()
-        return [self.llm_engine.output(group) for group in groups]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The completion of one prompt, piece by piece as text. Dropping the iterator ends the request."""

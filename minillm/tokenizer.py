@@ -33,6 +33,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         """Ids of control tokens, which `skip_special_tokens` leaves out of the text."""
+        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -73,6 +75,12 @@ class Tokenizer:
 
         A byte that is no whole character and a control character are shown as `\\xe2`, an id without a token as `<7>`.
         """
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._read_text(token_id)
+        return text
+
+    def _read_text(self, token_id: int) -> str:
         if self.backend.id_to_token(token_id) is None:
             return f"<{token_id}>"
         text = self.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
@@ -80,6 +88,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for in UTF-8, perhaps only a part of a character. Empty for an id without a token."""
+        held = self._bytes.get(token_id)
+        if held is None:
+            held = self._bytes[token_id] = self._read_bytes(token_id)
+        return held
+
+    def _read_bytes(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id) or ""
         if self.is_byte_level and all(c in BYTE_OF for c in token):
             return bytes(BYTE_OF[c] for c in token)
@@ -131,10 +145,12 @@ class Detokenizer:
 
     def append(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a character is incomplete."""
-        if token_id in self.skipped or self.tokenizer.backend.id_to_token(token_id) is None:
+        if token_id in self.skipped:
             return ""
         if self.tokenizer.is_byte_level:
             return self._characters.decode(self.tokenizer.token_bytes(token_id))
+        if self.tokenizer.backend.id_to_token(token_id) is None:
+            return ""
         self._ids.append(token_id)
         return "" if self.tokenizer.is_byte(token_id) else self._take()
 

@@ -207,6 +207,15 @@ class StepFinished(Event):
     num_free_blocks: int
 
 
+class Listeners(list[Callable[[Event], None]]):
+    """Who is told of events, in order. The engine and its scheduler share one, so neither refers to the other."""
+
+    def tell(self, event: Event) -> None:
+        """Call every listener with `event`."""
+        for listener in self:
+            listener(event)
+
+
 class Trace:
     """An event log that grows while the engine runs, can be watched, saved to JSONL and loaded again."""
 

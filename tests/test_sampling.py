@@ -22,6 +22,7 @@ from minillm.sampling import (
     SamplingRow,
     check_params,
     choose,
+    likeliest,
     logprobs_of,
     probs_from_logits,
     sample,
@@ -232,6 +233,39 @@ def test_tied_tokens_are_kept_by_top_k_and_cut_from_above_by_top_p():
     flat = torch.zeros(1, 4)
     top_p = probs_from_logits(flat, [SamplingRow(SamplingParams(top_p=0.5))])
     assert top_p.tolist() == [[0.5, 0.5, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.99, 0.9999, 0.999999])
+@pytest.mark.parametrize("scale, vocab", [(0.0, 400), (0.3, 4096), (2.0, 4096), (9.0, 50)])
+def test_top_p_sorts_few_tokens_and_keeps_what_sorting_all_would_keep(top_p, scale, vocab):
+    """To the last bit: flat and peaked rows, many equal tokens, alone and beside others."""
+    generator = torch.Generator().manual_seed(8)
+    logits = (torch.randn(5, vocab, generator=generator) * scale * 4).round() / 4
+    logits[1, 7] = 30.0
+    probs = torch.softmax(logits, dim=-1)
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    kept = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked < top_p
+    expected = probs * torch.zeros_like(kept).scatter_(1, order, kept)
+    expected /= expected.sum(dim=-1, keepdim=True)
+    rows = [SamplingRow(SamplingParams(top_p=top_p))] * 5
+    assert torch.equal(probs_from_logits(logits, rows), expected)
+    assert torch.equal(probs_from_logits(logits[1:2], rows[:1]), expected[1:2])
+
+
+def test_top_p_of_a_peaked_row_sorts_few_of_many_tokens(monkeypatch):
+    widths, real = [], torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda x, **options: widths.append(x.shape[-1]) or real(x, **options))
+    logits = torch.randn(3, 50_000, generator=torch.Generator().manual_seed(3)) * 4
+    probs_from_logits(logits, [SamplingRow(SamplingParams(top_p=0.9))] * 3)
+    assert len(widths) == 1 and 0 < widths[0] < 10_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_likeliest_token_is_the_first_of_equal_ones_and_a_nan_hides_nothing(dtype):
+    logits = torch.tensor([[0, 5, 5], [2, 2, 2], [-math.inf, -9, -9], [math.nan, 9, 1], [1, math.inf, 2]], dtype=dtype)
+    assert likeliest(logits) == [1, 0, 1, 0, 1]
+    assert likeliest(logits[:0]) == []
+    assert likeliest(logits.clone().requires_grad_()) == likeliest(logits.repeat(1, 2)[:, ::1]) == [1, 0, 1, 0, 1]
 
 
 def test_greedy_takes_the_first_of_equal_maxima():

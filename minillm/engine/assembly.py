@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,6 @@ def assemble(
     args: EngineArgs, config: EngineConfig, cache: CacheConfig, speculative: SpeculativeConfig | None
 ) -> Assembly:
     """Load what is named and put it together. Nothing heavy happens before the options are checked."""
-    gc.collect()  # an engine that was dropped refers to itself: let go of its weights before asking for more
     device = choose_device(args.device)
     layout = find_layout(cache)
     folder = resolve(args.model)

@@ -28,21 +28,20 @@ def commit(request: Request, verdict: Verdict) -> list[int]:
 
 def _grow_text(request: Request, token: int) -> None:
     """Add the token's text; end the request at a stop token, a stop string or the length limit, in this order."""
-    params = request.params
-    seen = len(request.text)
+    params, seen, count = request.params, len(request.text), request.num_output_tokens
     if request.detokenizer:
         request.text += request.detokenizer.append(token)
-    if request.num_output_tokens >= params.min_tokens:
+    if count >= params.min_tokens:
         if token in request.stop_ids:
             request.finish_reason = "stop"
             request.stop_reason = token if token in params.all_stop_token_ids else None
             return
-        if (found := _find_stop(request, seen)) is not None:
+        if params.stop and (found := _find_stop(request, seen)) is not None:
             stop, at = found
             request.text = request.text[: at + len(stop) * params.include_stop_str_in_output]
             request.finish_reason, request.stop_reason = "stop", stop
             return
-    if request.num_remaining_tokens <= 0:
+    if count >= request.max_tokens:
         request.finish_reason = "length"
 
 
@@ -73,8 +72,6 @@ def record_prompt_logprobs(item: Scheduled, logits: Tensor, tokenizer: Tokenizer
     """Note how likely each prompt token of this chunk's successors was; row j of `logits` follows token `start + j`."""
     request = item.request
     wanted = request.params.prompt_logprobs
-    if wanted is None or item.start >= request.num_prompt_tokens:
-        return
     last = min(item.start + item.num_tokens, request.num_prompt_tokens - 1)
     rows = logprobs_of(logits[: last - item.start])
     for position, row in enumerate(rows, start=item.start + 1):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,17 +16,17 @@ from torch import Tensor
 from minillm.cache.block_pool import BlockPool
 from minillm.config import EngineConfig
 from minillm.engine.commit import commit, record_logprobs, record_prompt_logprobs
+from minillm.engine.judge import judge
 from minillm.engine.request import Request
 from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.errors import MinillmError, NonFiniteLogitsError, RequestTooLargeError
 from minillm.models.runner import ModelRunner, Segment
-from minillm.sampling import Draw, SamplingRow, choose, probs_from_logits, uniform
 from minillm.speculative.drafter import Draft, Drafter
-from minillm.speculative.rejection_sampler import Verdict, rejection_sample
+from minillm.speculative.rejection_sampler import Verdict
 from minillm.tokenizer import Tokenizer
 from minillm.trace import (
     DraftProposed,
-    Event,
+    Listeners,
     RequestAdded,
     RequestFinished,
     StepFinished,
@@ -56,27 +57,16 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.pool = pool
-        self.scheduler = scheduler_cls(pool, config, num_speculative_tokens, self.emit, self._copy_blocks)
-        pool.on_free = self._free_blocks
+        self.listeners = Listeners()
+        self.emit = self.listeners.tell
+        # What scheduler and pool are given leads to the caches and not back here: an engine that is dropped is gone.
+        self.scheduler = scheduler_cls(
+            pool, config, num_speculative_tokens, self.emit, partial(_copy_blocks, runner, drafter)
+        )
+        pool.on_free = partial(_free_blocks, runner, drafter)
         self.requests: dict[str, Request] = {}
         """Every request that has not ended, in order of arrival."""
-        self.listeners: list[Callable[[Event], None]] = []
         self.num_steps = 0
-
-    def emit(self, event: Event) -> None:
-        """Tell every listener."""
-        for listener in self.listeners:
-            listener(event)
-
-    def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self.runner.cache.copy_blocks(pairs)
-        if self.drafter is not None:
-            self.drafter.copy_blocks(pairs)
-
-    def _free_blocks(self, block_ids: Sequence[int]) -> None:
-        self.runner.cache.free(block_ids)
-        if self.drafter is not None:
-            self.drafter.free_blocks(block_ids)
 
     @property
     def has_requests(self) -> bool:
@@ -155,28 +145,22 @@ class Engine:
             self.emit(DraftProposed(scheduled[i].request.request_id, draft.token_ids, texts))
         return drafts
 
-    def _run(self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft]) -> list[Tensor]:
-        """The target's forward. Returns per scheduled request its logits, `[rows, vocab]`.
+    def _run(self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft]) -> Tensor:
+        """The target's forward. Returns the logits to be judged, `[rows, vocab]`.
 
         A request that verifies brings its last committed token and its drafts: row j judges draft j, and the row
         after the last draft is the bonus. The last token of every request that completes has a row as well.
         """
-        segments = []
-        for item, draft in zip(scheduled, drafts, strict=True):
-            request, end = item.request, item.start + item.num_tokens
-            token_ids = [*request.token_ids[item.start : end], *draft.token_ids]
-            if request.params.prompt_logprobs is not None and item.start < request.num_prompt_tokens:
-                num_logits = len(token_ids)
-            else:
-                num_logits = len(draft.token_ids) + 1 if item.completes else 0
-            segments.append(Segment(token_ids, item.start, request.block_table, num_logits))
+        segments = [_segment(item, draft) for item, draft in zip(scheduled, drafts, strict=True)]
         logits = self.runner.run(segments)
         self.emit(StepRan(self.num_steps, [_work(i, d) for i, d in zip(scheduled, drafts, strict=True)]))
         self._refuse_non_finite(logits, segments, scheduled)
-        return list(logits.split([segment.num_logits for segment in segments]))
+        if any(_wants_prompt(item) for item in scheduled):
+            return self._without_prompts(scheduled, drafts, segments, logits)
+        return logits
 
     def _refuse_non_finite(self, logits: Tensor, segments: Sequence[Segment], scheduled: Sequence[Scheduled]) -> None:
-        if math.isfinite(float(logits.sum(dtype=torch.float32))):
+        if math.isfinite(logits.sum(dtype=torch.float32).item()):
             return
         for item, rows in zip(scheduled, logits.split([s.num_logits for s in segments]), strict=True):
             if not bool(torch.isfinite(rows).all()):
@@ -185,28 +169,33 @@ class Engine:
                     f"{item.start + item.num_tokens}; check the checkpoint, or run it in float32"
                 )
 
-    def _judge(
-        self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft], logits: Sequence[Tensor]
-    ) -> list[Verdict | None]:
+    def _without_prompts(
+        self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft], segments: Sequence[Segment], logits: Tensor
+    ) -> Tensor:
+        """The rows that are to be judged, when those of prompts have been noted."""
+        kept = []
+        parts = logits.split([segment.num_logits for segment in segments])
+        for item, draft, rows in zip(scheduled, drafts, parts, strict=True):
+            if _wants_prompt(item):
+                record_prompt_logprobs(item, rows, self.tokenizer)
+            if item.completes:
+                kept.append(rows[-len(draft.token_ids) - 1 :])
+        return torch.cat(kept) if kept else logits[:0]
+
+    def _judge(self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft], logits: Tensor) -> list[Verdict | None]:
         """What each request gains: None while its prefill is not complete."""
         complete = [i for i, item in enumerate(scheduled) if item.completes]
-        for item, rows in zip(scheduled, logits, strict=True):
-            record_prompt_logprobs(item, rows, self.tokenizer)
         verdicts: list[Verdict | None] = [None] * len(scheduled)
         if not complete:
             return verdicts
-        chosen = [logits[i][-len(drafts[i].token_ids) - 1 :] for i in complete]
-        rows = [
-            scheduled[i].request.sampling_row(drafts[i].token_ids[:j])
-            for i in complete
-            for j in range(len(drafts[i].token_ids) + 1)
-        ]
-        requests = [scheduled[i].request for i in complete]
-        decided = _decide(requests, [drafts[i] for i in complete], torch.cat(chosen), rows)
+        requests, judged = [scheduled[i].request for i in complete], [drafts[i] for i in complete]
+        decided = judge(requests, judged, logits)
         for i, verdict in zip(complete, decided, strict=True):
             verdicts[i] = verdict
-        for i, rows_of_request in zip(complete, chosen, strict=True):
-            record_logprobs(scheduled[i].request, verdicts[i], rows_of_request, self.tokenizer)
+        if any(request.params.logprobs is not None for request in requests):
+            parts = logits.split([len(draft.token_ids) + 1 for draft in judged])
+            for request, verdict, rows in zip(requests, decided, parts, strict=True):
+                record_logprobs(request, verdict, rows, self.tokenizer)
         return verdicts
 
     def _commit(self, item: Scheduled, draft: Draft, verdict: Verdict | None) -> Request | None:
@@ -244,25 +233,35 @@ class Engine:
         self.emit(RequestFinished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens))
 
 
-def _decide(
-    requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, rows: Sequence[SamplingRow]
-) -> list[Verdict]:
-    """Draw where nothing was drafted, judge where something was."""
-    if not any(draft.token_ids for draft in drafts):
-        uniforms = [uniform(request.seed, request.num_tokens, Draw.SAMPLE) for request in requests]
-        return [Verdict([token], 0) for token in choose(logits, rows, uniforms).tolist()]
-    probs = probs_from_logits(logits, rows)
-    return rejection_sample(
-        [draft.token_ids for draft in drafts],
-        [draft.probs for draft in drafts],
-        probs,
-        [request.seed for request in requests],
-        [request.num_tokens for request in requests],
-    )
+def _copy_blocks(runner: ModelRunner, drafter: Drafter | None, pairs: Sequence[tuple[int, int]]) -> None:
+    runner.cache.copy_blocks(pairs)
+    if drafter is not None:
+        drafter.copy_blocks(pairs)
+
+
+def _free_blocks(runner: ModelRunner, drafter: Drafter | None, block_ids: Sequence[int]) -> None:
+    runner.cache.free(block_ids)
+    if drafter is not None:
+        drafter.free_blocks(block_ids)
+
+
+def _wants_prompt(item: Scheduled) -> bool:
+    """Whether the log-probabilities of the prompt tokens in this chunk were asked for."""
+    return item.request.params.prompt_logprobs is not None and item.start < item.request.num_prompt_tokens
+
+
+def _segment(item: Scheduled, draft: Draft) -> Segment:
+    """What the request brings to the forward, and for how many of its last tokens logits are wanted."""
+    request = item.request
+    token_ids = [*request.token_ids[item.start : item.start + item.num_tokens], *draft.token_ids]
+    num_logits = len(draft.token_ids) + 1 if item.completes else 0
+    return Segment(token_ids, item.start, request.block_table, len(token_ids) if _wants_prompt(item) else num_logits)
 
 
 def _work(item: Scheduled, draft: Draft) -> Work:
-    kind = item.kind if draft.token_ids or item.kind != "verify" else "decode"
+    kind = item.kind
+    if kind == "verify" and not draft.token_ids:
+        kind = "decode"
     return Work(item.request.request_id, kind, item.start, item.num_tokens + len(draft.token_ids))
 
 

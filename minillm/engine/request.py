@@ -101,6 +101,12 @@ class Request:
         """Whether it has ended, for whatever reason."""
         return self.finish_reason is not None
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the next token, and any after it, is the one with the largest logit: no chance, nothing bent."""
+        params = self.params
+        return params.is_greedy and not params.has_penalties and self.num_output_tokens >= params.min_tokens
+
     def sampling_row(self, drafts: Sequence[int] = ()) -> SamplingRow:
         """What decides the distribution of the token after `token_ids` and `drafts`."""
         params = self.params

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 from minillm.cache.block_pool import BlockPool
@@ -31,7 +31,7 @@ from minillm.trace import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Scheduled:
     """One request's share of a step: committed tokens `start … start + num_tokens - 1`, then drafts.
 
@@ -131,10 +131,10 @@ class Scheduler:
                 scheduled.append(Scheduled(request, start, num_tokens, wanted))
                 budget -= num_tokens + wanted
         # Blocks for drafts come from what is left when everybody has those for committed tokens.
-        for i, item in enumerate(scheduled):
+        for item in scheduled:
             num_drafts = self._drafts_that_fit(item)
             budget += item.num_drafts - num_drafts
-            scheduled[i] = replace(item, num_drafts=num_drafts)
+            item.num_drafts = num_drafts
         return scheduled, budget, preempted
 
     def _schedule_waiting(self, scheduled: list[Scheduled], budget: int) -> None:
@@ -201,7 +201,7 @@ class Scheduler:
 
     def _drafts_wanted(self, request: Request, spare_tokens: int) -> int:
         """As many drafts as may be kept and find room in the budget."""
-        if not request.is_decoding or not self.num_speculative_tokens:
+        if not self.num_speculative_tokens or not request.is_decoding:
             return 0
         # The target adds a token of its own to every round, so the last token never needs a draft.
         return min(self.num_speculative_tokens, request.num_remaining_tokens - 1, spare_tokens)
@@ -219,9 +219,10 @@ class Scheduler:
         Missing blocks are appended, shared ones copied. False, and no change, if the pool has too few. Full blocks of
         committed tokens can be found by others from now on, in this very step: all keys are stored before any is read.
         """
-        end = start + num_tokens
-        missing = max(0, self.pool.blocks_for(end) - len(request.block_table))
-        written = range(start // self.pool.block_size, min(self.pool.blocks_for(end), len(request.block_table)))
+        end, held = start + num_tokens, len(request.block_table)
+        needed = self.pool.blocks_for(end)
+        missing = max(0, needed - held)
+        written = range(start // self.pool.block_size, min(needed, held))
         shared = [i for i in written if self.pool.ref_count(request.block_table[i]) > 1]
         block_ids = self.pool.allocate(missing + len(shared)) if missing or shared else []
         if block_ids is None:
@@ -245,7 +246,7 @@ class Scheduler:
         """Make the blocks that are full once tokens `start … end - 1` are computed findable by their contents."""
         size = self.pool.block_size
         full = range(start // size, end // size)
-        if not full or not self.config.enable_prefix_caching:
+        if not (full and self.config.enable_prefix_caching):
             return
         names = request.block_names(size)
         named = [request.block_table[i] for i in full if self.pool.name(request.block_table[i], names[i])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from minillm.errors import UnsupportedError
 from minillm.models.decoder import Decoder
 from minillm.ops.cpu import step
 from minillm.ops.cpu.compiled import showing_progress
-from minillm.ops.cpu.panels import MATRIX_FIELDS, NONE, pack, pack_pairs
+from minillm.ops.cpu.panels import COLUMNS, MATRIX_FIELDS, NONE, OUTPUTS, pack, pack_pairs
 from minillm.ops.cpu.simd import BFLOAT, HALF, LANES
 from minillm.ops.cpu.team import new_sync
 from minillm.quantization.base import QuantizedLinear
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from minillm.models.runner import Segment
 
 Rows = tuple[np.ndarray | int, ...]
+NO_DRAFTS = np.empty((0, 0), np.int64)
 
 
 def why_not(model: Decoder, cache: KVCache) -> str | None:
@@ -132,6 +132,7 @@ class CpuExecutor:
             [
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size,
                 config.num_layers, block_size, slots, vectors.add(model.norm.weight), tied,
+                config.vocab_size,
             ],
             np.int64,
         )  # fmt: skip
@@ -150,31 +151,40 @@ class CpuExecutor:
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""
-        token_ids = np.array(list(chain.from_iterable(s.token_ids for s in segments)), np.int64)
-        requests, wanted, first, table = [], [], 0, 0
+        return self._run(segments, NO_DRAFTS)[:, : self.vocab_size]
+
+    def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
+        """See `ModelRunner.draft`. All of it is one call."""
+        drafted = np.empty((len(segments), count), np.int64)
+        self._run(segments, drafted)
+        return drafted.tolist()
+
+    def _run(self, segments: Sequence[Segment], drafted: np.ndarray) -> Tensor:
+        token_ids, tables, requests, wanted = [], [], [], []
         for s in segments:
-            count = len(s.token_ids)
-            requests.append((first, count, s.start + count, table))
-            first, table = first + count, table + len(s.block_table)
-            wanted += range(first - s.num_logits, first)
-        tables = np.array(list(chain.from_iterable(s.block_table for s in segments)), np.int64)
+            count, first = len(s.token_ids), len(token_ids)
+            requests.append((first, count, s.start + count, len(tables)))
+            token_ids += s.token_ids
+            tables += s.block_table
+            wanted += range(first + count - s.num_logits, first + count)
         threads = min(torch.get_num_threads(), NUMBA_NUM_THREADS)
-        own = self._make_room(len(token_ids), max(r[2] for r in requests), threads)
-        outputs = int(self.matrices[-1, 2])
-        logits = torch.empty((len(wanted), outputs))
+        longest = max(r[2] for r in requests) + drafted.shape[1]
+        own = self._make_room(len(token_ids), longest, threads)
+        logits = torch.empty((len(wanted), int(self.matrices[-1, OUTPUTS])))
         self.sync[:] = 0
         arguments = (
-            self.dims, self.layers, self.matrices, self.vectors, self.weights, self.head, self.embedding, self.cos,
-            self.signed_sin, self.keys, self.values, token_ids, np.array(requests, np.int64), tables,
-            np.array(wanted, np.int64), self.scratch, own, self.codes, logits.numpy().reshape(-1),
+            self.sync, threads, drafted, self.dims, self.layers, self.matrices, self.vectors, self.weights, self.head,
+            self.embedding, self.cos, self.signed_sin, self.keys, self.values, np.array(token_ids, np.int64),
+            np.array(requests, np.int64), np.array(tables, np.int64), np.array(wanted, np.int64), self.scratch, own,
+            self.codes, logits.numpy().reshape(-1),
         )  # fmt: skip
         if threads == 1:
-            step.run(self.sync, 1, *arguments)
+            step.run(*arguments)
         else:
             if get_num_threads() != threads:
                 set_num_threads(threads)
-            step.run_together(self.sync, threads, *arguments)
-        return logits[:, : self.vocab_size]
+            step.run_together(*arguments)
+        return logits
 
     def _make_room(self, tokens: int, longest: int, threads: int) -> int:
         """Let the scratch memory be large enough for a step; returns the part that each thread has for itself."""
@@ -183,7 +193,7 @@ class CpuExecutor:
         needed = int(step.areas.py_func(self.dims, tokens)[-1] + threads * own)
         if len(self.scratch) < needed:
             self.scratch = np.zeros(needed, np.float32)
-        widest = int(self.matrices[:, 1].max())
+        widest = int(self.matrices[:, COLUMNS].max())
         if len(self.codes) < tokens * widest:
             self.codes = np.zeros(tokens * widest, np.uint8)
         return int(own)

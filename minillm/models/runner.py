@@ -33,6 +33,9 @@ class Executor(Protocol):
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""
 
+    def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
+        """See `ModelRunner.draft`."""
+
 
 class ModelRunner:
     """A model and the cache it writes to."""
@@ -52,8 +55,10 @@ class ModelRunner:
         """
         if self.device.type != "cpu":
             return f"there is no executor for {self.device.type}"
-        from minillm.models import cpu_executor  # brings numba, which takes half a second to import
-
+        try:
+            from minillm.models import cpu_executor  # brings numba, which takes half a second to import
+        except ImportError as problem:
+            return f"numba cannot be imported ({problem})"
         reason = cpu_executor.why_not(self.model, self.cache)
         if reason is None:
             self.executor = cpu_executor.CpuExecutor(self.model, self.cache, self.block_size)
@@ -74,6 +79,23 @@ class ModelRunner:
         if len(rows) < hidden.shape[0]:
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=self.device)]
         return self.model.logits(hidden)
+
+    def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
+        """The `count` tokens that follow each segment if the likeliest is taken every time.
+
+        Each segment wants one row of logits, and its block table has room for `count` - 1 tokens more.
+        """
+        if self.executor is not None:
+            return self.executor.draft(segments, count)
+        tokens: list[list[int]] = [[] for _ in segments]
+        for _ in range(count):
+            for row, token in zip(tokens, self.run(segments).argmax(-1).tolist(), strict=True):
+                row.append(token)
+            segments = [
+                Segment(row[-1:], s.start + len(s.token_ids), s.block_table)
+                for s, row in zip(segments, tokens, strict=True)
+            ]
+        return tokens
 
     def batch(self, segments: Sequence[Segment]) -> Batch:
         """Lay the segments side by side."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minillm.models.runner import ModelRunner, Segment
-from minillm.sampling import Draw, probs_from_logits, sample, uniform
+from minillm.sampling import Draw, likeliest, probs_from_logits, sample, uniform
 from minillm.speculative.drafter import Draft, Drafter
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class DraftModelDrafter(Drafter):
 
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         # Without chance the draft is one-hot: its likeliest token needs no distribution to be judged by.
-        likeliest = self.greedy or all(_is_plain_greedy(r) for r in requests)
+        without_chance = self.greedy or all(request.takes_likeliest for request in requests)
+        if without_chance and len(set(num_drafts)) == 1 and self._num_behind(requests) <= self.max_num_batched_tokens:
+            return self._propose_together(requests, num_drafts[0])
         tokens: list[list[int]] = [[] for _ in requests]
         probs: list[list[Tensor]] = [[] for _ in requests]
         logits = self._catch_up(requests)
@@ -68,8 +70,8 @@ class DraftModelDrafter(Drafter):
             if step:
                 active = [i for i in active if step < num_drafts[i]]
                 logits = self.runner.run([self._next(requests[i], tokens[i]) for i in active])
-            if likeliest:
-                for i, token in zip(active, logits.argmax(-1).tolist(), strict=True):
+            if without_chance:
+                for i, token in zip(active, likeliest(logits), strict=True):
                     tokens[i].append(token)
                 continue
             drawn, rows = _draw(logits, [(requests[i], tokens[i]) for i in active])
@@ -79,6 +81,25 @@ class DraftModelDrafter(Drafter):
         for request, drafted in zip(requests, tokens, strict=True):
             request.num_draft_computed_tokens = request.num_tokens + len(drafted) - 1
         return [Draft(t, torch.stack(p) if p else None) for t, p in zip(tokens, probs, strict=True)]
+
+    def _num_behind(self, requests: Sequence[Request]) -> int:
+        """How many committed tokens the draft has yet to see."""
+        for request in requests:
+            self._skip_filled(request)
+        return sum(request.num_tokens - request.num_draft_computed_tokens for request in requests)
+
+    def _propose_together(self, requests: Sequence[Request], count: int) -> list[Draft]:
+        """`count` guesses for each request, the likeliest every time: the runner may make them all in one call."""
+        segments = []
+        for request in requests:
+            start = request.num_draft_computed_tokens
+            segments.append(self._segment(request, start, request.token_ids[start:]))
+            for position in range(request.num_tokens, request.num_tokens + count - 1):
+                self._filled.pop(request.block_table[position // self.runner.block_size], None)
+        drafts = [Draft(token_ids) for token_ids in self.runner.draft(segments, count)]
+        for request in requests:
+            request.num_draft_computed_tokens = request.num_tokens + count - 1
+        return drafts
 
     def _catch_up(self, requests: Sequence[Request]) -> Tensor:
         """Feed every committed token the draft has not seen, in chunks of the step budget; logits of the last ones."""
@@ -95,8 +116,11 @@ class DraftModelDrafter(Drafter):
                     chunk.append(i)
                     budget -= end - start
             rows = self.runner.run(segments)
-            for i, segment, row in zip(chunk, segments, rows, strict=True):
+            for i, segment in zip(chunk, segments, strict=True):
                 requests[i].num_draft_computed_tokens = segment.start + len(segment.token_ids)
+            if len(chunk) == len(requests) and all(r.num_draft_computed_tokens == r.num_tokens for r in requests):
+                return rows  # one forward was enough, as it nearly always is
+            for i, row in zip(chunk, rows, strict=True):
                 logits[i] = row
         return torch.stack([row for row in logits if row is not None])
 
@@ -112,10 +136,13 @@ class DraftModelDrafter(Drafter):
             request.num_draft_computed_tokens += size
 
     def _next(self, request: Request, drafted: list[int]) -> Segment:
-        return self._segment(request, request.num_tokens + len(drafted) - 1, drafted[-1:])
+        """The last guess, to make the next one from. It may be wrong, so the block it goes to has no name."""
+        start = request.num_tokens + len(drafted) - 1
+        self._filled.pop(request.block_table[start // self.runner.block_size], None)
+        return Segment(drafted[-1:], start, request.block_table)
 
     def _segment(self, request: Request, start: int, token_ids: list[int]) -> Segment:
-        """`token_ids` from position `start` on, noting which blocks they fill.
+        """Committed `token_ids` from position `start` on, noting which blocks they fill.
 
         That is noted before it is done, so that a request can skip what another fills in the same forward.
         """
@@ -124,17 +151,11 @@ class DraftModelDrafter(Drafter):
             for index in range(start // size, -(-end // size)):
                 self._filled.pop(table[index], None)
             names = request.block_names(size)
-            for index in reversed(range(min(end, request.num_tokens) // size)):
+            for index in reversed(range(end // size)):
                 if self._filled.get(table[index]) == names[index]:
                     break
                 self._filled[table[index]] = names[index]
         return Segment(token_ids, start, request.block_table)
-
-
-def _is_plain_greedy(request: Request) -> bool:
-    """Whether the request takes the likeliest token, and nothing bends which one that is."""
-    params = request.params
-    return params.is_greedy and not params.has_penalties and request.num_output_tokens >= params.min_tokens
 
 
 def _draw(logits: Tensor, states: list[tuple[Request, list[int]]]) -> tuple[list[int], Tensor]:

@@ -127,6 +127,23 @@ def rejection_sample(
     return [Verdict([*ids[:n], token], n) for ids, n, token in zip(draft_token_ids, accepted, own, strict=True)]
 
 
+def greedy_verdicts(
+    draft_token_ids: Sequence[Sequence[int]],  # per request, k_i drafts (k_i may be 0)
+    likeliest: list[int],  # sum(k_i + 1): the target's likeliest token in each of the rows
+) -> list[Verdict]:
+    """What `rejection_sample` decides without chance: a draft stays if it is what the target would have said.
+
+    With a one-hot p, min(1, p(x)/q(x)) is 1 for that token and 0 for any other, and norm(max(0, p - q)) is p.
+    """
+    verdicts, start = [], 0
+    for drafts in draft_token_ids:
+        own = likeliest[start : start + len(drafts) + 1]
+        accepted = next((j for j, x in enumerate(drafts) if x != own[j]), len(drafts))
+        verdicts.append(Verdict(own[: accepted + 1], accepted))
+        start += len(own)
+    return verdicts
+
+
 def _acceptance(
     drafts: Sequence[Tensor],  # per request [k_i] int64
     draft_probs: Sequence[Tensor | None],  # per request [k_i, vocab]

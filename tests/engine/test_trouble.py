@@ -13,6 +13,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.cache.paged import PagedKVCache
+from minillm.engine.request import Request
 from minillm.errors import (
     CheckpointError,
     ConfigError,
@@ -229,6 +230,24 @@ def test_an_interrupt_at_any_line_leaves_a_clean_engine(tiny: TinyPair, speculat
         assert not llm.llm_engine.metrics.requests
     assert fired > 60
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
+
+
+def test_an_interrupt_when_all_is_generated_leaves_no_figures_behind(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(tiny.target), block_size=4)
+    output = llm.llm_engine.output
+
+    def interrupted(group: list[Request]) -> Any:
+        if group[0].request_id == "1":
+            raise KeyboardInterrupt
+        return output(group)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.llm_engine, "output", interrupted)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert not llm.llm_engine.metrics.requests
+    settled(llm)
 
 
 SHARED = ["def add(a, b):\n    return a" + tail for tail in ("", " + b\n", " - b\n", " * b\n")]

@@ -197,3 +197,13 @@ def test_what_cannot_be_run_is_told() -> None:
 def test_an_empty_chunk_of_wanted_rows_gives_no_logits() -> None:
     runner = runner_of(random_model(PLAIN))
     assert runner.run([Segment(PROMPT, 0, TABLE, 0)]).shape == (0, 97)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_drafting_in_one_call_takes_the_tokens_of_step_by_step(count: int) -> None:
+    model = random_model(PLAIN)
+    fast, plain = runner_of(model), runner_of(model, fast=False)
+    segments = [Segment(PROMPT, 0, TABLE), Segment(OTHER[:1], 0, OTHERS_TABLE), Segment(OTHER, 0, [21, 22, 23, 24])]
+    assert fast.draft(segments, count) == plain.draft(segments, count)
+    after = [Segment([50], 22 + count - 1, TABLE), Segment([51], 7 + count - 1, [21, 22, 23, 24])]
+    assert relative(fast.run(after), plain.run(after)) < 1e-5  # the same keys and values were written

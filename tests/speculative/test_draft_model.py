@@ -33,6 +33,38 @@ def test_a_target_that_drafts_for_itself_is_always_right(tiny: TinyPair) -> None
     assert all(e.origins[-1] == "bonus" and len(e.token_ids) == e.num_drafts + 1 for e in rounds)
 
 
+def test_prompts_longer_than_the_budget_reach_the_draft_in_chunks(tiny: TinyPair) -> None:
+    """And nothing is guessed before the last chunk: a target that drafts for itself is still always right."""
+    llm = LLM(
+        str(tiny.target), max_num_seqs=3, max_num_batched_tokens=9, speculative_config=config(tiny.target, gamma=2)
+    )
+    with llm.trace() as trace:
+        assert tokens(llm) == tokens(LLM(str(tiny.target)))
+    assert max(len(llm.engine.tokenizer.encode(prompt)) for prompt in PROMPTS) > 9
+    rounds = [e for e in trace.of(TokensCommitted) if e.num_drafts]
+    assert rounds and all(e.num_accepted == e.num_drafts for e in rounds)
+
+
+def test_a_block_that_a_guess_was_written_to_has_lost_its_name(tiny: TinyPair) -> None:
+    """Or the draft would later skip that block as one it had filled with something else."""
+    llm = LLM(str(tiny.target), block_size=2, num_kv_blocks=80, speculative_config=config(tiny.draft, 5))
+    drafter, checked = llm.engine.drafter, []
+    real = drafter.propose
+
+    def propose(requests, num_drafts):
+        drafter._filled = dict.fromkeys(range(80), b"of other tokens")
+        first = [request.num_draft_computed_tokens for request in requests]
+        drafts = real(requests, num_drafts)
+        for request, start in zip(requests, first, strict=True):
+            written = range(start // 2, (request.num_draft_computed_tokens - 1) // 2 + 1)
+            checked.extend(drafter._filled.get(request.block_table[i]) for i in written)
+        return drafts
+
+    drafter.propose = propose
+    tokens(llm)
+    assert checked and b"of other tokens" not in checked
+
+
 def test_the_drafts_cache_equals_a_fresh_recomputation(tiny: TinyPair) -> None:
     """After every round the draft proposes what a draft with no memory would: roll-back and catch-up leave no trace."""
     llm = LLM(str(tiny.target), block_size=4, speculative_config=config(tiny.draft))

@@ -19,9 +19,8 @@ from minillm.ops.cpu.simd import LANES, load, stay_whole, store
 from minillm.ops.cpu.simd import number as number_at
 from minillm.ops.cpu.team import join, meet, share
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, BLOCK_SIZE, SLOTS, FINAL_NORM, TIED = range(10)
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, BLOCK_SIZE, SLOTS, FINAL_NORM, TIED, VOCABULARY = range(11)
 """The model's numbers, `dims`."""
-NUM_DIMS = 10
 INPUT_NORM, POST_NORM, Q_NORM, K_NORM, ROTATES, WINDOW = range(6)
 """A layer's numbers: where its norms begin among the vectors, whether it applies RoPE, its window (0: none)."""
 LAYER_FIELDS = 6
@@ -51,16 +50,13 @@ def own_size(dims, longest):
     return max(CHUNK * PANELS * LANES, scratch_size(longest, dims[HEAD_DIM])) + LANES
 
 
-@entry_point()
-def run(
-    sync, wanted_size, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
+@njit(**OPTIONS)
+def forward(
+    number, size, sync, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
     token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
 ):  # fmt: skip
-    """One thread's part of a step. `wanted`: the rows whose logits go to `logits` (`[len(wanted), outputs]`)."""
+    """Thread `number`'s part of one forward. `wanted`: the rows whose logits go to `logits` (`[rows, outputs]`)."""
     stay_whole()
-    number, size = join(sync, wanted_size)
-    if number < 0:
-        return
     n, hidden, head_dim, inter = len(token_ids), dims[HIDDEN], dims[HEAD_DIM], dims[INTERMEDIATE]
     num_heads, num_kv, eps = dims[HEADS], dims[KV_HEADS], vectors[EPS]
     q_size, heads_row = num_heads * head_dim, (num_heads + 2 * num_kv) * head_dim
@@ -211,14 +207,60 @@ def _typed_round_rows(w, number, size, n, scratch, x_at, columns, codes, scales_
     return together
 
 
+@entry_point()
+def run(
+    sync, threads, drafted, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
+    token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
+):  # fmt: skip
+    """One thread's part of a step.
+
+    With `drafted` (`[requests, steps]`, int64) of some width, the step is repeated with the likeliest token of each
+    request until there are so many; `wanted` must then be the last row of each request. `token_ids` and `requests`
+    are overwritten.
+    """
+    number, size = join(sync, threads)
+    if number < 0:
+        return
+    forward(
+        number, size, sync, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
+        token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
+    )  # fmt: skip
+    count, outputs = requests.shape[0], matrices[4 * dims[LAYERS]][OUTPUTS]
+    for i in range(drafted.shape[1]):
+        for r in range(number, count, size):
+            drafted[r, i] = likeliest(logits, r * outputs, dims[VOCABULARY])
+        meet(sync, size)
+        if i == drafted.shape[1] - 1:
+            break
+        if number == 0:
+            for r in range(count):
+                token_ids[r], wanted[r] = drafted[r, i], r
+                requests[r, 0], requests[r, 1], requests[r, 2] = r, 1, requests[r, 2] + 1
+        meet(sync, size)
+        forward(
+            number, size, sync, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
+            token_ids[:count], requests, tables, wanted, scratch, own_floats, codes, logits,
+        )  # fmt: skip
+
+
+@njit(**OPTIONS)
+def likeliest(logits, at, size):
+    """The index of the (first) largest of `size` numbers."""
+    best = at
+    for i in range(at, at + size):
+        if logits[i] > logits[best]:
+            best = i
+    return best - at
+
+
 @entry_point(parallel=True)
 def run_together(
-    sync, threads, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
+    sync, threads, drafted, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
     token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
 ):  # fmt: skip
     """`run` on `threads` threads at once."""
     for _ in prange(threads):
         run(
-            sync, threads, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
+            sync, threads, drafted, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
             token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
         )  # fmt: skip
