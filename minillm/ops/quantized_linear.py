@@ -1,0 +1,50 @@
+"""Linear layers over quantised weights, y = x Wᵀ + b: the plain way, one function for each format.
+
+The formats are those of `quantization/int8.py`, `w8a8.py` and `int4.py`, whose schemes have faster ways on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LARGEST = 127
+
+
+def int8_linear(x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x`: `[rows, in]`, `qweight`: `[out, in]` int8, `scales`: `[out]` fp32 → `[rows, out]` in the dtype of `x`."""
+    return F.linear(x, (qweight * scales[:, None]).to(x.dtype), bias)
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row of `x` (`[rows, in]`) with its own scale max|x| / 127: codes int8, scales `[rows]` fp32."""
+    x = x.float()
+    scales = (x.abs().amax(dim=1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x / scales[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8), scales
+
+
+def w8a8_linear(x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `int8_linear`, with the activations rounded to INT8 too, token by token.
+
+    The sum of products is exact: fp64 holds every one of them.
+    """
+    codes, x_scales = quantize_tokens(x)
+    y = (codes.double() @ qweight.double().T).float() * x_scales[:, None] * scales
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def int4_linear(
+    x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, group_size: int, bias: Tensor | None = None
+) -> Tensor:
+    """`qweight`: `[out, ⌈in / 2⌉]` uint8, two codes to a byte, the even column low; `scales`: `[out, groups]` fp16;
+    `qzeros`: `[out, ⌈groups / 2⌉]`, packed alike; w = (code - zero) · scale. The last group may be shorter."""
+    columns, groups = x.shape[1], scales.shape[1]
+    codes, zeros = _unpack(qweight)[:, :columns], _unpack(qzeros)[:, :groups]
+    group = torch.arange(columns, device=x.device) // group_size
+    weight = (codes.float() - zeros.float()[:, group]) * scales.float()[:, group]
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

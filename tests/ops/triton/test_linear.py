@@ -1,0 +1,158 @@
+"""Products with quantised weights against the schemes that made them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minillm.ops import quantized_linear as reference
+from minillm.ops.triton import tiles as table
+from minillm.ops.triton.int4_linear import int4_linear
+from minillm.ops.triton.int8_linear import int8_linear
+from minillm.ops.triton.tiles import Tiles
+from minillm.ops.triton.w8a8_linear import quantize_tokens, w8a8_linear
+from minillm.quantization.base import QuantizedLinear, Scheme
+from minillm.quantization.int4 import Int4
+from minillm.quantization.int8 import Int8
+from minillm.quantization.w8a8 import W8A8
+from tests.ops.triton.close import HALF, assert_close, examples
+from tests.ops.triton.steps import WHERE
+
+FEW = examples(10)
+SHAPES = {
+    "rows": st.sampled_from((0, 1, 3, 17)),
+    "outputs": st.sampled_from((1, 24, 33)),
+    "columns": st.sampled_from((8, 40, 64, 97)),
+    "bias": st.booleans(),
+    "splits": st.sampled_from((1, 2, 4)),
+    "seed": st.integers(0, 999),
+}
+
+
+def layer(scheme: Scheme, outputs: int, columns: int, bias: bool) -> QuantizedLinear:
+    made = QuantizedLinear(scheme, columns, outputs, torch.randn(outputs) if bias else None)
+    made.fill(scheme.quantize(torch.randn(outputs, columns)))
+    return made.to(WHERE)
+
+
+def run(made: QuantizedLinear, x: Tensor, tiles: Tiles | None) -> Tensor:
+    """The kernel of the layer's scheme."""
+    t = made.tensors
+    if isinstance(made.scheme, Int4):
+        group_size = made.scheme.group_size
+        return int4_linear(x, t["qweight"], t["scales"], t["qzeros"], group_size, made.bias, tiles)
+    kernel = w8a8_linear if isinstance(made.scheme, W8A8) else int8_linear
+    return kernel(x, t["qweight"], t["scales"], made.bias, tiles)
+
+
+@FEW
+@given(**SHAPES)
+def test_int8(rows: int, outputs: int, columns: int, bias: bool, splits: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    made, x = layer(Int8(), outputs, columns, bias), torch.randn(rows, columns + 3).to(WHERE)[:, 1 : columns + 1]
+    out = run(made, x, Tiles(16, 16, 32, splits))
+    assert_close(out, reference.int8_linear(x, **made.tensors, bias=made.bias))
+    assert_close(out, made.scheme.apply(made, x))
+
+
+@FEW
+@given(**SHAPES)
+def test_w8a8_is_exact(rows: int, outputs: int, columns: int, bias: bool, splits: int, seed: int) -> None:
+    """Whole numbers add up the same in any order, so in the interpreter even the last bit is the reference's."""
+    torch.manual_seed(seed)
+    made, x = layer(W8A8(), outputs, columns, bias), torch.randn(rows, columns).to(WHERE)
+    out = run(made, x, Tiles(16, 16, 32, splits))
+    expected = reference.w8a8_linear(x, **made.tensors, bias=made.bias)
+    assert_close(out, expected)
+    if WHERE.type == "cpu":
+        assert torch.equal(out, expected)
+        assert torch.equal(out, made.scheme.apply(made, x))
+
+
+@FEW
+@given(group_size=st.sampled_from((8, 24, 32, 64)), depth=st.sampled_from((16, 32)), **SHAPES)
+def test_int4(
+    group_size: int, depth: int, rows: int, outputs: int, columns: int, bias: bool, splits: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    made, x = layer(Int4(group_size=group_size), outputs, columns, bias), torch.randn(rows, columns).to(WHERE)
+    out = run(made, x, Tiles(16, 16, depth, splits))
+    assert_close(out, reference.int4_linear(x, **made.tensors, group_size=group_size, bias=made.bias))
+    assert_close(out, made.scheme.apply(made, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", [Int8(), W8A8(), Int4(group_size=32), Int4(group_size=8)], ids=lambda s: s.method)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_16_bits(scheme: Scheme, dtype: torch.dtype, splits: int) -> None:
+    torch.manual_seed(0)
+    made = layer(scheme, 20, 64, True)
+    x = torch.randn(3, 64).to(WHERE, dtype)
+    out = run(made, x, Tiles(16, 16, 32, splits))
+    assert out.dtype == dtype
+    assert_close(out, made.scheme.apply(made, x.float()), HALF)
+
+
+@pytest.mark.parametrize("scheme", [Int8(), W8A8(), Int4(group_size=32)], ids=lambda s: s.method)
+def test_nan_and_infinity_stay_in_their_rows_and_outputs_are_all_written(scheme: Scheme) -> None:
+    torch.manual_seed(1)
+    made = layer(scheme, 33, 40, False)
+    x = torch.randn(4, 40).to(WHERE)
+    clean = run(made, x, None)
+    x[1, 7], x[3, 2] = torch.nan, torch.inf
+    out = run(made, x, None)
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+    assert not out[1].isfinite().any()
+    assert not out[3].isfinite().all()
+
+
+@FEW
+@given(rows=st.integers(0, 4), columns=st.integers(1, 70), seed=st.integers(0, 999))
+def test_tokens_are_rounded_as_the_scheme_rounds_them(rows: int, columns: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(rows, columns) * 10.0 ** float(torch.randint(-30, 30, ()))
+    if rows:
+        x[0] = 0
+    codes, scales = quantize_tokens(x.to(WHERE))
+    expected_codes, expected_scales = reference.quantize_tokens(x)  # on a CPU, where a division is a division
+    assert torch.equal(codes.cpu(), expected_codes)
+    assert torch.equal(scales.cpu(), expected_scales)
+
+
+def test_ties_between_codes_go_to_the_even_one() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
+    codes, _ = quantize_tokens(x.to(WHERE))
+    assert codes.tolist() == [[127, 0, 2, 2, 0, -2]]
+
+
+def test_the_table_is_asked_first_and_few_rows_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(table.machine, "gpu_name", lambda: "some GPU")
+    monkeypatch.setattr(table.machine, "num_processors", lambda: 100)
+    monkeypatch.setattr(table.machine, "capability", lambda: (8, 0))
+    half = torch.float16
+    own = Tiles(16, 64, 64)
+    monkeypatch.setitem(table.MEASURED, ("some GPU", "int8", "few"), own)
+    assert table.choose("int8", 3, 4096, 4096, half) is own
+    assert table.choose("int4", 3, 4096, 4096, half).splits == 2  # 64 tiles for 100 processors
+    assert table.choose("int4", 3, 100_000, 4096, half).splits == 1
+    assert table.choose("int4", 3, 512, 512, half).splits == 2  # no deeper: 256 columns each
+    assert table.choose("int4", 1000, 4096, 4096, half).splits == 1
+    assert [table.shape_class(n) for n in (1, 16, 17, 64, 65)] == ["few", "few", "some", "some", "many"]
+    assert table.choose("int8", 40, 64, 64, torch.float32) == table.WIDE["some"]
+    assert table.choose("w8a8", 40, 64, 64, torch.float32) == table.DEFAULTS["some"]
+    monkeypatch.setattr(table.machine, "capability", lambda: (7, 5))
+    assert table.choose("int8", 40, 64, 64, half) == table.WIDE["some"]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert table.choose("int8", 3, 4096, 4096, half) is table.INTERPRETED
+
+
+@pytest.mark.parametrize("rows", [1, 40, 500])
+def test_candidates_are_tiles_that_a_dot_takes(rows: int) -> None:
+    found = list(table.candidates(rows))
+    assert len(set(found)) == len(found) > 50
+    assert all(min(t.m, t.n, t.k) >= 16 for t in found)
+    assert {t.splits for t in found} == ({1} if rows == 500 else {1, 2, 4, 8})
