@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from minillm import __version__
-from minillm.commands import bench, build, demo, doctor, generate, lab, quantize, train
+from minillm.commands import bench, build, demo, doctor, export, generate, lab, quantize, train
 from minillm.commands.command import CommandParser
 from minillm.errors import MinillmError
 
-COMMANDS = tuple(module.COMMAND for module in (demo, lab, generate, quantize, train, doctor, build, bench))
+COMMANDS = tuple(module.COMMAND for module in (demo, lab, generate, quantize, export, train, doctor, build, bench))
 ERROR, INTERRUPTED = 2, 130
 
 

@@ -1,108 +1,130 @@
-"""One request at a time, greedy, fp32: transformers' `generate`, minillm, and minillm with a draft model."""
+"""One request at a time, greedy: how fast new tokens follow one another, in minillm and in its peers.
+
+The same held-out prompts, threads and number of new tokens for all. What is compared is *decoding*: the time from the
+first new tokens of a completion to its last, divided by the tokens that came after the first ones. Prefill is left out
+for everybody; `end_to_end_tokens_per_s` in the result has it in. (minillm's draft model reads the prompt after the
+first token, so with a draft minillm's decoding bears that; assisted generation has it in what is left out.)
+
+Tokens of systems in full precision must be equal. `same tokens` of a quantised one says how far it goes with the
+other: the share of tokens before the first that differs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from minillm.bench.harness import System, compare, peak_memory_of, result
-from minillm.bench.prompts import held_out_prompts
+from minillm.bench.contestants import (
+    Workload,
+    choose,
+    decode_system,
+    draft_for,
+    left_out,
+    peak_memory,
+    prepared,
+    prompt_ids,
+)
+from minillm.bench.harness import compare, result
+from minillm.bench.shapes import SHAPES, shape_folder
+from minillm.models.loading import load_config, resolve
 
-NEW_TOKENS = 128
-NUM_DRAFTS = 4
-PROMPTS = 8
+FP32, COMPILED, ASSISTED = "transformers fp32", "transformers fp32 compiled", "transformers fp32 assisted"
+BUNDLED: dict[str, tuple[str, ...]] = {
+    FP32: (),
+    COMPILED: (FP32,),
+    ASSISTED: (FP32,),
+    "llama.cpp f32": (FP32,),
+    "llama.cpp Q8_0": (FP32, "llama.cpp f32"),
+    "minillm eager fp32": (FP32,),
+    "minillm fp32": (FP32, COMPILED, "minillm eager fp32", "llama.cpp f32"),
+    "minillm int8": (FP32, "minillm fp32", "llama.cpp Q8_0"),
+    "minillm w8a8": (FP32, "minillm fp32", "llama.cpp Q8_0"),
+    "minillm fp32 + draft": ("minillm fp32", FP32, ASSISTED),
+    "minillm int8 + draft": ("minillm int8", FP32, ASSISTED),
+    "minillm w8a8 + draft": ("minillm w8a8", FP32, ASSISTED),
+}
+"""System → what it is compared with, a row for each."""
+BF16 = "transformers bf16"
+LARGE: dict[str, tuple[str, ...]] = {
+    BF16: (),
+    "llama.cpp bf16": (BF16,),
+    "llama.cpp Q8_0": (BF16, "llama.cpp bf16"),
+    "minillm bf16": (BF16, "llama.cpp bf16"),
+    "minillm fp32": (BF16, "llama.cpp bf16"),
+    "minillm int8": (BF16, "minillm fp32", "llama.cpp Q8_0"),
+    "minillm w8a8": (BF16, "minillm fp32", "llama.cpp Q8_0"),
+}
+"""The same for a shape too large for fp32 weights to make sense, without a draft. transformers is not compiled there:
+torch.compile takes minutes at this size. `minillm fp32` computes in fp32; that says nothing of how the weights, which
+come in bf16, are kept."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything, unless the call says otherwise."""
+
+    prompts: int
+    longest_prompt: int
+    new_tokens: int
+
+
+SIZES = {None: Size(8, 256, 128), "0.4b": Size(2, 128, 32)}
+SHORTEST_PROMPT = 65
 ROUNDS = 5
 
-NAMES = {"transformers fp32": None, "minillm fp32": "transformers fp32", "minillm fp32 + draft": "minillm fp32"}
-"""System → its baseline."""
+
+def run(
+    model: str = "minicoder",
+    draft: str | None = None,
+    shape: str | None = None,
+    systems: Sequence[str] | None = None,
+    rounds: int = ROUNDS,
+    prompts: int | None = None,
+    new_tokens: int | None = None,
+    drafts: int = 4,
+) -> dict[str, Any]:
+    """Every system in turn, `rounds` times; returns the result as JSON values.
+
+    `shape` runs a random checkpoint of that shape (see `shapes`) in place of the model, and nobody drafts. `systems`
+    leaves only these. Raises `ConfigError` for a system or a shape that is none.
+    """
+    known, size = (LARGE, SIZES[shape]) if shape in SHAPES else (BUNDLED, SIZES[None])
+    names = choose(list(known), systems)
+    model = model if shape is None else str(shape_folder(shape))
+    draft = draft_for(model, draft)
+    missing = left_out(names, draft)
+    names = [name for name in names if name not in missing]
+    new_tokens = new_tokens or size.new_tokens
+    longest = min(size.longest_prompt, load_config(resolve(model)).max_position_embeddings - new_tokens)
+    workload = Workload(
+        model=model,
+        draft=draft,
+        prompts=prompt_ids(model, prompts or size.prompts, SHORTEST_PROMPT, longest),
+        new_tokens=new_tokens,
+        num_drafts=drafts,
+    )
+    with prepared(workload, names) as ready:
+        contestants = [
+            decode_system(name, ready, tuple(base for base in known[name] if base in names) or None) for name in names
+        ]
+        rows = compare(contestants, rounds, lambda name: peak_memory(name, ready))
+    return result("decode", {**_config(workload, shape, rounds), "left_out": missing}, rows)
 
 
-def run(model: str = "minicoder", draft: str = "minicoder-draft") -> dict[str, Any]:
-    """Three systems in turn on the same held-out prompts, with the same threads; returns the result as JSON values."""
+def _config(workload: Workload, shape: str | None, rounds: int) -> dict[str, Any]:
     import torch
 
-    systems = [_system(name, model, draft) for name in NAMES]
-    rows = compare(systems, ROUNDS, lambda name: _peak_memory(name, model, draft))
-    config = {
-        "model": model,
-        "draft": draft,
+    return {
+        "model": shape or workload.model,
+        "draft": workload.draft,
         "batch": 1,
-        "new_tokens": NEW_TOKENS,
-        "prompt_tokens": [len(ids) for ids in _prompts(model)],
-        "num_speculative_tokens": NUM_DRAFTS,
+        "new_tokens": workload.new_tokens,
+        "prompt_tokens": [len(ids) for ids in workload.prompts],
+        "num_speculative_tokens": workload.num_drafts,
         "sampling": "greedy",
-        "dtype": "float32",
+        "counted": "decoding: the tokens after the first ones, prefill left out for all",
         "device": "cpu",
         "threads": torch.get_num_threads(),
-        "rounds": ROUNDS,
+        "rounds": rounds,
     }
-    return result("decode", config, rows)
-
-
-def _system(name: str, model: str, draft: str) -> System:
-    if name == "transformers fp32":
-        return System(name, _transformers(model))
-    run_once, extra = _minillm(model, draft if "draft" in name else None)
-    return System(name, run_once, NAMES[name], extra)
-
-
-def _prompts(model: str) -> list[list[int]]:
-    """Held-out prompts of more than 64 tokens, as ids."""
-    from minillm.models.loading import resolve
-    from minillm.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.from_folder(resolve(model))
-    encoded = (tokenizer.encode(p.prompt) for p in held_out_prompts())
-    return [ids for ids in encoded if len(ids) > 64][:PROMPTS]
-
-
-def _transformers(model: str) -> Callable[[], list[list[int]]]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from minillm.models.loading import resolve
-
-    peer = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32).eval()
-    peer.generation_config.eos_token_id = None  # end of text is a token like any other: all run to the full length
-    prompts = [torch.tensor([ids]) for ids in _prompts(model)]
-
-    @torch.inference_mode()
-    def run_once() -> list[list[int]]:
-        out = []
-        for ids in prompts:
-            tokens = peer.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                pad_token_id=0,
-            )
-            out.append(tokens[0, ids.shape[1] :].tolist())
-        return out
-
-    return run_once
-
-
-def _minillm(model: str, draft: str | None) -> tuple[Callable[[], list[list[int]]], Callable[[], dict[str, Any]]]:
-    from minillm import LLM, SamplingParams
-
-    speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": NUM_DRAFTS} if draft else None
-    llm = LLM(model, dtype="float32", device="cpu", enable_prefix_caching=False, speculative_config=speculative)
-    prompts = [{"prompt_token_ids": ids} for ids in _prompts(model)]
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    last: dict[str, Any] = {}
-
-    def run_once() -> list[list[int]]:
-        outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
-        drafts = sum(o.metrics.num_drafts for o in outputs)
-        forwards = sum(o.metrics.num_decode_forwards for o in outputs)
-        last["tokens_per_forward"] = sum(o.metrics.num_output_tokens for o in outputs) / forwards
-        if drafts:
-            last["acceptance_rate"] = sum(o.metrics.num_accepted for o in outputs) / drafts
-        return [o.outputs[0].token_ids for o in outputs]
-
-    return run_once, lambda: dict(last)
-
-
-def _peak_memory(name: str, model: str, draft: str) -> int | None:
-    return peak_memory_of(f"from minillm.bench import decode; decode._system({name!r}, {model!r}, {draft!r}).run()")

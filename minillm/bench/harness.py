@@ -22,7 +22,15 @@ from tqdm.auto import tqdm
 from minillm import hardware
 
 SCHEMA = 1
-LIBRARIES = ("torch", "transformers", "numba", "triton", "numpy")
+LIBRARIES = ("torch", "transformers", "llama-cpp-python", "numba", "triton", "numpy")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What counts of a run."""
+
+    seconds: float
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,8 @@ class System:
     """The system it is compared with, or several: a row for each. None for the first."""
     extra: Callable[[], dict[str, Any]] = dict
     """What else to report of its last run, such as τ."""
+    counted: Callable[[], Counted] | None = None
+    """What counts of its last run; None: all of its time and all of its tokens."""
 
     @property
     def baselines(self) -> tuple[str | None, ...]:
@@ -58,6 +68,8 @@ class Row:
     outputs_equal: bool | None
     """Whether the tokens are those of the baseline; None for the baseline itself."""
     config: dict[str, Any] = field(default_factory=dict)
+    same_start: float | None = None
+    """Share of the baseline's tokens before the first that differs, over all prompts; None for the baseline itself."""
 
 
 def compare(
@@ -65,20 +77,22 @@ def compare(
 ) -> list[Row]:
     """Warm every system up once, then run them in turn `rounds` times (A B C A B C …)."""
     tokens: dict[str, list[list[int]]] = {}
-    seconds: dict[str, list[float]] = {system.name: [] for system in systems}
+    per_token: dict[str, list[float]] = {system.name: [] for system in systems}
     with tqdm(total=(rounds + 1) * len(systems), desc="measuring", unit=" runs") as bar:
         for turn in range(rounds + 1):
             for system in systems:
                 bar.set_postfix_str(system.name)
                 began = time.perf_counter()
                 tokens[system.name] = system.run()
+                took = Counted(time.perf_counter() - began, sum(map(len, tokens[system.name])))
                 if turn:
-                    seconds[system.name].append(time.perf_counter() - began)
+                    counted = system.counted() if system.counted else took
+                    per_token[system.name].append(counted.seconds / counted.num_tokens)
                 bar.update()
     rows = []
     for system in systems:
         peak, extra = peak_memory(system.name), system.extra()
-        rows += [_row(system.name, baseline, tokens, seconds, peak, extra) for baseline in system.baselines]
+        rows += [_row(system.name, baseline, tokens, per_token, peak, extra) for baseline in system.baselines]
     return rows
 
 
@@ -86,20 +100,14 @@ def _row(
     system: str,
     baseline: str | None,
     tokens: dict[str, list[list[int]]],
-    seconds: dict[str, list[float]],
+    per_token: dict[str, list[float]],
     peak: int | None,
     extra: dict[str, Any],
 ) -> Row:
-    count = sum(map(len, tokens[system]))
-    per_token = [s / count for s in seconds[system]]
     ratios: list[float] = []
-    equal = None
     if baseline is not None:
-        base_count = sum(map(len, tokens[baseline]))
-        base = [s / base_count for s in seconds[baseline]]
-        ratios = [b / own for b, own in zip(base, per_token, strict=True)]
-        equal = tokens[system] == tokens[baseline]
-    middle = statistics.median(per_token)
+        ratios = [b / own for b, own in zip(per_token[baseline], per_token[system], strict=True)]
+    middle = statistics.median(per_token[system])
     return Row(
         system=system,
         baseline=baseline,
@@ -109,9 +117,19 @@ def _row(
         tokens_per_s=1 / middle,
         p50_ms=1000 * middle,
         peak_memory_bytes=peak,
-        outputs_equal=equal,
+        outputs_equal=None if baseline is None else tokens[system] == tokens[baseline],
         config=extra,
+        same_start=None if baseline is None else same_start(tokens[system], tokens[baseline]),
     )
+
+
+def same_start(tokens: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+    """Share of the tokens of `others` that `tokens` repeats before its first other token, prompt by prompt."""
+    same = 0
+    for own, other in zip(tokens, others, strict=True):
+        pairs = zip(own, other, strict=False)  # the shorter one ends it
+        same += next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(other)))
+    return same / max(1, sum(map(len, others)))
 
 
 def result(name: str, config: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:

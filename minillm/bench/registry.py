@@ -1,7 +1,7 @@
 """The benchmarks there are.
 
-A benchmark is a module of this package with `run() -> dict`, the JSON of its result. If its rows are not speeds, it has
-a `table(result)` of its own.
+A benchmark is a module of this package with `run() -> dict`, the JSON of its result. Whatever options `run` has,
+`minillm bench` has too. If the usual table does not say what its rows mean, it has a `table(result)` of its own.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 BENCHMARKS = {
-    "decode": "one request, tokens one after the other",
+    "decode": "one request, tokens one after the other, beside transformers and llama.cpp",
+    "prefill": "one prompt of 128, 512 or 1000 tokens until its first new token",
+    "latency": "24 tokens of code after 200: how long one completion takes, prompt unseen and seen before",
+    "verify": "one forward over five tokens against one over a single token",
+    "ladder": "INT8 KV, speculation, paged batching, all: what one article claims, and what they give here",
     "batch": "32 requests of unequal length: continuous and static batching, and transformers' two ways",
     "quality": "what fewer bits cost: every quantised cache and weight scheme against float32",
 }
 """Module name → what it measures, in a few words."""
 
 
-def find(name: str) -> Callable[[], dict[str, Any]]:
+def find(name: str) -> Callable[..., dict[str, Any]]:
     """The `run` of a benchmark; its module is imported only now."""
-    run: Callable[[], dict[str, Any]] = importlib.import_module(f"minillm.bench.{name}").run
+    run: Callable[..., dict[str, Any]] = importlib.import_module(f"minillm.bench.{name}").run
     return run
 
 

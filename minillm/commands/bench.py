@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minillm.bench.registry import BENCHMARKS, find, find_table
 from minillm.commands.command import Command
 from minillm.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 EXAMPLES = """\
   minillm bench decode
-  minillm bench decode --json decode.json
+  minillm bench decode --systems "transformers fp32,minillm fp32,minillm int8" --rounds 7 --json decode.json
+  minillm bench decode --shape 0.4b
   minillm bench quality
 """
+NOT_FOR_THE_BENCHMARK = ("name", "json", "run")
+"""What the command line holds beside the benchmark's own options."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options. Those of the second group are handed to the benchmark, if it has them."""
     listing = "; ".join(f"{name}: {what}" for name, what in BENCHMARKS.items())
     parser.add_argument("name", choices=BENCHMARKS, help=listing)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+    own = parser.add_argument_group("what to measure (each benchmark has some of these, and its own defaults)")
+    own.add_argument("--model", help="bundled name, folder or hub id")
+    own.add_argument(
+        "--draft", metavar="MODEL", help="the draft model of whoever drafts (default: the bundled one, if the model is)"
+    )
+    own.add_argument("--shape", help="a random checkpoint of this shape in place of the model: 0.4b")
+    own.add_argument("--systems", type=_names, metavar="A,B", help="run only these systems")
+    own.add_argument("--rounds", type=_positive, metavar="N", help="measure every system N times in turn")
+    own.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts")
+    own.add_argument("--new-tokens", type=_positive, metavar="N", help="tokens to generate for each")
+    own.add_argument("--drafts", type=_positive, metavar="K", help="drafted tokens a round")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,39 +47,41 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from minillm.bench.harness import save
+    from minillm.bench.tables import speed_table
 
-    result = find(args.name)()
+    measure = find(args.name)
+    result = measure(**_own_options(args, measure))
     Console().print((find_table(args.name) or speed_table)(result))
     if args.json:
         save(result, args.json)
     return 0
 
 
-def speed_table(result: dict[str, Any]) -> Table:
-    """The rows of a result for the terminal: each system, and its speed over that of its baseline."""
-    from rich.table import Table
+def _own_options(args: argparse.Namespace, measure: Callable[..., Any]) -> dict[str, Any]:
+    """The options that were given. Raises `ConfigError` for one that this benchmark does not have."""
+    options_here = {key: value for key, value in vars(args).items() if key not in NOT_FOR_THE_BENCHMARK}
+    given = {key: value for key, value in options_here.items() if value is not None}
+    known = inspect.signature(measure).parameters
+    for name in given:
+        if name not in known:
+            listing = ", ".join(_flag(key) for key in options_here if key in known) or "none"
+            raise ConfigError(f"bench {args.name} has no {_flag(name)}; its options: {listing}")
+    return given
 
-    table = Table(title=f"{result['name']} on {result['hardware']['cpu']['name']}")
-    for heading in ("system", "baseline", "ratio", "spread", "tokens/s", "ms per token", "peak MB", "same tokens"):
-        table.add_column(heading, justify="left" if heading in ("system", "baseline") else "right")
-    for row in result["rows"]:
-        table.add_row(*_cells(row))
-    return table
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    alone = row["baseline"] is None
-    peak = row["peak_memory_bytes"]
-    return [
-        row["system"],
-        "" if alone else row["baseline"],
-        "" if alone else f"{row['ratio']:.2f}×",
-        "" if alone else f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}",
-        f"{row['tokens_per_s']:.1f}",
-        f"{row['p50_ms']:.2f}",
-        "" if peak is None else f"{peak / 1e6:.0f}",
-        "" if alone else ("yes" if row["outputs_equal"] else "no"),
-    ]
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
 
 
 COMMAND = Command(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from minillm.bench import harness
-from minillm.bench.harness import System, compare, result, save
+from minillm.bench.harness import Counted, System, compare, result, save
 
 
 class Clock:
@@ -73,6 +74,15 @@ def test_different_tokens_are_told_and_speed_is_per_token(clock: Clock) -> None:
     row = compare([one, other], rounds=1)[1]
     assert row.outputs_equal is False
     assert row.ratio == 2.0
+
+
+def test_what_counts_is_what_the_system_says(clock: Clock) -> None:
+    """Each run takes 10 seconds and gives 4 tokens; one system says that 3 seconds and 2 tokens of that count."""
+    whole = system(clock, "whole", [10.0] * 2, [1, 2, 3, 4], [], None)
+    part = replace(system(clock, "part", [10.0] * 2, [1, 2, 3, 9], [], "whole"), counted=lambda: Counted(3.0, 2))
+    row = compare([whole, part], rounds=1)[1]
+    assert (row.p50_ms, row.ratio) == (1500.0, pytest.approx(2.5 / 1.5))
+    assert row.outputs_equal is False and row.same_start == 0.75
 
 
 def test_a_result_names_its_hardware_and_versions(clock: Clock, tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""A ladder of techniques as one article prints it, climbed again with everything declared.
+
+The article ("Mastering KV Cache Compression and Speculative Decoding") promises, for a 70B model: INT8 KV cache 1.0
+times the speed with three quarters of the memory, speculation (γ = 5) 2.3 times, PagedAttention 3.7 times, all
+together 4.3 times. It names no batch size, no context, no GPU, and not whether a rung stands on the one before. Memory
+falls and rises from rung to rung as if it did, but the last rung would then repeat the one before.
+
+Here a rung is one technique added to `plain`, and `all` is all three. One thing must be decided: what PagedAttention
+speeds up. A single request gains nothing from where its cache lies. What pages allow is many requests at a time
+without room set aside for the longest of them, so *paged batching* is 16 requests at a time in one pool, where `plain`
+runs the same 16 requests one after the other. Speed is new tokens of all requests per second of the whole run, prefill
+in it. `transformers fp32` is what the article starts from: `generate` with its default cache, one request at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from minillm.bench.contestants import choose, draft_for, prompt_ids
+from minillm.bench.harness import System, compare, peak_memory_of, result
+from minillm.bench.own_engine import options
+from minillm.bench.tables import same_tokens
+from minillm.bench.transformers_peers import Transformers
+from minillm.models.loading import load_config, resolve
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from minillm import LLM
+
+HF = "transformers fp32"
+RUNGS: dict[str, frozenset[str]] = {
+    HF: frozenset(),
+    "plain": frozenset(),
+    "INT8 KV": frozenset({"INT8 KV"}),
+    "speculation": frozenset({"speculation"}),
+    "paged batching": frozenset({"paged batching"}),
+    "all": frozenset({"INT8 KV", "speculation", "paged batching"}),
+}
+"""Rung → the techniques in it."""
+CLAIMED: dict[str, tuple[float, float]] = {
+    HF: (1.0, 160 / 160),
+    "INT8 KV": (12 / 12, 120 / 160),
+    "speculation": (28 / 12, 125 / 160),
+    "paged batching": (45 / 12, 110 / 160),
+    "all": (52 / 12, 110 / 160),
+}
+"""The article's speed and memory, as ratios to its baseline."""
+REQUESTS, NEW_TOKENS, DRAFTS, ROUNDS = 16, 64, 5, 5
+SHORTEST_PROMPT, LONGEST_PROMPT = 65, 256
+
+
+def run(
+    model: str = "minicoder",
+    draft: str | None = None,
+    systems: Sequence[str] | None = None,
+    rounds: int = ROUNDS,
+    prompts: int = REQUESTS,
+    new_tokens: int = NEW_TOKENS,
+    drafts: int = DRAFTS,
+) -> dict[str, Any]:
+    """Every rung in turn on the same requests, `rounds` times; returns the result as JSON values."""
+    import torch
+
+    draft = draft_for(model, draft)
+    names = choose(list(RUNGS), systems)
+    drafted = [name for name in names if "speculation" in RUNGS[name]]
+    missing = {} if draft else dict.fromkeys(drafted, "there is no draft model for it")
+    names = [name for name in names if name not in missing]
+    longest = min(LONGEST_PROMPT, load_config(resolve(model)).max_position_embeddings - new_tokens)
+    requests = prompt_ids(model, prompts, SHORTEST_PROMPT, longest)
+    spec = (model, draft, drafts, requests, new_tokens)
+    contestants = [rung(name, *spec, baselines=tuple(b for b in below(name) if b in names)) for name in names]
+    code = f"from {__name__} import rung; rung({{!r}}, *{spec!r}).run()"
+    rows = compare(contestants, rounds, lambda name: peak_memory_of(code.format(name)))
+    config = {
+        "model": model,
+        "draft": draft,
+        "requests": prompts,
+        "prompt_tokens": [len(ids) for ids in requests],
+        "new_tokens": new_tokens,
+        "seats": {name: prompts if "paged batching" in RUNGS[name] else 1 for name in names},
+        "num_speculative_tokens": drafts,
+        "sampling": "greedy",
+        "dtype": "float32",
+        "counted": "new tokens of all requests over the whole run, prefill in it",
+        "claimed": {name: {"speed": speed, "memory": memory} for name, (speed, memory) in CLAIMED.items()},
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "left_out": missing,
+    }
+    return result("ladder", config, rows)
+
+
+def below(name: str) -> tuple[str, ...]:
+    """What a rung is compared with: transformers, and `plain` where it is another."""
+    return {HF: (), "plain": (HF,)}.get(name, ("plain", HF))
+
+
+def rung(
+    name: str,
+    model: str,
+    draft: str | None,
+    drafts: int,
+    requests: list[list[int]],
+    new_tokens: int,
+    baselines: tuple[str, ...] = (),
+) -> System:
+    """One rung, loaded. Its `run` gives the new tokens of every request."""
+    if name == HF:
+        peer = Transformers(resolve(model), "float32", "dynamic", 0)
+        return System(name, lambda: [peer.complete(ids, new_tokens).token_ids for ids in requests], baselines or None)
+    return _own_rung(name, model, draft, drafts, requests, new_tokens, baselines)
+
+
+def _own_rung(
+    name: str,
+    model: str,
+    draft: str | None,
+    drafts: int,
+    requests: list[list[int]],
+    new_tokens: int,
+    baselines: tuple[str, ...],
+) -> System:
+    from minillm import LLM, SamplingParams
+
+    parts = RUNGS[name]
+    llm_options = options("minillm fp32 + draft" if "speculation" in parts else "minillm fp32", draft, drafts, "fp32")
+    llm = LLM(model, **llm_options, kv_cache_dtype="int8" if "INT8 KV" in parts else "auto")
+    prompts = [{"prompt_token_ids": ids} for ids in requests]
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    at_once = len(prompts) if "paged batching" in parts else 1
+    last: dict[str, Any] = {}
+
+    def run_once() -> list[list[int]]:
+        outputs, before = [], llm.engine.num_steps
+        for i in range(0, len(prompts), at_once):
+            outputs += llm.generate(prompts[i : i + at_once], params, use_tqdm=False)
+        last["steps"] = llm.engine.num_steps - before
+        forwards = sum(o.metrics.num_decode_forwards for o in outputs)
+        last["tokens_per_forward"] = sum(o.metrics.num_output_tokens for o in outputs) / forwards
+        return [o.outputs[0].token_ids for o in outputs]
+
+    return System(name, run_once, baselines or None, lambda: {**last, "kv_bytes_per_token": kv_bytes_per_token(llm)})
+
+
+def kv_bytes_per_token(llm: LLM) -> float:
+    """Bytes of the pool that one token takes, the draft's keys and values included."""
+    with llm.trace() as trace:
+        started = trace.events[0]
+    return started.bytes_per_block / started.block_size
+
+
+def table(outcome: dict[str, Any]) -> Table:
+    """One line for each rung: what the article claims, and what was measured."""
+    from rich.table import Table
+
+    made = Table(title=f"ladder on {outcome['hardware']['cpu']['name']}")
+    headings = ("claimed", "over transformers", "over plain", "claimed memory", "KV bytes a token", "peak MB", "tokens")
+    for heading in ("rung", *headings):
+        made.add_column(heading, justify="left" if heading == "rung" else "right")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in outcome["rows"]:
+        rows.setdefault(row["system"], []).append(row)
+    for name, found in rows.items():
+        made.add_row(name, *_line(name, found))
+    for name, reason in outcome["config"]["left_out"].items():
+        made.add_row(name, reason)
+    return made
+
+
+def _line(name: str, rows: list[dict[str, Any]]) -> list[str]:
+    by_base = {row["baseline"]: row for row in rows}
+    claimed = [f"{value:.2f}×" for value in CLAIMED[name]] if name in CLAIMED else ["", ""]
+    over = [
+        f"{r['ratio']:.2f}× ({r['ratio_min']:.2f} to {r['ratio_max']:.2f})" if (r := by_base.get(base)) else ""
+        for base in (HF, "plain")
+    ]
+    last = rows[0]
+    kv, peak = last["config"].get("kv_bytes_per_token"), last["peak_memory_bytes"]
+    return [
+        claimed[0],
+        *over,
+        claimed[1],
+        f"{kv:,.0f}" if kv else "",
+        f"{peak / 1e6:.0f}" if peak else "",
+        same_tokens(last) if last["baseline"] else "",
+    ]

@@ -1,0 +1,177 @@
+"""How long one completion takes: 24 tokens of code after a held-out prompt of 200, from the call to the text.
+
+`cold`: the engine is warm, but has never seen the prompt. `warm`: it has just seen it, so that all but the last few
+prompt tokens are found in the prefix cache, as when an editor asks again in the same file. Both count everything:
+prefill, decoding, and turning tokens into text. `cold` and `warm` alone are those of full precision, `warm int8 +
+draft` is that engine's. Percentiles are over completions, not over tokens; a ratio is the median over completions of
+the same prompt that ran one after the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from minillm.bench.contestants import choose, draft_for, left_out, prompt_ids
+from minillm.bench.harness import Row, peak_memory_of, result, same_start
+from minillm.bench.own_engine import options
+from minillm.bench.tables import speed_table
+from minillm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PROMPT_TOKENS, NEW_TOKENS = 200, 24
+PROMPTS, ROUNDS = 8, 3
+FEWEST = 20
+"""Completions that a percentile is taken of."""
+PLAIN = "minillm fp32"
+ENGINES = (PLAIN, "minillm int8", "minillm w8a8", *(f"minillm {p} + draft" for p in ("fp32", "int8", "w8a8")))
+
+
+class Engine:
+    """One engine with a prefix cache, and what its completions took."""
+
+    def __init__(self, name: str, model: str, draft: str | None, drafts: int) -> None:
+        from minillm import LLM
+
+        self.name = name
+        self.llm = LLM(model, **{**options(name, draft, drafts, "fp32"), "enable_prefix_caching": True})
+        self.seconds: dict[str, list[float]] = {"cold": [], "warm": []}
+        self.tokens: dict[str, list[list[int]]] = {"cold": [], "warm": []}
+        self.cached_tokens = {"cold": 0, "warm": 0}
+        """Prompt tokens that the last completion found in the cache."""
+
+    def complete(self, prompt: list[int], new_tokens: int) -> None:
+        """Once with nothing cached, then once more."""
+        from minillm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        self.llm.reset_prefix_cache()
+        for kind in ("cold", "warm"):
+            began = time.perf_counter()
+            [output] = self.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+            self.seconds[kind].append(time.perf_counter() - began)
+            self.tokens[kind].append(output.outputs[0].token_ids)
+            self.cached_tokens[kind] = output.num_cached_tokens
+
+    def forget(self) -> None:
+        """Drop what was measured so far: it was the warm-up."""
+        self.seconds, self.tokens = {"cold": [], "warm": []}, {"cold": [], "warm": []}
+
+
+def run(
+    model: str = "minicoder",
+    draft: str | None = None,
+    systems: Sequence[str] | None = None,
+    rounds: int = ROUNDS,
+    prompts: int = PROMPTS,
+    new_tokens: int = NEW_TOKENS,
+    drafts: int = 4,
+) -> dict[str, Any]:
+    """Every engine on every prompt, cold then warm, `rounds` times; returns the result as JSON values.
+
+    `systems` are engines, such as `minillm int8 + draft`. Raises `ConfigError` for one that is none, and if there
+    would be fewer than 20 completions, too few for a percentile.
+    """
+    import torch
+
+    if rounds * prompts < FEWEST:
+        raise ConfigError(
+            f"{rounds} rounds of {prompts} prompts are {rounds * prompts} completions; take {FEWEST} or more"
+        )
+    draft = draft_for(model, draft)
+    names = choose(ENGINES, systems)
+    missing = left_out(names, draft)
+    ids = prompt_ids(model, prompts, PROMPT_TOKENS, PROMPT_TOKENS)
+    engines = [Engine(name, model, draft, drafts) for name in names if name not in missing]
+    measure(engines, ids, rounds, new_tokens)
+    rows = []
+    for engine in engines:
+        build = f"Engine({engine.name!r}, {model!r}, {draft!r}, {drafts})"
+        peak = peak_memory_of(f"from {__name__} import Engine; {build}.complete({ids[0]!r}, {new_tokens})")
+        rows += rows_of(engine, engines[0], new_tokens, peak)
+    config = {
+        "model": model,
+        "draft": draft,
+        "batch": 1,
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": new_tokens,
+        "completions": rounds * prompts,
+        "num_speculative_tokens": drafts,
+        "sampling": "greedy",
+        "counted": "one completion from the call to the text, prefill and detokenising in it",
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "left_out": missing,
+    }
+    return result("latency", config, rows)
+
+
+def table(outcome: dict[str, Any]) -> Table:
+    """The rows for the terminal, with the 90th percentile and how much of the prompt was cached."""
+    return speed_table(outcome, {"p90_ms": "p90 ms", "cached_tokens": "cached"}, unit="completion")
+
+
+def measure(engines: Sequence[Engine], prompts: Sequence[list[int]], rounds: int, new_tokens: int) -> None:
+    """Every engine in turn on one prompt after the other; a first round warms up and does not count."""
+    with tqdm(total=(rounds + 1) * len(prompts) * len(engines), desc="measuring", unit=" completions") as bar:
+        for turn in range(rounds + 1):
+            for prompt in prompts:
+                for engine in engines:
+                    bar.set_postfix_str(engine.name)
+                    engine.complete(prompt, new_tokens)
+                    bar.update()
+            if turn == 0:
+                for engine in engines:
+                    engine.forget()
+
+
+def rows_of(engine: Engine, first: Engine, new_tokens: int, peak: int | None) -> list[Row]:
+    """The cold row of an engine, compared with that of the first engine, and the warm one, compared with the cold."""
+    others = {"cold": None if engine is first else (first, "cold"), "warm": (engine, "cold")}
+    return [_row(engine, kind, other, new_tokens, peak) for kind, other in others.items()]
+
+
+def system_name(kind: str, engine: str) -> str:
+    """`cold` for full precision, `cold int8 + draft` for an engine that has another name."""
+    return kind if engine == PLAIN else f"{kind} {engine.removeprefix('minillm ')}"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+
+
+def _row(engine: Engine, kind: str, other: tuple[Engine, str] | None, new_tokens: int, peak: int | None) -> Row:
+    seconds, tokens = engine.seconds[kind], engine.tokens[kind]
+    ratios, equal, same = [], None, None
+    if other is not None:
+        base, base_kind = other
+        ratios = [b / own for b, own in zip(base.seconds[base_kind], seconds, strict=True)]
+        equal = tokens == base.tokens[base_kind]
+        same = same_start(tokens, base.tokens[base_kind])
+    middle = statistics.median(seconds)
+    return Row(
+        system=system_name(kind, engine.name),
+        baseline=system_name(base_kind, base.name) if other else None,
+        ratio=statistics.median(ratios) if ratios else None,
+        ratio_min=min(ratios, default=None),
+        ratio_max=max(ratios, default=None),
+        tokens_per_s=new_tokens / middle,
+        p50_ms=1000 * middle,
+        peak_memory_bytes=peak,
+        outputs_equal=equal,
+        config={
+            "engine": engine.name,
+            "p90_ms": 1000 * percentile(seconds, 0.9),
+            "cached_tokens": engine.cached_tokens[kind],
+        },
+        same_start=same,
+    )

@@ -1,0 +1,101 @@
+"""llama.cpp as a peer, through its C functions: no Python between two tokens but one call and one arg-max."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import time
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minillm.bench.completion import Completion
+from minillm.errors import UnsupportedError
+
+NOT_INSTALLED = "not installed: pip install 'minillm-lessons[peers]'"
+SETTINGS = ("flash attention, f16 cache", "fp32 attention and cache")
+"""How attention is computed. The first is llama.cpp's default; it rounds queries, too, so that even with a cache in
+fp32 logits would be off by about a thousandth. The second is exact to 1e-6."""
+
+
+def installed() -> bool:
+    """Whether llama.cpp's Python package and the one that writes its files are there."""
+    return all(importlib.util.find_spec(name) is not None for name in ("llama_cpp", "gguf"))
+
+
+class LlamaCpp:
+    """A GGUF file loaded by llama.cpp."""
+
+    def __init__(self, file: Path, context: int, threads: int, setting: str = SETTINGS[0]) -> None:
+        """Room for `context` tokens; `setting` is one of `SETTINGS`.
+
+        Raises `UnsupportedError` if llama.cpp is not installed, or does not accept the file.
+        """
+        if not installed():
+            raise UnsupportedError(f"llama.cpp is {NOT_INSTALLED}")
+        self.lib = llama_cpp = _library()
+        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        if not self.model:
+            raise UnsupportedError(f"llama.cpp does not accept {file}")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = context
+        params.n_threads = params.n_threads_batch = threads
+        if setting != SETTINGS[0]:
+            params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+            params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        self.close = weakref.finalize(self, _free, llama_cpp, self.context, self.model)
+        """Frees its memory; happens by itself when nobody holds it any more."""
+        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(self.vocab)
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.about: dict[str, Any] = {"setting": setting, "threads": threads}
+
+    def complete(self, prompt: Sequence[int], new_tokens: int) -> Completion:
+        """See `Completer`."""
+        began = time.perf_counter()
+        self.lib.llama_memory_clear(self.memory, False)
+        tokens = [int(self.logits(prompt).argmax())]
+        first = time.perf_counter()
+        while len(tokens) < new_tokens:
+            tokens.append(int(self.logits(tokens[-1:]).argmax()))
+        return Completion(tokens, first - began, time.perf_counter() - first)
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Go on with these tokens; the logits after the last one (`[vocab_size]`, fp32), valid until the next call."""
+        ids = (ctypes.c_int32 * len(token_ids))(*token_ids)
+        if self.lib.llama_decode(self.context, self.lib.llama_batch_get_one(ids, len(token_ids))):
+            raise UnsupportedError(f"llama.cpp could not run {len(token_ids)} tokens")
+        return np.ctypeslib.as_array(self.lib.llama_get_logits_ith(self.context, -1), (self.vocab_size,))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, by llama.cpp's own tokenizer. Control tokens that the text spells out count as such."""
+        data = text.encode()
+        ids = (ctypes.c_int32 * (len(data) + 8))()
+        count = self.lib.llama_tokenize(self.vocab, data, len(data), ids, len(ids), True, True)
+        return list(ids[:count])
+
+
+def _free(lib: Any, context: Any, model: Any) -> None:
+    lib.llama_free(context)
+    lib.llama_model_free(model)
+
+
+@cache
+def _library() -> Any:
+    """llama.cpp's functions, with its own messages switched off."""
+    import llama_cpp
+
+    llama_cpp.llama_log_set(_say_nothing(llama_cpp), None)
+    llama_cpp.llama_backend_init()
+    return llama_cpp
+
+
+@cache
+def _say_nothing(lib: Any) -> Any:
+    """A C callback, cached because it must live as long as the library may call it."""
+    return lib.llama_log_callback(lambda level, text, data: None)

@@ -1,0 +1,65 @@
+"""minillm itself in a benchmark, its options read from its name: `minillm eager fp32`, `minillm int8 + draft`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from minillm.bench.completion import Completion
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+QUANTIZED = ("int8", "w8a8")
+
+
+def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[str, Any]:
+    """The options of `LLM` that `name` stands for; `dtype` (fp32, bf16, fp16) is for weights that are quantised.
+
+    Prefix caching is off: a prompt that comes again is computed again.
+    """
+    precision, drafted = (
+        name.removeprefix("minillm ").removeprefix("eager ").removesuffix(" + draft"),
+        "+ draft" in name,
+    )
+    found: dict[str, Any] = {
+        "dtype": DTYPES[dtype if precision in QUANTIZED else precision],
+        "quantization": precision if precision in QUANTIZED else None,
+        "enforce_eager": "eager" in name,
+        "enable_prefix_caching": False,
+        "device": "cpu",
+    }
+    if drafted:
+        found["speculative_config"] = {
+            "method": "draft_model",
+            "model": draft,
+            "num_speculative_tokens": num_drafts,
+        }
+    return found
+
+
+class OwnEngine:
+    """minillm's engine, given token ids and asked for token ids."""
+
+    def __init__(self, model: str, **llm_options: Any) -> None:
+        from minillm import LLM
+
+        self.llm = LLM(model, **llm_options)
+        kept = ("dtype", "quantization", "enforce_eager", "kv_cache_dtype")
+        self.about: dict[str, Any] = {key: value for key, value in llm_options.items() if key in kept}
+
+    def complete(self, prompt: Sequence[int], new_tokens: int) -> Completion:
+        """See `Completer`."""
+        from minillm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        [output] = self.llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)
+        seconds, metrics = time.perf_counter() - began, output.metrics
+        return Completion(
+            output.outputs[0].token_ids,
+            metrics.ttft,
+            seconds - metrics.ttft,
+            num_forwards=metrics.num_decode_forwards,
+            num_drafts=metrics.num_drafts,
+            num_accepted=metrics.num_accepted,
+        )

@@ -1,0 +1,115 @@
+"""One prompt, until its first new token is there: prompt tokens per second, by the length of the prompt.
+
+Held-out prompts joined to the length wanted, batch 1, nothing cached. Prefill is bound by arithmetic where decoding is
+bound by memory, so this table looks different from that of `decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from minillm.bench.completion import Completer
+from minillm.bench.contestants import Workload, choose, left_out, load, peak_memory, prepared, prompt_ids
+from minillm.bench.harness import Counted, Row, System, compare, result
+from minillm.bench.shapes import SHAPES, shape_folder
+from minillm.bench.tables import speed_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LENGTHS = (128, 512, 1000)
+ROUNDS = 7
+FP32, BF16 = "transformers fp32", "transformers bf16"
+BUNDLED: dict[str, tuple[str, ...]] = {
+    FP32: (),
+    "llama.cpp f32": (FP32,),
+    "llama.cpp Q8_0": (FP32,),
+    "minillm fp32": (FP32, "llama.cpp f32"),
+    "minillm int8": (FP32, "llama.cpp Q8_0"),
+    "minillm w8a8": (FP32, "llama.cpp Q8_0"),
+}
+"""System → what it is compared with, a row for each length and each of them."""
+LARGE: dict[str, tuple[str, ...]] = {
+    BF16: (),
+    "llama.cpp bf16": (BF16,),
+    "llama.cpp Q8_0": (BF16,),
+    "minillm bf16": (BF16, "llama.cpp bf16"),
+    "minillm fp32": (BF16, "llama.cpp bf16"),
+    "minillm int8": (BF16, "llama.cpp Q8_0"),
+    "minillm w8a8": (BF16, "llama.cpp Q8_0"),
+}
+
+
+def run(
+    model: str = "minicoder",
+    shape: str | None = None,
+    systems: Sequence[str] | None = None,
+    rounds: int = ROUNDS,
+    lengths: Sequence[int] = LENGTHS,
+) -> dict[str, Any]:
+    """Every system in turn, `rounds` times for each length; returns the result as JSON values.
+
+    Raises `ConfigError` for a system or a shape that is none.
+    """
+    import torch
+
+    known = LARGE if shape in SHAPES else BUNDLED
+    names = choose(list(known), systems)
+    model = model if shape is None else str(shape_folder(shape))
+    missing = left_out(names, None)
+    names = [name for name in names if name not in missing]
+    prompts = [joined_prompt(model, length) for length in lengths]
+    workload = Workload(model, None, prompts, new_tokens=1)
+    rows: list[Row] = []
+    with prepared(workload, names) as ready:
+        loaded = {name: load(name, ready) for name in names}
+        peaks = {name: peak_memory(name, ready) for name in names}
+        for prompt in prompts:
+            contestants = [
+                _system(name, loaded[name], prompt, tuple(b for b in known[name] if b in names)) for name in names
+            ]
+            rows += compare(contestants, rounds, peaks.get if prompt is prompts[-1] else lambda name: None)
+    config = {
+        "model": shape or model,
+        "batch": 1,
+        "prompt_tokens": list(lengths),
+        "counted": "prompt tokens until the first new token",
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "left_out": missing,
+    }
+    return result("prefill", config, rows)
+
+
+def table(outcome: dict[str, Any]) -> Table:
+    """The rows for the terminal, with the length of the prompt."""
+    return speed_table(outcome, {"prompt_tokens": "prompt"})
+
+
+def joined_prompt(model: str, length: int) -> list[int]:
+    """Held-out prompts one after the other, cut off after `length` tokens."""
+    ids: list[int] = []
+    count = 1
+    while len(ids) < length:
+        ids = [token for prompt in prompt_ids(model, count, 1, length) for token in prompt]
+        count += 1
+    return ids[:length]
+
+
+def _system(name: str, completer: Completer, prompt: list[int], baselines: tuple[str, ...]) -> System:
+    taken = [0.0]
+
+    def run_once() -> list[list[int]]:
+        found = completer.complete(prompt, 1)
+        taken[0] = found.prefill_s
+        return [found.token_ids]
+
+    return System(
+        name,
+        run_once,
+        baselines or None,
+        lambda: {**completer.about, "prompt_tokens": len(prompt)},
+        lambda: Counted(taken[0], len(prompt)),
+    )

@@ -1,0 +1,89 @@
+"""Checkpoints of a given shape with random weights: for speed at sizes that are too large to bundle.
+
+How fast a model decodes does not depend on what its weights say. The weights are seeded and scaled so that
+activations and logits stay of ordinary size; the text is noise. A checkpoint is made once and kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from minillm.errors import ConfigError
+from minillm.models.config import ModelConfig, RopeConfig
+from minillm.models.decoder import Decoder
+from minillm.models.loading import save_llama
+from minillm.tokenizer import BYTE_OF
+
+SHAPES = {
+    "0.4b": ModelConfig(
+        vocab_size=32_000,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        rope=RopeConfig(),
+        tie_word_embeddings=True,
+        eos_token_ids=(0,),
+        dtype="bfloat16",
+    ),
+}
+"""Name → shape. 0.4b: 387 million parameters, 778 MB in bf16."""
+SEED = 0
+
+
+def shape_folder(name: str, root: Path | None = None) -> Path:
+    """The folder of the checkpoint, which is made if it is not there yet; `root` is the cache folder.
+
+    Raises `ConfigError` for a name that is none of `SHAPES`.
+    """
+    if name not in SHAPES:
+        raise ConfigError(f"shape {name!r} is not available; there are: {', '.join(SHAPES)}")
+    root = cache_folder() if root is None else root
+    root.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(f"{SHAPES[name]} {SEED}".encode()).hexdigest()[:8]
+    folder = root / f"shape-{name}-{digest}"
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory(dir=root) as part:
+            made = Path(part, "made")
+            save_llama(random_decoder(SHAPES[name]), made, getattr(torch, SHAPES[name].dtype))
+            byte_tokenizer(SHAPES[name].vocab_size).save(str(made / "tokenizer.json"))
+            made.rename(folder)  # complete or not there at all
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where checkpoints are kept: `$MINILLM_CACHE`, else `minillm` in the user's cache folder."""
+    own = os.environ.get("MINILLM_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minillm"
+
+
+def random_decoder(config: ModelConfig, seed: int = SEED) -> Decoder:
+    """A decoder whose matrices keep the size of what goes through them, and whose logits have a spread of about 1."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Decoder(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.normal_(std=parameter.shape[1] ** -0.5)
+    return model.requires_grad_(False).eval()
+
+
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """A stand-in tokenizer: an end-of-text token, the 256 bytes, and names that no text has for the other ids."""
+    names = ["<|endoftext|>", *BYTE_OF]
+    names += [f"<{token_id}>" for token_id in range(len(names), vocab_size)]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer

@@ -1,0 +1,122 @@
+"""What it costs to verify: one forward over five tokens of a request against one over a single token.
+
+Speculation pays if five tokens cost little more than one: its speed-up is τ / (γ·c + v), with v = t(verify) / t(decode)
+measured here and c = t(draft) / t(target). Measured on the model runner itself, without engine and sampling: the same
+request with 128 tokens behind it, the two forwards in turn.
+
+`ratio` is t(decode 1) / t(verify 5), so that larger is better here, too; `verify_over_decode` is v. For the draft's row
+it is t(target) / t(draft), which is 1 / c.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from minillm.bench.contestants import choose, draft_for
+from minillm.bench.harness import Counted, Row, System, compare, result
+from minillm.bench.own_engine import options
+from minillm.bench.prefill import joined_prompt
+from minillm.bench.shapes import shape_folder
+from minillm.bench.tables import speed_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from minillm.models.runner import ModelRunner
+
+PAST = 128
+"""Tokens in the cache."""
+ROUNDS = 15
+ROUND_S = 0.02
+"""Seconds of forwards in one run of a system, about; a single forward of a small model would be too short to time."""
+ENGINES = ("minillm fp32", "minillm int8", "minillm w8a8")
+DRAFT = "draft decode 1"
+
+
+def run(
+    model: str = "minicoder",
+    draft: str | None = None,
+    shape: str | None = None,
+    systems: Sequence[str] | None = None,
+    rounds: int = ROUNDS,
+    drafts: int = 4,
+) -> dict[str, Any]:
+    """For every precision the two forwards in turn, `rounds` times; returns the result as JSON values."""
+    import torch
+
+    model = model if shape is None else str(shape_folder(shape))
+    draft = draft_for(model, draft)
+    names = choose(ENGINES, systems)
+    rows: list[Row] = []
+    for name in names:
+        rows += _rows(name, model, draft, drafts + 1, rounds)
+    config = {
+        "model": shape or model,
+        "draft": draft,
+        "past_tokens": PAST,
+        "verified_tokens": drafts + 1,
+        "counted": "forwards of the model runner, logits included",
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+    }
+    return result("verify", config, rows)
+
+
+def table(outcome: dict[str, Any]) -> Table:
+    """The rows for the terminal, with v and c."""
+    columns = {"verify_over_decode": "v", "draft_over_target": "c"}
+    return speed_table(outcome, columns, unit="forward")
+
+
+def _rows(name: str, model: str, draft: str | None, width: int, rounds: int) -> list[Row]:
+    from minillm import LLM
+
+    ids = joined_prompt(model, PAST + width)
+    llm_options = options(name, None, 0, "fp32")
+    runner = LLM(model, **llm_options).engine.runner
+    decode, verify = f"{name} decode 1", f"{name} verify {width}"
+    systems = [_system(decode, runner, ids, 1), _system(verify, runner, ids, width, decode)]
+    if draft is not None:
+        own = LLM(draft, **{**llm_options, "quantization": None}).engine.runner
+        systems.append(_system(f"{name} {DRAFT}", own, ids, 1, decode))
+    rows = compare(systems, rounds)
+    return [_explained(row) for row in rows]
+
+
+def _explained(row: Row) -> Row:
+    if row.ratio is None:
+        return row
+    key = "draft_over_target" if row.system.endswith(DRAFT) else "verify_over_decode"
+    return replace(row, config={**row.config, key: 1 / row.ratio})
+
+
+def _system(name: str, runner: ModelRunner, ids: list[int], width: int, baseline: str | None = None) -> System:
+    from minillm.models.runner import Segment
+
+    blocks = list(range(-(-len(ids) // runner.block_size)))
+    runner.run([Segment(ids[:PAST], 0, blocks)])
+    segment = [Segment(ids[PAST : PAST + width], PAST, blocks, num_logits=width)]
+    runner.run(segment)
+    began = time.perf_counter()
+    runner.run(segment)
+    repeats = max(1, round(ROUND_S / (time.perf_counter() - began)))
+    taken = [0.0]
+
+    def run_once() -> list[list[int]]:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            logits = runner.run(segment)
+        taken[0] = time.perf_counter() - began
+        return [[int(logits[0].argmax())]]
+
+    return System(
+        name,
+        run_once,
+        baseline,
+        lambda: {"tokens": width, "forwards_a_round": repeats},
+        lambda: Counted(taken[0], repeats),
+    )

@@ -1,0 +1,206 @@
+"""GGUF, the file that llama.cpp reads: one file with shape, tokenizer and tensors.
+
+Two things differ from a Hugging Face checkpoint. llama.cpp's `llama` rotates neighbouring channels (0, 1), (2, 3), …
+where the checkpoint pairs channel i with channel i + head_dim / 2, so the rows of q and k are reordered within each
+head. And a scaled RoPE is said by keys of its own, Llama 3.1's by a tensor of factors. Everything else is new names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from minillm.errors import CheckpointError, ConfigError, UnsupportedError
+from minillm.export.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
+from minillm.models.config import ModelConfig, RopeConfig
+from minillm.models.loading import load_config, load_model, resolve, stored_scheme, stored_tensors
+from minillm.models.rope import inverse_frequencies
+from minillm.tokenizer import Tokenizer
+
+TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
+"""How matrices are stored → the name that the `gguf` package has for it. Vectors (norms, biases) are always f32."""
+FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+Q8_BLOCK = 32
+"""Weights of a row that share a scale in Q8_0; a matrix whose rows are no multiple of it is stored as f16."""
+
+
+@dataclass(frozen=True)
+class GgufExport:
+    """What was written."""
+
+    file: Path
+    num_bytes: int
+    architecture: str
+    """llama.cpp's name of the model: `llama`, `qwen2` or `qwen3`."""
+    tokenizer: GgufTokenizer | None
+    """None: the file has no tokenizer, and llama.cpp can be given token ids only."""
+
+
+def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> GgufExport:
+    """Write the checkpoint `name` (see `resolve`) to the new file `file`, its matrices as `kind` (see `TYPES`).
+
+    The model is held in memory in fp32, one matrix at a time in its new form. `file` appears when it is complete.
+    Raises `ConfigError` for a type that is none or a file that is there already, `UnsupportedError` for a model that
+    llama.cpp cannot run as minillm does, or if the `gguf` package is missing, `CheckpointError` if the checkpoint
+    cannot be read.
+    """
+    _check_call(file, kind)
+    gguf = import_gguf()
+    folder = resolve(name)
+    config = load_config(folder)
+    architecture = architecture_of(config)
+    stored = stored_scheme(folder)
+    if stored is not None:
+        raise UnsupportedError(f"{name} is quantised ({stored.method}); export the original checkpoint, as q8_0 say")
+    model = load_model(folder, torch.float32)
+    config = model.config
+    tokenizer = _tokenizer(folder, config)
+    part = file.with_name(file.name + ".part")
+    writer = gguf.GGUFWriter(part, architecture)
+    try:
+        _write_shape(writer, gguf, config, folder.name, kind)
+        _write_tokenizer(writer, tokenizer, config)
+        _write_tensors(writer, gguf, list(gguf_tensors(gguf, model, architecture)), kind, progress)
+        writer.close()
+        part.replace(file)
+    finally:
+        writer.close()
+        part.unlink(missing_ok=True)
+    return GgufExport(file, file.stat().st_size, architecture, tokenizer)
+
+
+def import_gguf() -> Any:
+    """The `gguf` package. Raises `UnsupportedError` naming the fix if it is not installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UnsupportedError("writing GGUF needs the package gguf; run: pip install 'minillm-lessons[peers]'")
+    import gguf
+
+    return gguf
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """llama.cpp's name for a decoder of this kind. Raises `UnsupportedError` if it has none that computes the same."""
+    window = next((w for i in range(config.num_layers) if (w := config.window(i)) is not None), None)
+    if window is not None and window < config.max_position_embeddings:
+        raise UnsupportedError(f"a sliding window of {window} tokens cannot be exported: llama.cpp's llama has none")
+    if config.rope_layers:
+        raise UnsupportedError("layers without RoPE cannot be exported: llama.cpp's llama rotates in every layer")
+    own = set(config.rope.parameters) - {"factor", "original_max_position_embeddings"}
+    if config.rope.kind == "yarn" and own:
+        raise UnsupportedError(f"YaRN with its own {', '.join(sorted(own))} cannot be exported, only with the usual")
+    biased = config.qkv_bias or config.o_bias or config.mlp_bias
+    if config.qk_norm and biased:
+        raise UnsupportedError("biases beside head norms cannot be exported: llama.cpp's qwen3 has none")
+    if config.qk_norm:
+        return "qwen3"
+    return "qwen2" if config.qkv_bias and not config.o_bias else "llama"
+
+
+def interleave(rows: Tensor, num_heads: int) -> Tensor:
+    """Reorder the rows (`[num_heads · head_dim, …]`) of each head from halves to neighbours: 0, d/2, 1, d/2 + 1, …"""
+    split = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
+    return split.transpose(1, 2).reshape(rows.shape)
+
+
+def gguf_tensors(gguf: Any, model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `model`, fp32, under llama.cpp's names and in its order of channels."""
+    config: ModelConfig = model.config
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_layers)
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    for stored, tensor in stored_tensors(model):
+        projection = stored.split(".")[-2]
+        if architecture == "llama" and projection in heads:  # the Qwens rotate halves there, too
+            tensor = interleave(tensor, heads[projection])
+        yield names.get_name(stored, try_suffixes=(".weight", ".bias")), tensor
+    if config.rope.kind == "llama3":
+        plain, _ = inverse_frequencies(RopeConfig(config.rope.theta), config.head_dim)
+        scaled, _ = inverse_frequencies(config.rope, config.head_dim)
+        yield "rope_freqs.weight", plain / scaled
+
+
+def _check_call(file: Path, kind: str) -> None:
+    if kind not in TYPES:
+        raise ConfigError(f"GGUF type {kind!r} is not available; there are: {', '.join(TYPES)}")
+    if file.exists():
+        raise ConfigError(f"{file} is there already; give a new file, or remove it first")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file}: there is no folder {file.parent}; make it first")
+
+
+def _tokenizer(folder: Path, config: ModelConfig) -> GgufTokenizer | None:
+    try:
+        tokenizer = Tokenizer.from_folder(folder)
+    except CheckpointError:
+        if (folder / "tokenizer.json").is_file():
+            raise
+        return None  # a model can do without: llama.cpp then takes and gives token ids
+    return gguf_tokenizer(tokenizer, config.vocab_size, config.bos_token_id)
+
+
+def _write_shape(writer: Any, gguf: Any, config: ModelConfig, name: str, kind: str) -> None:
+    writer.add_name(name)
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    if config.rope.kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType[config.rope.kind.upper()])
+        writer.add_rope_scaling_factor(config.rope.parameter("factor"))
+    if config.rope.kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(int(config.rope.parameter("original_max_position_embeddings")))
+
+
+def _write_tokenizer(writer: Any, tokenizer: GgufTokenizer | None, config: ModelConfig) -> None:
+    if tokenizer is None:
+        writer.add_tokenizer_model("none")
+        return
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(tokenizer.pre)
+    writer.add_token_list(tokenizer.tokens)
+    writer.add_token_types(tokenizer.types)
+    writer.add_token_merges(tokenizer.merges)
+    writer.add_add_bos_token(tokenizer.adds_bos)
+    if config.bos_token_id is not None:
+        writer.add_bos_token_id(config.bos_token_id)
+    if config.eos_token_ids:
+        writer.add_eos_token_id(config.eos_token_ids[0])
+
+
+def _write_tensors(writer: Any, gguf: Any, tensors: list[tuple[str, Tensor]], kind: str, progress: bool) -> None:
+    """All headers first, as the file wants them, then one matrix at a time."""
+    kinds = [_kind(gguf, tensor, kind) for _, tensor in tensors]
+    for (name, tensor), stored_as in zip(tensors, kinds, strict=True):
+        shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored_as)
+        writer.add_tensor_info(name, shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=stored_as)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    pairs = zip(tensors, kinds, strict=True)
+    for (_, tensor), stored_as in tqdm(pairs, "writing", len(tensors), unit=" tensors", disable=not progress):
+        writer.write_tensor_data(gguf.quants.quantize(tensor.contiguous().numpy(), stored_as))
+
+
+def _kind(gguf: Any, tensor: Tensor, kind: str) -> Any:
+    if tensor.ndim == 1:
+        kind = "f32"
+    elif kind == "q8_0" and tensor.shape[-1] % Q8_BLOCK:
+        kind = "f16"
+    return gguf.GGMLQuantizationType[TYPES[kind]]

@@ -1,0 +1,97 @@
+"""A tokenizer in the words of a GGUF file: tokens, merges, and which of llama.cpp's ways to split text fits it.
+
+llama.cpp does not read the regular expression that a tokenizer splits text by. It has a list of them in its code, and
+a GGUF names one (`tokenizer.ggml.pre`). A tokenizer with an expression of its own has no name in that list; then the
+one that gives the same tokens for the most held-out texts is taken, and `agreement` says for how many.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import Regex, pre_tokenizers
+
+from minillm.tokenizer import BYTE_OF, Tokenizer
+
+CONTRACTIONS = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+LLAMA3_END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS: dict[str, tuple[str, ...]] = {
+    "llama-bpe": (rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{LLAMA3_END}",),
+    "qwen2": (rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{LLAMA3_END}",),
+    "gpt-2": (GPT2,),
+    "starcoder": (r"\p{N}", GPT2),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}
+"""Name → the expressions that llama.cpp splits by, in turn (its `llama-vocab.cpp`). Of equals, the first is taken."""
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""llama.cpp's types of tokens."""
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """What a GGUF file says of a byte-level BPE tokenizer, all lists by token id."""
+
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+    pre: str
+    """The name of the way to split text."""
+    agreement: float
+    """Share of the held-out texts that it splits into the same tokens as the tokenizer itself."""
+    adds_bos: bool
+    """Whether the tokenizer puts the beginning-of-text token before a text."""
+
+
+def gguf_tokenizer(tokenizer: Tokenizer, vocab_size: int, bos: int | None) -> GgufTokenizer | None:
+    """`tokenizer` for a model of `vocab_size` tokens; None if it is no byte-level BPE, which llama.cpp would need.
+
+    Ids without a token get a name that no text can have.
+    """
+    backend = tokenizer.backend
+    model: dict[str, Any] = json.loads(backend.to_str())["model"]
+    if model["type"] != "BPE" or not model["merges"] or not tokenizer.is_byte_level:
+        return None
+    if any(backend.token_to_id(character) is None for character in BYTE_OF):
+        return None
+    pre, agreement = fitting_split(backend)
+    added = backend.get_added_tokens_decoder()
+    tokens, types = [], []
+    for token_id in range(vocab_size):
+        text = backend.id_to_token(token_id)
+        tokens.append(f"[UNUSED_{token_id}]" if text is None else text)
+        if text is None:
+            types.append(UNUSED)
+        elif token_id in added:
+            types.append(CONTROL if added[token_id].special else USER_DEFINED)
+        else:
+            types.append(NORMAL)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return GgufTokenizer(tokens, types, merges, pre, agreement, tokenizer.encode("a")[:1] == [bos])
+
+
+def fitting_split(backend: tokenizers.Tokenizer) -> tuple[str, float]:
+    """The name in `SPLITS` that gives `backend`'s own tokens for most held-out texts, and for which share of them."""
+    from minillm.bench.prompts import held_out_prompts
+
+    texts = [prompt.prompt for prompt in held_out_prompts()]
+    wanted = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
+    shares = {}
+    for name, expressions in SPLITS.items():
+        copy = tokenizers.Tokenizer.from_str(backend.to_str())
+        splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        copy.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+        found = copy.encode_batch(texts, add_special_tokens=False)
+        shares[name] = sum(f.ids == ids for f, ids in zip(found, wanted, strict=True)) / len(texts)
+    best = max(shares, key=lambda name: shares[name])
+    return best, shares[best]

@@ -1,0 +1,246 @@
+"""Contestants complete the same prompts with the same tokens, and what counts of their time is decoding."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minillm import cli
+from minillm.bench import contestants, decode, llama_cpp, own_engine, transformers_peers
+from minillm.bench.completion import Completion, figures
+from minillm.bench.contestants import Workload, choose, decode_system, draft_for, left_out, load, prepared, prompt_ids
+from minillm.bench.registry import BENCHMARKS, find
+from minillm.bench.transformers_peers import FirstTokens
+from minillm.commands import bench
+from minillm.errors import ConfigError, UnsupportedError
+from minillm.models.loading import resolve
+from minillm.tokenizer import Tokenizer
+from tests.conftest import TinyPair
+
+PEERS = importlib.util.find_spec("llama_cpp") is not None and importlib.util.find_spec("gguf") is not None
+
+
+@pytest.fixture
+def workload(tiny: TinyPair) -> Workload:
+    prompts = prompt_ids(str(tiny.target), 2, 40, 60)
+    return Workload(str(tiny.target), str(tiny.draft), prompts, new_tokens=12, num_drafts=3)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("minillm fp32", ("float32", None, False, False)),
+        ("minillm eager fp32", ("float32", None, True, False)),
+        ("minillm bf16", ("bfloat16", None, False, False)),
+        ("minillm int8", ("bfloat16", "int8", False, False)),
+        ("minillm w8a8 + draft", ("bfloat16", "w8a8", False, True)),
+        ("minillm fp32 + draft", ("float32", None, False, True)),
+    ],
+)
+def test_a_name_says_how_the_engine_is_built(name: str, expected: tuple[Any, ...]) -> None:
+    found = own_engine.options(name, "small", 3, "bf16")
+    drafted = found.get("speculative_config")
+    assert (found["dtype"], found["quantization"], found["enforce_eager"], drafted is not None) == expected
+    assert found["enable_prefix_caching"] is False
+    assert drafted is None or drafted["num_speculative_tokens"] == 3
+
+
+def test_every_name_of_the_benchmark_has_its_baselines_and_a_dtype() -> None:
+    for known in (decode.BUNDLED, decode.LARGE):
+        order = list(known)
+        for name, baselines in known.items():
+            assert all(order.index(base) < order.index(name) for base in baselines)
+            if name.startswith("minillm"):
+                assert own_engine.options(name, "small", 1, "fp32")["dtype"] in ("float32", "bfloat16")
+
+
+def test_systems_keep_their_order_and_unknown_ones_are_refused() -> None:
+    assert choose(["a", "b", "c"], ["c", "a"]) == ["a", "c"]
+    assert choose(["a", "b"], None) == ["a", "b"]
+    with pytest.raises(ConfigError, match="no system 'd' in this benchmark; there are: a, b"):
+        choose(["a", "b"], ["a", "d"])
+
+
+def test_who_cannot_take_part_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_cpp.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(transformers_peers.shutil, "which", lambda name: None)
+    reasons = left_out(decode.BUNDLED, None)
+    assert set(reasons) == {n for n in decode.BUNDLED if any(w in n for w in ("llama", "draft", "assist", "compiled"))}
+    assert reasons["llama.cpp Q8_0"] == "not installed: pip install 'minillm-lessons[peers]'"
+    with pytest.raises(UnsupportedError, match="not installed"):
+        llama_cpp.LlamaCpp(Path("any.gguf"), 8, 1)
+
+
+def test_only_the_bundled_model_has_a_draft_by_itself() -> None:
+    assert draft_for("minicoder", None) == "minicoder-draft"
+    assert draft_for("other", None) is None and draft_for("other", "small") == "small"
+
+
+def test_prompts_are_long_enough_and_cut_off(tiny: TinyPair) -> None:
+    found = prompt_ids(str(tiny.target), 3, 50, 70)
+    tokenizer = Tokenizer.from_folder(resolve(str(tiny.target)))
+    assert all(50 <= len(ids) <= 70 for ids in found) and tokenizer.decode(found[0])
+    with pytest.raises(ConfigError, match="500 prompts of 50 tokens"):
+        prompt_ids(str(tiny.target), 500, 50, 70)
+
+
+# --- what counts -----------------------------------------------------------------------------------------------------
+
+
+def test_first_tokens_are_told_from_the_prompt_and_from_later_ones() -> None:
+    first = FirstTokens()
+    first.put(torch.zeros(1, 7))
+    assert first.at is None
+    first.put(torch.zeros(3))
+    at = first.at
+    first.put(torch.zeros(2))
+    first.end()
+    assert at is not None and (first.at, first.count) == (at, 3)
+
+
+def test_figures_are_sums_over_prompts() -> None:
+    found = [Completion([1, 2, 3, 4], 1.0, 2.0, 1, 2, 6, 2), Completion([5, 6], 3.0, 2.0, 1, 1, 3, 1)]
+    told = figures([[0] * 10, [0] * 30], found)
+    assert told == {
+        "prefill_tokens_per_s": 10.0,
+        "end_to_end_tokens_per_s": 0.75,
+        "tokens_per_forward": 2.0,
+        "acceptance_rate": pytest.approx(1 / 3),
+    }
+    assert "acceptance_rate" not in figures([[0]], [Completion([1, 2], 1.0, 1.0)])
+
+
+def test_only_the_time_after_the_first_tokens_counts(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.about = {"made": "up"}
+
+        def complete(self, prompt: list[int], new_tokens: int) -> Completion:
+            return Completion([1] * new_tokens, 100.0, 0.5, num_first=2)
+
+    monkeypatch.setattr(contestants, "load", lambda name, workload: Slow())
+    system = decode_system("minillm fp32", workload)
+    assert system.run() == [[1] * 12] * 2
+    counted = system.counted()
+    assert (counted.seconds, counted.num_tokens) == (1.0, 20)
+    assert system.extra()["made"] == "up" and system.extra()["prefill_tokens_per_s"] < 1
+
+
+# --- all together ----------------------------------------------------------------------------------------------------
+
+FULL_PRECISION = [
+    "transformers fp32",
+    "transformers fp32 assisted",
+    "minillm eager fp32",
+    "minillm fp32",
+    "minillm fp32 + draft",
+    *(["llama.cpp f32"] if PEERS else []),
+]
+
+
+def test_all_contestants_in_full_precision_give_the_same_tokens(workload: Workload) -> None:
+    with prepared(workload, FULL_PRECISION) as ready:
+        runs = {name: decode_system(name, ready) for name in FULL_PRECISION}
+        tokens = {name: system.run() for name, system in runs.items()}
+        expected = tokens["transformers fp32"]
+        assert [len(ids) for ids in expected] == [12, 12]
+        tokens.pop("llama.cpp f32", None)  # its faster way may round attention; the exact one is compared below
+        assert set(map(repr, tokens.values())) == {repr(expected)}
+        for name, system in runs.items():
+            counted, told = system.counted(), system.extra()
+            assert counted.seconds > 0 and counted.num_tokens <= 2 * 11, name
+            assert ("tried_ms_per_token" in told) is not name.startswith("minillm")
+        assert set(runs["transformers fp32"].extra()["tried_ms_per_token"]) == set(transformers_peers.PLAIN)
+        for name in ready.tried:
+            for setting in set(ready.tried[name]) - {llama_cpp.SETTINGS[0]}:
+                peer = contestants._load_peer(name, ready, setting)
+                assert [peer.complete(ids, 12).token_ids for ids in ready.prompts] == expected, (name, setting)
+        assert 1 < runs["minillm fp32 + draft"].extra()["tokens_per_forward"] <= 4
+
+
+def test_the_fastest_way_of_a_peer_is_measured(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = {"dynamic": 3.0, "static": 2.0}
+    monkeypatch.setattr(contestants, "_try_settings", lambda name, workload: tried)
+    with prepared(workload, ["transformers fp32", "minillm fp32"]) as ready:
+        assert ready.settings == {"transformers fp32": "static"} and ready.tried == {"transformers fp32": tried}
+
+
+def test_one_token_needs_no_generate_and_is_the_same(workload: Workload) -> None:
+    names = [name for name in FULL_PRECISION if "draft" not in name and "assisted" not in name]
+    with prepared(workload, names) as ready:
+        for prompt in ready.prompts:
+            found = {name: load(name, ready).complete(prompt, 1) for name in names}
+            assert len({tuple(completion.token_ids) for completion in found.values()}) == 1
+            assert all(len(c.token_ids) == 1 and c.num_decoded == 0 for c in found.values())
+
+
+def test_the_files_for_llama_cpp_go_when_they_are_not_needed(workload: Workload) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("llama_cpp")
+    with prepared(workload, ["llama.cpp Q8_0"]) as ready:
+        assert list(ready.gguf) == ["q8_0"] and Path(ready.gguf["q8_0"]).is_file()
+        assert set(ready.tried["llama.cpp Q8_0"]) == set(llama_cpp.SETTINGS)
+        assert eval(repr(ready)) == ready
+    assert not Path(ready.gguf["q8_0"]).exists()
+
+
+def test_run_gives_rows_for_each_baseline_that_took_part(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "peak_memory", lambda name, workload: 7)
+    outcome = decode.run(
+        str(tiny.target),
+        str(tiny.draft),
+        systems=["minillm eager fp32", "minillm fp32", "minillm w8a8", "minillm fp32 + draft"],
+        rounds=1,
+        prompts=1,
+        new_tokens=6,
+    )
+    pairs = [(row["system"], row["baseline"]) for row in outcome["rows"]]
+    assert pairs == [
+        ("minillm eager fp32", None),
+        ("minillm fp32", "minillm eager fp32"),
+        ("minillm w8a8", "minillm fp32"),
+        ("minillm fp32 + draft", "minillm fp32"),
+    ]
+    assert [row["outputs_equal"] for row in outcome["rows"]][1::2] == [True, True]
+    assert outcome["rows"][0]["peak_memory_bytes"] == 7
+    assert outcome["config"]["left_out"] == {} and outcome["config"]["num_speculative_tokens"] == 4
+    json.dumps(outcome)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_options_reach_the_benchmark_that_has_them(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    seen: dict[str, Any] = {}
+
+    def fake(model: str = "m", systems: list[str] | None = None, rounds: int = 1) -> dict[str, Any]:
+        seen.update(model=model, systems=systems, rounds=rounds)
+        reasons = {"llama.cpp f32": llama_cpp.NOT_INSTALLED}
+        return {"name": "decode", "hardware": {"cpu": {"name": "chip"}}, "rows": [], "config": {"left_out": reasons}}
+
+    monkeypatch.setattr(bench, "find", lambda name: fake)
+    monkeypatch.setenv("COLUMNS", "140")
+    assert cli.main(["bench", "decode", "--systems", "minillm fp32, minillm int8 + draft", "--rounds", "3"]) == 0
+    assert seen == {"model": "m", "systems": ["minillm fp32", "minillm int8 + draft"], "rounds": 3}
+    assert "not installed" in capsys.readouterr().out
+    assert cli.main(["bench", "decode", "--drafts", "3"]) == 2
+    assert "bench decode has no --drafts; its options: --model, --systems, --rounds\n" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "decode", "--rounds", "0"])
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "latency", "ladder", "verify"])
+def test_options_of_the_benchmarks_are_those_of_the_command(name: str) -> None:
+    import inspect
+
+    flags = {"model", "draft", "shape", "systems", "rounds", "prompts", "new_tokens", "drafts"}
+    assert name in BENCHMARKS
+    assert set(inspect.signature(find(name)).parameters) <= flags | {"lengths"}

@@ -1,0 +1,130 @@
+"""Prefill, latency, verify and ladder count what they say, and compare what they say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.bench import harness, ladder, latency, prefill, verify
+from minillm.bench.harness import same_start
+from minillm.bench.registry import find_table
+from minillm.bench.tables import speed_table
+from minillm.errors import ConfigError
+from tests.conftest import TinyPair
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peak memory has a test of its own; here it would only take time."""
+    for module in (harness, ladder, latency):
+        monkeypatch.setattr(module, "peak_memory_of", lambda code: compile(code, "code", "exec") and 7)
+    monkeypatch.setattr(prefill, "peak_memory", lambda name, workload: 7)
+
+
+def printed(outcome: dict, capsys: pytest.CaptureFixture[str]) -> str:
+    from rich.console import Console
+
+    json.dumps(outcome)
+    Console(width=200).print((find_table(outcome["name"]) or speed_table)(outcome))
+    return capsys.readouterr().out
+
+
+def test_same_start_is_a_share_of_the_other_ones_tokens() -> None:
+    assert same_start([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == pytest.approx(4 / 6)
+    assert same_start([[1]], [[1, 2]]) == 0.5 and same_start([[9, 2]], [[1, 2]]) == 0.0
+
+
+def test_prefill_counts_prompt_tokens_by_length(tiny: TinyPair, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["transformers fp32", "minillm fp32"]
+    outcome = prefill.run(str(tiny.target), systems=names, rounds=1, lengths=(16, 200))
+    found = [(row["system"], row["config"]["prompt_tokens"], row["peak_memory_bytes"]) for row in outcome["rows"]]
+    assert found == [(names[0], 16, None), (names[1], 16, None), (names[0], 200, 7), (names[1], 200, 7)]
+    assert all(row["outputs_equal"] for row in outcome["rows"][1::2])
+    assert "200" in printed(outcome, capsys)
+
+
+def test_a_joined_prompt_has_just_the_length(tiny: TinyPair) -> None:
+    assert [len(prefill.joined_prompt(str(tiny.target), length)) for length in (1, 77, 900)] == [1, 77, 900]
+
+
+def test_latency_is_cold_then_warm(tiny: TinyPair, capsys: pytest.CaptureFixture[str]) -> None:
+    engines = ["minillm fp32", "minillm fp32 + draft"]
+    outcome = latency.run(str(tiny.target), str(tiny.draft), engines, rounds=5, prompts=4, new_tokens=3)
+    rows = {row["system"]: row for row in outcome["rows"]}
+    assert {name: row["baseline"] for name, row in rows.items()} == {
+        "cold": None,
+        "warm": "cold",
+        "cold fp32 + draft": "cold",
+        "warm fp32 + draft": "cold fp32 + draft",
+    }
+    assert all(row["outputs_equal"] for row in rows.values() if row["baseline"])
+    assert rows["cold"]["config"]["cached_tokens"] == 0
+    assert rows["warm"]["config"]["cached_tokens"] == 192  # of 200: whole blocks of 16
+    assert rows["warm"]["config"]["p90_ms"] >= rows["warm"]["p50_ms"]
+    assert outcome["config"]["completions"] == 20 and rows["cold"]["peak_memory_bytes"] == 7
+    assert "p90 ms" in printed(outcome, capsys)
+
+
+def test_too_few_completions_have_no_percentile(tiny: TinyPair) -> None:
+    with pytest.raises(ConfigError, match="3 rounds of 6 prompts are 18 completions"):
+        latency.run(str(tiny.target), None, rounds=3, prompts=6)
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    values = [float(v) for v in range(20, 0, -1)]
+    assert latency.percentile(values, 0.9) == 18.0
+    assert latency.percentile(values, 0.5) == 10.0 and latency.percentile([3.0], 0.9) == 3.0
+    assert latency.percentile(values, 1.0) == 20.0
+
+
+def test_verify_runs_both_forwards_on_the_same_past(tiny: TinyPair, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = verify.run(str(tiny.target), str(tiny.draft), systems=["minillm fp32"], rounds=2, drafts=3)
+    decode, verified, draft = outcome["rows"]
+    assert decode["system"] == "minillm fp32 decode 1" and decode["config"]["tokens"] == 1
+    assert verified["system"] == "minillm fp32 verify 4" and verified["config"]["tokens"] == 4
+    assert verified["outputs_equal"] and verified["config"]["verify_over_decode"] == 1 / verified["ratio"]
+    assert draft["baseline"] == decode["system"] and draft["config"]["draft_over_target"] == 1 / draft["ratio"]
+    assert outcome["config"]["verified_tokens"] == 4 and "forwards/s" in printed(outcome, capsys)
+
+
+def test_verifying_reads_the_cache_that_decoding_reads(tiny: TinyPair) -> None:
+    """The first of the verified tokens follows the 128 in the cache, so what comes next is what `generate` gives."""
+    ids = prefill.joined_prompt(str(tiny.target), verify.PAST + 4)
+    llm = LLM(str(tiny.target), enable_prefix_caching=False)
+    prompt = {"prompt_token_ids": ids[: verify.PAST + 1]}
+    [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    for width in (1, 4):
+        assert verify._system("any", llm.engine.runner, ids, width).run() == [output.outputs[0].token_ids]
+
+
+def test_every_rung_gives_the_same_requests_and_says_what_is_in_it(
+    tiny: TinyPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = ladder.run(str(tiny.target), str(tiny.draft), rounds=1, prompts=3, new_tokens=5, drafts=2)
+    rows = {(row["system"], row["baseline"]): row for row in outcome["rows"]}
+    assert [key for key in rows if "INT8 KV" not in key[0] and key[0] != "all"] == [
+        ("transformers fp32", None),
+        ("plain", "transformers fp32"),
+        ("speculation", "plain"),
+        ("speculation", "transformers fp32"),
+        ("paged batching", "plain"),
+        ("paged batching", "transformers fp32"),
+    ]
+    exact = ("plain", "speculation", "paged batching")
+    assert all(row["outputs_equal"] for (name, base), row in rows.items() if name in exact and base)
+    kv = {name: row["config"].get("kv_bytes_per_token") for (name, _), row in rows.items()}
+    assert kv["plain"] == 2 * 2 * 2 * 16 * 4 and kv["INT8 KV"] == 2 * 2 * 2 * (16 + 2)
+    assert kv["speculation"] == 2 * kv["plain"] and kv["all"] == 2 * kv["INT8 KV"]
+    assert outcome["config"]["seats"]["all"] == 3 and outcome["config"]["seats"]["speculation"] == 1
+    steps = {name: row["config"].get("steps") for (name, _), row in rows.items()}
+    assert steps["plain"] == 3 * 5 and steps["paged batching"] == 5 and steps["all"] <= 5
+    assert rows["speculation", "plain"]["config"]["tokens_per_forward"] > 1
+    assert "4.33×" in printed(outcome, capsys)
+
+
+def test_a_ladder_without_a_draft_leaves_its_rungs_out(tiny: TinyPair) -> None:
+    outcome = ladder.run(str(tiny.target), None, ["plain", "speculation"], rounds=1, prompts=1, new_tokens=2)
+    assert [row["system"] for row in outcome["rows"]] == ["plain"]
+    assert outcome["config"]["left_out"] == {"speculation": "there is no draft model for it"}

@@ -1,0 +1,243 @@
+"""A GGUF holds the checkpoint: every tensor comes back, and llama.cpp computes what transformers computes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams, cli
+from minillm.bench.contestants import prompt_ids
+from minillm.bench.llama_cpp import SETTINGS, LlamaCpp
+from minillm.bench.prompts import held_out_prompts
+from minillm.commands import export as command
+from minillm.errors import CheckpointError, ConfigError, UnsupportedError
+from minillm.export import gguf as exporter
+from minillm.export.gguf import TYPES, architecture_of, export_gguf, interleave
+from minillm.models.loading import load_config, load_model, resolve, stored_tensors
+from minillm.tokenizer import Tokenizer
+from tests.conftest import TinyPair
+from tests.models.hf_checkpoints import CASES, make
+
+gguf = pytest.importorskip("gguf", reason="the extra `peers` is not installed")
+llama_cpp_only = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="llama-cpp-python is missing")
+
+REFUSED = {
+    "llama, yarn rope with its own numbers": "YaRN with its own",
+    "llama, yarn rope with mscale": "YaRN with its own",
+    "mistral, window": "a sliding window of 5 tokens",
+    "qwen2, window in the upper layers": "a sliding window of 6 tokens",
+    "qwen2, window in listed layers": "a sliding window of 4 tokens",
+    "qwen3, biases and window": "a sliding window of 6 tokens",
+    "smollm3": "layers without RoPE",
+    "smollm3, listed layers and window": "a sliding window of 5 tokens",
+}
+ARCHITECTURES = {"qwen2": "qwen2", "qwen2, window switched off": "qwen2", "qwen3": "qwen3"}
+
+
+def halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Undo `interleave` channel by channel: neighbours 2i and 2i + 1 of a head were i and i + head_dim / 2."""
+    back = torch.empty_like(rows)
+    head_dim = rows.shape[0] // num_heads
+    for head in range(num_heads):
+        for i in range(head_dim):
+            back[head * head_dim + i // 2 + (i % 2) * head_dim // 2] = rows[head * head_dim + i]
+    return back
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tiny: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    export_gguf(str(tiny.target), file, "f32")
+    return file
+
+
+# --- what the file holds ---------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_comes_back_in_its_own_order(tiny: TinyPair, tiny_file: Path) -> None:
+    model = load_model(tiny.target, torch.float32)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_layers)
+    found = {t.name: torch.tensor(t.data) for t in gguf.GGUFReader(tiny_file).tensors}
+    for name, tensor in stored_tensors(model):
+        own = found.pop(names.get_name(name, try_suffixes=(".weight", ".bias")))
+        if ".q_proj." in name:
+            assert not torch.equal(own, tensor)
+            own = halves(own, model.config.num_heads)
+        elif ".k_proj." in name:
+            own = halves(own, model.config.num_kv_heads)
+        assert torch.equal(own, tensor), name
+    assert not found
+
+
+def test_interleaving_takes_the_rows_of_each_head_apart() -> None:
+    assert interleave(torch.arange(12), 2).tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    bias = torch.randn(24)
+    assert torch.equal(halves(interleave(bias, 3), 3), bias)
+
+
+def test_numbers_of_the_shape_are_those_of_the_config(tiny: TinyPair, tiny_file: Path) -> None:
+    config = load_config(tiny.target)
+    fields = gguf.GGUFReader(tiny_file).fields
+    found = {name: field.contents() for name, field in fields.items() if not name.startswith("tokenizer.ggml.t")}
+    assert found["general.architecture"] == "llama"
+    expected = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    assert {key: found[f"llama.{key}"] for key in expected} == expected
+    assert found["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(config.rms_norm_eps)
+    assert found["llama.rope.freq_base"] == config.rope.theta
+    assert found["tokenizer.ggml.eos_token_id"] == 0 and found["tokenizer.ggml.add_bos_token"] is False
+
+
+def test_tokens_and_merges_are_the_tokenizers(tiny: TinyPair, tiny_file: Path) -> None:
+    backend = Tokenizer.from_folder(tiny.target).backend
+    fields = gguf.GGUFReader(tiny_file).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    assert tokens == [backend.id_to_token(i) for i in range(300)]
+    types = fields["tokenizer.ggml.token_type"].contents()
+    assert types[0] == 3 and set(types[1:]) == {1}
+    merges = fields["tokenizer.ggml.merges"].contents()
+    assert len(merges) == 300 - 257
+    assert all(merge.replace(" ", "") in tokens for merge in merges)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
+def test_smaller_types_round_to_nearest_and_leave_vectors_alone(tiny: TinyPair, tmp_path: Path, kind: str) -> None:
+    """Rows of 48 have no whole number of Q8_0's blocks of 32, so they are f16; `down` has rows of 96."""
+    export_gguf(str(tiny.target), tmp_path / "out.gguf", kind)
+    model = load_model(tiny.target, torch.float32)
+    found = {t.name: t for t in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    assert all(t.tensor_type.name == "F32" for t in found.values() if len(t.shape) == 1)
+    own = found["blk.1.ffn_down.weight"]
+    assert own.tensor_type.name == TYPES[kind]
+    assert found["blk.1.ffn_up.weight"].tensor_type.name == ("F16" if kind == "q8_0" else TYPES[kind])
+    down = dict(stored_tensors(model))["model.layers.1.mlp.down_proj.weight"]
+    error = (torch.tensor(gguf.quants.dequantize(own.data, own.tensor_type)) - down).abs()
+    if kind == "q8_0":
+        step = down.view(-1, 32).abs().amax(1) / 127
+        assert (error.view(-1, 32) <= 0.57 * step[:, None]).all()  # half a step, and 127 times what f16 takes of it
+    else:
+        assert (error <= down.abs() * (2**-11 if kind == "f16" else 2**-8) + 1e-7).all()
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(case: str, tmp_path: Path) -> None:
+    folder = make(case, tmp_path / "model").folder
+    with pytest.raises(UnsupportedError, match=REFUSED[case]):
+        export_gguf(str(folder), tmp_path / "out.gguf", "f32")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+# --- what llama.cpp makes of it --------------------------------------------------------------------------------------
+
+
+@llama_cpp_only
+@pytest.mark.parametrize("case", [case for case in CASES if case not in REFUSED])
+def test_llama_cpp_computes_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
+    """Every number of these checkpoints is random: a wrong order, base, scaling or bias would show."""
+    checkpoint = make(case, tmp_path / "model")
+    export = export_gguf(str(checkpoint.folder), tmp_path / "out.gguf", "f32")
+    assert export.tokenizer is None and export.architecture == ARCHITECTURES.get(case, "llama")
+    peer = LlamaCpp(tmp_path / "out.gguf", 64, 1, SETTINGS[1])
+    expected = checkpoint.logits[-1]
+    logits = torch.tensor(peer.logits(checkpoint.token_ids.tolist()))
+    peer.close()
+    error = (logits - expected).norm() / expected.norm()
+    assert error < 1e-4, f"relative error {error:.1e}"
+
+
+@llama_cpp_only
+def test_llama_cpp_gives_minillms_greedy_tokens(tmp_path: Path) -> None:
+    export_gguf("minicoder", tmp_path / "out.gguf", "f32")
+    prompts = prompt_ids("minicoder", 4, 20, 120)
+    peer = LlamaCpp(tmp_path / "out.gguf", 160, 1, SETTINGS[1])
+    found = [peer.complete(ids, 32) for ids in prompts]
+    tokenizer = Tokenizer.from_folder(resolve("minicoder"))
+    texts = [prompt.prompt for prompt in held_out_prompts()] + ["x = 'ümläut'\n\t<|endoftext|>12345.6e7 'twas"]
+    assert [peer.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
+    peer.close()
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    outputs = LLM("minicoder", dtype="float32").generate(
+        [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+    )
+    assert [completion.token_ids for completion in found] == [output.outputs[0].token_ids for output in outputs]
+    assert all(completion.num_decoded == 31 and completion.decode_s > 0 for completion in found)
+
+
+@llama_cpp_only
+def test_a_file_that_llama_cpp_does_not_take_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF no more")
+    with pytest.raises(UnsupportedError, match=r"does not accept .*bad\.gguf"):
+        LlamaCpp(tmp_path / "bad.gguf", 8, 1)
+
+
+# --- trouble ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_that_fails_leaves_nothing_behind(
+    tiny: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf.quants, "quantize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # mid-file
+    with pytest.raises(KeyboardInterrupt):
+        export_gguf(str(tiny.target), tmp_path / "out.gguf", "f32")
+    assert not list(tmp_path.iterdir())
+
+
+def test_mistakes_are_told_before_anything_is_loaded(
+    tiny: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "load_model", lambda *_: pytest.fail("loaded first"))
+    (tmp_path / "taken.gguf").touch()
+    for file, kind, words in (
+        (tmp_path / "out.gguf", "q4", "'q4' is not available; there are: f32, f16, bf16, q8_0"),
+        (tmp_path / "taken.gguf", "f32", "is there already"),
+        (tmp_path / "no" / "out.gguf", "f32", "there is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            export_gguf(str(tiny.target), file, kind)
+    monkeypatch.setattr(exporter.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'minillm-lessons\[peers\]'"):
+        export_gguf(str(tiny.target), tmp_path / "out.gguf", "f32")
+
+
+def test_a_quantised_checkpoint_is_not_rounded_twice(tiny: TinyPair, tmp_path: Path) -> None:
+    cli.main(["quantize", str(tiny.target), "--scheme", "int8", "--out", str(tmp_path / "small")])
+    with pytest.raises(UnsupportedError, match=r"is quantised \(int8\); export the original"):
+        export_gguf(str(tmp_path / "small"), tmp_path / "out.gguf", "f32")
+
+
+def test_a_broken_tokenizer_is_not_taken_for_none(tiny: TinyPair, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tiny.target.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is truncated"):
+        export_gguf(str(folder), tmp_path / "out.gguf", "f32")
+
+
+def test_the_command_says_what_it_wrote(tiny: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.gguf"
+    assert cli.main(["export", str(tiny.target), "--gguf", str(file), "--type", "q8_0"]) == 0
+    printed = capsys.readouterr()
+    assert f"{file}: {file.stat().st_size:,} bytes, architecture llama, q8_0" in printed.out
+    assert "300 tokens, split as 'llama-bpe'" in printed.out and "writing: 100%" in printed.err
+    assert cli.main(["export", str(tiny.target), "--gguf", str(file)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert set(command.TYPES) == set(TYPES)
+
+
+def test_the_family_is_told_by_the_shape() -> None:
+    assert architecture_of(load_config(resolve("minicoder"))) == "llama"
