@@ -100,18 +100,23 @@ def triton() -> Row:
 
 
 def numba() -> Row:
-    """The compiler of fast loops for the CPU."""
+    """The compiler of the decoder step for the CPU."""
     problem = _import_problem("numba")
     if problem:
-        meaning = "Loops compiled for the CPU are off; PyTorch does their work, slower."
-        return Row("numba", "limited", problem, meaning, "pip install numba")
-    version = metadata.version("numba")
+        meaning = "The step that is compiled for the CPU is off; PyTorch does its work, two to eight times slower."
+        return Row("compiled step", "limited", f"numba is {problem}", meaning, "pip install numba")
+    found = f"numba {metadata.version('numba')}"
     if _import_problem("numba.np.ufunc.omppool"):
-        meaning = "Works, but without the OpenMP layer each parallel region costs more."
+        meaning = "Works, but without the OpenMP layer each step starts its threads more slowly."
         fix = "install libgomp (Linux) or libomp (macOS)"
-        return Row("numba", "limited", f"{version}, no OpenMP layer", meaning, fix)
-    meaning = "Loops compile for this CPU on first use and are kept on disk."
-    return Row("numba", "ok", f"{version}, OpenMP layer", meaning)
+        return Row("compiled step", "limited", f"{found}, no OpenMP layer", meaning, fix)
+    from minillm.ops.cpu.simd import has_byte_products
+
+    if not has_byte_products():
+        meaning = "float32 and INT8 weights run at full speed; w8a8 has no instruction here and gains nothing."
+        return Row("compiled step", "limited", f"{found}, OpenMP layer, no AVX-512 VNNI", meaning)
+    meaning = "On the CPU a whole decoder step is one compiled function; it is made on first use and kept on disk."
+    return Row("compiled step", "ok", f"{found}, OpenMP layer, AVX-512 VNNI", meaning)
 
 
 def processor() -> Row:

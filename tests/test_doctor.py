@@ -101,7 +101,7 @@ def test_missing_pytorch_is_reported_not_raised(without):
 
 def test_broken_install_is_told_from_a_missing_one(without):
     without("numba", OSError("libsomething.so: cannot open\nsecond line"))
-    assert checks.numba().found == "broken: libsomething.so: cannot open"
+    assert checks.numba().found == "numba is broken: libsomething.so: cannot open"
     assert checks.numba().status == "limited"
 
 
