@@ -85,7 +85,7 @@ def dtype() -> Row:
 
 def triton() -> Row:
     """The kernel language."""
-    problem = _import_problem("triton")
+    problem = _triton_problem()
     if problem:
         fix = "pip install triton" if sys.platform == "linux" else "for kernels: Linux, WSL or a hosted notebook"
         return Row("Triton", "limited", problem, "Triton kernels do not run; the engine uses PyTorch.", fix)
@@ -214,6 +214,19 @@ def _import_problem(name: str) -> str:
     except Exception as problem:
         return "not installed" if isinstance(problem, ModuleNotFoundError) else f"broken: {problem}".splitlines()[0]
     return ""
+
+
+def _triton_problem() -> str:
+    """As `_import_problem`. Triton decides when it is imported whether it can interpret kernels. Without a GPU that is
+    all it can do, so it is asked to here. A lesson that sets `TRITON_INTERPRET=1` after the doctor would be too late.
+    """
+    if gpu() is not None or "TRITON_INTERPRET" in os.environ:
+        return _import_problem("triton")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        return _import_problem("triton")
+    finally:
+        del os.environ["TRITON_INTERPRET"]
 
 
 def _gib(num_bytes: int) -> str:

@@ -107,6 +107,8 @@ class SpeculativeConfig:
     method: str | type = "draft_model"
     """`draft_model`, or a `Drafter` class."""
     model: str | None = None
+    quantization: str | None = None
+    """How the draft's weights are kept (`int8`, `w8a8`, …), its unembedding included: a draft need not be exact."""
     num_speculative_tokens: int = 4
     draft_sample_method: str = "probabilistic"
     """`probabilistic` samples drafts from the draft's own distribution, `greedy` takes its likeliest token."""
@@ -120,6 +122,8 @@ class SpeculativeConfig:
             )
         if self.method == "draft_model" and not self.model:
             raise ConfigError("speculative method 'draft_model' needs 'model', for example 'minicoder-draft'")
+        if self.quantization is not None and not self.model:
+            raise ConfigError(f"quantization={self.quantization!r} is for a draft model, and there is none")
         if self.draft_sample_method not in ("greedy", "probabilistic"):
             raise ConfigError(f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'")
         if self.rejection_sample_method != "standard":

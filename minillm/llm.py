@@ -29,8 +29,9 @@ class LLM:
     see `minillm.cache.layouts`); `num_kv_blocks` sizes the pool in blocks; `block_pool_cls` and
     `ops={"paged_attention": function}` run the engine on parts of one's own, as `scheduler_cls` does.
     `block_size=None` is 16, or whatever the cache layout needs. `enable_prefix_caching=None` is on wherever the layout
-    can share blocks. `enforce_eager=False` allows faster ways of running a step than plain PyTorch; this version has
-    none, so both values give the same.
+    can share blocks. `enforce_eager=True` runs each step in plain PyTorch and keeps the model whole; otherwise, on a
+    CPU, the weights of a float32, INT8 or W8A8 model over a paged cache move into a step that is compiled for the
+    processor (`minillm.models.cpu_executor`).
     """
 
     def __init__(

@@ -61,8 +61,11 @@ predict("l00.waste", None, unit="percent")
 #
 # The pictures are not an animation of the idea. Each frame is drawn from the events of the engine that generates the
 # text while you look, slowed down a little with `pause`.
+#
+# First the engine itself. On a CPU it runs each step as one compiled function. The first time on a machine that function
+# has to be compiled, which takes about twenty seconds behind a progress bar; after that it comes from disk.
 
-# %% tags=["expected"] alt="Cache pages of three finished requests above the rounds of one of them: accepted drafts with a check mark, rejected ones crossed out, and the tokens that the target added."
+# %% tags=["nbval-ignore-output"]
 llm = LLM(
     TARGET,
     block_size=16,
@@ -71,6 +74,7 @@ llm = LLM(
 )
 greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
+# %% tags=["expected"] alt="Cache pages of three finished requests above the rounds of one of them: accepted drafts with a check mark, rejected ones crossed out, and the tokens that the target added."
 with llm.trace() as trace, LiveView(CachePagesView(trace), AcceptanceStrip(trace), pause=0.1):
     outputs = llm.generate(prompts[:3], greedy, use_tqdm=False)
 
@@ -138,7 +142,9 @@ kept = sum(e.num_accepted for e in rounds)
 drafted = sum(e.num_drafts for e in rounds)
 per_forward = gained / len(rounds)
 print(f"{len(rounds)} rounds: {drafted} drafts, {kept} kept ({kept / drafted:.0%}), {gained} tokens gained")
-print(f"{kept} kept + {gained - kept} of the target's own = {gained}; {gained} / {len(rounds)} = {per_forward:.2f} tokens per forward")
+print(
+    f"{kept} kept + {gained - kept} of the target's own = {gained}; {gained} / {len(rounds)} = {per_forward:.2f} tokens per forward"
+)
 reveal("l00.tokens_per_forward", per_forward)
 
 # %%
@@ -147,7 +153,9 @@ from minillm.viz import CacheState
 state = CacheState().fold_all(trace)
 busiest = max(state.history, key=lambda figures: figures.used_blocks)
 slots = busiest.used_blocks * 16
-print(f"at the busiest step {busiest.used_blocks} pages = {slots} slots were in use, {busiest.waste_slots} of them empty")
+print(
+    f"at the busiest step {busiest.used_blocks} pages = {slots} slots were in use, {busiest.waste_slots} of them empty"
+)
 reveal("l00.waste", 100 * busiest.waste_slots / slots)
 
 # %% [markdown]
@@ -183,12 +191,14 @@ def tokens_per_second(engine: LLM, batches: list[list[str]]) -> float:
 
 for label, batches in (("one at a time", [[p] for p in prompts[:3]]), ("three together", [prompts[:3]])):
     ratios = [tokens_per_second(llm, batches) / tokens_per_second(plain, batches) for _ in range(6)][1:]
-    print(f"{label}: {median(ratios):.2f} times as fast with a draft (five pairs: {min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"{label}: {median(ratios):.2f} times as fast with a draft (five pairs: {min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 # %% [markdown]
-# Both stay far below the tokens per forward, and together it gains less than alone, or nothing. One request uses the
-# processor badly: a forward over one token reads all weights to do very little with them, so four guesses ride along
-# almost free. Three requests already share each forward, and fifteen tokens to verify are real work for two cores.
+# Both stay below the tokens per forward. One request at a time, the draft pays: a forward over one token reads all
+# weights to do very little with them, so four guesses ride along at a small price. With three together it gains much
+# less, or even loses: they share each forward already, and fifteen tokens to verify are real work for a few cores.
 # **Speculation spends idle arithmetic. Where none is idle, there is nothing to spend.** On a GPU the same line is
 # crossed at a much larger batch; lesson 11 draws it.
 
@@ -297,10 +307,12 @@ class OnlyCommas(Drafter):
         return [Draft([comma] * count) for count in num_drafts]
 
 
-commas = LLM(TARGET, speculative_config={"method": OnlyCommas, "num_speculative_tokens": 4})
+commas = LLM(TARGET, num_kv_blocks=24, speculative_config={"method": OnlyCommas, "num_speculative_tokens": 4})
 comma_outputs = commas.generate(prompts[:3], greedy, use_tqdm=False)
 same = [o.outputs[0].token_ids for o in comma_outputs] == [o.outputs[0].token_ids for o in plain_outputs]
-tau = sum(o.metrics.num_output_tokens for o in comma_outputs) / sum(o.metrics.num_decode_forwards for o in comma_outputs)
+tau = sum(o.metrics.num_output_tokens for o in comma_outputs) / sum(
+    o.metrics.num_decode_forwards for o in comma_outputs
+)
 print(f"same tokens as without drafts: {same}; tokens per forward: {tau:.2f}")
 
 # %% [markdown]
@@ -317,8 +329,12 @@ with tight.trace() as tight_trace:
     tight_outputs = tight.generate(prompts[:3], greedy, use_tqdm=False)
 preempted = tight_trace.of(RequestPreempted)
 same = [o.outputs[0].token_ids for o in tight_outputs] == [o.outputs[0].token_ids for o in plain_outputs]
-print(f"preemptions: {len(preempted)}, tokens computed twice: {sum(e.num_computed_tokens for e in preempted)}; same tokens: {same}")
-step = next(e.step for e in reversed(tight_trace.events[: tight_trace.events.index(preempted[0])]) if isinstance(e, StepStarted))
+print(
+    f"preemptions: {len(preempted)}, tokens computed twice: {sum(e.num_computed_tokens for e in preempted)}; same tokens: {same}"
+)
+step = next(
+    e.step for e in reversed(tight_trace.events[: tight_trace.events.index(preempted[0])]) if isinstance(e, StepStarted)
+)
 display(SVG(CachePagesView(tight_trace).to_svg(step=step)))
 
 # %% [markdown]

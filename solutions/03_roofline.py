@@ -546,7 +546,7 @@ def of_width(hidden: int) -> Decoder:
     return Decoder(shape)
 
 
-widths = (64, 192, 384, 768)
+widths = (64, 192, 384, 576)
 sized = {width: model if width == config.hidden_size else of_width(width) for width in widths}
 took = in_turn({width: step(sized[width], 1, 256) for width in widths})
 megabytes = [weight_bytes(sized[width]) / 1e6 for width in widths]
@@ -569,7 +569,8 @@ LineChart(
 
 # %% [markdown]
 # There is the third limit. **A small model in an interpreter is short of neither arithmetic nor bytes: it waits for
-# operations to be started.** The cure is to start fewer of them: fused kernels, compiled steps, CUDA graphs. Only when
+# operations to be started.** The cure is to start fewer of them: fused kernels, compiled steps, CUDA graphs. (The engine
+# has a compiled step for the CPU; `enforce_eager=True` keeps it out of this lesson, and lesson 15 brings it.) Only when
 # that is done, or the model is large, is MBU near what the memory can do, and then bytes are all that counts. (On an
 # A100, gpt-fast reports 72% for a 7B model in bf16, compiled. Quoted, not measured here.)
 #
@@ -611,7 +612,6 @@ check("l03.mean_pool_heads")
 # has: that is a true MHA checkpoint of 6 KV heads, three of them equal each time. Pool it back to 2.
 
 # %%
-import gc
 import math
 import shutil
 import tempfile
@@ -654,8 +654,9 @@ def checkpoint(model: Decoder, folder: str) -> Path:
 
 def engine(model: Decoder, folder: str) -> LLM:
     """An engine that runs `model` from such a folder."""
-    gc.collect()  # the engine before this one keeps its memory until Python looks for cycles
-    return LLM(str(checkpoint(model, folder)), **options)
+    path = checkpoint(model, folder)
+    del model  # the engine loads its own copy from the folder
+    return LLM(str(path), **options)
 
 
 def write(llm: LLM) -> list[int]:
@@ -710,9 +711,9 @@ print(f"{f'{name}, {config.num_kv_heads} KV heads':30} {count_bytes(config, 1, 1
 conversions = {"mean": pool, "first head": first_head, "sum": sum_of_heads, "random": random_heads}
 after = {}
 for label, conversion in conversions.items():
-    mqa = with_kv_heads(model, 1, conversion)
-    after[label] = bits_per_byte(engine(mqa, f"mqa_{label}"))
-    print(f"{f'1 KV head, {label}':30} {count_bytes(mqa.config, 1, 1, 4):18,} {after[label]:15.2f}")
+    after[label] = bits_per_byte(engine(with_kv_heads(model, 1, conversion), f"mqa_{label}"))
+    size = count_bytes(replace(config, num_kv_heads=1), 1, 1, 4)
+    print(f"{f'1 KV head, {label}':30} {size:18,} {after[label]:15.2f}")
 reveal("l03.mqa", round(after["mean"], 2))
 
 # %% [markdown]
@@ -733,7 +734,6 @@ reveal("l03.mqa", round(after["mean"], 2))
 mqa = with_kv_heads(model, 1, pool)
 family = {config.num_heads: mha, config.num_kv_heads: model, 1: mqa}
 longest = contexts[-1]
-gc.collect()
 attended = in_turn({n: attention_only(each, 8, longest) for n, each in family.items()})
 points = [attention_point(each, 8, longest, attended[n], f"{n} KV") for n, each in family.items()]
 print(

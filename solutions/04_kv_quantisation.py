@@ -19,7 +19,9 @@
 # per channel (KIVI). Your functions then keep the keys and values of a real model inside the engine, and two meters
 # say whether it noticed: the tokens it writes, and how far its probabilities have moved.
 #
-# You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU.
+# You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU. The engine runs its steps in plain
+# PyTorch here (`enforce_eager=True`): then its operations and yours are of one kind, and what you count is what runs.
+# Lesson 15 brings its compiled step.
 
 # %%
 import os
@@ -40,7 +42,8 @@ from minillm.viz.error_map import ErrorMap
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
-llm = LLM(NAME)
+PLAIN = {"enforce_eager": True}  # plain PyTorch: what is counted here is what runs
+llm = LLM(NAME, **PLAIN)
 config = llm.engine.runner.model.config
 DIM = config.head_dim
 print(f"{NAME}: {config.num_layers} layers, {config.num_kv_heads} KV heads of width {DIM}")
@@ -167,11 +170,11 @@ def compare(label: str, tokens: list[list[int]]) -> None:
 
 
 exact_tokens = written(llm)
-int8_tokens = written(LLM(NAME, kv_cache_config={"layout": MyInt8}))
+int8_tokens = written(LLM(NAME, **PLAIN, kv_cache_config={"layout": MyInt8}))
 compare("INT8", int8_tokens)
 
 # %%
-print("the same as the engine's own INT8:", int8_tokens == written(LLM(NAME, kv_cache_dtype="int8")))
+print("the same as the engine's own INT8:", int8_tokens == written(LLM(NAME, **PLAIN, kv_cache_dtype="int8")))
 
 # %% [markdown]
 # All texts, or all but one or two: which ones depends on the last bits of your processor's sums. Here and there two
@@ -246,7 +249,7 @@ class MyInt4(PagedQuantizedKVCache):
         return dequantise(my_unpack(packed), scale)
 
 
-compare("INT4", written(LLM(NAME, kv_cache_config={"layout": MyInt4})))
+compare("INT4", written(LLM(NAME, **PLAIN, kv_cache_config={"layout": MyInt4})))
 
 # %% [markdown]
 # ### Exercise 4: what it costs
@@ -320,9 +323,10 @@ class Listener(PagedKVCache):
 tokenizer = llm.engine.tokenizer
 encoded = [tokenizer.encode(prompt.prompt) for prompt in evaluation_prompts()]
 token_ids = [i for ids in encoded for i in ids][:128]
-listening = LLM(NAME, kv_cache_config={"layout": Listener}).engine.runner
+listening = LLM(NAME, **PLAIN, kv_cache_config={"layout": Listener}).engine.runner
 blocks = list(range(-(-len(token_ids) // listening.block_size)))
 listening.run([Segment(token_ids, 0, blocks)])
+del listening  # it holds a copy of the weights, and has heard enough
 
 
 def stripe(x: Tensor) -> Tensor:
@@ -525,7 +529,7 @@ more = quality.join(encoded[:24], 512, config.eos_token_ids[:1], tokenizer)
 def logprobs(texts, whole=False, **options) -> Tensor:
     """What the model expects at every token, with a cache of these options and room for all rows."""
     blocks = len(texts.rows) * (1 if whole else -(-llm.max_model_len // 16))
-    return quality.logprobs(LLM(NAME, num_kv_blocks=blocks, **options).engine.runner, texts)
+    return quality.logprobs(LLM(NAME, num_kv_blocks=blocks, **PLAIN, **options).engine.runner, texts)
 
 
 class FewerBits(PagedKVCache):
@@ -722,7 +726,8 @@ reveal("l04.moved", round(moved["INT8"] / moved["float16"]))
 # **Dequantising everything at every step moves more bytes, not fewer.** Codes are read once, and the numbers made of them
 # are written and read again, in float32 on the way. In PyTorch a quantised cache buys *room* (more requests, longer
 # texts) and pays with time. To gain time as well, the attention kernel must read the codes itself and make numbers of
-# them in registers; lesson 9 builds one. Then the moved bytes are the stored ones.
+# them in registers; lesson 9 builds one, and the engine's compiled step has one for the CPU. Then the moved bytes are the
+# stored ones.
 #
 # It also loses where heads are narrow (the table of exercise 4), where contexts are short (KIVI's window is then most
 # of the cache), and where text must not change: INT8 is not exact.
@@ -806,7 +811,8 @@ brief = replace(greedy, max_tokens=16)
 
 def tokens_of(kind) -> list[list[int]]:
     """One request after the other, so that the sample's single counter has a chance."""
-    engine = LLM(NAME, kv_cache_config={"layout": kind}, max_num_seqs=1, enable_prefix_caching=False, num_kv_blocks=128)
+    options = {"max_num_seqs": 1, "enable_prefix_caching": False, "num_kv_blocks": 128}
+    engine = LLM(NAME, **PLAIN, **options, kv_cache_config={"layout": kind})
     return [output.outputs[0].token_ids for output in engine.generate(short, brief, use_tqdm=False)]
 
 

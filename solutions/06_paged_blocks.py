@@ -21,7 +21,9 @@
 # requests that **share** what they have in common, and copies that are made only **on writing**. Your code runs inside
 # the engine while you watch its pages.
 #
-# You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU.
+# You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU. The engine runs its steps in plain
+# PyTorch here (`enforce_eager=True`): then your attention can take the place of its own, and the two are compared like with
+# like. Lesson 15 brings its compiled step.
 
 # %%
 import os
@@ -41,10 +43,12 @@ torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 prompts = [p.prompt for p in held_out_prompts(24)]
-llm = LLM(NAME, enable_prefix_caching=False)
-config = llm.engine.runner.model.config
+PLAIN = {"enforce_eager": True}  # plain PyTorch, operation by operation
+llm = LLM(NAME, **PLAIN, enable_prefix_caching=False)
+config, tokenizer = llm.engine.runner.model.config, llm.engine.tokenizer
+CONTEXT = llm.max_model_len
 TOKEN_BYTES = 2 * config.num_layers * config.kv_size * 4
-print(f"{NAME}: {TOKEN_BYTES:,} bytes of keys and values per token (lesson 2), context {llm.max_model_len}")
+print(f"{NAME}: {TOKEN_BYTES:,} bytes of keys and values per token (lesson 2), context {CONTEXT}")
 
 # %% [markdown]
 # ## The question, in numbers
@@ -53,8 +57,8 @@ print(f"{NAME}: {TOKEN_BYTES:,} bytes of keys and values per token (lesson 2), c
 # would be *reserved* if each got a buffer for the whole context, as lesson 2 would do it?
 
 # %%
-lengths = [len(llm.engine.tokenizer.encode(prompt)) + greedy.max_tokens for prompt in prompts]
-reserved = len(lengths) * llm.max_model_len
+lengths = [len(tokenizer.encode(prompt)) + greedy.max_tokens for prompt in prompts]
+reserved = len(lengths) * CONTEXT
 print(f"tokens in use at the end: {sum(lengths):,}, the longest text {max(lengths)}, the shortest {min(lengths)}")
 print(f"tokens reserved: {reserved:,}, so {sum(lengths) / reserved:.0%} of the memory would be used")
 
@@ -112,6 +116,7 @@ def allocate(free: list[int], ref_counts: list[int], count: int) -> list[int] | 
 
 # %%
 check("l06.allocate")
+
 
 # %%
 def release(free: list[int], ref_counts: list[int], block_ids: list[int]) -> None:
@@ -227,6 +232,7 @@ def my_paged_attention(q, keys, values, batch, window=None):
 
 mine = LLM(
     NAME,
+    **PLAIN,
     enable_prefix_caching=False,
     num_kv_blocks=40,
     block_pool_cls=MyPool,
@@ -240,7 +246,6 @@ plain = llm.generate(prompts[:4], greedy, use_tqdm=False)
 same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, plain, strict=True)]
 print(f"{sum(same)} of {len(same)} requests gained the same tokens as with minillm's own pool and attention")
 print(f"blocks still held when all is over: {mine.engine.pool.num_used}")
-del mine  # each engine holds its own copy of the weights
 
 # %% [markdown]
 # Look at the tables on top of the picture: the numbers in a table are not in a row, and nobody minds. That is all
@@ -361,10 +366,10 @@ class MyScheduler(Scheduler):
         self.emit(BlockCopied(request.request_id, source, request.block_table[index]))
 
 
-tokenizer = llm.engine.tokenizer
 beginning = 'class Inventory:\n    """Counts of the things in a shop, by name."""\n\n    def __init__(self):\n        self.counts = {}\n\n'
 endings = ["    def add(self, name", "    def remove(self, name", "    def total(self", "    def names(self"]
-sharing = LLM(NAME, num_kv_blocks=40, scheduler_cls=MyScheduler, enable_prefix_caching=True)
+llm = mine = None  # let go of them: each engine holds its own copy of the weights
+sharing = LLM(NAME, **PLAIN, num_kv_blocks=40, scheduler_cls=MyScheduler, enable_prefix_caching=True)
 MyScheduler.cache = sharing.engine.runner.cache
 several = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
 params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3 + [several]
@@ -376,7 +381,9 @@ shared = trace.of(BlocksShared)
 computed = sum(w.num_tokens for step in trace.of(StepRan) for w in step.work if w.kind == "prefill")
 asked = sum(len(o.prompt_token_ids) * len(o.outputs) for o in outputs)
 print(f"{asked} prompt tokens were asked for, {computed} went through the model")
-print(f"{sum(e.num_tokens for e in shared)} were found: {len(shared)} requests share blocks, {len(trace.of(BlockCopied))} copied one before writing")
+print(
+    f"{sum(e.num_tokens for e in shared)} were found: {len(shared)} requests share blocks, {len(trace.of(BlockCopied))} copied one before writing"
+)
 
 # %% [markdown]
 # A trace can be drawn at any step. Here is the one in which the completions part.
@@ -413,12 +420,12 @@ ReplayWidget(CachePagesView(trace))
 # every step compare the slots that are allocated with the slots that are filled. This is counted, not timed.
 
 # %%
-del sharing, MyScheduler.cache
+sharing = MyScheduler.cache = None
 
 
 def average_waste(block_size: int) -> tuple[float, float]:
     """Mean over all steps of: wasted slots per running request, and the filled part of the allocated slots."""
-    engine = LLM(NAME, block_size=block_size, enable_prefix_caching=False)
+    engine = LLM(NAME, **PLAIN, block_size=block_size, enable_prefix_caching=False)
     requests = engine.submit(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     wasted, used, running = 0, 0, 0
     while engine.engine.has_requests:
@@ -452,21 +459,22 @@ print(f"a buffer for the whole context, as in lesson 2, would be filled to {sum(
 # requests at once. The contiguous one is lesson 2's cache as a layout of this engine.
 
 # %%
-budget = 4 * llm.max_model_len * TOKEN_BYTES
-engines = {
-    "contiguous": LLM(NAME, kv_cache_config={"layout": "contiguous"}, kv_cache_memory_bytes=budget),
-    "paged": LLM(NAME, kv_cache_memory_bytes=budget, enable_prefix_caching=False),
-}
+budget = 4 * CONTEXT * TOKEN_BYTES
+layouts = {"contiguous": {"kv_cache_config": {"layout": "contiguous"}}, "paged": {"enable_prefix_caching": False}}
 steps, most, texts = {}, {}, {}
-for label, engine in engines.items():
+for label, options in layouts.items():
+    engine = LLM(NAME, **PLAIN, **options, kv_cache_memory_bytes=budget)
     with engine.trace() as trace:
         texts[label] = [o.outputs[0].token_ids for o in engine.generate(prompts, greedy, use_tqdm=False)]
     steps[label] = len(trace.of(StepRan))
     most[label] = max(len(step.work) for step in trace.of(StepRan))
+    del engine
 print("the same tokens:", texts["contiguous"] == texts["paged"])
-for label in engines:
+for label in layouts:
     print(f"{label:10}  at most {most[label]:2} requests at once, {steps[label]:3} steps for all 24")
-print(f"in the same {budget / 2**20:.0f} MiB, paging runs {most['paged'] / most['contiguous']:.0f} times as many at once")
+print(
+    f"in the same {budget / 2**20:.0f} MiB, paging runs {most['paged'] / most['contiguous']:.0f} times as many at once"
+)
 
 # %% [markdown]
 # Fewer steps for the same work means that each step serves more requests, and every step reads the weights once
@@ -476,8 +484,7 @@ print(f"in the same {budget / 2**20:.0f} MiB, paging runs {most['paged'] / most[
 # ### Sixty-four requests, one beginning
 
 # %%
-del engines, engine
-shared_llm = LLM(NAME)
+shared_llm = LLM(NAME, **PLAIN)
 vocabulary = config.vocab_size
 head = [7 + i * 31 % (vocabulary - 8) for i in range(512)]
 requests = [{"prompt_token_ids": [*head, 1 + i, 2 + i, 3 + i]} for i in range(64)]
@@ -498,11 +505,11 @@ reveal("l06.prefix", computed)
 import statistics
 import time
 
-del shared_llm
+shared_llm = None
 alone = {
-    "in one piece": LLM(NAME, kv_cache_config={"layout": "contiguous"}, max_num_seqs=1),
-    "blocks of 16": LLM(NAME, enable_prefix_caching=False, max_num_seqs=1),
-    "blocks of 1": LLM(NAME, block_size=1, enable_prefix_caching=False, max_num_seqs=1),
+    "in one piece": LLM(NAME, **PLAIN, kv_cache_config={"layout": "contiguous"}, max_num_seqs=1),
+    "blocks of 16": LLM(NAME, **PLAIN, enable_prefix_caching=False, max_num_seqs=1),
+    "blocks of 1": LLM(NAME, **PLAIN, block_size=1, enable_prefix_caching=False, max_num_seqs=1),
 }
 clock = time.thread_time if os.name == "posix" else time.perf_counter
 seconds = {label: [] for label in alone}
@@ -538,7 +545,7 @@ reveal("l06.stream", round(speed["blocks of 16"], 2))
 # %%
 import minillm.cache.prefix as prefix
 
-del alone, engine
+alone = engine = None
 
 
 class Right(Scheduler):
@@ -554,7 +561,9 @@ class NoCopyOnWrite(Scheduler):
         try:
             before = list(self.pool._ref_counts)
             extended = super()._extend(request, start, num_tokens)
-            changed = {b: new for b, (old, new) in enumerate(zip(before, self.pool._ref_counts, strict=True)) if old != new}
+            changed = {
+                b: new for b, (old, new) in enumerate(zip(before, self.pool._ref_counts, strict=True)) if old != new
+            }
         finally:
             self.pool._ref_counts = counts
         for block, count in changed.items():
@@ -609,7 +618,10 @@ def own_names(request, block_size):
 # %%
 from minillm.cache.block_pool import BlockPoolError
 
-MIXED = [prompt_ids + tail for prompt_ids, tail in zip([head[:40]] * 4 + [head[8:40]] * 4, ([1], [2, 3], [4], [5]) * 2, strict=True)]
+MIXED = [
+    prompt_ids + tail
+    for prompt_ids, tail in zip([head[:40]] * 4 + [head[8:40]] * 4, ([1], [2, 3], [4], [5]) * 2, strict=True)
+]
 TWICE = SamplingParams(temperature=0.7, n=2, seed=3, max_tokens=12, ignore_eos=True)
 ONCE = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 mixed_params = [TWICE if i in (1, 6) else ONCE for i in range(8)]
@@ -619,6 +631,7 @@ def run_mixed(scheduler_cls, together: bool) -> tuple[list[list[int]], str, int]
     """Tokens of all completions, what the books said, and blocks left behind."""
     engine = LLM(
         NAME,
+        **PLAIN,
         block_size=8,
         num_kv_blocks=40,
         long_prefill_token_threshold=20,  # a prompt goes in by pieces of 20 tokens, so a block may be half full
@@ -689,7 +702,7 @@ for kind in (Right, NoCopyOnWrite, EmptyCopy, SharesHalfFull, ForgetsParents, Le
 # the same beginning before. With a salt per tenant, names of different tenants never meet:
 
 # %%
-salted = LLM(NAME)
+salted = LLM(NAME, **PLAIN)
 for who in ("alice", "bob", "alice"):
     [output] = salted.generate({"prompt": beginning, "cache_salt": who}, one, use_tqdm=False)
     print(f"{who:6} found {output.num_cached_tokens:2} of {len(output.prompt_token_ids)} tokens in the cache")

@@ -20,7 +20,9 @@
 # prompt is computed in pieces beside the others, and when memory runs dry somebody is put back in the queue. That is a
 # scheduler. You build its four decisions, they run the real engine, and you watch who runs when.
 #
-# You need lesson 6 (blocks and the pool). Everything runs on a laptop's CPU.
+# You need lesson 6 (blocks and the pool). Everything runs on a laptop's CPU. The engine runs its steps in plain PyTorch
+# here (`enforce_eager=True`), so that a step is the one whose cost you counted in lesson 3; lesson 15 brings its compiled
+# step.
 
 # %%
 import os
@@ -39,13 +41,16 @@ from minillm.viz.charts import Axis, LineChart, Series
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
+PLAIN = {"enforce_eager": True, "enable_prefix_caching": False}  # plain PyTorch, and every prompt from its first token
 
 SEATS = 8
 lengths = heavy_tailed_lengths(32)
 prompts = [p.prompt for p in held_out_prompts(80) if len(p.prompt) < 260][:32]
 params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
 print(f"{len(lengths)} requests; output lengths: {', '.join(map(str, lengths))}")
-print(f"{sum(lengths)} tokens in all; half of the requests want at most {sorted(lengths)[15]}, the longest {max(lengths)}")
+print(
+    f"{sum(lengths)} tokens in all; half of the requests want at most {sorted(lengths)[15]}, the longest {max(lengths)}"
+)
 
 # %% [markdown]
 # ## The question, in numbers
@@ -244,6 +249,7 @@ class MyScheduler(Scheduler):
 # %% [markdown]
 # Twelve users arrive one after the other. Rows are requests, columns are steps; watch seats change hands.
 
+
 # %% tags=["expected"] alt="Timeline: one row per request, one column per step. Prefill chunks, decode steps, waiting and the end of each request are told apart by pattern; below, how many seats each step used."
 def serve(engine: LLM, prompts, params, every: int = 0):
     """Queue the prompts (all at once, or one every `every` steps) and step until all are done; returns the requests."""
@@ -258,15 +264,19 @@ def serve(engine: LLM, prompts, params, every: int = 0):
     return requests
 
 
-small = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "enable_prefix_caching": False}
-mine = LLM(NAME, scheduler_cls=MyScheduler, **small)
+small = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_kv_blocks": 128}
+mine = LLM(NAME, scheduler_cls=MyScheduler, **small, **PLAIN)
 few = [SamplingParams(temperature=0, max_tokens=max(4, n // 2), ignore_eos=True) for n in lengths[10:22]]
 with mine.trace() as trace, LiveView(TimelineView(trace), pause=0.05):
     requests = serve(mine, prompts[:12], few, every=2)
 
 # %%
-alone = LLM(NAME, max_num_seqs=1, enable_prefix_caching=False)
-expected = [alone.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(prompts[:12], few, strict=True)]
+mine = None  # let go of it: each engine holds its own copy of the weights
+alone = LLM(NAME, max_num_seqs=1, **PLAIN)
+vocabulary = alone.engine.runner.model.config.vocab_size
+expected = [
+    alone.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(prompts[:12], few, strict=True)
+]
 same = sum(request.output_token_ids == tokens for request, tokens in zip(requests, expected, strict=True))
 print(f"{same} of {len(requests)} requests gained the same tokens as each one alone")
 
@@ -278,7 +288,8 @@ print(f"{same} of {len(requests)} requests gained the same tokens as each one al
 # half was run. The lower half is *modelled*, counted from the same lengths.
 
 # %% tags=["expected"] alt="Two timelines above each other: continuous batching packs the seats tightly, static batching leaves most of each batch empty while its longest request runs."
-crowd = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, enable_prefix_caching=False)
+alone = None
+crowd = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, num_kv_blocks=128, **PLAIN)
 with crowd.trace() as trace:
     crowd_requests = serve(crowd, prompts, params)
 TimelineComparison(trace, batch_size=SEATS)
@@ -287,7 +298,6 @@ TimelineComparison(trace, batch_size=SEATS)
 steps_run = len(trace.of(StepRan))
 busy = sum(len(step.work) for step in trace.of(StepRan))
 queue_left = [step for step in step_metrics(trace) if step.num_waiting]
-del mine, crowd  # each engine holds its own copy of the weights
 while_queue = sum(step.num_running for step in queue_left) / (SEATS * max(1, len(queue_left)))
 print(f"continuous: {steps_run} steps, slot utilisation {busy / (SEATS * steps_run):.0%}")
 print(f"while anyone was waiting: {while_queue:.0%}; after that the last long requests run in a half-empty house")
@@ -308,8 +318,9 @@ reveal("l07.steps", round(count_static(lengths, SEATS) / steps_run, 1))
 import statistics
 import time
 
+crowd = None
 clock = time.thread_time if os.name == "posix" else time.perf_counter
-server = LLM(NAME, max_num_seqs=SEATS, enable_prefix_caching=False)
+server = LLM(NAME, max_num_seqs=SEATS, num_kv_blocks=128, **PLAIN)
 
 
 def run_static() -> None:
@@ -329,7 +340,9 @@ for turn in range(4):
         if turn:
             took.append(clock() - began)
 pairs = [a / b for a, b in zip(seconds[run_static], seconds[run_continuous], strict=True)]
-print(f"continuous batching is {statistics.median(pairs):.2f} times as fast (from {min(pairs):.2f} to {max(pairs):.2f})")
+print(
+    f"continuous batching is {statistics.median(pairs):.2f} times as fast (from {min(pairs):.2f} to {max(pairs):.2f})"
+)
 
 # %% [markdown]
 # Less than the ratio of steps. Why? The static batch was empty for two thirds, and an empty seat costs nothing *in this
@@ -342,8 +355,8 @@ print(f"continuous batching is {statistics.median(pairs):.2f} times as fast (fro
 
 # %% tags=["nbval-ignore-output"]
 SIZES = (1, 2, 4, 8, 16, 32)
-server = None  # let go of it
-wide = LLM(NAME, max_num_seqs=32, enable_prefix_caching=False)
+server = None
+wide = LLM(NAME, max_num_seqs=32, num_kv_blocks=256, **PLAIN)
 long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
@@ -390,11 +403,13 @@ LineChart(
 
 # %%
 reading = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)] * 7
-long_prompt = {"prompt_token_ids": [7 + i * 31 % (alone.engine.runner.model.config.vocab_size - 8) for i in range(600)]}
+long_prompt = {"prompt_token_ids": [7 + i * 31 % (vocabulary - 8) for i in range(600)]}
 wide = None
-print("budget   largest step while seven read   steps until the eighth's first token   readers who ever stood still")
-for budget in (2048, 256, 64, 16):
-    engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, enable_prefix_caching=False)
+
+
+def newcomer(budget: int) -> tuple[int, int, int]:
+    """The largest step while the seven read, steps until the eighth's first token, and readers who stood still in any."""
+    engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, num_kv_blocks=128, **PLAIN)
     readers = engine.submit(prompts[:7], reading)
     while any(not reader.num_output_tokens for reader in readers):
         engine.engine.step()
@@ -407,6 +422,12 @@ for budget in (2048, 256, 64, 16):
             work, waited = trace.of(StepRan)[-1].work, waited + 1
             largest = max(largest, sum(part.num_tokens for part in work) if at_it else 0)
             stood_still = max(stood_still, at_it - sum(part.kind == "decode" for part in work))
+    return largest, waited, stood_still
+
+
+print("budget   largest step while seven read   steps until the eighth's first token   readers who ever stood still")
+for budget in (2048, 256, 64, 16):
+    largest, waited, stood_still = newcomer(budget)
     print(f"{budget:6} {largest:31} {waited:38} {stood_still:30}")
 
 # %% [markdown]
@@ -422,17 +443,23 @@ for budget in (2048, 256, 64, 16):
 
 # %%
 reference = [request.output_token_ids for request in crowd_requests]
-print("blocks   preemptions   tokens computed twice   steps   same tokens")
-for blocks in (64, 28, 20, 14):
-    engine = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, num_kv_blocks=blocks, enable_prefix_caching=False)
+
+
+def in_a_pool_of(blocks: int) -> tuple[list[RequestPreempted], int, int]:
+    """What was preempted, the steps, and the requests with the right tokens."""
+    engine = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, num_kv_blocks=blocks, **PLAIN)
     with engine.trace() as trace:
         done = serve(engine, prompts, params)
     lost = trace.of(RequestPreempted)
     same = sum(a.output_token_ids == b for a, b in zip(done, reference, strict=True))
-    print(
-        f"{blocks:6} {len(lost):13} {sum(e.num_computed_tokens for e in lost):23} {len(trace.of(StepRan)):7} "
-        f"{same:8} of {len(done)}"
-    )
+    return lost, len(trace.of(StepRan)), same
+
+
+print("blocks   preemptions   tokens computed twice   steps   same tokens")
+for blocks in (64, 28, 20, 14):
+    lost, steps, same = in_a_pool_of(blocks)
+    twice = sum(event.num_computed_tokens for event in lost)
+    print(f"{blocks:6} {len(lost):13} {twice:23} {steps:7} {same:8} of {len(reference)}")
 
 # %% [markdown]
 # **Where continuous batching loses.** With one user there is nothing to batch. When all requests arrive together and have
@@ -512,7 +539,9 @@ class KeepsCounter(Scheduler):
 trickle = [prompts[i % 8] for i in range(24)]
 trickle[6] = {"prompt_token_ids": long_prompt["prompt_token_ids"][:300]}
 answers = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 24
+alone = LLM(NAME, max_num_seqs=1, **PLAIN)
 want = [alone.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(trickle, answers, strict=True)]
+alone = None
 
 
 def examine(scheduler_cls) -> tuple[int, int, int, int, int]:
@@ -523,7 +552,7 @@ def examine(scheduler_cls) -> tuple[int, int, int, int, int]:
         max_num_seqs=6,
         max_num_batched_tokens=64,
         num_kv_blocks=26,
-        enable_prefix_caching=False,
+        **PLAIN,
     )
     for pool in (engine.engine.runner.cache.keys, engine.engine.runner.cache.values):
         pool.zero_()  # slots that nobody has written hold chance otherwise, and what is wrong would differ every time

@@ -32,6 +32,7 @@ def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[s
         found["speculative_config"] = {
             "method": "draft_model",
             "model": draft,
+            "quantization": None if "eager" in name else "w8a8",  # lossless all the same: the target has the last word
             "num_speculative_tokens": num_drafts,
         }
     return found
@@ -44,7 +45,7 @@ class OwnEngine:
         from minillm import LLM
 
         self.llm = LLM(model, **llm_options)
-        kept = ("dtype", "quantization", "enforce_eager", "kv_cache_dtype")
+        kept = ("dtype", "quantization", "enforce_eager", "kv_cache_dtype", "speculative_config")
         self.about: dict[str, Any] = {key: value for key, value in llm_options.items() if key in kept}
 
     def complete(self, prompt: Sequence[int], new_tokens: int) -> Completion:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 CHUNK = 16
 """Tokens of each row per step."""
-ROWS_AT_ONCE = 512
+ROWS_AT_ONCE = 128
 """Distributions that are compared at once, to save memory."""
 
 
@@ -138,7 +139,8 @@ def logprobs(runner: ModelRunner, texts: Texts) -> Tensor:
 
     All rows run together, `CHUNK` tokens each per step, each in cache blocks of its own.
     """
-    found: list[list[Tensor]] = [[] for _ in texts.rows]
+    first = [0, *accumulate(len(own) for own in texts.scored)]
+    found = torch.empty(first[-1], runner.model.config.vocab_size, device=runner.device)
     blocks = -(-max(map(len, texts.rows)) // runner.block_size)
     for start in range(0, max(map(len, texts.rows)), CHUNK):
         active = [r for r, row in enumerate(texts.rows) if start < len(row)]
@@ -146,9 +148,12 @@ def logprobs(runner: ModelRunner, texts: Texts) -> Tensor:
         tables = [range(r * blocks, (r + 1) * blocks) for r in active]
         segments = [Segment(part, start, list(t), len(part)) for part, t in zip(parts, tables, strict=True)]
         for r, rows in zip(active, runner.run(segments).split([len(part) for part in parts]), strict=True):
-            found[r].append(rows.float())
-    kept = [torch.cat(rows)[[i - 1 for i in own]] for rows, own in zip(found, texts.scored, strict=True)]
-    return torch.cat(kept).log_softmax(-1)
+            # Token i is expected by the row before it.
+            places = [(k, i - 1 - start) for k, i in enumerate(texts.scored[r], first[r]) if start < i <= start + CHUNK]
+            if places:
+                into, of = map(list, zip(*places, strict=True))
+                found[into] = rows[of].float().log_softmax(-1)
+    return found
 
 
 def judge(reference: Tensor, got: Tensor, texts: Texts) -> Quality:

@@ -20,6 +20,8 @@ from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import load_config, load_model, resolve
 from minillm.models.runner import ModelRunner
+from minillm.quantization.model import quantize_unembedding
+from minillm.quantization.schemes import make_scheme
 from minillm.speculative.draft_model import DraftModelDrafter
 from minillm.speculative.drafter import Drafter
 from minillm.tokenizer import Tokenizer
@@ -68,6 +70,8 @@ def assemble(
     for runner in runners:
         _use_ops(runner.cache, args.ops or {}, cache)
         _check_rollback(runner.cache, cache, speculative)
+        if not args.enforce_eager:
+            runner.speed_up()
     engine = Engine(
         runners[0],
         (args.block_pool_cls or BlockPool)(num_blocks, config.block_size),
@@ -151,13 +155,16 @@ def _load_draft(
     if speculative.model is None:
         return None
     folder = resolve(speculative.model)
+    scheme = None if speculative.quantization is None else make_scheme(speculative.quantization)
     if not tokenizer.same_vocabulary(Tokenizer.from_folder(folder)):
         raise TokenizerMismatchError(
             f"the draft {speculative.model!r} has another tokenizer than the target, so its guesses would mean other "
             "text; use a draft trained with the target's tokenizer"
         )
     weight = target.embed_tokens.weight
-    draft = load_model(folder, weight.dtype, weight.device)
+    draft = load_model(folder, weight.dtype, weight.device, speculative.quantization)
+    if scheme is not None:
+        quantize_unembedding(draft, scheme)
     if draft.config.vocab_size != target.config.vocab_size:
         raise TokenizerMismatchError(
             f"the draft {speculative.model!r} has {draft.config.vocab_size} logits, the target "

@@ -52,7 +52,8 @@ def why_not(model: Decoder, cache: KVCache) -> str | None:
         )
     linears = map(model.get_submodule, _linears(model))
     schemes = {type(m.scheme) if isinstance(m, QuantizedLinear) else None for m in linears}
-    if len(schemes) > 1 or not schemes <= {None, Int8, W8A8}:
+    head = type(model.lm_head.scheme) if isinstance(model.lm_head, QuantizedLinear) else None
+    if len(schemes) > 1 or not schemes | {head} <= {None, Int8, W8A8}:
         return "it has products for float, int8 and w8a8 weights, one kind for all layers"
     return None
 
@@ -108,7 +109,8 @@ class CpuExecutor:
         vectors.add(torch.full((LANES,), config.rms_norm_eps))
         self.matrices = np.full((4 * config.num_layers + 1, MATRIX_FIELDS), NONE, np.int64)
         self.weights = _pack_all(model, _linears(model), self.matrices[:-1], vectors)
-        embedding, tied = model.embed_tokens.weight, model.lm_head.weight is model.embed_tokens.weight
+        embedding = model.embed_tokens.weight
+        tied = not isinstance(model.lm_head, QuantizedLinear) and model.lm_head.weight is embedding
         self.embedding = np.zeros(0, np.float32) if tied else _narrow([embedding])(embedding).reshape(-1)
         model.embed_tokens = Moved()
         self.head = _pack_all(model, ["lm_head"], self.matrices[-1:], vectors)

@@ -61,6 +61,17 @@ def quantize_model(
     return model
 
 
+def quantize_unembedding(model: Decoder, scheme: Scheme) -> Decoder:
+    """Replace the unembedding too, in place; a tied embedding stays as it is. Worth it where logits need not be exact.
+
+    Raises what `Scheme.quantize` raises.
+    """
+    quantized = empty_like(model.lm_head, scheme)
+    quantized.fill(scheme.quantize(model.lm_head.weight))
+    model.lm_head = quantized
+    return model
+
+
 def empty_like(linear: nn.Linear, scheme: Scheme) -> QuantizedLinear:
     """A quantised layer of the same shape, bias and device, its weight not filled in yet."""
     return QuantizedLinear(

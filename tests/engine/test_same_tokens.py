@@ -15,6 +15,7 @@ from minillm.trace import DraftProposed, RequestPreempted, StepRan
 NUM_PROMPTS = 104
 NEW_TOKENS = 24
 DRAFT = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4}
+ROUGH_DRAFT = {**DRAFT, "quantization": "w8a8"}
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
@@ -58,6 +59,30 @@ def tokens_of(llm: LLM, texts: list[str]) -> list[list[int]]:
 def test_together(expected: list[list[int]], block_size: int, speculative: dict | None) -> None:
     llm = LLM("minicoder", block_size=block_size, speculative_config=speculative)
     assert tokens_of(llm, prompts()) == expected
+
+
+@pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])
+def test_in_plain_pytorch(expected: list[list[int]], speculative: dict | None) -> None:
+    llm = LLM("minicoder", speculative_config=speculative, enforce_eager=True)
+    assert llm.engine.runner.executor is None
+    assert tokens_of(llm, prompts()) == expected
+
+
+def test_a_draft_of_fewer_bits_changes_nothing(expected: list[list[int]]) -> None:
+    llm = LLM("minicoder", speculative_config=ROUGH_DRAFT)
+    assert tokens_of(llm, prompts()) == expected
+
+
+@pytest.mark.parametrize(("weights", "cache"), [("w8a8", "auto"), ("int8", "int8")])
+def test_rounded_numbers_give_the_same_tokens_alone_in_company_and_drafted(weights: str, cache: str) -> None:
+    # Only the compiled step promises this: there a token is the same to the last bit whatever runs beside it.
+    texts = prompts()[:16]
+    options = {"quantization": weights, "kv_cache_dtype": cache}
+    together = tokens_of(LLM("minicoder", **options), texts)
+    alone = LLM("minicoder", block_size=8, enable_prefix_caching=False, **options)
+    assert alone.engine.runner.executor is not None
+    assert [tokens_of(alone, [text])[0] for text in texts] == together
+    assert tokens_of(LLM("minicoder", speculative_config=ROUGH_DRAFT, **options), texts) == together
 
 
 @pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])

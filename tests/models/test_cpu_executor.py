@@ -22,7 +22,7 @@ from minillm.models.runner import ModelRunner, Segment
 from minillm.ops.cpu.simd import BFLOAT, HALF
 from minillm.quantization.int4 import Int4
 from minillm.quantization.int8 import Int8
-from minillm.quantization.model import quantize_model
+from minillm.quantization.model import quantize_model, quantize_unembedding
 from minillm.quantization.w8a8 import W8A8
 
 PLAIN = ModelConfig(97, 64, 96, 3, 4, 2, 32, 64, rope=RopeConfig())
@@ -207,3 +207,12 @@ def test_drafting_in_one_call_takes_the_tokens_of_step_by_step(count: int) -> No
     assert fast.draft(segments, count) == plain.draft(segments, count)
     after = [Segment([50], 22 + count - 1, TABLE), Segment([51], 7 + count - 1, [21, 22, 23, 24])]
     assert relative(fast.run(after), plain.run(after)) < 1e-5  # the same keys and values were written
+
+
+def test_a_quantised_unembedding_gives_the_logits_of_the_plain_way() -> None:
+    for config in (PLAIN, SHAPES["tied"]):
+        exact = outputs(runner_of(random_model(config), fast=False))
+        model = quantize_unembedding(quantize_model(random_model(config), W8A8()), W8A8())
+        got, right = outputs(runner_of(model)), outputs(runner_of(model, fast=False))
+        assert relative(got, right) < 0.5 * relative(right, exact)
+        assert torch.equal(model.embed_tokens.weight, random_model(config).embed_tokens.weight)

@@ -147,7 +147,7 @@ def test_pieces_of_the_unit_interval_are_the_probabilities():
 
 def test_the_naive_loop_writes_what_the_engine_writes(tiny):
     model, tokenizer = load_model(str(tiny.target), torch.float32, "cpu"), Tokenizer.from_folder(tiny.target)
-    llm = LLM(str(tiny.target), dtype="float32", device="cpu")
+    llm = LLM(str(tiny.target), dtype="float32", device="cpu", enforce_eager=True)
 
     class Mine:
         def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:

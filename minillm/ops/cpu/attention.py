@@ -25,8 +25,8 @@ from minillm.ops.cpu.panels import tiles
 from minillm.ops.cpu.rows import read_row
 from minillm.ops.cpu.simd import LANES, exp, largest, load, maximum, splat, stay_whole, store, total, transpose
 
-ROWS = 12
-"""Query rows of a task: two tiles."""
+ROWS = 24
+"""Query rows of a task: four tiles."""
 ZERO, NOTHING = np.float32(0), np.float32(-np.inf)
 
 
@@ -56,10 +56,12 @@ def attend(
     all_rows = 0
     for r in range(requests.shape[0]):
         all_rows += requests[r, 1] * group * num_kv_heads
-    rows = min(ROWS, max(1, (all_rows + size - 1) // size))
+    most = min(ROWS, max(1, (all_rows + size - 1) // size))
     task = 0
     for r in range(requests.shape[0]):
         request_rows = requests[r, 1] * group
+        tasks = (request_rows + most - 1) // most
+        rows = (request_rows + tasks - 1) // tasks  # tasks of one size: threads that share them end together
         for head in range(num_kv_heads):
             for first in range(0, request_rows, rows):
                 if task % size == number:

@@ -20,7 +20,7 @@ from numba import config, njit
 from numba.core import event
 from tqdm.auto import tqdm
 
-OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
 """For every function compiled here: dividing by zero gives infinity, and other threads go on meanwhile."""
 PREFIX = "minillm-step-"
 FUNCTIONS = 41

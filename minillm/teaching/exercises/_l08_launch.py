@@ -1,0 +1,261 @@
+"""How lesson 08 launches a kernel that it does not trust, and what it reports of the launch.
+
+Every tensor stands in a larger buffer full of a poison: NaN, or 99 for codes. A result is poison too until somebody
+writes it. So a kernel that reads or writes beyond the end of a tensor meets NaN or leaves a trace. What leaves no trace
+is a read whose lanes are never stored; that one is looked for in the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.errors import LessonError
+from minillm.ops.dispatch import has_triton
+
+GUARD = 512
+"""Poisoned numbers before and after every tensor: more than any wrong kernel of the lesson strays."""
+POISON_CODE = 99
+UNWRITTEN = {torch.float32: 0x7FC0BEEF, torch.float16: 0x7E55}
+"""NaN of other bits than usual: a result that nobody has written is told from one that somebody has spoilt."""
+BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+Launch = Callable[..., Any]
+
+
+class KernelError(LessonError):
+    """A kernel stopped: what the interpreter or the compiler says, and the line."""
+
+
+class LazyKernel:
+    """A kernel of `_l08_kernels`, looked up when it is used, because importing it imports Triton.
+
+    Launched as a kernel is: `kernel[grid](…)`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Launch:
+        return resolve(self)[grid]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises `LessonError`: a kernel has a grid."""
+        raise LessonError(f"a kernel is launched with a grid: {self.__name__}[(programs,)](…)")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(resolve(self).fn)
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Without a GPU: Triton is told to interpret, while it is imported and while kernels run. NumPy, which the
+    interpreter computes with, keeps quiet about infinities, as a GPU does."""
+    before = os.environ.get("TRITON_INTERPRET")
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        if before is None:
+            os.environ.pop("TRITON_INTERPRET", None)
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> Any:
+    """The module of kernels. Raises `LessonError` where there is no Triton, or one that was imported too early."""
+    if not has_triton():
+        raise LessonError("Triton is not installed; on Linux, WSL and Colab: pip install triton")
+    with interpreting():
+        found = import_module("minillm.teaching.exercises._l08_kernels")
+        library = import_module("triton.language")
+    if type(found.copy_kernel) is not type(library.sum):  # `tl.sum` is a kernel too, made when Triton was imported
+        raise LessonError(
+            "Triton was imported before TRITON_INTERPRET=1 was set, and can now neither compile nor interpret; restart "
+            "the notebook's kernel and run it from its first cell"
+        )
+    return found
+
+
+def resolve(function: Any) -> Any:
+    """The Triton kernel behind `function`: itself, or the one that a `LazyKernel` names."""
+    return getattr(_kernels(), function.__name__) if isinstance(function, LazyKernel) else function
+
+
+class Fence:
+    """A tensor in the middle of poison. `tensor` has `shape`, rows `stride` numbers apart; `stride` None: no gaps."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, stride: int | None = None) -> None:
+        rows = shape[0] if len(shape) == 2 else 1
+        stride = shape[-1] if stride is None else stride
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        poison = float("nan") if dtype.is_floating_point else POISON_CODE
+        self.buffer = torch.full((rows * stride + 2 * GUARD,), poison, dtype=dtype, device=device)
+        self.tensor = self.buffer.as_strided(shape, (stride, 1)[-len(shape) :], GUARD)
+        self.bits = self.buffer.view(BITS[dtype.itemsize])
+        self.before = self.bits.clone()
+
+    @classmethod
+    def around(cls, x: Tensor, stride: int | None = None) -> Fence:
+        """A fenced copy of `x`."""
+        fence = cls(tuple(x.shape), x.dtype, stride)
+        fence.tensor.copy_(x)
+        fence.before = fence.bits.clone()
+        return fence
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, stride: int | None = None) -> Fence:
+        """Room for a result of floats, NaN until it is written."""
+        fence = cls(shape, dtype, stride)
+        fence.before = fence.bits.fill_(UNWRITTEN[dtype]).clone()
+        return fence
+
+    def num_changed(self, outside: bool) -> int:
+        """Numbers that are not what they were: of the whole buffer, or only those `outside` the tensor."""
+        changed = self.bits != self.before
+        if outside:
+            changed.as_strided(self.tensor.shape, self.tensor.stride(), GUARD).fill_(False)
+        return int(changed.sum())
+
+
+def launch(
+    function: Any,
+    grid: tuple[int, ...],
+    inputs: Sequence[Fence],
+    out: Fence,
+    numbers: Sequence[Any],
+    full: bool,
+    **sizes: int,
+) -> dict[str, object]:
+    """Run the kernel `function` and say what it did: the result, and where else it was.
+
+    It is called with the tensors of `inputs`, that of `out`, `numbers`, and `sizes` as its `tl.constexpr`. `full`: all
+    its lanes have a number to work on, so it may do without masks. Raises
+    `NotImplementedError` for a stub, `KernelError` for a kernel that stops, `LessonError` for what is no kernel.
+    """
+    kernel = resolve(function)
+    if not hasattr(kernel, "fn"):
+        function(*(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes)  # a plain stub says so itself
+        raise LessonError("this is a Python function and no kernel: is @triton.jit above it?")
+    _check_parameters(kernel, len(inputs) + 1 + len(numbers), tuple(sizes))
+    tree = _source(kernel)
+    if (stub := _stub(tree)) is not None:
+        raise NotImplementedError(stub)
+    with interpreting():
+        _kernels()  # says so if Triton cannot run
+        try:
+            kernel[grid](*(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes)
+        except Exception as problem:
+            raise KernelError(_in_words(kernel, problem)) from problem
+    return {
+        "out": out.tensor.cpu(),
+        "numbers written beyond out": out.num_changed(outside=True),
+        "input numbers overwritten": sum(fence.num_changed(outside=False) for fence in inputs),
+        "blocks loaded without a mask": [] if full else unmasked_loads(tree),
+    }
+
+
+def _check_parameters(kernel: Any, count: int, sizes: tuple[str, ...]) -> None:
+    """Raises `LessonError` if the kernel cannot be given `count` tensors and numbers, and `sizes` by name."""
+    names = tuple(inspect.signature(kernel.fn).parameters)
+    if len(names) != count + len(sizes) or names[count:] != sizes:
+        raise LessonError(
+            f"your kernel takes ({', '.join(names)}), but it is launched with {count} tensors and numbers, then "
+            f"{' and '.join(f'{size}=' for size in sizes)}; keep the parameters of the exercise"
+        )
+
+
+def _in_words(kernel: Any, problem: Exception) -> str:
+    """What stopped the kernel, in one line, with the line of the kernel that did."""
+    cause = problem.__cause__ or problem
+    lines = [line for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
+    own = kernel.fn.__code__.co_filename
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if frame.filename == own and frame.line]
+    where = f" (in the line `{frames[-1].line}`)" if frames and frames[-1].name == kernel.fn.__name__ else ""
+    return f"{type(cause).__name__}: {lines[-1].strip()}{where}"
+
+
+def _source(kernel: Any) -> ast.FunctionDef | None:
+    """The kernel as Python reads it; None if its text is not to be had."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
+    except (OSError, SyntaxError, TypeError):
+        return None
+    return next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
+
+
+def _stub(tree: ast.FunctionDef | None) -> str | None:
+    """The message of a kernel that only raises `NotImplementedError`; None if it does more."""
+    body = [node for node in tree.body if not _is_text(node)] if tree else []
+    if not body or not isinstance(body[0], ast.Raise):
+        return None
+    said = [node.value for node in ast.walk(body[0]) if isinstance(node, ast.Constant)]
+    return str(said[0]) if said else "write it here"
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def unmasked_loads(tree: ast.FunctionDef | None) -> list[str]:
+    """Calls of `tl.load` that fetch a whole block and have no mask, as they are written.
+
+    A block is what is made from `tl.arange`. One whose places are kept inside the tensor in another way (by `%`,
+    `tl.minimum`, `tl.where` or `tl.clamp`) needs no mask. The source is looked at, not the run.
+    """
+    found, kinds = [], {}
+    for node in _in_order(tree.body if tree else []):
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name):
+                before = kinds.get(target.id, "number") if isinstance(node, ast.AugAssign) else "number"
+                kinds[target.id] = _kind(node.value, kinds) if before == "number" else before
+        for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+            masked = len(call.args) > 1 or any(word.arg == "mask" for word in call.keywords)
+            if _name(call.func) == "load" and call.args and not masked and _kind(call.args[0], kinds) == "block":
+                found.append(ast.unparse(call))
+    return found
+
+
+def _in_order(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Simple statements, those of loops and branches included."""
+    for node in body:
+        inner = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
+        if inner:
+            yield from _in_order(inner)
+        else:
+            yield node
+
+
+def _kind(node: ast.expr, kinds: Mapping[str, str]) -> str:
+    """`block`, `kept inside` (a block that cannot leave the tensor) or `number`."""
+    if isinstance(node, ast.Call) and _name(node.func) in ("load", "sum", "max", "min"):
+        return "number"
+    parts = [kinds.get(node.id, "number")] if isinstance(node, ast.Name) else []
+    if isinstance(node, ast.Call) and _name(node.func) == "arange":
+        parts.append("block")
+    parts += [_kind(child, kinds) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+    bounded = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+    bounded |= isinstance(node, ast.Call) and _name(node.func) in ("minimum", "where", "clamp")
+    if "block" in parts and not bounded and "kept inside" not in parts:
+        return "block"
+    return "kept inside" if "block" in parts or "kept inside" in parts else "number"
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

@@ -1,0 +1,280 @@
+"""Lesson 08, Triton, first kernels: lanes and masks, a copy with strides, softmax, RMSNorm, INT8 codes to numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
+from minillm.teaching.exercises._l08_launch import Fence, LazyKernel, launch
+
+
+def _planted(mistake: str, kernel: str, says: str = "") -> WrongVersion:
+    return WrongVersion(mistake, LazyKernel(kernel), says)
+
+
+def loads_without_mask(attempt: Attempt) -> str | None:
+    """Says so if nothing is wrong but a load that reaches beyond the end of its tensor."""
+    loads = attempt.got["blocks loaded without a mask"]
+    rest = [key for key in attempt.got if key not in ("out", "blocks loaded without a mask")]
+    if not loads or any(attempt.got[key] != attempt.expected[key] for key in rest):
+        return None
+    if not torch.allclose(attempt.got["out"], attempt.expected["out"], 1e-4, 1e-5, equal_nan=True):
+        return None
+    return f"{loads[0]} has no mask: it reads beyond the end of the tensor, where a GPU may stop with an error"
+
+
+# --------------------------------------------------------------------------------------------------------------- lanes
+
+
+def lanes(rows: int, columns: int, block: int) -> tuple[int, int]:
+    """Programs, and lanes switched off by the mask, when each program has `block` columns of one row."""
+    programs = rows * -(-columns // block)
+    return programs, programs * block - rows * columns
+
+
+def _rounds_down(rows: int, columns: int, block: int) -> tuple[int, int]:
+    programs = rows * (columns // block)
+    return programs, max(0, programs * block - rows * columns)
+
+
+def _one_more(rows: int, columns: int, block: int) -> tuple[int, int]:
+    programs = rows * (columns // block + 1)
+    return programs, programs * block - rows * columns
+
+
+def _flat(rows: int, columns: int, block: int) -> tuple[int, int]:
+    programs = -(-rows * columns // block)
+    return programs, programs * block - rows * columns
+
+
+def _one_row_of_lanes(rows: int, columns: int, block: int) -> tuple[int, int]:
+    return rows * -(-columns // block), -columns % block
+
+
+def _busy_lanes(rows: int, columns: int, block: int) -> tuple[int, int]:
+    return rows * -(-columns // block), rows * columns
+
+
+_LANES = Exercise(
+    name="l08.lanes",
+    reference=lanes,
+    cases=[
+        Case("one row, one block", (1, 8, 8)),
+        Case("one row, two blocks and a remainder", (1, 21, 8)),
+        Case("five rows of thirteen", (5, 13, 8)),
+        Case("a row narrower than its block", (3, 5, 64)),
+        Case("rows of 384 in blocks of 512", (4, 384, 512)),
+    ],
+    hints=(
+        "How many blocks does one row need? A block that is not full is a block all the same.",
+        "Blocks of a row: columns / block, rounded up. There are so many programs for each row, `block` lanes each; "
+        "rows · columns of all lanes have a number to work on.",
+        "programs = rows * -(-columns // block); return programs, programs * block - rows * columns",
+    ),
+    wrong=(
+        WrongVersion("rounds down, so the last columns have no program", _rounds_down),
+        WrongVersion("always adds a block, even where columns divide evenly", _one_more),
+        WrongVersion("lets a block run on into the next row", _flat),
+        WrongVersion("counts the masked lanes of one row only", _one_row_of_lanes),
+        WrongVersion("counts the lanes that work, not those that are masked", _busy_lanes),
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------------------------- copy
+
+
+def run_copy(kernel: LazyKernel, x: Tensor, x_stride: int, out_stride: int, block: int) -> dict[str, object]:
+    """Launch a copy of `x` `[rows, columns]` whose rows lie `x_stride` apart, to rows `out_stride` apart."""
+    rows, columns = x.shape
+    numbers = (columns, x_stride, out_stride)
+    out, grid = Fence.empty((rows, columns), x.dtype, out_stride), (rows, -(-columns // block))
+    return launch(kernel, grid, [Fence.around(x, x_stride)], out, numbers, columns % block == 0, BLOCK=block)
+
+
+def _grid_of(rows: int, columns: int) -> Tensor:
+    """Numbers that say where they are: row 2, column 3 holds 2.3."""
+    return torch.arange(rows)[:, None] + torch.arange(columns)[None, :] / 10
+
+
+_COPY = Exercise(
+    name="l08.copy_kernel",
+    reference=LazyKernel("copy_kernel"),
+    cases=lambda: [
+        Case("one row of two whole blocks", (_grid_of(1, 8), 8, 8, 4)),
+        Case("the last block is not full", (_grid_of(1, 6), 6, 6, 4)),
+        Case("three rows", (_grid_of(3, 4), 4, 4, 4)),
+        Case("rows of a wider tensor: 5 columns, rows 7 apart", (_grid_of(2, 5), 7, 5, 4)),
+        Case("rows of a wider result: 5 columns, rows 9 apart", (_grid_of(2, 5), 5, 9, 4)),
+    ],
+    drive=run_copy,
+    hints=(
+        "Two questions: which row is this program's, and which of its columns? Then: where in memory is that, in x and "
+        "in out?",
+        "row = tl.program_id(0); column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK). A row begins at "
+        "row * stride, and the two tensors have strides of their own. Lanes with column >= columns must do "
+        "nothing.",
+        "inside = column < columns; x = tl.load(x_ptr + row * x_stride + column, mask=inside); "
+        "tl.store(out_ptr + row * out_stride + column, x, mask=inside)",
+    ),
+    wrong=(
+        _planted("has no mask, so the last block of a row runs over its end", "copy_without_mask"),
+        _planted("loads without a mask", "copy_loads_without_mask", says="has no mask: it reads beyond the end"),
+        _planted("lets one lane too many in (<= instead of <)", "copy_one_too_many"),
+        _planted("copies whole blocks and leaves the remainder", "copy_whole_blocks"),
+        _planted("copies the first block in every program: program_id(1) is missing", "copy_first_block"),
+        _planted("takes the number of columns for the distance between rows", "copy_columns_for_stride"),
+        _planted("takes the stride of x for the stride of out", "copy_one_stride"),
+        _planted("swaps the two program ids", "copy_swapped_ids"),
+    ),
+    diagnose=loads_without_mask,
+)
+
+# ------------------------------------------------------------------------------------------------------------- softmax
+
+
+def run_softmax(kernel: LazyKernel, x: Tensor, block: int) -> dict[str, object]:
+    """Launch a softmax of each row of `x` `[rows, columns]`, one program per row."""
+    rows, columns = x.shape
+    out = Fence.empty((rows, columns), x.dtype)
+    return launch(kernel, (rows,), [Fence.around(x)], out, (columns,), columns == block, BLOCK=block)
+
+
+_SOFTMAX = Exercise(
+    name="l08.softmax_kernel",
+    reference=LazyKernel("softmax_kernel"),
+    cases=lambda: [
+        Case("one row that fills its block", (torch.tensor([[0.0, 1.0, 2.0, -1.0]]), 4)),
+        Case("three columns in a block of four", (torch.tensor([[1.0, 2.0, 3.0]]), 4)),
+        Case("three rows of five columns", (_grid_of(3, 5) * torch.tensor([1.0, -2.0, 3.0, 1.0, -1.0]), 8)),
+        Case("large scores: e^1000 is infinite", (torch.tensor([[1000.0, 999.0, 998.0]]), 4)),
+        Case("scores far below zero: e^-200 is zero", (torch.tensor([[-200.0, -201.0, -200.5]]), 4)),
+        Case("a key that must not be seen", (torch.tensor([[0.5, -float("inf"), 1.5]]), 4)),
+    ],
+    drive=run_softmax,
+    hints=(
+        "The sum and the maximum run over all lanes of the block, the masked ones too. Which number in a masked lane "
+        "changes neither?",
+        "Load with other=-float('inf'): it never is the maximum, and e to the power of it is 0. Take the maximum off "
+        "before the exponential; the quotient stays the same and nothing overflows.",
+        "x = tl.load(x_ptr + row * columns + column, mask=inside, other=-float('inf')); e = tl.exp(x - tl.max(x, 0)); "
+        "store e / tl.sum(e, 0) under the same mask.",
+    ),
+    wrong=(
+        _planted("does not take the maximum off, so large scores overflow", "softmax_without_max"),
+        _planted("sums over the padding: e^0 = 1 for every masked lane", "softmax_counts_padding"),
+        _planted("takes the maximum over the padding's zeros", "softmax_max_of_padding"),
+        _planted("has no mask at all", "softmax_without_mask"),
+        _planted("stores without a mask, into the row that follows", "softmax_stores_without_mask"),
+        _planted("reads the first row in every program", "softmax_first_row"),
+        _planted("takes BLOCK for the distance between rows", "softmax_rows_of_block"),
+        _planted("divides by the maximum and not by the sum", "softmax_over_max"),
+    ),
+    diagnose=loads_without_mask,
+)
+
+# ------------------------------------------------------------------------------------------------------------- RMSNorm
+
+
+def run_rms_norm(kernel: LazyKernel, x: Tensor, weight: Tensor, eps: float, block: int) -> dict[str, object]:
+    """Launch RMSNorm of each row of `x` `[rows, columns]`, one program per row."""
+    rows, columns = x.shape
+    inputs, out = [Fence.around(x), Fence.around(weight)], Fence.empty((rows, columns), x.dtype)
+    return launch(kernel, (rows,), inputs, out, (columns, eps), columns == block, BLOCK=block)
+
+
+def _rms_cases() -> list[Case]:
+    ones = torch.ones(5)
+    half = torch.tensor([[300.0, -280.0, 310.0, 290.0, 1.0]], dtype=torch.float16)
+    return [
+        Case("one row that fills its block", (torch.tensor([[1.0, -2.0, 3.0, 0.5]]), torch.ones(4), 1e-5, 4)),
+        Case("five columns in a block of eight", (torch.tensor([[1.0, -2.0, 3.0, 0.5, 1.5]]), ones, 1e-5, 8)),
+        Case("a weight per column, two rows", (_grid_of(2, 3) + 1, torch.tensor([1.0, 0.5, -2.0]), 1e-5, 4)),
+        Case("a row so small that eps counts", (torch.tensor([[1e-3, -2e-3, 1e-3, 3e-3]]), torch.ones(4), 1e-5, 4)),
+        Case("float16 numbers whose squares do not fit: 300² > 65504", (half, ones.half(), 1e-5, 8)),
+    ]
+
+
+_RMS_NORM = Exercise(
+    name="l08.rms_norm_kernel",
+    reference=LazyKernel("rms_norm_kernel"),
+    cases=_rms_cases,
+    drive=run_rms_norm,
+    hints=(
+        "Load the row and turn it into float32 before anything is squared. Which number in a masked lane leaves a sum "
+        "of squares alone, and how many numbers is the mean over?",
+        "x = tl.load(…, mask=inside, other=0.0).to(tl.float32); the mean is tl.sum(x * x, 0) / columns, never / BLOCK; "
+        "eps is added to it under the root. The weight is one row, the same for all programs.",
+        "tl.store(out_ptr + row * columns + column, x / tl.sqrt(mean + eps) * weight, mask=inside), with "
+        "weight = tl.load(weight_ptr + column, mask=inside, other=0.0).",
+    ),
+    wrong=(
+        _planted("divides the sum by BLOCK and not by the number of columns", "rms_mean_of_block"),
+        _planted("forgets eps", "rms_without_eps"),
+        _planted("adds eps after the root and not under it", "rms_eps_outside"),
+        _planted("forgets the root", "rms_without_root"),
+        _planted("forgets the weight", "rms_without_weight"),
+        _planted("looks for another weight in every row", "rms_weight_per_row"),
+        _planted("squares in float16, where 300² is infinite", "rms_squares_in_half"),
+        _planted("loads without a mask, so that what lies behind the row is in the sum", "rms_without_mask"),
+        _planted("takes the mean off first, which is LayerNorm", "rms_takes_mean_off"),
+    ),
+    diagnose=loads_without_mask,
+)
+
+# ---------------------------------------------------------------------------------------------------------- dequantise
+
+
+def run_dequantise(
+    kernel: LazyKernel, codes: Tensor, scale: Tensor, rows_per_program: int, block: int
+) -> dict[str, object]:
+    """Launch codes `[rows, columns]` times scale `[rows]` → float32, `rows_per_program` rows to a program."""
+    rows, columns = codes.shape
+    inputs, out = [Fence.around(codes), Fence.around(scale)], Fence.empty((rows, columns), torch.float32)
+    grid, full = (-(-rows // rows_per_program),), rows % rows_per_program == 0 and columns == block
+    return launch(kernel, grid, inputs, out, (rows, columns), full, ROWS=rows_per_program, BLOCK=block)
+
+
+def _dequantise_cases() -> list[Case]:
+    codes = torch.tensor([[1, -2, 3, 4], [10, 20, -30, 40], [5, 0, 0, 7], [-1, 1, -1, 1], [9, 8, -7, 6]])
+    codes = codes.to(torch.int8)
+    scale = torch.tensor([0.5, 0.25, 2.0, 4.0, 0.125])
+    six = torch.tensor([[1, 2, 3, 4, 5, 6], [-1, -2, -3, -4, -5, -6]], dtype=torch.int8)
+    return [
+        Case("one row", (codes[:1], scale[:1], 1, 4)),
+        Case("two rows, each with its own scale", (codes[:2], scale[:2], 2, 4)),
+        Case("three rows in a tile of four", (codes[:3], scale[:3], 4, 4)),
+        Case("five rows in tiles of two", (codes, scale, 2, 4)),
+        Case("six columns in a block of eight", (six, scale[:2], 2, 8)),
+        Case("large codes and a scale of 2", (torch.tensor([[127, -127, 100]]).to(torch.int8), scale[2:3], 1, 4)),
+    ]
+
+
+_DEQUANTISE = Exercise(
+    name="l08.dequantise_kernel",
+    reference=LazyKernel("dequantise_kernel"),
+    cases=_dequantise_cases,
+    drive=run_dequantise,
+    hints=(
+        "A program has a tile: a column of row numbers, [:, None], and a row of column numbers, [None, :]. Where both "
+        "meet is one number. Which of the two does a scale depend on?",
+        "row = tl.program_id(0) * ROWS + tl.arange(0, ROWS); place = row[:, None] * columns + column[None, :]; mask: "
+        "(row < rows)[:, None] & (column < columns)[None, :]. Scales are loaded at scale_ptr + row, with a mask too.",
+        "codes.to(tl.float32) * scale.to(tl.float32)[:, None], with codes = tl.load(codes_ptr + place, mask=inside, "
+        "other=0) and scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0).",
+    ),
+    wrong=(
+        _planted("takes one scale for the whole tensor", "dequantise_per_tensor"),
+        _planted("takes one scale for all rows of a tile", "dequantise_per_tile"),
+        _planted("numbers the scales by program and not by row", "dequantise_scale_of_program"),
+        _planted("multiplies as int8, where 100 · 2 is -56", "dequantise_in_int8"),
+        _planted("reads the codes as unsigned, so -1 becomes 255", "dequantise_unsigned"),
+        _planted("masks columns and not rows", "dequantise_without_row_mask"),
+        _planted("masks rows and not columns", "dequantise_without_column_mask"),
+        _planted("does the first tile in every program", "dequantise_first_tile"),
+        _planted("loads scales without a mask", "dequantise_loads_without_mask", says="has no mask: it reads beyond"),
+    ),
+    diagnose=loads_without_mask,
+)
+
+EXERCISES = [_LANES, _COPY, _SOFTMAX, _RMS_NORM, _DEQUANTISE]

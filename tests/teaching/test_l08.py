@@ -1,0 +1,262 @@
+"""Lesson 08: the kernels are right for random shapes, the checker sees what is beyond a tensor, and they compile."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minillm.errors import LessonError
+from minillm.ops.kv_quant import dequantize_symmetric, quantize_symmetric
+from minillm.ops.rms_norm import rms_norm
+from minillm.teaching.exercises import _l08_launch as launching
+from minillm.teaching.exercises._l08_launch import Fence, KernelError, LazyKernel, interpreting, resolve, unmasked_loads
+from minillm.teaching.exercises.l08_triton_kernels import (
+    EXERCISES,
+    lanes,
+    run_copy,
+    run_dequantise,
+    run_rms_norm,
+    run_softmax,
+)
+from minillm.teaching.grade import grade
+from minillm.teaching.result import Status
+
+ROOT = Path(__file__).parents[2]
+CLEAN = {"numbers written beyond out": 0, "input numbers overwritten": 0, "blocks loaded without a mask": []}
+NAMES = ["copy_kernel", "softmax_kernel", "rms_norm_kernel", "dequantise_kernel"]
+SMALL = settings(deadline=None, max_examples=8, derandomize=True)
+SIZES = st.integers(1, 20)
+
+
+def power(columns: int) -> int:
+    return 1 << (columns - 1).bit_length()
+
+
+def holds(result: dict, expected: torch.Tensor, exact: bool = False) -> None:
+    assert {key: result[key] for key in CLEAN} == CLEAN
+    torch.testing.assert_close(result["out"], expected, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
+@SMALL
+@given(rows=st.integers(1, 3), columns=SIZES, more=st.tuples(st.integers(0, 5), st.integers(0, 5)))
+def test_copy(rows: int, columns: int, more: tuple[int, int]):
+    x = torch.randn(rows, columns)
+    holds(run_copy(LazyKernel("copy_kernel"), x, columns + more[0], columns + more[1], 4), x, exact=True)
+
+
+@SMALL
+@given(rows=st.integers(1, 3), columns=SIZES, size=st.sampled_from([1e-3, 1.0, 300.0]))
+def test_softmax(rows: int, columns: int, size: float):
+    x = size * torch.randn(rows, columns)
+    holds(run_softmax(LazyKernel("softmax_kernel"), x, power(columns)), x.softmax(-1))
+
+
+@SMALL
+@given(rows=st.integers(1, 3), columns=SIZES, dtype=st.sampled_from([torch.float32, torch.float16]))
+def test_rms_norm(rows: int, columns: int, dtype: torch.dtype):
+    x, weight = (100 * torch.randn(rows, columns)).to(dtype), torch.randn(columns).to(dtype)
+    result = run_rms_norm(LazyKernel("rms_norm_kernel"), x, weight, 1e-5, power(columns))
+    holds(result, rms_norm(x, weight, 1e-5))
+
+
+@SMALL
+@given(rows=st.integers(1, 7), columns=SIZES, tile=st.sampled_from([1, 2, 4]))
+def test_dequantise_gives_the_engines_numbers_bit_for_bit(rows: int, columns: int, tile: int):
+    codes, scale = quantize_symmetric(torch.randn(rows, columns), 127)  # scales in bfloat16
+    result = run_dequantise(LazyKernel("dequantise_kernel"), codes, scale, tile, power(columns))
+    holds(result, dequantize_symmetric(codes, scale), exact=True)
+
+
+@given(rows=st.integers(1, 9), columns=st.integers(1, 50), block=st.sampled_from([1, 4, 8, 32]))
+def test_lanes_are_counted_as_they_are_masked(rows: int, columns: int, block: int):
+    starts = [(row, start) for row in range(rows) for start in range(0, columns, block)]
+    off = sum(max(0, start + block - columns) for _, start in starts)
+    assert lanes(rows, columns, block) == (len(starts), off)
+
+
+def test_a_fence_sees_a_change_on_either_side_and_nan_over_nan():
+    fence = Fence.empty((2, 3), torch.float32, 5)
+    fence.tensor.fill_(1.0)
+    assert fence.num_changed(outside=True) == 0 and fence.num_changed(outside=False) == 6
+    fence.buffer[launching.GUARD - 1] = 1.0  # before
+    fence.buffer[launching.GUARD + 3] = float("nan")  # in the gap between the rows
+    assert fence.num_changed(outside=True) == 2
+
+
+def kernel_of(source: str):
+    """A kernel from text, as a notebook's cell makes one."""
+    with interpreting():
+        resolve(LazyKernel("copy_kernel"))
+        import triton
+        import triton.language as tl
+
+        text = textwrap.dedent(source)
+        name = f"<cell {abs(hash(text))}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+        space = {"triton": triton, "tl": tl}
+        exec(compile(text, name, "exec"), space)
+        return next(thing for thing in reversed(space.values()) if hasattr(thing, "fn"))
+
+
+HEAD = "@triton.jit\ndef softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):\n"
+
+
+def test_a_stub_of_a_kernel_is_not_done_yet():
+    stub = kernel_of(HEAD + '    """Words."""\n    raise NotImplementedError("write softmax_kernel here")\n')
+    result = grade("l08.softmax_kernel", stub)
+    assert result.status is Status.NOT_DONE and "write softmax_kernel here" in str(result)
+
+
+def test_an_error_in_a_kernel_is_shown_with_its_line():
+    text = str(grade("l08.softmax_kernel", kernel_of(HEAD + "    row = tl.program_id(0)\n    x = row + colums\n")))
+    assert "NameError: name 'colums' is not defined (in the line `x = row + colums`)" in text
+
+
+def test_a_kernel_with_other_parameters_is_told_so():
+    text = str(grade("l08.softmax_kernel", kernel_of("@triton.jit\ndef softmax_kernel(x_ptr, out_ptr):\n    pass\n")))
+    assert "your kernel takes (x_ptr, out_ptr), but it is launched with 3 tensors and numbers, then BLOCK=" in text
+
+
+def test_a_function_without_the_decorator_is_no_kernel():
+    text = str(grade("l08.softmax_kernel", lambda *args, **kwargs: None))
+    assert "is @triton.jit above it?" in text
+
+
+def test_a_kernel_that_writes_nothing_leaves_nan():
+    text = str(grade("l08.softmax_kernel", kernel_of(HEAD + "    row = tl.program_id(0)\n")))
+    assert "nan instead of" in text
+
+
+def test_another_right_way_passes():
+    """Clamped places instead of a mask on the load, `tl.where` instead of `other`, one name for the pointers."""
+    body = """
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        x_ptr += row * columns
+        x = tl.load(x_ptr + tl.minimum(column, columns - 1))
+        x = tl.where(column < columns, x, -float("inf"))
+        e = tl.exp(x - tl.max(x))
+        e = e / tl.sum(e)
+        tl.store(out_ptr + row * columns + column, e, column < columns)
+    """
+    result = grade("l08.softmax_kernel", kernel_of(HEAD + textwrap.indent(textwrap.dedent(body), "    ")))
+    assert result.passed, str(result)
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("x = tl.load(p + c)", 1),
+        ("x = tl.load(p + c, mask=c < n)", 0),
+        ("x = tl.load(p + c, c < n)", 0),
+        ("x = tl.load(p + row)", 0),
+        ("x = tl.load(p + c % n)", 0),
+        ("x = tl.load(p + tl.load(q + row))", 0),
+        ("at = p + row * n\n    at += c\n    x = tl.load(at)", 1),
+        ("if n:\n        x = tl.load(p + c)", 1),
+        ("x = tl.load(p + c[:, None] * n)", 1),
+        ("m = tl.max(tl.load(p + c, mask=c < n), 0)\n    x = tl.load(p + m)", 0),
+    ],
+)
+def test_loads_without_a_mask_are_found_in_the_source(line: str, count: int):
+    text = f"def kernel(p, q, n):\n    row = tl.program_id(0)\n    c = tl.arange(0, 8)\n    {line}\n"
+    assert len(unmasked_loads(ast.parse(text).body[0])) == count
+
+
+def test_every_wrong_kernel_is_the_right_one_but_for_its_mistake():
+    for exercise in EXERCISES[1:]:
+        right = list(inspect.signature(exercise.reference).parameters)
+        assert right[-1] == "BLOCK"
+        for wrong in exercise.wrong:
+            assert list(inspect.signature(wrong.function).parameters) == right, wrong.mistake
+
+
+def test_an_environment_is_left_as_it_was(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with interpreting():
+        assert torch.cuda.is_available() or os.environ["TRITON_INTERPRET"] == "1"
+    assert "TRITON_INTERPRET" not in os.environ
+
+
+def test_a_reference_is_launched_like_a_kernel_and_not_called_like_a_function():
+    x, out = torch.arange(4.0).view(1, 4), torch.zeros(1, 4)
+    if not torch.cuda.is_available():
+        with interpreting():
+            LazyKernel("copy_kernel")[(1, 1)](x, out, 4, 4, 4, BLOCK=4)
+        assert torch.equal(x, out)
+    with pytest.raises(LessonError, match="launched with a grid"):
+        LazyKernel("copy_kernel")(x, out)
+    assert issubclass(KernelError, LessonError)
+
+
+IMPORTED_TOO_EARLY = """
+import triton
+from minillm.teaching.exercises.l08_triton_kernels import EXERCISES
+from minillm.teaching.grade import grade
+print(grade(EXERCISES[2], EXERCISES[2].reference))
+"""
+AFTER_THE_DOCTOR = """
+from minillm.doctor import doctor
+doctor()
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+from minillm.teaching.exercises.l08_triton_kernels import EXERCISES
+from minillm.teaching.grade import grade
+print(grade(EXERCISES[2], EXERCISES[2].reference))
+"""
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Triton compiles")
+def test_triton_imported_too_early_is_named_with_its_cure():
+    assert "restart the notebook's kernel" in python(IMPORTED_TOO_EARLY).stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, Triton compiles")
+def test_the_doctor_does_not_import_triton_too_early():
+    made = python(AFTER_THE_DOCTOR)
+    assert "PASS 6/6" in made.stdout, made.stderr
+
+
+COMPILE = """
+import torch, triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from minillm.teaching.exercises import _l08_kernels as kernels
+from tests.ops.triton.compile_only import compile_instead
+x, columns = torch.zeros(3, 48), 48
+for architecture in (75, 90):
+    triton.JITFunction.run = compile_instead(GPUTarget("cuda", architecture, 32), set())
+    for real in (x, x.half()):
+        kernels.copy_kernel[(3, 1)](real, real, columns, 48, 64, BLOCK=64)
+        kernels.softmax_kernel[(3,)](real, real, columns, BLOCK=64)
+        kernels.rms_norm_kernel[(3,)](real, real[0], real, columns, 1e-5, BLOCK=64)
+    for scale in (x[:, 0], x[:, 0].bfloat16()):
+        kernels.dequantise_kernel[(1,)](x.to(torch.int8), scale, x, 3, columns, ROWS=4, BLOCK=64)
+"""
+
+
+def test_the_kernels_compile_for_gpus_that_are_not_here():
+    made = python(COMPILE)  # a process of its own: looking for `triton.backends` in this one would import Triton
+    if "No module named 'triton.backends.nvidia'" in made.stderr:
+        pytest.skip("this Triton has no compiler for NVIDIA GPUs")
+    assert made.returncode == 0, made.stderr[-2000:]
+    for name in NAMES:
+        assert made.stdout.count(name) == 4, (name, made.stdout)  # two types, two GPUs
