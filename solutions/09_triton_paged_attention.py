@@ -1,0 +1,785 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 9. Triton, paged attention
+#
+# **Question.** *To decode one token, every cached key and value must be read once. How near can a kernel come to reading
+# each of them once, when they lie in blocks all over the memory?*
+#
+# Lesson 6 attended in two moves: gather the rows of a request into one tensor, then attend to that tensor. It is right,
+# and it touches everything three times: read from the pool, written to the copy, read from the copy. A kernel can follow
+# the block table itself, and read each row where it lies.
+#
+# One obstacle stands in the way. Softmax needs the largest score and the sum over *all* keys, and a kernel sees one block
+# at a time. The first exercise removes it. Then you write the kernel, cut it so that a whole GPU works on one long text,
+# and have it read INT8 codes. Each of the kernels runs the real engine, token for token.
+#
+# You need lesson 6 (block tables), lesson 4 for the last part, and lesson 8 (programs, masks, a softmax in one block).
+# Triton exists for Linux and WSL, and on Colab.
+#
+# **With or without a GPU.** The cells are the same. Without one, Triton's *interpreter* runs the programs in Python, one
+# after the other: the results are right, and the speed says nothing. `TRITON_INTERPRET=1` asks for it, and must be set
+# **before the first import of Triton**. So that this stays quick, texts are short here.
+
+# %%
+import os
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
+
+import triton
+import triton.language as tl
+
+from minillm import LLM, SamplingParams
+from minillm.teaching import check, hint, predict, reveal, use
+from minillm.viz.attention_tiles import AttentionTiles
+from minillm.viz.charts import Axis, LineChart, Series
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # head size a power of two, no sliding window
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
+np.seterr(all="ignore")  # the interpreter computes with NumPy, which warns of infinities; a GPU does not
+print("kernels are", "compiled for the GPU" if DEVICE == "cuda" else "interpreted, one program after the other")
+
+# %% [markdown]
+# ## Predict
+#
+# Write a number for each before you go on.
+#
+# 1. Gather first, then attend: how many times as many bytes move as if each key and value were read once?
+# 2. The cache holds INT8 codes with one scale (2 bytes) per row of 128 numbers. Attention gathers the rows and makes
+#    16-bit numbers of them first. How many times as many bytes move as with a 16-bit cache that is read in place?
+# 3. One user, a text of 4096 tokens, a model with 8 KV heads, a GPU with 132 processors, and one program per request and
+#    KV head. **How many of the processors have something to do?**
+
+# %%
+predict("l09.gather", None, unit="times")
+predict("l09.int8", None, unit="times")
+predict("l09.busy", None, unit="of 132")
+
+# %% [markdown]
+# ## Build
+#
+# ### Exercise 1: softmax in pieces
+#
+# For one query, a set of keys can be summed up in three things: the largest score, the sum of the weights relative to
+# it, and the weighted sum of the values.
+#
+# $$m = \max_j s_j \qquad l = \sum_j e^{s_j - m} \qquad o = \sum_j e^{s_j - m}\, v_j$$
+#
+# The attention output is $o / l$. Now take two sets of keys, each with its own $(m, l, o)$. What are the three things of
+# both sets together? Nothing of the keys is needed for that, only the six numbers.
+
+
+# %%
+def merge(
+    m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two sets of keys together, from what each of them comes to.
+
+    m, l:    [num_queries]; o: [num_queries, head_dim], not divided by l
+    returns: m, l and o of both. Nothing at all is m = -inf, l = 0, o = 0.
+
+    Example: m = 0, l = 2, o = [2, 1] and m = 1, l = 1, o = [3, 5]
+    give m = 1, l = 2/e + 1, o = [2/e + 3, 1/e + 5].
+    """
+    ### BEGIN SOLUTION
+    m = torch.maximum(m_a, m_b)
+    keep_a, keep_b = torch.exp(m_a - m), torch.exp(m_b - m)
+    return m, l_a * keep_a + l_b * keep_b, o_a * keep_a[:, None] + o_b * keep_b[:, None]
+    ### END SOLUTION
+
+
+# %%
+check("l09.merge")
+
+# %% [markdown]
+# Stuck? `hint("l09.merge", 1)`, then 2, then 3: each says more.
+#
+# This is all of *online softmax*. Start with nothing, and merge block after block; no more than one block of scores
+# exists at any time. It is not an approximation:
+
+# %%
+my_merge = use("l09.merge")
+torch.manual_seed(0)
+q, k, v = torch.randn(3, 64).double(), torch.randn(70, 64).double(), torch.randn(70, 64).double()
+scores = q @ k.T / 8
+so_far = torch.full((3,), -torch.inf).double(), torch.zeros(3).double(), torch.zeros(3, 64).double()
+for first in range(0, 70, 16):
+    s = scores[:, first : first + 16]
+    weights = torch.exp(s - s.amax(1, keepdim=True))
+    so_far = my_merge(*so_far, s.amax(1), weights.sum(1), weights @ v[first : first + 16])
+whole = torch.softmax(scores, dim=1) @ v
+print(
+    "in blocks of 16, the last of 6, as all at once:", torch.allclose(so_far[2] / so_far[1][:, None], whole, atol=1e-12)
+)
+
+# %% [markdown]
+# ### Exercise 2: a kernel that walks the block table
+#
+# One program per request and KV head. It loads the queries of the heads that share its KV head, and walks over the
+# request's blocks: look up the block, load its keys and values, score, merge. Only the result is stored.
+#
+# ```text
+# block table of the request   7      2      9
+# turn of the loop             1      2      3
+# rows read               112…127  32…47  144…148    and the rest of block 9 is not ours to look at
+# ```
+#
+# Three details of the language. Sizes of blocks of numbers must be powers of two, so a group of 3 heads is padded to 4
+# (`PAD_GROUP`) and masked. A loop over `range(0, length, BLOCK_SIZE)` may depend on a number that was loaded. And a sum of
+# products serves as the product: `tl.sum(q[:, None, :] * k[None, :, :], 2)` is `[PAD_GROUP, BLOCK_SIZE]`. (`tl.dot` runs on
+# tensor cores but wants at least 16 rows, and one query has a group of 3.)
+
+
+# %%
+@triton.jit
+def decode_kernel(
+    q_ptr,  # [requests, heads, DIM]
+    k_ptr,  # [slots, NUM_KV, DIM], everybody's
+    v_ptr,
+    table_ptr,  # [requests, table_stride] block ids
+    length_ptr,  # [requests]: cached tokens of each, the newest included
+    out_ptr,  # like q
+    table_stride,
+    scale,  # 1 / √DIM
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads that share a KV head: heads kv_head · GROUP + 0, 1, …
+    PAD_GROUP: tl.constexpr,  # GROUP, filled up to a power of two
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Attention of one query per request over its cached tokens. Grid: (requests, NUM_KV).
+
+    Example: 2 requests, 2 KV heads: 4 programs. Row `slot` of KV head h begins at (slot · NUM_KV + h) · DIM.
+    """
+    ### BEGIN SOLUTION
+    request, kv_head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(length_ptr + request)
+    head, channel, place = tl.arange(0, PAD_GROUP), tl.arange(0, DIM), tl.arange(0, BLOCK_SIZE)
+    live = head[:, None] < GROUP
+    q_at = ((request * NUM_KV + kv_head) * GROUP + head[:, None]) * DIM + channel[None, :]
+    q = tl.load(q_ptr + q_at, mask=live, other=0.0).to(tl.float32) * scale
+
+    m = tl.full((PAD_GROUP,), float("-inf"), tl.float32)
+    total = tl.full((PAD_GROUP,), 0.0, tl.float32)
+    out = tl.full((PAD_GROUP, DIM), 0.0, tl.float32)
+    for first in range(0, length, BLOCK_SIZE):
+        block = tl.load(table_ptr + request * table_stride + first // BLOCK_SIZE)
+        exists = first + place < length
+        at = ((block * BLOCK_SIZE + place) * NUM_KV + kv_head)[:, None] * DIM + channel[None, :]
+        k = tl.load(k_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)
+        score = tl.sum(q[:, None, :] * k[None, :, :], 2)
+        score = tl.where(exists[None, :], score, float("-inf"))
+        m_new = tl.maximum(m, tl.max(score, 1))
+        weight = tl.exp(score - m_new[:, None])
+        keep = tl.exp(m - m_new)
+        total = total * keep + tl.sum(weight, 1)
+        out = out * keep[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1)
+        m = m_new
+    tl.store(out_ptr + q_at, out / total[:, None], mask=live)
+    ### END SOLUTION
+
+
+# %%
+check("l09.decode_kernel")
+
+# %% [markdown]
+# ### Use: the engine on your kernel
+#
+# `ops={"paged_attention": …}` puts a function in the place of the engine's own. A step brings more than one new token per
+# request (a prompt, or drafts to verify), and your kernel takes one. But a new token at position p is a request of its own
+# with the same block table and p + 1 keys: so each becomes a row. Causality needs no mask then.
+
+# %%
+my_decode = use("l09.decode_kernel")
+
+
+def sizes(q: Tensor, num_kv: int, block_size: int) -> dict[str, int]:
+    """The constants that every kernel of this lesson takes."""
+    group = q.shape[1] // num_kv
+    pad = triton.next_power_of_2(group)
+    return {"NUM_KV": num_kv, "GROUP": group, "PAD_GROUP": pad, "DIM": q.shape[2], "BLOCK_SIZE": block_size}
+
+
+def rows_of(batch) -> tuple[Tensor, Tensor]:
+    """Block table and number of keys of every new token."""
+    counts = torch.tensor(batch.query_lens, device=batch.block_tables.device)
+    return batch.block_tables.repeat_interleave(counts, 0), batch.positions + 1
+
+
+def my_paged_attention(q, keys, values, batch, window=None, kernel=my_decode):
+    """Your kernel for every new token of a step."""
+    q, (tables, lengths) = q.contiguous(), rows_of(batch)
+    out = torch.empty_like(q)
+    args = (q, keys, values, tables, lengths, out, tables.stride(0), q.shape[2] ** -0.5)
+    kernel[(len(q), keys.shape[1])](*args, **sizes(q, keys.shape[1], batch.block_size))
+    seen.append((batch, keys.shape[1]))
+    return out
+
+
+seen = []  # the batches that came by, and the number of KV heads
+prompts = ["try:\n    import json\nexcept", "class Point:\n    def __init__(self, x, y):\n        self.x"]
+greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+PLAIN = {"enforce_eager": True, "dtype": "float32", "block_size": 8, "enable_prefix_caching": False}
+
+
+def written(n: int = 2, **options) -> list[list[int]]:
+    """The tokens that an engine with these options writes after the first n prompts."""
+    outputs = LLM(NAME, **PLAIN, **options).generate(prompts[:n], greedy, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+expected = written()
+tokens = written(ops={"paged_attention": my_paged_attention})
+print("the same tokens as with the engine's own attention:", tokens == expected)
+print(f"{len(seen)} launches, {sum(batch.query_start[-1] for batch, _ in seen):,} rows")
+
+# %% [markdown]
+# ### See: tiles
+#
+# The last step of that run, as your kernel saw it. A row is a program, a column is eight positions of the text, and a tile
+# says which physical block was read and in which turn of the loop.
+
+# %% tags=["expected"] alt="Four programs, one for each of two requests and two KV heads. Each walks the blocks of its request from left to right, one a turn; the end of the last block is hatched, because no token is there."
+from IPython.display import SVG, display
+
+
+def tiles_of(batch, num_kv: int, parts: int = 1) -> AttentionTiles:
+    """What one step of decoding looks like to the kernel."""
+    return AttentionTiles(batch.seq_lens, batch.block_tables.tolist(), batch.block_size, num_kv, parts)
+
+
+display(SVG(tiles_of(*seen[-1]).to_svg()))
+
+# %% [markdown]
+# The two KV heads of a request read the same blocks, but not the same bytes: a row of a block holds one key per KV head.
+# So no key is read twice, and nothing but the hatched rows is left out.
+#
+# ### Exercise 3: more programs than KV heads
+#
+# The programs above are all there is. One user with a model of 8 KV heads keeps 8 processors busy; a GPU has a hundred
+# and more, and reads at full speed only if most of them ask for data. So cut the keys of a request into parts, one
+# program each (*split-KV*, Flash-Decoding). Every part does what `decode_kernel` does, on its own blocks.
+#
+# A part cannot store its result as final. It stores its own $o / l$, and one number that says how much of the softmax that
+# is: the log of the sum of $e^{score}$, the *LSE*.
+#
+# $$L = \log \sum_j e^{s_j} = m + \log l$$
+#
+# Start from your `decode_kernel`; the bounds of the loop and the two stores change. Each part gets
+# ⌈number of blocks / SPLITS⌉ whole blocks. The last ones may get fewer, or none: those store zeros and $L = -\infty$.
+
+
+# %%
+@triton.jit
+def split_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    length_ptr,
+    part_ptr,  # [requests, heads, SPLITS, DIM] fp32
+    lse_ptr,  # [requests, heads, SPLITS] fp32
+    table_stride,
+    scale,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAD_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Attention over one of SPLITS parts of the keys. Grid: (requests, NUM_KV, SPLITS).
+
+    Example: 10 tokens, BLOCK_SIZE 4, SPLITS 2: part 0 has the keys 0 to 7, part 1 the keys 8 and 9.
+    """
+    ### BEGIN SOLUTION
+    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(length_ptr + request)
+    head, channel, place = tl.arange(0, PAD_GROUP), tl.arange(0, DIM), tl.arange(0, BLOCK_SIZE)
+    live = head[:, None] < GROUP
+    row = (request * NUM_KV + kv_head) * GROUP + head
+    q_at = row[:, None] * DIM + channel[None, :]
+    q = tl.load(q_ptr + q_at, mask=live, other=0.0).to(tl.float32) * scale
+
+    m = tl.full((PAD_GROUP,), float("-inf"), tl.float32)
+    total = tl.full((PAD_GROUP,), 0.0, tl.float32)
+    out = tl.full((PAD_GROUP, DIM), 0.0, tl.float32)
+    keys_of_a_part = tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS) * BLOCK_SIZE
+    begin = split * keys_of_a_part
+    end = tl.minimum(begin + keys_of_a_part, length)
+    for first in range(begin, end, BLOCK_SIZE):
+        block = tl.load(table_ptr + request * table_stride + first // BLOCK_SIZE)
+        exists = first + place < length
+        at = ((block * BLOCK_SIZE + place) * NUM_KV + kv_head)[:, None] * DIM + channel[None, :]
+        k = tl.load(k_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)
+        score = tl.sum(q[:, None, :] * k[None, :, :], 2)
+        score = tl.where(exists[None, :], score, float("-inf"))
+        m_new = tl.maximum(m, tl.max(score, 1))
+        weight = tl.exp(score - m_new[:, None])
+        keep = tl.exp(m - m_new)
+        total = total * keep + tl.sum(weight, 1)
+        out = out * keep[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1)
+        m = m_new
+    divisor = tl.where(total == 0.0, 1.0, total)
+    part_at = (row * SPLITS + split)[:, None] * DIM + channel[None, :]
+    tl.store(part_ptr + part_at, out / divisor[:, None], mask=live)
+    tl.store(lse_ptr + row * SPLITS + split, m + tl.log(divisor), mask=head < GROUP)
+    ### END SOLUTION
+
+
+# %%
+check("l09.split_kernel")
+
+# %% [markdown]
+# ### Exercise 4: merge by LSE
+#
+# A second, small kernel puts the parts together. Part $i$ holds $e^{L_i}$ of the whole sum, so
+#
+# $$o = \frac{\sum_i e^{L_i}\, o_i}{\sum_i e^{L_i}}$$
+#
+# with the largest $L$ subtracted first, as always. It is your `merge` again, for parts that are divided already.
+
+
+# %%
+@triton.jit
+def merge_kernel(
+    part_ptr,  # [rows, SPLITS, DIM] fp32
+    lse_ptr,  # [rows, SPLITS] fp32
+    out_ptr,  # [rows, DIM]
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,  # a power of two
+):
+    """The attention of one query head from that of its parts. Grid: (rows,).
+
+    Example: parts [4, 0] and [0, 4] with lse log 3 and log 1 give [3, 1].
+    """
+    ### BEGIN SOLUTION
+    row = tl.program_id(0)
+    split, channel = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    lse = tl.load(lse_ptr + row * SPLITS + split)
+    part = tl.load(part_ptr + (row * SPLITS + split)[:, None] * DIM + channel[None, :])
+    weight = tl.exp(lse - tl.max(lse, 0))
+    out = tl.sum(weight[:, None] * part, 0) / tl.sum(weight, 0)
+    tl.store(out_ptr + row * DIM + channel, out)
+    ### END SOLUTION
+
+
+# %%
+check("l09.merge_kernel")
+
+# %% [markdown]
+# Both in the engine, with the keys cut in four. (The picture is that of before, cut likewise.)
+
+# %% tags=["expected"] alt="The same two requests with the keys cut into four parts: sixteen programs, each with at most two tiles. The tiles of the other programs are outlined."
+my_split, my_merge_kernel = use("l09.split_kernel"), use("l09.merge_kernel")
+
+
+def my_split_attention(q, keys, values, batch, window=None, splits=4, second=my_merge_kernel):
+    """Your two kernels when one token is decoded; a prompt has programs enough."""
+    if max(batch.query_lens) > 1:
+        return my_paged_attention(q, keys, values, batch)
+    q, (tables, lengths), num_kv = q.contiguous(), rows_of(batch), keys.shape[1]
+    out = torch.empty_like(q)
+    part = torch.empty(*q.shape[:2], splits, q.shape[2], dtype=torch.float32, device=q.device)
+    lse = torch.empty(*q.shape[:2], splits, dtype=torch.float32, device=q.device)
+    args = (q, keys, values, tables, lengths, part, lse, tables.stride(0), q.shape[2] ** -0.5)
+    my_split[(len(q), num_kv, splits)](*args, **sizes(q, num_kv, batch.block_size), SPLITS=splits)
+    second[(q.shape[0] * q.shape[1],)](part, lse, out, DIM=q.shape[2], SPLITS=splits)
+    return out
+
+
+both = tiles_of(*seen[-1], parts=4)
+tokens = written(1, ops={"paged_attention": my_split_attention})
+print("the same tokens:", tokens == expected[:1])
+display(SVG(both.to_svg()))
+
+# %% [markdown]
+# As many tiles as before, in more programs: the longest takes fewer turns. The *order* of the sums has changed, and with
+# it the last bits of the result. An engine that cuts by how busy the GPU is, as minillm and most others do, gives a request
+# other last bits in other company. Kernels that must not (*batch-invariant* ones) cut every text of one length alike.
+#
+# ### Exercise 5: INT8 inside
+#
+# The INT8 cache of lesson 4 keeps one scale per token and KV head. Attention in PyTorch makes numbers of all rows before
+# it attends; so the cache is small, and a step moves *more* bytes than with a plain one. In the kernel, the codes are
+# loaded as they are, and become numbers where no memory is involved: in registers.
+#
+# All channels of a key share one scale, so it is a factor of the *score*: $q \cdot (s\,c) = s\,(q \cdot c)$. Multiply
+# BLOCK_SIZE scores instead of BLOCK_SIZE · DIM numbers. For the values, multiply the rows (or their weights).
+
+
+# %%
+@triton.jit
+def int8_kernel(
+    q_ptr,
+    k_ptr,  # [slots, NUM_KV, DIM] int8
+    k_scale_ptr,  # [slots, NUM_KV] bfloat16: the key is code · scale
+    v_ptr,  # as the keys
+    v_scale_ptr,
+    table_ptr,
+    length_ptr,
+    out_ptr,
+    table_stride,
+    scale,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAD_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """As `decode_kernel`, over codes and scales. Grid: (requests, NUM_KV).
+
+    Example: the key of slot 5, KV head 1 of 2 has the scale at k_scale_ptr + 11.
+    """
+    ### BEGIN SOLUTION
+    request, kv_head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(length_ptr + request)
+    head, channel, place = tl.arange(0, PAD_GROUP), tl.arange(0, DIM), tl.arange(0, BLOCK_SIZE)
+    live = head[:, None] < GROUP
+    q_at = ((request * NUM_KV + kv_head) * GROUP + head[:, None]) * DIM + channel[None, :]
+    q = tl.load(q_ptr + q_at, mask=live, other=0.0).to(tl.float32) * scale
+
+    m = tl.full((PAD_GROUP,), float("-inf"), tl.float32)
+    total = tl.full((PAD_GROUP,), 0.0, tl.float32)
+    out = tl.full((PAD_GROUP, DIM), 0.0, tl.float32)
+    for first in range(0, length, BLOCK_SIZE):
+        block = tl.load(table_ptr + request * table_stride + first // BLOCK_SIZE)
+        exists = first + place < length
+        row = (block * BLOCK_SIZE + place) * NUM_KV + kv_head
+        at = row[:, None] * DIM + channel[None, :]
+        k_scale = tl.load(k_scale_ptr + row, mask=exists, other=0.0).to(tl.float32)
+        v_scale = tl.load(v_scale_ptr + row, mask=exists, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + at, mask=exists[:, None], other=0).to(tl.float32)
+        v = tl.load(v_ptr + at, mask=exists[:, None], other=0).to(tl.float32) * v_scale[:, None]
+        score = tl.sum(q[:, None, :] * k[None, :, :], 2) * k_scale[None, :]
+        score = tl.where(exists[None, :], score, float("-inf"))
+        m_new = tl.maximum(m, tl.max(score, 1))
+        weight = tl.exp(score - m_new[:, None])
+        keep = tl.exp(m - m_new)
+        total = total * keep + tl.sum(weight, 1)
+        out = out * keep[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1)
+        m = m_new
+    tl.store(out_ptr + q_at, out / total[:, None], mask=live)
+    ### END SOLUTION
+
+
+# %%
+check("l09.int8_kernel")
+
+# %%
+my_int8 = use("l09.int8_kernel")
+
+
+def my_int8_attention(q, keys, values, batch, window=None):
+    """Your kernel on the pools of the engine's INT8 cache: codes and scales."""
+    q, (tables, lengths), num_kv = q.contiguous(), rows_of(batch), keys.shape[1]
+    out = torch.empty_like(q)
+    args = (q, *keys.pools, *values.pools, tables, lengths, out, tables.stride(0), q.shape[2] ** -0.5)
+    my_int8[(len(q), num_kv)](*args, **sizes(q, num_kv, batch.block_size))
+    return out
+
+
+own = written(1, kv_cache_dtype="int8")
+tokens = written(1, kv_cache_dtype="int8", ops={"paged_attention": my_int8_attention})
+print("the tokens of the engine's own INT8 cache:", tokens == own)
+
+# %% [markdown]
+# ## Measure
+#
+# ### Bytes moved against the limit
+#
+# Nothing can attend without reading each stored key and value once: that is the limit. What a way of working moves beyond
+# it can be counted from the shapes. Eight requests of 4096 tokens, one layer of a model with 8 KV heads of 128 numbers,
+# 32 query heads, 16-bit numbers, blocks of 16:
+
+# %%
+REQUESTS, TOKENS, KV_HEADS, HEADS, WIDE, BLOCK, PARTS = 8, 4096, 8, 32, 128, 16, 8
+rows = 2 * REQUESTS * TOKENS * KV_HEADS  # keys and values
+PLAIN_ROW, INT8_ROW = 2 * WIDE, WIDE + 2  # bytes; INT8: codes and a scale
+queries = 2 * REQUESTS * HEADS * WIDE * 2  # read, and as many results written
+table = REQUESTS * KV_HEADS * TOKENS // BLOCK * 8  # a block id of 8 bytes per tile
+parts = 2 * REQUESTS * HEADS * PARTS * (WIDE + 1) * 4  # written, and read again by the merge
+moved = {
+    "gather, then attend": rows * 3 * PLAIN_ROW + queries,
+    "walk the table": rows * PLAIN_ROW + table + queries,
+    f"walk it in {PARTS} parts": rows * PLAIN_ROW + table + queries + parts,
+    "INT8, decoded first": rows * (INT8_ROW + 2 * PLAIN_ROW) + queries,
+    "INT8, in the kernel": rows * INT8_ROW + table + queries,
+}
+limit = rows * PLAIN_ROW
+print(f"the limit: {limit / 2**20:.0f} MiB, all keys and values once as 16-bit numbers\n")
+for way, count in moved.items():
+    print(f"{way:22} {count / 2**20:6.1f} MiB   {count / limit:.3f} of the limit")
+reveal("l09.gather", round(moved["gather, then attend"] / limit, 2))
+reveal("l09.int8", round(moved["INT8, decoded first"] / limit, 2))
+
+# %% [markdown]
+# The table costs a tenth of a percent, and eight parts 1.6%: looking up is cheap, copying is not. And a
+# quantised cache gets faster only if the codes reach the kernel: decoded first, INT8 moves two and a half times what a plain
+# cache does.
+#
+# ### Who has something to do
+#
+# One user, growing text. Without parts the number of programs never grows. The model is crude (every program takes a
+# turn in the same time, and each processor runs one program at a time), and it shows why Flash-Decoding exists.
+
+# %%
+PROCESSORS = 132
+
+
+def turns(tokens: int, num_parts: int) -> int:
+    """Turns of the loop that follow each other, until all programs of one request are done."""
+    picture = AttentionTiles([tokens], [range(-(-tokens // BLOCK))], BLOCK, KV_HEADS, num_parts)
+    waves = -(-KV_HEADS * num_parts // PROCESSORS)
+    return picture.longest * waves
+
+
+lengths = [256, 512, 1024, 2048, 4096, 8192, 16384]
+LineChart(
+    "One user: turns one after the other, per layer",
+    Axis("tokens in the cache", log=True, ticks=tuple(lengths)),
+    Axis("turns", log=True, ticks=(1, 4, 16, 64, 256, 1024)),
+    [
+        Series(f"{n} {'part' if n == 1 else 'parts'}", lengths, [turns(t, n) for t in lengths], style="modelled")
+        for n in (1, 4, 16)
+    ],
+    summary="Turns that follow each other, for 1, 4 and 16 parts: 16 parts need a sixteenth of the turns of 1.",
+)
+
+# %%
+busy = len(AttentionTiles([4096], [range(256)], BLOCK, KV_HEADS).programs())
+for num_parts in (1, 4, 16):
+    print(f"{num_parts:2} parts: {min(busy * num_parts, PROCESSORS):3} of {PROCESSORS} processors have a program")
+reveal("l09.busy", busy)
+
+# %% [markdown]
+# ### On a GPU: achieved bandwidth
+#
+# The bytes of the limit, divided by the time, against what a plain copy reaches on the same machine. Without a GPU this
+# cell has nothing to measure: the interpreter's seconds are Python's.
+
+# %% tags=["nbval-ignore-output"]
+from torch.nn import functional as F
+
+
+def bytes_per_second(run, num_bytes: int) -> float:
+    """`num_bytes` over the median time of 20 runs, after 5 that warm up."""
+    times = []
+    for _ in range(25):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return num_bytes / sorted(times[5:])[10]
+
+
+def on_gpu(num_requests: int) -> None:
+    """All four ways, for requests of 4096 tokens in blocks that are scattered at random."""
+    per_request = TOKENS // BLOCK
+    tables = torch.randperm(num_requests * per_request, device="cuda").view(num_requests, per_request)
+    keys, values = torch.randn(2, num_requests * TOKENS, KV_HEADS, WIDE, device="cuda").half()
+    q = torch.randn(num_requests, HEADS, WIDE, device="cuda").half()
+    many = torch.full((num_requests,), TOKENS, device="cuda")
+    out, shape = torch.empty_like(q), sizes(q, KV_HEADS, BLOCK)
+    part = torch.empty(num_requests, HEADS, PARTS, WIDE, device="cuda")
+    lse = torch.empty(num_requests, HEADS, PARTS, device="cuda")
+    slots = (tables[:, :, None] * BLOCK + torch.arange(BLOCK, device="cuda")).flatten()
+    codes = [quantize_symmetric(x, 127) for x in (keys, values)]
+    last = (tables, many, out, tables.stride(0), WIDE**-0.5)
+
+    def gather():
+        k, v = (x[slots].view(num_requests, TOKENS, KV_HEADS, WIDE).transpose(1, 2) for x in (keys, values))
+        F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
+
+    def split():
+        my_split[(num_requests, KV_HEADS, PARTS)](
+            q, keys, values, tables, many, part, lse, tables.stride(0), WIDE**-0.5, **shape, SPLITS=PARTS
+        )
+        my_merge_kernel[(num_requests * HEADS,)](part, lse, out, DIM=WIDE, SPLITS=PARTS)
+
+    plain, packed = 2 * keys.nbytes, 2 * keys.numel() // WIDE * INT8_ROW
+    grid = (num_requests, KV_HEADS)
+    ways = {
+        "gather, then attend": (gather, plain),
+        "walk the table": (lambda: my_decode[grid](q, keys, values, *last, **shape), plain),
+        f"walk it in {PARTS} parts": (split, plain),
+        "INT8, in the kernel": (lambda: my_int8[grid](q, *codes[0], *codes[1], *last, **shape), packed),
+    }
+    for way, (run, num_bytes) in ways.items():
+        rate = bytes_per_second(run, num_bytes)
+        print(
+            f"{num_requests:3} requests, {way:22} {num_bytes / rate * 1e6:7.0f} µs, {rate / copy.median:6.1%} of a copy"
+        )
+
+
+if DEVICE == "cuda":
+    from minillm.ceilings import copy_bandwidth
+    from minillm.ops.kv_quant import quantize_symmetric
+
+    copy = copy_bandwidth("cuda")
+    print(f"copy bandwidth: {copy}")
+    for num_requests in (1, 32):
+        on_gpu(num_requests)
+else:
+    print("no GPU here: bytes and turns are counted above, and times are not measured")
+
+# %% [markdown]
+# **Where this kernel loses.**
+#
+# - *Prompts.* Every new token is a row with programs of its own, and each of them reads all keys before it. A prompt of n
+#   tokens so reads n (n + 1) / 2 keys per head where n would do:
+
+# %%
+for tokens_in_prompt in (16, 512, 4096):
+    read = tokens_in_prompt * (tokens_in_prompt + 1) // 2
+    print(f"prompt of {tokens_in_prompt:4}: {read:9,} keys read per KV head, {read / tokens_in_prompt:6.1f} times each")
+
+# %% [markdown]
+#   The engine's own kernel puts several queries into one tile, and so does FlashAttention: a tile of 64 queries reads each
+#   key once for all of them.
+# - *Short texts.* With a few hundred tokens the launch takes longer than the reading, and parts add a second launch.
+# - *Many users.* With 32 requests and 8 KV heads there are 256 programs already, and parts only add their 1.6%.
+# - *Tensor cores.* `tl.sum` of products uses none. Reading is the bottleneck as long as few queries share a key; with a
+#   group of 8 and drafts to verify, `tl.dot` on 16 rows is better, and that is what the engine's kernel does.
+#
+# ## Break it
+#
+# ### Forget the mask of the last block
+#
+# Two lines deal with rows that do not exist: the mask of the loads, and -inf for the scores. Here are the kernels without
+# one of them (they are the planted mistakes that the check compares yours with). **Guess first:** for which lengths is the
+# result right all the same, and does it matter what lies in the rest of the block?
+
+# %%
+from minillm.teaching.registry import find
+
+planted = {wrong.mistake: wrong.function for wrong in find("l09.decode_kernel").wrong}
+broken = {
+    "yours": my_decode,
+    "scores without -inf": next(kernel for name, kernel in planted.items() if "is not -inf" in name),
+    "values without a mask": next(kernel for name, kernel in planted.items() if "nobody has written" in name),
+}
+
+
+def error_at(length: int, rest: float, kernel) -> float:
+    """Largest error of a kernel on a text of `length` tokens, if unused slots hold `rest`."""
+    torch.manual_seed(length)
+    used = torch.randn(2, length, 1, 64)
+    pool = torch.full((2, 32, 1, 64), rest)
+    pool[:, :length] = used
+    q = torch.randn(1, 3, 64)
+    right = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], *(x.transpose(0, 1)[None] for x in used), enable_gqa=True
+    )
+    q, pool, tables, lengths = (x.to(DEVICE) for x in (q, pool, torch.tensor([[0, 1]]), torch.tensor([length])))
+    out = torch.empty_like(q)
+    kernel[(1, 1)](q, pool[0], pool[1], tables, lengths, out, 2, 64**-0.5, **sizes(q, 1, 16))
+    return float((out.cpu() - right[0].transpose(0, 1)).abs().max())
+
+
+print("largest error at a length of             16      17      31      32")
+for name, kernel in broken.items():
+    for rest in (0.0, 1.0, torch.nan):
+        errors = [error_at(length, rest, kernel) for length in (16, 17, 31, 32)]
+        print(f"{name:22} slots hold {rest:3.0f}   " + "".join(f"{error:8.2f}" for error in errors))
+
+# %% [markdown]
+# Both are right whenever the text fills its blocks, so a test with lengths of 16 and 32 sees nothing. The second is right
+# even at 17, as long as the memory holds numbers: a weight of 0 wipes them out. The day the pool holds a NaN there (fresh
+# memory, or what an overflow left behind), 0 · NaN is NaN, and a request fails because of somebody else's leftovers. Hence
+# the rule for testing such kernels: fill everything that must not be read with NaN.
+#
+# ### Merge by averaging
+#
+# And the other half: parts put together as if each held as much of the softmax as any other. The shapes are right, nothing
+# is NaN, the text even looks like text.
+
+# %%
+averaging = next(wrong.function for wrong in find("l09.merge_kernel").wrong if "averages" in wrong.mistake)
+
+
+def averaged_attention(q, keys, values, batch, window=None):
+    """Split in four and averaged."""
+    return my_split_attention(q, keys, values, batch, second=averaging)
+
+
+wrong_tokens = written(1, ops={"paged_attention": averaged_attention})[0]
+tokenizer = LLM(NAME, **PLAIN).engine.tokenizer
+same = next((i for i, (a, b) in enumerate(zip(wrong_tokens, expected[0], strict=True)) if a != b), len(wrong_tokens))
+print(f"the first {same} of {len(wrong_tokens)} tokens are right")
+print("LSE:      ", repr(tokenizer.decode(expected[0])))
+print("averaging:", repr(tokenizer.decode(wrong_tokens)))
+
+# %% [markdown]
+# A part without keys counts as a zero vector, and a part of a single key as much as one of fifteen. A test on *random*
+# keys of equal parts would find an error of a few percent and might let it pass; compare with the reference, closely, and at
+# lengths that leave parts empty.
+#
+# ## In the field
+#
+# | system | what it does |
+# |---|---|
+# | vLLM, `paged_attention_v1` | the kernel of the PagedAttention paper: a thread block per request and query head walks the block table |
+# | vLLM, `paged_attention_v2` | adds parts of 512 tokens and a second kernel that merges them, where one part per head leaves the GPU idle |
+# | Flash-Decoding | split-KV with an LSE per part, for FlashAttention; later versions take a block table and choose the number of parts |
+# | FlashInfer | plans how the keys of a ragged batch are cut before a step, and has the merge of two (output, LSE) pairs as a call of its own |
+# | minillm, `ops/triton/paged_attention.py` | your three kernels in one, with several queries per tile, trees, INT4, and powers of 2 instead of e |
+#
+# **Claims, and what is so.** One article says kernels "like FlashAttention … reduce memory bandwidth usage". Another's
+# table gives INT8 keys and values "1.0× (memory only)". Both can be worked out from bytes. The model is Llama-3-8B's shape:
+# 16 GB of 16-bit weights, 32 layers.
+
+# %%
+scores = HEADS * 4 * 4  # bytes per key: fp32 scores written, read, weights written, read: what a fused kernel saves
+print(
+    f"decoding: scores that never leave the chip are {scores / (scores + KV_HEADS * 2 * PLAIN_ROW):.0%} of the bytes of an unfused step"
+)
+
+WEIGHTS, LAYERS = 16e9, 32
+for users, context in ((1, 512), (1, 4096), (64, 4096)):
+    plain = users * context * LAYERS * KV_HEADS * 2 * PLAIN_ROW
+    inside, outside = plain * INT8_ROW / PLAIN_ROW, plain * (INT8_ROW + 2 * PLAIN_ROW) / PLAIN_ROW
+    best, worst = ((WEIGHTS + plain) / (WEIGHTS + x) for x in (inside, outside))
+    print(
+        f"{users:2} users of {context:4} tokens: INT8 in the kernel {best:.2f}×, decoded first {worst:.2f}× the speed"
+    )
+
+# %% [markdown]
+# | claim | what is so | how it is known |
+# |---|---|---|
+# | FlashAttention-like kernels reduce the bandwidth used | much in a prefill, whose scores grow with n²; when decoding, the keys and values must be read in any case, and only the scores are saved | counted |
+# | INT8 keys and values: 1.0×, memory only | true for one user with a short text, where the weights are nearly all there is to read. With many users it is 1.5× if the codes reach the kernel, and a *loss* if they are decoded first | modelled by bytes, above |
+# | PagedAttention makes one stream faster | walking a table moves no fewer bytes than a cache in one piece. It only makes paging free | counted above; timed in lesson 6 |
+#
+# What is *measured* on a GPU is in the cell for achieved bandwidth, if you have one.
+#
+# **Papers.** Milakov & Gimelshein 2018, *Online normalizer calculation for softmax*. Dao et al. 2022, *FlashAttention*.
+# Dao et al. 2023, *Flash-Decoding for long-context inference*. Kwon et al. 2023, *PagedAttention* (section 5 has the
+# kernels). Ye et al. 2025, *FlashInfer*.
+#
+# ## Recap
+#
+# 1. A softmax over pieces needs $(m, l, o)$ per piece. Merging corrects both sums to the larger maximum, and is exact.
+# 2. So a kernel can walk the block table and read every key and value once: a third of what gathering moves.
+# 3. Parts keep a whole GPU busy with one long text. Each carries its LSE, and weights of the merge are $e^{L}$.
+# 4. A quantised cache saves time only if its codes become numbers inside the kernel.
+# 5. The last block: mask the loads *and* the scores, and test with NaN wherever nobody may look.
+#
+# **Next:** lesson 10 asks several tokens of the target at once, and what is needed for the text to stay exactly its own.

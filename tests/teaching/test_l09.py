@@ -1,0 +1,135 @@
+"""Lesson 09: the kernels of the exercises do what the engine's attention does, and read nothing that is not theirs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minillm.cache.paged_int8 import PagedInt8KVCache
+from minillm.cache.paged_quantized import DequantizedRows
+from minillm.models.config import ModelConfig
+from minillm.ops.dispatch import has_triton
+from minillm.ops.paged_attention import paged_attention
+from minillm.teaching.exercise import Case
+from minillm.teaching.exercises.l09_paged_attention import (
+    DEVICE,
+    EXERCISES,
+    KernelByName,
+    KernelFailed,
+    launch,
+    merge,
+)
+from minillm.teaching.grade import grade
+from tests.ops.triton.steps import Step, step
+
+needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is for Linux")
+DRIVES = {exercise.function_name: exercise.drive for exercise in EXERCISES}
+KERNELS = {exercise.function_name: exercise.reference for exercise in EXERCISES}
+SEVERAL = {"query_lens": [1, 1, 1], "block_size": 4, "heads": (6, 2), "dim": 8, "past": (2, 5, 12)}
+
+
+def run(name: str, given: Step, *more: object) -> torch.Tensor:
+    """A reference kernel on a step of decoding."""
+    pools = [x for rows in given[1:3] for x in (rows.pools if hasattr(rows, "pools") else [rows])]
+    tables, batch = given.batch.block_tables, given.batch
+    return DRIVES[name](KERNELS[name], given.q, *pools, tables, batch.seq_lens, batch.block_size, *more)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    pieces=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    size=st.sampled_from([1.0, 30.0, 1000.0]),
+    seed=st.integers(0, 99),
+)
+def test_merged_pieces_are_softmax_over_all_keys(pieces: list[int], size: float, seed: int):
+    torch.manual_seed(seed)
+    scores, values = size * torch.randn(2, sum(pieces)).double(), torch.randn(sum(pieces), 3).double()
+    so_far = torch.full((2,), -torch.inf).double(), torch.zeros(2).double(), torch.zeros(2, 3).double()
+    for s, v in zip(scores.split(pieces, 1), values.split(pieces), strict=True):
+        weights = (s - s.amax(1, keepdim=True)).exp()
+        so_far = merge(*so_far, s.amax(1), weights.sum(1), weights @ v)
+    expected = scores.softmax(1) @ values
+    torch.testing.assert_close(so_far[2] / so_far[1][:, None], expected, rtol=1e-12, atol=1e-12)
+
+
+@needs_triton
+@pytest.mark.parametrize("seed", range(3))
+def test_the_decode_kernel_is_the_engines_attention_and_reads_no_other_slot(seed: int):
+    """All slots that hold no token of these requests are NaN."""
+    given = step(seed, **SEVERAL)
+    expected = paged_attention(given.q, given.keys, given.values, given.batch).cpu()
+    torch.testing.assert_close(run("decode_kernel", given), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_split_and_merged_is_the_engines_attention(splits: int):
+    """With 8 parts some have nothing to do."""
+    given = step(4, **SEVERAL)
+    parts = run("split_kernel", given, splits)
+    rows, dim = given.q.shape[0] * given.q.shape[1], given.q.shape[2]
+    merged = DRIVES["merge_kernel"](
+        KERNELS["merge_kernel"], parts["part"].view(rows, splits, dim), parts["lse"].view(rows, splits)
+    )
+    expected = paged_attention(given.q, given.keys, given.values, given.batch).cpu()
+    torch.testing.assert_close(merged.view(given.q.shape), expected, rtol=1e-5, atol=1e-5)
+    assert splits < 8 or bool((parts["lse"] == -torch.inf).any())
+
+
+@needs_triton
+def test_the_int8_kernel_reads_what_the_engines_int8_cache_holds():
+    given = step(2, **SEVERAL)
+    cache = PagedInt8KVCache(ModelConfig(8, 8, 8, 1, 6, 2, 8, 8), 1, 1, torch.float32, given.q.device)
+    rows = [DequantizedRows(cache.encode(x), cache.decode, tuple(x.shape)) for x in (given.keys, given.values)]
+    coded = Step(given.q, *rows, given.batch)
+    expected = paged_attention(given.q, *rows, given.batch).cpu()
+    torch.testing.assert_close(run("int8_kernel", coded), expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_triton
+def test_a_kernel_that_stops_is_reported_with_its_own_line():
+    broken = KernelByName("merge_kernel", ("split, channel = ", "split, chanel = "))
+    text = str(grade("l09.merge_kernel", broken))
+    assert "KernelFailed: NameError: name 'channel' is not defined" in text
+    if DEVICE == "cpu":  # the compiler's message shows the line itself
+        assert "in the line `part = tl.load(" in text
+
+
+@needs_triton
+def test_a_function_without_the_decorator_is_told_so():
+    text = str(grade("l09.decode_kernel", lambda *args, **kwargs: None))
+    assert "put @triton.jit on the line above its def" in text
+
+
+@needs_triton
+def test_kernels_are_launched_with_a_grid():
+    with pytest.raises(KernelFailed, match=r"merge_kernel\[grid\]"):
+        KERNELS["merge_kernel"]()
+
+
+@needs_triton
+def test_a_planted_mistake_that_no_longer_fits_is_noticed():
+    with pytest.raises(Exception, match="change its planted mistakes as well"):
+        launch(KernelByName("merge_kernel", ("no such line", "")), (1,))
+
+
+def test_remembered_answers_are_those_of_the_inputs_they_belong_to():
+    merge_kernel = next(exercise for exercise in EXERCISES if exercise.name == "l09.merge_kernel")
+    first, second = merge_kernel.all_cases()[:2]
+    assert isinstance(first, Case)
+    if has_triton():
+        answers = [merge_kernel.drive(merge_kernel.reference, *case.args) for case in (first, second, first)]
+        assert torch.equal(answers[0], answers[2]) and not torch.equal(answers[0], answers[1])
+        answers[0].zero_()
+        assert torch.equal(merge_kernel.drive(merge_kernel.reference, *first.args), answers[2])
+
+
+def test_importing_the_exercises_imports_no_triton():
+    """Or other lessons would decide for this one whether kernels are compiled or interpreted."""
+    code = "import sys, minillm.teaching.exercises.l09_paged_attention; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
