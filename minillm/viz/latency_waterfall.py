@@ -1,0 +1,298 @@
+"""Where the time of one completion goes: a bar per way of running it, cut into the parts that follow each other.
+
+Each bar reads from left to right as the user waits: text to tokens, the queue, the prompt, then drafting and the target
+in turn (added up over all steps), and Python in between. A dashed outline is what a change saved, a hollow bar with
+diagonal lines what it cost. Like the other charts, plotly and an SVG of the same numbers in one output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from minillm.errors import ConfigError
+from minillm.viz.colours import (
+    BLUE,
+    CACHED,
+    GREEN,
+    HAIRLINE,
+    INK,
+    MUTED,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    ink_on,
+)
+from minillm.viz.svg import (
+    MARGIN,
+    RIGHT,
+    SANS,
+    card,
+    element,
+    fit_clauses,
+    fit_words,
+    hatch,
+    hatched,
+    label,
+    number,
+    rectangle,
+)
+
+COLOURS = {
+    "tokenise": PURPLE,
+    "queue": CACHED,
+    "prefill": BLUE,
+    "draft": ORANGE,
+    "target": GREEN,
+    "python": YELLOW,
+    "detokenise": SKY,
+}
+"""The parts, in the order in which they are drawn."""
+LETTERS = {
+    "tokenise": "t",
+    "queue": "q",
+    "prefill": "P",
+    "draft": "D",
+    "target": "T",
+    "python": "py",
+    "detokenise": "d",
+}
+"""The second cue, inside each part that is wide enough, and in the legend."""
+TOP, LINE, BAR = 108, 58, 24
+LEFT, END = 210, RIGHT - 96
+
+
+@dataclass(frozen=True)
+class Latency:
+    """One way of running the completion.
+
+    `seconds`: part → seconds, the parts from `COLOURS`; those left out took none. `before`: name of the row that this
+    one changes, further up; None for the first.
+    """
+
+    name: str
+    seconds: Mapping[str, float]
+    before: str | None = None
+
+    @property
+    def total(self) -> float:
+        """Seconds of all parts together."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class LatencyWaterfall:
+    """Rows of `Latency` over one axis of milliseconds, with a line at `limit` seconds.
+
+    Raises `ConfigError` without rows, for a part that is not known, a negative time, a name that comes twice, or a
+    `before` that is not further up.
+    """
+
+    title: str
+    rows: Sequence[Latency]
+    limit: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ConfigError("a waterfall of no rows shows nothing; give it at least one Latency")
+        above: set[str] = set()
+        for row in self.rows:
+            for part, seconds in row.seconds.items():
+                if part not in COLOURS:
+                    raise ConfigError(f"{row.name!r} has a part {part!r}; the parts are {', '.join(COLOURS)}")
+                if not seconds >= 0:
+                    raise ConfigError(f"{row.name!r}: {part} took {seconds} seconds; a part takes 0 or more")
+            if row.name in above:
+                raise ConfigError(f"there are two rows {row.name!r}; give each a name of its own")
+            if row.before is not None and row.before not in above:
+                raise ConfigError(f"{row.name!r} is to change {row.before!r}, which is not above it")
+            above.add(row.name)
+
+    def describe(self) -> str:
+        """The picture in words."""
+        lines = [f"{self.title}. Milliseconds, against a limit of {_ms(self.limit)}."]
+        for row in self.rows:
+            verdict = "under" if row.total < self.limit else "over"
+            change = self._change(row)
+            lines.append(f"{row.name}: {_ms(row.total)}, {verdict} the limit{change and f', {change}'} ({_told(row)}).")
+        return " ".join(lines)
+
+    def to_plotly(self) -> dict[str, object]:
+        """The figure as plotly's JSON: `{"data": […], "layout": {…}}`, one trace for each part."""
+        rows = list(reversed(self.rows))  # plotly draws the first at the bottom
+        traces = [
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": part,
+                "y": [row.name for row in rows],
+                "x": [1000 * row.seconds.get(part, 0.0) for row in rows],
+                "marker": {"color": colour, "pattern": {"shape": "/" if part == "python" else ""}},
+                "hovertemplate": "%{y}<br>" + part + " %{x:.1f} ms<extra></extra>",
+            }
+            for part, colour in COLOURS.items()
+            if any(row.seconds.get(part) for row in rows)
+        ]
+        at = 1000 * self.limit
+        layout = {
+            "title": {"text": self.title},
+            "barmode": "stack",
+            "xaxis": {"title": {"text": "milliseconds"}, "gridcolor": HAIRLINE, "rangemode": "tozero"},
+            "yaxis": {"automargin": True},
+            "shapes": [
+                {
+                    "type": "line",
+                    "x0": at,
+                    "x1": at,
+                    "yref": "paper",
+                    "y0": 0,
+                    "y1": 1,
+                    "line": {"color": INK, "dash": "dash"},
+                }
+            ],
+            "legend": {"orientation": "h", "traceorder": "normal", "y": -0.2},
+            "font": {"family": SANS, "color": INK},
+            "paper_bgcolor": PAPER,
+            "plot_bgcolor": PAPER,
+            "height": 220 + 44 * len(rows),
+            "margin": {"t": 70, "r": 20},
+        }
+        return {"data": traces, "layout": layout}
+
+    def to_svg(self) -> str:
+        """The same as a static picture."""
+        scale = (END - LEFT) / max(1.1 * self.limit, *(row.total for row in self.rows))
+        bottom = TOP + LINE * len(self.rows) - 6
+        limit = LEFT + self.limit * scale
+        beside = (
+            f"M{number(limit)} {TOP + i * LINE - 8}v{BAR + 12}" for i in range(len(self.rows))
+        )  # not over the text
+        line = {"d": "".join(beside), "stroke": INK, "stroke-width": 1.5, "stroke-dasharray": "5 4"}
+        return card(
+            "waterfall",
+            bottom + 52,
+            self.title,
+            self.describe(),
+            hatch("python", YELLOW, 6, 3.5),
+            hatch("lost", VERMILLION, 7, 1.2),
+            label(MARGIN, 34, fit_words(self.title, RIGHT - MARGIN, 17), size=17, weight=650, fill=INK),
+            *self._legend(),
+            *(self._row(row, TOP + i * LINE, scale) for i, row in enumerate(self.rows)),
+            element("path", line),
+            label(limit, TOP - 19, _ms(self.limit), size=11.5, anchor="middle", fill=INK),
+            *_axis(scale, bottom),
+        )
+
+    def __repr__(self) -> str:
+        return f"<LatencyWaterfall {self.title!r}>"
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
+        return {
+            "application/vnd.plotly.v1+json": self.to_plotly(),
+            "image/svg+xml": self.to_svg(),
+            "text/plain": repr(self),
+        }
+
+    def _before(self, row: Latency) -> Latency | None:
+        return next((other for other in self.rows if other.name == row.before), None)
+
+    def _change(self, row: Latency) -> str:
+        """How it compares with the row that it changes, in words."""
+        before = self._before(row)
+        if before is None or not row.total or not before.total:
+            return ""
+        ratio = before.total / row.total
+        return f"{ratio:.2f}× as fast as {before.name}"
+
+    def _legend(self) -> list[str]:
+        parts, x = [], float(MARGIN)
+        for part in COLOURS:
+            if not any(row.seconds.get(part) for row in self.rows):
+                continue
+            parts.append(rectangle(x, 50, 22, 15, 2, _paint(part)))
+            ink = INK if part == "python" else ink_on(COLOURS[part])
+            parts.append(label(x + 11, 61.5, LETTERS[part], size=11, weight=600, fill=ink, anchor="middle"))
+            parts.append(label(x + 28, 62, part, size=12.5, fill=INK))
+            x += 28 + 7.2 * len(part) + 22
+        return parts
+
+    def _row(self, row: Latency, top: float, scale: float) -> str:
+        x, parts = float(LEFT), []
+        for part in COLOURS:
+            width = row.seconds.get(part, 0.0) * scale
+            if not width:
+                continue
+            about = {"data-testid": "part", "data-part": part, "data-ms": f"{1000 * row.seconds[part]:.3f}"}
+            parts.append(element("rect", {"x": x, "y": top, "width": width, "height": BAR, **_paint(part), **about}))
+            if width > 18:
+                ink = INK if part == "python" else ink_on(COLOURS[part])
+                parts.append(
+                    label(x + width / 2, top + 16.5, LETTERS[part], size=12, weight=600, fill=ink, anchor="middle")
+                )
+            x += width
+        before = self._before(row)
+        if before is not None:
+            parts.append(_difference(x, LEFT + before.total * scale, top))
+            ratio = before.total / row.total if row.total else 0.0
+            parts.append(label(RIGHT, top + 32, f"{ratio:.2f}× as fast", size=11.5, anchor="end"))
+        told = fit_clauses(_clauses(row), END - LEFT, 11.5)
+        return element(
+            "g",
+            {
+                "data-testid": "latency",
+                "data-system": row.name,
+                "data-state": "under" if row.total < self.limit else "over",
+            },
+            label(LEFT - 12, top + 16.5, fit_words(row.name, LEFT - 12 - MARGIN, 13), size=13, fill=INK, anchor="end"),
+            *parts,
+            label(RIGHT, top + 16, _ms(row.total), size=14, weight=650, fill=INK, anchor="end"),
+            label(LEFT, top + BAR + 15, told, size=11.5),
+        )
+
+
+def _paint(part: str) -> dict[str, str | float | None]:
+    if part == "python":
+        return {"fill": hatched("python"), "stroke": INK, "stroke-width": 0.6}
+    return {"fill": COLOURS[part]}
+
+
+def _difference(end: float, before: float, top: float) -> str:
+    """From where the bar ends to where the one before it ended: saved (dashed), or lost (a hatched strip on top)."""
+    if end <= before:
+        look = {"fill": "none", "stroke": MUTED, "stroke-dasharray": "3 3", "data-testid": "saved"}
+        return element("rect", {"x": end, "y": top + 0.5, "width": before - end, "height": BAR - 1, **look})
+    look = {"fill": hatched("lost"), "stroke": VERMILLION, "data-testid": "lost"}
+    return element("rect", {"x": before, "y": top - 6, "width": end - before, "height": 5, **look})
+
+
+def _clauses(row: Latency) -> list[str]:
+    """The parts of a row, largest first, and what is below a hundredth of the whole as one."""
+    order = sorted((p for p in COLOURS if row.seconds.get(p)), key=lambda p: -row.seconds[p])
+    large = [p for p in order if row.seconds[p] >= 0.01 * row.total]
+    clauses = [f"{part} {_ms(row.seconds[part])}" for part in large]
+    rest = sum(row.seconds[p] for p in order if p not in large)
+    return [*clauses, f"rest {_ms(rest)}"] if rest else clauses
+
+
+def _told(row: Latency) -> str:
+    return ", ".join(_clauses(row)) or "nothing"
+
+
+def _ms(seconds: float) -> str:
+    ms = 1000 * seconds
+    return f"{ms:.0f} ms" if ms >= 20 else f"{ms:.1f} ms"
+
+
+def _axis(scale: float, bottom: float) -> list[str]:
+    most = (END - LEFT) / scale * 1000
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10**9) if most / s <= 10)
+    parts = [element("path", {"d": f"M{LEFT} {bottom}H{END}", "stroke": MUTED})]
+    for i in range(int(most / step + 1e-9) + 1):
+        x = LEFT + i * step / 1000 * scale
+        parts.append(element("path", {"d": f"M{number(x)} {bottom}v5", "stroke": MUTED}))
+        parts.append(label(x, bottom + 19, f"{i * step:g}", size=11.5, anchor="middle"))
+    parts.append(label((LEFT + END) / 2, bottom + 38, "milliseconds", size=12, anchor="middle"))
+    return parts

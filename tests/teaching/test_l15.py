@@ -1,0 +1,172 @@
+"""Lesson 15: no time of a completion is lost, floors are the roofline's, and a learner's kernel cannot do harm."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+from torch.nn import functional as F
+
+from minillm import LLM, SamplingParams
+from minillm.errors import LessonError
+from minillm.ops.cpu.simd import LANES, load, store
+from minillm.teaching.exercises.l15_under_100_ms import (
+    EXERCISES,
+    PARTS,
+    attribute,
+    choose_gamma,
+    panel_product,
+    product_with,
+    record,
+    step_seconds,
+)
+from minillm.teaching.grade import grade
+from minillm.teaching.result import Status
+from minillm.viz.latency_waterfall import COLOURS
+from minillm.viz.roofline import Roof
+
+NAMES = ["RequestAdded", "StepStarted", "StepRan prefill", "StepRan verify", "DraftProposed", "Detokenised", "Other"]
+PRODUCT = next(e for e in EXERCISES if e.name == "l15.panel_product")
+PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.sampled_from(NAMES)), max_size=30))
+def test_parts_always_sum_to_the_whole(taken: list[tuple[float, str]]):
+    ends = list(itertools.accumulate(seconds for seconds, _ in taken))
+    parts = attribute([(0.0, "Start"), *((end, name) for end, (_, name) in zip(ends, taken, strict=True))])
+    assert sum(parts.values()) == pytest.approx(ends[-1] if ends else 0.0, abs=1e-9)
+
+
+def test_parts_are_those_that_the_picture_draws_in_the_same_order():
+    assert tuple(COLOURS) == PARTS
+
+
+def counting_clock():
+    """A clock that goes on by one at each look, so that times can be counted."""
+    return itertools.count().__next__
+
+
+@pytest.fixture
+def engine(tiny) -> LLM:
+    return LLM(
+        str(tiny.target), num_kv_blocks=32, block_size=4, max_num_batched_tokens=16, max_num_seqs=4, enforce_eager=True
+    )
+
+
+def test_recorded_completion_is_that_of_generate_and_nothing_is_lost(engine: LLM):
+    prompt = engine.engine.tokenizer.decode(list(range(20, 60)))
+    [expected] = engine.generate(prompt, PARAMS, use_tqdm=False)
+    engine.reset_prefix_cache()
+    marks, output = record(engine, prompt, PARAMS, counting_clock())
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert output.outputs[0].text == expected.outputs[0].text
+    assert [at for at, _ in marks] == list(range(len(marks)))
+    names = [name for _, name in marks]
+    assert (names[0], names[1], names[-1]) == ("Start", "RequestAdded", "End")
+    chunks = -(-len(output.prompt_token_ids) // 16)
+    assert names.count("StepRan prefill") == chunks and names.count("StepRan decode") == 8
+    assert names.count("Detokenised") == names.count("Committing") == 10  # nine tokens, and what was held back
+    assert sum(attribute(marks).values()) == len(marks) - 1
+
+
+def test_drafting_and_verifying_have_marks_of_their_own(tiny):
+    drafts = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 2}
+    llm = LLM(str(tiny.target), num_kv_blocks=32, block_size=4, enforce_eager=True, speculative_config=drafts)
+    marks, _ = record(llm, llm.engine.tokenizer.decode([30, 31, 32]), PARAMS, counting_clock())
+    parts = attribute(marks)
+    assert parts["draft"] > 0 and parts["target"] > 0 and parts["prefill"] > 0
+    assert "StepRan verify" in [name for _, name in marks]
+
+
+def test_nobody_listens_any_more_when_it_is_over(engine: LLM):
+    before = list(engine.engine.listeners)
+    record(engine, "a", PARAMS)
+    assert list(engine.engine.listeners) == before
+    with pytest.raises(ValueError):
+        record(engine, "", PARAMS)
+    assert list(engine.engine.listeners) == before
+
+
+def test_completions_that_share_their_steps_are_refused(engine: LLM):
+    with pytest.raises(LessonError, match="n=2"):
+        record(engine, "a", SamplingParams(n=2, max_tokens=2))
+
+
+@given(num_bytes=st.floats(1, 1e9), work=st.floats(1, 1e12), bandwidth=st.floats(1e6, 1e12), rate=st.floats(1e6, 1e15))
+def test_without_calls_a_step_takes_what_the_roofline_says(
+    num_bytes: float, work: float, bandwidth: float, rate: float
+):
+    attainable = Roof("m", bandwidth, rate).attainable(work / num_bytes)
+    assert step_seconds(num_bytes, work, 0, bandwidth, rate, 1.0) == pytest.approx(work / attainable)
+
+
+def test_calls_come_on_top():
+    alone = step_seconds(60.0, 10.0, 0, 20.0, 10.0, 0.5)
+    assert step_seconds(60.0, 10.0, 7, 20.0, 10.0, 0.5) == alone + 3.5
+
+
+@settings(deadline=None, max_examples=40)
+@given(out=st.integers(1, 70), columns=st.integers(1, 40), rows=st.integers(1, 3), seed=st.integers(0, 99))
+def test_panel_product_is_linear_for_ragged_sizes(out: int, columns: int, rows: int, seed: int):
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randint(-8, 9, (out, columns), generator=draw).float()
+    x = torch.randint(-8, 9, (rows, columns), generator=draw).float()
+    assert torch.equal(product_with(panel_product, weight, x), F.linear(x, weight))
+
+
+def test_a_kernel_that_leaves_its_array_is_told_so():
+    def writes_one_too_many(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+        for panel in range(len(y) // LANES + 1):
+            store(y, panel * LANES, load(x, 0))
+
+    report = str(grade(PRODUCT, writes_one_too_many))
+    assert "wrote outside of y, which holds 16 numbers" in report
+
+
+def test_a_function_that_numba_does_not_understand_is_told_so():
+    def prints_a_dictionary(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+        y[0] = "sixteen"
+
+    report = str(grade(PRODUCT, prints_a_dictionary))
+    assert "numba cannot compile this" in report and len(report) < 2500
+
+
+def test_a_compiled_stub_is_not_done_yet():
+    @njit
+    def panel_product(panels, x, y):
+        raise NotImplementedError("write panel_product here, then run its check")
+
+    assert grade(PRODUCT, panel_product).status is Status.NOT_DONE
+
+
+def test_counterexample_of_the_product_can_be_redone_by_hand():
+    report = str(grade(PRODUCT, PRODUCT.wrong[0].function))
+    assert "sixteen outputs, three numbers in" in report
+    assert PRODUCT.wrong[0].mistake in report
+
+
+@settings(deadline=None)
+@given(
+    acceptance=st.floats(0, 1),
+    cost=st.floats(0, 1),
+    more=st.lists(st.floats(0, 2), max_size=5),
+)
+def test_chosen_gamma_beats_every_other_by_counting_rounds(acceptance: float, cost: float, more: list[float]):
+    verify = [1.0, *itertools.accumulate(more, initial=1.0)][: len(more) + 1]
+
+    def tokens(gamma: int) -> float:
+        """Over all outcomes of a round: its chance times what it gains."""
+        ends_at = [acceptance**i * (1 - acceptance) * (i + 1) for i in range(gamma)]
+        return sum(ends_at) + acceptance**gamma * (gamma + 1)
+
+    speed = [tokens(g) / (g * cost + v) for g, v in enumerate(verify)]
+    assert speed[choose_gamma(acceptance, cost, verify)] == pytest.approx(max(speed))
+
+
+def test_no_drafts_where_they_cost_as_much_as_a_step():
+    assert choose_gamma(0.99, 1.0, [1.0] * 5) == 0
