@@ -28,7 +28,9 @@ class TinyPair:
     draft: Path
 
 
-def random_model(seed: int, hidden: int, layers: int, heads: int, kv_heads: int, vocab: int = 300) -> Decoder:
+def random_model(
+    seed: int, hidden: int, layers: int, heads: int, kv_heads: int, vocab: int = 300, head_dim: int = 16
+) -> Decoder:
     """A decoder whose logits spread widely, so that its greedy text wanders and its ties are rare."""
     config = ModelConfig(
         vocab_size=vocab,
@@ -37,7 +39,7 @@ def random_model(seed: int, hidden: int, layers: int, heads: int, kv_heads: int,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=256,
         rope=RopeConfig(),
         eos_token_ids=(0,),

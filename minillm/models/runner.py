@@ -87,6 +87,10 @@ class ModelRunner:
         """
         if self.executor is not None:
             return self.executor.draft(segments, count)
+        return self.draft_step_by_step(segments, count)
+
+    def draft_step_by_step(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
+        """As `draft`, with one forward for each token."""
         tokens: list[list[int]] = [[] for _ in segments]
         for _ in range(count):
             for row, token in zip(tokens, self.run(segments).argmax(-1).tolist(), strict=True):

@@ -127,6 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
     """An `LLMEngine` of random options, its users, and its accidents."""
 
     num_speculative_tokens: ClassVar[int] = 0
+    compiled: ClassVar[bool] = False
     seen: ClassVar[Counter[str]] = Counter()
     """How often each situation has really occurred."""
 
@@ -136,7 +137,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.options = dict(options)
         largest = -(-(len(STEMS[0]) + 2 + MOST_TOKENS) // options["block_size"])
         self.options["num_kv_blocks"] = largest + self.options.pop("spare_blocks")
-        self.llm: LLMEngine = engine(self.num_speculative_tokens, **self.options)
+        self.llm: LLMEngine = engine(self.num_speculative_tokens, self.compiled, **self.options)
         self.accidents = Accidents(self.seen)
         self.shadows = [Shadow(self.llm.engine.runner, self.accidents, "target")]
         if self.llm.engine.drafter is not None:
@@ -288,7 +289,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.shadows[1].check_name(block_id, name, SALTS)
         for group in self.groups.values():
             for request in group.requests:
-                expected, _ = solo(group, request)
+                expected, _ = solo(group, request, self.compiled)
                 assert tuple(request.output_token_ids) == expected[: request.num_output_tokens]
         for request in [request for request in self.patience if request.finished]:
             self.seen["most steps, of those allowed, in percent"] = max(
@@ -334,7 +335,7 @@ class EngineMachine(RuleBasedStateMachine):
         for request, completion, seen in zip(group.requests, output.outputs, group.seen, strict=True):
             assert completion.token_ids[: len(seen)] == seen
             seen[:] = completion.token_ids
-            expected, reason = solo(group, request)
+            expected, reason = solo(group, request, self.compiled)
             assert tuple(seen) == expected[: len(seen)]
             if completion.finish_reason not in (None, "abort"):
                 assert tuple(seen) == expected and completion.finish_reason == reason
@@ -438,11 +439,12 @@ def sampling(arrival: Arrival, drafted: bool) -> SamplingParams:
     return SamplingParams(n=arrival.n, temperature=0.9, seed=11, top_k=1 if drafted else 0, **shared)
 
 
-def solo(group: Group, request: Request) -> tuple[tuple[int, ...], str]:
+def solo(group: Group, request: Request, compiled: bool) -> tuple[tuple[int, ...], str]:
     """All output tokens of a completion when it runs alone, and why it ends."""
     params = group.params
     drawn = SamplingParams(temperature=params.temperature, top_k=params.top_k)
-    tokens = alone(group.prompt, drawn, request.seed if params.temperature else 0, MOST_TOKENS)[: params.max_tokens]
+    seed = request.seed if params.temperature else 0
+    tokens = alone(group.prompt, drawn, seed, MOST_TOKENS, compiled)[: params.max_tokens]
     for count, token in enumerate(tokens, start=1):
         if token in request.stop_ids:
             return tokens[:count], "stop"
@@ -488,9 +490,13 @@ DRAFTED = ("drafts accepted", "drafts rejected", "drafts that skipped filled blo
 """So must these, with a draft."""
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["PyTorch", "compiled"])
 @pytest.mark.parametrize("num_speculative_tokens", [0, 3], ids=["plain", "drafted"])
-def test_in_any_order_of_events_each_request_gets_what_it_gets_alone(num_speculative_tokens: int) -> None:
-    machine = type("Machine", (EngineMachine,), {"num_speculative_tokens": num_speculative_tokens, "seen": Counter()})
+def test_in_any_order_of_events_each_request_gets_what_it_gets_alone(
+    num_speculative_tokens: int, compiled: bool
+) -> None:
+    options = {"num_speculative_tokens": num_speculative_tokens, "compiled": compiled, "seen": Counter()}
+    machine = type("Machine", (EngineMachine,), options)
     run_state_machine_as_test(
         machine,
         settings=settings(
