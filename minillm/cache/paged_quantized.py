@@ -55,8 +55,8 @@ class PagedQuantizedKVCache(KVCache):
     its code is another one. That is one number in 10^5 in float32; it seldom shows with INT8, and can turn a token with
     INT4.
 
-    Attention makes numbers of the slots in use only, once per layer and step, so a step moves *more* bytes than over a
-    plain pool, not fewer: what is saved is room. A kernel that reads the codes would save both.
+    In PyTorch, attention makes numbers of the slots in use only, once per layer and step, so a step moves *more* bytes
+    than over a plain pool, not fewer: what is saved is room. The compiled step reads the codes and saves both.
     """
 
     ops = {"paged_attention": paged_attention}  # noqa: RUF012  (replaced, never changed)

@@ -91,7 +91,7 @@ def _floats_at(builder: ir.IRBuilder, pointer: Any, stored: types.Type, lanes: i
 
 @intrinsic
 def stay_whole(typing: Any) -> Any:
-    """First line of a function that LLVM is not to copy into its callers: they compile in a fraction of the time."""
+    """First line of a function that LLVM is not to copy into its callers, so that its code is there once."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.function.attributes.add("noinline")

@@ -67,10 +67,9 @@ def forward(
         embed(embedding, head, dims, token_ids[i], scratch, x_at + i * hidden)
     for layer in range(dims[LAYERS]):
         fields, first = layers[layer], 4 * layer
-        for i in range(number, n, size):
-            at = normed_at + i * hidden
-            rms_norm(scratch, x_at + i * hidden, hidden, vectors, fields[INPUT_NORM], eps, scratch, at)
-            round_row(w, scratch, at, hidden, codes, i * hidden, scratch, scales_at + i)
+        normalise(
+            number, size, w, n, hidden, vectors, fields[INPUT_NORM], eps, scratch, x_at, normed_at, codes, scales_at
+        )
         meet(sync, size)
         begin, end = share(heads_row // LANES, number, size)
         multiply(
@@ -103,10 +102,9 @@ def forward(
             scratch, x_at, hidden, True, own_at,
         )  # fmt: skip
         meet(sync, size)
-        for i in range(number, n, size):
-            at = normed_at + i * hidden
-            rms_norm(scratch, x_at + i * hidden, hidden, vectors, fields[POST_NORM], eps, scratch, at)
-            round_row(w, scratch, at, hidden, codes, i * hidden, scratch, scales_at + i)
+        normalise(
+            number, size, w, n, hidden, vectors, fields[POST_NORM], eps, scratch, x_at, normed_at, codes, scales_at
+        )
         meet(sync, size)
         begin, end = share(inter // LANES, number, size)
         for half in range(2):
@@ -126,10 +124,7 @@ def forward(
             scratch, x_at, hidden, True, own_at,
         )  # fmt: skip
         meet(sync, size)
-    for i in range(number, n, size):
-        at = normed_at + i * hidden
-        rms_norm(scratch, x_at + i * hidden, hidden, vectors, dims[FINAL_NORM], eps, scratch, at)
-        round_row(head, scratch, at, hidden, codes, i * hidden, scratch, scales_at + i)
+    normalise(number, size, head, n, hidden, vectors, dims[FINAL_NORM], eps, scratch, x_at, normed_at, codes, scales_at)
     meet(sync, size)
     matrix = matrices[4 * dims[LAYERS]]
     begin, end = share(matrix[OUTPUTS] // LANES, number, size)
@@ -138,6 +133,15 @@ def forward(
         logits, 0, matrix[OUTPUTS], False, own_at,
     )  # fmt: skip
     meet(sync, size)
+
+
+@njit(**OPTIONS)
+def normalise(number, size, w, n, hidden, vectors, norm, eps, scratch, x_at, normed_at, codes, scales_at):
+    """RMSNorm of this thread's rows, made ready to be multiplied by `w`."""
+    for i in range(number, n, size):
+        at = normed_at + i * hidden
+        rms_norm(scratch, x_at + i * hidden, hidden, vectors, norm, eps, scratch, at)
+        round_row(w, scratch, at, hidden, codes, i * hidden, scratch, scales_at + i)
 
 
 @njit(**OPTIONS)

@@ -2,7 +2,7 @@
 
 A step has some sixty points at which all threads must have finished one part before any may begin the next. Starting
 and ending a parallel loop at each of them costs 2 µs a time, a tenth of the step of a small model. Here the threads
-start once, and wait for each other by looking at a counter: about 0.2 µs.
+start once, and wait for each other by looking at a counter: 0.04 to 0.12 µs on two cores of an AMD EPYC.
 
 Threads that wait by looking must really run at the same time. Whether they do is for the system to decide, so a team
 is made of those that came: the first waits a moment for the others, then closes the door. Who comes later goes away.
@@ -30,7 +30,7 @@ CLOSED = 1 << 32
 PATIENCE = 20_000
 """How often the first looks for the others before it closes the door."""
 LOOKS = 1000
-"""After so many looks in vain, some 20 µs, a thread offers its processor to others."""
+"""After so many looks in vain, some 25 µs, a thread offers its processor to others."""
 YIELD = "SwitchToThread" if platform.system() == "Windows" else "sched_yield"
 
 
