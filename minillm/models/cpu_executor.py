@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from minillm.models.decoder import Decoder
 from minillm.ops.cpu import step
 from minillm.ops.cpu.compiled import showing_progress
 from minillm.ops.cpu.panels import COLUMNS, MATRIX_FIELDS, NONE, OUTPUTS, pack, pack_pairs
-from minillm.ops.cpu.simd import BFLOAT, HALF, LANES
+from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, TWICE_PAIRED, has_byte_products
 from minillm.ops.cpu.team import new_sync
-from minillm.quantization.base import QuantizedLinear
+from minillm.quantization.base import QuantizedLinear, Scheme
 from minillm.quantization.int8 import Int8
 from minillm.quantization.w8a8 import W8A8
 
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 
 Rows = tuple[np.ndarray | int, ...]
 NO_DRAFTS = np.empty((0, 0), np.int64)
+PACKED_ROWS = 64 * LANES
+"""So many rows of a matrix are packed at a time; a copy of them is all that packing needs beside its result."""
 
 
 def why_not(model: Decoder, cache: KVCache) -> str | None:
     """Why this model over this cache cannot be run here; None if it can."""
     config = model.config
-    weight = model.embed_tokens.weight
+    weight = model.norm.weight  # its dtype is the one to compute in; matrices may be kept in fewer bits
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return f"it computes in float32 on a CPU, the model in {str(weight.dtype)[6:]} on {weight.device}"
     if type(cache) not in ROWS:
@@ -113,6 +116,7 @@ class CpuExecutor:
         tied = not isinstance(model.lm_head, QuantizedLinear) and model.lm_head.weight is embedding
         self.embedding = np.zeros(0, np.float32) if tied else _narrow([embedding])(embedding).reshape(-1)
         model.embed_tokens = Moved()
+        del embedding  # or it would live as long as this function, beside its copy
         self.head = _pack_all(model, ["lm_head"], self.matrices[-1:], vectors)
         self.layers = np.array(
             [
@@ -196,8 +200,8 @@ class CpuExecutor:
         if len(self.scratch) < needed:
             self.scratch = np.zeros(needed, np.float32)
         widest = int(self.matrices[:, COLUMNS].max())
-        if len(self.codes) < tokens * widest:
-            self.codes = np.zeros(tokens * widest, np.uint8)
+        if len(self.codes) < 2 * tokens * widest:  # two bytes for a number, at most
+            self.codes = np.zeros(2 * tokens * widest, np.uint8)
         return int(own)
 
 
@@ -234,25 +238,35 @@ def _pack_all(model: Decoder, names: Sequence[str], matrices: np.ndarray, vector
         scales = sums = NONE
         if narrow is None:
             codes = linear.get_buffer("qweight").numpy()
-            panels = pack_pairs(codes) if isinstance(linear.scheme, W8A8) else pack(codes)
+            pack_rows = _packing(linear.scheme)
             scales = vectors.add(linear.get_buffer("scales"))
             sums = vectors.add((128 * codes.sum(1, dtype=np.int32)).view(np.float32))
         else:
-            panels = pack(narrow(linear.weight))
-        if flat is None:
-            flat = np.empty(sum(out * inner for out, inner in shapes), panels.dtype)
-        flat[at : at + len(panels)] = panels
+            codes, pack_rows = narrow(linear.weight), pack
         bias = NONE if linear.bias is None else vectors.add(linear.bias)
         matrix[:] = (at, columns, outputs, scales, sums, bias)
-        at += len(panels)
+        for first in range(0, linear.out_features, PACKED_ROWS):
+            panels = pack_rows(codes[first : first + PACKED_ROWS])
+            if flat is None:
+                flat = np.empty(sum(out * inner for out, inner in shapes), panels.dtype)
+            flat[at : at + len(panels)] = panels
+            at += len(panels)
         model.set_submodule(name, Moved())
     assert flat is not None
     return flat
 
 
+def _packing(scheme: Scheme) -> Callable[[np.ndarray], np.ndarray]:
+    """How INT8 codes are laid out: by the bytes that activations are rounded to, two or for W8A8 one."""
+    if isinstance(scheme, W8A8):
+        return pack_pairs
+    return partial(pack_pairs, kind=TWICE_PAIRED) if has_byte_products() else pack
+
+
 def _narrow(weights: Sequence[Tensor]) -> Callable[[Tensor], np.ndarray]:
     """How to keep these weights in as few bytes as hold each of them exactly: 16-bit floats if they came from such."""
-    for dtype, bits in ((torch.float16, HALF), (torch.bfloat16, BFLOAT)):
-        if all(torch.equal(w.detach().to(dtype).float(), w.detach()) for w in weights):
-            return lambda w, dtype=dtype, bits=bits: _bits(w.detach().to(dtype)).view(bits).reshape(w.shape)
-    return lambda w: w.detach().numpy()
+    kinds = {torch.float16: HALF, torch.bfloat16: BFLOAT}
+    for dtype in sorted(kinds, key=lambda kind: kind != weights[0].dtype):  # the one they are in, if it is one, first
+        if all(w.dtype == dtype or torch.equal(w.detach().to(dtype).float(), w.detach().float()) for w in weights):
+            return lambda w, dtype=dtype: _bits(w.detach().to(dtype)).view(kinds[dtype]).reshape(w.shape)
+    return lambda w: w.detach().float().numpy()

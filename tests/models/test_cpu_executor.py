@@ -102,7 +102,7 @@ def test_quantised_weights_give_the_logits_of_the_plain_way(scheme: Int8) -> Non
     exact = outputs(runner_of(random_model(PLAIN), fast=False))
     model = quantize_model(random_model(PLAIN), scheme)
     got, right = outputs(runner_of(model)), outputs(runner_of(model, fast=False))
-    assert relative(got, right) < (1e-5 if type(scheme) is Int8 else 0.5 * relative(right, exact))
+    assert relative(got, right) < (1e-4 if type(scheme) is Int8 else 0.5 * relative(right, exact))
 
 
 def test_the_cache_is_left_as_the_plain_way_leaves_it() -> None:

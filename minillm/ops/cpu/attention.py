@@ -4,14 +4,14 @@
 
 A task is one KV head of one request and up to `ROWS` query rows: the query heads that share the KV head (GQA), for one
 or several new tokens. So decoding, verifying and prefill differ only in how many tasks they make. Keys come by sixteen,
-are made floats once for all rows of the task and turned on their side, so that sixteen scores are the lanes of one
-vector; values come likewise and need no turning. The scores of a row fit into memory as a whole (4 bytes per position),
-so this is the softmax of the textbook: the largest, the exponentials, their sum. Each row is summed up in the order of
-positions, whatever else the task holds.
+are made floats once for all rows of the task, if they are not, and turned on their side, so that sixteen scores are the
+lanes of one vector; values need no turning, and floats are read where they lie. The scores of a row fit into memory as
+a whole (4 bytes per position), so this is the softmax of the textbook: the largest, the exponentials, their sum. Each
+row is summed up in the order of positions, whatever else the task holds.
 
-Bytes moved: 2 · positions · (bytes of a row), once per task; nothing is gathered first, as PyTorch
-must. The scores of a full task outgrow a second cache of 1 MB at some 10 000 positions; from there on a tiled running
-softmax, which keeps no scores, should be the better way.
+Bytes moved: 2 · positions · (bytes of a row), once per task; nothing is gathered first, as PyTorch must. The scores of
+a full task outgrow a second cache of 1 MB at some 10 000 positions; from there on a tiled running softmax, which keeps
+no scores, should be the better way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.panels import tiles
@@ -28,12 +29,15 @@ from minillm.ops.cpu.simd import LANES, exp, largest, load, maximum, splat, stay
 
 ROWS = 24
 """Query rows of a task: four tiles."""
+GROUPS = 4
+"""Times sixteen keys that are scored together: a row alone makes one sum per group at a time, too few to wait for."""
 ZERO, NOTHING = np.float32(0), np.float32(-np.inf)
 
 
 def scratch_size(longest: int, head_dim: int) -> int:
-    """Floats that a thread needs for sequences of up to `longest` tokens: scores, queries, results, sixteen rows."""
-    return ROWS * _padded(longest) + (2 * ROWS + 2 * LANES) * head_dim
+    """Floats that a thread needs for sequences of up to `longest` tokens: scores, queries, results, sixteen rows, and
+    `GROUPS` times sixteen turned ones."""
+    return ROWS * _padded(longest) + (2 * ROWS + (1 + GROUPS) * LANES) * head_dim
 
 
 def _padded(count: int) -> int:
@@ -87,8 +91,8 @@ def _task(
     width = (high - low + LANES - 1) // LANES * LANES
     queries = at + rows * width
     results = queries + rows * head_dim
-    sixteen = results + rows * head_dim
-    turned = sixteen + LANES * head_dim
+    copied = results + rows * head_dim
+    turned = copied + LANES * head_dim
 
     scale = splat(np.float32(1 / math.sqrt(head_dim)))
     for r in range(rows):
@@ -97,64 +101,79 @@ def _task(
             store(scratch, queries + r * head_dim + i, load(heads, place + i) * scale)
             store(scratch, results + r * head_dim + i, splat(ZERO))
 
-    for j in range(low, high, LANES):
-        here = min(LANES, high - j)
-        _read_sixteen(
-            keys, j, here, tables, table, block_size, layer_row, num_kv_heads, head, scratch, sixteen, head_dim
-        )
-        for i in range(0, head_dim, LANES):
-            transpose(scratch, sixteen + i, head_dim, turned + i * LANES)
-        tiles(
-            scratch, turned, 0, LANES, scratch, queries, head_dim, head_dim,
-            scratch, at + j - low, width, rows, False, 1,
-        )  # fmt: skip
+    (all_keys,), (all_values,) = _where(keys, block_size, scratch), _where(values, block_size, scratch)
+    j = low
+    while j < high:
+        groups = GROUPS if high - j > (GROUPS - 1) * LANES else 1
+        for g in range(groups):
+            first_key = j + g * LANES
+            source_at, row, _ = _find(
+                keys, first_key, min(LANES, high - first_key), tables, table, block_size, layer_row, num_kv_heads, head,
+                head_dim, scratch, copied,
+            )  # fmt: skip
+            for i in range(0, head_dim, LANES):
+                transpose(all_keys, source_at + i, row, scratch, turned + (g * head_dim + i) * LANES)
+        scores, step = at + j - low, LANES * head_dim
+        if groups == GROUPS:
+            tiles(
+                scratch,
+                turned,
+                step,
+                LANES,
+                scratch,
+                queries,
+                head_dim,
+                head_dim,
+                scratch,
+                scores,
+                width,
+                rows,
+                False,
+                4,
+            )
+        else:
+            tiles(
+                scratch,
+                turned,
+                step,
+                LANES,
+                scratch,
+                queries,
+                head_dim,
+                head_dim,
+                scratch,
+                scores,
+                width,
+                rows,
+                False,
+                1,
+            )
+        j += groups * LANES
     for r in range(rows):
         seen = start + (first + r) // group + 1
         unseen = max(0, seen - window) if window else 0
         _softmax(scratch, at + r * width, width, unseen - low, seen - low)
-    for j in range(low, high, LANES):
-        here = min(LANES, high - j)
-        _read_sixteen(
-            values, j, here, tables, table, block_size, layer_row, num_kv_heads, head, scratch, sixteen, head_dim
+    j = low
+    while j < high:
+        source_at, row, here = _find(
+            values, j, high - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, copied
         )
+        weights = at + j - low
         p = 0
         while p < head_dim:
             if head_dim - p >= 4 * LANES:
                 tiles(
-                    scratch,
-                    sixteen + p,
-                    LANES,
-                    head_dim,
-                    scratch,
-                    at + j - low,
-                    width,
-                    here,
-                    scratch,
-                    results + p,
-                    head_dim,
-                    rows,
-                    True,
-                    4,
-                )
+                    all_values, source_at + p, LANES, row, scratch, weights, width, here,
+                    scratch, results + p, head_dim, rows, True, 4,
+                )  # fmt: skip
                 p += 4 * LANES
             else:
                 tiles(
-                    scratch,
-                    sixteen + p,
-                    LANES,
-                    head_dim,
-                    scratch,
-                    at + j - low,
-                    width,
-                    here,
-                    scratch,
-                    results + p,
-                    head_dim,
-                    rows,
-                    True,
-                    2,
-                )
+                    all_values, source_at + p, LANES, row, scratch, weights, width, here,
+                    scratch, results + p, head_dim, rows, True, 2,
+                )  # fmt: skip
                 p += 2 * LANES
+        j += here
     for r in range(rows):
         place = (
             out_at
@@ -165,16 +184,61 @@ def _task(
             store(out, place + i, load(scratch, results + r * head_dim + i))
 
 
+def _where(pool, block_size, spare):
+    """The array that `_find` finds rows in, as a tuple of one. Floats stay where they are, in the pool; codes, and
+    floats whose blocks hold no multiple of sixteen, are copied to `spare`."""
+    raise NotImplementedError
+
+
+def _find(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at):
+    """Rows j, j + 1, … of a request as floats: where the first begins, the distance from one to the next, and how many
+    lie so: up to `most`, and at least sixteen of them if they are as many. At `spare[spare_at]` is room for sixteen."""
+    raise NotImplementedError
+
+
 @njit(**OPTIONS)
-def _read_sixteen(pool, j, count, tables, table, block_size, layer_row, num_kv_heads, head, out, out_at, head_dim):
-    """Rows j … j + count - 1 of a request, as floats, one below the other."""
-    block, offset = table + j // block_size, j % block_size
+def _copy_sixteen(
+    pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at
+):  # fmt: skip
+    count, block, offset = min(most, LANES), table + j // block_size, j % block_size
     for i in range(count):
         slot = tables[block] * block_size + offset
-        read_row(pool, layer_row + slot * num_kv_heads + head, out, out_at + i * head_dim, head_dim)
+        read_row(pool, layer_row + slot * num_kv_heads + head, spare, spare_at + i * head_dim, head_dim)
         offset += 1
         if offset == block_size:
             block, offset = block + 1, 0
+    return spare_at, head_dim, count
+
+
+@njit(**OPTIONS)
+def _find_floats(
+    pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at
+):  # fmt: skip
+    if block_size % LANES:
+        return _copy_sixteen(
+            pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at
+        )
+    block, offset = table + j // block_size, j % block_size
+    slot, count = tables[block] * block_size + offset, block_size - offset
+    while count < most and tables[block + 1] == tables[block] + 1:
+        block, count = block + 1, count + block_size
+    at = (layer_row + slot * num_kv_heads + head) * head_dim
+    return at, num_kv_heads * head_dim, min(count, most)
+
+
+@overload(_where, jit_options=OPTIONS)
+def _typed_where(pool, block_size, spare):
+    if pool[0].dtype == types.float32:
+        return lambda pool, block_size, spare: (spare,) if block_size % LANES else (pool[0],)
+    return lambda pool, block_size, spare: (spare,)
+
+
+@overload(_find, jit_options=OPTIONS)
+def _typed_find(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at):
+    find = _find_floats if pool[0].dtype == types.float32 else _copy_sixteen
+    return lambda pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at: (
+        find(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at)
+    )
 
 
 @njit(**OPTIONS)

@@ -27,6 +27,9 @@ from minillm.ops.cpu.simd import (
 ZERO, LARGEST, TINY = np.float32(0), np.float32(127), np.finfo(np.float32).tiny
 MIDDLE = 128
 """What makes a signed byte unsigned."""
+BYTE, PER_BYTE, UPWARDS = np.float32(256), np.float32(1 / 256), np.float32(1 / 512)
+LARGEST_OF_TWO = np.float32(127 * 256 + 127)
+"""The largest number whose two bytes are signed both. `UPWARDS`: halves go up, so that the second is at most 127."""
 
 
 @njit(**OPTIONS)
@@ -61,27 +64,52 @@ def silu_gate(x, gate_at, up_at, size, out, out_at):
         store(out, out_at + i, gate / (splat(ONE) + exp(splat(ZERO) - gate)) * load(x, up_at + i))
 
 
-def round_row(w, x, x_at, size, codes, codes_at, scales, scale_at):
-    """For weights `w` that are multiplied as bytes: the row's codes, moved up by 128, and its scale. Else nothing."""
+def round_row(w, x, x_at, size, codes, row, scales, scale_at):
+    """For weights `w` that are multiplied as bytes: the codes of row `row`, and its scale. Else nothing.
+
+    `PAIRED` weights take a byte per number, moved up by 128; `TWICE_PAIRED` ones two, in rows 2 · `row` and the next:
+    code = 256 · first + second, both moved up by 128.
+    """
     raise NotImplementedError
 
 
 @njit(**OPTIONS)
-def _round_row(x, x_at, size, codes, codes_at, scales, scale_at):
+def _step(x, x_at, size, most, scales, scale_at):
+    """What one unit of the codes stands for, if the largest of them is `most`."""
     high = absolute(load(x, x_at))
     for i in range(LANES, size, LANES):
         high = maximum(high, absolute(load(x, x_at + i)))
-    step = largest(high) / LARGEST
+    step = largest(high) / most
     step = TINY if step < TINY else step
     scales[scale_at] = step
+    return splat(step)
+
+
+@njit(**OPTIONS)
+def _round_row(x, x_at, size, codes, row, scales, scale_at):
+    step, at = _step(x, x_at, size, LARGEST, scales, scale_at), row * size
     for i in range(0, size, LANES):
-        store_bytes(codes, codes_at + i, rint(load(x, x_at + i) / splat(step)), MIDDLE)
+        store_bytes(codes, at + i, rint(load(x, x_at + i) / step), MIDDLE)
+
+
+@njit(**OPTIONS)
+def _round_row_twice(x, x_at, size, codes, row, scales, scale_at):
+    step, at = _step(x, x_at, size, LARGEST_OF_TWO, scales, scale_at), 2 * row * size
+    for i in range(0, size, LANES):
+        code = rint(load(x, x_at + i) / step)
+        first = rint(fma(code, splat(PER_BYTE), splat(UPWARDS)))
+        store_bytes(codes, at + i, first, MIDDLE)
+        store_bytes(codes, at + size + i, fma(first, splat(-BYTE), code), MIDDLE)
 
 
 @overload(round_row, jit_options=OPTIONS)
-def _typed_round_row(w, x, x_at, size, codes, codes_at, scales, scale_at):
+def _typed_round_row(w, x, x_at, size, codes, row, scales, scale_at):
     if w.dtype == types.uint8:
-        return lambda w, x, x_at, size, codes, codes_at, scales, scale_at: _round_row(
-            x, x_at, size, codes, codes_at, scales, scale_at
+        return lambda w, x, x_at, size, codes, row, scales, scale_at: _round_row(
+            x, x_at, size, codes, row, scales, scale_at
         )
-    return lambda w, x, x_at, size, codes, codes_at, scales, scale_at: None
+    if w.dtype == types.boolean:
+        return lambda w, x, x_at, size, codes, row, scales, scale_at: _round_row_twice(
+            x, x_at, size, codes, row, scales, scale_at
+        )
+    return lambda w, x, x_at, size, codes, row, scales, scale_at: None

@@ -26,8 +26,9 @@ from numba.extending import intrinsic, overload, register_model
 from minillm.ops.cpu.compiled import OPTIONS
 
 LANES = 16
-HALF, BFLOAT, PAIRED = np.int16, np.uint16, np.uint8
-"""numba knows no 16-bit floats: their bits travel as these integers. `PAIRED`: signed bytes in `tile_bytes`' order."""
+HALF, BFLOAT, PAIRED, TWICE_PAIRED = np.int16, np.uint16, np.uint8, np.bool_
+"""numba knows no 16-bit floats: their bits travel as these integers. The last two: signed bytes in `tile_bytes`' order,
+for activations of one byte and of two. (int8 itself: signed bytes that become floats.)"""
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
@@ -315,18 +316,17 @@ smallest = _extreme("minimum")
 
 
 @intrinsic
-def transpose(typing: Any, array: Any, source: Any, source_row: Any, target: Any) -> Any:
-    """`array[target + 16 i + j] = array[source + j · source_row + i]` for sixteen i and sixteen j, float32.
+def transpose(typing: Any, array: Any, source: Any, source_row: Any, out: Any, target: Any) -> Any:
+    """`out[target + 16 i + j] = array[source + j · source_row + i]` for sixteen i and sixteen j, float32.
 
     Four times every vector is paired with the one 8, 4, 2, 1 behind it and the two exchange halves, quarters, …
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array, source, source_row, target = args
-        kind = signature.args[0]
+        array, source, source_row, out, target = args
 
         def at(index: Any) -> Any:
-            return _address(context, builder, kind, array, index, FLOATS)
+            return _address(context, builder, signature.args[0], array, index, FLOATS)
 
         rows = [
             _read(builder, at(builder.add(source, builder.mul(source_row, ir.Constant(I64, j))))) for j in range(LANES)
@@ -341,10 +341,11 @@ def transpose(typing: Any, array: Any, source: Any, source_row: Any, target: Any
                 rows[first + distance] = builder.shuffle_vector(a, b, ir.Constant(INTS, high))
             distance //= 2
         for i, row in enumerate(rows):
-            builder.store(row, at(builder.add(target, ir.Constant(I64, LANES * i)))).align = 1
+            to = builder.add(target, ir.Constant(I64, LANES * i))
+            builder.store(row, _address(context, builder, signature.args[3], out, to, FLOATS)).align = 1
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.intp, types.intp), code
+    return types.void(array, types.intp, types.intp, out, types.intp), code
 
 
 @intrinsic

@@ -13,7 +13,7 @@ from numba.extending import overload
 from minillm.ops.cpu.attention import attend, scratch_size
 from minillm.ops.cpu.compiled import OPTIONS, entry_point
 from minillm.ops.cpu.norms import rms_norm, rotate, round_row, silu_gate
-from minillm.ops.cpu.panels import CHUNK, NONE, OUTPUTS, PANELS, multiply
+from minillm.ops.cpu.panels import NONE, OUTPUTS, SUMS_SIZE, multiply
 from minillm.ops.cpu.rows import write_row
 from minillm.ops.cpu.simd import LANES, load, stay_whole, store
 from minillm.ops.cpu.simd import number as number_at
@@ -47,7 +47,7 @@ def areas(dims, tokens):
 
 def own_size(dims, longest):
     """Floats that each thread needs for itself."""
-    return max(CHUNK * PANELS * LANES, scratch_size(longest, dims[HEAD_DIM])) + LANES
+    return max(SUMS_SIZE, scratch_size(longest, dims[HEAD_DIM])) + LANES
 
 
 @njit(**OPTIONS)
@@ -141,7 +141,7 @@ def normalise(number, size, w, n, hidden, vectors, norm, eps, scratch, x_at, nor
     for i in range(number, n, size):
         at = normed_at + i * hidden
         rms_norm(scratch, x_at + i * hidden, hidden, vectors, norm, eps, scratch, at)
-        round_row(w, scratch, at, hidden, codes, i * hidden, scratch, scales_at + i)
+        round_row(w, scratch, at, hidden, codes, i, scratch, scales_at + i)
 
 
 @njit(**OPTIONS)
@@ -200,12 +200,12 @@ def round_rows(w, number, size, n, scratch, x_at, columns, codes, scales_at, syn
 
 @overload(round_rows, jit_options=OPTIONS)
 def _typed_round_rows(w, number, size, n, scratch, x_at, columns, codes, scales_at, sync):
-    if w.dtype != types.uint8:
+    if w.dtype not in (types.uint8, types.boolean):
         return lambda w, number, size, n, scratch, x_at, columns, codes, scales_at, sync: None
 
     def together(w, number, size, n, scratch, x_at, columns, codes, scales_at, sync):
         for i in range(number, n, size):
-            round_row(w, scratch, x_at + i * columns, columns, codes, i * columns, scratch, scales_at + i)
+            round_row(w, scratch, x_at + i * columns, columns, codes, i, scratch, scales_at + i)
         meet(sync, size)
 
     return together

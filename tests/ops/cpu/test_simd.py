@@ -110,7 +110,7 @@ def test_nibbles_lie_two_to_a_byte_the_even_ones_low() -> None:
 
 @njit(**OPTIONS)
 def turn(x):
-    simd.transpose(x, 3, 20, 500)
+    simd.transpose(x, 3, 20, x, 500)
 
 
 def test_a_square_is_turned_on_its_side() -> None:
