@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
 """For every function compiled here: dividing by zero gives infinity, and other threads go on meanwhile."""
 PREFIX = "minillm-step-"
-FUNCTIONS = 41
+FUNCTIONS = 60
 """About how many functions a step is compiled from."""
 
 

@@ -26,6 +26,8 @@ from numba.extending import intrinsic, overload, register_model
 from minillm.ops.cpu.compiled import OPTIONS
 
 LANES = 16
+REGISTERS = 32
+"""That hold such vectors, with AVX-512."""
 HALF, BFLOAT, PAIRED, TWICE_PAIRED = np.int16, np.uint16, np.uint8, np.bool_
 """numba knows no 16-bit floats: their bits travel as these integers. The last two: signed bytes in `tile_bytes`' order,
 for activations of one byte and of two. (int8 itself: signed bytes that become floats.)"""
@@ -415,9 +417,20 @@ def _tile_loop(
     for phi, first, then in zip((i, *sums), (ir.Constant(I64, 0), *start), (following, *new), strict=True):
         phi.add_incoming(first, before)
         phi.add_incoming(then, builder.block)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    again = builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    if len(start) > REGISTERS // 2:
+        again.set_metadata("llvm.loop", _as_it_is(builder.module))
     builder.position_at_end(after)
     return new
+
+
+def _as_it_is(module: ir.Module) -> ir.MDValue:
+    """What tells LLVM not to unroll a loop: two rounds at once need more registers than there are, and the sums would
+    go to memory and back in each (three times as slow, and not always, for it depends on what else is compiled)."""
+    disable = module.add_metadata(["llvm.loop.unroll.disable"])
+    loop = ir.MDValue(module, [disable], name=str(len(module.metadata)))
+    loop.operands = (loop, disable)  # itself first: so LLVM tells one loop's from another's
+    return loop
 
 
 @intrinsic(prefer_literal=True)

@@ -144,3 +144,16 @@ def test_sums_of_bytes_are_exact_at_their_largest_with_and_without_the_instructi
     byte_sums()(w.reshape(-1).view(np.uint8), x.reshape(-1), fours, out)
     rows = w.transpose(0, 2, 1, 3).reshape(32, -1).astype(np.int64)
     assert np.array_equal(out.view(np.int32).reshape(3, 32), x.astype(np.int64) @ rows.T)
+
+
+@njit(**OPTIONS)
+def one_tile(w, x, y, length):
+    simd.tile(w, 0, length * 16, 16, x, 0, length, length, y, 0, 64, False, 4, 6)
+
+
+def test_a_tile_of_24_sums_is_not_unrolled() -> None:
+    """Two rounds at once need more than 32 registers: the sums would be written to memory and read again in each."""
+    w, x, y = np.zeros(64 * 8, np.float32), np.zeros(6 * 8, np.float32), np.zeros(6 * 64, np.float32)
+    one_tile(w, x, y, 8)
+    [code] = one_tile.inspect_llvm().values()
+    assert code.count("call <16 x float> @llvm.fma.v16f32") == 24
