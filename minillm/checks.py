@@ -1,8 +1,11 @@
-"""The checks behind the doctor: each looks at one part of the machine and returns one row."""
+"""The checks behind the doctor: each looks at one part of the machine and returns one row.
+
+A lesson's first cell calls the doctor, and what is imported here stays in its memory. PyTorch is needed by every
+lesson; numba and Triton by some, and so they are tried in another process (see `trial`).
+"""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import platform
@@ -15,8 +18,13 @@ from pathlib import Path
 from minillm.doctor import Row
 from minillm.hardware import cpu, gpu, memory
 from minillm.models import bundled
+from minillm.trial import Answer, ask, problem
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
+TRITON, NUMBA, OPENMP = "triton", "numba", "numba.np.ufunc.omppool"
+BYTE_PRODUCTS = "minillm.ops.cpu.simd:has_byte_products"
+HEAVY = (TRITON, NUMBA, OPENMP, BYTE_PRODUCTS)
+"""What is not imported here."""
 LOW_MEMORY_BYTES = 10**9
 """What the largest lesson needs, by the rules that lessons are built to."""
 
@@ -25,8 +33,8 @@ def run_checks() -> Iterator[Row]:
     """Every check in the order of the report. Those that ask PyTorch are left out where it cannot be imported."""
     yield python()
     yield pytorch()
-    if not _import_problem("torch"):
-        yield from (device(), dtype(), triton(), threads())
+    if not problem("torch"):
+        yield from (device(), dtype(), triton(), kernels(), threads())
     yield from (numba(), processor(), main_memory(), models(), widgets(), charts(), lab(), browser())
 
 
@@ -52,9 +60,9 @@ def python() -> Row:
 
 def pytorch() -> Row:
     """The tensor library."""
-    problem = _import_problem("torch")
-    if problem:
-        return Row("PyTorch", "missing", problem, "The engine cannot run at all.", "pip install torch")
+    reason = problem("torch")
+    if reason:
+        return Row("PyTorch", "missing", reason, "The engine cannot run at all.", "pip install torch")
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
@@ -85,10 +93,10 @@ def dtype() -> Row:
 
 def triton() -> Row:
     """The kernel language."""
-    problem = _triton_problem()
-    if problem:
+    reason = _tried(TRITON).problem
+    if reason:
         fix = "pip install triton" if sys.platform == "linux" else "for kernels: Linux, WSL or a hosted notebook"
-        return Row("Triton", "limited", problem, "Triton kernels do not run; the engine uses PyTorch.", fix)
+        return Row("Triton", "limited", reason, "Triton kernels do not run; the engine uses PyTorch.", fix)
     version, card = metadata.version("triton"), gpu()
     if card is None:
         meaning = "Without a GPU, Triton kernels run in its interpreter: right, and slow."
@@ -99,20 +107,36 @@ def triton() -> Row:
     return Row("Triton", "ok", f"{version}, on {card.architecture}", "Kernels compile and run on the GPU.")
 
 
+def kernels() -> Row:
+    """Which operations run as kernels on this GPU, and what does the others: what the dispatch itself says."""
+    from minillm.ops.dispatch import OPS, implementations
+
+    card = gpu()
+    if card is None:
+        meaning = "Kernels are for GPUs; on a CPU the compiled step does their work."
+        return Row("GPU kernels", "ok", f"none of {len(OPS)} operations: there is no GPU", meaning)
+    others = [name for name in OPS if implementations(name, "cuda")[0] != "triton"]
+    found = f"{len(OPS) - len(others)} of {len(OPS)} operations on {card.architecture}"
+    if len(others) == len(OPS):
+        return Row("GPU kernels", "limited", found, "The GPU runs PyTorch operations instead: right, and slower.")
+    if others:
+        meaning = f"Right all the same, and slower, because PyTorch does it: {', '.join(others)}."
+        return Row("GPU kernels", "limited", found, meaning)
+    return Row("GPU kernels", "ok", found, "Every operation of the engine that has a kernel runs as one.")
+
+
 def numba() -> Row:
     """The compiler of the decoder step for the CPU."""
-    problem = _import_problem("numba")
-    if problem:
+    reason = _tried(NUMBA).problem
+    if reason:
         meaning = "The step that is compiled for the CPU is off; PyTorch does its work, two to eight times slower."
-        return Row("compiled step", "limited", f"numba is {problem}", meaning, "pip install numba")
+        return Row("compiled step", "limited", f"numba is {reason}", meaning, "pip install numba")
     found = f"numba {metadata.version('numba')}"
-    if _import_problem("numba.np.ufunc.omppool"):
+    if _tried(OPENMP).problem:
         meaning = "Works, but without the OpenMP layer each step starts its threads more slowly."
         fix = "install libgomp (Linux) or libomp (macOS)"
         return Row("compiled step", "limited", f"{found}, no OpenMP layer", meaning, fix)
-    from minillm.ops.cpu.simd import has_byte_products
-
-    if not has_byte_products():
+    if not _tried(BYTE_PRODUCTS).value:
         meaning = "float32 and INT8 weights run at full speed; w8a8 has no instruction here and gains nothing."
         return Row("compiled step", "limited", f"{found}, OpenMP layer, no AVX-512 VNNI", meaning)
     meaning = "On the CPU a whole decoder step is one compiled function; it is made on first use and kept on disk."
@@ -168,10 +192,10 @@ def models() -> Row:
 def widgets() -> Row:
     """Knobs and replay."""
     for package in ("ipywidgets", "anywidget"):
-        problem = _import_problem(package)
-        if problem:
+        reason = problem(package)
+        if reason:
             fix = f"pip install {package}"
-            return Row("widgets", "missing", problem, "Knobs and replay are absent; pictures still draw.", fix)
+            return Row("widgets", "missing", reason, "Knobs and replay are absent; pictures still draw.", fix)
     version = metadata.version("ipywidgets")
     found = f"ipywidgets {version}, anywidget {metadata.version('anywidget')}"
     if int(version.split(".")[0]) < 8:
@@ -181,9 +205,9 @@ def widgets() -> Row:
 
 def charts() -> Row:
     """Charts of measured figures."""
-    problem = _import_problem("plotly")
-    if problem:
-        return Row("charts", "limited", problem, "Charts show as still pictures.", "pip install plotly")
+    reason = problem("plotly")
+    if reason:
+        return Row("charts", "limited", reason, "Charts show as still pictures.", "pip install plotly")
     return Row("charts", "ok", f"plotly {metadata.version('plotly')}", "Charts can be hovered and zoomed.")
 
 
@@ -207,26 +231,9 @@ def browser() -> Row:
     return Row("Chromium", "ok", str(found), "The browser tests can run.")
 
 
-def _import_problem(name: str) -> str:
-    """Why `name` cannot be imported; empty if it can. A broken install fails in many ways, so any error counts."""
-    try:
-        importlib.import_module(name)
-    except Exception as problem:
-        return "not installed" if isinstance(problem, ModuleNotFoundError) else f"broken: {problem}".splitlines()[0]
-    return ""
-
-
-def _triton_problem() -> str:
-    """As `_import_problem`. Triton decides when it is imported whether it can interpret kernels. Without a GPU that is
-    all it can do, so it is asked to here. A lesson that sets `TRITON_INTERPRET=1` after the doctor would be too late.
-    """
-    if gpu() is not None or "TRITON_INTERPRET" in os.environ:
-        return _import_problem("triton")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        return _import_problem("triton")
-    finally:
-        del os.environ["TRITON_INTERPRET"]
+def _tried(question: str) -> Answer:
+    """What another process says about numba and Triton; all that is asked about them is asked at once."""
+    return ask(*HEAVY)[question]
 
 
 def _gib(num_bytes: int) -> str:

@@ -108,14 +108,19 @@ class SpeculativeConfig:
     """`draft_model`, or a `Drafter` class."""
     model: str | None = None
     quantization: str | None = None
-    """How the draft's weights are kept (`int8`, `w8a8`, …), its unembedding included: a draft need not be exact."""
+    """How the draft's weights are kept (`int8`, `w8a8`, …): a draft need not be exact."""
     num_speculative_tokens: int = 4
     draft_sample_method: str = "probabilistic"
     """`probabilistic` samples drafts from the draft's own distribution, `greedy` takes its likeliest token."""
     rejection_sample_method: str = "standard"
+    disable_by_batch_size: int | None = None
+    """Nobody drafts in a step in which more requests than this run or wait: where a batch keeps the processor busy,
+    checking guesses that fail costs more than it saves. None: drafts always."""
 
     def __post_init__(self) -> None:
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
+        if self.disable_by_batch_size is not None:
+            _at_least("disable_by_batch_size", self.disable_by_batch_size, 1)
         if isinstance(self.method, str) and self.method != "draft_model":
             raise UnsupportedError(
                 f"speculative method {self.method!r} is not available; use 'draft_model' or pass a Drafter class"

@@ -16,6 +16,7 @@ import minillm
 from minillm import checks
 from minillm.doctor import Report, Row, doctor
 from minillm.hardware import Cpu, Gpu, Memory
+from minillm.ops import dispatch
 
 T4 = Gpu("Tesla T4", (7, 5), 15 * 2**30, 14 * 2**30)
 H100 = Gpu("NVIDIA H100", (9, 0), 80 * 2**30, 79 * 2**30)
@@ -42,6 +43,17 @@ def without(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(importlib, "import_module", fake)
 
     return pretend
+
+
+@pytest.fixture
+def instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Put another package in the place of one: what its file says when it is imported."""
+
+    def put(package: str, code: str) -> None:
+        (tmp_path / f"{package}.py").write_text(code)
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    return put
 
 
 def test_every_finding_says_what_it_means_and_how_to_fix_what_is_missing():
@@ -84,8 +96,27 @@ def test_new_gpu_is_not_limited(on_gpu):
     assert {checks.device().status, checks.dtype().status, checks.triton().status} == {"ok"}
 
 
-def test_missing_triton_has_a_fix_that_this_system_can_do(without, monkeypatch):
-    without("triton", ModuleNotFoundError("No module named 'triton'"))
+@pytest.mark.parametrize(
+    ("card", "has_triton", "status", "words"),
+    [
+        (None, True, "ok", ["none of", "no GPU", "compiled step"]),
+        (H100, True, "ok", ["sm_90", "Every operation"]),
+        (T4, True, "limited", ["sm_75", "PyTorch does it: w8a8_linear."]),
+        (H100, False, "limited", ["0 of", "PyTorch operations instead"]),
+    ],
+)
+def test_kernels_are_those_that_the_dispatch_chooses(on_gpu, monkeypatch, card, has_triton, status, words):
+    on_gpu(card)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: has_triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card.capability)
+    row = checks.kernels()
+    assert row.status == status
+    assert all(word in f"{row.found} {row.meaning}" for word in words), row
+
+
+def test_missing_triton_has_a_fix_that_this_system_can_do(instead, monkeypatch):
+    instead("triton", "raise ModuleNotFoundError")
+    assert checks.triton().found == "not installed"
     monkeypatch.setattr(sys, "platform", "linux")
     assert (checks.triton().status, checks.triton().fix) == ("limited", "pip install triton")
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -99,10 +130,16 @@ def test_missing_pytorch_is_reported_not_raised(without):
     assert [row.fix for row in report.rows if row.name == "PyTorch"] == ["pip install torch"]
 
 
-def test_broken_install_is_told_from_a_missing_one(without):
-    without("numba", OSError("libsomething.so: cannot open\nsecond line"))
+def test_broken_install_is_told_from_a_missing_one(instead):
+    instead("numba", "raise OSError('libsomething.so: cannot open\\nsecond line')")
     assert checks.numba().found == "numba is broken: libsomething.so: cannot open"
     assert checks.numba().status == "limited"
+
+
+def test_an_install_that_ends_the_process_is_told(instead):
+    instead("numba", "import os; os._exit(7)")
+    assert checks.triton().found.startswith(checks.metadata.version("triton"))
+    assert checks.numba().found == "numba is broken: importing it ends the process (exit status 7)"
 
 
 def test_old_ipywidgets_is_enough(monkeypatch):
@@ -168,6 +205,19 @@ def test_report_shows_as_text_html_and_json():
 def test_doctor_can_be_called_again_although_its_module_has_its_name():
     code = "import minillm; minillm.doctor(); minillm.doctor(); from minillm.doctor import Report; minillm.doctor()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1])
+
+
+def test_the_doctor_looks_at_compilers_without_loading_them():
+    """They would stay in the memory of the lesson whose first cell called it."""
+    look = "print({'numba', 'llvmlite', 'triton'} & set(sys.modules))"
+    code = f"import sys; from minillm.doctor import doctor; doctor(); {look}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "set()"
+    found = {row.name: row.found for row in doctor().rows}
+    assert checks.metadata.version("numba") in found["compiled step"]  # and yet it was tried
+    assert checks.metadata.version("triton") in found["Triton"]
 
 
 def test_importing_the_doctor_loads_nothing_heavy():

@@ -1,19 +1,24 @@
-"""32 requests that all arrive at once and are of very different length, greedy, fp32: static or continuous batching.
+"""32 requests that all arrive at once and are of very different length, greedy: static or continuous batching.
 
 Output lengths are heavy-tailed, as those of real answers are: most are short, a few are at the limit. A static batch
 runs until its longest request ends, and the seats of those that ended before do nothing; continuous batching gives
 them to whoever waits. Everybody may run 8 requests at a time; because more seats can help on a CPU, the padded batch
 and minillm run once more with a seat for each request. (transformers' continuous batching did not gain by more seats.)
 
-The systems, all of which must give the same tokens:
+The systems, all of which must give the same tokens, in fp32:
 
 - `transformers padded batch`: left-padded `generate`, a batch until its longest request ends.
 - `transformers generate_batch`: transformers' continuous batching. `generate_batch` itself takes one `max_new_tokens`
   for all requests, so the requests are given to the manager behind it, which takes one for each.
 - `minillm static`: minillm's engine, given the next batch when the last one is done. Nothing is padded and a request
   that ended costs nothing more, so this is the least that waiting costs.
-- `minillm continuous`: minillm's engine, given all requests at once.
+- `minillm continuous`: minillm's engine, given all requests at once. `+ draft`: with the draft model while no more than
+  `DRAFTING` requests are there, that is for the longest answers, at the end.
 - `vLLM CPU`, if the environment variable `MINILLM_VLLM_PYTHON` names an interpreter that has it.
+
+With `--shape` the same token ids go to a larger checkpoint with random weights, where only the last two take part, vLLM
+in bf16, minillm in fp32 over the same bf16 weights and with INT8 ones. Then tokens may differ, and the result says how
+many do.
 
 Two figures are counted from the trace. *Batch slots* in use: requests that ran, summed over the steps, over
 `max_num_seqs` · steps; once over the steps that left a request waiting, and once over the whole run, at whose end only
@@ -25,10 +30,14 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
+from minillm.bench.contestants import choose, draft_for
 from minillm.bench.harness import Row, System, compare, peak_memory_of, result
+from minillm.bench.own_engine import QUANTIZED
 from minillm.bench.prompts import held_out_prompts
+from minillm.bench.shapes import shape_folder
 from minillm.bench.vllm_peer import INTERPRETER, VllmPeer
 from minillm.step_metrics import step_metrics, summary
 from minillm.trace import Event, RequestAdded, RequestFinished, StepRan
@@ -40,11 +49,14 @@ SHORTEST, LONGEST, TAIL = 8, 256, 1.0
 """Output lengths follow a Pareto distribution with this tail index, cut off at the longest."""
 SEED = 0
 ROUNDS = 5
+DRAFTING = 3
+"""Most requests that are there while anybody drafts: verifying for more of them costs more than it saves."""
+NUM_DRAFTS = 3
 
 PADDED, GENERATE_BATCH = "transformers padded batch", "transformers generate_batch"
 STATIC, CONTINUOUS, VLLM = "minillm static", "minillm continuous", "vLLM CPU"
-ALL = f", {REQUESTS} seats"
-PADDED_ALL, CONTINUOUS_ALL = PADDED + ALL, CONTINUOUS + ALL
+ALL, DRAFTED = f", {REQUESTS} seats", " + draft"
+PADDED_ALL, CONTINUOUS_ALL, CONTINUOUS_DRAFTED = PADDED + ALL, CONTINUOUS + ALL, CONTINUOUS + DRAFTED
 TRANSFORMERS = (PADDED, PADDED_ALL, GENERATE_BATCH)
 
 BASELINES: dict[str, tuple[str, ...]] = {
@@ -55,57 +67,67 @@ BASELINES: dict[str, tuple[str, ...]] = {
     STATIC: (PADDED,),
     CONTINUOUS: (*TRANSFORMERS, VLLM, STATIC),
     CONTINUOUS_ALL: (*TRANSFORMERS, VLLM, CONTINUOUS),
+    CONTINUOUS_DRAFTED: (*TRANSFORMERS, VLLM, CONTINUOUS),
 }
 """System → what it is compared with, a row for each."""
+OF_A_SHAPE: dict[str, tuple[str, ...]] = {
+    VLLM: (),
+    CONTINUOUS: (VLLM,),
+    f"{CONTINUOUS} int8": (VLLM, CONTINUOUS),
+    f"{CONTINUOUS} w8a8": (VLLM, CONTINUOUS),
+}
+"""The same with `--shape`."""
 
 Run = Callable[[], list[list[int]]]
 Extra = Callable[[], dict[str, Any]]
 
 
-def run(model: str = "minicoder") -> dict[str, Any]:
-    """All systems in turn on the same requests, with the same threads; returns the result as JSON values."""
+def run(
+    model: str = "minicoder", shape: str | None = None, systems: Sequence[str] | None = None, rounds: int = ROUNDS
+) -> dict[str, Any]:
+    """All systems in turn on the same requests, with the same threads; returns the result as JSON values.
+
+    Raises `ConfigError` for a name that is none of the systems', or if `shape` leaves nobody to compare with.
+    """
     import torch
 
+    table = OF_A_SHAPE if shape else BASELINES
     interpreter = os.environ.get(INTERPRETER)
-    peer = _vllm(interpreter, model) if interpreter else None
-    systems = []
-    for name, baselines in BASELINES.items():
-        if name != VLLM:
-            run_once, extra = _system(name, model)
-        elif peer is not None:
-            run_once, extra = peer.run, lambda: peer.about
-        else:
-            continue
-        present = tuple(b for b in baselines if b != VLLM or peer is not None)
-        systems.append(System(name, run_once, present or None, extra))
-    rows = compare(systems, ROUNDS, lambda name: peer.peak_memory if name == VLLM else _peak_memory(name, model))
+    absent = {VLLM: not interpreter, CONTINUOUS_DRAFTED: draft_for(model, None) is None}
+    names = [name for name in choose(list(table), systems) if not absent.get(name)]
+    place = str(shape_folder(shape)) if shape else model
+    peer = _vllm(str(interpreter), place, "bfloat16" if shape else "float32") if VLLM in names else None
+    contestants = []
+    for name in names:
+        made = (peer.run, partial(getattr, peer, "about")) if name == VLLM else _system(name, place)
+        contestants.append(System(name, made[0], tuple(b for b in table[name] if b in names) or None, made[1]))
+    rows = compare(contestants, rounds, lambda name: peer.peak_memory if name == VLLM else _peak_memory(name, place))
     if peer is not None:
         peer.close()
     config = {
-        "model": model,
+        "model": shape or model,
         "requests": REQUESTS,
         "max_num_seqs": SEATS,
-        "prompt_tokens": [len(ids) for ids in _prompts(model)],
+        "prompt_tokens": [len(ids) for ids in _prompts()],
         "new_tokens": output_lengths(),
         "sampling": "greedy",
-        "dtype": "float32",
+        "dtype": "bfloat16 weights; vLLM computes in bfloat16, minillm in float32" if shape else "float32",
         "device": "cpu",
         "threads": torch.get_num_threads(),
-        "rounds": ROUNDS,
+        "rounds": rounds,
         **over_the_better(rows),
     }
     return result("batch", config, rows)
 
 
 def over_the_better(rows: Sequence[Row]) -> dict[str, Any]:
-    """Which of transformers' ways was the fastest, and how many times as fast minillm was."""
-    better = max(TRANSFORMERS, key=lambda name: next(row.tokens_per_s for row in rows if row.system == name))
-    ratios = {row.system: row.ratio for row in rows if row.baseline == better}
-    return {
-        "better_of_transformers": better,
-        "continuous_over_better": ratios[CONTINUOUS],
-        "continuous_32_seats_over_better": ratios[CONTINUOUS_ALL],
-    }
+    """Which of transformers' ways was the fastest, if they ran, and how many times as fast minillm was each way."""
+    speeds = {row.system: row.tokens_per_s for row in rows if row.system in TRANSFORMERS}
+    if not speeds:
+        return {}
+    better = max(speeds, key=lambda name: speeds[name])
+    ratios = {row.system: row.ratio for row in rows if row.baseline == better and row.system.startswith(CONTINUOUS)}
+    return {"better_of_transformers": better, "over_the_better": ratios}
 
 
 def output_lengths() -> list[int]:
@@ -138,28 +160,43 @@ def utilisation(trace: Iterable[Event], seats: int, requests: int | None = None)
     }
 
 
-def _prompts(model: str) -> list[list[int]]:
-    """Held-out prompts as they come, as ids."""
+def _prompts() -> list[list[int]]:
+    """Held-out prompts as they come, as ids of the bundled tokenizer."""
     from minillm.models.loading import resolve
     from minillm.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(resolve(model))
+    tokenizer = Tokenizer.from_folder(resolve("minicoder"))
     return [tokenizer.encode(prompt.prompt) for prompt in held_out_prompts(REQUESTS)]
 
 
 def _system(name: str, model: str) -> tuple[Run, Extra]:
     seats = REQUESTS if name.endswith(ALL) else SEATS
-    make = {PADDED: _padded, GENERATE_BATCH: _generate_batch, STATIC: _minillm, CONTINUOUS: _minillm}
-    return make[name.removesuffix(ALL)](model, seats, name.startswith(STATIC))
+    if name.startswith("minillm"):
+        return _minillm(model, seats, name.removesuffix(ALL))
+    make = {PADDED: _padded, GENERATE_BATCH: _generate_batch}
+    return make[name.removesuffix(ALL)](model, seats)
 
 
-def _minillm(model: str, seats: int, static: bool) -> tuple[Run, Extra]:
+def _minillm(model: str, seats: int, name: str) -> tuple[Run, Extra]:
     from minillm import LLM, SamplingParams
 
-    llm = LLM(model, dtype="float32", device="cpu", max_num_seqs=seats, enable_prefix_caching=False)
-    prompts = [{"prompt_token_ids": ids} for ids in _prompts(model)]
-    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in output_lengths()]
-    size = seats if static else REQUESTS
+    options: dict[str, Any] = {"max_num_seqs": seats}
+    if name.endswith(DRAFTED):
+        options["speculative_config"] = {
+            "model": draft_for(model, None),
+            "quantization": "w8a8",  # lossless all the same: the target has the last word
+            "num_speculative_tokens": NUM_DRAFTS,
+            "disable_by_batch_size": DRAFTING,
+        }
+    elif name.split()[-1] in QUANTIZED:
+        options["quantization"] = name.split()[-1]
+    llm = LLM(model, dtype="float32", device="cpu", enable_prefix_caching=False, **options)
+    prompts = [{"prompt_token_ids": ids} for ids in _prompts()]
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        for length in output_lengths()
+    ]
+    size = seats if name == STATIC else REQUESTS
 
     def run_once() -> list[list[int]]:
         outputs = []
@@ -170,7 +207,7 @@ def _minillm(model: str, seats: int, static: bool) -> tuple[Run, Extra]:
     def extra() -> dict[str, Any]:
         with llm.trace() as trace:
             run_once()
-        return {"max_num_seqs": seats, **utilisation(trace, seats, REQUESTS)}
+        return {**options, **utilisation(trace, seats, REQUESTS)}
 
     return run_once, extra
 
@@ -186,10 +223,10 @@ def _transformers(model: str) -> Any:
     return peer
 
 
-def _padded(model: str, seats: int, static: bool) -> tuple[Run, Extra]:
+def _padded(model: str, seats: int) -> tuple[Run, Extra]:
     import torch
 
-    peer, prompts, lengths = _transformers(model), _prompts(model), output_lengths()
+    peer, prompts, lengths = _transformers(model), _prompts(), output_lengths()
 
     @torch.inference_mode()
     def run_batch(prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
@@ -208,11 +245,11 @@ def _padded(model: str, seats: int, static: bool) -> tuple[Run, Extra]:
     return run_once, lambda: {"batch": seats, "steps": steps, "batch_slot_utilisation": useful / (seats * steps)}
 
 
-def _generate_batch(model: str, seats: int, static: bool) -> tuple[Run, Extra]:
+def _generate_batch(model: str, seats: int) -> tuple[Run, Extra]:
     import torch
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    peer, requests = _transformers(model), list(zip(_prompts(model), output_lengths(), strict=True))
+    peer, requests = _transformers(model), list(zip(_prompts(), output_lengths(), strict=True))
     greedy = GenerationConfig(do_sample=False, max_new_tokens=LONGEST, eos_token_id=-1, pad_token_id=0)
     # The fastest settings that were found; with its defaults it took three times as long.
     options = {"page_size": 32, "num_blocks": 16 * seats, "max_batch_tokens": 512, "max_requests_per_batch": seats}
@@ -233,7 +270,7 @@ def _generate_batch(model: str, seats: int, static: bool) -> tuple[Run, Extra]:
     return run_once, lambda: dict(options)
 
 
-def _vllm(interpreter: str, model: str) -> VllmPeer:
+def _vllm(interpreter: str, model: str, dtype: str) -> VllmPeer:
     import torch
 
     from minillm.models.loading import resolve
@@ -242,7 +279,8 @@ def _vllm(interpreter: str, model: str) -> VllmPeer:
         interpreter,
         torch.get_num_threads(),
         model=str(resolve(model)),
-        prompts=_prompts(model),
+        dtype=dtype,
+        prompts=_prompts(),
         lengths=output_lengths(),
         max_num_seqs=SEATS,
     )

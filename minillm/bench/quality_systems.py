@@ -20,7 +20,14 @@ from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
 from minillm.models.loading import load_config, resolve
 from minillm.models.runner import ModelRunner
 from minillm.quantization.calibration import calibrate
-from minillm.quantization.model import Calibration, linear_bytes, num_weights, quantize_model
+from minillm.quantization.int8 import Int8
+from minillm.quantization.model import (
+    Calibration,
+    linear_bytes,
+    num_weights,
+    quantize_model,
+    quantize_unembedding,
+)
 from minillm.quantization.schemes import SCHEMES, make_scheme
 
 REFERENCE = "kv auto"
@@ -125,6 +132,8 @@ class Builder:
         llm = self._llm(False, {})
         model = llm.engine.runner.model
         quantize_model(model, scheme, self._calibration(scheme.needs, llm) if scheme.needs else None)
+        if isinstance(scheme, Int8):  # as the engine does
+            quantize_unembedding(model, Int8())
         return Built(llm.engine.runner, sum(linear_bytes(model).values()), 2 * num_weights(model))
 
     def _llm(self, whole_sequences: bool, options: Mapping[str, Any]) -> LLM:

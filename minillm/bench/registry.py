@@ -18,8 +18,10 @@ BENCHMARKS = {
     "prefill": "one prompt of 128, 512 or 1000 tokens until its first new token",
     "latency": "24 tokens of code after 200: how long one completion takes, prompt unseen and seen before",
     "verify": "one forward over five tokens against one over a single token",
+    "kernels": "every op by itself: microseconds, bytes, and how near that is to what the machine can do",
     "ladder": "INT8 KV, speculation, paged batching, all: what one article claims, and what they give here",
     "batch": "32 requests of unequal length: continuous and static batching, and transformers' two ways",
+    "gpu": "all there is to check and to time on a GPU, in under eight minutes",
     "quality": "what fewer bits cost: every quantised cache and weight scheme against float32",
 }
 """Module name → what it measures, in a few words."""

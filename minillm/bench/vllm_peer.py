@@ -17,13 +17,14 @@ from typing import Any
 INTERPRETER = "MINILLM_VLLM_PYTHON"
 """The environment variable that names the interpreter which has vLLM."""
 SCRIPT = Path(__file__)
+"""Run by its path and not as a script, or the files beside it would hide packages of the same name (`kernels`)."""
 
 
 class VllmPeer:
     """A running vLLM that answers the same requests again and again."""
 
     def __init__(self, interpreter: str, threads: int, **spec: Any) -> None:
-        """`spec`: `model` (a folder), `prompts` (token ids), `lengths` (new tokens of each), `max_num_seqs`.
+        """`spec`: `model` (a folder), `dtype`, `prompts` (token ids), `lengths` (new tokens of each), `max_num_seqs`.
 
         Raises `ConfigError` if the interpreter cannot run it.
         """
@@ -31,7 +32,7 @@ class VllmPeer:
         environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         environment.pop("PYTHONPATH", None)
         self.process = subprocess.Popen(
-            [interpreter, str(SCRIPT)],
+            [interpreter, "-c", f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -83,7 +84,7 @@ def serve() -> None:
 
     llm = vllm.LLM(
         spec["model"],
-        dtype="float32",
+        dtype=spec["dtype"],
         skip_tokenizer_init=True,
         max_num_seqs=spec["max_num_seqs"],
         max_model_len=1024,

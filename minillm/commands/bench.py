@@ -16,7 +16,9 @@ EXAMPLES = """\
   minillm bench decode
   minillm bench decode --systems "transformers fp32,minillm fp32,minillm int8" --rounds 7 --json decode.json
   minillm bench decode --shape 0.4b
+  minillm bench kernels --ops paged_attention,int8_linear
   minillm bench quality
+  minillm bench gpu --json gpu.json
 """
 NOT_FOR_THE_BENCHMARK = ("name", "json", "run")
 """What the command line holds beside the benchmark's own options."""
@@ -34,6 +36,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     own.add_argument("--shape", help="a random checkpoint of this shape in place of the model: 0.4b")
     own.add_argument("--systems", type=_names, metavar="A,B", help="run only these systems")
+    own.add_argument("--ops", type=_names, metavar="A,B", help="measure only these ops")
+    own.add_argument("--stages", type=_names, metavar="A,B", help="run only these stages")
+    own.add_argument(
+        "--rehearse", action="store_const", const=True, help="run the stages of `gpu` in a tiny size on a CPU"
+    )
     own.add_argument("--rounds", type=_positive, metavar="N", help="measure every system N times in turn")
     own.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts")
     own.add_argument("--new-tokens", type=_positive, metavar="N", help="tokens to generate for each")
@@ -50,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
     from minillm.bench.tables import speed_table
 
     measure = find(args.name)
-    result = measure(**_own_options(args, measure))
+    given = _own_options(args, measure)
+    if "save_to" in inspect.signature(measure).parameters:  # it writes what it has so far, should it be ended
+        given["save_to"] = args.json
+    result = measure(**given)
     Console().print((find_table(args.name) or speed_table)(result))
     if args.json:
         save(result, args.json)

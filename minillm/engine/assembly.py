@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,10 @@ from minillm.engine.scheduler import Scheduler
 from minillm.errors import ConfigError, TokenizerMismatchError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.models.loading import load_config, load_model, resolve
+from minillm.models.loading import load_config, load_model, resolve, widen
 from minillm.models.runner import ModelRunner
+from minillm.quantization.base import QuantizedLinear
+from minillm.quantization.int8 import Int8
 from minillm.quantization.model import quantize_unembedding
 from minillm.quantization.schemes import make_scheme
 from minillm.speculative.draft_model import DraftModelDrafter
@@ -46,6 +49,30 @@ class Assembly:
     """Keys and values of one block over all layers, the draft's pool included."""
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where models compute and in what: the same for target and draft."""
+
+    dtype: torch.dtype
+    """Of activations and, unless its layout says otherwise, of the cache. Weights may be kept in fewer bits."""
+    device: torch.device
+    may_be_taken: bool
+    """Whether an executor may take the weights over."""
+
+    def load(self, folder: Path, quantization: str | None) -> Decoder:
+        """The model in `folder`; what an executor on a CPU may take is in the bits that the file has.
+
+        With weights of 8 bits the unembedding is rounded to as many, for it is read at every token; its inputs are not,
+        and a tied embedding stays as it is. `benchmarks/quality.json` says what that costs.
+        """
+        as_stored = self.may_be_taken and self.device.type == "cpu"
+        model = load_model(folder, self.dtype, self.device, quantization, keep_stored=as_stored)
+        some = model.layers[0].qkv_proj
+        if isinstance(some, QuantizedLinear) and isinstance(some.scheme, Int8):
+            quantize_unembedding(model, Int8())
+        return model
+
+
 def assemble(
     args: EngineArgs, config: EngineConfig, cache: CacheConfig, speculative: SpeculativeConfig | None
 ) -> Assembly:
@@ -57,21 +84,21 @@ def assemble(
     max_model_len = config.check_against_context(model_config.max_position_embeddings)
     config = _settle(config, layout, cache, max_model_len)
     tokenizer = Tokenizer.from_folder(folder)
-    target = load_model(folder, choose_dtype(args.dtype, device, model_config), device, args.quantization)
-    draft = _load_draft(speculative, tokenizer, target, max_model_len) if speculative else None
+    placement = Placement(choose_dtype(args.dtype, device, model_config), device, not args.enforce_eager)
+    target = placement.load(folder, args.quantization)
+    draft = _load_draft(speculative, tokenizer, target, placement, max_model_len) if speculative else None
 
     models = [m for m in (target, draft) if m is not None]
     bytes_per_block = sum(
-        layout.bytes_per_block(m.config, config.block_size, m.embed_tokens.weight.dtype, **cache.options)
-        for m in models
+        layout.bytes_per_block(m.config, config.block_size, placement.dtype, **cache.options) for m in models
     )
     num_blocks = _num_blocks(config, bytes_per_block, max_model_len, device)
-    runners = [_runner(m, layout, cache, num_blocks, config.block_size) for m in models]
+    runners = [_runner(m, placement, layout, cache, num_blocks, config.block_size) for m in models]
     for runner in runners:
         _use_ops(runner.cache, args.ops or {}, cache)
         _check_rollback(runner.cache, cache, speculative)
-        if not args.enforce_eager:
-            runner.speed_up()
+        if args.enforce_eager or runner.speed_up(config.max_num_seqs, max_model_len) is not None:
+            widen(runner.model, placement.dtype)  # it stays in PyTorch, where all of it has to be of one dtype
     engine = Engine(
         runners[0],
         (args.block_pool_cls or BlockPool)(num_blocks, config.block_size),
@@ -81,6 +108,8 @@ def assemble(
         speculative.num_speculative_tokens if speculative else 0,
         args.scheduler_cls or Scheduler,
     )
+    if speculative is not None:
+        engine.scheduler.disable_by_batch_size = speculative.disable_by_batch_size
     return Assembly(engine, config, max_model_len, bytes_per_block)
 
 
@@ -150,21 +179,19 @@ def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.
 
 
 def _load_draft(
-    speculative: SpeculativeConfig, tokenizer: Tokenizer, target: Decoder, max_model_len: int
+    speculative: SpeculativeConfig, tokenizer: Tokenizer, target: Decoder, placement: Placement, max_model_len: int
 ) -> Decoder | None:
     if speculative.model is None:
         return None
     folder = resolve(speculative.model)
-    scheme = None if speculative.quantization is None else make_scheme(speculative.quantization)
+    if speculative.quantization is not None:
+        make_scheme(speculative.quantization)  # a name that is none is told before anything is read
     if not tokenizer.same_vocabulary(Tokenizer.from_folder(folder)):
         raise TokenizerMismatchError(
             f"the draft {speculative.model!r} has another tokenizer than the target, so its guesses would mean other "
             "text; use a draft trained with the target's tokenizer"
         )
-    weight = target.embed_tokens.weight
-    draft = load_model(folder, weight.dtype, weight.device, speculative.quantization)
-    if scheme is not None:
-        quantize_unembedding(draft, scheme)
+    draft = placement.load(folder, speculative.quantization)
     if draft.config.vocab_size != target.config.vocab_size:
         raise TokenizerMismatchError(
             f"the draft {speculative.model!r} has {draft.config.vocab_size} logits, the target "
@@ -178,9 +205,10 @@ def _load_draft(
     return draft
 
 
-def _runner(model: Decoder, layout: type[KVCache], cache: CacheConfig, num_blocks: int, block_size: int) -> ModelRunner:
-    weight = model.embed_tokens.weight
-    kept = layout(model.config, num_blocks, block_size, weight.dtype, weight.device, **cache.options)
+def _runner(
+    model: Decoder, placement: Placement, layout: type[KVCache], cache: CacheConfig, num_blocks: int, block_size: int
+) -> ModelRunner:
+    kept = layout(model.config, num_blocks, block_size, placement.dtype, placement.device, **cache.options)
     return ModelRunner(model, kept, block_size)
 
 

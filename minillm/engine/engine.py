@@ -5,10 +5,11 @@ It tells what it does through events and knows nobody who listens.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from minillm.cache.block_pool import BlockPool
 from minillm.config import EngineConfig
 from minillm.engine.commit import commit, record_logprobs, record_prompt_logprobs
-from minillm.engine.judge import judge
+from minillm.engine.judge import DeviceJudge, first_broken_row, judge
 from minillm.engine.request import Request
 from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.errors import MinillmError, NonFiniteLogitsError, RequestTooLargeError
@@ -59,6 +60,7 @@ class Engine:
         self.pool = pool
         self.listeners = Listeners()
         self.emit = self.listeners.tell
+        self.device_judge = DeviceJudge.beside(runner)
         # What scheduler and pool are given leads to the caches and not back here: an engine that is dropped is gone.
         self.scheduler = scheduler_cls(
             pool, config, num_speculative_tokens, self.emit, partial(_copy_blocks, runner, drafter)
@@ -123,8 +125,10 @@ class Engine:
         scheduled = self.scheduler.schedule()
         drafts = self._propose(scheduled)
         drafted = time.perf_counter()
-        logits = self._run(scheduled, drafts)
-        verdicts = self._judge(scheduled, drafts, logits)
+        segments = [_segment(item, draft) for item, draft in zip(scheduled, drafts, strict=True)]
+        logits = self.runner.run(segments)
+        self.emit(StepRan(self.num_steps, [_work(i, d) for i, d in zip(scheduled, drafts, strict=True)]))
+        verdicts = self._judge(scheduled, drafts, segments, logits)
         ran = time.perf_counter()
         advanced = [self._commit(item, drafts[i], verdicts[i]) for i, item in enumerate(scheduled)]
         finished = time.perf_counter()
@@ -145,58 +149,45 @@ class Engine:
             self.emit(DraftProposed(scheduled[i].request.request_id, draft.token_ids, texts))
         return drafts
 
-    def _run(self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft]) -> Tensor:
-        """The target's forward. Returns the logits to be judged, `[rows, vocab]`.
+    def _judge(
+        self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft], segments: Sequence[Segment], logits: Tensor
+    ) -> list[Verdict | None]:
+        """What each request gains: None while its prefill is not complete.
 
-        A request that verifies brings its last committed token and its drafts: row j judges draft j, and the row
+        A request that verifies brought its last committed token and its drafts: row j judges draft j, and the row
         after the last draft is the bonus. The last token of every request that completes has a row as well.
         """
-        segments = [_segment(item, draft) for item, draft in zip(scheduled, drafts, strict=True)]
-        logits = self.runner.run(segments)
-        self.emit(StepRan(self.num_steps, [_work(i, d) for i, d in zip(scheduled, drafts, strict=True)]))
-        self._refuse_non_finite(logits, segments, scheduled)
-        if any(_wants_prompt(item) for item in scheduled):
-            return self._without_prompts(scheduled, drafts, segments, logits)
-        return logits
-
-    def _refuse_non_finite(self, logits: Tensor, segments: Sequence[Segment], scheduled: Sequence[Scheduled]) -> None:
-        if math.isfinite(logits.sum(dtype=torch.float32).item()):
-            return
-        for item, rows in zip(scheduled, logits.split([s.num_logits for s in segments]), strict=True):
-            if not bool(torch.isfinite(rows).all()):
-                raise NonFiniteLogitsError(
-                    f"the model gave NaN or infinite logits for request {item.request.request_id} at token "
-                    f"{item.start + item.num_tokens}; check the checkpoint, or run it in float32"
-                )
-
-    def _without_prompts(
-        self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft], segments: Sequence[Segment], logits: Tensor
-    ) -> Tensor:
-        """The rows that are to be judged, when those of prompts have been noted."""
-        kept = []
-        parts = logits.split([segment.num_logits for segment in segments])
-        for item, draft, rows in zip(scheduled, drafts, parts, strict=True):
-            if _wants_prompt(item):
-                record_prompt_logprobs(item, rows, self.tokenizer)
-            if item.completes:
-                kept.append(rows[-len(draft.token_ids) - 1 :])
-        return torch.cat(kept) if kept else logits[:0]
-
-    def _judge(self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft], logits: Tensor) -> list[Verdict | None]:
-        """What each request gains: None while its prefill is not complete."""
         complete = [i for i, item in enumerate(scheduled) if item.completes]
         verdicts: list[Verdict | None] = [None] * len(scheduled)
+        requests, judged = [scheduled[i].request for i in complete], [drafts[i] for i in complete]
+        has_prompts = any(map(_wants_prompt, scheduled))
+        rows = _without_prompts(scheduled, drafts, segments, logits) if has_prompts else logits
+        decide = None
+        if self.device_judge is None:
+            broken_row = first_broken_row(logits)
+        else:
+            broken_row, decide = self.device_judge.judge(requests, judged, rows, logits)
+        if broken_row is not None:
+            _refuse(broken_row, scheduled, segments)
+        if has_prompts:
+            self._record_prompts(scheduled, segments, logits)
         if not complete:
             return verdicts
-        requests, judged = [scheduled[i].request for i in complete], [drafts[i] for i in complete]
-        decided = judge(requests, judged, logits)
+        decided = judge(requests, judged, rows) if decide is None else decide()
         for i, verdict in zip(complete, decided, strict=True):
             verdicts[i] = verdict
         if any(request.params.logprobs is not None for request in requests):
-            parts = logits.split([len(draft.token_ids) + 1 for draft in judged])
-            for request, verdict, rows in zip(requests, decided, parts, strict=True):
-                record_logprobs(request, verdict, rows, self.tokenizer)
+            parts = rows.split([len(draft.token_ids) + 1 for draft in judged])
+            for request, verdict, part in zip(requests, decided, parts, strict=True):
+                record_logprobs(request, verdict, part, self.tokenizer)
         return verdicts
+
+    def _record_prompts(self, scheduled: Sequence[Scheduled], segments: Sequence[Segment], logits: Tensor) -> None:
+        """Note the log-probabilities of prompt tokens, where they were asked for."""
+        parts = logits.split([segment.num_logits for segment in segments])
+        for item, part in zip(scheduled, parts, strict=True):
+            if _wants_prompt(item):
+                record_prompt_logprobs(item, part, self.tokenizer)
 
     def _commit(self, item: Scheduled, draft: Draft, verdict: Verdict | None) -> Request | None:
         """Enter the outcome into the request, roll back what was rejected, end the request if it is time."""
@@ -248,6 +239,29 @@ def _free_blocks(runner: ModelRunner, drafter: Drafter | None, block_ids: Sequen
 def _wants_prompt(item: Scheduled) -> bool:
     """Whether the log-probabilities of the prompt tokens in this chunk were asked for."""
     return item.request.params.prompt_logprobs is not None and item.start < item.request.num_prompt_tokens
+
+
+def _without_prompts(
+    scheduled: Sequence[Scheduled], drafts: Sequence[Draft], segments: Sequence[Segment], logits: Tensor
+) -> Tensor:
+    """The rows that are to be judged."""
+    parts = logits.split([segment.num_logits for segment in segments])
+    kept = [
+        part[-len(draft.token_ids) - 1 :]
+        for item, draft, part in zip(scheduled, drafts, parts, strict=True)
+        if item.completes
+    ]
+    return torch.cat(kept) if kept else logits[:0]
+
+
+def _refuse(row: int, scheduled: Sequence[Scheduled], segments: Sequence[Segment]) -> NoReturn:
+    """Raise `NonFiniteLogitsError` for the request that a broken row of logits belongs to."""
+    ends = accumulate(segment.num_logits for segment in segments)
+    item = next(item for item, end in zip(scheduled, ends, strict=True) if row < end)
+    raise NonFiniteLogitsError(
+        f"the model gave NaN or infinite logits for request {item.request.request_id} at token "
+        f"{item.start + item.num_tokens}; check the checkpoint, or run it in float32"
+    )
 
 
 def _segment(item: Scheduled, draft: Draft) -> Segment:

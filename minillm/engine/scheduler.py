@@ -86,6 +86,8 @@ class Scheduler:
         self.pool = pool
         self.config = config
         self.num_speculative_tokens = num_speculative_tokens
+        self.disable_by_batch_size: int | None = None
+        """With more requests than this, running and waiting, nobody drafts; None: everybody always may."""
         self.emit = emit
         self.copy_blocks = copy_blocks
         self.running: list[Request] = []
@@ -202,6 +204,9 @@ class Scheduler:
     def _drafts_wanted(self, request: Request, spare_tokens: int) -> int:
         """As many drafts as may be kept and find room in the budget."""
         if not self.num_speculative_tokens or not request.is_decoding:
+            return 0
+        limit = self.disable_by_batch_size
+        if limit is not None and len(self.running) + len(self.waiting) > limit:
             return 0
         # The target adds a token of its own to every round, so the last token never needs a draft.
         return min(self.num_speculative_tokens, request.num_remaining_tokens - 1, spare_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.models.config import ModelConfig
@@ -20,6 +19,8 @@ from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.models.hub import resolve
 from minillm.models.names import EMBEDDING, UNEMBEDDING, Part, stored_parts
 from minillm.models.shards import SINGLE, Shards
+from minillm.models.staging import Staging
+from minillm.models.unfilled import Unfilled
 from minillm.quantization.base import QuantizedLinear, Scheme
 from minillm.quantization.checkpoint import (
     Place,
@@ -33,7 +34,7 @@ from minillm.quantization.checkpoint import (
 from minillm.quantization.model import decoder_linears, empty_like
 from minillm.quantization.schemes import make_scheme
 
-__all__ = ["llama_config", "load_config", "load_model", "resolve", "save_llama", "stored_tensors"]
+__all__ = ["llama_config", "load_config", "load_model", "resolve", "save_llama", "stored_tensors", "widen"]
 
 RECOMPUTED = "rotary_emb.inv_freq"
 """Old Llama checkpoints store these frequencies; they follow from the configuration."""
@@ -71,19 +72,26 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     quantization: str | None = None,
+    keep_stored: bool = False,
 ) -> Decoder:
     """The model of that name or folder (see `resolve`), on `device`, for inference: no parameter asks for a gradient.
 
     A quantised checkpoint (see `minillm quantize`) loads as what it is. `quantization` of `int8`, `w8a8` or `int4`
     rounds a full-precision one while it loads; for a quantised one it may only say what that is.
 
-    Tensors go one by one from the mapped file to their rows of the model, so beside the model itself there is never
-    more than one of them in memory. Raises `CheckpointError`, before any weight is read, if a tensor is missing, is
-    one too many or has another shape than `config.json` implies; `ConfigError` if `quantization` is not what the
-    checkpoint is; `UnsupportedError` if there is no such scheme, or it cannot be done while a model loads.
+    `keep_stored` is for someone who takes the weights over in the bits that the file has, as an executor on a CPU does:
+    if `dtype` is float32 and all matrices are stored in one kind of 16-bit floats, they stay in it. Norms and biases
+    have `dtype` all the same. Such a model is not to be run in PyTorch; `widen` makes it one that is.
+
+    Tensors go a megabyte at a time from the file to their rows of the model, on the CPU or on a GPU, so beside
+    the model itself there is no memory that grows with it (see `staging`). Raises `CheckpointError`, before any weight
+    is read, if a tensor is missing, is one too many or has another shape than `config.json` implies; `ConfigError` if
+    `quantization` is not what the checkpoint is; `UnsupportedError` if there is no such scheme, or it cannot be done
+    while a model loads.
     """
     folder = resolve(str(name_or_folder))
     shards = Shards(folder)
+    staging = Staging(shards, device)
     config = _untie_if_stored_apart(load_config(folder), shards)
     stored = stored_scheme(folder)
     scheme = choose_scheme(str(name_or_folder), quantization, stored)
@@ -92,13 +100,21 @@ def load_model(
     if stored:
         parts = {name: part for name, part in parts.items() if not is_linear_weight(part)}
     _check(folder, parts, places, shards, spare={UNEMBEDDING} if config.tie_word_embeddings else set())
-    model = _unfilled_model(config, dtype, device, scheme)
+    narrow = _dtype_of_matrices(parts, shards) if keep_stored and dtype == torch.float32 else None
+    model = _unfilled_model(config, Unfilled(device, dtype, narrow or dtype), scheme)
     with torch.no_grad():
         for name, part in parts.items():
-            _fill(model, part, name, shards)
+            _fill(model, part, name, staging)
         if stored:
-            fill_places(model, places, shards)
+            fill_places(model, places, staging)
     return model.requires_grad_(False).eval()
+
+
+def widen(model: Decoder, dtype: torch.dtype) -> Decoder:
+    """Bring every parameter to `dtype`, in place and one at a time, after `load_model(…, keep_stored=True)`."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def choose_scheme(name: str, wanted: str | None, stored: Scheme | None) -> Scheme | None:
@@ -156,8 +172,13 @@ def _untie_if_stored_apart(config: ModelConfig, shards: Shards) -> ModelConfig:
     """Some checkpoints claim tied embeddings but bring two different ones; those count (as in transformers)."""
     if not config.tie_word_embeddings or not {EMBEDDING, UNEMBEDDING} <= shards.names:
         return config
-    same = torch.equal(shards.tensor(EMBEDDING), shards.tensor(UNEMBEDDING))
-    return replace(config, tie_word_embeddings=same)
+    return replace(config, tie_word_embeddings=Staging(shards).same(EMBEDDING, UNEMBEDDING))
+
+
+def _dtype_of_matrices(parts: dict[str, Part], shards: Shards) -> torch.dtype | None:
+    """The 16-bit dtype that all matrices are stored in; None if there is no such."""
+    dtypes = {shards.dtype(name) for name, part in parts.items() if len(part.shape) == 2}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} else None
 
 
 def _check(folder: Path, parts: dict[str, Part], places: dict[str, Place], shards: Shards, spare: set[str]) -> None:
@@ -171,59 +192,40 @@ def _check(folder: Path, parts: dict[str, Part], places: dict[str, Place], shard
     _complain(folder, "has tensors of another shape than its config.json says:", wrong)
 
 
-def _fill(model: Decoder, part: Part, name: str, shards: Shards) -> None:
+def _fill(model: Decoder, part: Part, name: str, staging: Staging) -> None:
     """Copy one stored tensor to its rows of the model, quantised on the way if that is how the model keeps them."""
     linear = model.get_submodule(part.parameter.rpartition(".")[0])
     if not (is_linear_weight(part) and isinstance(linear, QuantizedLinear)):
-        part.of(model).copy_(shards.tensor(name))
+        staging.copy(name, part.of(model))
         return
     try:
-        linear.fill(linear.scheme.quantize(shards.tensor(name)), part.first_row)
+        for row, piece in staging.pieces(name):
+            linear.fill(linear.scheme.quantize(piece), part.first_row + row)
     except CheckpointError as problem:
         raise CheckpointError(f"{name}: {problem}") from None
 
 
-def _unfilled_model(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, scheme: Scheme | None
-) -> Decoder:
+def _unfilled_model(config: ModelConfig, parameters: Unfilled, scheme: Scheme | None) -> Decoder:
     """The model with its memory allocated and not filled; to be quantised, one layer in full precision at a time."""
-    with _Unfilled(dtype, device):
+    with parameters:
         model = Decoder(config if scheme is None else replace(config, num_layers=0))
     model.config = config
     for i in range(config.num_layers if scheme else 0):
-        with _Unfilled(dtype, device):
+        with parameters:
             model.layers.append(DecoderLayer(config, i))
         _shrink_linears(model, scheme)
-    return model.to(device)
+    return model.to(parameters.device)
 
 
 def _shrink_linears(model: Decoder, scheme: Scheme | None) -> None:
     """Replace the linears that are not quantised yet by empty quantised ones, and let go of them."""
     for name, linear in list(decoder_linears(model)):
         if scheme is not None and not isinstance(linear, QuantizedLinear):
-            model.set_submodule(name, empty_like(linear, scheme))
+            with Unfilled(linear.weight.device):
+                model.set_submodule(name, empty_like(linear, scheme))
 
 
 def _complain(folder: Path, what: str, tensors: list[str]) -> None:
     if tensors:
         more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
         raise CheckpointError(f"{folder} {what} {', '.join(tensors[:4])}{more}")
-
-
-class _Unfilled(TorchFunctionMode):
-    """Modules built under it get parameters of one dtype on one device, allocated and not filled with random numbers.
-
-    Building without storage first (on the `meta` device) does the same, but costs a second of torch's own imports.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        self.placement = {"dtype": dtype, "device": device}
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"]
-        return func(*args, **{**kwargs, **(self.placement if func in (torch.empty, torch.ones) else {})})

@@ -48,11 +48,17 @@ class ModelRunner:
         self.executor: Executor | None = None
         """What runs the steps; None: PyTorch, operation by operation."""
 
-    def speed_up(self) -> str | None:
-        """Run steps through an executor from now on; the model's weights move there.
+    def speed_up(self, max_num_seqs: int = 1, max_model_len: int | None = None) -> str | None:
+        """Run steps through an executor from now on: on a CPU compiled, and the model's weights move there; on a GPU in
+        kernels and CUDA graphs.
+
+        `max_num_seqs`: requests that a step may have; `max_model_len`: tokens that one may grow to, None for the
+        model's context. They are what an executor may prepare for, and steps keep within them.
 
         Returns why not, if none can run this model over this cache; then nothing has changed.
         """
+        if self.device.type == "cuda":
+            return self._speed_up_on_gpu(max_num_seqs, max_model_len or self.model.config.max_position_embeddings)
         if self.device.type != "cpu":
             return f"there is no executor for {self.device.type}"
         try:
@@ -62,6 +68,20 @@ class ModelRunner:
         reason = cpu_executor.why_not(self.model, self.cache)
         if reason is None:
             self.executor = cpu_executor.CpuExecutor(self.model, self.cache, self.block_size)
+        return reason
+
+    def _speed_up_on_gpu(self, max_num_seqs: int, max_model_len: int) -> str | None:
+        try:
+            from minillm.models import gpu_executor  # brings Triton
+        except ImportError as problem:
+            return f"Triton cannot be imported ({problem})"
+        reason = gpu_executor.why_not(self.model, self.cache)
+        if reason is not None:
+            return reason
+        executor = gpu_executor.GpuExecutor(self.model, self.cache, self.block_size, max_num_seqs, max_model_len)
+        reason = executor.try_out()
+        if reason is None:
+            self.executor = executor
         return reason
 
     @torch.inference_mode()

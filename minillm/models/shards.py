@@ -1,11 +1,17 @@
-"""The tensors of a checkpoint folder: one safetensors file or several, opened together and read one at a time."""
+"""The tensors of a checkpoint folder: one safetensors file or several, opened together, read a few rows at a time.
+
+They are read, not mapped: a page of a mapped file counts as this process's memory from when it is touched until the
+whole map goes, and by the end of loading that is the whole file beside the whole model.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -14,27 +20,47 @@ from minillm.errors import CheckpointError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 FLOATS = {"F64", "F32", "F16", "BF16"}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By the names that safetensors use."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one tensor lies."""
+
+    file: Path
+    start: int
+    """Its first byte, counted from the beginning of the file."""
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Shards:
-    """Tensors by stored name. Files are mapped into memory, so a tensor costs nothing until it is copied.
+    """Tensors by stored name. Only headers are kept in memory, and no file is left open.
 
     Raises `CheckpointError` for a folder without safetensors, and for files that are missing, truncated or corrupt.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file_of: dict[str, Any] = {}
+        self._stored: dict[str, Stored] = {}
         for path in weight_files(folder):
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as problem:
-                raise CheckpointError(f"{path} is truncated or corrupt ({problem}); fetch it again") from None
-            self._file_of.update(dict.fromkeys(file.keys(), file))
+            self._stored.update(_stored_in(path))
 
     @property
     def names(self) -> set[str]:
         """The stored names of all tensors."""
-        return set(self._file_of)
+        return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from its file's header. Raises `CheckpointError` if it holds no plain floats."""
@@ -45,12 +71,52 @@ class Shards:
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The dtype of a tensor, as safetensors call it, and its shape. Nothing is read for it."""
-        header = self._file_of[name].get_slice(name)
-        return header.get_dtype(), tuple(header.get_shape())
+        stored = self._stored[name]
+        return stored.dtype, stored.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor. Raises `CheckpointError` for one that minillm has no use for."""
+        stored = self._stored[name]
+        if stored.dtype not in DTYPES:
+            raise CheckpointError(f"{name} is stored as {stored.dtype}; what is read is {', '.join(DTYPES)}")
+        return DTYPES[stored.dtype]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor on the CPU, in the dtype that it is stored in."""
-        return self._file_of[name].get_tensor(name)
+        """One tensor on the CPU, in the dtype that it is stored in, in memory of its own."""
+        tensor = torch.empty(self._stored[name].shape, dtype=self.dtype(name), device="cpu")
+        self.read(name, tensor)
+        return tensor
+
+    def read(self, name: str, into: Tensor, first_row: int = 0) -> None:
+        """Fill `into` (on the CPU, contiguous, in the stored dtype) with the rows of a tensor from `first_row` on.
+
+        Raises `CheckpointError` if the file ends too soon, which it did not when it was opened.
+        """
+        stored = self._stored[name]
+        row_bytes = torch.Size(stored.shape[1:]).numel() * into.dtype.itemsize
+        target = memoryview(into.reshape(-1).view(torch.uint8).numpy())
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.start + first_row * row_bytes)
+            while target.nbytes:
+                count = file.readinto(target)
+                if not count:
+                    raise CheckpointError(f"{stored.file} ends in the middle of {name}; fetch it again")
+                target = target[count:]
+
+
+def _stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
+    """What a file holds, by name. Raises `CheckpointError` unless safetensors itself finds its header right."""
+    try:
+        with safe_open(path, framework="pt", device="cpu"):
+            pass  # checks that the tensors lie within the file, one behind the other
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+    except (SafetensorError, OSError, ValueError) as problem:
+        raise CheckpointError(f"{path} is truncated or corrupt ({problem}); fetch it again") from None
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        yield name, Stored(path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
 
 
 def weight_files(folder: Path) -> list[Path]:

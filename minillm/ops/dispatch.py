@@ -55,6 +55,8 @@ OPS: dict[str, Op] = {
     "w8a8_linear": _op("quantized_linear", "w8a8_linear", "w8a8_linear", AMPERE),
     "int4_linear": _op("quantized_linear", "int4_linear", "int4_linear"),
     "argmax": _op("sample", "argmax"),
+    "advance": _op("advance", "advance"),
+    "all_finite": _op("sample", "all_finite"),
     "sample": _op("sample", "sample"),
     "rejection": _op("rejection", "rejection"),
 }

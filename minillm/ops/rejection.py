@@ -8,7 +8,6 @@ if n < k, else from p, with the uniform that stands at row n. (Leviathan et al. 
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -31,31 +30,40 @@ class Verdicts(NamedTuple):
 
 def rejection(
     draft_token_ids: Tensor,  # [drafts] int64
-    draft_start: Tensor,  # [requests + 1] int32
+    draft_start: Tensor,  # [requests + 1] int32 or int64
     draft_probs: Tensor | None,  # [drafts, vocab] fp32; None: deterministic drafts (q one-hot)
     target_probs: Tensor,  # [drafts + requests, vocab] fp32
     accept_uniforms: Tensor,  # [drafts] fp64
     own_uniforms: Tensor,  # [drafts + requests] fp64: at row n of a request what draws its token if n are accepted
 ) -> Verdicts:
-    """Judge every request's chain. One request after the other, plainly: the reference of the kernel."""
-    starts, vocab = draft_start.tolist(), target_probs.shape[1]
-    verdicts = []
-    for r, (start, end) in enumerate(pairwise(starts)):
-        drafts, rows = draft_token_ids[start:end, None], slice(start + r, end + r)
-        in_vocabulary = (drafts >= 0) & (drafts < vocab)
-        index = drafts.clamp(0, vocab - 1)
-        if draft_probs is None:
-            q = torch.zeros_like(target_probs[rows]).scatter_(1, index, 1.0)
-        else:
-            q = draft_probs[start:end]
-        p_x, q_x = target_probs[rows].gather(1, index).squeeze(1), q.gather(1, index).squeeze(1)
-        chances = (p_x / q_x).clamp(max=1.0)
-        is_valid = (in_vocabulary.squeeze(1) & (q_x > 0) & ~chances.isnan()).all()
-        accepted = int((accept_uniforms[start:end] < chances).long().cumprod(0).sum())
-        p = target_probs[start + r + accepted]
-        left = (p - q[accepted]).clamp(min=0) if start + accepted < end else p
-        weights = torch.where(left.sum() > 0, left, p)
-        token, can_be_drawn = sample(weights[None], own_uniforms[start + r + accepted][None])
-        verdicts.append(torch.stack((token.new_tensor(accepted), token[0], (is_valid & can_be_drawn[0]).long())))
-    decided = torch.stack(verdicts) if verdicts else draft_token_ids.new_empty(0, 3)
-    return Verdicts(decided[:, 0], decided[:, 1], decided[:, 2].bool())
+    """Judge every request's chain, all at once: the reference of the kernel."""
+    vocab, device = target_probs.shape[1], target_probs.device
+    start, count = draft_start[:-1].long(), draft_start.diff().long()
+    draft = torch.arange(len(draft_token_ids), device=device)
+    request = torch.searchsorted(start, draft, right=True) - 1 if len(draft) else draft
+    known = (draft_token_ids >= 0) & (draft_token_ids < vocab)
+    x = draft_token_ids.clamp(0, vocab - 1)
+
+    q_x = torch.ones_like(accept_uniforms, dtype=torch.float32) if draft_probs is None else draft_probs[draft, x]
+    chance = target_probs[draft + request, x] / q_x  # no cap at 1: a uniform is below it
+    fits = known & (q_x > 0) & ~chance.isnan()
+    place = draft - start[request]
+    # The place of the first draft that goes; where none does, the number of drafts.
+    lost = torch.where(accept_uniforms < chance, count[request], place)
+    accepted = count.scatter_reduce(0, request, lost, "amin")
+
+    row = start + torch.arange(len(start), device=device) + accepted
+    p, rejected = target_probs[row], accepted < count
+    left = p
+    if len(draft):
+        first_lost = (start + accepted).clamp(max=len(draft) - 1)
+        q = _one_hot(x[first_lost], p) if draft_probs is None else draft_probs[first_lost]
+        left = torch.where(rejected[:, None], (p - q).clamp(min=0), p)
+    weights = torch.where(left.sum(-1, keepdim=True) > 0, left, p)  # equal up to rounding: then p itself
+    tokens, can_be_drawn = sample(weights, own_uniforms[row])
+    all_fit = torch.ones_like(count).scatter_reduce(0, request, fits.long(), "amin").bool()
+    return Verdicts(accepted, tokens, all_fit & can_be_drawn)
+
+
+def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).scatter_(1, tokens[:, None], 1.0)

@@ -31,3 +31,12 @@ def sample(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     threshold = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_max(probs.shape[1] - 1)
     return tokens, (total.isfinite() & (total > 0)).squeeze(1)
+
+
+def all_finite(logits: Tensor) -> Tensor:
+    """Whether a row holds neither NaN nor an infinity: `[rows, vocab]` of any float type → `[rows]` bool.
+
+    Two numbers per row are looked at, the smallest and the largest, and a NaN is both.
+    """
+    smallest, largest = logits.aminmax(dim=-1)
+    return smallest.isfinite() & largest.isfinite()

@@ -24,6 +24,7 @@ from minillm.errors import CheckpointError, ConfigError
 from minillm.models.decoder import Decoder
 from minillm.models.names import Part
 from minillm.models.shards import SINGLE, Shards
+from minillm.models.staging import Staging
 from minillm.quantization.base import QuantizedLinear, Scheme, TensorSpec
 from minillm.quantization.model import decoder_linears
 from minillm.quantization.schemes import make_scheme
@@ -107,10 +108,10 @@ def misfits(places: Mapping[str, Place], shards: Shards) -> list[str]:
     return wrong
 
 
-def fill_places(model: Decoder, places: Mapping[str, Place], shards: Shards) -> None:
-    """Read the tensors into the model, one at a time. Raises `CheckpointError` for contents that cannot be."""
+def fill_places(model: Decoder, places: Mapping[str, Place], staging: Staging) -> None:
+    """Read the tensors into the model, a piece at a time. Raises `CheckpointError` for contents that cannot be."""
     for name, place in places.items():
-        model.get_buffer(f"{place.linear}.{place.buffer}").copy_(shards.tensor(name))
+        staging.copy(name, model.get_buffer(f"{place.linear}.{place.buffer}"))
     for name, linear in decoder_linears(model):
         assert isinstance(linear, QuantizedLinear)
         try:

@@ -2,7 +2,8 @@
 
 Quantised are the linears inside the layers: qkv, o, gate and up, down. The embedding and the unembedding stay as they
 are: a look-up needs no product, in small models both are one tied matrix, and errors in the logits cost most. So do
-norms and biases, which are few.
+norms and biases, which are few. An engine with weights of 8 bits rounds its unembedding as well
+(`quantize_unembedding`): at so many bits that costs little, and it is read at every token.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from minillm.models.decoder import Decoder
 from minillm.quantization.base import WEIGHTS, LayerStatistics, QuantizedLinear, Scheme
 
 NO_STATISTICS = LayerStatistics()
+UNEMBEDDING_ROWS = 256
+"""So many rows of the unembedding are quantised at a time."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,13 @@ def quantize_model(
 
 
 def quantize_unembedding(model: Decoder, scheme: Scheme) -> Decoder:
-    """Replace the unembedding too, in place; a tied embedding stays as it is. Worth it where logits need not be exact.
+    """Replace the unembedding too, in place; a tied embedding stays as it is.
 
     Raises what `Scheme.quantize` raises.
     """
     quantized = empty_like(model.lm_head, scheme)
-    quantized.fill(scheme.quantize(model.lm_head.weight))
+    for first, rows in enumerate(model.lm_head.weight.split(UNEMBEDDING_ROWS)):  # the copies of all would be large
+        quantized.fill(scheme.quantize(rows), first * UNEMBEDDING_ROWS)
     model.lm_head = quantized
     return model
 
@@ -96,10 +100,12 @@ def model_bytes(model: Decoder) -> dict[str, int]:
     A tied embedding counts once. Tables that follow from the configuration (RoPE) are not counted.
     """
     count = linear_bytes(model) | {"embedding": model.embed_tokens.weight.nbytes}
-    if model.lm_head.weight is not model.embed_tokens.weight:
+    if isinstance(model.lm_head, QuantizedLinear):
+        count["unembedding"] = model.lm_head.num_bytes
+    elif model.lm_head.weight is not model.embed_tokens.weight:
         count["unembedding"] = model.lm_head.weight.nbytes
     in_linears = {id(linear.weight) for _, linear in decoder_linears(model) if isinstance(linear, nn.Linear)}
-    tables = {id(model.embed_tokens.weight), id(model.lm_head.weight)}
+    tables = {id(model.embed_tokens.weight), id(getattr(model.lm_head, "weight", None))}
     for name, parameter in model.named_parameters():
         if id(parameter) not in in_linears | tables:
             part = "biases" if name.endswith("bias") else "norms"

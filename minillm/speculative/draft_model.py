@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.device_sampling import DeviceSampler
 from minillm.models.runner import ModelRunner, Segment
 from minillm.sampling import Draw, likeliest, probs_from_logits, sample, uniform
 from minillm.speculative.drafter import Draft, Drafter
@@ -34,6 +36,7 @@ class DraftModelDrafter(Drafter):
         self.max_num_batched_tokens = max_num_batched_tokens
         self.greedy = greedy
         self.shares_blocks = shares_blocks
+        self.sampler = DeviceSampler.beside(runner)
         self._filled: dict[int, bytes] = {}
         """Block id → name of the contents the draft has computed for all of it."""
 
@@ -74,13 +77,28 @@ class DraftModelDrafter(Drafter):
                 for i, token in zip(active, likeliest(logits), strict=True):
                     tokens[i].append(token)
                 continue
-            drawn, rows = _draw(logits, [(requests[i], tokens[i]) for i in active])
+            drawn, rows = self._draw(logits, [(requests[i], tokens[i]) for i in active])
             for i, token, row in zip(active, drawn, rows, strict=True):
                 tokens[i].append(token)
                 probs[i].append(row)
         for request, drafted in zip(requests, tokens, strict=True):
             request.num_draft_computed_tokens = request.num_tokens + len(drafted) - 1
-        return [Draft(t, torch.stack(p) if p else None) for t, p in zip(tokens, probs, strict=True)]
+        if without_chance:
+            return [Draft(drafted) for drafted in tokens]
+        rows = torch.stack([row for of_request in probs for row in of_request])
+        return [Draft(t, q) for t, q in zip(tokens, rows.split([len(t) for t in tokens]), strict=True)]
+
+    def _draw(self, logits: Tensor, states: list[tuple[Request, list[int]]]) -> tuple[list[int], Tensor]:
+        """The next guess of each request that has drafted so much, and the distributions they were drawn from.
+
+        The tokens are read, because the next forward is laid out on the host; the distributions stay where they are.
+        """
+        rows = [request.sampling_row(drafted) for request, drafted in states]
+        uniforms = [uniform(r.seed, r.num_tokens + len(drafted), Draw.DRAFT) for r, drafted in states]
+        if self.sampler is not None:
+            return self.sampler.draw(logits, rows, np.array(uniforms))
+        probs = probs_from_logits(logits, rows)
+        return sample(probs, uniforms).tolist(), probs
 
     def _num_behind(self, requests: Sequence[Request]) -> int:
         """How many committed tokens the draft has yet to see."""
@@ -156,10 +174,3 @@ class DraftModelDrafter(Drafter):
                     break
                 self._filled[table[index]] = names[index]
         return Segment(token_ids, start, request.block_table)
-
-
-def _draw(logits: Tensor, states: list[tuple[Request, list[int]]]) -> tuple[list[int], Tensor]:
-    """The next guess of each request that has drafted so much, and the distributions they were drawn from."""
-    probs = probs_from_logits(logits, [request.sampling_row(drafted) for request, drafted in states])
-    uniforms = [uniform(r.seed, r.num_tokens + len(drafted), Draw.DRAFT) for r, drafted in states]
-    return sample(probs, torch.tensor(uniforms, device=probs.device)).tolist(), probs

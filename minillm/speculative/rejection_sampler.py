@@ -104,7 +104,7 @@ def rejection_sample(
     Raises `DraftError` if the arguments do not fit together or a draft has probability 0 under its own q, and
     `NonFiniteLogitsError` if a row to draw from has no probability in it.
     """
-    _check_shapes(draft_token_ids, draft_probs, target_probs, seeds, first_index)
+    check_drafts(draft_token_ids, draft_probs, target_probs.shape, seeds, first_index)
     if not draft_token_ids:
         return []
     num_drafts = [len(drafts) for drafts in draft_token_ids]
@@ -211,20 +211,21 @@ def _proposal(
     return like.new_zeros(end - first, like.shape[-1]).scatter_(1, drafts[first:end, None], 1.0)
 
 
-def _check_shapes(
+def check_drafts(
     draft_token_ids: Sequence[Sequence[int]],
     draft_probs: Sequence[Tensor | None],
-    target_probs: Tensor,
+    target_shape: Sequence[int],  # of target_probs, or of the logits they will be made from
     seeds: Sequence[int],
     first_index: Sequence[int],
 ) -> None:
+    """Raise `DraftError` if the arguments of `rejection_sample` do not fit together. Looks at no number on a device."""
     counts = {len(draft_token_ids), len(draft_probs), len(seeds), len(first_index)}
     if len(counts) > 1:
         raise DraftError(
             f"drafts of {len(draft_token_ids)} requests came with {len(draft_probs)} draft_probs, {len(seeds)} seeds "
             f"and {len(first_index)} first indices: give one of each per request"
         )
-    num_rows, vocab = target_probs.shape
+    num_rows, vocab = target_shape
     needed = sum(len(drafts) + 1 for drafts in draft_token_ids)
     if num_rows != needed:
         raise DraftError(

@@ -59,18 +59,43 @@ def test_the_peer_is_the_better_of_transformers_ways() -> None:
         rows += [row(name, batch.PADDED_ALL, speed, speed / 300), row(name, batch.PADDED, speed, speed / 100)]
     told = batch.over_the_better(rows)
     assert told["better_of_transformers"] == batch.PADDED_ALL
-    assert told["continuous_over_better"] == 2.0 and told["continuous_32_seats_over_better"] == 3.0
+    assert told["over_the_better"] == {batch.CONTINUOUS: 2.0, batch.CONTINUOUS_ALL: 3.0}
+    assert batch.over_the_better([row(batch.VLLM, None, 100, None)]) == {}
 
 
 def test_the_benchmark_is_registered_and_compares_with_every_way_of_transformers() -> None:
     assert "batch" in BENCHMARKS and find("batch") is batch.run
-    for name in (batch.CONTINUOUS, batch.CONTINUOUS_ALL):
+    for name in (batch.CONTINUOUS, batch.CONTINUOUS_ALL, batch.CONTINUOUS_DRAFTED):
         assert set(batch.TRANSFORMERS) < set(batch.BASELINES[name])
-    assert all(base in batch.BASELINES for bases in batch.BASELINES.values() for base in bases)
+    for table in (batch.BASELINES, batch.OF_A_SHAPE):
+        assert all(base in table for bases in table.values() for base in bases)
+
+
+def test_the_draft_changes_no_token_and_is_there_for_the_longest_answers_only(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[5 + i, 6, 7] for i in range(batch.REQUESTS)]
+    monkeypatch.setattr(batch, "_prompts", lambda: prompts)
+    monkeypatch.setattr(batch, "draft_for", lambda model, draft: str(tiny.draft))
+    monkeypatch.setattr(batch, "output_lengths", lambda: [2] * (batch.REQUESTS - 2) + [12, 16])
+    plain, _ = batch._system(batch.CONTINUOUS, str(tiny.target))
+    drafted, extra = batch._system(batch.CONTINUOUS_DRAFTED, str(tiny.target))
+    assert plain() == drafted()
+    told = extra()
+    assert told["speculative_config"]["disable_by_batch_size"] == batch.DRAFTING
+    assert told["steps"] < batch._system(batch.CONTINUOUS, str(tiny.target))[1]()["steps"]
+
+
+def test_weights_in_eight_bits_are_an_option_of_their_own(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "_prompts", lambda: [[5, 6, 7]] * batch.REQUESTS)
+    monkeypatch.setattr(batch, "output_lengths", lambda: [2] * batch.REQUESTS)
+    _, extra = batch._system(f"{batch.CONTINUOUS} w8a8", str(tiny.target))
+    assert extra()["quantization"] == "w8a8"
 
 
 FAKE_VLLM = """
 import types, sys
+assert not any(path.endswith("minillm/bench") for path in sys.path)
 __version__ = "0"
 class SamplingParams:
     def __init__(self, **options): self.max_tokens = options["max_tokens"]
@@ -86,10 +111,10 @@ class LLM:
 def test_a_peer_in_another_process_answers_each_time_and_says_when_it_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_peer, "SCRIPT", tmp_path / "vllm_peer.py")
-    (tmp_path / "vllm_peer.py").write_text(Path(vllm_peer.__file__).read_text())
+    """It is not confused by the files beside it: `kernels.py` is a module of minillm and a package of transformers'."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
-    requests = {"model": "none", "prompts": [[7], [8, 9]], "lengths": [2, 3], "max_num_seqs": 2}
+    requests = {"model": "none", "prompts": [[7], [8, 9]], "lengths": [2, 3], "max_num_seqs": 2, "dtype": "float32"}
     peer = vllm_peer.VllmPeer(sys.executable, 1, **requests)
     assert peer.run() == peer.run() == [[7, 7], [8, 9, 8]]
     assert peer.about == {"vllm": "0", "threads": 1}

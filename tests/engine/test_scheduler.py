@@ -14,6 +14,7 @@ from minillm.trace import (
     RequestFinished,
     RequestPreempted,
     StepRan,
+    StepStarted,
     TokensCommitted,
     Trace,
     Work,
@@ -326,3 +327,26 @@ def test_who_loses_its_place_in_a_step_leaves_it_to_nobody_in_that_step(tiny: Ti
         if isinstance(event, StepRan) and begun:
             assert all(work.start > 0 for work in event.work)
             begun = set()
+
+
+def test_nobody_drafts_while_more_requests_are_there_than_was_said(tiny: TinyPair) -> None:
+    """Three requests on two seats: with a limit of 2 drafts begin when the first has ended, with a limit of 1 for the
+    last alone. The tokens do not change."""
+    prompts = [{"prompt_token_ids": [5, 6, 7 + i]} for i in range(3)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (4, 10, 16)]
+    plain = [o.outputs[0].token_ids for o in LLM(str(tiny.target)).generate(prompts, params, use_tqdm=False)]
+    for limit, most_drafting in ((None, 2), (2, 2), (1, 1)):
+        draft = {"model": str(tiny.draft), "num_speculative_tokens": 3, "disable_by_batch_size": limit}
+        llm = LLM(str(tiny.target), max_num_seqs=2, speculative_config=draft)
+        with llm.trace() as trace:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in outputs] == plain
+        there, drafting, seen = 3, 0, set()
+        for event in trace:
+            if isinstance(event, StepStarted):
+                there, drafting = event.num_running + event.num_waiting, 0
+            elif isinstance(event, DraftProposed):
+                drafting += 1
+                seen.add(drafting)
+                assert limit is None or there <= limit
+        assert max(seen) == most_drafting

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import mmap
 import weakref
+from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.errors import CheckpointError
+from minillm.models import staging, unfilled
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.models.loading import load_config, load_model, save_llama, stored_tensors
+from minillm.models.loading import load_config, load_model, save_llama, stored_tensors, widen
 from minillm.models.shards import Shards
+from minillm.models.unfilled import own_pages
 from tests.models.hf_checkpoints import make
 
 WEIGHTS = "model.safetensors"
@@ -62,18 +69,129 @@ def test_a_checkpoint_in_many_shards_is_one_model(tmp_path: Path) -> None:
     assert same(load_model(tmp_path / "many", torch.float32), load_model(tmp_path / "one", torch.float32))
 
 
-def test_no_two_stored_tensors_are_in_memory_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, alive = Shards.tensor, []
+class Reads:
+    """Watches what is read from files, and where to: stands in for `Shards.read`."""
 
-    def watched(self: Shards, name: str) -> Tensor:
-        assert not any(reference() is not None for reference in alive), f"another tensor lives on while {name} is read"
-        tensor = read(self, name)
-        alive.append(weakref.ref(tensor))
-        return tensor
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_bytes, self.largest, self.places = 0, 0, set[int]()
+        monkeypatch.setattr(staging, "PIECE_BYTES", 200)
+        monkeypatch.setattr(Shards, "tensor", lambda *_: pytest.fail("a whole tensor was read"))
+        monkeypatch.setattr(Shards, "read", partialmethod(Reads._read, watch=self, really=Shards.read))
 
-    monkeypatch.setattr(Shards, "tensor", watched)
-    load_model(folder, torch.float32)
-    assert len(alive) == len(list(stored_tensors(random_decoder())))
+    @staticmethod
+    def _read(shards: Shards, name: str, into: Tensor, first_row: int = 0, *, watch: Reads, really: Callable) -> None:
+        assert into.device.type == "cpu"
+        watch.num_bytes += into.nbytes
+        watch.largest = max(watch.largest, into.nbytes)
+        watch.places.add(into.data_ptr())
+        really(shards, name, into, first_row)
+
+
+class LargestOnCpu(TorchDispatchMode):
+    """Notes the largest tensor on the CPU that any operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.device.type == "cpu":
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_more_of_a_file_is_in_memory_at_once_than_a_piece(
+    dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Reads(monkeypatch)
+    assert same(load_model(folder, dtype), random_decoder().to(dtype))
+    assert reads.num_bytes == sum(t.nbytes for _, t in stored_tensors(random_decoder()))
+    assert reads.largest <= 200
+    assert len(reads.places) <= 4  # one piece of memory, that has grown
+
+
+def test_a_model_for_another_device_is_never_on_the_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device stands in for a GPU: it is not the CPU, and keeps nothing."""
+    reads = Reads(monkeypatch)
+    with LargestOnCpu() as largest:
+        model = load_model(folder, torch.float32, "meta")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert reads.num_bytes == sum(t.nbytes for _, t in stored_tensors(random_decoder()))
+    tables = model.rope.cos.nbytes  # made on the CPU, then moved; they come from no file
+    assert largest.num_bytes <= max(200, tables) < model.embed_tokens.weight.nbytes
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_may_stay_in_the_bits_of_the_file_and_be_widened_later(
+    stored: torch.dtype, tied: bool, tmp_path: Path
+) -> None:
+    save_llama(random_decoder(tied), tmp_path, stored)
+    model = load_model(tmp_path, torch.float32, keep_stored=True)
+    assert {p.dtype for p in model.parameters() if p.ndim == 2} == {stored}
+    assert {p.dtype for p in model.parameters() if p.ndim == 1} == {torch.float32}
+    right = load_model(tmp_path, torch.float32)
+    assert {p.dtype for p in right.parameters()} == {torch.float32}
+    assert same(widen(model, torch.float32), right)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (model.lm_head.weight is model.embed_tokens.weight) is tied
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_only_one_kind_of_16_bit_floats_is_kept_and_only_for_float32(folder: Path) -> None:
+    def kept(dtype: torch.dtype = torch.float32) -> set[torch.dtype]:
+        return {parameter.dtype for parameter in load_model(folder, dtype, keep_stored=True).parameters()}
+
+    assert kept() == {torch.float32}  # as they are stored
+    save_llama(random_decoder(), folder, torch.bfloat16)
+    assert kept() == {torch.float32, torch.bfloat16}
+    assert kept(torch.float16) == {torch.float16}
+    rewrite(folder, model__layers__1__self_attn__k_proj__weight=torch.ones(8, 16))
+    assert kept() == {torch.float32}
+
+
+@pytest.fixture
+def maps(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[mmap.mmap]:
+    """The pages that were asked of the system and not given back."""
+    maps = weakref.WeakSet[mmap.mmap]()
+
+    def watched(*args: Any, **options: Any) -> mmap.mmap:
+        made = really(*args, **options)
+        maps.add(made)
+        return made
+
+    really = mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", watched)
+    return maps
+
+
+def test_memory_of_a_weight_goes_back_to_the_system_with_the_weight(maps: weakref.WeakSet[mmap.mmap]) -> None:
+    matrix = own_pages((300, 256), torch.bfloat16)
+    assert [len(pages) for pages in maps] == [300 * 256 * 2]
+    matrix.fill_(2)
+    row = matrix[299]
+    del matrix
+    assert len(maps) == 1 and bool((row == 2).all())  # a view keeps it
+    del row
+    assert not maps
+    assert own_pages((3, 2), torch.float64).shape == (3, 2) and not maps  # too small to be worth a page
+
+
+@pytest.mark.parametrize(("quantization", "tensors"), [(None, 4), ("int8", 8)])
+def test_each_weight_has_memory_of_its_own(
+    quantization: str | None,
+    tensors: int,
+    folder: Path,
+    maps: weakref.WeakSet[mmap.mmap],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unfilled, "MAPPED_BYTES", 1)
+    model = load_model(folder, torch.float32, quantization=quantization)
+    assert len(maps) == 2 + 2 * tensors  # two tables; in each of two layers as many as stand for its matrices
+    model.layers[0].qkv_proj = torch.nn.Identity()
+    assert len(maps) == 2 + 2 * tensors - tensors // 4
 
 
 def test_weights_take_the_dtype_that_is_asked_for(folder: Path) -> None:

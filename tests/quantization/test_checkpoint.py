@@ -18,7 +18,14 @@ from minillm.quantization.base import QuantizedLinear, Scheme
 from minillm.quantization.calibration import calibrate
 from minillm.quantization.checkpoint import save_quantized
 from minillm.quantization.convert import quantize_checkpoint
-from minillm.quantization.model import decoder_linears, linear_bytes, model_bytes, num_weights, quantize_model
+from minillm.quantization.model import (
+    decoder_linears,
+    linear_bytes,
+    model_bytes,
+    num_weights,
+    quantize_model,
+    quantize_unembedding,
+)
 from minillm.quantization.schemes import SCHEMES, make_scheme
 from tests.conftest import TinyPair
 from tests.quantization.models import log_probs, random_decoder
@@ -93,6 +100,8 @@ def test_the_engine_gives_the_same_tokens_from_memory_and_from_disk(
     rows = [list(range(n, 3 * n)) for n in (4, 9, 20)]
     quantize_model(model, scheme, calibrate(model, rows, scheme.needs) if scheme.needs else None)
     save_quantized(model, tiny.target, tmp_path / "out")
+    if method in ("int8", "w8a8"):
+        quantize_unembedding(model, make_scheme("int8"))  # as an engine does that loads such weights
     prompts = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):"]
     first, second = (
         [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
@@ -175,6 +184,14 @@ def test_bytes_of_a_layer_written_out() -> None:
         "sparse_columns": (110 + 12) * 2,
         "sparse_values": (110 + 12) * 2,
     }
+
+
+def test_a_rounded_unembedding_is_counted_beside_the_table_it_was_tied_to() -> None:
+    model = random_decoder(tie_word_embeddings=True)
+    before = model_bytes(model)
+    after = model_bytes(quantize_unembedding(model, make_scheme("int8")))
+    codes_and_scales = model.config.vocab_size * (model.config.hidden_size + 4)
+    assert "unembedding" not in before and after == {**before, "unembedding": codes_and_scales}
 
 
 def test_full_precision_is_counted_too(source: Path) -> None:

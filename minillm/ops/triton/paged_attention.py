@@ -228,14 +228,16 @@ def paged_attention(
     """As `minillm.ops.paged_attention.paged_attention`; with a `tree`, as `minillm.ops.tree_attention.tree_attention`.
 
     `tree`: `[num_tokens]` int64; bit i of a token's number says that it sees the i-th new token of its request. It sees
-    everything cached before. Raises `UnsupportedError` for a tree of more than 64 nodes or with a window, and for pools
-    of a format that no cache has.
+    everything cached before. A batch may bring its tiling (`batch.plans[Tiling]`) and its numbers on the device
+    (`batch.plans[Places]`), as one for a CUDA graph does: then only `query_start[-1]` and the number of requests are
+    read from its lists. Raises `UnsupportedError` for a tree of more than 64 nodes or with a window, and for pools of a
+    format that no cache has.
     """
     q, (num_tokens, heads, dim) = dense(q, 2), q.shape
     num_kv = keys.shape[1]
     stored = Stored.of(keys), Stored.of(values)
     _check_tree(tree, window, batch)
-    tiling = tiling or Tiling.of(batch, q, num_kv)
+    tiling = tiling or batch.plans.get(Tiling) or Tiling.of(batch, q, num_kv)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out

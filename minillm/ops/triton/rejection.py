@@ -9,8 +9,8 @@ the reference's where a uniform falls within rounding (some 10^-7) of a border b
 is decided with the same bits as there: one fp32 division (`div_rn`), compared in fp64.
 
 Bytes moved: of each draft one number of p and of q; of one row of p and q per request all, and up to the chosen token
-again. PyTorch gathers rows, divides, sums, and brings the acceptances to the host in the middle. Wins: nothing waits
-between the target's forward and the next draft's. Loses: as `sample` does.
+again. PyTorch gathers those rows, writes the residual and its cumulative sums, and needs some fifty launches. Wins: one
+launch between the target's forward and the next draft's. Loses: as `sample` does.
 """
 
 # ruff: noqa: ANN001, N803, SIM108  (the compiler looks annotations up, so pointers have none; constants are capitals)
@@ -31,7 +31,7 @@ BLOCK = 2048
 @triton.jit
 def _rejection(
     draft_ptr,  # [drafts] int64
-    start_ptr,  # [requests + 1] int32
+    start_ptr,  # [requests + 1] int32 or int64
     q_ptr,  # [drafts, vocab] fp32, unless ONE_HOT
     p_ptr,  # [drafts + requests, vocab] fp32
     accept_ptr,  # [drafts] fp64
@@ -108,7 +108,7 @@ def _rejection(
 
 def rejection(
     draft_token_ids: Tensor,  # [drafts] int64
-    draft_start: Tensor,  # [requests + 1] int32
+    draft_start: Tensor,  # [requests + 1] int32 or int64
     draft_probs: Tensor | None,  # [drafts, vocab] fp32; None: deterministic drafts (q one-hot)
     target_probs: Tensor,  # [drafts + requests, vocab] fp32
     accept_uniforms: Tensor,  # [drafts] fp64

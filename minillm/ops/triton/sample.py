@@ -2,6 +2,7 @@
 
     argmax    each lane keeps the best of every BLOCK-th logit and where it was; at the end the lanes compare, and
               of equal ones the lowest token wins
+    finite    each lane remembers whether any of its logits was NaN or infinite
     sample    first the total T = Σ p, then once more from the left: the first token whose cumulative sum is above u · T
 
 Sums are in fp64. Their order is not that of a sum from left to right, so a cumulative sum may differ from the
@@ -89,6 +90,24 @@ def _sample(
     tl.store(valid_ptr + row, (total > 0) & (total < float("inf")))
 
 
+@triton.jit
+def _all_finite(
+    logit_ptr,  # [rows, vocab]
+    finite_ptr,  # [rows] bool
+    vocab: int,
+    stride: int,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    is_broken = tl.full((BLOCK,), 0, tl.int32)
+    for first in range(0, vocab, BLOCK):
+        token = first + lane
+        x = tl.load(logit_ptr + row * stride + token, mask=token < vocab, other=0.0).to(tl.float32)
+        is_broken |= (x != x).to(tl.int32) | (tl.abs(x) == float("inf")).to(tl.int32)
+    tl.store(finite_ptr + row, tl.max(is_broken, 0) == 0)
+
+
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """As `minillm.ops.sample.argmax`."""
     x, (rows, vocab) = dense(logits), logits.shape
@@ -96,6 +115,15 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     if rows:
         _argmax[(rows,)](x, tokens, is_valid, vocab, x.stride(0), BLOCK=min(BLOCK, power_of_two(vocab)), num_warps=8)
     return tokens, is_valid
+
+
+def all_finite(logits: Tensor) -> Tensor:
+    """As `minillm.ops.sample.all_finite`."""
+    x, (rows, vocab) = dense(logits), logits.shape
+    is_finite = torch.empty(rows, dtype=torch.bool, device=x.device)
+    if rows:
+        _all_finite[(rows,)](x, is_finite, vocab, x.stride(0), BLOCK=min(BLOCK, power_of_two(vocab)), num_warps=8)
+    return is_finite
 
 
 def sample(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

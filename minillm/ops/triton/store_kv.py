@@ -110,7 +110,7 @@ def _store_kv(
     v_pool_ptr,
     v_scale_ptr,
     v_zero_ptr,
-    slot_ptr,  # [tokens] int64
+    slot_ptr,  # [tokens] int32 or int64
     k_stride: int,
     v_stride: int,
     BITS: tl.constexpr,  # of a stored number; 0: floats
@@ -120,7 +120,7 @@ def _store_kv(
     PAD_ROW: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + token)
+    slot = tl.load(slot_ptr + token).to(tl.int64)
     if slot < 0:
         return
     row = tl.arange(0, PAD_ROWS)

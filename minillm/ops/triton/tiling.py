@@ -19,6 +19,27 @@ WIDE_TILE = 64 * 128
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What a tiling must know of a step's new tokens."""
+
+    tokens: int
+    requests: int
+    longest_query: int
+    """New tokens of the request that has most; too small a number costs a few more tiles, nothing else."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What a tiling must know of a model."""
+
+    queries: int
+    keys: int
+    dim: int
+    dtype: torch.dtype
+    """Of the activations."""
+
+
+@dataclass(frozen=True)
 class Tiling:
     """How the work is cut. It changes the speed, and the results in the last bits."""
 
@@ -34,14 +55,20 @@ class Tiling:
     @classmethod
     def of(cls, batch: Batch, q: Tensor, num_kv: int) -> Tiling:
         """A choice by shapes and lengths alone: no tensor's numbers are looked at."""
-        is_fast, dim = machine.has_fast_dots(q.dtype), q.shape[2]
-        group, longest = q.shape[1] // num_kv, max(batch.query_lens, default=0)
-        rows = power_of_two(min(group * longest, 64 if is_fast else 32), SMALLEST_DOT)
+        sizes = Sizes(batch.query_start[-1], batch.num_requests, max(batch.query_lens, default=0))
+        heads = Heads(q.shape[1], num_kv, q.shape[2], q.dtype)
+        return cls.for_sizes(sizes, max(batch.seq_lens, default=0), heads)
+
+    @classmethod
+    def for_sizes(cls, sizes: Sizes, context: int, heads: Heads) -> Tiling:
+        """The same choice for a step of which only sizes are known. `context`: tokens of the longest request."""
+        is_fast, group = machine.has_fast_dots(heads.dtype), heads.queries // heads.keys
+        rows = power_of_two(min(group * sizes.longest_query, 64 if is_fast else 32), SMALLEST_DOT)
         rows = power_of_two(group, rows)
-        programs = num_tiles(batch, rows // group) * num_kv
-        splits = num_splits(programs, max(batch.seq_lens, default=0), machine.num_processors())
+        programs = (sizes.tokens // (rows // group) + sizes.requests) * heads.keys
+        splits = num_splits(programs, context, machine.num_processors())
         wide = WIDE_TILE if is_fast else WIDE_TILE // 2
-        return cls(rows, 64 if is_fast else 32, splits, 8 if rows * dim >= wide else 4)
+        return cls(rows, 64 if is_fast else 32, splits, 8 if rows * heads.dim >= wide else 4)
 
 
 def num_splits(programs: int, longest: int, processors: int) -> int:

@@ -16,16 +16,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from minillm.models.config import ModelConfig, RopeConfig
+from minillm.models.decoder import Decoder
+from minillm.models.gpu_executor import GpuExecutor
+from minillm.models.gpu_step import CACHES
+from minillm.models.runner import Segment
+from minillm.ops import dispatch
 from minillm.ops.dispatch import OPS
 from minillm.ops.tree_attention import tree_masks
 from minillm.ops.triton import machine
+from minillm.ops.triton.advance import advance
 from minillm.ops.triton.int4_linear import int4_linear
 from minillm.ops.triton.int8_linear import int8_linear
 from minillm.ops.triton.paged_attention import paged_attention
 from minillm.ops.triton.rejection import rejection
 from minillm.ops.triton.rms_norm import add_rms_norm
 from minillm.ops.triton.rope import rope
-from minillm.ops.triton.sample import argmax, sample
+from minillm.ops.triton.sample import all_finite, argmax, sample
 from minillm.ops.triton.silu_gate import silu_gate
 from minillm.ops.triton.store_kv import store_kv
 from minillm.ops.triton.tiling import Tiling
@@ -93,6 +100,7 @@ def launches(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     yield lambda: rope(torch.randn(4, 6, 64, dtype=dtype), *torch.randn(2, 4, 1, 64, dtype=dtype))
     yield lambda: silu_gate(x)
     yield lambda: argmax(x)
+    yield lambda: all_finite(x)
     yield from attention(dtype)
     for rows, outputs in ((1, 64), (200, 64)):  # one row, whose columns are split, and many
         wide = torch.randn(rows, 1024, dtype=dtype)
@@ -124,6 +132,19 @@ def attention(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
         yield lambda pools=pools: store_kv(decode.q[:, :2], decode.q[:, 2:4], *pools, slots)
 
 
+def whole_steps(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
+    """A decoding step as the executor runs it, with whole numbers of 32 bits from one tensor, over every cache."""
+    config = ModelConfig(96, 64, 96, 1, 4, 2, 32, 512, rope=RopeConfig(), qk_norm=True)
+    model = Decoder(config).requires_grad_(False).to(dtype)
+    for layout in CACHES:
+        cache = layout(config, 8, 16, dtype, torch.device("cpu"))
+        executor = GpuExecutor(model, cache, 16, 4, 512, use_graphs=False)
+        yield lambda run=executor.run: run([Segment([1, 2], 0, [3]), Segment([4], 0, [5])])
+        yield lambda run=executor.run: run([Segment([7], 300, list(range(8)) * 3)])
+    inputs = torch.zeros(4, 8, dtype=torch.int32)
+    yield lambda: advance(inputs[0], inputs[:, :7], 16)
+
+
 def choices() -> Iterator[Callable[[], Any]]:
     """What works on probabilities, which are always fp32."""
     p, uniforms = torch.rand(5, 3000), torch.rand(5).double()
@@ -138,8 +159,13 @@ def main(architectures: list[int], dtypes: list[torch.dtype]) -> None:
     for architecture in architectures:
         machine.capability = lambda: (architecture // 10, architecture % 10)  # noqa: B023
         machine.num_processors, machine.gpu_name = lambda: 100, lambda: "none"
+        dispatch.triton_runs = lambda kind, oldest_gpu: True
         triton.JITFunction.run = compile_instead(GPUTarget("cuda", architecture, 32), set())
-        for launch in [*choices(), *(one for dtype in dtypes for one in launches(dtype))]:
+        for launch in [
+            *choices(),
+            *(one for dtype in dtypes for one in launches(dtype)),
+            *(one for dtype in dtypes for one in whole_steps(dtype)),
+        ]:
             launch()
 
 

@@ -17,7 +17,7 @@ import torch
 
 KERNELS = (
     *("rms_norm", "rope", "silu_gate", "paged_attention", "store_kv"),
-    *("int8_linear", "w8a8_linear", "int4_linear", "sample", "rejection"),
+    *("int8_linear", "w8a8_linear", "int4_linear", "sample", "rejection", "advance"),
 )
 
 if not torch.cuda.is_available():

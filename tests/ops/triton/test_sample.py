@@ -15,7 +15,7 @@ from minillm.ops import sample as sample_reference
 from minillm.ops.triton import rejection as rejection_file
 from minillm.ops.triton import sample as sample_file
 from minillm.ops.triton.rejection import rejection
-from minillm.ops.triton.sample import argmax, sample
+from minillm.ops.triton.sample import all_finite, argmax, sample
 from minillm.sampling import Draw, uniform
 from minillm.sampling import sample as engine_sample
 from minillm.speculative.rejection_sampler import rejection_sample
@@ -61,6 +61,18 @@ def test_argmax_flags_rows_that_hold_no_choice() -> None:
     assert is_valid.tolist() == flags.tolist() == [False, False, False, True, True, False]
     assert tokens[3:5].tolist() == expected[3:5].tolist()
     assert ((tokens >= 0) & (tokens < 40)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 16, 40])
+def test_rows_with_any_broken_logit_are_found(dtype: torch.dtype, vocab: int) -> None:
+    logits = torch.randn(7, vocab + 2)[:, 1:-1].to(dtype)
+    logits[1, vocab // 2], logits[3, 0], logits[4, -1] = torch.nan, torch.inf, -torch.inf
+    logits[5, 0] = torch.finfo(dtype).max
+    expected = [True, False, True, False, False, True, True]
+    assert all_finite(logits.to(WHERE)).tolist() == expected
+    assert sample_reference.all_finite(logits).tolist() == expected
+    assert all_finite(logits[:0].to(WHERE)).tolist() == sample_reference.all_finite(logits[:0]).tolist() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -182,6 +194,15 @@ def test_drafts_that_contradict_themselves_are_flagged_and_no_other() -> None:
         found = rejection(*(a if a is None else a.to(WHERE) for a in args))
         assert found.is_valid.tolist() == rejection_reference.rejection(*args).is_valid.tolist()
         assert found.is_valid.tolist() == [True, probs is None, False, False, False, True]
+
+
+@pytest.mark.parametrize(("u", "accepted"), [(0.0, 1), (0.4999, 1), (0.5, 0), (1 - 2.0**-24, 0)])
+def test_a_draft_stays_if_its_uniform_is_below_the_ratio(u: float, accepted: int) -> None:
+    p, q = torch.tensor([[0.25, 0.75, 0.0]]), torch.tensor([[0.5, 0.25, 0.25]])
+    uniforms = torch.full((6,), u, dtype=torch.float64)
+    args = torch.arange(3), torch.arange(4), q.expand(3, -1), p.expand(6, -1), uniforms[:3], uniforms
+    for verdicts in (rejection(*(a.to(WHERE) for a in args)), rejection_reference.rejection(*args)):
+        assert verdicts.num_accepted.tolist() == [accepted, 1, 0]
 
 
 def test_equal_distributions_are_accepted_and_an_empty_residual_falls_back_to_the_target() -> None:

@@ -1,0 +1,131 @@
+"""Everything there is to check and to time on a GPU, in one go, on one of them, in under eight minutes.
+
+    minillm bench gpu --json FILE        stages in order of importance; FILE is written anew after each
+    minillm bench gpu --rehearse         the same stages in a tiny size on a CPU, kernels in Triton's interpreter
+
+A rehearsal shows that every stage runs, and checks what can be checked; its times mean nothing and are not told.
+
+A stage has a budget of time and a process of its own (`gpu_stages`): what one breaks or wastes, no other loses. A
+figure that was promised stands beside its target, `met` or `not met`; figures without a target are there to be read.
+The targets are for a model of 8 billion weights in 16 bits; where the GPU has no room for it, a shape of 1 billion
+stands in, and the notes of the stage say so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from minillm.bench.gpu_stages import DONE, STAGES, TOTAL_S, Stage, run_stage
+from minillm.bench.harness import result, save
+from minillm.errors import ConfigError, UnsupportedError
+from minillm.ops.dispatch import has_triton, interpreted
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def run(stages: Sequence[str] | None = None, rehearse: bool = False, save_to: Path | None = None) -> dict[str, Any]:
+    """Run the stages (all, or those named) and return the result as JSON values.
+
+    `save_to`: where the result so far is written after each stage. Raises `ConfigError` for a stage that is none,
+    `UnsupportedError` without a GPU or Triton, or where `TRITON_INTERPRET` is set and this is no rehearsal.
+    """
+    chosen = _chosen(stages)
+    _check_machine(rehearse)
+    began = time.monotonic()
+    outcome = result("gpu", {"rehearsal": rehearse, "stages": [stage.name for stage in chosen]}, [])
+    outcome["stages"] = []
+
+    def one(stage: Stage) -> dict[str, Any]:
+        left = TOTAL_S - (time.monotonic() - began)
+        return run_stage(stage, rehearse, min(stage.budget_s, left))
+
+    # On a GPU one after the other: they are timed. In a rehearsal, whose times mean nothing, two at once.
+    with ThreadPoolExecutor(2) as pool, tqdm(total=len(chosen), desc="stages") as bar:
+        for found in pool.map(one, chosen) if rehearse else map(one, chosen):
+            outcome["stages"].append(found)
+            bar.set_postfix_str(f"{found['name']} {found['status']}")
+            bar.update()
+            if save_to is not None:
+                save(outcome, save_to)
+    outcome["config"]["seconds"] = round(time.monotonic() - began, 1)
+    return outcome
+
+
+def table(outcome: dict[str, Any]) -> Table:
+    """Every figure of every stage, what it should be, and whether it is."""
+    from rich.table import Table
+
+    rehearsed = outcome["config"]["rehearsal"]
+    gpu = (outcome["hardware"]["gpu"] or {}).get("name", "no GPU")
+    title = "gpu: a rehearsal; times mean nothing and are left out" if rehearsed else f"gpu: {gpu}"
+    table = Table(title=title)
+    for heading in ("stage", "figure", "value", "spread", "unit", "target", "", "bound"):
+        table.add_column(heading, justify="right" if heading in ("value", "target") else "left")
+    for stage in outcome["stages"]:
+        table.add_section()
+        table.add_row(stage["name"], *_ending(stage))
+        for figure in stage["figures"]:
+            table.add_row("", *_cells(figure))
+        for line in stage["notes"].get("lines for tiles.MEASURED", []):
+            table.add_row("", line.strip())
+    return table
+
+
+def promises(outcome: dict[str, Any]) -> dict[str, bool | None]:
+    """Figures with a target → whether it is met; None where a rehearsal has no value."""
+    return {
+        f"{stage['name']}: {figure['name']}": figure["met"]
+        for stage in outcome["stages"]
+        for figure in stage["figures"]
+        if figure["target"] is not None
+    }
+
+
+def _ending(stage: dict[str, Any]) -> list[str]:
+    error = (stage["error"] or "").splitlines()
+    return [stage["what"], f"{stage['seconds']:.0f} s", "", stage["status"], "", "", error[-1][:100] if error else ""]
+
+
+def _cells(figure: dict[str, Any]) -> list[str]:
+    value, low, high = figure["value"], figure["low"], figure["high"]
+    met = {True: "met", False: "NOT MET", None: ""}[figure["met"]]
+    return [
+        figure["name"],
+        "" if value is None else f"{value:,.4g}",
+        "" if low is None or low == high else f"{low:,.3g} to {high:,.3g}",
+        figure["unit"],
+        figure["target"] or "",
+        met,
+        figure["bound"] or "",
+    ]
+
+
+def _chosen(names: Sequence[str] | None) -> list[Stage]:
+    known = [stage.name for stage in STAGES]
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(f"there is no stage {name!r}; there are: {', '.join(known)}")
+    return [stage for stage in STAGES if not names or stage.name in names]
+
+
+def _check_machine(rehearse: bool) -> None:
+    import torch
+
+    if not has_triton():
+        raise UnsupportedError("Triton is not installed, and all that would be measured are its kernels")
+    if rehearse:
+        return
+    if not torch.cuda.is_available():
+        raise UnsupportedError("there is no GPU that PyTorch sees; --rehearse runs the stages on a CPU")
+    if interpreted():
+        raise UnsupportedError("TRITON_INTERPRET is set: an interpreted kernel's time means nothing; unset it")
+
+
+__all__ = ["DONE", "promises", "run", "table"]

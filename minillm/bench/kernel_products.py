@@ -1,0 +1,179 @@
+"""The cases of `bench kernels` that read weights: the largest product of a layer (gate and up), kept in every way.
+
+Least bytes: the weights and what makes numbers of them, the activations in, the results out. With few rows the
+weights are all that counts, so they come from memory: as many copies as are twice the last cache, read in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.bench import kernels_cpu
+from minillm.bench.kernel_cases import (
+    COMPILED,
+    PREFILL,
+    PYTORCH,
+    REFERENCE,
+    Case,
+    Implementation,
+    Maker,
+    Setting,
+    from_dispatch,
+)
+from minillm.ops.cpu.panels import MATRIX_FIELDS, NONE, SCALES, SUMS, SUMS_SIZE, pack, pack_pairs
+from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, TWICE_PAIRED, has_byte_products
+from minillm.ops.linear import PACKED_ROWS, Linear
+from minillm.quantization.base import Scheme
+from minillm.quantization.int4 import Int4
+from minillm.quantization.int8 import Int8
+from minillm.quantization.w8a8 import W8A8, integer_product, quantize_rows
+
+FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TWO_BYTES = 1e-4
+"""How far a product may be off whose activations are rounded to two bytes (see `ops.cpu.panels`)."""
+SCHEMES: dict[str, Scheme] = {"int8_linear": Int8(), "w8a8_linear": W8A8(), "int4_linear": Int4(bits=4)}
+
+
+def product_cases(s: Setting) -> list[Maker]:
+    """Every kind of weights at every number of rows; the weights of a kind are made once."""
+    narrow = "float16" if s.shape == "minicoder" else "bfloat16"  # how the checkpoints are stored
+    kinds = [str(s.dtype).removeprefix("torch."), *([narrow] if s.on_cpu else []), *SCHEMES]
+    made: list[Weights] = []  # of one kind, the one that was asked for last
+    return [
+        Maker(kind if kind in SCHEMES else "linear", partial(_case, s, kind, tokens, made))
+        for kind in kinds
+        for tokens in s.tokens
+    ]
+
+
+class Weights:
+    """Copies of one matrix `[2 · intermediate, hidden]` of random numbers, kept in one way."""
+
+    def __init__(self, s: Setting, kind: str) -> None:
+        self.kind, self.setting = kind, s
+        self.outputs, self.columns = 2 * s.config.intermediate_size, s.config.hidden_size
+        dtype = FLOATS.get(kind, torch.float32)
+        plain = (torch.randn(self.outputs, self.columns, device=s.device) * self.columns**-0.5).to(dtype)
+        if kind in SCHEMES:
+            self.scheme: Scheme | None = SCHEMES[kind]
+            self.tensors: Mapping[str, Tensor] = {
+                name: tensor.to(s.device) for name, tensor in self.scheme.quantize(plain).items()
+            }
+        else:
+            self.scheme, self.tensors = None, {"weight": plain}
+        self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.num_copies = s.copies(self.num_bytes)
+        wide = plain.to(s.dtype) if self.scheme is None else None  # PyTorch multiplies what it is given
+        kept = {"weight": wide} if wide is not None else self.tensors
+        self.copies = [{name: t.clone() for name, t in kept.items()} for _ in range(self.num_copies)]
+        self.modules = [_linear(copy["weight"]) for copy in self.copies] if wide is not None and s.on_cpu else []
+        for module in self.modules:  # packs its weight at the first product for which that pays
+            module(s.random(PACKED_ROWS, self.columns))
+        self.wide_bytes = self.num_bytes if wide is None else wide.nbytes
+        self.panels = self._panels() if s.on_cpu and kind != "int4_linear" else None
+
+    def _panels(self) -> tuple[Any, Any, Any]:
+        """The panels of all copies, a line for each, and the vectors: as the CPU executor packs them."""
+        outputs = -(-self.outputs // LANES) * LANES
+        vectors = [np.zeros(LANES, np.float32)]
+        line = np.full(MATRIX_FIELDS, NONE, np.int64)
+        if self.kind in FLOATS:
+            weight = self.tensors["weight"]
+            bits = {2: torch.int16, 4: torch.float32}[weight.itemsize]
+            view = weight.view(bits).numpy()
+            panels = pack(view.view({"float32": np.float32, "float16": HALF, "bfloat16": BFLOAT}[self.kind]))
+        else:
+            codes, scales = self.tensors["qweight"].numpy(), self.tensors["scales"].numpy()
+            panels = self._pack_codes(codes)
+            sums = (128 * codes.sum(1, dtype=np.int32)).view(np.float32)
+            line[SCALES], line[SUMS] = LANES, LANES + outputs
+            vectors += [np.pad(v, (0, outputs - self.outputs)) for v in (scales, sums)]
+        lines = np.tile(line, (self.num_copies, 1))
+        lines[:, :3] = [(copy * len(panels), self.columns, outputs) for copy in range(self.num_copies)]
+        return np.tile(panels, self.num_copies), lines, np.concatenate(vectors)
+
+    def _pack_codes(self, codes: Any) -> Any:
+        """INT8 codes as the executor lays them out: by the bytes that activations are rounded to."""
+        if self.kind == "w8a8_linear":
+            return pack_pairs(codes)
+        return pack_pairs(codes, TWICE_PAIRED) if has_byte_products() else pack(codes)
+
+
+def _case(s: Setting, kind: str, tokens: int, made: list[Weights]) -> Case:
+    if not made or made[0].kind != kind:
+        made.clear()  # first let go of the others
+        made.append(Weights(s, kind))
+    w = made[0]
+    x = s.random(tokens, w.columns)
+    activations = tokens * (w.columns + w.outputs) * s.dtype.itemsize
+    ways = _plain_ways(w, x, w.wide_bytes + activations) if w.scheme is None else _quantised_ways(w, x)
+    if w.panels is not None:
+        ways[COMPILED] = _compiled(w, x)
+    name = "linear" if w.scheme is None else kind
+    return Case(
+        op=name,
+        kind=kind if w.scheme is None else "",
+        shape=s.shape,
+        tokens=tokens,
+        context=None,
+        num_bytes=w.num_bytes + activations,
+        operations=2 * tokens * w.columns * w.outputs,
+        copies=w.num_copies if tokens < PREFILL else 1,
+        ways=ways,
+        touched=(*w.tensors.values(), x, s.random(tokens, w.outputs)),
+    )
+
+
+def _plain_ways(w: Weights, x: Tensor, num_bytes: int) -> dict[str, Implementation]:
+    ways = {REFERENCE: Implementation(lambda copy: F.linear(x, w.copies[copy]["weight"]), num_bytes=num_bytes)}
+    if w.modules:
+        ways[PYTORCH] = Implementation(lambda copy: w.modules[copy](x), num_bytes=num_bytes)
+    return ways
+
+
+def _quantised_ways(w: Weights, x: Tensor) -> dict[str, Implementation]:
+    group = (w.scheme.group_size,) if isinstance(w.scheme, Int4) else ()
+    names = ("qweight", "scales", "qzeros")[: len(w.tensors)]
+
+    def call(function: Any, copy: int) -> Tensor:
+        return function(x, *(w.copies[copy][name] for name in names), *group)
+
+    ways = from_dispatch(w.kind, w.setting.device, call)
+    if w.kind == "w8a8_linear":
+
+        def integers(copy: int) -> Tensor:
+            codes, scales = quantize_rows(x.float())
+            kept = w.copies[copy]
+            return (integer_product(codes, kept["qweight"]) * scales[:, None] * kept["scales"]).to(x.dtype)
+
+        ways[PYTORCH] = Implementation(integers)
+    return ways
+
+
+def _compiled(w: Weights, x: Tensor) -> Implementation:
+    assert w.panels is not None
+    panels, lines, vectors = w.panels
+    rows, outputs = len(x), int(lines[0, 2])
+    room = np.zeros(rows + SUMS_SIZE + LANES, np.float32)
+    scratch = np.concatenate([x.numpy().reshape(-1), room])
+    codes, out = np.zeros(2 * x.numel(), np.uint8), np.empty((rows, outputs), np.float32)
+
+    def loop(count: int, first: int, copies: int) -> None:
+        kernels_cpu.multiply_loop(count, first, copies, panels, lines, vectors, scratch, codes, rows, out.reshape(-1))
+
+    limit = TWO_BYTES if panels.dtype == TWICE_PAIRED else None
+    return Implementation(loop=loop, result=lambda: torch.from_numpy(out[:, : w.outputs]), limit=limit)
+
+
+def _linear(weight: Tensor) -> Linear:
+    """The engine's own linear layer on that very tensor."""
+    layer = Linear(1, 1, bias=False)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer

@@ -1,0 +1,359 @@
+"""Runs a decoder's steps on a GPU in kernels, the short ones under CUDA graphs; drafts without asking the host.
+
+A decoding step of a small model is some hundred kernels of a few microseconds each, and Python takes longer to launch
+one than the GPU to run it. A CUDA graph is a recording of launches, with the very addresses they read and write, which
+the GPU replays at a single command. So all that changes from step to step must lie where the recording looks for it:
+in one tensor of whole numbers (`step_inputs`), copied there before each replay, and in the cache. The recording is of
+one *shape*; a step is filled up to the next one with tokens that are stored nowhere and belong to nobody.
+
+    key of a graph   (tokens, requests, context), each rounded up. Attention reads on the device where requests begin
+                     and how long they are, so one graph serves decoding, verifying and any mixture of them; the
+                     context fixes the width of the block tables and into how many parts the keys are cut.
+    in the graph     everything from the embedding to the final norm. Outside: one copy in, then the unembedding of the
+                     rows that are wanted. These two or three launches are made while the GPU is busy with the graph,
+                     and so no graph keeps logits for all its rows, nor is what `run` returns overwritten later.
+    drafting         the whole chain in one graph: forward, arg-max, the next token's place (`ops.advance`), forward, …
+                     The host reads once, at the end.
+
+Prefill, and whatever is larger than the largest graph, runs the same kernels one by one, in its exact size.
+
+What it costs: a graph is captured at the first step of its shape (two runs to warm up, one to record; kernels may be
+compiled then, which takes seconds). Its own memory is small, for all graphs share one pool: nothing that lies there is
+needed after a replay. Filling up adds fewer than 8 tokens, or a quarter where there are more than 64, and fewer
+requests than there are, which have no work. The host writes a step's numbers down anew each time, block tables from
+lists: 0.07 ms for one request; for 64 in blocks of 16 tokens 0.2 ms at 1024 tokens, 1.4 ms at 8192 (one CPU core).
+
+Wins: small models and small batches, bound by launches; drafting above all. Loses: nothing but memory and start-up
+where a step takes milliseconds anyway. Not yet measured on a GPU: where this says how long something takes, it says
+what is known of such machines. What is tested, in Triton's interpreter and with a recorder in place of CUDA's: results
+equal those of the plain way, token for token in float32; graphs on equals graphs off to the last bit; nothing in a
+recorded part looks at a tensor's numbers or brings new ones from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from subprocess import CalledProcessError
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from triton.errors import TritonError
+
+from minillm.cache.base import Batch, KVCache
+from minillm.cache.paged_int4 import PagedInt4KVCache
+from minillm.errors import NonFiniteLogitsError
+from minillm.models.decoder import Decoder
+from minillm.models.gpu_step import CACHES, Ops, Weights, forward, has_own_products
+from minillm.models.step_inputs import Shape, StepInputs, query_starts
+from minillm.ops.dispatch import implementations
+from minillm.ops.triton.machine import FLOATS, power_of_two
+from minillm.ops.triton.tiling import Heads, Places, Sizes, Tiling
+
+if TYPE_CHECKING:
+    from minillm.models.runner import Segment
+
+MOST_TOKENS = 512
+"""Tokens of the largest graph: more keep a GPU busy without one."""
+MOST_QUERIES = 16
+"""New tokens of one request in a graph at most: more are a prefill, whose attention wants larger tiles."""
+QUERIES = 8
+"""Tokens per request that graphs are made for at the largest batch: one and seven drafts."""
+SHORTEST_CONTEXT = 256
+"""Shorter contexts share a graph: attention would not split so few keys anyway."""
+WARM_UPS = 2
+"""Runs before a capture: the first compiles kernels and fetches workspaces, which a capture must not."""
+NO_TOKEN = -1
+"""Stands for a drafted token where logits were NaN or infinite."""
+FAILURES = (TritonError, RuntimeError, OSError, CalledProcessError)
+"""What comes of a machine that cannot compile kernels: no C compiler, a driver that is too old, …"""
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+"""Record what a function launches; returns what launches that again, without the function."""
+
+
+def why_not(model: Decoder, cache: KVCache) -> str | None:
+    """Why this model over this cache cannot be run in kernels here; None if it can."""
+    weight = model.embed_tokens.weight
+    if implementations("paged_attention", weight.device)[0] != "triton":
+        return f"Triton's kernels do not run on {weight.device}: they need an NVIDIA GPU from Turing (sm_75) on"
+    if weight.dtype not in FLOATS:
+        return f"kernels compute in float32, float16 and bfloat16, the model in {str(weight.dtype)[6:]}"
+    if type(cache) not in CACHES:
+        return f"kernels walk paged caches (floats, INT8, INT4), this is {type(cache).__name__}"
+    if cache.ops != type(cache).ops:
+        return "an operation was replaced by another"
+    if isinstance(cache, PagedInt4KVCache) and cache.group % 2:
+        return f"kernels store INT4 in pairs of one group, this cache has groups of {cache.group}"
+    return None
+
+
+def padded(count: int) -> int:
+    """The size that so many tokens are filled up to: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, and so on,
+    at most four or eight sizes to a power of two (vLLM's `cudagraph_capture_sizes`, thinned out where they are large).
+    """
+    if count <= 4:
+        return power_of_two(count)
+    step = max(8, power_of_two(count) // 8)
+    return -(-count // step) * step
+
+
+class CudaCapture:
+    """Records CUDA graphs, all of them on one side stream and with one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], None]) -> Replay:
+        """See `Capture`. Warms up on the stream that records, for workspaces of cuBLAS belong to a stream."""
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            for _ in range(WARM_UPS):
+                function()
+        current.wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            function()
+        return graph.replay
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step of one shape, ready to be run as often as there are such steps."""
+
+    inputs: StepInputs
+    """On the device, at the beginning of the memory that all shapes share."""
+    output: Tensor
+    """Hidden states, `[tokens, hidden]`, or drafted tokens, `[count, requests]`. The next run overwrites it."""
+    replay: Replay
+
+
+class GpuExecutor:
+    """One model over one cache. The model stays whole: what is used here are its own tensors.
+
+    `max_num_seqs` and `max_model_len` bound what graphs are made for; a step beyond them runs without.
+    `use_graphs=False` runs each step as it would be captured, filled up alike. `capture`: see `Capture`; None takes
+    CUDA's. Weights of an unknown scheme are multiplied by their module, which no graph may record: then none is made.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        use_graphs: bool = True,
+        capture: Capture | None = None,
+    ) -> None:
+        config, weight = model.config, model.embed_tokens.weight
+        self.device, self.block_size = weight.device, block_size
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.weights = Weights.of(model, cache)
+        self.ops = Ops.of(self.device)
+        self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, weight.dtype)
+        self.capture: Capture | None = None
+        if use_graphs and has_own_products(model):
+            self.capture = capture or CudaCapture(self.device)
+        self.most_tokens = padded(min(MOST_TOKENS, QUERIES * max_num_seqs))
+        largest = Shape(self.most_tokens, power_of_two(max_num_seqs), max_model_len, block_size)
+        with torch.inference_mode():
+            self.memory = torch.zeros(largest.size, dtype=torch.int32, device=self.device)
+            self.hidden = torch.zeros(self.most_tokens, config.hidden_size, dtype=weight.dtype, device=self.device)
+        self.prepared: dict[tuple[Shape, int], Prepared] = {}
+        """What was captured, by shape and number of drafts (0: a step)."""
+
+    @torch.inference_mode()
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """See `ModelRunner.run`. Waits for nothing; what it returns is the caller's."""
+        with self._on_device():
+            shape = self.shape_of(segments)
+            if shape is None:
+                inputs = self._send(segments, self._exact(segments))
+                hidden = forward(self.weights, self.ops, self._batch(inputs, segments))
+            else:
+                step = self._prepare(shape)
+                self._send(segments, shape, step.inputs)
+                step.replay()
+                inputs, hidden = step.inputs, step.output
+            wanted = inputs.rows[: sum(segment.num_logits for segment in segments)]
+            return self.weights.head(hidden.index_select(0, wanted))
+
+    @torch.inference_mode()
+    def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
+        """See `ModelRunner.draft`. Waits once, for all tokens.
+
+        Raises `NonFiniteLogitsError` if a guess had to be made from NaN or infinity.
+        """
+        with self._on_device():
+            shape = self.shape_of(segments, count - 1)
+            if shape is None:
+                inputs = self._send(segments, self._exact(segments, count - 1))
+                output = torch.empty(count, len(segments), dtype=torch.int64, device=self.device)
+                self._draft_into(output, inputs, self._batch(inputs, segments))
+            else:
+                step = self._prepare(shape, count)
+                self._send(segments, shape, step.inputs)
+                step.replay()
+                output = step.output
+            drafted = [list(tokens) for tokens in zip(*output.tolist(), strict=True)][: len(segments)]
+        if any(NO_TOKEN in tokens for tokens in drafted):
+            raise NonFiniteLogitsError(
+                "the draft model gave NaN or infinite logits; check its checkpoint, or run it in float32"
+            )
+        return drafted
+
+    def warm_up(self, contexts: Sequence[int] | None = None) -> None:
+        """Capture the graphs of all decoding steps now, largest first, so that the smaller ones find memory.
+
+        `contexts`: lengths to be ready for; None: all up to `max_model_len`. Behind a progress bar, for it takes some
+        tenths of a second each.
+        """
+        if contexts is None:
+            contexts = [SHORTEST_CONTEXT * 2**i for i in range(self.max_model_len.bit_length())]
+        sizes = range(1, self.max_num_seqs + 1)
+        shapes = {self._padded(n, n, min(context, self.max_model_len)) for n in sizes for context in contexts}
+        shapes = {shape for shape in shapes if shape.tokens <= self.most_tokens}
+        largest_first = sorted(shapes, key=lambda shape: (shape.tokens, shape.context), reverse=True)
+        with torch.inference_mode(), self._on_device():
+            for shape in tqdm(largest_first, desc="capturing CUDA graphs"):
+                self._prepare(shape)
+
+    def try_out(self) -> str | None:
+        """Run a step of nothing, so that kernels are compiled now; returns what went wrong, if something did."""
+        try:
+            with torch.inference_mode(), self._on_device():
+                inputs = StepInputs.over(self.memory, self._padded(1, 1, 1))
+                inputs.clear()
+                self._run_into(self.hidden[:1], inputs)
+                self.weights.head(self.hidden[:1])
+        except FAILURES as problem:
+            return f"the kernels do not run here ({str(problem).strip().splitlines()[0]})"
+        return None
+
+    def shape_of(self, segments: Sequence[Segment], ahead: int = 0) -> Shape | None:
+        """What a step with so many drafts ahead is filled up to; None for a prefill, or if no graph is so large."""
+        tokens = sum(len(s.token_ids) for s in segments)
+        context = max(s.start + len(s.token_ids) for s in segments) + ahead
+        if (
+            tokens > self.most_tokens
+            or len(segments) > self.max_num_seqs
+            or context > self.max_model_len
+            or max(len(s.token_ids) for s in segments) > MOST_QUERIES
+        ):
+            return None
+        return self._padded(tokens, len(segments), context)
+
+    def _padded(self, tokens: int, requests: int, context: int) -> Shape:
+        context = min(power_of_two(context, SHORTEST_CONTEXT), self.max_model_len)
+        return Shape(padded(tokens), power_of_two(requests), context, self.block_size)
+
+    def _exact(self, segments: Sequence[Segment], ahead: int = 0) -> Shape:
+        tokens = sum(len(s.token_ids) for s in segments)
+        context = max(s.start + len(s.token_ids) for s in segments) + ahead
+        return Shape(tokens, len(segments), context, self.block_size)
+
+    def _send(self, segments: Sequence[Segment], shape: Shape, inputs: StepInputs | None = None) -> StepInputs:
+        """One copy to the device, of memory that the copy may read while the host goes on.
+
+        The host's part is new each time: PyTorch hands pinned memory out again only when copies from it are done, so
+        no step overwrites what an earlier one is still being sent from.
+        """
+        host = torch.zeros(shape.size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        StepInputs.over(host, shape).fill(segments)
+        if inputs is None:
+            return StepInputs.over(host.to(self.device, non_blocking=True), shape)
+        inputs.flat.copy_(host, non_blocking=True)
+        return inputs
+
+    def _prepare(self, shape: Shape, count: int = 0) -> Prepared:
+        """The step of this shape, captured if it is the first. `count`: drafts; 0: no drafting."""
+        if (shape, count) in self.prepared:
+            return self.prepared[shape, count]
+        inputs = StepInputs.over(self.memory, shape)
+        if count:
+            output = torch.zeros(count, shape.requests, dtype=torch.int64, device=self.device)
+            function = partial(self._draft_into, output, inputs)
+        else:
+            output = self.hidden[: shape.tokens]
+            function = partial(self._run_into, output, inputs)
+        if self.capture is None:
+            return Prepared(inputs, output, function)
+        inputs.clear()  # the runs that warm up must neither store nor read anything
+        self.prepared[shape, count] = Prepared(inputs, output, self.capture(function))
+        return self.prepared[shape, count]
+
+    def _run_into(self, output: Tensor, inputs: StepInputs) -> None:
+        output.copy_(forward(self.weights, self.ops, self._batch(inputs)))
+
+    def _draft_into(self, output: Tensor, inputs: StepInputs, batch: Batch | None = None) -> None:
+        """Fill `output` (`[count, requests]`) with the likeliest tokens, each made from the one before."""
+        w, ops, shape = self.weights, self.ops, inputs.shape
+        hidden = forward(w, ops, batch or self._batch(inputs))
+        last = hidden.index_select(0, inputs.rows[: shape.requests])
+        lengths, tokens, are_valid = inputs.seq_lens, [], []
+        for number in range(1, len(output) + 1):
+            token_ids, is_valid = ops.argmax(w.head(last))
+            tokens.append(token_ids)
+            are_valid.append(is_valid)
+            if number == len(output):
+                break
+            slots, next_lengths = ops.advance(lengths, inputs.block_tables, shape.block_size)
+            last = forward(w, ops, self._one_each(inputs, token_ids, lengths, slots, next_lengths))
+            lengths = next_lengths
+        torch.stack(tokens, out=output)
+        output.masked_fill_(torch.stack(are_valid).logical_not_(), NO_TOKEN)
+
+    def _batch(self, inputs: StepInputs, segments: Sequence[Segment] | None = None) -> Batch:
+        """What the operations read of a step. Without `segments` only its sizes are known, and the lists have those."""
+        shape = inputs.shape
+        if segments is None:
+            longest = -(-shape.tokens // shape.requests)
+            query_start = [*[0] * shape.requests, shape.tokens]
+            seq_lens = [shape.context] * shape.requests
+        else:
+            longest = max(len(s.token_ids) for s in segments)
+            query_start = query_starts([len(s.token_ids) for s in segments])
+            seq_lens = [s.start + len(s.token_ids) for s in segments]
+        batch = Batch(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slot_mapping=inputs.slots,
+            block_tables=inputs.block_tables,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_size=shape.block_size,
+        )
+        batch.plans[Places] = Places(inputs.query_start, inputs.seq_lens)
+        batch.plans[Tiling] = Tiling.for_sizes(Sizes(shape.tokens, shape.requests, longest), shape.context, self.heads)
+        return batch
+
+    def _one_each(
+        self, inputs: StepInputs, token_ids: Tensor, positions: Tensor, slots: Tensor, seq_lens: Tensor
+    ) -> Batch:
+        """The next step of a drafting: one token for each request."""
+        shape = inputs.shape
+        batch = Batch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            block_tables=inputs.block_tables,
+            query_start=list(range(shape.requests + 1)),
+            seq_lens=[shape.context] * shape.requests,
+            block_size=shape.block_size,
+        )
+        batch.plans[Places] = Places(inputs.next_start, seq_lens)
+        batch.plans[Tiling] = Tiling.for_sizes(Sizes(shape.requests, shape.requests, 1), shape.context, self.heads)
+        return batch
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels are launched on the current GPU, which need not be the model's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

@@ -1,0 +1,433 @@
+"""The GPU benchmark runs without a GPU: all stages in rehearsal, and what they rest on one by one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from minillm import cli
+from minillm.bench import device_clock, gpu, gpu_check, gpu_models, gpu_stages, kernels
+from minillm.bench.device_clock import CpuClock, CudaClock
+from minillm.bench.gpu_report import Findings, Report, Target
+from minillm.bench.gpu_site import Site
+from minillm.bench.gpu_speculation import SyntheticJudge, tokens_per_round
+from minillm.bench.gpu_stages import STAGES, Stage, run_stage
+from minillm.bench.kernel_cases import REFERENCE, Case, Implementation
+from minillm.cache.paged import PagedKVCache
+from minillm.cache.paged_int8 import PagedInt8KVCache
+from minillm.errors import ConfigError, UnsupportedError
+from minillm.models.runner import ModelRunner
+from minillm.ops.dispatch import OPS, has_triton, op
+from minillm.quantization.int8 import Int8
+from minillm.quantization.model import quantize_model
+from minillm.speculative.drafter import Draft
+from minillm.speculative.rejection_sampler import Verdict
+
+needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not there to rehearse with")
+SITE = Site.here(is_rehearsal=True)
+PROMISED = {
+    "decode: half decode, MBU": "≥ 0.8",
+    "decode: int8 over half": "≥ 1.6",
+    "decode: half verify 5 / decode 1": "≤ 1.15",
+    "kernels: decode after 100, half KV, bandwidth": "≥ 0.85",
+    "kernels: int8 KV over half": "≥ 1.7",
+    "speculation: mechanical efficiency": "≥ 0.9",
+}
+"""What takes a GPU to be told."""
+
+
+# ---- the whole of it
+
+
+@needs_triton
+def test_a_rehearsal_runs_every_stage_and_tells_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gpu.json"
+    assert cli.main(["bench", "gpu", "--rehearse", "--json", str(file)]) == 0
+    outcome = json.loads(file.read_text())
+    endings = {stage["name"]: (stage["status"], stage["error"]) for stage in outcome["stages"]}
+    assert endings == {stage.name: ("done", None) for stage in STAGES}
+    figures = [figure for stage in outcome["stages"] for figure in stage["figures"]]
+    assert all((figure["value"] is None) == (figure["kind"] != "counted") for figure in figures)
+    assert all(figure["rehearsed"] and figure["low"] is None for figure in figures if figure["kind"] != "counted")
+    assert not any(stage["rows"] for stage in outcome["stages"])
+    told = gpu.promises(outcome)
+    targets = {f"{s['name']}: {f['name']}": f["target"] for s in outcome["stages"] for f in s["figures"] if f["target"]}
+    assert {name: targets[name] for name in PROMISED} == PROMISED
+    assert {name for name, met in told.items() if met is None} == set(PROMISED)
+    assert {name for name, met in told.items() if met is False} == set()
+    on_off = [name for name in told if name.endswith("graphs on = off")]
+    assert len(on_off) == 5 and f"check: {next(iter(OPS))}, worst error" in told
+    notes = {key: value for stage in outcome["stages"] for key, value in stage["notes"].items()}
+    assert not [key for key in notes if "fail" in key or "wrong" in key], notes
+    printed = capsys.readouterr().out
+    assert "a rehearsal" in printed and "NOT" not in printed
+
+
+def test_without_a_gpu_it_says_how_to_rehearse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "has_triton", lambda: True)
+    with pytest.raises(UnsupportedError, match="--rehearse runs the stages on a CPU"):
+        gpu.run()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(UnsupportedError, match="unset it"):
+        gpu.run()
+    monkeypatch.setattr(gpu, "has_triton", lambda: False)
+    with pytest.raises(UnsupportedError, match="Triton is not installed"):
+        gpu.run(rehearse=True)
+    with pytest.raises(ConfigError, match=r"no stage 'decoding'; there are: environment, check"):
+        gpu.run(stages=["decoding"])
+
+
+def test_stages_share_the_time_and_each_is_saved_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock, seen = SimpleNamespace(now=0.0), []
+    file = tmp_path / "out.json"
+
+    def fake(stage: Stage, rehearse: bool, seconds: float) -> dict[str, Any]:
+        saved = json.loads(file.read_text())["stages"] if file.exists() else []
+        seen.append((stage.name, seconds, len(saved)))
+        clock.now += 100
+        return {"name": stage.name, "status": "done", "figures": [], "notes": {}, "rows": [], "seconds": 100.0}
+
+    monkeypatch.setattr(gpu, "_check_machine", lambda rehearse: None)
+    monkeypatch.setattr(gpu, "run_stage", fake)
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: clock.now)
+    outcome = gpu.run(save_to=file)
+    assert [name for name, *_ in seen] == [stage.name for stage in STAGES]
+    left = [470.0 - 100 * i for i in range(len(STAGES))]
+    assert [s for _, s, _ in seen] == [min(one.budget_s, s) for one, s in zip(STAGES, left, strict=True)]
+    assert [count for *_, count in seen][-1] == len(STAGES) - 1
+    assert outcome["config"]["seconds"] == 800.0
+    assert gpu_stages.TOTAL_S < 480
+
+
+# ---- stages in processes of their own
+
+
+def tells(site: Site, report: Report) -> None:
+    """A stage that a worker runs."""
+    report.note("interpret", os.environ.get("TRITON_INTERPRET"))
+    report.note("rehearsal", site.is_rehearsal)
+
+
+WRITES = 'import json, os, sys, time; line = lambda **c: open(sys.argv[1], "a").write(json.dumps(c) + "\\n")'
+CRASHES = WRITES + '; line(name="before", value=1.0); os.kill(os.getpid(), 6)'
+RAISES = WRITES + '; line(note="how far", value="here"); raise RuntimeError("no more memory")'
+HANGS = WRITES + '; line(note="child", value=os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "60")); time.sleep(60)'
+
+
+def ends_like(monkeypatch: pytest.MonkeyPatch, code: str, seconds: float = 60) -> dict[str, Any]:
+    """What is kept of a stage that runs this code."""
+    monkeypatch.setattr(gpu_stages, "LEAST_S", 0.0)
+    monkeypatch.setattr(gpu_stages, "command", lambda stage, lines, rehearse: [sys.executable, "-c", code, str(lines)])
+    return run_stage(STAGES[0], True, seconds)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_what_a_stage_found_outlives_its_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ends_like(monkeypatch, CRASHES)
+    assert (found["status"], [figure["value"] for figure in found["figures"]]) == ("failed", [1.0])
+    assert "ended with code -6" in found["error"]
+    found = ends_like(monkeypatch, RAISES)
+    assert found["status"] == "failed" and "no more memory" in found["error"] and found["notes"] == {"how far": "here"}
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
+def test_a_stage_that_hangs_is_ended_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ends_like(monkeypatch, HANGS, seconds=4)
+    assert found["status"] == "out of time" and "its time was over" in found["error"]
+    for _ in range(50):
+        state = Path(f"/proc/{found['notes']['child']}/stat")
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("its child still runs")
+
+
+def test_only_a_rehearsal_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert gpu_stages.environment(False).get("TRITON_INTERPRET") is None
+    found = run_stage(Stage("tells", f"{__name__}:tells", 60, "a double"), True, 60)
+    assert (found["status"], found["notes"]) == ("done", {"interpret": "1", "rehearsal": True})
+
+
+def test_a_stage_without_time_is_not_begun() -> None:
+    found = run_stage(STAGES[0], True, 3.0)
+    assert (found["status"], found["error"], found["figures"]) == ("left out", "no time was left", [])
+
+
+# ---- figures
+
+
+def test_a_figure_is_a_median_beside_its_target(tmp_path: Path) -> None:
+    report = Report(tmp_path / "lines", is_rehearsal=False)
+    report.measured("gain", [1.5, 1.9, 1.7], "times", Target(at_least=1.6), "2, the ratio of bytes", batch=1)
+    report.measured("cost", 1.2, "times", Target(at_most=1.15))
+    report.modelled("promise", 2.0, "times")
+    [gain, cost, promise] = Findings.read(report.path).figures
+    assert (gain["value"], gain["low"], gain["high"], gain["target"], gain["met"]) == (1.7, 1.5, 1.9, "≥ 1.6", True)
+    assert gain["bound"] == "2, the ratio of bytes" and gain["config"] == {"batch": 1}
+    assert (cost["target"], cost["met"]) == ("≤ 1.15", False)
+    assert (promise["kind"], promise["met"]) == ("modelled", None)
+    assert not Target(at_least=1).is_met(float("nan")) and Target(at_most=0).is_met(0)
+
+
+def test_a_rehearsal_writes_nothing_that_was_measured(tmp_path: Path) -> None:
+    report = Report(tmp_path / "lines", is_rehearsal=True)
+    report.measured("gain", [1.5, 1.9], "times", Target(at_least=1.6))
+    report.modelled("promise", 2.0, "times")
+    report.rows([{"p50_ms": 3.0}])
+    report.counted("same", 1.0, "of all", Target(at_least=1))
+    text = report.path.read_text()
+    assert not any(number in text for number in ("1.5", "1.9", "1.7", "2.0", "3.0"))
+    assert [figure["met"] for figure in Findings.read(report.path).figures] == [None, None, True]
+    for wrong in ([], [0.0], [-1.0], [float("nan")], [1.0, float("inf")]):
+        with pytest.raises(ValueError, match="no measured values"):
+            report.measured("gain", wrong, "times")
+
+
+def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+    report = Report(tmp_path / "lines", is_rehearsal=False)
+    report.note("a", 1)
+    report.rows([{"system": "x"}])
+    with report.path.open("a") as file:
+        file.write('{"name": "half a fig')
+    assert Findings.read(report.path) == Findings([], {"a": 1}, [{"system": "x"}])
+    assert Findings.read(tmp_path / "nothing") == Findings([], {}, [])
+
+
+# ---- the models, and the bytes that are divided by
+
+
+def test_weight_bytes_are_those_of_the_tensors_a_token_needs() -> None:
+    model = gpu_models.random_model(SITE, "rehearsal")
+    every = sum(p.nbytes for p in model.parameters())
+    assert gpu_models.weight_bytes(model) == every - model.embed_tokens.weight.nbytes
+    tied = gpu_models.random_model(SITE, "rehearsal draft")
+    assert gpu_models.weight_bytes(tied) == sum(p.nbytes for p in tied.parameters())
+    linears = sum(linear.weight.numel() for linear in model.layers.modules() if isinstance(linear, torch.nn.Linear))
+    assert gpu_models.product_weights(model) == linears
+    rounded = quantize_model(gpu_models.random_model(SITE, "rehearsal"), Int8())
+    rows = sum(linear.out_features for linear in model.layers.modules() if isinstance(linear, torch.nn.Linear))
+    assert gpu_models.weight_bytes(rounded) == gpu_models.weight_bytes(model) - 3 * linears + 4 * rows
+
+
+@pytest.mark.parametrize("layout", [PagedKVCache, PagedInt8KVCache])
+def test_kv_bytes_are_those_of_the_pools(layout: type) -> None:
+    model = gpu_models.random_model(SITE, "rehearsal")
+    cache = layout(model.config, 3, gpu_models.BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    gpu_models.fill(cache)
+    pools = [cache.keys, cache.values] if layout is PagedKVCache else [*cache.keys, *cache.values]
+    assert all(pool.float().isfinite().all() and pool.float().abs().sum() > 0 for pool in pools)
+    runner = ModelRunner(model, cache, gpu_models.BLOCK_SIZE)
+    assert gpu_models.kv_bytes(runner, 3 * gpu_models.BLOCK_SIZE) == cache.num_bytes
+
+
+def test_the_shapes_are_those_of_the_checkpoints() -> None:
+    """8.03 and 1.24 billion parameters, as their cards say."""
+    for name, billions in ((gpu_models.LARGE, 8.03), (gpu_models.SMALL, 1.236)):
+        c = gpu_models.CONFIGS[name]
+        layer = c.hidden_size * (2 * c.q_size + 2 * c.kv_size + 3 * c.intermediate_size + 2)
+        tables = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 2)
+        assert (c.num_layers * layer + tables + c.hidden_size) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_requests_of_a_step_share_no_block() -> None:
+    items = gpu_models.segments(3, 5, past=20, length=40, vocab=7)
+    blocks = [block for item in items for block in item.block_table]
+    assert len(set(blocks)) == len(blocks) == gpu_models.blocks_of(items) == 9
+    assert all(max(item.token_ids) < 7 and item.num_logits == 5 for item in items)
+    assert gpu_models.segments(1, 30, 0, 30, 7)[0].num_logits == 1
+
+
+# ---- the check
+
+
+def test_the_check_finds_a_kernel_that_is_wrong_and_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The references stand in for the kernels; five of them are changed."""
+
+    def planted(name: str, device: Any, implementation: str | None = None) -> Any:
+        function = op(name, device, "reference")
+        if implementation != "triton":
+            return function
+        if name == "rope":
+            return lambda *arguments: function(*arguments) * (1 + 3e-5)
+        if name == "advance":  # a request that only fills up does not stay empty
+            return lambda lengths, *rest: (function(lengths, *rest)[0], lengths + 1)
+        if name == "argmax":
+            return lambda logits: 1 / 0
+        if name == "store_kv":
+            return lambda k, v, *rest: function(v, k, *rest)
+        if name == "paged_attention":
+            return lambda q, k, v, batch, window: function(q, k, v, batch, window) + torch.nan
+        return function
+
+    monkeypatch.setattr(gpu_check, "op", planted)
+    monkeypatch.setattr(gpu_check, "implementations", lambda name, device: ["triton", "reference"])
+    report = Report(tmp_path / "lines", is_rehearsal=True)
+    gpu_check.check(SITE, report)
+    found = Findings.read(report.path)
+    [verdict] = [f for f in found.figures if f["name"] == "ops whose kernel is wrong or fails"]
+    assert verdict["config"]["names"] == ["paged_attention", "store_kv", "rope", "argmax", "advance"]
+    assert verdict["met"] is False and "ZeroDivisionError" in found.notes["argmax"]
+    met = {f["name"].removesuffix(", worst error"): f["met"] for f in found.figures if "worst" in f["name"]}
+    assert met["rms_norm"] is met["int4_linear"] is met["tree_attention"] is met["rejection"] is True
+
+
+def test_a_device_that_runs_no_kernel_does_not_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_check, "implementations", lambda name, device: ["reference"])
+    with pytest.raises(UnsupportedError, match="no kernel runs on cpu"):
+        gpu_check.check(SITE, Report(tmp_path / "lines", is_rehearsal=True))
+
+
+# ---- speculation
+
+
+def test_tokens_per_round_sums_up_all_outcomes() -> None:
+    for acceptance, drafts in itertools.product((0.0, 0.5, 0.8), (1, 3)):
+        outcomes = [(acceptance**n * (1 - acceptance), n + 1) for n in range(drafts)]
+        outcomes.append((acceptance**drafts, drafts + 1))
+        assert sum(p for p, _ in outcomes) == pytest.approx(1)
+        assert tokens_per_round(acceptance, drafts) == pytest.approx(sum(p * n for p, n in outcomes))
+
+
+def test_the_synthetic_judge_accepts_as_often_as_it_is_told() -> None:
+    """20 000 rounds, whose number of tokens has a standard deviation of 1.64: with a probability below 1e-6 the mean is
+    off by more than five standard errors."""
+    inner = SimpleNamespace(judge=lambda *arguments: (None, lambda: [Verdict([9], 0)]))
+    judge, drafts = SyntheticJudge(inner, 0.8), [Draft([1, 2, 3, 4])]
+    lengths = []
+    for _ in range(20_000):
+        broken, decide = judge.judge([], drafts, torch.empty(0), torch.empty(0))
+        [verdict] = decide()
+        assert broken is None and verdict.token_ids == [*[1, 2, 3, 4][: verdict.num_accepted], 9]
+        lengths.append(len(verdict.token_ids))
+    assert abs(sum(lengths) / 20_000 - tokens_per_round(0.8, 4)) < 5 * 1.64 / 20_000**0.5
+    assert set(lengths) == {1, 2, 3, 4, 5}
+
+
+@needs_triton
+def test_likely_tiles_are_few_and_of_every_kind() -> None:
+    from minillm.bench.gpu_tiles import ROWS, is_likely
+    from minillm.ops.triton.tiles import candidates
+
+    for rows in ROWS.values():
+        found = [tiles for tiles in candidates(rows) if is_likely(tiles)]
+        assert 3 <= len(found) <= 10 and len({tiles.n for tiles in found}) > 1
+
+
+# ---- the seam to CUDA
+
+
+class FakeCuda:
+    """The few things of `torch.cuda` that the clock uses, telling what it was asked."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now = 0.0
+        self.capturing = False
+
+    def Event(self, enable_timing: bool) -> Any:  # noqa: N802
+        event = SimpleNamespace(at=None)
+        event.record = lambda: (self.log.append("event"), setattr(event, "at", self.now))
+        event.elapsed_time = lambda other: other.at - event.at
+        return event
+
+    def Stream(self) -> Any:  # noqa: N802
+        return SimpleNamespace(wait_stream=lambda other: self.log.append("wait"))
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: self.log.append("wait"))
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def stream(self, which: Any) -> Any:
+        return _Logged(self, "side")
+
+    def CUDAGraph(self) -> Any:  # noqa: N802
+        return SimpleNamespace(replay=lambda: self.log.append("replay"))
+
+    def graph(self, which: Any) -> Any:
+        return _Logged(self, "capture")
+
+
+class _Logged:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def __enter__(self) -> None:
+        self.cuda.log.append(f"{self.name} begins")
+        self.cuda.capturing = self.name == "capture"
+
+    def __exit__(self, *problem: object) -> None:
+        self.cuda.log.append(f"{self.name} ends")
+        self.cuda.capturing = False
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(device_clock.torch, "cuda", fake)
+    return fake
+
+
+def test_time_on_a_gpu_is_between_two_events_that_are_waited_for(cuda: FakeCuda) -> None:
+    def run() -> None:
+        cuda.log.append("run")
+        cuda.now += 250.0  # milliseconds
+
+    assert CudaClock().seconds(run) == 0.25
+    assert cuda.log == ["synchronize", "event", "run", "event", "synchronize"]
+
+
+def test_a_graph_is_recorded_after_it_was_warmed_up_on_the_side(cuda: FakeCuda) -> None:
+    replay = CudaClock().recorded(lambda: cuda.log.append("run"))
+    warm = ["wait", "side begins", "run", "run", "side ends", "wait"]
+    assert cuda.log == [*warm, "capture begins", "run", "capture ends"]
+    replay()
+    assert cuda.log[-1] == "replay"
+
+
+class GraphClock(CpuClock):
+    """A device with graphs, whose replay does what was recorded."""
+
+    device = "cuda"
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses, self.recordings = refuses, 0
+
+    def recorded(self, run: Any) -> Any:
+        self.recordings += 1
+        if self.recordings == 1 and self.refuses:
+            raise RuntimeError(self.refuses)
+        return run
+
+
+@pytest.mark.parametrize("refuses", ["", "operation not permitted when stream is capturing"])
+def test_on_a_gpu_calls_are_recorded_unless_they_cannot_be(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+    monkeypatch.setattr(kernels, "RUN_S", 1e-6)
+    read: list[int] = []
+
+    def call(copy: int) -> torch.Tensor:
+        read.append(copy)
+        return torch.ones(2)
+
+    ways = {REFERENCE: Implementation(call)}
+    case = Case("linear", "", "tiny", 1, None, 8, None, 1, ways, (torch.ones(2),))
+    [row] = kernels.case_rows(case, GraphClock(refuses), [SimpleNamespace(median=1.0)], 3, {REFERENCE})  # type: ignore
+    assert row.config["recorded"] is (not refuses)
+    if not refuses:
+        assert row.config["warm_calls"] % kernels.RECORDED_CALLS == 0
+        assert (len(read) - 2) % kernels.RECORDED_CALLS == 0  # two to compare

@@ -1,0 +1,164 @@
+"""What an engine computes in, and what it keeps its weights in: two things, and one must not leak into the other."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minillm import LLM, SamplingParams
+from minillm.models import cpu_executor
+from minillm.models.cpu_executor import CpuExecutor
+from minillm.models.loading import load_model, save_llama
+from minillm.models.runner import ModelRunner
+from minillm.ops.cpu.simd import BFLOAT
+from minillm.ops.paged_attention import paged_attention
+from minillm.quantization.base import QuantizedLinear
+from minillm.quantization.int8 import Int8
+from tests.conftest import TinyPair
+from tests.engine.tiny_engines import pair
+
+PROMPTS = ["def add(a, b):", "for line in"]
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+DRAFTS = 3
+CACHE_BYTES = 2**20
+"""For keys and values of both models, which have one shape: 64 blocks each if their numbers have 4 bytes."""
+TOO_SMALL_FOR_FLOAT16 = 2.0**-40
+"""One in each matrix: the narrowest floats that hold it exactly are bfloat16's, and there is no second choice."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same target and draft in bfloat16, and widened to float32: every number is equal."""
+    root = tmp_path_factory.mktemp("dtypes")
+    for name, (folder, _) in pair(compiled=True).items():
+        for dtype in ("bfloat16", "float32"):
+            shutil.copytree(folder, root / f"{name} {dtype}")
+        model = load_model(folder, torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.view(-1)[0] = TOO_SMALL_FOR_FLOAT16
+        save_llama(model, root / f"{name} bfloat16", torch.bfloat16)
+        save_llama(model, root / f"{name} float32", torch.float32)
+    return {folder.name: folder for folder in root.iterdir()}
+
+
+def make(folders: dict[str, Path], stored: str, **options: Any) -> LLM:
+    """An engine with a draft, so that both models are looked at."""
+    speculative = {"model": str(folders[f"draft {stored}"]), "num_speculative_tokens": DRAFTS}
+    memory = {"kv_cache_memory_bytes": CACHE_BYTES}
+    return LLM(str(folders[f"target {stored}"]), device="cpu", speculative_config=speculative, **memory, **options)
+
+
+def runners(llm: LLM) -> list[ModelRunner]:
+    assert llm.engine.drafter is not None
+    return [llm.engine.runner, llm.engine.drafter.runner]
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def in_float32(runner: ModelRunner) -> bool:
+    """Whether the cache and all that is left of the model are."""
+    weights = {parameter.dtype for parameter in runner.model.parameters()}
+    return weights == {torch.float32} and {runner.cache.keys.dtype, runner.cache.values.dtype} == {torch.float32}
+
+
+def attention(*args: Any) -> Tensor:
+    """Somebody's own operation: the compiled step does not call it, so the engine stays in PyTorch."""
+    return paged_attention(*args)
+
+
+def test_16_bit_weights_give_the_tokens_of_the_same_weights_in_32_bits(folders: dict[str, Path]) -> None:
+    narrow, wide = make(folders, "bfloat16"), make(folders, "float32")
+    for mine, others in zip(runners(narrow), runners(wide), strict=True):
+        assert isinstance(mine.executor, CpuExecutor) and in_float32(mine)
+        assert mine.executor.weights.dtype == BFLOAT
+        for part in ("weights", "head", "embedding", "vectors", "matrices", "layers"):
+            assert np.array_equal(getattr(mine.executor, part), getattr(others.executor, part)), part
+        assert mine.cache.num_bytes == CACHE_BYTES / 2
+    assert tokens(narrow) == tokens(wide)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"enforce_eager": True}, {"ops": {"paged_attention": attention}}],
+    ids=["eager", "an op replaced"],
+)
+def test_who_stays_in_pytorch_computes_in_float32(folders: dict[str, Path], options: dict[str, Any]) -> None:
+    plain = make(folders, "bfloat16", **options)
+    assert all(runner.executor is None and in_float32(runner) for runner in runners(plain))
+    assert tokens(plain) == tokens(make(folders, "float32", **options))
+
+
+def test_where_nothing_is_compiled_the_engine_computes_in_float32(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_executor, "why_not", lambda *_: "not here")
+    assert all(runner.executor is None and in_float32(runner) for runner in runners(make(folders, "bfloat16")))
+
+
+def test_bfloat16_that_is_asked_for_is_what_is_computed_in(folders: dict[str, Path]) -> None:
+    for runner in runners(make(folders, "bfloat16", dtype="bfloat16")):
+        assert runner.executor is None
+        assert {parameter.dtype for parameter in runner.model.parameters()} == {torch.bfloat16}
+        assert runner.cache.keys.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])
+def test_the_weights_are_never_there_twice(
+    quantization: str | None, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a matrix is packed, all before it are gone, and none is in more bytes than the file has."""
+    matrices: list[weakref.ref[Tensor]] = []
+    num_alive: list[int] = []
+
+    def before(name: str, owner: Any, look: Callable[[Any], None]) -> None:
+        really = getattr(owner, name)
+
+        def watched(first: Any, *others: Any, **options: Any) -> Any:
+            look(first)
+            return really(first, *others, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    def find(model: nn.Module) -> None:
+        if not matrices:
+            tensors = [*model.named_parameters(), *model.named_buffers()]
+            found = [t for name, t in tensors if t.ndim == 2 and "rope" not in name]
+            assert {t.dtype.itemsize for t in found} <= {1, 2}
+            matrices.extend(map(weakref.ref, found))
+
+    def count_left(_: Any) -> None:
+        num_alive.append(sum(matrix() is not None for matrix in matrices))
+
+    before("_pack_all", cpu_executor, find)
+    before("pack", cpu_executor, count_left)
+    before("pack_pairs", cpu_executor, count_left)
+    before("_compile", CpuExecutor, count_left)
+    LLM(str(folders["target bfloat16"]), device="cpu", quantization=quantization)
+    # Eight of the layers, embedding, unembedding. The embedding is taken over when the layers are packed.
+    assert num_alive == [10, 9, 8, 7, 6, 5, 4, 3, 1, 0]
+
+
+@pytest.mark.parametrize(("quantization", "rounded"), [(None, False), ("int4", False), ("int8", True), ("w8a8", True)])
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_an_unembedding_is_rounded_where_weights_have_eight_bits(
+    which: str, quantization: str | None, rounded: bool, tiny: TinyPair
+) -> None:
+    """In plain PyTorch as in the compiled step, or the two would not write the same; its inputs stay as they are."""
+    speculative = {"model": str(tiny.draft), "quantization": quantization if which == "draft" else None}
+    own = quantization if which == "target" else None
+    llm = LLM(str(tiny.target), quantization=own, speculative_config=speculative, enforce_eager=True)
+    runner = llm.engine.runner if which == "target" else llm.engine.drafter.runner
+    head = runner.model.lm_head
+    assert (isinstance(head, QuantizedLinear) and type(head.scheme) is Int8) is rounded
+    other = llm.engine.drafter.runner if which == "target" else llm.engine.runner
+    assert not isinstance(other.model.lm_head, QuantizedLinear)
