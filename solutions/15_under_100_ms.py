@@ -246,7 +246,7 @@ in_head = model.lm_head.weight.numel()
 BYTES = {  # bytes of a weight in the layers, and in the unembedding
     "float32 (plain PyTorch)": (4, 4),
     "16 bits, as in the checkpoint": (2, 2),
-    "W8A8, unembedding in 16 bits": (1, 2),
+    "W8A8": (1, 1),
 }
 weight_bytes = {kind: a * in_layers + b * in_head for kind, (a, b) in BYTES.items()}
 cache_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4 * PROMPT_TOKENS
@@ -540,16 +540,22 @@ print(f"same {NEW_TOKENS} tokens as plain PyTorch: {tokens == expected}")
 # %% [markdown]
 # The same tokens, exactly, and the green part is a third or a quarter of what it was. Now the *prompt* is the largest
 # part, and it has not gained like that. It never was short of calls or bytes: 200 rows share them. It is short of
-# arithmetic, and a large float32 product is what PyTorch's own library is best at. (On a machine whose cores share their
-# caches with busy neighbours the compiled step even loses here: its panels come from the second cache. The engine has one
-# way for all steps; it could have two.) **No engineering of calls or bytes will make the blue part much smaller. Only
-# other arithmetic will.**
+# arithmetic, and there PyTorch's own library was good already. **No engineering of calls or bytes
+# will make the blue part much smaller. Only other arithmetic will.**
+#
+# > A true story of this part. For a while the blue bar was *twice* as long as it should be, in some runs and not in others, and
+# > busy neighbours got the blame. Then the same product was timed in a process that had just compiled the step and in one
+# > that had fetched it from disk: 57 and 140 ms for 512 tokens. In the second, LLVM had unrolled the loop over k and needed
+# > more registers than there are, so it kept the 24 sums in memory, and wrote and read them in every round. One line tells
+# > it not to unroll (`simd.py`, `_as_it_is`). A time that varies without a cause has one. Look at the machine code.
 #
 # ### Step 4: W8A8
 #
 # Round the activations to INT8 as well (lesson 5), and the products become products of *bytes*. An instruction with
 # 16 float lanes has 64 byte lanes (VNNI; without it the step still runs, without this gain). A quarter of the bytes per
-# weight in the layers compared with plain PyTorch, and four times the products per instruction. The price: it is lossy.
+# weight compared with plain PyTorch, and four times the products per instruction. The price: it is lossy. (The logits are
+# made of INT8 weights, too, but their inputs are rounded to two bytes each, which costs next to nothing in quality. So are
+# the inputs of all products with `quantization="int8"`.)
 
 # %% tags=["nbval-ignore-output"]
 began = time.perf_counter()
@@ -710,7 +716,7 @@ print("tokens with drafts are those without:", exact)
 #
 # All of it in turn, cold, and one warm run of the fastest.
 
-# %% tags=["expected", "nbval-ignore-output"] alt="A bar for each way, cold: plain PyTorch and INT8 weights far over 100 ms, INT8 the longest; the compiled step about half of plain; W8A8 well under the line; with a draft a little shorter; warm the shortest, nearly without a prompt."
+# %% tags=["expected", "nbval-ignore-output"] alt="A bar for each way, cold: plain PyTorch and INT8 weights far over 100 ms, INT8 the longest; the compiled step well below plain; W8A8 well under the line; with a draft a little shorter; warm the shortest, nearly without a prompt."
 del contest["compiled step + draft"]
 everyone = {"plain PyTorch": plain, **contest, "W8A8, warm": w8a8}
 seconds = race(everyone, warm=("W8A8, warm",), rounds=7)
@@ -739,7 +745,7 @@ LatencyWaterfall("24 tokens after 200, one core: every step", rows)
 # %% tags=["nbval-ignore-output"]
 kinds = {
     "compiled step": ("16 bits, as in the checkpoint", rate),
-    "W8A8": ("W8A8, unembedding in 16 bits", 4 * rate),
+    "W8A8": ("W8A8", 4 * rate),
 }
 print("                 floor: prompt + 23 tokens      measured: prompt + target      the rest    floor / measured")
 for label, (kind, this_rate) in kinds.items():
