@@ -5,7 +5,7 @@
 
 A rehearsal shows that every stage runs, and checks what can be checked; its times mean nothing and are not told.
 
-A stage has a budget of time and a process of its own (`gpu_stages`): what one breaks or wastes, no other loses. A
+A stage has a budget of time and a process of its own (`on_gpu/stages.py`): what one breaks or wastes, no other loses. A
 figure that was promised stands beside its target, `met` or `not met`; figures without a target are there to be read.
 The targets are for a model of 8 billion weights in 16 bits; where the GPU has no room for it, a shape of 1 billion
 stands in, and the notes of the stage say so.
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from minillm.bench.gpu_stages import DONE, STAGES, TOTAL_S, Stage, run_stage
 from minillm.bench.harness import result, save
+from minillm.bench.on_gpu.stages import DONE, STAGES, TOTAL_S, Stage, run_stage
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.ops.dispatch import has_triton, interpreted
 

@@ -15,13 +15,16 @@ import pytest
 import torch
 
 from minillm import cli
-from minillm.bench import device_clock, gpu, gpu_check, gpu_models, gpu_stages, kernels
+from minillm.bench import device_clock, gpu, kernels
 from minillm.bench.device_clock import CpuClock, CudaClock
-from minillm.bench.gpu_report import Findings, Report, Target
-from minillm.bench.gpu_site import Site
-from minillm.bench.gpu_speculation import SyntheticJudge, tokens_per_round
-from minillm.bench.gpu_stages import STAGES, Stage, run_stage
 from minillm.bench.kernel_cases import REFERENCE, Case, Implementation
+from minillm.bench.on_gpu import check as gpu_check
+from minillm.bench.on_gpu import models as gpu_models
+from minillm.bench.on_gpu import stages as gpu_stages
+from minillm.bench.on_gpu.report import Findings, Report, Target
+from minillm.bench.on_gpu.site import Site
+from minillm.bench.on_gpu.speculation import SyntheticJudge, tokens_per_round
+from minillm.bench.on_gpu.stages import STAGES, Stage, run_stage
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.errors import ConfigError, UnsupportedError
@@ -319,7 +322,7 @@ def test_the_synthetic_judge_accepts_as_often_as_it_is_told() -> None:
 
 @needs_triton
 def test_likely_tiles_are_few_and_of_every_kind() -> None:
-    from minillm.bench.gpu_tiles import ROWS, is_likely
+    from minillm.bench.on_gpu.tiles import ROWS, is_likely
     from minillm.ops.triton.tiles import candidates
 
     for rows in ROWS.values():

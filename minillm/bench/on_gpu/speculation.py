@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from minillm.bench.device_clock import Way, ratios
-from minillm.bench.gpu_models import (
+from minillm.bench.on_gpu.models import (
     BLOCK_SIZE,
     CONFIGS,
     SMALL,
@@ -28,8 +28,8 @@ from minillm.bench.gpu_models import (
     segments,
     target_name,
 )
-from minillm.bench.gpu_report import Report, Target
-from minillm.bench.gpu_site import Site
+from minillm.bench.on_gpu.report import Report, Target
+from minillm.bench.on_gpu.site import Site
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.paged import PagedKVCache
 from minillm.config import EngineConfig

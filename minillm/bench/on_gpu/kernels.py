@@ -13,13 +13,13 @@ from dataclasses import asdict, replace
 import torch
 
 from minillm.bench.device_clock import last_cache_bytes
-from minillm.bench.gpu_models import CONFIGS, LARGE
-from minillm.bench.gpu_report import Report, Target
-from minillm.bench.gpu_site import Site
 from minillm.bench.harness import Row
 from minillm.bench.kernel_attention import attention_cases
 from minillm.bench.kernel_cases import PREFILL, REFERENCE, TRITON, Case, Maker, Setting
 from minillm.bench.kernels import case_rows, makers
+from minillm.bench.on_gpu.models import CONFIGS, LARGE
+from minillm.bench.on_gpu.report import Report, Target
+from minillm.bench.on_gpu.site import Site
 from minillm.ceilings import Ceiling
 
 BANDWIDTH, INT8_GAIN = Target(at_least=0.85), Target(at_least=1.7)

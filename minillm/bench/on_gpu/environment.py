@@ -11,8 +11,8 @@ import torch
 
 from minillm import hardware
 from minillm.bench.device_clock import last_cache_bytes
-from minillm.bench.gpu_report import Report
-from minillm.bench.gpu_site import Site
+from minillm.bench.on_gpu.report import Report
+from minillm.bench.on_gpu.site import Site
 from minillm.ceilings import copy_bandwidth, matmul_rate
 
 FIELDS = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")

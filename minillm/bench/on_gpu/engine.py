@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minillm.bench.gpu_models import CONFIGS, use_kernels
-from minillm.bench.gpu_report import Report, Target
-from minillm.bench.gpu_site import Site
 from minillm.bench.harness import same_start
+from minillm.bench.on_gpu.models import CONFIGS, use_kernels
+from minillm.bench.on_gpu.report import Report, Target
+from minillm.bench.on_gpu.site import Site
 
 ALL = Target(at_least=1.0)
 DRAFTS = 3

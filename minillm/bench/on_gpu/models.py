@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.bench.gpu_site import Site
+from minillm.bench.on_gpu.site import Site
 from minillm.cache.base import KVCache
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_quantized import PagedQuantizedKVCache

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.bench import gpu_ragged
-from minillm.bench.gpu_report import Report, Target
-from minillm.bench.gpu_site import Site
 from minillm.bench.kernel_cases import chain
+from minillm.bench.on_gpu import ragged
+from minillm.bench.on_gpu.report import Report, Target
+from minillm.bench.on_gpu.site import Site
 from minillm.errors import UnsupportedError
 from minillm.ops.dispatch import OPS, implementations, op
 from minillm.quantization.base import Scheme
@@ -95,7 +95,7 @@ def _both(site: Site, name: str) -> tuple[Callable[..., Any], Callable[..., Any]
     return op(name, site.device, "triton"), op(name, site.device, "reference")
 
 
-def _layout(dtype: torch.dtype, number: int) -> gpu_ragged.Layout:
+def _layout(dtype: torch.dtype, number: int) -> ragged.Layout:
     """One of five layouts; every dtype meets all of them."""
     rows = [
         (0, (32, 8), 128, 16, None),
@@ -104,7 +104,7 @@ def _layout(dtype: torch.dtype, number: int) -> gpu_ragged.Layout:
         (0, (5, 1), 80, 3, 7),
         (8, (2, 2), 32, 64, None),
     ]
-    return gpu_ragged.Layout(dtype, *rows[number % len(rows)])  # type: ignore[arg-type]
+    return ragged.Layout(dtype, *rows[number % len(rows)])  # type: ignore[arg-type]
 
 
 def _attention(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
@@ -112,7 +112,7 @@ def _attention(site: Site, name: str, rng: random.Random, dtype: torch.dtype, nu
     longest = site.pick(150, 21)
     lengths = [rng.choice((1, 1, 2, 5, 21, longest)) for _ in range(rng.choice((1, site.pick(7, 2))))]
     layout = _layout(dtype, number)
-    s = gpu_ragged.step(rng, site.device, layout, lengths)
+    s = ragged.step(rng, site.device, layout, lengths)
     exact = s.exact()
     right = reference(exact.q, exact.keys, exact.values, exact.batch, layout.window)
     return error(kernel(s.q, s.keys, s.values, s.batch, layout.window), right, dtype)
@@ -121,7 +121,7 @@ def _attention(site: Site, name: str, rng: random.Random, dtype: torch.dtype, nu
 def _tree(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
     kernel, reference = _both(site, name)
     lengths = [rng.randint(1, site.pick(64, 9)) for _ in range(rng.choice((1, 3)))]
-    s = gpu_ragged.step(rng, site.device, _layout(dtype, number % 3), lengths)
+    s = ragged.step(rng, site.device, _layout(dtype, number % 3), lengths)
     tree = torch.cat([chain(length, str(site.device)) for length in lengths])
     exact = s.exact()
     right = reference(exact.q, exact.keys, exact.values, exact.batch, tree=tree)
@@ -152,7 +152,7 @@ def _store(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number
     slots = torch.tensor(rng.sample(range(50), tokens))
     slots[rng.randrange(tokens)] = -1
     zeros = torch.zeros(50, 2, 64)
-    empty = gpu_ragged.cache_like(k, bits, dtype).encode(zeros) if bits else (zeros.to(dtype),)
+    empty = ragged.cache_like(k, bits, dtype).encode(zeros) if bits else (zeros.to(dtype),)
     pools = [[pool.clone() for pool in empty] for _ in "kv"]
     there = [[pool.clone().to(site.device) for pool in part] for part in pools]
     reference(k.to(dtype), v.to(dtype), *pools, slots)

@@ -1,4 +1,4 @@
-"""One stage of the GPU benchmark: `python -m minillm.bench.gpu_worker MODULE:FUNCTION FILE [--rehearse]`."""
+"""One stage of the GPU benchmark: `python -m minillm.bench.on_gpu.worker MODULE:FUNCTION FILE [--rehearse]`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def main(arguments: list[str]) -> None:
     place, path, is_rehearsal = arguments[0], Path(arguments[1]), "--rehearse" in arguments
     import numpy as np
 
-    from minillm.bench.gpu_report import Report
-    from minillm.bench.gpu_site import Site
+    from minillm.bench.on_gpu.report import Report
+    from minillm.bench.on_gpu.site import Site
 
     module, function = place.split(":")
     with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns of infinities

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minillm.bench.gpu_report import Findings
+from minillm.bench.on_gpu.report import Findings
 
 DONE, FAILED, LATE, LEFT_OUT = "done", "failed", "out of time", "left out"
 TOTAL_S = 470.0
@@ -39,14 +39,14 @@ class Stage:
 
 
 STAGES = (
-    Stage("environment", "minillm.bench.gpu_environment:environment", 40, "the machine, and what it can do at most"),
-    Stage("check", "minillm.bench.gpu_check:check", 130, "every kernel against its reference"),
-    Stage("engine", "minillm.bench.gpu_engine:engine", 110, "graphs on = graphs off = plain PyTorch, token for token"),
-    Stage("decode", "minillm.bench.gpu_decode:decode", 120, "an 8B shape: decoding, verification, batches, prefill"),
-    Stage("kernels", "minillm.bench.gpu_kernels:kernels", 75, "attention after 32K tokens, and every op by itself"),
-    Stage("speculation", "minillm.bench.gpu_speculation:speculation", 60, "how much of its promise arrives"),
-    Stage("tiles", "minillm.bench.gpu_tiles:find_tiles", 100, "which tiles the quantised products want here"),
-    Stage("bundled", "minillm.bench.gpu_bundled:bundled", 80, "the bundled model beside transformers"),
+    Stage("environment", "minillm.bench.on_gpu.environment:environment", 40, "the machine, and what it can do at most"),
+    Stage("check", "minillm.bench.on_gpu.check:check", 130, "every kernel against its reference"),
+    Stage("engine", "minillm.bench.on_gpu.engine:engine", 110, "graphs on = off = plain PyTorch, token for token"),
+    Stage("decode", "minillm.bench.on_gpu.decode:decode", 120, "an 8B shape: decoding, verification, batches, prefill"),
+    Stage("kernels", "minillm.bench.on_gpu.kernels:kernels", 75, "attention after 32K tokens, and every op by itself"),
+    Stage("speculation", "minillm.bench.on_gpu.speculation:speculation", 60, "how much of its promise arrives"),
+    Stage("tiles", "minillm.bench.on_gpu.tiles:find_tiles", 100, "which tiles the quantised products want here"),
+    Stage("bundled", "minillm.bench.on_gpu.bundled:bundled", 80, "the bundled model beside transformers"),
 )
 """In order of importance."""
 
@@ -85,7 +85,7 @@ def _run(stage: Stage, is_rehearsal: bool, seconds: float, lines: Path, errors: 
 
 def command(stage: Stage, lines: Path, is_rehearsal: bool) -> list[str]:
     """What starts a stage, which writes to `lines`."""
-    worker = [sys.executable, "-m", "minillm.bench.gpu_worker", stage.function, str(lines)]
+    worker = [sys.executable, "-m", "minillm.bench.on_gpu.worker", stage.function, str(lines)]
     return [*worker, *(["--rehearse"] if is_rehearsal else [])]
 
 

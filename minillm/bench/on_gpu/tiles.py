@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from triton import testing
 
-from minillm.bench.gpu_models import CONFIGS, LARGE
-from minillm.bench.gpu_report import Report
-from minillm.bench.gpu_site import Site
+from minillm.bench.on_gpu.models import CONFIGS, LARGE
+from minillm.bench.on_gpu.report import Report
+from minillm.bench.on_gpu.site import Site
 from minillm.ops.dispatch import implementations, op
 from minillm.ops.triton import machine, tiles
 from minillm.ops.triton.tiles import Tiles

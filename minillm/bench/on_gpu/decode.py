@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from minillm.bench.device_clock import Timing, Way, ratios
-from minillm.bench.gpu_models import (
+from minillm.bench.on_gpu.models import (
     CONFIGS,
     fast_runner,
     kv_bytes,
@@ -23,8 +23,8 @@ from minillm.bench.gpu_models import (
     target_name,
     weight_bytes,
 )
-from minillm.bench.gpu_report import Report, Target
-from minillm.bench.gpu_site import Site
+from minillm.bench.on_gpu.report import Report, Target
+from minillm.bench.on_gpu.site import Site
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.models.runner import ModelRunner, Segment

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from minillm.bench.contestants import prompt_ids
-from minillm.bench.gpu_engine import models
-from minillm.bench.gpu_models import use_kernels
-from minillm.bench.gpu_report import Report, Target
-from minillm.bench.gpu_site import Site
+from minillm.bench.on_gpu.engine import models
+from minillm.bench.on_gpu.models import use_kernels
+from minillm.bench.on_gpu.report import Report, Target
+from minillm.bench.on_gpu.site import Site
 
 PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 200, 24, 9
 
