@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,8 +98,11 @@ def assemble(
     for runner in runners:
         _use_ops(runner.cache, args.ops or {}, cache)
         _check_rollback(runner.cache, cache, speculative)
-        if args.enforce_eager or runner.speed_up(config.max_num_seqs, max_model_len) is not None:
+        reason = None if args.enforce_eager else runner.speed_up(config.max_num_seqs, max_model_len)
+        if runner.executor is None:
             widen(runner.model, placement.dtype)  # it stays in PyTorch, where all of it has to be of one dtype
+        if reason is not None and device.type == "cuda":
+            tell_of_fallback(reason)
     engine = Engine(
         runners[0],
         (args.block_pool_cls or BlockPool)(num_blocks, config.block_size),
@@ -111,6 +115,15 @@ def assemble(
     if speculative is not None:
         engine.scheduler.disable_by_batch_size = speculative.disable_by_batch_size
     return Assembly(engine, config, max_model_len, bytes_per_block)
+
+
+def tell_of_fallback(reason: str) -> None:
+    """Warn that a GPU runs in plain PyTorch, and why. (On a CPU the doctor says so: some layouts are meant to.)"""
+    warnings.warn(
+        f"the GPU runs in plain PyTorch, right and slower: {reason}; `minillm doctor` says more, and "
+        "enforce_eager=True asks for it",
+        stacklevel=2,
+    )
 
 
 def _use_ops(made: KVCache, ops: Mapping[str, Callable[..., Any]], cache: CacheConfig) -> None:

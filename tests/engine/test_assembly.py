@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm import LLM, SamplingParams
+from minillm.engine import assembly
 from minillm.models import cpu_executor
 from minillm.models.cpu_executor import CpuExecutor
 from minillm.models.loading import load_model, save_llama
@@ -162,3 +164,12 @@ def test_an_unembedding_is_rounded_where_weights_have_eight_bits(
     assert (isinstance(head, QuantizedLinear) and type(head.scheme) is Int8) is rounded
     other = llm.engine.drafter.runner if which == "target" else llm.engine.runner
     assert not isinstance(other.model.lm_head, QuantizedLinear)
+
+
+def test_a_gpu_that_falls_back_says_why_and_a_cpu_does_not(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelRunner, "speed_up", lambda self, *limits: "Triton cannot be imported")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LLM(str(tiny.target), device="cpu")
+    with pytest.warns(UserWarning, match="plain PyTorch, right and slower: Triton cannot be imported"):
+        assembly.tell_of_fallback("Triton cannot be imported")
