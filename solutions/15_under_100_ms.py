@@ -696,7 +696,7 @@ for label in ("compiled step", "W8A8"):
 print("tokens with drafts are those without:", exact)
 
 # %% [markdown]
-# **It pays a little**, far from the 2 to 2.8× that such articles promise. Three reasons:
+# **It pays a little, or nothing**, far from the 2 to 2.8× that such articles promise. Three reasons:
 #
 # * Only the green part can shrink, and it is no longer most of the time. The blue part stays, whatever the drafts do.
 # * The draft reads the prompt, too: 200 tokens through a second model, which is most of the orange part. With 24 new
@@ -829,7 +829,7 @@ print("no text                    ", checks(w8a8, silent))
 # |---|---|---|
 # | sub-100 ms inference | says nothing without tokens, prompt, cold or warm, and machine; here all four are said | the whole lesson |
 # | INT8 weights make inference faster | only where they are converted inside the product; in eager PyTorch on a CPU they make it slower | Step 2 |
-# | speculation gives 2 to 2.8× | it depends on c, v, acceptance and the draft's own prefill; here 1.1 to 1.3× for the whole completion | Step 5 |
+# | speculation gives 2 to 2.8× | it depends on c, v, acceptance and the draft's own prefill; here it gave little or nothing for the whole completion | Step 5 |
 # | kernels are what is slow in Python | a faster product inside 500 calls changed little; fewer calls changed a lot | Step 3 |
 #
 # ## Recap

@@ -1,9 +1,9 @@
 """Who takes part in a benchmark of one request at a time: names, what they need, and how each is loaded.
 
 A name says everything: `minillm int8 + draft`, `transformers fp32 assisted`, `llama.cpp Q8_0`. All complete the same
-prompts greedily on the same number of threads. `minillm int8` keeps the weights of its linears in 8 bits and computes
-in floating point; `w8a8` rounds activations, too, as llama.cpp's `Q8_0` does. Whatever precision such a name does not
-settle is `Workload.dtype`.
+prompts greedily on the same number of threads. `minillm int8` keeps weights in 8 bits, those of the unembedding too,
+and the inputs of products in 16; `w8a8` has 8 for the inputs of its layers as well, as llama.cpp's `Q8_0` has for all.
+Whatever precision such a name does not settle is `Workload.dtype`.
 """
 
 from __future__ import annotations

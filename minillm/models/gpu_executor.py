@@ -41,7 +41,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from triton.errors import TritonError
 
 from minillm.cache.base import Batch, KVCache
@@ -210,22 +209,6 @@ class GpuExecutor:
                 "the draft model gave NaN or infinite logits; check its checkpoint, or run it in float32"
             )
         return drafted
-
-    def warm_up(self, contexts: Sequence[int] | None = None) -> None:
-        """Capture the graphs of all decoding steps now, largest first, so that the smaller ones find memory.
-
-        `contexts`: lengths to be ready for; None: all up to `max_model_len`. Behind a progress bar, for it takes some
-        tenths of a second each.
-        """
-        if contexts is None:
-            contexts = [SHORTEST_CONTEXT * 2**i for i in range(self.max_model_len.bit_length())]
-        sizes = range(1, self.max_num_seqs + 1)
-        shapes = {self._padded(n, n, min(context, self.max_model_len)) for n in sizes for context in contexts}
-        shapes = {shape for shape in shapes if shape.tokens <= self.most_tokens}
-        largest_first = sorted(shapes, key=lambda shape: (shape.tokens, shape.context), reverse=True)
-        with torch.inference_mode(), self._on_device():
-            for shape in tqdm(largest_first, desc="capturing CUDA graphs"):
-                self._prepare(shape)
 
     def try_out(self) -> str | None:
         """Run a step of nothing, so that kernels are compiled now; returns what went wrong, if something did."""

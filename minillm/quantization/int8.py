@@ -1,7 +1,8 @@
 """INT8 weights with one scale per output channel; activations stay as they are.
 
 s = max|row| / 127, q = round(w / s), so no weight is off by more than s / 2. The scale is kept in fp32: 4 bytes per row
-are 1% of a row of 384, and of nothing wider.
+are 1% of a row of 384, and of nothing wider. (The compiled step of a CPU with VNNI multiplies bytes: it rounds
+activations to two of them, which changes logits by some 10^-5; see `ops/cpu/panels.py`.)
 """
 
 from __future__ import annotations

@@ -184,16 +184,6 @@ def test_keys_cut_into_parts_are_cut_alike_in_every_replay(monkeypatch: pytest.M
         assert on.capture.num_launches == 5 + 11  # the parts are merged by one launch more
 
 
-def test_warming_up_captures_every_decoding_step_from_large_to_small() -> None:
-    on = executor_of(random_model(SMALL), max_num_seqs=3)
-    on.warm_up()
-    shapes = [shape for shape, _ in on.prepared]
-    assert [(s.tokens, s.requests) for s in shapes] == [(4, 4), (2, 2), (1, 1)]
-    for count in (1, 2, 3):
-        on.run([Segment([5], 0, [block]) for block in range(count)])
-    assert [shape for shape, _ in on.prepared] == shapes
-
-
 def test_an_unknown_scheme_has_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_executor, "has_own_products", lambda model: False)
     on = executor_of(random_model(SMALL))

@@ -6,7 +6,6 @@ there in a second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -153,8 +152,3 @@ def product_weights(model: Decoder) -> int:
     c = model.config
     layer = c.hidden_size * (c.q_size + 2 * c.kv_size) + c.q_size * c.hidden_size
     return c.num_layers * (layer + 3 * c.hidden_size * c.intermediate_size)
-
-
-def blocks_of(items: Sequence[Segment]) -> int:
-    """Blocks that the requests of a step have together."""
-    return sum(len(segment.block_table) for segment in items)

@@ -30,7 +30,7 @@ from minillm.ops.cpu.simd import LANES, exp, largest, load, maximum, splat, stay
 ROWS = 24
 """Query rows of a task: four tiles."""
 GROUPS = 4
-"""Times sixteen keys that are scored together: a row alone makes one sum per group at a time, too few to wait for."""
+"""Times sixteen keys that are scored together, so that few rows make enough sums at a time to hide their waits."""
 ZERO, NOTHING = np.float32(0), np.float32(-np.inf)
 
 

@@ -23,7 +23,6 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, BLOCK_SIZE, SLOTS, FINA
 """The model's numbers, `dims`."""
 INPUT_NORM, POST_NORM, Q_NORM, K_NORM, ROTATES, WINDOW = range(6)
 """A layer's numbers: where its norms begin among the vectors, whether it applies RoPE, its window (0: none)."""
-LAYER_FIELDS = 6
 QKV, OUT, GATE_UP, DOWN = range(4)
 """A layer's matrices, in this order; the unembedding follows those of the last layer."""
 EPS = 0
