@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
+from minillm.errors import ConfigError, UnknownOptionError
 
 POLICIES = ("fcfs", "priority")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -38,8 +39,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+            at_least(name, getattr(self, name), 1)
+        at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError(
                 f"long_prefill_token_threshold={self.long_prefill_token_threshold} cuts prompts into chunks, but "
@@ -49,7 +50,7 @@ class EngineConfig:
             raise ConfigError(f"scheduling_policy={self.scheduling_policy!r} must be one of {', '.join(POLICIES)}")
         for name in ("block_size", "num_kv_blocks", "kv_cache_memory_bytes", "max_model_len"):
             if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 1)
+                at_least(name, getattr(self, name), 1)
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError(
                 f"num_kv_blocks={self.num_kv_blocks} and kv_cache_memory_bytes={self.kv_cache_memory_bytes} "
@@ -100,49 +101,6 @@ class CacheConfig:
         return cls(options.pop("layout", "paged"), kv_cache_dtype, options)
 
 
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    """How drafts are made: vLLM's `speculative_config`."""
-
-    method: str | type = "draft_model"
-    """`draft_model`, or a `Drafter` class."""
-    model: str | None = None
-    quantization: str | None = None
-    """How the draft's weights are kept (`int8`, `w8a8`, …): a draft need not be exact."""
-    num_speculative_tokens: int = 4
-    draft_sample_method: str = "probabilistic"
-    """`probabilistic` samples drafts from the draft's own distribution, `greedy` takes its likeliest token."""
-    rejection_sample_method: str = "standard"
-    disable_by_batch_size: int | None = None
-    """Nobody drafts in a step in which more requests than this run or wait: where a batch keeps the processor busy,
-    checking guesses that fail costs more than it saves. None: drafts always."""
-
-    def __post_init__(self) -> None:
-        _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
-        if self.disable_by_batch_size is not None:
-            _at_least("disable_by_batch_size", self.disable_by_batch_size, 1)
-        if isinstance(self.method, str) and self.method != "draft_model":
-            raise UnsupportedError(
-                f"speculative method {self.method!r} is not available; use 'draft_model' or pass a Drafter class"
-            )
-        if self.method == "draft_model" and not self.model:
-            raise ConfigError("speculative method 'draft_model' needs 'model', for example 'minicoder-draft'")
-        if self.quantization is not None and not self.model:
-            raise ConfigError(f"quantization={self.quantization!r} is for a draft model, and there is none")
-        if self.draft_sample_method not in ("greedy", "probabilistic"):
-            raise ConfigError(f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'")
-        if self.rejection_sample_method != "standard":
-            raise UnsupportedError(
-                f"rejection_sample_method={self.rejection_sample_method!r} is not available; use 'standard'"
-            )
-
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
-        """Read vLLM's dict; a key that minillm does not know is an error, never ignored."""
-        reject_unknown("speculative_config", options, {f.name for f in fields(cls)})
-        return cls(**options)
-
-
 def reject_unknown(where: str, options: Mapping[str, Any], known: set[str]) -> None:
     """Raise `UnknownOptionError` naming the first option in `options` that is not `known`."""
     for name in options:
@@ -150,6 +108,16 @@ def reject_unknown(where: str, options: Mapping[str, Any], known: set[str]) -> N
             raise UnknownOptionError(f"{where} has no option {name!r}; it has: {', '.join(sorted(known))}")
 
 
-def _at_least(name: str, value: Any, limit: int) -> None:
+def at_least(name: str, value: Any, limit: int) -> None:
+    """Raise `ConfigError` unless `value` is an integer of at least `limit`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < limit:
         raise ConfigError(f"{name}={value!r} must be an integer of at least {limit}")
+
+
+def in_range(name: str, value: Any, most: float | None) -> None:
+    """Raise `ConfigError` unless `value` is None or a number from 0 on, up to `most` if that is given."""
+    if value is None:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf or (most is not None and value > most):
+        raise ConfigError(f"{name}={value!r} must be a number of at least 0" + (f" and at most {most}" if most else ""))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from minillm.config import CacheConfig, EngineConfig, SpeculativeConfig, reject_unknown
+from minillm.config import CacheConfig, EngineConfig, reject_unknown
 from minillm.engine.assembly import assemble
 from minillm.engine.engine import Engine
 from minillm.engine.request import Request, request_seed
@@ -20,6 +20,7 @@ from minillm.errors import ConfigError, MinillmError, PromptError
 from minillm.metrics import MetricsWatcher, group_of
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.sampling import SamplingParams
+from minillm.speculative.config import SpeculativeConfig
 from minillm.tokenizer import Detokenizer
 from minillm.trace import EngineStarted, Trace
 
@@ -93,7 +94,7 @@ class LLMEngine:
             block_size=built.config.block_size,
             num_blocks=self.engine.pool.num_blocks,
             bytes_per_block=built.bytes_per_block,
-            num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
+            num_speculative_tokens=speculative.max_drafts if speculative else 0,
             cache_layout=cache.name,
             prefix_caching=bool(built.config.enable_prefix_caching),
             max_num_seqs=built.config.max_num_seqs,

@@ -68,7 +68,7 @@ def test_half_an_option_is_not_guessed(capsys):
 def test_mistake_is_one_line_and_exit_code_2(capsys):
     assert cli.main(["generate", "x", "--num-speculative-tokens", "3"]) == 2
     printed = capsys.readouterr()
-    assert printed.err == "minillm: --num-speculative-tokens 3 needs --draft MODEL\n"
+    assert printed.err == "minillm: --num-speculative-tokens 3 needs --draft MODEL or --speculative-method METHOD\n"
     assert printed.out == ""
 
 
@@ -151,8 +151,31 @@ def test_sampling_options_reach_the_engine(monkeypatch):
     assert seen["options"] == {
         "dtype": "float32",
         "device": "cpu",
-        "speculative_config": {"method": "draft_model", "model": "d", "num_speculative_tokens": 4},
+        "speculative_config": {"method": "draft_model", "model": "d"},
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], None),
+        (["--draft", "d"], {"method": "draft_model", "model": "d"}),
+        (
+            ["--speculative-method", "ngram", "--num-speculative-tokens", "2"],
+            {"method": "ngram", "num_speculative_tokens": 2},
+        ),
+    ],
+)
+def test_generate_says_how_to_draft(words, expected, monkeypatch):
+    seen = {}
+
+    def fake_llm(model, **options):
+        seen.update(options)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("minillm.llm.LLM", fake_llm)
+    assert cli.main(["generate", "x", *words]) == 2
+    assert seen["speculative_config"] == expected
 
 
 def test_cost_says_only_what_is_known():

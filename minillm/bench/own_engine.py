@@ -1,4 +1,5 @@
-"""minillm itself in a benchmark, its options read from its name: `minillm eager fp32`, `minillm int8 + draft`."""
+"""minillm itself in a benchmark, its options read from its name: `minillm eager fp32`, `minillm int8 + draft`,
+`minillm int8 + suffix`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,10 @@ from minillm.bench.completion import Completion
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTIZED = ("int8", "w8a8")
+LOOKING_BACK: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4},
+}
+"""Ways of drafting without a model, as benchmarks use them."""
 
 
 def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[str, Any]:
@@ -17,24 +22,26 @@ def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[s
 
     Prefix caching is off: a prompt that comes again is computed again.
     """
-    precision, drafted = (
-        name.removeprefix("minillm ").removeprefix("eager ").removesuffix(" + draft"),
-        "+ draft" in name,
-    )
+    words, _, method = name.removeprefix("minillm ").partition(" + ")
+    precision = words.removeprefix("eager ")
     found: dict[str, Any] = {
         "dtype": DTYPES[dtype if precision in QUANTIZED else precision],
         "quantization": precision if precision in QUANTIZED else None,
-        "enforce_eager": "eager" in name,
+        "enforce_eager": words != precision,
         "enable_prefix_caching": False,
         "device": "cpu",
     }
-    if drafted:
+    if method == "draft":
         found["speculative_config"] = {
             "method": "draft_model",
             "model": draft,
-            "quantization": None if "eager" in name else "w8a8",  # lossless all the same: the target has the last word
+            "quantization": None
+            if words != precision
+            else "w8a8",  # lossless all the same: the target has the last word
             "num_speculative_tokens": num_drafts,
         }
+    elif method:
+        found["speculative_config"] = dict(LOOKING_BACK[method])
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minillm.commands.command import Command
 from minillm.errors import ConfigError
@@ -18,6 +18,7 @@ EXAMPLES = """\
   minillm generate "def fib(n):" --max-tokens 64
   minillm generate "def fib(n):" --temperature 0.8 --seed 7 --stream
   minillm generate "def fib(n):" --draft minicoder-draft --num-speculative-tokens 4
+  minillm generate "def fib(n):" --speculative-method suffix
   minillm generate - < start_of_a_file.py
 """
 
@@ -38,24 +39,22 @@ def options(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before TEXT; may be given again")
     speculation = parser.add_argument_group("speculative decoding")
     speculation.add_argument("--draft", metavar="MODEL", help="a small model that guesses ahead")
-    speculation.add_argument("--num-speculative-tokens", type=int, metavar="K", help="guesses a round (default: 4)")
+    speculation.add_argument(
+        "--speculative-method", metavar="METHOD", help="ngram or suffix guess from the text itself, without a model"
+    )
+    speculation.add_argument(
+        "--num-speculative-tokens", type=int, metavar="K", help="guesses a round (default: 4; suffix: 24)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the engine, complete the prompt, say what it cost."""
-    if args.num_speculative_tokens is not None and not args.draft:
-        raise ConfigError(f"--num-speculative-tokens {args.num_speculative_tokens} needs --draft MODEL")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
 
     from minillm.llm import LLM
     from minillm.sampling import SamplingParams
 
-    speculation = {
-        "method": "draft_model",
-        "model": args.draft,
-        "num_speculative_tokens": 4 if args.num_speculative_tokens is None else args.num_speculative_tokens,
-    }
-    llm = LLM(args.model, dtype=args.dtype, device=args.device, speculative_config=speculation if args.draft else None)
+    llm = LLM(args.model, dtype=args.dtype, device=args.device, speculative_config=_speculation(args))
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -66,6 +65,20 @@ def run(args: argparse.Namespace) -> int:
     )
     (_stream if args.stream else _print)(llm, prompt, params)
     return 0
+
+
+def _speculation(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What the options say about drafting; None: nothing is drafted."""
+    given = {
+        "method": args.speculative_method or ("draft_model" if args.draft else None),
+        "model": args.draft,
+        "num_speculative_tokens": args.num_speculative_tokens,
+    }
+    if given["method"] is None and args.num_speculative_tokens is not None:
+        raise ConfigError(
+            f"--num-speculative-tokens {args.num_speculative_tokens} needs --draft MODEL or --speculative-method METHOD"
+        )
+    return {name: value for name, value in given.items() if value is not None} or None
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:

@@ -14,7 +14,7 @@ from minillm import hardware
 from minillm.cache.base import KVCache
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.layouts import find_layout
-from minillm.config import DTYPES, CacheConfig, EngineConfig, SpeculativeConfig
+from minillm.config import DTYPES, CacheConfig, EngineConfig
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import ConfigError, TokenizerMismatchError, UnsupportedError
@@ -26,8 +26,10 @@ from minillm.quantization.base import QuantizedLinear
 from minillm.quantization.int8 import Int8
 from minillm.quantization.model import quantize_unembedding
 from minillm.quantization.schemes import make_scheme
+from minillm.speculative.config import SpeculativeConfig
 from minillm.speculative.draft_model import DraftModelDrafter
 from minillm.speculative.drafter import Drafter
+from minillm.speculative.ngram import NgramDrafter
 from minillm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ def assemble(
         config,
         tokenizer,
         _drafter(speculative, runners[-1], config),
-        speculative.num_speculative_tokens if speculative else 0,
+        speculative.max_drafts if speculative else 0,
         args.scheduler_cls or Scheduler,
     )
     if speculative is not None:
@@ -140,9 +142,9 @@ def _use_ops(made: KVCache, ops: Mapping[str, Callable[..., Any]], cache: CacheC
 def _check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeConfig | None) -> None:
     if speculative is None or made.max_rollback is None:
         return
-    if made.max_rollback < speculative.num_speculative_tokens:
+    if made.max_rollback < speculative.max_drafts:
         raise UnsupportedError(
-            f"num_speculative_tokens={speculative.num_speculative_tokens} cannot be had with cache layout "
+            f"num_speculative_tokens={speculative.max_drafts} cannot be had with cache layout "
             f"{cache.name!r}, which can take back {made.max_rollback} tokens; lower it or use layout 'paged'"
         )
 
@@ -230,6 +232,8 @@ def _drafter(speculative: SpeculativeConfig | None, draft: ModelRunner, config: 
         return None
     if isinstance(speculative.method, type):
         return speculative.method()
+    if speculative.method == "ngram":
+        return NgramDrafter(*speculative.lookup)
     greedy = speculative.draft_sample_method == "greedy"
     return DraftModelDrafter(draft, config.max_num_batched_tokens, greedy, bool(config.enable_prefix_caching))
 

@@ -221,6 +221,8 @@ class Engine:
         reason = request.finish_reason
         self.scheduler.remove(request, "aborted" if reason == "abort" else "finished")
         del self.requests[request.request_id]
+        if self.drafter is not None:
+            self.drafter.request_finished(request)
         self.emit(RequestFinished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens))
 
 

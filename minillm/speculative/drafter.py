@@ -38,3 +38,6 @@ class Drafter(ABC):
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:  # noqa: B027
         """These blocks have become empty."""
+
+    def request_finished(self, request: Request) -> None:  # noqa: B027
+        """The request has ended, for whatever reason, and will not be seen again."""
