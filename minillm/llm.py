@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
@@ -25,9 +25,10 @@ class LLM:
     `model` is a bundled name (`"minicoder"`), a local Hugging Face folder, or a hub id. Every option has vLLM's name
     and meaning; an option that minillm does not have is refused, never ignored. Raises subclasses of `ValueError`.
 
-    minillm's own options: `kv_cache_config` names a cache layout and its options (`{"layout": "sinks", "window": 252}`,
-    see `minillm.cache.layouts`); `num_kv_blocks` sizes the pool in blocks; `block_pool_cls` and
-    `ops={"paged_attention": function}` run the engine on parts of one's own, as `scheduler_cls` does.
+    minillm's own options: `device` says where it runs; `kv_cache_config` names a cache layout and its options
+    (`{"layout": "sinks", "window": 252}`, see `minillm.cache.layouts`); `num_kv_blocks` sizes the pool in blocks;
+    `block_pool_cls` and `ops={"paged_attention": function}` run the engine on parts of one's own, as `scheduler_cls`
+    does.
     `block_size=None` is 16, or whatever the cache layout needs. `enable_prefix_caching=None` is on wherever the layout
     can share blocks. `enforce_eager=True` runs each step in plain PyTorch and keeps the model whole; otherwise, on a
     CPU, the weights of a float32, INT8 or W8A8 model over a paged cache move into a step that is compiled for the
@@ -189,7 +190,8 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[list[Request]]:
         """Check everything and queue nothing yet: per prompt one request for each completion."""
-        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        several = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
+        prompts = list(prompts) if several else [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority

@@ -99,6 +99,7 @@ class LLMEngine:
             prefix_caching=bool(built.config.enable_prefix_caching),
             max_num_seqs=built.config.max_num_seqs,
             max_num_batched_tokens=built.config.max_num_batched_tokens,
+            speculative_method=speculative.method_name if speculative else None,
         )
         self.engine.listeners.append(self.metrics)
 
@@ -182,12 +183,13 @@ class LLMEngine:
                 f"{len(token_ids)} prompt tokens and {max(max_tokens, 1)} new ones are over the context of "
                 f"{self.max_model_len}; shorten the prompt or lower max_tokens"
             )
+        self._check_against_model(params, max_tokens)
         while request_id is None and str(self._num_requests) in self._groups:
             self._num_requests += 1
         number = self._num_requests
         name = str(number) if request_id is None else request_id
         tokenizer = self.engine.tokenizer
-        eos = frozenset() if params.ignore_eos else frozenset(self.engine.runner.model.config.eos_token_ids)
+        eos = frozenset(self.engine.runner.model.config.eos_token_ids)
         group: list[Request] = []
         for index in range(params.n):
             detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, token_ids) if params.detokenize else None
@@ -203,12 +205,25 @@ class LLMEngine:
                 priority=priority,
                 cache_salt=salt,
                 fork_of=group[0] if group and self.engine.runner.cache.supports_prefix_sharing else None,
-                stop_ids=frozenset(params.all_stop_token_ids) | eos,
+                stop_ids=params.all_stop_token_ids | (frozenset() if params.ignore_eos else eos),
+                eos_ids=eos,
                 detokenizer=detokenizer,
             )
             group.append(request)
         self._num_requests += 1
         return group
+
+    def _check_against_model(self, params: SamplingParams, max_tokens: int) -> None:
+        """Raise `ConfigError` for what only the model and the prompt can tell of `params`."""
+        vocab_size = self.engine.runner.model.config.vocab_size
+        beyond = [token for token in params.stop_token_ids or () if token >= vocab_size]
+        if beyond:
+            raise ConfigError(f"stop_token_ids has {beyond[0]}; ids must be integers from 0 to {vocab_size - 1}")
+        if params.min_tokens > max_tokens:
+            raise ConfigError(
+                f"min_tokens={params.min_tokens}: the prompt leaves room for {max_tokens} tokens; lower it or shorten "
+                "the prompt"
+            )
 
     def queue(self, groups: Sequence[Sequence[Request]]) -> None:
         """Hand prepared requests to the scheduler, in order: all of them, or none if one is larger than the pool."""

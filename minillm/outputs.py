@@ -33,6 +33,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for end of text."""
 
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
 
 @dataclass
 class RequestOutput:

@@ -50,6 +50,12 @@ class EngineStarted(Event):
     prefix_caching: bool = False
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    speculative_method: str | None = None
+
+    @property
+    def drafter(self) -> str | None:
+        """What guesses, in a word: the draft model, or how it is done without one; None: nothing does."""
+        return self.draft_model or self.speculative_method
 
 
 @dataclass(frozen=True)

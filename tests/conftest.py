@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import save_llama
 from minillm.training.tokenizer import save_tokenizer, train_tokenizer
+
+settings.register_profile("no clock", deadline=None)  # how long an example takes says nothing of a test
+settings.load_profile("no clock")
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n\n\nclass Stack:\n    def push(self, item):\n        self.items.append(item)\n",

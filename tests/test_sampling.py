@@ -170,7 +170,7 @@ sampling_rows = st.builds(
 batches = st.lists(st.tuples(quarter_logits, sampling_rows), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 @given(batches)
 def test_probs_agree_with_the_slow_reference(batch):
     logits = torch.tensor([logits for logits, _ in batch])
@@ -183,7 +183,7 @@ def test_probs_agree_with_the_slow_reference(batch):
     assert torch.equal(logits, before)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(batches)
 def test_a_row_is_bitwise_the_same_alone_and_in_a_batch(batch):
     logits, rows = torch.tensor([logits for logits, _ in batch]), [row for _, row in batch]

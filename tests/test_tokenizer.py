@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 
@@ -57,7 +57,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_any_text_comes_back_from_its_tokens_piece_by_piece(text: str) -> None:
     token_ids = BYTE_LEVEL.encode(text)
@@ -66,7 +65,6 @@ def test_any_text_comes_back_from_its_tokens_piece_by_piece(text: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize("skip", [True, False])
-@settings(deadline=None)
 @given(data=st.data())
 def test_pieces_are_the_whole_whatever_the_model_says(tokenizer: Tokenizer, skip: bool, data: st.DataObject) -> None:
     """Also for bytes that are no characters, control tokens in the middle, and ids without a token."""
@@ -74,7 +72,6 @@ def test_pieces_are_the_whole_whatever_the_model_says(tokenizer: Tokenizer, skip
     assert "".join(pieces(tokenizer, token_ids, skip)) == tokenizer.decode(token_ids, skip)
 
 
-@settings(deadline=None)
 @given(st.text("abc é\n→😀", max_size=12))
 def test_sentencepiece_pieces_are_the_whole(text: str) -> None:
     token_ids = SENTENCEPIECE.encode(text)

@@ -13,7 +13,8 @@ The systems, all of which must give the same tokens, in fp32:
 - `minillm static`: minillm's engine, given the next batch when the last one is done. Nothing is padded and a request
   that ended costs nothing more, so this is the least that waiting costs.
 - `minillm continuous`: minillm's engine, given all requests at once. `+ draft`: with the draft model while no more than
-  `DRAFTING` requests are there, that is for the longest answers, at the end.
+  `DRAFTING` requests are there, that is for the longest answers, at the end. `+ suffix`: guesses are looked up in a
+  request's own text, always, for a look-up costs nothing and proposes where it has reason to.
 - `vLLM CPU`, if the environment variable `MINILLM_VLLM_PYTHON` names an interpreter that has it.
 
 With `--shape` the same token ids go to a larger checkpoint with random weights, where only the last two take part, vLLM
@@ -35,7 +36,7 @@ from typing import Any
 
 from minillm.bench.contestants import choose, draft_for
 from minillm.bench.harness import Row, System, compare, peak_memory_of, result
-from minillm.bench.own_engine import QUANTIZED
+from minillm.bench.own_engine import LOOKING_BACK, QUANTIZED
 from minillm.bench.prompts import held_out_prompts
 from minillm.bench.shapes import shape_folder
 from minillm.bench.vllm_peer import INTERPRETER, VllmPeer
@@ -51,12 +52,13 @@ SEED = 0
 ROUNDS = 5
 DRAFTING = 3
 """Most requests that are there while anybody drafts: verifying for more of them costs more than it saves."""
-NUM_DRAFTS = 3
+NUM_DRAFTS, MOST_LOOKED_UP = 3, 8
 
 PADDED, GENERATE_BATCH = "transformers padded batch", "transformers generate_batch"
 STATIC, CONTINUOUS, VLLM = "minillm static", "minillm continuous", "vLLM CPU"
-ALL, DRAFTED = f", {REQUESTS} seats", " + draft"
+ALL, DRAFTED, SUFFIX = f", {REQUESTS} seats", " + draft", " + suffix"
 PADDED_ALL, CONTINUOUS_ALL, CONTINUOUS_DRAFTED = PADDED + ALL, CONTINUOUS + ALL, CONTINUOUS + DRAFTED
+CONTINUOUS_SUFFIX = CONTINUOUS + SUFFIX
 TRANSFORMERS = (PADDED, PADDED_ALL, GENERATE_BATCH)
 
 BASELINES: dict[str, tuple[str, ...]] = {
@@ -68,6 +70,7 @@ BASELINES: dict[str, tuple[str, ...]] = {
     CONTINUOUS: (*TRANSFORMERS, VLLM, STATIC),
     CONTINUOUS_ALL: (*TRANSFORMERS, VLLM, CONTINUOUS),
     CONTINUOUS_DRAFTED: (*TRANSFORMERS, VLLM, CONTINUOUS),
+    CONTINUOUS_SUFFIX: (*TRANSFORMERS, VLLM, CONTINUOUS),
 }
 """System → what it is compared with, a row for each."""
 OF_A_SHAPE: dict[str, tuple[str, ...]] = {
@@ -188,6 +191,8 @@ def _minillm(model: str, seats: int, name: str) -> tuple[Run, Extra]:
             "num_speculative_tokens": NUM_DRAFTS,
             "disable_by_batch_size": DRAFTING,
         }
+    elif name.endswith(SUFFIX):
+        options["speculative_config"] = {**LOOKING_BACK["suffix"], "num_speculative_tokens": MOST_LOOKED_UP}
     elif name.split()[-1] in QUANTIZED:
         options["quantization"] = name.split()[-1]
     llm = LLM(model, dtype="float32", device="cpu", enable_prefix_caching=False, **options)

@@ -43,9 +43,10 @@ BUNDLED: dict[str, tuple[str, ...]] = {
     "minillm fp32 + draft": ("minillm fp32", FP32, ASSISTED),
     "minillm int8 + draft": ("minillm int8", FP32, ASSISTED),
     "minillm w8a8 + draft": ("minillm w8a8", FP32, ASSISTED),
-    "minillm fp32 + ngram": ("minillm fp32", FP32, ASSISTED),
+    "minillm fp32 + suffix": ("minillm fp32", FP32, ASSISTED),
     "minillm int8 + ngram": ("minillm int8", FP32, ASSISTED),
-    "minillm w8a8 + ngram": ("minillm w8a8", FP32, ASSISTED),
+    "minillm int8 + suffix": ("minillm int8", FP32, ASSISTED),
+    "minillm w8a8 + suffix": ("minillm w8a8", FP32, ASSISTED),
 }
 """System → what it is compared with, a row for each."""
 BF16 = "transformers bf16"

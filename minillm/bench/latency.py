@@ -30,7 +30,11 @@ PROMPTS, ROUNDS = 8, 3
 FEWEST = 20
 """Completions that a percentile is taken of."""
 PLAIN = "minillm fp32"
-ENGINES = (PLAIN, "minillm int8", "minillm w8a8", *(f"minillm {p} + draft" for p in ("fp32", "int8", "w8a8")))
+ENGINES = tuple(
+    f"minillm {precision}{drafted}"
+    for drafted in ("", " + draft", " + suffix")
+    for precision in ("fp32", "int8", "w8a8")
+)
 
 
 class Engine:

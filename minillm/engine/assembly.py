@@ -30,6 +30,7 @@ from minillm.speculative.config import SpeculativeConfig
 from minillm.speculative.draft_model import DraftModelDrafter
 from minillm.speculative.drafter import Drafter
 from minillm.speculative.ngram import NgramDrafter
+from minillm.speculative.suffix import SuffixDrafter
 from minillm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -234,6 +235,8 @@ def _drafter(speculative: SpeculativeConfig | None, draft: ModelRunner, config: 
         return speculative.method()
     if speculative.method == "ngram":
         return NgramDrafter(*speculative.lookup)
+    if speculative.method == "suffix":
+        return SuffixDrafter(**speculative.suffix_options)
     greedy = speculative.draft_sample_method == "greedy"
     return DraftModelDrafter(draft, config.max_num_batched_tokens, greedy, bool(config.enable_prefix_caching))
 

@@ -27,14 +27,19 @@ def commit(request: Request, verdict: Verdict) -> list[int]:
 
 
 def _grow_text(request: Request, token: int) -> None:
-    """Add the token's text; end the request at a stop token, a stop string or the length limit, in this order."""
+    """Add the token's text; end the request at a stop token, a stop string or the length limit, in this order.
+
+    As in vLLM, the text of the token that ends it is left out unless stops are to be included, and the first
+    `min_tokens` tokens end nothing.
+    """
     params, seen, count = request.params, len(request.text), request.num_output_tokens
-    if request.detokenizer:
+    ends = count > params.min_tokens and token in request.stop_ids
+    if request.detokenizer and (params.include_stop_str_in_output or not ends):
         request.text += request.detokenizer.append(token)
-    if count >= params.min_tokens:
-        if token in request.stop_ids:
+    if count > params.min_tokens:
+        if ends:
             request.finish_reason = "stop"
-            request.stop_reason = token if token in params.all_stop_token_ids else None
+            request.stop_reason = None if request.is_end_of_text(token) else token
             return
         if params.stop and (found := _find_stop(request, seen)) is not None:
             stop, at = found
@@ -46,7 +51,10 @@ def _grow_text(request: Request, token: int) -> None:
 
 
 def _find_stop(request: Request, seen: int) -> tuple[str, int] | None:
-    """The earliest stop string that ends in the text after `seen` characters, and where it starts."""
+    """The stop string that is complete first in the text after `seen` characters, and where it starts.
+
+    Of those that end at the same character, the first of `stop`.
+    """
     found = [
         (at, stop)
         for stop in request.params.stop_strings
@@ -54,7 +62,7 @@ def _find_stop(request: Request, seen: int) -> tuple[str, int] | None:
     ]
     if not found:
         return None
-    at, stop = min(found)
+    at, stop = min(found, key=lambda hit: hit[0] + len(hit[1]))
     return stop, at
 
 
@@ -79,13 +87,10 @@ def record_prompt_logprobs(item: Scheduled, logits: Tensor, tokenizer: Tokenizer
 
 
 def _row(row: Tensor, token: int, count: int, tokenizer: Tokenizer) -> LogprobRow:
-    """`token` and the `count` likeliest tokens (-1: all) of one row of log-probabilities, `[vocab]`."""
+    """`token`, then the `count` likeliest tokens (-1: all) of one row of log-probabilities, `[vocab]`."""
     values, ids = row.topk(row.numel() if count < 0 else min(count, row.numel()))
-    found = {
-        i: Logprob(value, rank, tokenizer.token_text(i))
-        for rank, (i, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1)
-    }
-    if token not in found:
-        rank = int((row > row[token]).sum()) + 1
-        found[token] = Logprob(float(row[token]), rank, tokenizer.token_text(token))
+    rank = int((row > row[token]).sum()) + 1
+    found = {token: Logprob(float(row[token]), rank, tokenizer.token_text(token))}
+    for place, (i, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1):
+        found[i] = Logprob(value, place, tokenizer.token_text(i))
     return found

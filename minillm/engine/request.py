@@ -43,6 +43,8 @@ class Request:
     """The first completion of the same prompt, whose blocks this one shares as soon as they are filled."""
     stop_ids: frozenset[int] = frozenset()
     """End-of-text and stop tokens that end this request."""
+    eos_ids: frozenset[int] = frozenset()
+    """The model's end-of-text tokens, whether they end this request or not."""
     detokenizer: Detokenizer | None = None
     num_computed_tokens: int = 0
     num_draft_computed_tokens: int = 0
@@ -107,11 +109,15 @@ class Request:
         params = self.params
         return params.is_greedy and not params.has_penalties and self.num_output_tokens >= params.min_tokens
 
+    def is_end_of_text(self, token: int) -> bool:
+        """Whether `token` ends the text, and is no mere stop token."""
+        return token in self.eos_ids and not self.params.ignore_eos
+
     def sampling_row(self, drafts: Sequence[int] = ()) -> SamplingRow:
         """What decides the distribution of the token after `token_ids` and `drafts`."""
         params = self.params
         ends_early = self.num_output_tokens + len(drafts) < params.min_tokens
-        forbidden = tuple(self.stop_ids) if ends_early else ()
+        forbidden = tuple(self.stop_ids | self.eos_ids) if ends_early else ()
         if not params.has_penalties:
             return SamplingRow(params, forbidden_token_ids=forbidden)
         prompt = self.token_ids[: self.num_prompt_tokens]

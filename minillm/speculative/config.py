@@ -70,13 +70,18 @@ class SpeculativeConfig:
                 if getattr(self, name) is not None and self.method != owner:
                     raise ConfigError(
                         f"{name}={getattr(self, name)!r} is for speculative method {owner!r}, and the method is "
-                        f"{getattr(self.method, '__name__', self.method)!r}; leave one of them out"
+                        f"{self.method_name!r}; leave one of them out"
                     )
         if self.method == "draft_model" and not self.model:
             raise ConfigError("speculative method 'draft_model' needs 'model', for example 'minicoder-draft'")
         shortest, longest = self.lookup
         if shortest > longest:
             raise ConfigError(f"prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}")
+
+    @property
+    def method_name(self) -> str:
+        """The method in a word, a class by its name."""
+        return self.method if isinstance(self.method, str) else self.method.__name__
 
     @property
     def max_drafts(self) -> int:

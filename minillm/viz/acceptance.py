@@ -146,7 +146,7 @@ def _header(state: AcceptanceState, request: RequestAcceptance | None) -> str:
     title = ("Token acceptance", {"font-size": 17, "font-weight": 650, "fill": INK})
     if request is None or state.engine is None:
         return spans(MARGIN, 38, title, ("waiting for a request", {"dx": 10}))
-    drafter = f" · draft {state.engine.draft_model}" if state.engine.draft_model else ""
+    drafter = f" · draft {state.engine.drafter}" if state.engine.drafter else ""
     gamma = f" · γ = {state.engine.num_speculative_tokens}" if state.engine.num_speculative_tokens else ""
     line = spans(MARGIN, 38, title, (fit_words(f"step {state.step}{drafter}{gamma}", 400, 13), {"dx": 10}))
     line += _chip(request)
@@ -253,10 +253,10 @@ def _bar(x: float, top: float, width: float, position: int, kept: int, judged: i
 
 def _sum(request: RequestAcceptance, columns: Columns, top: float) -> str:
     """Three lines that derive the headline."""
-    tokens = plural(request.kept + request.added, "token")
+    alone = f" + {request.alone} without a draft" if request.alone else ""
     lines = (
-        (f"{request.kept} of {request.drafted} kept + {request.added} added", ""),
-        (f"= {tokens} in {plural(len(request.rounds), 'forward')}", ""),
+        (f"{request.kept} of {request.drafted} kept + {request.added} added{alone}", ""),
+        (f"= {plural(request.gained, 'token')} in {plural(request.forwards, 'forward')}", ""),
         ("= ", f"{request.tokens_per_forward:.2f} tokens per forward"),
     )
     return "".join(

@@ -6,6 +6,7 @@ rejected   the first draft that the target did not agree with
 discarded  a draft behind the rejected one, or behind the end of the text: nobody needed its verdict
 recovered  the target's own token in place of the rejected draft
 bonus      the target's own token after all drafts were accepted
+alone      a forward of the target that had no draft to judge
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from minillm.trace import (
     Event,
     RequestAdded,
     RequestFinished,
+    StepRan,
     StepStarted,
     TokenOrigin,
     TokensCommitted,
@@ -67,6 +69,8 @@ class Acceptance:
     rounds: list[Round] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     """All committed tokens, those of rounds without a draft included."""
+    alone: int = 0
+    """Decoding forwards that had no draft to judge, and gained one token each. (A prefill is none.)"""
 
     @property
     def drafted(self) -> int:
@@ -90,8 +94,19 @@ class Acceptance:
 
     @property
     def tokens_per_forward(self) -> float | None:
-        """τ = (kept + added) / rounds: what one target forward that judged drafts yields, on average."""
-        return (self.kept + self.added) / len(self.rounds) if self.rounds else None
+        """τ = (kept + added + alone) / (rounds + alone): what a decoding forward of the target yields, on average;
+        `None` before the first draft was judged."""
+        return self.gained / self.forwards if self.rounds else None
+
+    @property
+    def gained(self) -> int:
+        """Tokens that came of decoding."""
+        return self.kept + self.added + self.alone
+
+    @property
+    def forwards(self) -> int:
+        """Decoding forwards of the target."""
+        return len(self.rounds) + self.alone
 
     def kept_by_position(self) -> list[tuple[int, int]]:
         """Per draft position (from the first): how many were kept, out of how many. A marginal rate: a draft behind a
@@ -121,6 +136,8 @@ class AcceptanceState:
     step: int = 0
     requests: dict[str, RequestAcceptance] = field(default_factory=dict)
     _proposed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _prefilled: set[str] = field(default_factory=set)
+    """Requests whose prompt is computed in this step."""
 
     def fold_all(self, events: Iterable[Event]) -> AcceptanceState:
         """Fold many events; returns self."""
@@ -141,6 +158,8 @@ class AcceptanceState:
                 self._proposed.clear()
             case DraftProposed(request_id=request_id, texts=texts):
                 self._proposed[request_id] = tuple(texts)
+            case StepRan(work=work):
+                self._prefilled = {part.request_id for part in work if part.kind == "prefill"}
             case TokensCommitted(request_id=request_id):
                 self._commit(self.requests[request_id], event)
             case RequestFinished(request_id=request_id):
@@ -150,11 +169,13 @@ class AcceptanceState:
         """All requests taken together, rounds in the order of the steps."""
         requests = self.requests.values()
         rounds = sorted(chain.from_iterable(r.rounds for r in requests), key=lambda r: r.step)
-        return Acceptance(rounds, list(chain.from_iterable(r.tokens for r in requests)))
+        tokens = list(chain.from_iterable(r.tokens for r in requests))
+        return Acceptance(rounds, tokens, sum(r.alone for r in requests))
 
     def _commit(self, request: RequestAcceptance, event: TokensCommitted) -> None:
         request.tokens += map(Token, event.texts, event.origins)
         if not event.num_drafts:
+            request.alone += event.request_id not in self._prefilled
             return
         proposed = self._proposed.get(event.request_id, ())
         if len(proposed) < event.num_drafts:

@@ -21,20 +21,23 @@ def round_words(judged: Round) -> str:
 
 
 def total_words(acceptance: Acceptance) -> str:
-    """The arithmetic behind τ: `12 of 16 drafts kept (75%) + 4 added by the target = 16 tokens in 4 forwards: 4.00`."""
+    """The arithmetic behind τ: `12 of 16 drafts kept (75%) + 4 added by the target = 16 tokens in 4 forwards: 4.00`.
+
+    Forwards without a draft are named if there are any: `… + 4 added by the target + 2 without a draft = …`."""
     if not acceptance.rounds:
         return "No draft has been judged yet."
-    tokens, rounds = acceptance.kept + acceptance.added, len(acceptance.rounds)
+    alone = f" + {acceptance.alone} without a draft" if acceptance.alone else ""
     kept = f"{acceptance.kept} of {plural(acceptance.drafted, 'draft')} kept ({acceptance.kept_share:.0%})"
-    gained = f"{kept} + {acceptance.added} added by the target = {plural(tokens, 'token')}"
-    return f"{gained} in {plural(rounds, 'target forward')}: {acceptance.tokens_per_forward:.2f} tokens per forward."
+    gained = f"{kept} + {acceptance.added} added by the target{alone} = {plural(acceptance.gained, 'token')}"
+    forwards = plural(acceptance.forwards, "target forward")
+    return f"{gained} in {forwards}: {acceptance.tokens_per_forward:.2f} tokens per forward."
 
 
 def describe(state: AcceptanceState, request: RequestAcceptance | None, *, max_rounds: int | None = None) -> str:
     """The strip in words, one line per round; `max_rounds` keeps the last ones only."""
     if request is None:
         return "Token acceptance: no request yet."
-    drafter = f", draft {state.engine.draft_model}" if state.engine and state.engine.draft_model else ""
+    drafter = f", draft {state.engine.drafter}" if state.engine and state.engine.drafter else ""
     lines = [f"Token acceptance, request {owner_letter(request.index)}{drafter}. {total_words(request)}"]
     first = max(0, len(request.rounds) - max_rounds) if max_rounds is not None else 0
     for number, judged in enumerate(request.rounds[first:], start=first + 1):

@@ -65,7 +65,7 @@ def test_the_peer_is_the_better_of_transformers_ways() -> None:
 
 def test_the_benchmark_is_registered_and_compares_with_every_way_of_transformers() -> None:
     assert "batch" in BENCHMARKS and find("batch") is batch.run
-    for name in (batch.CONTINUOUS, batch.CONTINUOUS_ALL, batch.CONTINUOUS_DRAFTED):
+    for name in (batch.CONTINUOUS, batch.CONTINUOUS_ALL, batch.CONTINUOUS_DRAFTED, batch.CONTINUOUS_SUFFIX):
         assert set(batch.TRANSFORMERS) < set(batch.BASELINES[name])
     for table in (batch.BASELINES, batch.OF_A_SHAPE):
         assert all(base in table for bases in table.values() for base in bases)
@@ -84,6 +84,17 @@ def test_the_draft_changes_no_token_and_is_there_for_the_longest_answers_only(
     told = extra()
     assert told["speculative_config"]["disable_by_batch_size"] == batch.DRAFTING
     assert told["steps"] < batch._system(batch.CONTINUOUS, str(tiny.target))[1]()["steps"]
+
+
+def test_looking_back_changes_no_token_and_keeps_nothing_of_earlier_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same requests come again in every round: who remembered them would guess everything."""
+    monkeypatch.setattr(batch, "output_lengths", lambda: [16] * batch.REQUESTS)
+    plain, counted = batch._system(batch.CONTINUOUS, "minicoder")
+    looking, extra = batch._system(batch.CONTINUOUS_SUFFIX, "minicoder")
+    first, told = looking(), extra()
+    assert first == plain() == looking()
+    assert extra()["steps"] == told["steps"] < counted()["steps"]
+    assert told["speculative_config"]["suffix_decoding_max_cached_requests"] == 0
 
 
 def test_weights_in_eight_bits_are_an_option_of_their_own(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,13 @@ def test_a_name_says_how_the_engine_is_built(name: str, expected: tuple[Any, ...
     assert drafted is None or drafted["num_speculative_tokens"] == 3
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_guesses_looked_up_need_no_model(method: str) -> None:
+    found = own_engine.options(f"minillm int8 + {method}", None, 3, "fp32")
+    assert (found["quantization"], found["dtype"], found["enforce_eager"]) == ("int8", "float32", False)
+    assert found["speculative_config"]["method"] == method and "model" not in found["speculative_config"]
+
+
 def test_every_name_of_the_benchmark_has_its_baselines_and_a_dtype() -> None:
     for known in (decode.BUNDLED, decode.LARGE):
         order = list(known)

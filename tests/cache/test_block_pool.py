@@ -210,7 +210,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = BlockPoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestBlockPool.settings = settings(max_examples=120, stateful_step_count=40)
 
 
 def test_an_allocation_that_does_not_fit_changes_nothing() -> None:

@@ -504,7 +504,6 @@ def test_in_any_order_of_events_each_request_gets_what_it_gets_alone(
             stateful_step_count=60,
             derandomize=not EXAMPLES,
             database=None,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
         ),

@@ -61,6 +61,16 @@ def test_together(expected: list[list[int]], block_size: int, speculative: dict 
     assert tokens_of(llm, prompts()) == expected
 
 
+@pytest.mark.parametrize("options", [{"method": "ngram", "prompt_lookup_min": 2}, {"method": "suffix"}], ids=str)
+def test_together_looking_back(expected: list[list[int]], options: dict) -> None:
+    """The second time, `suffix` has every output to guess from; tokens stay what they are."""
+    llm = LLM("minicoder", speculative_config=options)
+    assert tokens_of(llm, prompts()) == expected
+    steps = llm.engine.num_steps
+    assert tokens_of(llm, prompts()) == expected
+    assert options["method"] == "ngram" or llm.engine.num_steps - steps < steps
+
+
 @pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])
 def test_in_plain_pytorch(expected: list[list[int]], speculative: dict | None) -> None:
     llm = LLM("minicoder", speculative_config=speculative, enforce_eager=True)

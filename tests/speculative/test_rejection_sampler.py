@@ -113,7 +113,7 @@ def test_enumeration_sees_every_wrong_rule(name, monkeypatch):
 positive = st.lists(st.integers(0, 50), min_size=12, max_size=12).filter(any)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(positive, positive)
 def test_acceptance_and_residual_add_up_to_the_target(p_weights, q_weights):
     """q(y)·a(y) + (1 - Σ q·a)·residual(y) = p(y), whatever p and q are, zeros and equality included."""

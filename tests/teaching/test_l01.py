@@ -46,7 +46,7 @@ def exercise(name: str) -> l01_decoding.Exercise:
 # -------------------------------------------------------------------------------------------------- causal_attention
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(**SHAPES)
 def test_attention_is_that_of_pytorch(num_tokens: int, kv_heads: int, group: int):
     q, k, v = heads_of(num_tokens, kv_heads, group)
@@ -55,7 +55,7 @@ def test_attention_is_that_of_pytorch(num_tokens: int, kv_heads: int, group: int
     torch.testing.assert_close(causal_attention(q, k, v), want, rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(**SHAPES)
 def test_what_comes_later_changes_nothing_before(num_tokens: int, kv_heads: int, group: int):
     q, k, v = heads_of(num_tokens + 1, kv_heads, group)
@@ -75,7 +75,7 @@ def test_without_a_planted_mistake_the_variants_are_the_references():
 # -------------------------------------------------------------------------------------------------------- apply_rope
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(positions=st.lists(st.integers(0, TARGET.max_position_embeddings - 1), min_size=1, max_size=9))
 def test_rope_is_that_of_the_decoder(positions: list[int]):
     at = torch.tensor(positions)
@@ -110,7 +110,7 @@ def test_rope_keeps_lengths_and_leaves_its_input_alone():
 # ------------------------------------------------------------------------------------------------------- sample_next
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     logits=st.lists(st.integers(-4, 4), min_size=2, max_size=12),
     temperature=st.sampled_from((0.0, 0.5, 1.0, 1.7)),

@@ -29,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(0, 1)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(chunks=CHUNKS)
 def test_a_text_in_pieces_attends_as_the_whole_text_does(chunks: list[int]):
     total = sum(chunks)

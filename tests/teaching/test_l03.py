@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -57,7 +57,6 @@ def test_llama_2_70b_figures_of_the_lesson():
     assert LLAMA_2_70B.num_kv_heads == 8 and LLAMA_2_7B.num_kv_heads == LLAMA_2_7B.num_heads
 
 
-@settings(deadline=None)
 @given(rows=SMALL, fan_in=SMALL, fan_out=SMALL, width=st.sampled_from([1, 2, 4]))
 def test_intensity_of_a_linear_layer_is_what_loops_count(rows: int, fan_in: int, fan_out: int, width: int):
     operations, touched = 0, set()
@@ -70,7 +69,6 @@ def test_intensity_of_a_linear_layer_is_what_loops_count(rows: int, fan_in: int,
     assert arithmetic_intensity(rows, fan_in, fan_out, width) == pytest.approx(operations / (len(touched) * width))
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 10_000), fan_in=st.integers(1, 8192), fan_out=st.integers(1, 8192))
 def test_more_rows_never_lower_the_intensity_and_two_limits_hold(rows: int, fan_in: int, fan_out: int):
     value = arithmetic_intensity(rows, fan_in, fan_out, 2)
@@ -79,7 +77,6 @@ def test_more_rows_never_lower_the_intensity_and_two_limits_hold(rows: int, fan_
     assert value < 2 / 2 * fan_in * fan_out / (fan_in + fan_out)
 
 
-@settings(deadline=None)
 @given(kv_heads=st.integers(1, 3), group=st.integers(1, 4), new=st.integers(1, 3), context=st.integers(1, 5))
 def test_intensity_of_attention_is_what_loops_count_for_any_context(kv_heads: int, group: int, new: int, context: int):
     width, operations, fetched = 3, 0, set()
@@ -92,7 +89,6 @@ def test_intensity_of_attention_is_what_loops_count_for_any_context(kv_heads: in
     assert attention_intensity(kv_heads * group, kv_heads, new, 4) == pytest.approx(operations / (4 * len(fetched)))
 
 
-@settings(deadline=None)
 @given(intensity=POSITIVE, rate=POSITIVE, bandwidth=POSITIVE)
 def test_roof_never_exceeds_a_limit_always_reaches_one_and_is_the_one_drawn(
     intensity: float, rate: float, bandwidth: float
@@ -109,7 +105,6 @@ def test_a_step_at_full_bandwidth_has_an_mbu_of_one_and_a_batch_shares_weights_o
     assert together - alone == 7 * 50
 
 
-@settings(deadline=None)
 @given(groups=st.integers(1, 3), members=st.integers(1, 4), width=st.sampled_from([2, 4]), seed=st.integers(0, 99))
 def test_pooled_rows_are_the_means_of_the_same_channel(groups: int, members: int, width: int, seed: int):
     weight = torch.randn(groups * members * width, 5, generator=torch.Generator().manual_seed(seed))

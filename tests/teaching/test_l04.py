@@ -36,7 +36,7 @@ def rows(seed: int, size: float, tokens: int = 6, heads: int = 2, dim: int = 8) 
     return x
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 9999), size=SIZES, levels=st.sampled_from([7, 127]))
 def test_symmetric_codes_are_off_by_half_a_step_at_most(seed: int, size: float, levels: int):
     x = rows(seed, size)
@@ -47,7 +47,7 @@ def test_symmetric_codes_are_off_by_half_a_step_at_most(seed: int, size: float, 
     assert (codes[0, 0] == 0).all() and torch.isfinite(scale).all() and (scale > 0).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 9999), levels=st.sampled_from([7, 127]))
 def test_symmetric_codes_are_the_engines(seed: int, levels: int):
     x = rows(seed, 1.0)[1:]  # the engine gives a row of zeros another scale, which nobody can tell
@@ -86,7 +86,7 @@ def test_all_256_bytes_unpack_and_pack_again():
     assert sorted(set(unpack_int4(every).tolist())) == list(range(-8, 8))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 9999), offset=st.sampled_from([0.0, 3.0, 50.0]))
 def test_channels_are_off_by_half_a_step_and_what_float16_rounds(seed: int, offset: float):
     torch.manual_seed(seed)
@@ -124,7 +124,7 @@ def test_times_smaller_than_float16(bits: int, dim: int, times: float):
     assert cache_bytes(config, 16, dim, 0) / cache_bytes(config, bits, dim, 2) == pytest.approx(times, abs=0.005)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 9999), levels=st.sampled_from([7, 127]))
 def test_no_score_moves_further_than_the_bound(seed: int, levels: int):
     torch.manual_seed(seed)

@@ -36,7 +36,7 @@ def matrix(seed: int, rows: int = 6, columns: int = 16) -> Tensor:
     return weight
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=SEEDS)
 def test_no_weight_is_off_by_more_than_half_a_step(seed: int):
     weight = matrix(seed)
@@ -46,7 +46,7 @@ def test_no_weight_is_off_by_more_than_half_a_step(seed: int):
     assert ((codes * scale[:, None] - weight).abs() <= scale[:, None] / 2 * (1 + 1e-5)).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=SEEDS)
 def test_rows_are_those_of_the_engine(seed: int):
     weight = matrix(seed)
@@ -56,7 +56,7 @@ def test_rows_are_those_of_the_engine(seed: int):
     assert torch.equal(codes * scale[:, None], Int8().dequantize(engine, weight.shape[1]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=SEEDS)
 def test_the_product_is_that_of_whole_numbers_and_of_each_token_alone(seed: int):
     x, (codes, scale) = matrix(seed, columns=40), quantise_rows(matrix(seed + 1, rows=3, columns=40))
@@ -72,7 +72,7 @@ def test_float32_adds_whole_numbers_exactly_up_to_the_columns_that_the_lesson_sa
     assert int((largest @ largest.T).item()) == 1040 * 127**2 <= 2**24
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=SEEDS, group_size=st.sampled_from([2, 4, 8, 16]))
 def test_groups_keep_zero_and_are_off_by_half_a_step_and_the_rounding_of_the_scale(seed: int, group_size: int):
     weight = matrix(seed)
@@ -99,7 +99,7 @@ def test_groups_are_those_of_the_engine_but_for_the_rounding_of_the_scale():
     assert (apart > scale.float().repeat_interleave(128, dim=1) / 20).float().mean() < 0.02
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=SEEDS)
 def test_awq_is_never_worse_than_plain_rounding_on_its_sample(seed: int):
     random = torch.Generator().manual_seed(seed)
@@ -123,7 +123,7 @@ def test_the_cases_of_awq_have_one_clear_answer():
         assert len(errors) == 1 or errors[1] > 1.03 * errors[0], case.label
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=SEEDS, share=st.sampled_from([0.0, 0.01, 0.05, 0.5, 1.0]))
 def test_dense_and_sparse_make_up_the_matrix_and_the_sparse_part_is_the_largest(seed: int, share: float):
     weight = torch.randn(6, 16, generator=torch.Generator().manual_seed(seed))

@@ -20,7 +20,7 @@ from minillm.teaching.exercises.l06_paged_blocks import (
 )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     block_size=st.integers(1, 5),
     seq_len=st.integers(1, 17),
@@ -59,7 +59,7 @@ def test_found_blocks_hold_the_same_beginning_and_leave_the_last_token(tokens: l
     assert further >= len(tokens) or further > len(known) or tokens[:further] != known[:further]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(moves=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), max_size=30))
 def test_books_balance_whatever_is_allocated_and_released(moves: list[tuple[int, int]]):
     pool = BlockPool(9, 4)

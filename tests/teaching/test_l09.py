@@ -40,7 +40,7 @@ def run(name: str, given: Step, *more: object) -> torch.Tensor:
     return DRIVES[name](KERNELS[name], given.q, *pools, tables, batch.seq_lens, batch.block_size, *more)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     pieces=st.lists(st.integers(1, 6), min_size=1, max_size=5),
     size=st.sampled_from([1.0, 30.0, 1000.0]),

@@ -110,7 +110,7 @@ def test_calls_come_on_top():
     assert step_seconds(60.0, 10.0, 7, 20.0, 10.0, 0.5) == alone + 3.5
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(out=st.integers(1, 70), columns=st.integers(1, 40), rows=st.integers(1, 3), seed=st.integers(0, 99))
 def test_panel_product_is_linear_for_ragged_sizes(out: int, columns: int, rows: int, seed: int):
     draw = torch.Generator().manual_seed(seed)
@@ -150,7 +150,6 @@ def test_counterexample_of_the_product_can_be_redone_by_hand():
     assert PRODUCT.wrong[0].mistake in report
 
 
-@settings(deadline=None)
 @given(
     acceptance=st.floats(0, 1),
     cost=st.floats(0, 1),

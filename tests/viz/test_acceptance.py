@@ -82,7 +82,7 @@ def test_whitespace_shows_in_the_boxes():
     assert "✓·×8" in words
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=12), st.text(max_size=20))
 def test_no_token_breaks_the_picture_or_leaves_its_box(drafts, token):
     """Any text at all: well-formed XML, and as wide as its box at the most."""

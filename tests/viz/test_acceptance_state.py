@@ -6,6 +6,7 @@ import pytest
 
 from minillm.errors import TraceError
 from minillm.trace import DraftProposed, Trace
+from minillm.viz import AcceptanceStrip
 from minillm.viz.acceptance_state import AcceptanceState
 from minillm.viz.replay import Replay
 
@@ -72,6 +73,25 @@ def test_plain_steps_give_text_but_no_round():
     request = request_of(s.trace, "a")
     assert (request.rounds, request.tokens_per_forward, request.kept_share) == ([], None, None)
     assert [(token.text, token.origin) for token in request.tokens] == [("x", "sampled"), ("y", "sampled")]
+
+
+def test_a_forward_without_a_draft_counts_and_a_prefill_does_not():
+    """Of a drafter that has nothing to propose now and then, the rounds alone would tell too good a story."""
+    s = Script(gamma=2)
+    s.add("a", "a", 4)
+    s.step(prefill("a", 4, "x"))
+    s.step(verify("a", ["y", "z"], 2, "w"))
+    s.step(decode("a", "u"))
+    s.step(preempt=["a"])
+    s.step(prefill("a", 9, "v"))
+    request = request_of(s.trace, "a")
+    assert (len(request.rounds), request.alone, request.forwards, request.gained) == (1, 1, 2, 4)
+    assert request.tokens_per_forward == 2.0 and Replay(s.trace, AcceptanceState).at().total().forwards == 2
+    words = (
+        "2 of 2 drafts kept (100%) + 1 added by the target + 1 without a draft = 4 tokens in 2 target forwards: 2.00"
+    )
+    assert words in AcceptanceStrip(s.trace).describe()
+    assert "2 of 2 kept + 1 added + 1 without a draft" in AcceptanceStrip(s.trace).to_svg()
 
 
 def test_committed_tokens_of_rounds_equal_kept_plus_added():

@@ -294,7 +294,7 @@ def _part(draw, s, request_id):
     return verify(request_id, "abc"[:num_drafts], accepted, token, finish)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(random_traces())
 def test_no_possible_trace_breaks_the_books(trace):
     state = CacheState()

@@ -87,7 +87,7 @@ def test_wrong_values_are_refused():
 jobs = st.lists(st.builds(Job, st.integers(1, 30), st.integers(1, 40), st.integers(0, 20)), max_size=12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(jobs, st.integers(1, 5), st.sampled_from([None, 1, 7, 64]))
 def test_every_schedule_does_all_the_work_within_its_limits(jobs, size, budget):
     timeline = static_schedule(jobs, size, budget)
