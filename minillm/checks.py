@@ -137,7 +137,7 @@ def numba() -> Row:
         fix = "install libgomp (Linux) or libomp (macOS)"
         return Row("compiled step", "limited", f"{found}, no OpenMP layer", meaning, fix)
     if not _tried(BYTE_PRODUCTS).value:
-        meaning = "float32 and INT8 weights run at full speed; w8a8 has no instruction here and gains nothing."
+        meaning = "float32, INT8 and INT4 weights run at full speed; w8a8 has no instruction here and gains nothing."
         return Row("compiled step", "limited", f"{found}, OpenMP layer, no AVX-512 VNNI", meaning)
     meaning = "On the CPU a whole decoder step is one compiled function; it is made on first use and kept on disk."
     return Row("compiled step", "ok", f"{found}, OpenMP layer, AVX-512 VNNI", meaning)

@@ -31,7 +31,7 @@ class LLM:
     does.
     `block_size=None` is 16, or whatever the cache layout needs. `enable_prefix_caching=None` is on wherever the layout
     can share blocks. `enforce_eager=True` runs each step in plain PyTorch and keeps the model whole; otherwise, on a
-    CPU, the weights of a float32, INT8 or W8A8 model over a paged cache move into a step that is compiled for the
+    CPU, the weights of a float32, INT8, W8A8, INT4 or AWQ model over a paged cache move into a step compiled for the
     processor (`minillm.models.cpu_executor`).
     """
 

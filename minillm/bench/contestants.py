@@ -2,7 +2,8 @@
 
 A name says everything: `minillm int8 + draft`, `transformers fp32 assisted`, `llama.cpp Q8_0`. All complete the same
 prompts greedily on the same number of threads. `minillm int8` keeps weights in 8 bits, those of the unembedding too,
-and the inputs of products in 16; `w8a8` has 8 for the inputs of its layers as well, as llama.cpp's `Q8_0` has for all.
+and the inputs of products in 16; `w8a8` has 8 for the inputs of its layers as well, as llama.cpp's `Q8_0` has for all;
+`int4` has 4 for the weights of the layers, in groups of 128, and leaves the unembedding as it is.
 Whatever precision such a name does not settle is `Workload.dtype`.
 """
 

@@ -40,6 +40,7 @@ BUNDLED: dict[str, tuple[str, ...]] = {
     "minillm fp32": (FP32, COMPILED, "minillm eager fp32", "llama.cpp f32"),
     "minillm int8": (FP32, "minillm fp32", "llama.cpp Q8_0"),
     "minillm w8a8": (FP32, "minillm fp32", "llama.cpp Q8_0"),
+    "minillm int4": (FP32, "minillm int8"),
     "minillm fp32 + draft": ("minillm fp32", FP32, ASSISTED),
     "minillm int8 + draft": ("minillm int8", FP32, ASSISTED),
     "minillm w8a8 + draft": ("minillm w8a8", FP32, ASSISTED),
@@ -58,6 +59,7 @@ LARGE: dict[str, tuple[str, ...]] = {
     "minillm fp32": (BF16, "llama.cpp bf16"),
     "minillm int8": (BF16, "minillm fp32", "llama.cpp Q8_0"),
     "minillm w8a8": (BF16, "minillm fp32", "llama.cpp Q8_0"),
+    "minillm int4": (BF16, "minillm int8"),
 }
 """The same for a shape too large for fp32 weights to make sense, without a draft. transformers is not compiled there:
 torch.compile takes minutes at this size. `minillm fp32` computes in fp32; that says nothing of how the weights, which

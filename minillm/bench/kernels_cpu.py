@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from minillm.ops.cpu.attention import attend
 from minillm.ops.cpu.compiled import entry_point
-from minillm.ops.cpu.norms import rms_norm, rotate, round_row, silu_gate
+from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
 from minillm.ops.cpu.panels import COLUMNS, OUTPUTS, multiply
+from minillm.ops.cpu.rounding import round_row
 from minillm.ops.cpu.rows import write_row
 from minillm.ops.cpu.simd import LANES
 from minillm.ops.cpu.step import likeliest
@@ -28,7 +29,7 @@ def multiply_loop(count, first, copies, w, matrices, vectors, scratch, codes, ro
         columns, outputs = matrix[COLUMNS], matrix[OUTPUTS]
         scales_at = rows * columns
         for r in range(rows):
-            round_row(w, scratch, r * columns, columns, codes, r, scratch, scales_at + r)
+            round_row(w, matrix, vectors, scratch, r * columns, codes, r, scratch, scales_at + r)
         multiply(
             w, matrix, vectors, scratch, 0, codes, scales_at, rows, 0, outputs // LANES, out, 0, outputs, False,
             scales_at + rows,

@@ -10,7 +10,7 @@ from typing import Any
 from minillm.bench.completion import Completion
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-QUANTIZED = ("int8", "w8a8")
+QUANTIZED = ("int8", "w8a8", "int4")
 LOOKING_BACK: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4},
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +16,32 @@ from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.errors import UnsupportedError
+from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.ops.cpu import step
 from minillm.ops.cpu.compiled import showing_progress
-from minillm.ops.cpu.panels import COLUMNS, MATRIX_FIELDS, NONE, OUTPUTS, pack, pack_pairs
+from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, LONGEST_GROUP, NIBBLES, pack_nibbles, panel_size, row_size
+from minillm.ops.cpu.panels import (
+    BIAS,
+    COLUMNS,
+    GROUP,
+    INPUTS,
+    MATRIX_FIELDS,
+    NONE,
+    OUTPUTS,
+    PANEL,
+    SCALES,
+    SUMS,
+    pack,
+    pack_pairs,
+)
 from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, TWICE_PAIRED, has_byte_products
 from minillm.ops.cpu.team import new_sync
+from minillm.quantization.awq import AWQ
 from minillm.quantization.base import QuantizedLinear, Scheme
+from minillm.quantization.int4 import Int4
 from minillm.quantization.int8 import Int8
+from minillm.quantization.packing import unpack
 from minillm.quantization.w8a8 import W8A8
 
 if TYPE_CHECKING:
@@ -32,6 +49,7 @@ if TYPE_CHECKING:
 
 Rows = tuple[np.ndarray | int, ...]
 NO_DRAFTS = np.empty((0, 0), np.int64)
+CACHE_LINE = 64
 PACKED_ROWS = 64 * LANES
 """So many rows of a matrix are packed at a time; a copy of them is all that packing needs beside its result."""
 
@@ -54,10 +72,24 @@ def why_not(model: Decoder, cache: KVCache) -> str | None:
             f"{LANES}, head size {config.head_dim} of {2 * LANES}"
         )
     linears = map(model.get_submodule, _linears(model))
-    schemes = {type(m.scheme) if isinstance(m, QuantizedLinear) else None for m in linears}
-    head = type(model.lm_head.scheme) if isinstance(model.lm_head, QuantizedLinear) else None
-    if len(schemes) > 1 or not schemes | {head} <= {None, Int8, W8A8}:
-        return "it has products for float, int8 and w8a8 weights, one kind for all layers"
+    schemes = {m.scheme if isinstance(m, QuantizedLinear) else None for m in linears}
+    if len(schemes) > 1:
+        return "it takes one kind of weights for all layers"
+    head = model.lm_head.scheme if isinstance(model.lm_head, QuantizedLinear) else None
+    return next(filter(None, (_why_not_weights(scheme, config) for scheme in (*schemes, head))), None)
+
+
+def _why_not_weights(scheme: Scheme | None, config: ModelConfig) -> str | None:
+    """Why there is no product with weights of this kind; None if there is one."""
+    if scheme is not None and type(scheme) not in (Int8, W8A8, Int4, AWQ):
+        return f"it has products for float, int8, w8a8, int4 and awq weights, not for {scheme.method}"
+    if isinstance(scheme, Int4):
+        longest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+        if scheme.group_size % LANES or min(scheme.group_size, longest) > LONGEST_GROUP:
+            return (
+                f"it reads {scheme.method} weights in groups of a multiple of {LANES}, {LONGEST_GROUP} at most, and "
+                f"these are in groups of {scheme.group_size}"
+            )
     return None
 
 
@@ -146,6 +178,10 @@ class CpuExecutor:
         self.cos, self.signed_sin = (table.numpy().reshape(-1) for table in (model.rope.cos, model.rope.signed_sin))
         self.sync = new_sync()
         self.scratch, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
+        # The most bytes that a row of inputs becomes, whatever it is multiplied by: nibbles take the most.
+        self.widest = max(
+            row_size.py_func(int(c), int(g) if g != NONE else int(c)) for c, g in self.matrices[:, [COLUMNS, GROUP]]
+        )
         self._compile()
 
     def _compile(self) -> None:
@@ -199,9 +235,8 @@ class CpuExecutor:
         needed = int(step.areas.py_func(self.dims, tokens)[-1] + threads * own)
         if len(self.scratch) < needed:
             self.scratch = np.zeros(needed, np.float32)
-        widest = int(self.matrices[:, COLUMNS].max())
-        if len(self.codes) < 2 * tokens * widest:  # two bytes for a number, at most
-            self.codes = np.zeros(2 * tokens * widest, np.uint8)
+        if len(self.codes) < tokens * self.widest:
+            self.codes = np.zeros(tokens * self.widest, np.uint8)
         return int(own)
 
 
@@ -231,24 +266,18 @@ def _pack_all(model: Decoder, names: Sequence[str], matrices: np.ndarray, vector
     """
     linears = [model.get_submodule(name) for name in names]
     narrow = None if isinstance(linears[0], QuantizedLinear) else _narrow([m.weight for m in linears])
-    shapes = [(-(-m.out_features // LANES) * LANES, m.in_features) for m in linears]
+    total = sum(_packed_size(m) for m in linears)
     flat, at = None, 0
-    for name, matrix, (outputs, columns) in zip(names, matrices, shapes, strict=True):
+    for name, matrix in zip(names, matrices, strict=True):
         linear = linears.pop(0)
-        scales = sums = NONE
-        if narrow is None:
-            codes = linear.get_buffer("qweight").numpy()
-            pack_rows = _packing(linear.scheme)
-            scales = vectors.add(linear.get_buffer("scales"))
-            sums = vectors.add((128 * codes.sum(1, dtype=np.int32)).view(np.float32))
-        else:
-            codes, pack_rows = narrow(linear.weight), pack
-        bias = NONE if linear.bias is None else vectors.add(linear.bias)
-        matrix[:] = (at, columns, outputs, scales, sums, bias)
+        matrix[[PANEL, COLUMNS, OUTPUTS]] = at, linear.in_features, -(-linear.out_features // LANES) * LANES
+        pack_rows = _packing(linear, matrix, vectors) if narrow is None else _packing_of_floats(narrow(linear.weight))
+        if linear.bias is not None:
+            matrix[BIAS] = vectors.add(linear.bias)
         for first in range(0, linear.out_features, PACKED_ROWS):
-            panels = pack_rows(codes[first : first + PACKED_ROWS])
+            panels = pack_rows(slice(first, first + PACKED_ROWS))
             if flat is None:
-                flat = np.empty(sum(out * inner for out, inner in shapes), panels.dtype)
+                flat = _whole_lines(total, panels.dtype)
             flat[at : at + len(panels)] = panels
             at += len(panels)
         model.set_submodule(name, Moved())
@@ -256,11 +285,59 @@ def _pack_all(model: Decoder, names: Sequence[str], matrices: np.ndarray, vector
     return flat
 
 
-def _packing(scheme: Scheme) -> Callable[[np.ndarray], np.ndarray]:
-    """How INT8 codes are laid out: by the bytes that activations are rounded to, two or for W8A8 one."""
-    if isinstance(scheme, W8A8):
-        return pack_pairs
-    return partial(pack_pairs, kind=TWICE_PAIRED) if has_byte_products() else pack
+def _whole_lines(size: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """`size` numbers, uninitialised, that begin where a cache line does, so that no load of a panel needs two."""
+    memory = np.empty(size + CACHE_LINE // dtype.itemsize, dtype)
+    first = -memory.ctypes.data % CACHE_LINE // dtype.itemsize
+    return memory[first : first + size]
+
+
+def _packed_size(linear: nn.Linear | QuantizedLinear) -> int:
+    """Numbers that the panels of a layer consist of."""
+    panels, columns = -(-linear.out_features // LANES), linear.in_features
+    if isinstance(linear, QuantizedLinear) and isinstance(linear.scheme, Int4):
+        return panels * panel_size.py_func(columns, linear.scheme.group_size)
+    return panels * columns * LANES
+
+
+def _packing(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vectors) -> Callable[[slice], np.ndarray]:
+    """What packs some rows of a quantised layer; the rest of what its products need goes to `matrix` and `vectors`.
+
+    Codes are laid out by what activations are rounded to: for W8A8 one byte, otherwise two, or none where the processor
+    cannot multiply bytes.
+    """
+    if isinstance(linear.scheme, Int4):
+        return _packing_of_groups(linear, matrix, vectors)
+    codes = linear.get_buffer("qweight").numpy()
+    matrix[SCALES] = vectors.add(linear.get_buffer("scales"))
+    matrix[SUMS] = vectors.add((128 * codes.sum(1, dtype=np.int32)).view(np.float32))
+    if isinstance(linear.scheme, W8A8):
+        return lambda rows: pack_pairs(codes[rows])
+    if has_byte_products():
+        return lambda rows: pack_pairs(codes[rows], TWICE_PAIRED)
+    return lambda rows: pack(codes[rows])
+
+
+def _packing_of_floats(weight: np.ndarray) -> Callable[[slice], np.ndarray]:
+    return lambda rows: pack(weight[rows])
+
+
+def _packing_of_groups(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vectors) -> Callable[[slice], np.ndarray]:
+    """`_packing` of INT4 and AWQ. AWQ's codes of 3 bits become nibbles too: the same numbers in more bytes."""
+    scheme, tensors, columns = linear.scheme, linear.tensors, linear.in_features
+    assert isinstance(scheme, Int4)
+    matrix[GROUP] = scheme.group_size
+    if "input_scales" in tensors:
+        matrix[INPUTS] = vectors.add(tensors["input_scales"])
+    kind = NIBBLES if has_byte_products() else FLOAT_NIBBLES
+
+    def pack_rows(rows: slice) -> np.ndarray:
+        codes = unpack(tensors["qweight"][rows], scheme.bits, columns)
+        scales = tensors["scales"][rows]
+        zeros = unpack(tensors["qzeros"][rows], scheme.bits, scales.shape[1])
+        return pack_nibbles(codes.numpy(), scales.numpy(), zeros.numpy(), scheme.group_size, kind)
+
+    return pack_rows
 
 
 def _narrow(weights: Sequence[Tensor]) -> Callable[[Tensor], np.ndarray]:

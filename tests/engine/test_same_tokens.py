@@ -83,7 +83,7 @@ def test_a_draft_of_fewer_bits_changes_nothing(expected: list[list[int]]) -> Non
     assert tokens_of(llm, prompts()) == expected
 
 
-@pytest.mark.parametrize(("weights", "cache"), [("w8a8", "auto"), ("int8", "int8")])
+@pytest.mark.parametrize(("weights", "cache"), [("w8a8", "auto"), ("int8", "int8"), ("int4", "auto")])
 def test_rounded_numbers_give_the_same_tokens_alone_in_company_and_drafted(weights: str, cache: str) -> None:
     # Only the compiled step promises this: there a token is the same to the last bit whatever runs beside it.
     texts = prompts()[:16]

@@ -16,6 +16,8 @@ W8A8), or two, the second of which goes on where the first ends (`TWICE_PAIRED`)
 a row are off by 1/65 000 of its largest number at most: bfloat16 loses a hundred times as much on that one, float32
 loses less. Two bytes are two rows: twice the arithmetic of W8A8, the same weights read, and half the time of turning
 weights into floats and multiplying those, which is what other processors do.
+
+INT4 weights in groups have panels of their own, of 4.25 bits a weight: `nibbles.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from minillm.ops.cpu.compiled import OPTIONS
-from minillm.ops.cpu.norms import BYTE
+from minillm.ops.cpu.nibbles import float_nibble_tiles, nibble_tiles, panel_size, row_size
 from minillm.ops.cpu.simd import (
     LANES,
     PAIRED,
@@ -45,12 +47,15 @@ CHUNK = 48
 """Rows of x that are carried through the matrix together: they stay in the second cache."""
 SUMS_SIZE = 2 * CHUNK * LANES * PANELS
 """Numbers that `multiply` needs room for."""
-PANEL, COLUMNS, OUTPUTS, SCALES, SUMS, BIAS = range(6)
+PANEL, COLUMNS, OUTPUTS, SCALES, SUMS, BIAS, GROUP, INPUTS = range(8)
 """A matrix is a row of these numbers: where its panels begin among all weights, its columns, its rows (a multiple of
-sixteen), and where its scales, its sums of codes and its bias begin among the vectors."""
-MATRIX_FIELDS = 6
+sixteen), where its scales, its sums of codes and its bias begin among the vectors; and for nibbles, how many columns
+share a scale, and where what its inputs are multiplied by begins among the vectors."""
+MATRIX_FIELDS = 8
 NONE = -1
 """In the place of an offset: there is none."""
+BYTE = np.float32(256)
+"""What a unit of the first of two bytes counts."""
 
 
 def pack(weight: np.ndarray) -> np.ndarray:
@@ -115,26 +120,54 @@ def _byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, pan
         tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 5)
 
 
-def _sums(w, w_at, panel, x, x_at, codes, row, rows, columns, y, y_at, y_row, panels):
+def _panel_size(w, matrix):
+    """Numbers in a panel."""
+    raise NotImplementedError
+
+
+@overload(_panel_size, jit_options=OPTIONS)
+def _typed_panel_size(w, matrix):
+    if w.dtype in (types.uint32, types.int32):
+        return lambda w, matrix: panel_size(matrix[COLUMNS], matrix[GROUP])
+    return lambda w, matrix: matrix[COLUMNS] * LANES
+
+
+def _sums(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
     """The inner products of `rows` rows of the input with `panels` panels: floats, or the integers behind them."""
     raise NotImplementedError
 
 
 @overload(_sums, jit_options=OPTIONS, prefer_literal=True)
-def _typed_sums(w, w_at, panel, x, x_at, codes, row, rows, columns, y, y_at, y_row, panels):
+def _typed_sums(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
     if w.dtype == types.uint8:
 
-        def product(w, w_at, panel, x, x_at, codes, row, rows, columns, y, y_at, y_row, panels):
-            _byte_tiles(w, w_at, panel, codes, row * columns, columns, columns // 4, y, y_at, y_row, rows, panels)
+        def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
+            columns = matrix[COLUMNS]
+            at, panel = row * columns, columns * LANES
+            _byte_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, rows, panels)
     elif w.dtype == types.boolean:
 
-        def product(w, w_at, panel, x, x_at, codes, row, rows, columns, y, y_at, y_row, panels):
-            at = 2 * row * columns
+        def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
+            columns = matrix[COLUMNS]
+            at, panel = 2 * row * columns, columns * LANES
             _byte_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, 2 * rows, panels)
+    elif w.dtype == types.uint32:
+
+        def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
+            columns, group = matrix[COLUMNS], matrix[GROUP]
+            size = row_size(columns, group)
+            nibble_tiles(w, w_at, columns, group, codes, row * size, size, y, y_at, y_row, rows, panels)
+    elif w.dtype == types.int32:
+
+        def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
+            columns, group = matrix[COLUMNS], matrix[GROUP]
+            at = x_at + row * columns
+            float_nibble_tiles(w, w_at, columns, group, x, at, columns, y, y_at, y_row, rows, panels)
     else:
 
-        def product(w, w_at, panel, x, x_at, codes, row, rows, columns, y, y_at, y_row, panels):
-            at = x_at + row * columns
+        def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
+            columns = matrix[COLUMNS]
+            at, panel = x_at + row * columns, columns * LANES
             tiles(w, w_at, panel, LANES, x, at, columns, columns, y, y_at, y_row, rows, False, panels)
 
     return product
@@ -159,6 +192,10 @@ def _typed_finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
             at, minus = y_at + 2 * r * y_row, matrix[SUMS] + column
             sums = fma(load_sums(y, at, vectors, minus), splat(BYTE), load_sums(y, at + y_row, vectors, minus))
             return sums * splat(scale) * load(vectors, matrix[SCALES] + column)
+    elif w.dtype == types.uint32:
+
+        def finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
+            return load(y, y_at + r * y_row) * splat(scale)
     elif w.dtype == types.int8:
 
         def finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
@@ -178,12 +215,12 @@ def multiply(
     """Panels `first` to `last - 1` of one linear layer, for `rows` rows: out (+)= x Wᵀ + b.
 
     `w`: the weights of all layers; `matrix`: which of them, as above. x: `[rows, columns]` at `scratch[x_at]`, or for
-    weights in bytes `codes` (see `norms.round_row`) and their scales at `scratch[scales_at]`. Row r of the result lies
-    at `out[out_at + r · out_row]`. `add`: add to what is there. At `scratch[sums_at]` is room for `SUMS_SIZE` numbers
-    that no other thread uses.
+    weights in bytes `codes` (see `rounding.round_row`) and their scales at `scratch[scales_at]`. Row r of the result
+    lies at `out[out_at + r · out_row]`. `add`: add to what is there. At `scratch[sums_at]` is room for `SUMS_SIZE`
+    numbers that no other thread uses.
     """
     stay_whole()
-    columns, panel, wide = matrix[COLUMNS], matrix[COLUMNS] * LANES, PANELS * LANES
+    panel, wide = _panel_size(w, matrix), PANELS * LANES
     for start in range(0, rows, CHUNK):
         count = min(CHUNK, rows - start)
         p = first
@@ -191,10 +228,10 @@ def multiply(
             w_at = matrix[PANEL] + p * panel
             if last - p >= PANELS:
                 together = PANELS
-                _sums(w, w_at, panel, scratch, x_at, codes, start, count, columns, scratch, sums_at, wide, 4)
+                _sums(w, w_at, matrix, scratch, x_at, codes, start, count, scratch, sums_at, wide, 4)
             else:
                 together = 1
-                _sums(w, w_at, panel, scratch, x_at, codes, start, count, columns, scratch, sums_at, wide, 1)
+                _sums(w, w_at, matrix, scratch, x_at, codes, start, count, scratch, sums_at, wide, 1)
             for r in range(count):
                 scale = scratch[scales_at + start + r]
                 for lane in range(0, together * LANES, LANES):

@@ -52,44 +52,46 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, kind, FLOATS)
 
 
-def _address(context: Any, builder: ir.IRBuilder, kind: types.Array, array: Any, index: Any, to: ir.Type) -> Any:
+def address(context: Any, builder: ir.IRBuilder, kind: types.Array, array: Any, index: Any, to: ir.Type) -> Any:
     """A pointer to `array[index]`, as one to values of type `to`."""
     data = context.make_array(kind)(context, builder, value=array).data
     return builder.bitcast(builder.gep(data, [index]), to.as_pointer())
 
 
-def _read(builder: ir.IRBuilder, pointer: Any) -> Any:
+def read(builder: ir.IRBuilder, pointer: Any) -> Any:
+    """What `pointer` points to."""
     value = builder.load(pointer)
     value.align = 1  # anywhere: an unaligned load costs the same today
     return value
 
 
-def _splat(builder: ir.IRBuilder, scalar: Any, vector: ir.VectorType) -> Any:
+def repeat(builder: ir.IRBuilder, scalar: Any, vector: ir.VectorType) -> Any:
+    """A vector of sixteen times the same."""
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: Any) -> Any:
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: Any) -> Any:
     """Call one of LLVM's own functions."""
     kind = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
-def _floats_at(builder: ir.IRBuilder, pointer: Any, stored: types.Type, lanes: int = LANES) -> Any:
+def floats_at(builder: ir.IRBuilder, pointer: Any, stored: types.Type, lanes: int = LANES) -> Any:
     """`lanes` numbers as floats, from where `pointer` points, whatever they are stored as."""
     floats, ints = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
 
-    def read(element: ir.Type) -> Any:
-        return _read(builder, builder.bitcast(pointer, ir.VectorType(element, lanes).as_pointer()))
+    def stored_as(element: ir.Type) -> Any:
+        return read(builder, builder.bitcast(pointer, ir.VectorType(element, lanes).as_pointer()))
 
     if stored == types.float32:
-        return read(F32)
+        return stored_as(F32)
     if stored == types.int16:
-        return builder.fpext(read(ir.HalfType()), floats)
+        return builder.fpext(stored_as(ir.HalfType()), floats)
     if stored == types.uint16:  # the upper half of a float
-        return builder.bitcast(builder.shl(builder.zext(read(I16), ints), ir.Constant(ints, [16] * lanes)), floats)
-    return builder.sitofp(builder.sext(read(I8), ints), floats)
+        return builder.bitcast(builder.shl(builder.zext(stored_as(I16), ints), ir.Constant(ints, [16] * lanes)), floats)
+    return builder.sitofp(builder.sext(stored_as(I8), ints), floats)
 
 
 @intrinsic
@@ -109,7 +111,7 @@ def load(typing: Any, array: Any, at: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
-        return _floats_at(builder, builder.gep(data, [args[1]]), signature.args[0].dtype)
+        return floats_at(builder, builder.gep(data, [args[1]]), signature.args[0].dtype)
 
     return f32x16(array, types.intp), code
 
@@ -120,7 +122,7 @@ def number(typing: Any, array: Any, at: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
-        one = _floats_at(builder, builder.gep(data, [args[1]]), signature.args[0].dtype, 1)
+        one = floats_at(builder, builder.gep(data, [args[1]]), signature.args[0].dtype, 1)
         return builder.extract_element(one, ir.Constant(I32, 0))
 
     return types.float32(array, types.intp), code
@@ -131,7 +133,7 @@ def store(typing: Any, array: Any, at: Any, value: Any) -> Any:
     """`array[at : at + 16] = value`, float32."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _address(context, builder, signature.args[0], args[0], args[1], FLOATS)
+        pointer = address(context, builder, signature.args[0], args[0], args[1], FLOATS)
         builder.store(args[2], pointer).align = 1
         return context.get_dummy_value()
 
@@ -143,8 +145,8 @@ def load_sums(typing: Any, array: Any, at: Any, minus: Any, minus_at: Any) -> An
     """What `tile_bytes` left at `array[at : at + 16]`, less the integers at `minus`, as floats."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums = _read(builder, _address(context, builder, signature.args[0], args[0], args[1], INTS))
-        less = _read(builder, _address(context, builder, signature.args[2], args[2], args[3], INTS))
+        sums = read(builder, address(context, builder, signature.args[0], args[0], args[1], INTS))
+        less = read(builder, address(context, builder, signature.args[2], args[2], args[3], INTS))
         return builder.sitofp(builder.sub(sums, less), FLOATS)
 
     return f32x16(array, types.intp, minus, types.intp), code
@@ -155,10 +157,10 @@ def store_bytes(typing: Any, array: Any, at: Any, value: Any, offset: Any) -> An
     """`array[at : at + 16] = round(value) + offset`, one byte each; halves round to even."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        whole = builder.fptosi(_call(builder, "llvm.rint.v16f32", FLOATS, args[2]), INTS)
-        whole = builder.add(whole, _splat(builder, builder.trunc(args[3], I32), INTS))
+        whole = builder.fptosi(call(builder, "llvm.rint.v16f32", FLOATS, args[2]), INTS)
+        whole = builder.add(whole, repeat(builder, builder.trunc(args[3], I32), INTS))
         bytes_ = builder.trunc(whole, ir.VectorType(I8, LANES))
-        builder.store(bytes_, _address(context, builder, signature.args[0], args[0], args[1], bytes_.type)).align = 1
+        builder.store(bytes_, address(context, builder, signature.args[0], args[0], args[1], bytes_.type)).align = 1
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16, types.intp), code
@@ -170,7 +172,7 @@ def load_nibbles(typing: Any, array: Any, at: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         eight = ir.VectorType(I8, LANES // 2)
-        packed = _read(builder, _address(context, builder, signature.args[0], args[0], args[1], eight))
+        packed = read(builder, address(context, builder, signature.args[0], args[0], args[1], eight))
         low = builder.and_(packed, ir.Constant(eight, [15] * 8))
         high = builder.lshr(packed, ir.Constant(eight, [4] * 8))
         order = [lane // 2 + lane % 2 * 8 for lane in range(LANES)]
@@ -190,7 +192,7 @@ def store_nibbles(typing: Any, array: Any, at: Any, value: Any) -> Any:
             builder.shuffle_vector(bytes_, bytes_, ir.Constant(eight, list(range(first, LANES, 2)))) for first in (0, 1)
         )
         packed = builder.or_(low, builder.shl(high, ir.Constant(high.type, [4] * 8)))
-        builder.store(packed, _address(context, builder, signature.args[0], args[0], args[1], packed.type)).align = 1
+        builder.store(packed, address(context, builder, signature.args[0], args[0], args[1], packed.type)).align = 1
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16), code
@@ -222,7 +224,7 @@ def bfloat_bits(typing: Any, number: Any) -> Any:
 @intrinsic
 def splat(typing: Any, number: Any) -> Any:
     """Sixteen times the same float32."""
-    return f32x16(types.float32), lambda context, builder, signature, args: _splat(builder, args[0], FLOATS)
+    return f32x16(types.float32), lambda context, builder, signature, args: repeat(builder, args[0], FLOATS)
 
 
 def _binary(name: str) -> Callable[..., Any]:
@@ -257,7 +259,7 @@ def _function(name: str, count: int) -> Callable[..., Any]:
     parameters = ", ".join("abc"[:count])
 
     def typer(typing: Any, *kinds: Any) -> Any:
-        return f32x16(*[f32x16] * count), lambda context, builder, signature, args: _call(builder, name, FLOATS, *args)
+        return f32x16(*[f32x16] * count), lambda context, builder, signature, args: call(builder, name, FLOATS, *args)
 
     namespace: dict[str, Any] = {"typer": typer}
     exec(f"def made(typing, {parameters}): return typer(typing, {parameters})", namespace)  # numba counts parameters
@@ -303,7 +305,7 @@ def _extreme(name: str) -> Callable[..., Any]:
     def extreme(typing: Any, vector: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def join(a: Any, b: Any) -> Any:
-                return _call(builder, f"llvm.{name}.v{a.type.count}f32", a.type, a, b)
+                return call(builder, f"llvm.{name}.v{a.type.count}f32", a.type, a, b)
 
             return builder.extract_element(_fold(builder, args[0], join), ir.Constant(I32, 0))
 
@@ -328,10 +330,10 @@ def transpose(typing: Any, array: Any, source: Any, source_row: Any, out: Any, t
         array, source, source_row, out, target = args
 
         def at(index: Any) -> Any:
-            return _address(context, builder, signature.args[0], array, index, FLOATS)
+            return address(context, builder, signature.args[0], array, index, FLOATS)
 
         rows = [
-            _read(builder, at(builder.add(source, builder.mul(source_row, ir.Constant(I64, j))))) for j in range(LANES)
+            read(builder, at(builder.add(source, builder.mul(source_row, ir.Constant(I64, j))))) for j in range(LANES)
         ]
         distance = LANES // 2
         while distance:
@@ -344,7 +346,7 @@ def transpose(typing: Any, array: Any, source: Any, source_row: Any, out: Any, t
             distance //= 2
         for i, row in enumerate(rows):
             to = builder.add(target, ir.Constant(I64, LANES * i))
-            builder.store(row, _address(context, builder, signature.args[3], out, to, FLOATS)).align = 1
+            builder.store(row, address(context, builder, signature.args[3], out, to, FLOATS)).align = 1
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, out, types.intp), code
@@ -367,7 +369,7 @@ def _zero_below(typing: Any, value: Any, x: Any, limit: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value, x, limit = args
-        below = builder.fcmp_ordered("<", x, _splat(builder, limit, FLOATS))
+        below = builder.fcmp_ordered("<", x, repeat(builder, limit, FLOATS))
         return builder.select(below, ir.Constant(FLOATS, [0.0] * LANES), value)
 
     return f32x16(f32x16, f32x16, types.float32), code
@@ -400,7 +402,7 @@ def has_byte_products() -> bool:
     return bool(binding.get_host_cpu_features().get("avx512vnni"))
 
 
-def _tile_loop(
+def loop_in_registers(
     builder: ir.IRBuilder,
     count: Any,
     start: list[Any],
@@ -468,14 +470,14 @@ def tile(
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             offset = builder.mul(k, step)
-            weights = [_floats_at(builder, builder.gep(q, [offset]), w.dtype) for q in matrix]
-            numbers = [_splat(builder, builder.load(builder.gep(q, [k])), FLOATS) for q in tokens]
+            weights = [floats_at(builder, builder.gep(q, [offset]), w.dtype) for q in matrix]
+            numbers = [repeat(builder, builder.load(builder.gep(q, [k])), FLOATS) for q in tokens]
             factors = [(a, b) for a in weights for b in numbers]
-            return [_call(builder, "llvm.fma.v16f32", FLOATS, a, b, s) for (a, b), s in zip(factors, sums, strict=True)]
+            return [call(builder, "llvm.fma.v16f32", FLOATS, a, b, s) for (a, b), s in zip(factors, sums, strict=True)]
 
         zero = ir.Constant(FLOATS, [0.0] * LANES)
-        start = [_read(builder, pointer) if goes_on else zero for pointer in out]
-        for value, pointer in zip(_tile_loop(builder, length, start, body), out, strict=True):
+        start = [read(builder, pointer) if goes_on else zero for pointer in out]
+        for value, pointer in zip(loop_in_registers(builder, length, start, body), out, strict=True):
             builder.store(value, pointer).align = 1
         return context.get_dummy_value()
 
@@ -515,27 +517,27 @@ def tile_bytes(
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             offset = builder.mul(k, ir.Constant(I64, 4 * LANES))
-            weights = [_read(builder, builder.bitcast(builder.gep(q, [offset]), INTS.as_pointer())) for q in matrix]
-            numbers = [_splat(builder, _read(builder, builder.gep(q, [k])), INTS) for q in tokens]
+            weights = [read(builder, builder.bitcast(builder.gep(q, [offset]), INTS.as_pointer())) for q in matrix]
+            numbers = [repeat(builder, read(builder, builder.gep(q, [k])), INTS) for q in tokens]
             factors = [(a, b) for a in weights for b in numbers]
-            return [_add_products(builder, s, a, b) for (a, b), s in zip(factors, sums, strict=True)]
+            return [add_products(builder, s, a, b) for (a, b), s in zip(factors, sums, strict=True)]
 
         zero = ir.Constant(INTS, [0] * LANES)
-        for value, pointer in zip(_tile_loop(builder, length, [zero] * (n * m), body), out, strict=True):
+        for value, pointer in zip(loop_in_registers(builder, length, [zero] * (n * m), body), out, strict=True):
             builder.store(value, pointer).align = 1
         return context.get_dummy_value()
 
     return signature, code
 
 
-def _add_products(builder: ir.IRBuilder, sums: Any, weights: Any, numbers: Any) -> Any:
-    """sums + the four products of each lane; a lane of `numbers` is four unsigned bytes, of `weights` four signed."""
+def add_products(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
+    """sums + the four products of each lane: a lane of `signed` is four signed bytes, of `unsigned` four unsigned."""
     if has_byte_products():
-        return _call(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, sums, numbers, weights)
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, sums, unsigned, signed)
     shift = ir.Constant(INTS, [24] * LANES)
     for left in (24, 16, 8, 0):
         by = ir.Constant(INTS, [left] * LANES)
-        weight = builder.ashr(builder.shl(weights, by), shift)
-        number = builder.lshr(builder.shl(numbers, by), shift)
-        sums = builder.add(sums, builder.mul(weight, number))
+        a = builder.ashr(builder.shl(signed, by), shift)
+        b = builder.lshr(builder.shl(unsigned, by), shift)
+        sums = builder.add(sums, builder.mul(a, b))
     return sums

@@ -12,8 +12,9 @@ from numba.extending import overload
 
 from minillm.ops.cpu.attention import attend, scratch_size
 from minillm.ops.cpu.compiled import OPTIONS, entry_point
-from minillm.ops.cpu.norms import rms_norm, rotate, round_row, silu_gate
-from minillm.ops.cpu.panels import NONE, OUTPUTS, SUMS_SIZE, multiply
+from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
+from minillm.ops.cpu.panels import COLUMNS, NONE, OUTPUTS, SUMS_SIZE, multiply
+from minillm.ops.cpu.rounding import round_row
 from minillm.ops.cpu.rows import write_row
 from minillm.ops.cpu.simd import LANES, load, stay_whole, store
 from minillm.ops.cpu.simd import number as number_at
@@ -67,8 +68,9 @@ def forward(
     for layer in range(dims[LAYERS]):
         fields, first = layers[layer], 4 * layer
         normalise(
-            number, size, w, n, hidden, vectors, fields[INPUT_NORM], eps, scratch, x_at, normed_at, codes, scales_at
-        )
+            number, size, w, matrices[first + QKV], n, vectors, fields[INPUT_NORM], eps, scratch, x_at, normed_at,
+            codes, scales_at,
+        )  # fmt: skip
         meet(sync, size)
         begin, end = share(heads_row // LANES, number, size)
         multiply(
@@ -94,7 +96,7 @@ def forward(
                     copy(scratch, x_at + wanted[i] * hidden, scratch, x_at + i * hidden, hidden)
                     copy(scratch, attended_at + wanted[i] * q_size, scratch, attended_at + i * q_size, q_size)
             meet(sync, size)
-        round_rows(w, number, size, n, scratch, attended_at, q_size, codes, scales_at, sync)
+        round_rows(w, number, size, matrices[first + OUT], n, vectors, scratch, attended_at, codes, scales_at, sync)
         begin, end = share(hidden // LANES, number, size)
         multiply(
             w, matrices[first + OUT], vectors, scratch, attended_at, codes, scales_at, n, begin, end,
@@ -102,8 +104,9 @@ def forward(
         )  # fmt: skip
         meet(sync, size)
         normalise(
-            number, size, w, n, hidden, vectors, fields[POST_NORM], eps, scratch, x_at, normed_at, codes, scales_at
-        )
+            number, size, w, matrices[first + GATE_UP], n, vectors, fields[POST_NORM], eps, scratch, x_at, normed_at,
+            codes, scales_at,
+        )  # fmt: skip
         meet(sync, size)
         begin, end = share(inter // LANES, number, size)
         for half in range(2):
@@ -116,16 +119,16 @@ def forward(
             at, column, many = gate_up_at + i * 2 * inter, begin * LANES, (end - begin) * LANES
             silu_gate(scratch, at + column, at + inter + column, many, scratch, gated_at + i * inter + column)
         meet(sync, size)
-        round_rows(w, number, size, n, scratch, gated_at, inter, codes, scales_at, sync)
+        round_rows(w, number, size, matrices[first + DOWN], n, vectors, scratch, gated_at, codes, scales_at, sync)
         begin, end = share(hidden // LANES, number, size)
         multiply(
             w, matrices[first + DOWN], vectors, scratch, gated_at, codes, scales_at, n, begin, end,
             scratch, x_at, hidden, True, own_at,
         )  # fmt: skip
         meet(sync, size)
-    normalise(number, size, head, n, hidden, vectors, dims[FINAL_NORM], eps, scratch, x_at, normed_at, codes, scales_at)
-    meet(sync, size)
     matrix = matrices[4 * dims[LAYERS]]
+    normalise(number, size, head, matrix, n, vectors, dims[FINAL_NORM], eps, scratch, x_at, normed_at, codes, scales_at)
+    meet(sync, size)
     begin, end = share(matrix[OUTPUTS] // LANES, number, size)
     multiply(
         head, matrix, vectors, scratch, normed_at, codes, scales_at, n, begin, end,
@@ -135,12 +138,13 @@ def forward(
 
 
 @njit(**OPTIONS)
-def normalise(number, size, w, n, hidden, vectors, norm, eps, scratch, x_at, normed_at, codes, scales_at):
-    """RMSNorm of this thread's rows, made ready to be multiplied by `w`."""
+def normalise(number, size, w, matrix, n, vectors, norm, eps, scratch, x_at, normed_at, codes, scales_at):
+    """RMSNorm of this thread's rows, made ready to be multiplied by `matrix`."""
+    hidden = matrix[COLUMNS]
     for i in range(number, n, size):
         at = normed_at + i * hidden
         rms_norm(scratch, x_at + i * hidden, hidden, vectors, norm, eps, scratch, at)
-        round_row(w, scratch, at, hidden, codes, i, scratch, scales_at + i)
+        round_row(w, matrix, vectors, scratch, at, codes, i, scratch, scales_at + i)
 
 
 @njit(**OPTIONS)
@@ -192,19 +196,20 @@ def embed(embedding, head, dims, token, out, at):
             store(out, at + i, load(embedding, token * hidden + i))
 
 
-def round_rows(w, number, size, n, scratch, x_at, columns, codes, scales_at, sync):
-    """For weights that are multiplied byte by byte: round `n` rows together, and meet. Else nothing."""
+def round_rows(w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync):
+    """For weights whose inputs have to be made ready (see `round_row`): do so with `n` rows together, and meet. Else
+    nothing."""
     raise NotImplementedError
 
 
 @overload(round_rows, jit_options=OPTIONS)
-def _typed_round_rows(w, number, size, n, scratch, x_at, columns, codes, scales_at, sync):
-    if w.dtype not in (types.uint8, types.boolean):
-        return lambda w, number, size, n, scratch, x_at, columns, codes, scales_at, sync: None
+def _typed_round_rows(w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync):
+    if w.dtype not in (types.uint8, types.boolean, types.uint32, types.int32):
+        return lambda w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync: None
 
-    def together(w, number, size, n, scratch, x_at, columns, codes, scales_at, sync):
+    def together(w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync):
         for i in range(number, n, size):
-            round_row(w, scratch, x_at + i * columns, columns, codes, i, scratch, scales_at + i)
+            round_row(w, matrix, vectors, scratch, x_at + i * matrix[COLUMNS], codes, i, scratch, scales_at + i)
         meet(sync, size)
 
     return together

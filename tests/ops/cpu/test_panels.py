@@ -8,8 +8,11 @@ import torch
 
 from minillm.ops.cpu.panels import (
     BIAS,
+    COLUMNS,
     MATRIX_FIELDS,
     NONE,
+    OUTPUTS,
+    PANEL,
     SCALES,
     SUMS,
     SUMS_SIZE,
@@ -40,8 +43,8 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
     outputs, columns = weight.shape
     padded = -(-outputs // LANES) * LANES
     vectors: list[np.ndarray] = []
-    matrix = np.array([0, columns, padded, NONE, NONE, NONE], np.int64)
-    assert len(matrix) == MATRIX_FIELDS
+    matrix = np.full(MATRIX_FIELDS, NONE, np.int64)
+    matrix[[PANEL, COLUMNS, OUTPUTS]] = 0, columns, padded
 
     def keep(field: int, values: np.ndarray) -> None:
         matrix[field] = sum(map(len, vectors))

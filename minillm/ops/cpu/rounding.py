@@ -1,0 +1,128 @@
+"""Activations made ready for the weights they meet: rounded to bytes where those are multiplied as bytes.
+
+A row x becomes whole numbers, one unit of which stands for a step of max|x| / 127 or, in two bytes, of
+max|x| / 32 639; so no number is off by more than half a step. As the norms, this moves only what is near.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.nibbles import row_size, store_whole
+from minillm.ops.cpu.panels import BYTE, COLUMNS, GROUP, INPUTS, NONE
+from minillm.ops.cpu.simd import (
+    LANES,
+    absolute,
+    fma,
+    largest,
+    load,
+    maximum,
+    rint,
+    splat,
+    store,
+    store_bytes,
+    total,
+)
+
+ZERO, LARGEST, TINY = np.float32(0), np.float32(127), np.finfo(np.float32).tiny
+MIDDLE = 128
+"""What makes a signed byte unsigned."""
+PER_BYTE, UPWARDS = np.float32(1 / 256), np.float32(1 / 512)
+LARGEST_OF_TWO = np.float32(127 * 256 + 127)
+"""The largest number whose two bytes are signed both. `UPWARDS`: halves go up, so that the second is at most 127."""
+
+
+def round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
+    """Make the numbers at `x[x_at]` ready to be multiplied by `matrix`, as row `row`.
+
+    For weights `w` that are multiplied as bytes: the codes and their scale. `PAIRED` ones take a byte per number, moved
+    up by 128; `TWICE_PAIRED` two, in rows 2 · `row` and the next: code = 256 · first + second, both moved up by 128;
+    `NIBBLES` two signed ones and sums (see `nibbles.row_size`). For nibbles of either kind x is first multiplied, in
+    place, by the matrix' input scales, if it has such. For other weights nothing.
+    """
+    raise NotImplementedError
+
+
+@njit(**OPTIONS)
+def _step(x, x_at, size, most, scales, scale_at):
+    """What one unit of the codes stands for, if the largest of them is `most`."""
+    high = absolute(load(x, x_at))
+    for i in range(LANES, size, LANES):
+        high = maximum(high, absolute(load(x, x_at + i)))
+    step = largest(high) / most
+    step = TINY if step < TINY else step
+    scales[scale_at] = step
+    return splat(step)
+
+
+@njit(**OPTIONS)
+def _first_byte(code):
+    """The first of the two bytes of codes."""
+    return rint(fma(code, splat(PER_BYTE), splat(UPWARDS)))
+
+
+@njit(**OPTIONS)
+def _in_one(x, x_at, size, codes, row, scales, scale_at):
+    step, at = _step(x, x_at, size, LARGEST, scales, scale_at), row * size
+    for i in range(0, size, LANES):
+        store_bytes(codes, at + i, rint(load(x, x_at + i) / step), MIDDLE)
+
+
+@njit(**OPTIONS)
+def _in_two(x, x_at, size, codes, row, scales, scale_at):
+    step, at = _step(x, x_at, size, LARGEST_OF_TWO, scales, scale_at), 2 * row * size
+    for i in range(0, size, LANES):
+        code = rint(load(x, x_at + i) / step)
+        first = _first_byte(code)
+        store_bytes(codes, at + i, first, MIDDLE)
+        store_bytes(codes, at + size + i, fma(first, splat(-BYTE), code), MIDDLE)
+
+
+@njit(**OPTIONS)
+def _in_two_with_sums(x, x_at, size, group, codes, row, scales, scale_at):
+    step, at = _step(x, x_at, size, LARGEST_OF_TWO, scales, scale_at), row * row_size(size, group)
+    sum_at = at + 2 * size
+    for begin in range(0, size, group):
+        firsts = seconds = splat(ZERO)  # apart, so that sums of many are whole numbers still
+        for i in range(begin, min(begin + group, size), LANES):
+            code = rint(load(x, x_at + i) / step)
+            first = _first_byte(code)
+            second = fma(first, splat(-BYTE), code)
+            store_bytes(codes, at + i, first, 0)
+            store_bytes(codes, at + size + i, second, 0)
+            firsts, seconds = firsts + first, seconds + second
+        store_whole(codes, sum_at, 256 * int(total(firsts)) + int(total(seconds)))
+        sum_at += 4
+
+
+@njit(**OPTIONS)
+def _scale_inputs(matrix, vectors, x, x_at):
+    """AWQ: x · input scales, in place."""
+    if matrix[INPUTS] != NONE:
+        for i in range(0, matrix[COLUMNS], LANES):
+            store(x, x_at + i, load(x, x_at + i) * load(vectors, matrix[INPUTS] + i))
+
+
+@overload(round_row, jit_options=OPTIONS)
+def _typed_round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
+    if w.dtype == types.uint8:
+        return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _in_one(
+            x, x_at, matrix[COLUMNS], codes, row, scales, scale_at
+        )
+    if w.dtype == types.boolean:
+        return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _in_two(
+            x, x_at, matrix[COLUMNS], codes, row, scales, scale_at
+        )
+    if w.dtype == types.uint32:
+
+        def ready(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
+            _scale_inputs(matrix, vectors, x, x_at)
+            _in_two_with_sums(x, x_at, matrix[COLUMNS], matrix[GROUP], codes, row, scales, scale_at)
+
+        return ready
+    if w.dtype == types.int32:
+        return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _scale_inputs(matrix, vectors, x, x_at)
+    return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: None
