@@ -52,7 +52,7 @@ SEED = 0
 ROUNDS = 5
 DRAFTING = 3
 """Most requests that are there while anybody drafts: verifying for more of them costs more than it saves."""
-NUM_DRAFTS, MOST_LOOKED_UP = 3, 8
+NUM_DRAFTS = 3
 
 PADDED, GENERATE_BATCH = "transformers padded batch", "transformers generate_batch"
 STATIC, CONTINUOUS, VLLM = "minillm static", "minillm continuous", "vLLM CPU"
@@ -192,7 +192,7 @@ def _minillm(model: str, seats: int, name: str) -> tuple[Run, Extra]:
             "disable_by_batch_size": DRAFTING,
         }
     elif name.endswith(SUFFIX):
-        options["speculative_config"] = {**LOOKING_BACK["suffix"], "num_speculative_tokens": MOST_LOOKED_UP}
+        options["speculative_config"] = LOOKING_BACK["suffix"]
     elif name.split()[-1] in QUANTIZED:
         options["quantization"] = name.split()[-1]
     llm = LLM(model, dtype="float32", device="cpu", enable_prefix_caching=False, **options)

@@ -38,16 +38,16 @@ BUNDLED: dict[str, tuple[str, ...]] = {
     "llama.cpp Q8_0": (FP32, "llama.cpp f32"),
     "minillm eager fp32": (FP32,),
     "minillm fp32": (FP32, COMPILED, "minillm eager fp32", "llama.cpp f32"),
-    "minillm int8": (FP32, "minillm fp32", "llama.cpp Q8_0"),
-    "minillm w8a8": (FP32, "minillm fp32", "llama.cpp Q8_0"),
-    "minillm int4": (FP32, "minillm int8"),
     "minillm fp32 + draft": ("minillm fp32", FP32, ASSISTED),
-    "minillm int8 + draft": ("minillm int8", FP32, ASSISTED),
-    "minillm w8a8 + draft": ("minillm w8a8", FP32, ASSISTED),
     "minillm fp32 + suffix": ("minillm fp32", FP32, ASSISTED),
+    "minillm int8": (FP32, "minillm fp32", "llama.cpp Q8_0"),
+    "minillm int8 + draft": ("minillm int8", FP32, ASSISTED),
     "minillm int8 + ngram": ("minillm int8", FP32, ASSISTED),
     "minillm int8 + suffix": ("minillm int8", FP32, ASSISTED),
+    "minillm w8a8": (FP32, "minillm fp32", "llama.cpp Q8_0"),
+    "minillm w8a8 + draft": ("minillm w8a8", FP32, ASSISTED),
     "minillm w8a8 + suffix": ("minillm w8a8", FP32, ASSISTED),
+    "minillm int4": (FP32, "minillm int8"),
 }
 """System → what it is compared with, a row for each."""
 BF16 = "transformers bf16"

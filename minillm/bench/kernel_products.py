@@ -27,12 +27,14 @@ from minillm.bench.kernel_cases import (
     Setting,
     from_dispatch,
 )
-from minillm.ops.cpu.panels import MATRIX_FIELDS, NONE, SCALES, SUMS, SUMS_SIZE, pack, pack_pairs
+from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, NIBBLES, pack_nibbles, row_size
+from minillm.ops.cpu.panels import GROUP, MATRIX_FIELDS, NONE, SCALES, SUMS, SUMS_SIZE, pack, pack_pairs
 from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, TWICE_PAIRED, has_byte_products
 from minillm.ops.linear import PACKED_ROWS, Linear
 from minillm.quantization.base import Scheme
 from minillm.quantization.int4 import Int4
 from minillm.quantization.int8 import Int8
+from minillm.quantization.packing import unpack
 from minillm.quantization.w8a8 import W8A8, integer_product, quantize_rows
 
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -77,7 +79,7 @@ class Weights:
         for module in self.modules:  # packs its weight at the first product for which that pays
             module(s.random(PACKED_ROWS, self.columns))
         self.wide_bytes = self.num_bytes if wide is None else wide.nbytes
-        self.panels = self._panels() if s.on_cpu and kind != "int4_linear" else None
+        self.panels = self._panels() if s.on_cpu else None
 
     def _panels(self) -> tuple[Any, Any, Any]:
         """The panels of all copies, a line for each, and the vectors: as the CPU executor packs them."""
@@ -89,6 +91,8 @@ class Weights:
             bits = {2: torch.int16, 4: torch.float32}[weight.itemsize]
             view = weight.view(bits).numpy()
             panels = pack(view.view({"float32": np.float32, "float16": HALF, "bfloat16": BFLOAT}[self.kind]))
+        elif isinstance(self.scheme, Int4):
+            panels, line[GROUP] = self._pack_groups(self.scheme), self.scheme.group_size
         else:
             codes, scales = self.tensors["qweight"].numpy(), self.tensors["scales"].numpy()
             panels = self._pack_codes(codes)
@@ -104,6 +108,14 @@ class Weights:
         if self.kind == "w8a8_linear":
             return pack_pairs(codes)
         return pack_pairs(codes, TWICE_PAIRED) if has_byte_products() else pack(codes)
+
+    def _pack_groups(self, scheme: Int4) -> Any:
+        """INT4 codes with what belongs to their groups, as the executor lays them out."""
+        scales = self.tensors["scales"]
+        codes = unpack(self.tensors["qweight"], scheme.bits, self.columns).numpy()
+        zeros = unpack(self.tensors["qzeros"], scheme.bits, scales.shape[1]).numpy()
+        kind = NIBBLES if has_byte_products() else FLOAT_NIBBLES
+        return pack_nibbles(codes, scales.numpy(), zeros, scheme.group_size, kind)
 
 
 def _case(s: Setting, kind: str, tokens: int, made: list[Weights]) -> Case:
@@ -163,12 +175,14 @@ def _compiled(w: Weights, x: Tensor) -> Implementation:
     rows, outputs = len(x), int(lines[0, 2])
     room = np.zeros(rows + SUMS_SIZE + LANES, np.float32)
     scratch = np.concatenate([x.numpy().reshape(-1), room])
-    codes, out = np.zeros(2 * x.numel(), np.uint8), np.empty((rows, outputs), np.float32)
+    columns, group = w.columns, int(lines[0, GROUP])
+    row_bytes = 2 * columns if group == NONE else row_size.py_func(columns, group)
+    codes, out = np.zeros(rows * row_bytes, np.uint8), np.empty((rows, outputs), np.float32)
 
     def loop(count: int, first: int, copies: int) -> None:
         kernels_cpu.multiply_loop(count, first, copies, panels, lines, vectors, scratch, codes, rows, out.reshape(-1))
 
-    limit = TWO_BYTES if panels.dtype == TWICE_PAIRED else None
+    limit = TWO_BYTES if panels.dtype in (TWICE_PAIRED, NIBBLES) else None
     return Implementation(loop=loop, result=lambda: torch.from_numpy(out[:, : w.outputs]), limit=limit)
 
 

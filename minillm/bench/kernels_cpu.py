@@ -22,7 +22,7 @@ def multiply_loop(count, first, copies, w, matrices, vectors, scratch, codes, ro
     """A linear layer over panels, for weights of whole numbers with the rounding of its inputs.
 
     `matrices`: one line for each copy (see `panels`). `scratch`: x, a scale for each row, room for sums. `codes`: two
-    bytes for each number of x, should they be wanted.
+    bytes for each number of x and what `nibbles.row_size` asks for beside them, should they be wanted.
     """
     for i in range(count):
         matrix = matrices[(first + i) % copies]

@@ -13,7 +13,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTIZED = ("int8", "w8a8", "int4")
 LOOKING_BACK: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4},
-    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0, "num_speculative_tokens": 8},
 }
 """Ways of drafting without a model, as benchmarks use them. Nothing is kept of earlier requests: they come again."""
 
