@@ -18,7 +18,7 @@
 # when an editor asks again in the same file. Everything counts: tokens from text, waiting, the prompt, the new tokens,
 # Python, text from tokens.
 #
-# You start with plain PyTorch and go round one loop five times: **predict** where the time goes, **measure** it, find
+# You start with plain PyTorch and go round one loop six times: **predict** where the time goes, **measure** it, find
 # the largest part, do something about it, measure again. Most of the lessons before this one come back as one bar of a
 # picture. One thing will not help at all, and one will help less than you think.
 #
@@ -497,7 +497,7 @@ for label, taken in times.items():
 #
 # ### Step 3: the compiled step
 #
-# `minillm/ops/cpu/` is that function: all layers of the decoder in one call, some sixteen hundred lines with their comments, no C
+# `minillm/ops/cpu/` is that function: all layers of the decoder in one call, some two thousand lines with their comments, no C
 # compiler. You have written its innermost loop. What it adds:
 #
 # * **Tiles.** Your loop has one sum in flight, and every multiply-add waits for the one before it. The real one keeps a
@@ -709,18 +709,45 @@ print("tokens with drafts are those without:", exact)
 # acceptance above was counted on other prompts.
 #
 # Speculation is at its best with a target that is slow per step and short of bytes, and a draft that is cheap beside it:
-# a model a hundred times this size. Here it is the smallest step of all; with more drafts than your function chose it is
-# smaller still, and behind plain W8A8 if the text is less predictable than this.
+# a model a hundred times this size. Here a draft model is the smallest step of all; with more drafts than your function
+# chose it is smaller still, and behind plain W8A8 if the text is less predictable than this.
+#
+# ### Step 6: guesses that cost nothing
+#
+# The reasons name the cure: a drafter that has no prompt to read and no c. Code repeats itself, so look for the last few
+# tokens earlier in the text, and guess that what followed them then follows now (`"method": "ngram"`). That is a search of
+# some microseconds. **Predict**: asked for c = 0, would your function draft more tokens than before, or fewer?
+
+# %% tags=["nbval-ignore-output"]
+lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4}
+contest["W8A8 + n-gram"] = LLM(name, quantization="w8a8", speculative_config=lookup, **options)
+del contest["compiled step + draft"]
+print(f"W8A8, best number of drafts at c = {c:.2f}: {plan['W8A8']}, at c = 0: {my_gamma(acceptance, 0.0, v)}")
+seconds = race(contest, rounds=7)
+looked_up = [
+    Latency(label, seconds[label], None if label == "W8A8" else "W8A8") for label in contest if "W8A8" in label
+]
+LatencyWaterfall("Step 6: guesses looked up in the text", looked_up)
+
+# %%
+a, b = (contest[each].generate(prompt, params, use_tqdm=False)[0].outputs[0] for each in ("W8A8", "W8A8 + n-gram"))
+print("tokens with n-grams are those without:", a.token_ids == b.token_ids)
+
+# %% [markdown]
+# The orange part is nearly gone, and the green one is longer than with the draft model: there are fewer guesses, and they are
+# right less often. Where the text is new there is none, the step is a plain one, and nothing is lost. What a wrong guess
+# costs is v: it has been judged. So this lives on repetition, and of that this completion has plenty. On text that never
+# repeats itself it gives nothing, where a draft model goes on guessing.
 #
 # ## Measure
 #
-# All of it in turn, cold, and one warm run of the fastest.
+# All of it in turn, cold, and one warm run of plain W8A8.
 
-# %% tags=["expected", "nbval-ignore-output"] alt="A bar for each way, cold: plain PyTorch and INT8 weights far over 100 ms, INT8 the longest; the compiled step well below plain; W8A8 well under the line; with a draft a little shorter; warm the shortest, nearly without a prompt."
-del contest["compiled step + draft"]
+# %% tags=["expected", "nbval-ignore-output"] alt="A bar for each way, cold: plain PyTorch and INT8 weights far over 100 ms, INT8 the longest; the compiled step well below plain; W8A8 well under the line; with a draft or with n-grams a little shorter; warm the shortest, nearly without a prompt."
 everyone = {"plain PyTorch": plain, **contest, "W8A8, warm": w8a8}
 seconds = race(everyone, warm=("W8A8, warm",), rounds=7)
-before = {"compiled step": "plain PyTorch", "W8A8": "compiled step", "W8A8 + draft": "W8A8", "W8A8, warm": "W8A8"}
+before = {"compiled step": "plain PyTorch", "W8A8": "compiled step"}
+before |= dict.fromkeys(("W8A8 + draft", "W8A8 + n-gram", "W8A8, warm"), "W8A8")
 rows = [
     Latency("plain PyTorch", seconds["plain PyTorch"]),
     int8_row,
@@ -820,8 +847,8 @@ print("no text                    ", checks(w8a8, silent))
 #
 # **Papers.** Goto and van de Geijn 2008, *Anatomy of High-Performance Matrix Multiplication*. Williams, Waterman and
 # Patterson 2009, *Roofline*. Dettmers et al. 2022, *LLM.int8()*. Leviathan et al. 2023, *Fast Inference from Transformers
-# via Speculative Decoding*. Amdahl 1967, *Validity of the Single Processor Approach*. Miller 1968, *Response Time in
-# Man-Computer Conversational Transactions* (where the tenth of a second comes from).
+# via Speculative Decoding*. Saxena 2023, *Prompt Lookup Decoding*. Amdahl 1967, *Validity of the Single Processor Approach*.
+# Miller 1968, *Response Time in Man-Computer Conversational Transactions* (where the tenth of a second comes from).
 #
 # **Claims, and what is so.**
 #
@@ -829,7 +856,7 @@ print("no text                    ", checks(w8a8, silent))
 # |---|---|---|
 # | sub-100 ms inference | says nothing without tokens, prompt, cold or warm, and machine; here all four are said | the whole lesson |
 # | INT8 weights make inference faster | only where they are converted inside the product; in eager PyTorch on a CPU they make it slower | Step 2 |
-# | speculation gives 2 to 2.8× | it depends on c, v, acceptance and the draft's own prefill; here it gave little or nothing for the whole completion | Step 5 |
+# | speculation gives 2 to 2.8× | it depends on c, v, acceptance and the draft's own prefill; here it gave little or nothing for the whole completion | Steps 5 and 6 |
 # | kernels are what is slow in Python | a faster product inside 500 calls changed little; fewer calls changed a lot | Step 3 |
 #
 # ## Recap
@@ -838,7 +865,8 @@ print("no text                    ", checks(w8a8, silent))
 # 2. Each part is short of something else: the prompt of arithmetic, a token of bytes, a small model of calls.
 # 3. A prefix cache removes the prompt, where it was there before; a compiled step removes the calls; narrow weights the
 #    bytes, if they are widened inside the loop; W8A8 makes the arithmetic itself cheaper, and is lossy.
-# 4. Speculation has a price list (c, v, acceptance, the draft's prefill). Read it before buying.
+# 4. Speculation has a price list (c, v, acceptance, the draft's prefill). Read it before buying; a guess that is looked up
+#    has no c and no prefill.
 # 5. After each step something else is largest. Stop when the floor is near, not when the number is pretty.
 #
 # **Next:** lesson 16 leaves the one machine.
