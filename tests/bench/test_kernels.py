@@ -92,7 +92,7 @@ def test_every_implementation_gives_what_the_reference_gives(cases: list[Case]) 
                 assert kernels.relative_error(way.once(), right) <= (way.limit or 1e-5), (case.name, name)
             compiled |= {case.op} if COMPILED in case.ways else set()
     assert compiled == {
-        *("linear", "int8_linear", "w8a8_linear", "paged_attention", "store_kv"),
+        *("linear", "int8_linear", "w8a8_linear", "int4_linear", "paged_attention", "store_kv"),
         *("rms_norm", "rope", "silu_gate", "argmax"),
     }
 
@@ -111,7 +111,7 @@ def test_what_comes_from_memory_is_twice_the_last_cache_or_is_not_called_cold(ca
 
 def test_each_copy_of_the_weights_is_read_in_its_turn() -> None:
     with torch.no_grad():
-        for kind in ("float32", "int8_linear", "w8a8_linear"):
+        for kind in ("float32", "int8_linear", "w8a8_linear", "int4_linear"):
             weights = Weights(SETTING, kind)
             assert weights.panels is not None and weights.num_copies > 1
             panels, lines, _ = weights.panels
