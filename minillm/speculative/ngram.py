@@ -4,9 +4,9 @@ If the last n tokens have occurred before, guess that what followed them then fo
 costs a search through the request's own tokens and nothing else: a few microseconds, where a step takes hundreds.
 
 The longest n-gram of `prompt_lookup_max` down to `prompt_lookup_min` tokens that is found decides, and of its
-occurrences the latest: text repeats what it said last (in greedy text of the bundled target that is worth a tenth more
-tokens per forward than the earliest, which vLLM takes). A draft may run into itself: where a loop of three tokens has
-been found, eight drafts go round it.
+occurrences the latest: text repeats what it said last. A draft may run into itself: where a loop of three tokens has
+been found, eight drafts go round it. (vLLM takes the earliest, and ends where the text ends. In greedy text of the
+bundled target that is 7 to 8 % fewer tokens per forward, replayed with four drafts.)
 
 It wins where text repeats itself: edits, quotations, code with its names, loops of a small model. On new text it finds
 nothing, proposes nothing, and the step is a plain one.
