@@ -36,9 +36,8 @@ def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[s
         found["speculative_config"] = {
             "method": "draft_model",
             "model": draft,
-            "quantization": None
-            if words != precision
-            else "w8a8",  # lossless all the same: the target has the last word
+            # Lossless all the same: the target has the last word.
+            "quantization": "w8a8" if words == precision else None,
             "num_speculative_tokens": num_drafts,
         }
     elif method:
