@@ -14,6 +14,7 @@ from nbformat import NotebookNode
 
 import minillm
 from minillm.errors import LessonError
+from minillm.teaching.claim import RECORDING_VARIABLE
 from minillm.teaching.notebook import PREAMBLE_TAG, tags_of
 
 CELL_TIMEOUT_S = 300
@@ -65,7 +66,7 @@ def _environment() -> dict[str, str]:
     """This process's, with the very `minillm` that is building, and strict checks."""
     package = str(Path(minillm.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "MINILLM_STRICT": "1"}
+    return {**os.environ, "PYTHONPATH": path, "MINILLM_STRICT": "1", RECORDING_VARIABLE: "1"}
 
 
 def _where(notebook: NotebookNode, index: int) -> str:

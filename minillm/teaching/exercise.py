@@ -67,7 +67,8 @@ class Exercise:
         name: `"lNN.function_name"`; the learner's function is found by the part after the dot.
         reference: the right answer. It must not change its inputs, `in_place` ones excepted.
         cases: the cases, or a function making them (so that importing the module builds no tensors).
-        hints: exactly three, each more specific than the one before; the last nearly gives the line away.
+        hints: four, each more specific than the one before: where to look, which operation, the shape of the code with
+            the decisive part left out, the whole solution. (Three, without the third, in lessons not yet revised.)
         wrong: at least two planted mistakes, each told apart from the others by some case.
         compare: `(expected, got) -> None` if right, else a sentence that names the first difference. The default
             compares type, shape, dtype and values in this order, floats within `rtol=1e-4, atol=1e-5`.
@@ -82,7 +83,7 @@ class Exercise:
     name: str
     reference: Function
     cases: Sequence[Case] | Callable[[], Sequence[Case]]
-    hints: tuple[str, str, str]
+    hints: tuple[str, ...]
     wrong: tuple[WrongVersion, ...]
     compare: Compare = values_match
     diagnose: Callable[[Attempt], str | None] | None = None
@@ -93,8 +94,8 @@ class Exercise:
         lesson, _, function = self.name.partition(".")
         if not lesson.isidentifier() or not function.isidentifier():
             raise LessonError(f"exercise name {self.name!r}: write it as 'l02.append_kv' (lesson, dot, function name)")
-        if len(self.hints) != 3:
-            raise LessonError(f"exercise {self.name} has {len(self.hints)} hints; it needs exactly 3")
+        if len(self.hints) not in (3, 4):
+            raise LessonError(f"exercise {self.name} has {len(self.hints)} hints; it needs 4")
         unknown = [name for name in self.in_place if name not in self.parameters]
         if unknown:
             raise LessonError(f"exercise {self.name}: in_place names {unknown}; the parameters are {self.parameters}")

@@ -38,16 +38,17 @@ def check(name: str | Exercise, function: Function | None = None) -> None:
 
 
 def hint(name: str | Exercise, level: int = 1) -> None:
-    """Print hint 1, 2 or 3 of an exercise; each is more specific than the one before.
+    """Print hint 1, 2, 3 or 4 of an exercise; each is more specific than the one before, the last is the solution.
 
     Raises:
         UnknownExerciseError: no exercise has this name.
-        LessonError: `level` is not 1, 2 or 3.
+        LessonError: there is no such level.
     """
     exercise = find(name)
-    if level not in (1, 2, 3):
-        raise LessonError(f"hint level {level!r} of {exercise.name}: there are 1, 2 and 3; begin with 1")
-    print(f"Hint {level} of 3 for {exercise.name}: {exercise.hints[level - 1]}")
+    levels = range(1, len(exercise.hints) + 1)
+    if level not in levels:
+        raise LessonError(f"hint level {level!r} of {exercise.name}: there are 1 to {len(levels)}; begin with 1")
+    print(f"Hint {level} of {len(levels)} for {exercise.name}: {exercise.hints[level - 1]}")
 
 
 def use(name: str | Exercise, function: Function | None = None) -> Function:

@@ -265,7 +265,7 @@ def test_a_learners_own_dataclass_stands_in_for_the_references():
 def test_badly_written_exercises_are_refused(append_exercise):
     with pytest.raises(LessonError, match="lesson, dot, function name"):
         dataclasses.replace(append_exercise, name="append_rows")
-    with pytest.raises(LessonError, match="exactly 3"):
+    with pytest.raises(LessonError, match="it needs 4"):
         dataclasses.replace(append_exercise, hints=("one",))
     with pytest.raises(LessonError, match="in_place names"):
         dataclasses.replace(append_exercise, in_place=("cash",))

@@ -91,7 +91,7 @@ def test_hints_come_one_by_one(lesson_91, capsys):
     hint("l91.double")
     hint("l91.double", 3)
     assert capsys.readouterr().out == "Hint 1 of 3 for l91.double: h1\nHint 3 of 3 for l91.double: h3\n"
-    with pytest.raises(LessonError, match="there are 1, 2 and 3"):
+    with pytest.raises(LessonError, match="there are 1 to 3"):
         hint("l91.double", 4)
 
 

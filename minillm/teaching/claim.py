@@ -1,0 +1,36 @@
+"""A sentence of a lesson that its own numbers must bear out.
+
+A lesson says "twice as fast" or "fewer than half"; the cell that prints the numbers says it too, with the condition:
+
+    claim("Continuous batching needs fewer steps.", continuous.steps < static.steps)
+    claim("Decoding reads memory faster than prefill does.", decode_gbs > prefill_gbs, measured=True)
+
+What is counted is the same on every machine, so a sentence about counts that does not hold is an error everywhere. What
+is measured is not: there the sentence must hold where the solution is recorded (`minillm build`), and elsewhere the
+learner is told when their machine differs.
+"""
+
+from __future__ import annotations
+
+import os
+
+from minillm.errors import LessonError
+
+RECORDING_VARIABLE = "MINILLM_RECORDING"
+"""`1` while `minillm build` runs a solution and records its outputs."""
+
+
+def claim(sentence: str, holds: bool, measured: bool = False) -> None:
+    """Print `sentence` with a check mark if it `holds`.
+
+    With `measured`, a sentence that does not hold is printed as "Not so on this machine", unless the run is recorded.
+
+    Raises:
+        LessonError: the sentence is false, and it is about counts or the run is being recorded.
+    """
+    if holds:
+        print(f"✓ {sentence}")
+    elif measured and os.environ.get(RECORDING_VARIABLE) != "1":
+        print(f"Not so on this machine: {sentence}")
+    else:
+        raise LessonError(f"the lesson says {sentence!r}, and the numbers beside it say otherwise")
