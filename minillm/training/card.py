@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -60,11 +61,8 @@ def card(facts: Facts) -> str:
 
 
 def _recipe(recipe: Recipe) -> Facts:
-    """The recipe without a token budget that never bound."""
-    values = asdict(recipe)
-    if recipe.tokens == Recipe.tokens:
-        del values["tokens"]
-    return values
+    """The recipe without budgets that were not given."""
+    return {key: value for key, value in asdict(recipe).items() if value != math.inf}
 
 
 def _head(facts: Facts) -> str:
@@ -116,7 +114,7 @@ def _training(facts: Facts) -> str:
     corpus_tokens = facts["corpus"]["train"]["tokens"]
     rows = []
     for stage, run in facts["runs"].items():
-        passes = f"{run['tokens'] / corpus_tokens:.2f}" if stage == "pretraining" else "–"
+        passes = f"{run['tokens'] / corpus_tokens:.2f}" if stage in ("pretraining", "decay") else "–"
         machine = ", then ".join(
             f"{hw['cpu']} ({hw['threads']} of {hw['cores']} cores, PyTorch {hw['torch']})" for hw in run["hardware"]
         )
@@ -143,11 +141,15 @@ steps, compiling included, whatever else the machine was doing.
 
 
 def _recipe_words(recipe: Facts) -> str:
+    lengths = recipe["lengths"]
+    shares = [f"{lengths.count(length) / len(lengths):.0%} of {length:,}" for length in sorted(set(lengths))]
+    decay = recipe["decay_from"]
+    fate = "no decay" if decay >= 1 else f"linear decay to zero from {decay:.0%}"
     return (
-        f"{recipe['tokens_per_step']:,} tokens per step, rows of {recipe['short_length']} tokens and of "
-        f"{recipe['long_length']:,} from {recipe['long_from']:.0%} of the time, peak rates {recipe['muon_lr']:g} "
-        f"(Muon) and {recipe['adam_lr']:g} (AdamW), linear decay to zero from {recipe['decay_from']:.0%}"
-    )
+        f"{recipe['tokens_per_step']:,} tokens per step, rows of {lengths[0]:,} tokens"
+        if len(set(lengths)) == 1
+        else f"{recipe['tokens_per_step']:,} tokens per step, its rows in " + " and ".join(shares) + " tokens"
+    ) + f", peak rates {recipe['muon_lr']:g} (Muon) and {recipe['adam_lr']:g} (AdamW), {fate}"
 
 
 def _quality(facts: Facts) -> str:

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.training.data import Windows
+from minillm.training.data import Batches
 from minillm.training.tokenizer import END_OF_TEXT_ID
 
 PROMPT_LENGTH = 64
@@ -27,9 +27,9 @@ TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 class DenseCache:
     """Keys and values of rows of equal length, for a decoder that writes many rows at once."""
 
-    def __init__(self, config: ModelConfig, rows: int, length: int) -> None:
+    def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device | None = None) -> None:
         shape = (config.num_layers, rows, config.num_kv_heads, length, config.head_dim)
-        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        self.keys, self.values = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.rows = rows
         self.length = 0
         """Tokens per row before the present forward; the caller moves it on."""
@@ -43,7 +43,8 @@ class DenseCache:
         seen_k, seen_v = self.keys[layer, :, :, : new.stop], self.values[layer, :, :, : new.stop]
         # The query heads that share a KV head become further queries of it, so no key is copied per head.
         grouped = q.unflatten(1, (-1, groups)).flatten(2, 3)
-        sees = None if n == 1 else torch.ones(n, new.stop, dtype=torch.bool).tril(self.length).repeat(groups, 1)
+        seen = torch.ones(n, new.stop, dtype=torch.bool, device=q.device).tril(self.length)
+        sees = None if n == 1 else seen.repeat(groups, 1)
         out = F.scaled_dot_product_attention(grouped, seen_k, seen_v, attn_mask=sees)
         return out.unflatten(2, (groups, n)).flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
@@ -56,19 +57,21 @@ def continue_rows(model: Decoder, prompts: Tensor, length: int, temperatures: Te
     Returns `[rows, length]` int64, the same for the same arguments on one machine.
     """
     rows = prompts.shape[0]
-    generator = torch.Generator().manual_seed(seed)
-    cache = DenseCache(model.config, rows, length)
-    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    device = model.embed_tokens.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    cache = DenseCache(model.config, rows, length, device)
+    tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
+    temperatures = temperatures.to(device)
     tokens[:, : prompts.shape[1]] = prompts
     for end in tqdm(range(prompts.shape[1], length), desc="the target writes", unit=f"×{rows} tokens", leave=False):
-        positions = torch.arange(cache.length, end).repeat(rows)
+        positions = torch.arange(cache.length, end, device=device).repeat(rows)
         hidden = model(tokens[:, cache.length : end].flatten(), positions, cache)
         logits = model.logits(hidden.view(rows, -1, hidden.shape[-1])[:, -1])
         cache.length = end
         # The maximum of logits / temperature + Gumbel noise is a sample of the softmax.
         noise = -torch.empty_like(logits).exponential_(generator=generator).log()
         tokens[:, end] = (logits + noise * temperatures[:, None]).argmax(-1)
-    return tokens
+    return tokens.cpu()
 
 
 def until_loop(tokens: list[int], span: int = 8, patience: int = 32) -> list[int]:
@@ -87,7 +90,7 @@ def until_loop(tokens: list[int], span: int = 8, patience: int = 32) -> list[int
     return tokens
 
 
-def write_continuations(model: Decoder, windows: Windows, folder: Path, parts: int, rows: int, length: int) -> None:
+def write_continuations(model: Decoder, text: Batches, folder: Path, parts: int, rows: int, length: int) -> None:
     """Write `folder/continuations.npy`: `parts` × `rows` texts of `length` tokens, prompt included, as one array.
 
     No text comes twice, loops are cut short (`until_loop`), and an end-of-text token follows each, as in the corpus, so
@@ -100,7 +103,7 @@ def write_continuations(model: Decoder, windows: Windows, folder: Path, parts: i
     files = [folder / f"part{number:03d}.npy" for number in range(parts)]
     for number, file in enumerate(tqdm(files, desc="continuations", unit=" parts")):
         if not file.exists():
-            prompts, _ = windows.batch(number, rows, PROMPT_LENGTH)
+            prompts, _ = text.batch(number, rows, PROMPT_LENGTH)
             written = continue_rows(model, prompts, length, temperatures, seed=number)
             texts = dict.fromkeys(tuple(until_loop(row)) for row in written.tolist())
             _save(file, np.array([token for text in texts for token in (*text, END_OF_TEXT_ID)], dtype=np.uint16))

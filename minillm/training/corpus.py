@@ -6,14 +6,19 @@ permissive. Files are split once, by a hash of their name, so a held-out file is
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import platform
 import re
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
+
+from minillm.fill_in_the_middle import FIM_TOKENS
+from minillm.training.tokenizer import END_OF_TEXT
 
 PERMISSIVE = re.compile(
     r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation|Unlicense|0BSD|CC0|HPND|MIT-CMU)\b", re.I
@@ -26,6 +31,8 @@ SKIPPED_FOLDERS = {
 }
 MIN_BYTES, MAX_BYTES = 400, 120_000
 HELD_OUT_PERCENT = 1
+TABLE_ENTRIES = 40
+"""A literal of that many constants or more is a table."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,33 @@ def _is_code(text: str) -> bool:
     """Leaves out tables, minified and generated files, which teach a small model nothing about code."""
     if not MIN_BYTES <= len(text.encode()) <= MAX_BYTES or GENERATED.search(text[:3000]):
         return False
+    if any(marker in text for marker in (END_OF_TEXT, *FIM_TOKENS)):
+        return False
     lines = text.split("\n")
     digits = sum(ch.isdigit() for ch in text)
-    return max(map(len, lines)) <= 400 and digits / len(text) < 0.12
+    return max(map(len, lines)) <= 400 and digits / len(text) < 0.12 and _table_lines(text) < len(lines) / 2
+
+
+def _table_lines(text: str) -> float:
+    """Lines of `text` that are long literals of constants; without end if it is no Python of this version."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return float("inf")
+    return sum(
+        node.value.end_lineno - node.value.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr) and _is_table(node.value)
+    )
+
+
+def _is_table(node: ast.expr | None) -> bool:
+    """Whether `node` is a list, tuple, set or dict with many entries and nothing but constants inside."""
+    if not isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
+        return False
+    inner = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.USub, ast.Load)
+    parts = list(ast.walk(node))
+    constants = sum(isinstance(part, ast.Constant) for part in parts)
+    return constants >= TABLE_ENTRIES and all(isinstance(part, inner) for part in parts)

@@ -1,8 +1,11 @@
-"""The corpus as two flat arrays of token ids (training, held out), made once and kept on disk."""
+"""The corpus on disk, made once, and batches of its tokens: training files pass after pass, held-out files in order."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -13,44 +16,68 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from minillm.errors import TrainingError
-from minillm.training.corpus import documents, sources
-from minillm.training.tokenizer import END_OF_TEXT_ID, train_tokenizer
+from minillm.training.corpus import Document, documents, sources
+from minillm.training.fim_documents import as_trained
+from minillm.training.tokenizer import END_OF_TEXT, train_tokenizer
 
 
 def prepare(folder: Path, vocab_size: int) -> None:
-    """Collect the corpus, train the tokenizer, encode everything into `folder`. Does nothing if that is done."""
+    """Collect the corpus, train the tokenizer, encode the held-out files into `folder`. Does nothing if that is done.
+
+    Training files are kept as text (`train.jsonl.gz`): each pass over them is encoded when it begins, with other gaps
+    to fill in. Raises `TrainingError` if the library that finds near-duplicates is not installed.
+    """
     if (folder / "corpus.json").exists():
         return
+    try:
+        from minillm.training.near_duplicates import without_near_duplicates
+    except ModuleNotFoundError as missing:
+        raise TrainingError(f"a corpus needs {missing.name}: pip install 'minillm-lessons[train]'") from None
     folder.mkdir(parents=True, exist_ok=True)
     found = sources()
-    docs = list(tqdm(documents(found), desc="reading source files", unit=" files"))
-    tokenizer = train_tokenizer((d.text for d in docs if not d.held_out), vocab_size)
+    every = list(tqdm(documents(found), desc="reading source files", unit=" files"))
+    kept = without_near_duplicates([d.text for d in every], [d.held_out for d in every])
+    docs = [every[i] for i in kept]
+    train, held_out = [d for d in docs if not d.held_out], [d for d in docs if d.held_out]
+    tokenizer = train_tokenizer((d.text for d in train), vocab_size)
     tokenizer.save(str(folder / "tokenizer.json"))
-    summary: dict[str, object] = {}
-    for split, chosen in (
-        ("train", [d for d in docs if not d.held_out]),
-        ("held_out", [d for d in docs if d.held_out]),
-    ):
-        ids = encode_all(tokenizer, [d.text for d in chosen], split)
-        np.save(folder / f"{split}.npy", ids)
-        summary[split] = {
-            "files": len(chosen),
-            "bytes": sum(len(d.text.encode()) for d in chosen),
-            "tokens": int(ids.size),
-        }
-    summary["held_out_files"] = [d.name for d in docs if d.held_out]
-    kept = {d.name.split("/")[0] for d in docs}
-    summary["sources"] = [[s.name, s.version, s.licence] for s in found if s.name in kept]
+    tokens = {"train": sum(part.size for part in _encoded(tokenizer, [d.text for d in train], "train"))}
+    ids = encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out")
+    tokens["held_out"] = int(ids.size)
+    np.save(folder / "held_out.npy", ids)
+    summary: dict[str, object] = {"near_duplicates": len(every) - len(docs)}
+    for split, chosen in (("train", train), ("held_out", held_out)):
+        write_documents(folder / f"{split}.jsonl.gz", chosen)
+        num_bytes = sum(len(d.text.encode()) for d in chosen)
+        summary[split] = {"files": len(chosen), "bytes": num_bytes, "tokens": tokens[split]}
+    summary["held_out_files"] = [d.name for d in held_out]
+    names = {d.name.split("/")[0] for d in docs}
+    summary["sources"] = [[s.name, s.version, s.licence] for s in found if s.name in names]
     (folder / "corpus.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 
+def write_documents(file: Path, docs: list[Document]) -> None:
+    """Write name and text of each document as a line of JSON, compressed."""
+    with gzip.open(file, "wt", encoding="utf-8") as lines:
+        for document in docs:
+            lines.write(json.dumps({"name": document.name, "text": document.text}) + "\n")
+
+
+def read_documents(file: Path) -> list[Document]:
+    """What `write_documents` wrote."""
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return [Document(**json.loads(line)) for line in lines]
+
+
 def encode_all(tokenizer: Tokenizer, texts: list[str], label: str) -> np.ndarray:
-    """All `texts` as one uint16 array, an end-of-text token after each."""
-    parts: list[np.ndarray] = []
+    """All `texts`, one after the other, as one uint16 array."""
+    return np.concatenate(list(_encoded(tokenizer, texts, label)))
+
+
+def _encoded(tokenizer: Tokenizer, texts: list[str], label: str) -> Iterator[np.ndarray]:
     for start in tqdm(range(0, len(texts), 256), desc=f"encoding {label}", unit="×256 files"):
         for encoding in tokenizer.encode_batch_fast(texts[start : start + 256]):
-            parts.append(np.array([*encoding.ids, END_OF_TEXT_ID], dtype=np.uint16))
-    return np.concatenate(parts)
+            yield np.array(encoding.ids, dtype=np.uint16)
 
 
 class Batches(Protocol):
@@ -60,8 +87,59 @@ class Batches(Protocol):
         """Inputs and next tokens, each `[rows, length]`, int64; the same for the same arguments."""
 
 
+class Passes:
+    """The training files pass after pass, every window of a pass once, in an order that the pass decides.
+
+    A pass shows the files in a new order and with new gaps (`fim_documents`); it is encoded when it is first needed and
+    kept in `passes/`. The same arguments always give the same batch.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._tokens: dict[int, np.ndarray] = {}
+        self._order: dict[tuple[int, int], np.ndarray] = {}
+
+    def batch(self, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Inputs and next tokens, each `[rows, length]`, int64. Raises `TrainingError` if there is too little text."""
+        block = np.stack([self._window(step * rows + row, length) for row in range(rows)]).astype(np.int64)
+        both = torch.from_numpy(block)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def _window(self, number: int, length: int) -> np.ndarray:
+        """`length + 1` tokens of window `number`, counted through all passes."""
+        number_of_pass = 0
+        while number >= (count := (self._pass(number_of_pass).size - 1) // length):
+            if count == 0:
+                raise TrainingError(f"rows of {length} tokens need a text of {length + 1}; this one is shorter")
+            number -= count
+            number_of_pass += 1
+        key = (number_of_pass, length)
+        if key not in self._order:
+            self._order[key] = np.random.default_rng(key).permutation(count)
+        start = int(self._order[key][number]) * length
+        return self._pass(number_of_pass)[start : start + length + 1]
+
+    def _pass(self, number: int) -> np.ndarray:
+        if number not in self._tokens:
+            file = self.folder / "passes" / f"{number}.npy"
+            if not file.exists():
+                file.parent.mkdir(exist_ok=True)
+                self._write_pass(file, number)
+            self._tokens[number] = np.load(file, mmap_mode="r")
+        return self._tokens[number]
+
+    def _write_pass(self, file: Path, number: int) -> None:
+        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        docs = read_documents(self.folder / "train.jsonl.gz")
+        rng = np.random.default_rng(number)
+        texts = [as_trained(docs[i].text, rng) for i in rng.permutation(len(docs))]
+        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".npy", delete=False) as fresh:
+            np.save(fresh, encode_all(tokenizer, texts, f"pass {number + 1}"))
+        Path(fresh.name).replace(file)
+
+
 class Windows:
-    """Random windows of the training tokens; the same seed and step always give the same batch."""
+    """Random windows of one array of tokens; the same seed and step always give the same batch."""
 
     def __init__(self, folder: Path, split: str, seed: int = 0) -> None:
         self.tokens = np.load(folder / f"{split}.npy", mmap_mode="r")

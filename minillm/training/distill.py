@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from minillm.models.decoder import Decoder
 from minillm.training.compiling import Compiled
-from minillm.training.data import Windows
+from minillm.training.data import Batches
 from minillm.training.pretrain import dense_logits
 
 KL_WEIGHT, TV_WEIGHT, TEXT_WEIGHT = 1.0, 1.0, 0.1
@@ -34,14 +34,14 @@ LOSS_WORDS = f"{KL_WEIGHT:g} · KL(p‖q) + {TV_WEIGHT:g} · TV(p, q) + {TEXT_WE
 
 
 class HalfAndHalf:
-    """Batches whose first half is windows of the corpus and whose second half the target's continuations."""
+    """Batches whose first half is the corpus and whose second half the target's continuations."""
 
-    def __init__(self, windows: Windows, continuations: Windows) -> None:
-        self.windows, self.continuations = windows, continuations
+    def __init__(self, text: Batches, continuations: Batches) -> None:
+        self.text, self.continuations = text, continuations
 
     def batch(self, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Inputs and next tokens, each `[rows, length]`, int64."""
-        code = self.windows.batch(step, rows - rows // 2, length)
+        code = self.text.batch(step, rows - rows // 2, length)
         own = self.continuations.batch(step, rows // 2, length)
         return torch.cat((code[0], own[0])), torch.cat((code[1], own[1]))
 

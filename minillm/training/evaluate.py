@@ -110,8 +110,9 @@ def compare(target: Decoder, draft: Decoder, batches: list[Batch], skip: int = 0
     """
     if not batches:
         raise TrainingError("the held-out text is too short to evaluate on; make a corpus of more files")
-    parts = []
-    for inputs, targets in tqdm(batches, desc="comparing target and draft", leave=False):
+    parts, device = [], target.embed_tokens.weight.device
+    for batch in tqdm(batches, desc="comparing target and draft", leave=False):
+        inputs, targets = (part.to(device) for part in batch)
         log_p, log_q = (F.log_softmax(dense_logits(model, inputs).float(), dim=-1) for model in (target, draft))
         values = (
             log_p.argmax(-1) == log_q.argmax(-1),
@@ -119,7 +120,7 @@ def compare(target: Decoder, draft: Decoder, batches: list[Batch], skip: int = 0
             F.nll_loss(log_p, targets.flatten(), reduction="none"),
             F.nll_loss(log_q, targets.flatten(), reduction="none"),
         )
-        parts.append([value.view_as(inputs)[:, skip:] for value in values])
+        parts.append([value.view_as(inputs)[:, skip:].cpu() for value in values])
     return Comparison(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

@@ -1,7 +1,11 @@
 """Pretraining: next-token loss, bf16 forward over fp32 weights, Muon for matrices and AdamW for the rest.
 
-The length of a run is given in minutes or in tokens. Progress is the larger share of either that is used up, and the
-learning rate follows progress, so a run on a busy machine still ends on time with its rate decayed to zero.
+The learning rate warms up, stays and decays (WSD, Hu et al. 2024). The stable part has no end: it goes on in pieces for
+as long as there is time. From any of its states a branch decays the rate to zero over its own budget and gives a model
+worth exporting; the stable run is not touched and may go on.
+
+A budget is given in tokens or in minutes. Progress is the larger share of either that is used up, and the decay follows
+progress, so a branch on a busy machine still ends on time with its rate at zero.
 """
 
 from __future__ import annotations
@@ -33,18 +37,17 @@ Loss = Callable[[Decoder, Tensor, Tensor], Tensor]
 class Recipe:
     """How long and how to train."""
 
-    minutes: float
-    """Wall-clock budget of all sessions together."""
-    tokens: int = 10**12
-    """Token budget; whichever of the two is used up first ends the run."""
-    tokens_per_step: int = 8192
-    short_length: int = 256
-    long_length: int = 1024
-    """Context of the last part of the run, so that the model can use all its positions."""
-    long_from: float = 0.8
-    """Progress at which the long context starts."""
+    minutes: float = math.inf
+    """Budget of training time, of all sessions together."""
+    tokens: float = math.inf
+    """Budget of tokens; whichever of the two is used up first ends the run. With neither, an interrupt ends it."""
+    tokens_per_step: int = 12288
+    tokens_at_once: int = 4096
+    """Tokens of one forward and backward; the gradients of a step's parts are added up."""
+    lengths: tuple[int, ...] = (256,)
+    """Tokens of a row, step by step in turn."""
     decay_from: float = 0.5
-    """Progress at which the learning rate starts its linear way to zero."""
+    """Share of the budget from which the learning rate falls linearly to zero; 1: it stays."""
     warmup_steps: int = 40
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
@@ -55,18 +58,21 @@ class Recipe:
 class Trainer:
     """One model in training: its optimisers, its progress, and its state on disk.
 
-    `loss` is next-token cross-entropy unless another one is given, as distillation does.
+    `loss` is next-token cross-entropy unless another one is given, as distillation does. `branch_of`: the state file of
+    the run whose weights, optimisers and place in the data this one begins with. While `pause_file` exists, the run
+    waits between two steps, and the time does not count.
     """
 
     def __init__(
         self,
         model: Decoder,
-        windows: Batches,
+        batches: Batches,
         recipe: Recipe,
         folder: Path,
         loss: Loss | None = None,
+        branch_of: Path | None = None,
     ) -> None:
-        self.model, self.windows, self.recipe, self.folder = model, windows, recipe, folder
+        self.model, self.batches, self.recipe, self.folder = model, batches, recipe, folder
         self.loss = loss or next_token_loss
         matrices = [p for layer in model.layers for p in layer.parameters() if p.ndim == 2]
         chosen = {id(p) for p in matrices}
@@ -77,12 +83,19 @@ class Trainer:
         ]
         self.base_rates = [recipe.muon_lr, recipe.adam_lr]
         self.step = 0
+        """Steps since the beginning, those of the run this one branched from included."""
         self.tokens_seen = 0
+        """Likewise."""
+        self.tokens_before = 0
+        """Tokens seen when this run branched off."""
         self.seconds = 0.0
         self._updating = False
         folder.mkdir(parents=True, exist_ok=True)
         if self.state_file.exists():
-            self._resume()
+            self._load(self.state_file)
+        elif branch_of is not None:
+            self._load(branch_of)
+            self.tokens_before, self.seconds = self.tokens_seen, 0.0
 
     @property
     def state_file(self) -> Path:
@@ -90,13 +103,21 @@ class Trainer:
         return self.folder / "state.pt"
 
     @property
+    def pause_file(self) -> Path:
+        """While this exists, every run beside it waits."""
+        return self.folder.parent / "pause"
+
+    @property
     def progress(self) -> float:
-        """Share of the budget used up, 0 to 1."""
-        return min(1.0, max(self.seconds / 60 / self.recipe.minutes, self.tokens_seen / self.recipe.tokens))
+        """Share of the budget used up, 0 to 1; 0 for a run without a budget."""
+        tokens = self.tokens_seen - self.tokens_before
+        return min(1.0, max(self.seconds / 60 / self.recipe.minutes, tokens / self.recipe.tokens))
 
     def learning_rate_factor(self) -> float:
-        """Warm-up, plateau, then linear to zero."""
+        """Warm-up, stable, then linear to zero."""
         warm = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
+        if self.recipe.decay_from >= 1.0:
+            return warm
         return warm * min(1.0, (1.0 - self.progress) / (1.0 - self.recipe.decay_from))
 
     def run(self) -> None:
@@ -104,9 +125,12 @@ class Trainer:
 
         An interrupt in the midst of an update would save half of it, so then the last saved state stays.
         """
-        bar = tqdm(total=100, initial=round(100 * self.progress, 1), desc=self.folder.name, unit="%", mininterval=5)
+        endless = math.isinf(self.recipe.tokens) and math.isinf(self.recipe.minutes)
+        done = round(100 * self.progress, 1)
+        bar = tqdm(total=None if endless else 100, initial=done, desc=self.folder.name, unit="%", mininterval=5)
         try:
             while self.progress < 1.0:
+                self._wait_while_paused()
                 began = time.perf_counter()
                 loss = self._train_step()
                 self.seconds += time.perf_counter() - began
@@ -120,6 +144,12 @@ class Trainer:
             if not self._updating:
                 self.save()
 
+    def _wait_while_paused(self) -> None:
+        if self.pause_file.exists():
+            self.save()
+        while self.pause_file.exists():
+            time.sleep(0.5)
+
     def save(self) -> None:
         """Write the whole state, so that the next run goes on from here; a crash while writing loses nothing."""
         state = {
@@ -127,34 +157,34 @@ class Trainer:
             "optimizers": [o.state_dict() for o in self.optimizers],
             "step": self.step,
             "tokens_seen": self.tokens_seen,
+            "tokens_before": self.tokens_before,
             "seconds": self.seconds,
         }
         fresh = self.state_file.with_suffix(".new")
         torch.save(state, fresh)
         fresh.replace(self.state_file)
 
-    def _resume(self) -> None:
-        state = torch.load(self.state_file, weights_only=True)
+    def _load(self, file: Path) -> None:
+        state = torch.load(file, weights_only=True, map_location=self.model.embed_tokens.weight.device)
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.tokens_seen, self.seconds = state["step"], state["tokens_seen"], state["seconds"]
+        self.tokens_before = state["tokens_before"]
 
     def _train_step(self) -> float:
         recipe = self.recipe
-        length = recipe.long_length if self.progress >= recipe.long_from else recipe.short_length
-        inputs, targets = self.windows.batch(self.step, recipe.tokens_per_step // length, length)
+        length = recipe.lengths[self.step % len(recipe.lengths)]
+        inputs, targets = self.batches.batch(self.step, recipe.tokens_per_step // length, length)
         factor = self.learning_rate_factor()
         for optimizer, rate in zip(self.optimizers, self.base_rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * factor
             optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(self.model, inputs, targets)
-        value = loss.item()
+        value = self._gradients(inputs, targets, rows=max(1, recipe.tokens_at_once // length))
         if not math.isfinite(value):
             raise TrainingError(
                 f"the loss became {value} at step {self.step + 1}; remove {self.folder} and train with a lower rate"
             )
-        loss.backward()
         self._updating = True
         for optimizer in self.optimizers:
             optimizer.step()
@@ -162,6 +192,15 @@ class Trainer:
         self.tokens_seen += inputs.numel()
         self._updating = False
         return value
+
+    def _gradients(self, inputs: Tensor, targets: Tensor, rows: int) -> float:
+        """Add up the gradients of the mean loss over the batch, `rows` rows at a time; returns that loss."""
+        device, total = self.model.embed_tokens.weight.device, 0.0
+        for part, wanted in zip(inputs.split(rows), targets.split(rows), strict=True):
+            loss = self.loss(self.model, part.to(device), wanted.to(device)) * (len(part) / len(inputs))
+            total += loss.item()
+            loss.backward()
+        return total
 
     def _log(self, loss: float) -> None:
         row = {"step": self.step, "tokens": self.tokens_seen, "seconds": round(self.seconds, 2), "loss": round(loss, 4)}

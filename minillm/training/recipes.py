@@ -7,10 +7,9 @@ from minillm.training.pretrain import Recipe
 from minillm.training.tokenizer import END_OF_TEXT_ID
 
 VOCAB_SIZE = 4096
-MAX_LENGTH = 1024
-TOKENS_PER_STEP = 6144
-TARGET_MINUTES, DRAFT_MINUTES, DISTILL_MINUTES = 76.0, 6.0, 20.0
-"""What the bundled models were given on two CPU cores."""
+MAX_LENGTH = 4096
+ROPE_THETA = 100_000.0
+"""Large enough that the slow dimensions turn little over 4,096 positions, so that short rows teach most of it."""
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
@@ -24,7 +23,7 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
         head_dim=64,
         max_position_embeddings=MAX_LENGTH,
         rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=10_000.0),
+        rope=RopeConfig(theta=ROPE_THETA),
         tie_word_embeddings=True,
         eos_token_ids=(END_OF_TEXT_ID,),
     )
@@ -37,13 +36,33 @@ DRAFT = _llama(hidden=160, intermediate=448, layers=2, heads=2, kv_heads=1)
 """minicoder-draft: 1.2M parameters, more than half of them its embedding."""
 
 
-def pretrain_recipe(minutes: float) -> Recipe:
-    """How both models learn from the corpus."""
-    return Recipe(minutes, tokens_per_step=TOKENS_PER_STEP)
+SHORT_ROWS = (256, 256, 256, 1024)
+"""Row lengths of the long parts of training: mostly short ones, which cost least."""
+DECAY_LENGTHS = (MAX_LENGTH, 512)
+"""Row lengths of the decay branch: half of its tokens in full length."""
+DECAY_SHARE = 1 / 6
+"""Tokens of the decay branch, as a share of the stable part's."""
+TARGET_MINUTES, DRAFT_MINUTES, DISTILL_MINUTES = 400.0, 20.0, 40.0
+"""What `minillm train` gives the stages on a CPU; the decay takes a sixth of the target's tokens."""
+SHARES = {"target": 0.6, "draft": 0.05, "distill": 0.2}
+"""Of a given total of minutes; the decay and writing the distillation's text take the rest."""
+
+
+def stable_recipe(minutes: float) -> Recipe:
+    """The target's stable part: a steady rate, and an end only because there is one to the time."""
+    return Recipe(minutes, decay_from=1.0, lengths=SHORT_ROWS)
+
+
+def decay_recipe(stable_tokens: int, lengths: tuple[int, ...] = DECAY_LENGTHS) -> Recipe:
+    """The branch that makes a model of the stable run: the rate falls to zero over a sixth of its tokens."""
+    return Recipe(tokens=DECAY_SHARE * stable_tokens, decay_from=0.0, warmup_steps=1, lengths=lengths)
+
+
+def draft_recipe(minutes: float) -> Recipe:
+    """How the draft learns from the corpus."""
+    return Recipe(minutes, lengths=SHORT_ROWS)
 
 
 def distill_recipe(minutes: float) -> Recipe:
     """How the draft then learns from the target: longer rows, half of the rates, an earlier decay."""
-    return Recipe(
-        minutes, tokens_per_step=TOKENS_PER_STEP, short_length=512, decay_from=0.2, muon_lr=0.01, adam_lr=1.5e-3
-    )
+    return Recipe(minutes, lengths=(512, 512, 512, 2048), decay_from=0.2, muon_lr=0.01, adam_lr=1.5e-3)

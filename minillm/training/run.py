@@ -13,9 +13,11 @@ from minillm.training.pair import WEIGHTS, Pair
 from minillm.training.recipes import (
     DISTILL_MINUTES,
     DRAFT_MINUTES,
+    SHARES,
     TARGET_MINUTES,
     distill_recipe,
-    pretrain_recipe,
+    draft_recipe,
+    stable_recipe,
 )
 from minillm.training.stages import STAGES, run_stages
 
@@ -26,21 +28,28 @@ def train(
     target_minutes: float = TARGET_MINUTES,
     draft_minutes: float = DRAFT_MINUTES,
     distill_minutes: float = DISTILL_MINUTES,
+    minutes: float | None = None,
     threads: int | None = None,
+    device: str = "cpu",
     export_to: Path = WEIGHTS,
 ) -> None:
     """Make the two bundled models: run `stages` (default: all, in the order of `STAGES`) with their states in `folder`.
 
-    An interrupt keeps what is done; the same call goes on from there. `threads`: PyTorch's, default: its own choice.
+    An interrupt keeps what is done; the same call goes on from there. While a file `pause` lies in `folder`, training
+    waits. `minutes`: a total, shared out among the stages, instead of minutes for each. `threads`: PyTorch's, default:
+    its own choice.
     Raises `TrainingError` if the input of a stage is missing or unfinished.
     """
     if threads is not None:
         torch.set_num_threads(threads)
+    if minutes is not None:
+        target_minutes, draft_minutes, distill_minutes = (minutes * share for share in SHARES.values())
     pair = Pair(
         folder=Path(folder),
-        target_recipe=pretrain_recipe(target_minutes),
-        draft_recipe=pretrain_recipe(draft_minutes),
+        target_recipe=stable_recipe(target_minutes),
+        draft_recipe=draft_recipe(draft_minutes),
         distill_recipe=distill_recipe(distill_minutes),
+        device=device,
         export_to=Path(export_to),
     )
     run_stages(pair, STAGES if stages is None else stages)
@@ -55,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for stage, minutes in (("target", TARGET_MINUTES), ("draft", DRAFT_MINUTES), ("distill", DISTILL_MINUTES)):
         help_text = f"training time of the stage `{stage}` (default: %(default)g)"
         parser.add_argument(f"--{stage}-minutes", type=_positive, default=minutes, metavar="MIN", help=help_text)
+    help_text = "training time of all stages together, instead of the three above"
+    parser.add_argument("--minutes", type=_positive, default=None, metavar="MIN", help=help_text)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: PyTorch's choice)")
     parser.add_argument("--export-to", type=Path, default=WEIGHTS, help="default: the folder of the bundled models")
 
@@ -68,7 +80,9 @@ def run_from_args(args: argparse.Namespace) -> int:
             target_minutes=args.target_minutes,
             draft_minutes=args.draft_minutes,
             distill_minutes=args.distill_minutes,
+            minutes=args.minutes,
             threads=args.threads,
+            device=args.device,
             export_to=args.export_to,
         )
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The stages that make a pair: corpus, target, draft, distillation, export. Each is skipped when it is done."""
+"""The stages that make a pair: corpus, target, its decay, draft, distillation, export. What is done is skipped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minillm.training.evaluate import Agreement, Evaluation, evaluate
 from minillm.training.export import export
 from minillm.training.pair import Pair
 from minillm.training.plot import Curve, loss_svg
-from minillm.training.pretrain import Loss, Recipe, Trainer, new_model, next_token_loss
+from minillm.training.pretrain import Loss, Trainer, next_token_loss
 from minillm.training.record import Hardware, RunRecord
 
 TARGET_NAME, DRAFT_NAME = "minicoder", "minicoder-draft"
@@ -43,22 +43,27 @@ def make_corpus(pair: Pair) -> None:
 
 
 def train_target(pair: Pair) -> None:
-    """Stage `target`: pretrain the target."""
-    loss = Compiled(next_token_loss)
-    _run(new_model(pair.target), pair.windows("train"), pair.target_recipe, pair.folder / "target", loss)
+    """Stage `target`: the stable part of pretraining the target."""
+    _run(pair, "target", pair.training_text(), Compiled(next_token_loss))
+
+
+def decay_target(pair: Pair) -> None:
+    """Stage `decay`: a branch of the stable run whose rate falls to zero; the stable run may go on afterwards."""
+    text, stable = pair.training_text(), pair.state_file("target")
+    _check_inputs(pair.folder / "decay", {"target": _tokens_seen(pair, "target")})
+    _run(pair, "decay", text, Compiled(next_token_loss), branch_of=stable)
 
 
 def train_draft(pair: Pair) -> None:
     """Stage `draft`: pretrain the draft."""
-    loss = Compiled(next_token_loss)
-    _run(new_model(pair.draft), pair.windows("train"), pair.draft_recipe, pair.folder / "draft", loss)
+    _run(pair, "draft", pair.training_text(), Compiled(next_token_loss))
 
 
 def distill(pair: Pair) -> None:
     """Stage `distill`: let the target write, then teach the draft to guess it."""
-    code, folder = pair.windows("train"), pair.folder / "distill"
-    target, draft = pair.trained("target"), pair.trained("draft")
-    _check_inputs(folder, {stage: _tokens_seen(pair, stage) for stage in ("target", "draft")})
+    code, folder = pair.training_text(), pair.folder / "distill"
+    target, draft = pair.trained("decay"), pair.trained("draft")
+    _check_inputs(folder, {stage: _tokens_seen(pair, stage) for stage in ("decay", "draft")})
     write_continuations(
         target,
         code,
@@ -68,24 +73,29 @@ def distill(pair: Pair) -> None:
         pair.continuation_length,
     )
     batches = HalfAndHalf(code, Windows(folder / "continuations", "continuations"))
-    _run(draft, batches, pair.distill_recipe, folder, DistillationLoss(target))
+    _run(pair, "distill", batches, DistillationLoss(target), model=draft)
 
 
 def export_pair(pair: Pair) -> None:
     """Stage `export`: measure the pair as it is shipped, write both folders with their cards."""
-    target, draft = _as_shipped(pair.trained("target")), _as_shipped(pair.trained("distill"))
+    target, draft = _as_shipped(pair.trained("decay")), _as_shipped(pair.trained("distill"))
     evaluations = _evaluate(pair, target, draft)
     corpus = json.loads((pair.corpus / "corpus.json").read_text(encoding="utf-8"))
-    runs = {stage: RunRecord.load(pair.folder / stage) for stage in ("target", "draft", "distill")}
+    runs = {stage: RunRecord.load(pair.folder / stage) for stage in ("target", "decay", "draft", "distill")}
     made = (
-        (TARGET_NAME, DRAFT_NAME, target, {"pretraining": (runs["target"], pair.target_recipe)}),
+        (
+            TARGET_NAME,
+            DRAFT_NAME,
+            target,
+            {"pretraining": (runs["target"], pair.recipe("target")), "decay": (runs["decay"], pair.recipe("decay"))},
+        ),
         (
             DRAFT_NAME,
             TARGET_NAME,
             draft,
             {
-                "pretraining": (runs["draft"], pair.draft_recipe),
-                "distillation": (runs["distill"], pair.distill_recipe),
+                "pretraining": (runs["draft"], pair.recipe("draft")),
+                "distillation": (runs["distill"], pair.recipe("distill")),
             },
         ),
     )
@@ -104,17 +114,27 @@ def export_pair(pair: Pair) -> None:
 STAGES: dict[str, Callable[[Pair], None]] = {
     "corpus": make_corpus,
     "target": train_target,
+    "decay": decay_target,
     "draft": train_draft,
     "distill": distill,
     "export": export_pair,
 }
-_UNITS = {"pretraining": "nats per token", "distillation": LOSS_WORDS}
+_UNITS = {"pretraining": "nats per token", "decay": "nats per token", "distillation": LOSS_WORDS}
 
 
-def _run(model: Decoder, batches: Batches, recipe: Recipe, folder: Path, loss: Loss) -> None:
-    trainer = Trainer(model, batches, recipe, folder, loss)
+def _run(
+    pair: Pair,
+    stage: str,
+    batches: Batches,
+    loss: Loss,
+    model: Decoder | None = None,
+    branch_of: Path | None = None,
+) -> None:
+    """Train `model` (default: a fresh one) as the recipe of `stage` says, unless that is done."""
+    folder = pair.folder / stage
+    trainer = Trainer(model or pair.new_model(stage), batches, pair.recipe(stage), folder, loss, branch_of)
     if trainer.progress >= 1:
-        tqdm.write(f"{folder.name}: done ({trainer.tokens_seen:,} tokens in {trainer.seconds / 60:.1f} minutes)")
+        tqdm.write(f"{stage}: done ({trainer.tokens_seen:,} tokens in {trainer.seconds / 60:.1f} minutes)")
         return
     Hardware.here().note(folder)
     trainer.run()
@@ -125,14 +145,14 @@ def _tokens_seen(pair: Pair, stage: str) -> int:
 
 
 def _check_inputs(folder: Path, inputs: dict[str, int]) -> None:
-    """Note which models a distillation started from; refuse to go on from others."""
+    """Note which models a stage started from; refuse to go on from others."""
     file = folder / "inputs.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(inputs) + "\n")
     elif (started := json.loads(file.read_text())) != inputs:
         raise TrainingError(
-            f"{folder} was begun with models of {started} tokens, now they have {inputs}; remove it to distil anew"
+            f"{folder} was begun with models of {started} tokens, now they have {inputs}; remove it to begin it anew"
         )
 
 
@@ -147,12 +167,12 @@ def _as_shipped(model: Decoder) -> Decoder:
 def _evaluate(pair: Pair, target: Decoder, draft: Decoder) -> dict[str, Evaluation]:
     """Measure the pair, and the target with the draft as it was before distillation; kept in `evaluation.json`."""
     file = pair.folder / "evaluation.json"
-    inputs = {stage: _tokens_seen(pair, stage) for stage in ("target", "draft", "distill")}
+    inputs = {stage: _tokens_seen(pair, stage) for stage in ("decay", "draft", "distill")}
     if file.exists():
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["inputs"] == inputs:
             return {name: _evaluation(values) for name, values in kept["evaluations"].items()}
-    held_out = pair.windows("held_out")
+    held_out = pair.held_out()
     summary = json.loads((pair.corpus / "corpus.json").read_text(encoding="utf-8"))["held_out"]
     drafts = {"distilled": draft, "undistilled": _as_shipped(pair.trained("draft"))}
     found = {

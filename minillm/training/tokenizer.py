@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from minillm.fill_in_the_middle import FIM_TOKENS
+
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 
@@ -17,7 +19,10 @@ SPLIT = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[\r\n]+|\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn `vocab_size` tokens from `texts`. Token 0 ends a document; every byte has a token, so none is unknown."""
+    """Learn `vocab_size` tokens from `texts`. Token 0 ends a document, 1 to 3 mark a gap to fill.
+
+    Every byte has a token, so none is unknown.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -28,7 +33,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *FIM_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=True,
     )

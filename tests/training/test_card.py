@@ -8,7 +8,7 @@ import pytest
 from minillm.training.card import card, training_facts
 from minillm.training.evaluate import Agreement, Evaluation
 from minillm.training.pretrain import new_model
-from minillm.training.recipes import distill_recipe, pretrain_recipe
+from minillm.training.recipes import distill_recipe, draft_recipe
 from minillm.training.record import Hardware, LogRow, RunRecord
 
 from .conftest import config
@@ -41,7 +41,7 @@ def evaluation(shift: float) -> Evaluation:
 @pytest.fixture
 def facts():
     run = RunRecord((LogRow(1, 512, 1.0, 5.0), LogRow(1777, 8_765_432, 4567.8, 2.5)), HARDWARE)
-    runs = {"pretraining": (run, pretrain_recipe(76)), "distillation": (run, distill_recipe(20))}
+    runs = {"pretraining": (run, draft_recipe(76)), "distillation": (run, distill_recipe(20))}
     evaluations = {"distilled": evaluation(0.0), "undistilled": evaluation(-0.1)}
     return training_facts("minicoder-draft", "minicoder", new_model(config()), CORPUS, runs, evaluations)
 

@@ -5,7 +5,7 @@ import torch
 
 from minillm.training import continuations
 from minillm.training.continuations import DenseCache, continue_rows, until_loop, write_continuations
-from minillm.training.data import Windows
+from minillm.training.data import Passes
 from minillm.training.pretrain import dense_logits, new_model
 
 from .conftest import config
@@ -67,7 +67,7 @@ def test_a_loop_is_cut_soon_after_it_begins():
 
 
 def test_interrupted_writing_goes_on_where_it_stopped(corpus, tmp_path, monkeypatch):
-    windows, model = Windows(corpus, "train"), new_model(config())
+    windows, model = Passes(corpus), new_model(config())
     write_continuations(model, windows, tmp_path / "whole", parts=3, rows=8, length=80)
     calls = []
 

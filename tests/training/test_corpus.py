@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from minillm.training import corpus as corpus_module
 from minillm.training.corpus import Document, Source, documents, sources
+from minillm.training.data import Passes, read_documents
 
 from .conftest import source_file
 
@@ -84,11 +85,25 @@ def test_held_out_files_are_not_in_the_training_tokens(corpus):
     tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
     summary = json.loads((corpus / "corpus.json").read_text())
     assert summary["held_out"]["files"] == len(summary["held_out_files"]) > 0
-    assert summary["train"]["files"] + summary["held_out"]["files"] == 200
-    train = np.load(corpus / "train.npy")
-    split = [tokenizer.decode(part.tolist()) for part in np.split(train, np.flatnonzero(train == 0) + 1)]
-    trained_on = {text.removesuffix("<|endoftext|>") for text in split}
+    assert summary["train"]["files"] + summary["held_out"]["files"] + summary["near_duplicates"] == 200
+    Passes(corpus).batch(0, 1, 16)
+    trained_on = tokenizer.decode(np.load(corpus / "passes" / "0.npy").tolist(), skip_special_tokens=False)
     for name in summary["held_out_files"]:
         text = source_file(int(name.removeprefix("made-up/module").removesuffix(".py")))
         assert text not in trained_on
-    assert source_file(0) in trained_on, "the comparison itself must be able to find a file"
+    whole = [d for d in read_documents(corpus / "train.jsonl.gz") if d.text in trained_on]
+    assert len(whole) > 50, "the comparison itself must be able to find a file"
+
+
+def test_long_tables_and_what_is_no_python_are_left_out(tmp_path):
+    entries = [f"    'name{i}': ('word', {i % 7}),\n" for i in range(200)]
+    texts = {
+        "mapping.py": "TABLE = {\n" + "".join(entries) + "}\n",
+        "code_with_a_table.py": source_file(4) * 4 + "TABLE = {\n" + "".join(entries[:100]) + "}\n",
+        "python2.py": source_file(5) + "print 'no longer'\n",
+        "markers.py": source_file(6) + "GAP = '<|fim_middle|>'\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    source = Source("pkg", "1", "MIT", tuple((name, tmp_path / name) for name in texts))
+    assert [document.name for document in documents([source])] == ["pkg/code_with_a_table.py"]

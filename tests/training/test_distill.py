@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minillm.training.data import Windows
+from minillm.training.data import Passes, Windows
 from minillm.training.distill import TEXT_WEIGHT, DistillationLoss, HalfAndHalf, distillation_loss
 from minillm.training.evaluate import compare
 from minillm.training.pretrain import Recipe, Trainer, dense_logits, new_model, next_token_loss
@@ -15,8 +15,8 @@ from .conftest import config
 
 @pytest.fixture(scope="module")
 def target(corpus, tmp_path_factory):
-    recipe = Recipe(1e9, tokens=60 * 512, tokens_per_step=512, short_length=64, long_length=64, warmup_steps=4)
-    trainer = Trainer(new_model(config()), Windows(corpus, "train"), recipe, tmp_path_factory.mktemp("target"))
+    recipe = Recipe(tokens=60 * 512, tokens_per_step=512, lengths=(64,), warmup_steps=4)
+    trainer = Trainer(new_model(config()), Passes(corpus), recipe, tmp_path_factory.mktemp("target"))
     trainer.run()
     trainer.model.zero_grad(set_to_none=True)
     return trainer.model
@@ -24,9 +24,9 @@ def target(corpus, tmp_path_factory):
 
 def test_distillation_brings_the_draft_to_the_target(target, corpus, tmp_path):
     """The draft starts from nothing, and its Σ min(p, q) on held-out text rises far above what it was."""
-    recipe = Recipe(1e9, tokens=80 * 512, tokens_per_step=512, short_length=64, long_length=64, warmup_steps=4)
-    code = Windows(corpus, "train")
-    batches = HalfAndHalf(code, Windows(corpus, "train", seed=1))
+    recipe = Recipe(tokens=80 * 512, tokens_per_step=512, lengths=(64,), warmup_steps=4)
+    code = Passes(corpus)
+    batches = HalfAndHalf(code, Windows(corpus, "held_out", seed=1))
     trainer = Trainer(new_model(config(layers=1), seed=5), batches, recipe, tmp_path, DistillationLoss(target))
     held_out = Windows(corpus, "held_out").in_order(4, 128)
     before = compare(target, trainer.model, held_out).agreement()
@@ -37,7 +37,7 @@ def test_distillation_brings_the_draft_to_the_target(target, corpus, tmp_path):
 
 
 def test_a_draft_equal_to_the_target_has_only_the_text_left_to_learn(target, corpus):
-    inputs, targets = Windows(corpus, "train").batch(0, 2, 64)
+    inputs, targets = Passes(corpus).batch(0, 2, 64)
     loss = DistillationLoss(target)(target, inputs, targets).item()
     assert loss == pytest.approx(TEXT_WEIGHT * next_token_loss(target, inputs, targets).item(), abs=2e-3)
 
@@ -45,7 +45,7 @@ def test_a_draft_equal_to_the_target_has_only_the_text_left_to_learn(target, cor
 def test_loss_is_kl_plus_rejection_plus_text(corpus):
     """Against the sums written out in fp64, for random models."""
     draft = new_model(config(layers=1), seed=1)
-    inputs, targets = Windows(corpus, "train").batch(0, 2, 16)
+    inputs, targets = Passes(corpus).batch(0, 2, 16)
     target_logits = torch.randn(32, 300) * 2
     p = torch.softmax(target_logits.double(), -1)
     q = torch.softmax(dense_logits(draft, inputs).detach().double(), -1)
@@ -58,14 +58,14 @@ def test_loss_is_kl_plus_rejection_plus_text(corpus):
 
 def test_the_target_is_not_trained(target, corpus):
     before = [p.clone() for p in target.parameters()]
-    inputs, targets = Windows(corpus, "train").batch(0, 2, 16)
+    inputs, targets = Passes(corpus).batch(0, 2, 16)
     DistillationLoss(target)(new_model(config(layers=1)), inputs, targets).backward()
     assert all(p.grad is None for p in target.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, target.parameters(), strict=True))
 
 
 def test_half_of_a_batch_is_the_targets_own(corpus):
-    code, own = Windows(corpus, "train"), Windows(corpus, "held_out")
+    code, own = Passes(corpus), Windows(corpus, "held_out")
     inputs, targets = HalfAndHalf(code, own).batch(3, 7, 32)
     assert torch.equal(inputs[:4], code.batch(3, 4, 32)[0])
     assert torch.equal(inputs[4:], own.batch(3, 3, 32)[0])

@@ -12,13 +12,13 @@ from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import add_arguments, run_from_args, train
-from minillm.training.stages import run_stages
+from minillm.training.stages import STAGES, run_stages
 
 from .conftest import config
 
 
 def recipe(steps: int) -> Recipe:
-    return Recipe(1e9, tokens=steps * 256, tokens_per_step=256, short_length=64, long_length=64)
+    return Recipe(tokens=steps * 256, tokens_per_step=256, lengths=(64,))
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,8 @@ def made(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(corpus, folder / "corpus")
     pair = Pair(
-        target_recipe=recipe(30),
+        target_recipe=replace(recipe(30), decay_from=1.0),
+        decay_lengths=(64,),
         draft_recipe=recipe(10),
         distill_recipe=recipe(10),
         folder=folder,
@@ -41,7 +42,7 @@ def made(corpus, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minillm.training.compiling.has_compiler", lambda: False)
-        run_stages(pair, ["corpus", "target", "draft", "distill", "export"])
+        run_stages(pair, list(STAGES))
     return pair
 
 
@@ -56,34 +57,47 @@ def test_both_folders_hold_a_model_and_its_card(made):
 
 
 def test_done_stages_are_skipped(made):
-    states = {stage: (made.folder / stage / "state.pt").stat().st_mtime_ns for stage in ("target", "draft", "distill")}
+    states = {
+        stage: (made.folder / stage / "state.pt").stat().st_mtime_ns
+        for stage in ("target", "decay", "draft", "distill")
+    }
     weights = (made.export_to / "minicoder" / "model.safetensors").read_bytes()
-    run_stages(made, ["corpus", "target", "draft", "distill", "export"])
+    run_stages(made, list(STAGES))
     assert states == {stage: (made.folder / stage / "state.pt").stat().st_mtime_ns for stage in states}
     assert (made.export_to / "minicoder" / "model.safetensors").read_bytes() == weights
 
 
 def test_draft_is_not_distilled_further_from_another_target(made, tmp_path):
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
-    other = Pair(**{**vars(made), "folder": tmp_path})
-    log = tmp_path / "target" / "log.jsonl"
-    log.write_text(log.read_text() + json.dumps({"step": 31, "tokens": 9999, "seconds": 1.0, "loss": 1.0}) + "\n")
-    with pytest.raises(TrainingError, match="remove it to distil anew"):
+    other = replace(made, folder=tmp_path)
+    log = tmp_path / "decay" / "log.jsonl"
+    log.write_text(log.read_text() + json.dumps({"step": 99, "tokens": 9999, "seconds": 1.0, "loss": 1.0}) + "\n")
+    with pytest.raises(TrainingError, match="remove it to begin it anew"):
         run_stages(other, ["distill"])
 
 
+def test_stable_run_goes_on_after_a_branch_and_a_new_branch_must_be_asked_for(made, tmp_path):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    longer = replace(made, folder=tmp_path, target_recipe=replace(recipe(40), decay_from=1.0))
+    run_stages(longer, ["target"])
+    assert RunRecord.load(tmp_path / "target").tokens == 40 * 256
+    with pytest.raises(TrainingError, match="remove it to begin it anew"):
+        run_stages(longer, ["decay"])
+
+
 @pytest.mark.parametrize(
-    ("stage", "message"), [("target", "stage `corpus`"), ("distill", "stage `corpus`"), ("export", "stage `target`")]
+    ("stage", "message"), [("target", "stage `corpus`"), ("distill", "stage `corpus`"), ("export", "stage `decay`")]
 )
 def test_missing_input_names_the_stage_that_makes_it(tmp_path, stage, message):
     with pytest.raises(TrainingError, match=message):
         train(folder=tmp_path, stages=[stage], export_to=tmp_path / "weights")
 
 
-def test_unfinished_target_is_not_distilled_from(made):
-    longer = Pair(**{**vars(made), "target_recipe": recipe(31)})
+def test_unfinished_target_is_not_distilled_from(made, tmp_path):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "decay" / "inputs.json").write_text(json.dumps({"target": 31_000_000}))
     with pytest.raises(TrainingError, match="run it to its end first"):
-        run_stages(longer, ["distill"])
+        run_stages(replace(made, folder=tmp_path), ["distill"])
 
 
 def test_unknown_stage_is_refused(tmp_path):
@@ -122,7 +136,7 @@ def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypat
     add_arguments(parser)
     args = parser.parse_args(["--folder", str(tmp_path), "--stages", "distill", "export", "--distill-minutes", "3.5"])
     assert run_from_args(args) == 130
-    assert seen["stages"] == ["distill", "export"] and seen["distill_minutes"] == 3.5 and seen["target_minutes"] == 76
+    assert seen["stages"] == ["distill", "export"] and seen["distill_minutes"] == 3.5 and seen["target_minutes"] == 400
     assert "goes on from there" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         parser.parse_args(["--target-minutes", "0"])

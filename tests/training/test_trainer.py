@@ -1,20 +1,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minillm.errors import TrainingError
-from minillm.training.data import Windows
+from minillm.training.causal import CausalAttention
+from minillm.training.data import Passes, Windows
 from minillm.training.pretrain import Recipe, Trainer, bits_per_byte, new_model, next_token_loss
 
 from .conftest import config
 
 # Minutes without end: progress, and with it the learning rate, follows the tokens, so runs can be compared exactly.
-RECIPE = Recipe(
-    minutes=1e9, tokens=16 * 256, tokens_per_step=256, short_length=32, long_length=64, warmup_steps=4, save_every=1000
-)
+RECIPE = Recipe(tokens=16 * 256, tokens_per_step=256, lengths=(32, 64), warmup_steps=4, save_every=1000)
 
 
 class StopPressedError(Exception):
@@ -40,7 +40,7 @@ def stopping_after(calls):
 
 
 def test_resumed_run_gives_the_same_losses_and_weights(corpus, tmp_path):
-    windows = Windows(corpus, "train")
+    windows = Passes(corpus)
     whole = Trainer(new_model(config()), windows, RECIPE, tmp_path / "whole")
     whole.run()
     with pytest.raises(StopPressedError):
@@ -55,7 +55,7 @@ def test_resumed_run_gives_the_same_losses_and_weights(corpus, tmp_path):
 
 
 def test_training_learns(corpus, tmp_path):
-    trainer = Trainer(new_model(config()), Windows(corpus, "train"), RECIPE, tmp_path)
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path)
     held_out = Windows(corpus, "held_out")
     before = bits_per_byte(trainer.model, held_out, num_bytes=held_out.tokens.size, length=128)
     trainer.run()
@@ -65,7 +65,7 @@ def test_training_learns(corpus, tmp_path):
 
 
 def test_interrupt_in_the_midst_of_an_update_keeps_the_last_whole_state(corpus, tmp_path, monkeypatch):
-    trainer = Trainer(new_model(config()), Windows(corpus, "train"), RECIPE, tmp_path)
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path)
     trainer.save()
     saved = (tmp_path / "state.pt").read_bytes()
 
@@ -82,14 +82,14 @@ def test_loss_that_is_no_number_stops_before_it_spoils_the_weights(corpus, tmp_p
     def poisoned(model, inputs, targets):
         return next_token_loss(model, inputs, targets) * float("nan")
 
-    trainer = Trainer(new_model(config()), Windows(corpus, "train"), RECIPE, tmp_path, poisoned)
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path, poisoned)
     with pytest.raises(TrainingError, match="nan at step 1"):
         trainer.run()
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
 def test_learning_rate_warms_up_stays_and_decays_to_zero(corpus, tmp_path):
-    trainer = Trainer(new_model(config()), Windows(corpus, "train"), RECIPE, tmp_path)
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path)
     assert trainer.learning_rate_factor() == 1 / RECIPE.warmup_steps
     trainer.step = 1000
     factors = []
@@ -101,4 +101,60 @@ def test_learning_rate_warms_up_stays_and_decays_to_zero(corpus, tmp_path):
 
 def test_text_shorter_than_a_row_is_refused(corpus):
     with pytest.raises(TrainingError, match="1000000 tokens"):
-        Windows(corpus, "train").batch(0, 1, 1_000_000)
+        Passes(corpus).batch(0, 1, 1_000_000)
+
+
+def test_branch_begins_where_the_stable_run_is_and_leaves_it_alone(corpus, tmp_path):
+    stable = Trainer(new_model(config()), Passes(corpus), replace(RECIPE, decay_from=1.0), tmp_path / "stable")
+    stable.run()
+    assert stable.learning_rate_factor() == 1.0, "the stable part does not decay"
+    before = stable.state_file.read_bytes()
+    recipe = replace(RECIPE, tokens=4 * 256, decay_from=0.0, warmup_steps=1)
+    branch = Trainer(new_model(config(), 1), Passes(corpus), recipe, tmp_path / "branch", branch_of=stable.state_file)
+    assert (branch.step, branch.progress, branch.learning_rate_factor()) == (16, 0.0, 1.0)
+    for ours, theirs in zip(branch.model.parameters(), stable.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    branch.run()
+    assert (branch.step, branch.tokens_seen, branch.learning_rate_factor()) == (20, 20 * 256, 0.0)
+    again = Trainer(new_model(config()), Passes(corpus), recipe, tmp_path / "branch", branch_of=stable.state_file)
+    assert again.progress == 1.0, "a branch goes on from its own state, not from the stable run's"
+    assert stable.state_file.read_bytes() == before
+
+
+def test_gradients_of_parts_add_up_to_those_of_the_batch(corpus, tmp_path):
+    found = []
+    for tokens_at_once in (256, 64, 32):
+        trainer = Trainer(
+            new_model(config()),
+            Passes(corpus),
+            replace(RECIPE, tokens_at_once=tokens_at_once),
+            tmp_path / str(tokens_at_once),
+        )
+        trainer._gradients(*trainer.batches.batch(0, 8, 32), rows=tokens_at_once // 32)
+        found.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
+    for parts in found[1:]:
+        assert (found[0] - parts).norm() < 0.01 * found[0].norm(), "bf16 forward: equal up to its rounding"
+
+
+def test_paused_run_saves_waits_and_does_not_count_the_time(corpus, tmp_path, monkeypatch):
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path / "target")
+    (tmp_path / "pause").touch()
+    waits = []
+
+    def sleep(seconds):
+        waits.append((seconds, trainer.step, trainer.state_file.exists()))
+        if len(waits) == 3:
+            trainer.pause_file.unlink()
+
+    monkeypatch.setattr("minillm.training.pretrain.time.sleep", sleep)
+    trainer.run()
+    assert [wait[1:] for wait in waits] == [(0, True)] * 3, "no step while the file is there, and the state is on disk"
+    assert trainer.step == 16
+
+
+def test_attention_in_parts_is_causal_attention():
+    q, k, v = (torch.randn(2 * 1100, heads, 16) for heads in (4, 2, 2))
+    rows = [x.unflatten(0, (2, 1100)).transpose(1, 2) for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+    found = CausalAttention(1100).attend(0, q, k, v)
+    assert torch.allclose(found, expected.transpose(1, 2).flatten(0, 1), atol=1e-5)

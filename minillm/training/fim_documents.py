@@ -1,0 +1,54 @@
+"""Training documents for fill in the middle: half of the files, cut into pieces, each with a gap.
+
+A file that is chosen is cut at line ends into pieces short enough to be seen whole in a training row, and each piece
+becomes prefix, suffix, middle. Half of the gaps end where their line ends or a few lines later, as in an editor; the
+others lie between two random characters (Bavarian et al. 2022). The cuts are made in the text, so the tokens at the
+seams are those that a prompt will have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from minillm.fill_in_the_middle import fim_text
+from minillm.training.tokenizer import END_OF_TEXT
+
+FIM_RATE = 0.5
+"""Share of the files."""
+LINE_RATE = 0.5
+"""Share of the gaps that end with a line."""
+PIECE_CHARACTERS = (300, 6000)
+"""Length of a piece, even in the logarithm."""
+
+
+def as_trained(text: str, rng: np.random.Generator) -> str:
+    """`text` as one pass over the corpus shows it: whole, or in pieces with gaps; ends with end of text."""
+    if rng.random() >= FIM_RATE:
+        return text + END_OF_TEXT
+    return "".join(with_gap(piece, rng) + END_OF_TEXT for piece in pieces(text, rng))
+
+
+def pieces(text: str, rng: np.random.Generator) -> Iterator[str]:
+    """Cut `text` at line ends into pieces of random length."""
+    low, high = np.log(PIECE_CHARACTERS)
+    at = 0
+    while at < len(text):
+        end = text.find("\n", at + int(np.exp(rng.uniform(low, high)))) + 1
+        end = end or len(text)
+        yield text[at:end]
+        at = end
+
+
+def with_gap(piece: str, rng: np.random.Generator) -> str:
+    """`piece` with a random gap moved to the end."""
+    if rng.random() < LINE_RATE:
+        begin = int(rng.integers(len(piece) + 1))
+        end = begin
+        for _ in range(int(rng.geometric(0.6))):
+            end = piece.find("\n", end) + 1 or len(piece)
+        end -= piece[begin:end].endswith("\n")
+    else:
+        begin, end = sorted(int(i) for i in rng.integers(len(piece) + 1, size=2))
+    return fim_text(piece[:begin], piece[end:], piece[begin:end])

@@ -1,0 +1,48 @@
+"""Near-duplicates: files of which most lines stand in another file. MinHash over normalised lines (Broder 1997).
+
+Packages copy from each other, so exact comparison leaves many pairs. A copy in training wastes a pass; a copy of a
+held-out file makes its loss say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from datasketch import MinHash, MinHashLSH
+from tqdm.auto import tqdm
+
+PERMUTATIONS = 128
+"""Hash functions of a sketch: the estimate of a similarity J has the standard deviation sqrt(J (1 − J) / 128)."""
+SIMILAR, SIMILAR_TO_HELD_OUT = 0.7, 0.5
+"""Jaccard similarity of two files' sets of lines from which the later one is dropped."""
+
+
+def sketch(text: str) -> MinHash:
+    """The MinHash of the set of stripped, lower-case lines of `text`; blank lines and lone brackets do not count."""
+    lines = {line.strip().lower() for line in text.split("\n")}
+    shingles = [line.encode() for line in lines if len(line) > 3]
+    minhash = MinHash(num_perm=PERMUTATIONS, seed=1)
+    minhash.update_batch(shingles)
+    return minhash
+
+
+def without_near_duplicates(texts: Sequence[str], held_out: Sequence[bool]) -> list[int]:
+    """Which of `texts` to keep, as indices in order.
+
+    Training files come first: of two that are alike the earlier one stays. A held-out file stays only if it is like no
+    training file that stays, by the stricter measure, and like no earlier held-out file.
+    """
+    sketches = [sketch(text) for text in tqdm(texts, desc="looking for near-duplicates", unit=" files")]
+    order = sorted(range(len(texts)), key=lambda i: (held_out[i], i))
+    kept: set[int] = set()
+    index = MinHashLSH(threshold=SIMILAR_TO_HELD_OUT, num_perm=PERMUTATIONS)
+    for i in order:
+        limit = SIMILAR_TO_HELD_OUT if held_out[i] else SIMILAR
+        if not _has_match(sketches[i], (sketches[j] for j in index.query(sketches[i])), limit):
+            index.insert(i, sketches[i])
+            kept.add(i)
+    return sorted(kept)
+
+
+def _has_match(one: MinHash, others: Iterable[MinHash], limit: float) -> bool:
+    return any(one.jaccard(other) >= limit for other in others)

@@ -1,0 +1,87 @@
+"""Passes over the corpus: every window once, the same for the same arguments, gaps to fill in half of the files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from minillm.errors import TrainingError
+from minillm.fill_in_the_middle import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
+from minillm.training.data import Passes
+from minillm.training.fim_documents import as_trained, pieces, with_gap
+from minillm.training.near_duplicates import without_near_duplicates
+
+from .conftest import source_file
+
+
+def test_a_pass_shows_every_window_once_and_the_next_one_in_another_order(corpus):
+    passes = Passes(corpus)
+    passes.batch(0, 1, 64)
+    first = np.load(corpus / "passes" / "0.npy")
+    windows = (first.size - 1) // 64
+    seen = [tuple(passes.batch(step, 1, 64)[0][0].tolist()) for step in range(windows)]
+    expected = [tuple(first[i * 64 : (i + 1) * 64].tolist()) for i in range(windows)]
+    assert sorted(seen) == sorted(expected) and seen != expected
+    passes.batch(windows, 1, 64)
+    assert (corpus / "passes" / "1.npy").exists()
+    assert not np.array_equal(first[:500], np.load(corpus / "passes" / "1.npy")[:500])
+
+
+def test_batches_depend_on_nothing_but_their_arguments(corpus):
+    inputs, targets = Passes(corpus).batch(3, 4, 32)
+    again = Passes(corpus)
+    again.batch(9, 2, 64)
+    assert np.array_equal(again.batch(3, 4, 32)[0], inputs)
+    assert np.array_equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_rows_longer_than_the_text_are_refused(corpus):
+    with pytest.raises(TrainingError, match="rows of 9999999 tokens need a text of 10000000"):
+        Passes(corpus).batch(0, 1, 9_999_999)
+
+
+def test_a_gap_is_moved_to_the_end_and_nothing_is_lost():
+    rng = np.random.default_rng(0)
+    text = source_file(1)
+    assert "".join(pieces(text, rng)) == text
+    kinds = set()
+    for _ in range(300):
+        gapped = with_gap(text, rng)
+        prefix, rest = gapped.removeprefix(FIM_PREFIX).split(FIM_SUFFIX)
+        suffix, middle = rest.split(FIM_MIDDLE)
+        assert prefix + middle + suffix == text
+        kinds.add((suffix[:1] == "\n" or suffix == "", "\n" in middle))
+    assert kinds == {(True, False), (True, True), (False, True), (False, False)}
+
+
+def test_half_of_the_files_are_shown_whole():
+    """Of 2,000 fair choices the share lies outside 0.45 to 0.55 once in 10⁵."""
+    rng = np.random.default_rng(0)
+    text = source_file(1)
+    whole = sum(as_trained(text, rng) == text + "<|endoftext|>" for _ in range(2000))
+    assert 900 < whole < 1100
+
+
+def test_markers_are_one_token_each(corpus):
+    tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
+    ids = tokenizer.encode(f"{FIM_PREFIX}a{FIM_SUFFIX}b{FIM_MIDDLE}c<|endoftext|>").ids
+    assert [i for i in ids if i < 4] == [1, 2, 3, 0]
+
+
+def test_near_duplicates_go_and_what_is_only_alike_in_parts_stays():
+    files = [source_file(i) for i in range(4)]
+    copy = files[0].replace("class", "klass") + "# copied from elsewhere\n"
+    lines = files[1].split("\n")
+    unlike = "\n".join(f"{line}  # {i}" for i, line in enumerate(lines))
+    texts = [*files, copy, unlike]
+    assert without_near_duplicates(texts, [False] * 6) == [0, 1, 2, 3, 5]
+
+
+def test_a_held_out_file_goes_if_a_training_file_is_like_it():
+    files = [source_file(i) for i in range(3)]
+    half = "".join(files[0].partition("def ")[:1]) + "\n".join(
+        files[0].split("\n")[: len(files[0].split("\n")) * 2 // 3]
+    )
+    assert without_near_duplicates([half, *files], [True, False, False, False]) == [1, 2, 3]
+    assert without_near_duplicates([half, *files], [False] * 4) == [0, 1, 2, 3]
