@@ -24,6 +24,8 @@ from minillm.training.tokenizer import END_OF_TEXT, train_tokenizer
 def prepare(folder: Path, vocab_size: int) -> None:
     """Collect the corpus, train the tokenizer, encode the held-out files into `folder`. Does nothing if that is done.
 
+    A tokenizer that lies in `folder` already is kept: a run that came from elsewhere goes on with its own.
+
     Training files are kept as text (`train.jsonl.gz`): each pass over them is encoded when it begins, with other gaps
     to fill in. Raises `TrainingError` if the library that finds near-duplicates is not installed.
     """
@@ -39,8 +41,10 @@ def prepare(folder: Path, vocab_size: int) -> None:
     kept = without_near_duplicates([d.text for d in every], [d.held_out for d in every])
     docs = [every[i] for i in kept]
     train, held_out = [d for d in docs if not d.held_out], [d for d in docs if d.held_out]
-    tokenizer = train_tokenizer((d.text for d in train), vocab_size)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    given = folder / "tokenizer.json"
+    if not given.exists():
+        train_tokenizer((d.text for d in train), vocab_size).save(str(given))
+    tokenizer = Tokenizer.from_file(str(given))
     tokens = {"train": sum(part.size for part in _encoded(tokenizer, [d.text for d in train], "train"))}
     ids = encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out")
     tokens["held_out"] = int(ids.size)

@@ -167,8 +167,9 @@ class Trainer:
     def _load(self, file: Path) -> None:
         state = torch.load(file, weights_only=True, map_location=self.model.embed_tokens.weight.device)
         self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        if state["optimizers"] is not None:  # a checkpoint that travelled has none
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
         self.step, self.tokens_seen, self.seconds = state["step"], state["tokens_seen"], state["seconds"]
         self.tokens_before = state["tokens_before"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import WEIGHTS, Pair
 from minillm.training.recipes import (
     DISTILL_MINUTES,
@@ -32,16 +33,19 @@ def train(
     threads: int | None = None,
     device: str = "cpu",
     export_to: Path = WEIGHTS,
+    begin_with: Path | None = None,
 ) -> None:
     """Make the two bundled models: run `stages` (default: all, in the order of `STAGES`) with their states in `folder`.
 
     An interrupt keeps what is done; the same call goes on from there. While a file `pause` lies in `folder`, training
     waits. `minutes`: a total, shared out among the stages, instead of minutes for each. `threads`: PyTorch's, default:
-    its own choice.
+    its own choice. `begin_with`: a checkpoint that `pack_run` wrote, to go on from instead of from nothing.
     Raises `TrainingError` if the input of a stage is missing or unfinished.
     """
     if threads is not None:
         torch.set_num_threads(threads)
+    if begin_with is not None:
+        unpack_run(Path(begin_with), Path(folder))
     if minutes is not None:
         target_minutes, draft_minutes, distill_minutes = (minutes * share for share in SHARES.values())
     pair = Pair(
@@ -68,11 +72,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=_positive, default=None, metavar="MIN", help=help_text)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: PyTorch's choice)")
+    help_text = "go on from a checkpoint of the stable run (default: from nothing, or from what is in --folder)"
+    parser.add_argument("--begin-with", type=Path, default=None, metavar="FOLDER", help=help_text)
+    help_text = "train nothing: write the stable run that is in --folder as such a checkpoint"
+    parser.add_argument("--pack", type=Path, default=None, metavar="FOLDER", help=help_text)
     parser.add_argument("--export-to", type=Path, default=WEIGHTS, help="default: the folder of the bundled models")
 
 
 def run_from_args(args: argparse.Namespace) -> int:
     """Run what `add_arguments` parsed. Returns the exit status: 0, or 130 after an interrupt, which loses nothing."""
+    if args.pack is not None:
+        pack_run(args.folder, args.pack)
+        return 0
     try:
         train(
             folder=args.folder,
@@ -84,6 +95,7 @@ def run_from_args(args: argparse.Namespace) -> int:
             threads=args.threads,
             device=args.device,
             export_to=args.export_to,
+            begin_with=args.begin_with,
         )
     except KeyboardInterrupt:
         tqdm.write(f"stopped; the state is in {args.folder}, and the same command goes on from there")

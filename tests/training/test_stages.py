@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from minillm.errors import TrainingError
+from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import Pair
-from minillm.training.pretrain import Recipe
+from minillm.training.pretrain import Recipe, Trainer, bits_per_byte
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import add_arguments, run_from_args, train
 from minillm.training.stages import STAGES, run_stages
@@ -140,3 +141,26 @@ def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypat
     assert "goes on from there" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         parser.parse_args(["--target-minutes", "0"])
+
+
+def test_stable_run_that_travelled_goes_on_elsewhere(made, tmp_path):
+    pack_run(made.folder, tmp_path / "packed")
+    unpack_run(tmp_path / "packed", tmp_path / "runs")
+    shutil.copytree(made.folder / "corpus", tmp_path / "runs" / "corpus", dirs_exist_ok=True)
+    here = replace(made, folder=tmp_path / "runs", target_recipe=replace(recipe(40), decay_from=1.0))
+    recipe_before = Trainer(made.new_model("target"), made.training_text(), made.target_recipe, made.folder / "target")
+    arrived = Trainer(here.new_model("target"), here.training_text(), here.target_recipe, here.folder / "target")
+    assert (arrived.step, arrived.tokens_seen) == (recipe_before.step, recipe_before.tokens_seen) == (30, 30 * 256)
+    held_out = made.held_out()
+    before, after = (bits_per_byte(t.model, held_out, held_out.tokens.size, 64) for t in (recipe_before, arrived))
+    assert after == pytest.approx(before, rel=0.01), "rounding to 8 bits is hardly seen"
+    run_stages(here, ["target", "decay"])
+    assert RunRecord.load(tmp_path / "runs" / "target").tokens == 40 * 256
+
+
+def test_checkpoint_never_replaces_a_run(made, tmp_path):
+    pack_run(made.folder, tmp_path / "packed")
+    with pytest.raises(TrainingError, match="has a run already"):
+        unpack_run(tmp_path / "packed", made.folder)
+    with pytest.raises(TrainingError, match="there is no stable"):
+        unpack_run(tmp_path, tmp_path / "runs")
