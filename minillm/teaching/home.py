@@ -19,11 +19,11 @@ except ModuleNotFoundError:  # Python 3.10; jupytext brings it there
 from minillm.errors import LessonError
 
 FIRST_CELL = """\
-# The same first cell in every lesson: install minillm if this is Colab, then see what this machine can do.
-import importlib.util
+# The same first cell in every lesson: on Colab install minillm, then see what this machine can do.
 import sys
+from importlib.util import find_spec
 
-if "google.colab" in sys.modules and importlib.util.find_spec("minillm") is None:
+if "google.colab" in sys.modules and not find_spec("minillm"):
 {install}
 
 from minillm.doctor import doctor
@@ -32,10 +32,7 @@ doctor()"""
 FROM_REPOSITORY = """\
     %pip install --quiet "minillm-lessons @ git+{repository}@{tag}\""""
 FROM_WHEEL = """\
-    from glob import glob
-
-    if not glob("minillm_lessons-*.whl"):
-        raise SystemExit("Upload dist/minillm_lessons-*.whl, which `make dist` writes, and run this cell again.")
+    print("If this fails: upload dist/minillm_lessons-*.whl, which `make dist` writes, and run this cell again.")
     %pip install --quiet minillm_lessons-*.whl"""
 _GITHUB = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?")
 

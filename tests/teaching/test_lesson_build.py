@@ -242,19 +242,19 @@ def test_unpublished_lessons_carry_no_badge_and_install_an_uploaded_wheel_on_col
     assert "jupyterlab" not in first
 
 
-def test_first_cell_installs_nothing_elsewhere_and_says_on_colab_what_to_upload(tmp_path, monkeypatch):
+def test_first_cell_installs_nothing_elsewhere_and_says_on_colab_what_to_upload(monkeypatch, capsys):
     code = Home().first_cell.replace("    %pip install", "    installed = True  # ")
     code = code.partition("from minillm.doctor")[0]
-    monkeypatch.chdir(tmp_path)
     exec(code, elsewhere := {})
     assert "installed" not in elsewhere
     monkeypatch.setitem(sys.modules, "google.colab", object())
+    exec(code, already := {})
+    assert "installed" not in already
+    assert capsys.readouterr().out == ""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"Upload dist/minillm_lessons-\*\.whl, which `make dist` writes"):
-        exec(code, {})
-    (tmp_path / "minillm_lessons-0.1.0-py3-none-any.whl").touch()
     exec(code, on_colab := {})
     assert on_colab["installed"]
+    assert "upload dist/minillm_lessons-*.whl, which `make dist` writes" in capsys.readouterr().out
 
 
 def test_published_lessons_install_from_the_tag_and_carry_badges(tmp_path):

@@ -61,6 +61,21 @@ def test_stale_print_is_found_and_the_command_fails(course, capsys):
     assert "cell 8, run again: 'loading 99%' is recorded, 'loading 100%' is computed" in capsys.readouterr().err
 
 
+def test_lessons_run_side_by_side_and_are_told_in_order(tmp_path):
+    (tmp_path / "solutions").mkdir()
+    for number in (94, 95):
+        (tmp_path / "solutions" / f"{number}_sum.py").write_text(
+            f"# %% [markdown]\n# # A sum\n\n# %%\nprint({number} + 1)\n"
+        )
+    build(tmp_path)
+    for number in (94, 95):
+        change(tmp_path / "solutions" / f"{number}_sum.ipynb", f'"{number + 1}\\n"', '"7\\n"')
+    assert [stale.reason for stale in rerun(tmp_path, jobs=2)] == [
+        "cell 3, run again: '7' is recorded, '95' is computed",
+        "cell 3, run again: '7' is recorded, '96' is computed",
+    ]
+
+
 def test_lesson_that_no_longer_runs_is_told_like_a_stale_one(course, monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise LessonError("lesson 90_sample, cell 3: ImportError")
