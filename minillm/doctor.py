@@ -148,7 +148,8 @@ def _table_html(rows: tuple[Row, ...], more: str = "", caption: str = "") -> str
         return ""
     head = "".join(_cell(word, "th") for word in ("", "part", "found", "what it means"))
     title = f'<caption style="{LEFT}">{html.escape(caption)}</caption>' if caption else ""
-    return f'<table class="minillm-doctor">{title}<tr>{head}</tr>{"".join(map(_row_html, rows))}{more}</table>'
+    body = "".join(map(_row_html, rows)) + more
+    return f'<table class="minillm-doctor" style="margin-left:0">{title}<tr>{head}</tr>{body}</table>'
 
 
 def _row_html(row: Row) -> str:

@@ -241,6 +241,7 @@ def test_whole_table_on_request_is_aligned_left_cell_by_cell():
     cells = [node for node in table.iter() if node.tag in ("td", "th", "caption")]
     assert len(cells) == 1 + 4 * 3
     assert all("text-align:left" in node.get("style", "") for node in cells)
+    assert "margin-left:0" in table.get("style", "")
 
 
 def test_doctor_is_brief_unless_asked():
