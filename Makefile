@@ -1,5 +1,5 @@
 # Every target makes its own environment first: a clone needs Python, git and make, nothing else.
-#   make demo   make lab   make test   make lessons   make lint   make clean
+#   make demo   make lab   make test   make lessons   make nbval   make dist   make lint   make clean
 # PYTHON names the interpreter that the environment is made with, PIP_ARGS what pip is told besides (another index),
 # CHROME a browser for the browser tests, PYTEST_ARGS what pytest is told besides, JOBS how many test files run at a time.
 
@@ -17,7 +17,7 @@ endif
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := demo
-.PHONY: demo lab lessons lint test clean
+.PHONY: demo lab lessons lint test nbval dist clean
 
 demo: $(STAMP)
 	$(BIN)/minillm demo
@@ -31,6 +31,10 @@ lessons: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
+# The wheel, models and lessons included: what to upload where nothing is published.
+dist: $(STAMP)
+	$(BIN)/python -m hatchling build -t wheel -d dist
+
 # The quick checks come first, the long one last. JOBS files run at a time, a notebook in one kernel, each on one
 # thread: two that share two cores are quicker than one after the other.
 SPREAD := -n $(JOBS) --dist loadfile
@@ -38,8 +42,14 @@ test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/minillm build --check
 	$(BIN)/pytest $(SPREAD) --nbval-lax lessons/ $(PYTEST_ARGS)
-	$(BIN)/pytest $(SPREAD) --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg solutions/ $(PYTEST_ARGS)
+	$(BIN)/minillm build --check --run --jobs $(JOBS)
 	$(BIN)/pytest $(SPREAD) tests/ $(PYTEST_ARGS)
+
+# What a teacher runs over notebooks, here over all of ours. `make test` runs the solutions too, and compares more.
+nbval: export OMP_NUM_THREADS := 1
+nbval: $(STAMP)
+	$(BIN)/pytest $(SPREAD) --nbval-lax lessons/ $(PYTEST_ARGS)
+	$(BIN)/pytest $(SPREAD) --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg solutions/ $(PYTEST_ARGS)
 
 # Installed once, and again when what is to be installed has changed.
 $(STAMP): pyproject.toml constraints.txt

@@ -25,6 +25,15 @@ TRITON, NUMBA, OPENMP = "triton", "numba", "numba.np.ufunc.omppool"
 BYTE_PRODUCTS = "minillm.ops.cpu.simd:has_byte_products"
 HEAVY = (TRITON, NUMBA, OPENMP, BYTE_PRODUCTS)
 """What is not imported here."""
+NAMES = {
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx_vnni": "AVX-VNNI",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "asimddp": "NEON with dot products",
+    "asimd": "NEON",
+}
+"""The instruction sets that the compiled step can use, best first, as people write them."""
 LOW_MEMORY_BYTES = 10**9
 """What the largest lesson needs, by the rules that lessons are built to."""
 
@@ -36,6 +45,21 @@ def run_checks() -> Iterator[Row]:
     if not problem("torch"):
         yield from (device(), dtype(), triton(), kernels(), threads())
     yield from (numba(), processor(), main_memory(), models(), widgets(), charts(), lab(), browser())
+
+
+def machine() -> str:
+    """What lessons run on here, in a few words that are the same whenever it is asked."""
+    from minillm import __version__
+
+    card = None if problem("torch") else gpu()
+    if card is not None:
+        kernels_run = "PyTorch operations" if _tried(TRITON).problem else "Triton kernels"
+        return f"minillm {__version__} · {card.name}, {card.architecture} · {kernels_run}"
+    chip = cpu()
+    cores = f"{chip.usable_cores} core{'s' if chip.usable_cores > 1 else ''}"
+    best = next((NAMES[name] for name in NAMES if name in chip.simd), "")
+    runs = "plain PyTorch" if _tried(NUMBA).problem else "compiled step"
+    return f"minillm {__version__} · {', '.join(filter(None, ['CPU', cores, best]))} · {runs}"
 
 
 def find_chromium() -> Path | None:
@@ -216,6 +240,8 @@ def lab() -> Row:
     if "google.colab" in sys.modules:
         return Row("JupyterLab", "ok", "not needed on Colab", "Colab is the notebook.")
     if importlib.util.find_spec("jupyterlab") is None:
+        if "ipykernel" in sys.modules:
+            return Row("JupyterLab", "ok", "not installed, and not needed", "This runs in a notebook already.")
         meaning = "`minillm lab` cannot open; other notebook programs can open the lessons."
         return Row("JupyterLab", "missing", "not installed", meaning, "pip install 'minillm-lessons[lab]'")
     return Row("JupyterLab", "ok", metadata.version("jupyterlab"), "`minillm lab` opens the first lesson.")
@@ -227,7 +253,8 @@ def browser() -> Row:
     if found is None:
         meaning = "Only the browser tests of minillm itself need one; every lesson runs."
         fix = "install Chromium, or point CHROME at one"
-        return Row("Chromium", "limited", f"none (CHROME={os.environ.get('CHROME', '')})", meaning, fix)
+        none = f"none (CHROME={os.environ.get('CHROME', '')})"
+        return Row("Chromium", "limited", none, meaning, fix, for_lessons=False)
     return Row("Chromium", "ok", str(found), "The browser tests can run.")
 
 

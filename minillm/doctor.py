@@ -3,6 +3,9 @@
 Each check gives one row. `ok`: all of it works. `limited`: a fallback works instead. `missing`: a part of the lessons
 does not run until the fix is made. The checks load what they look at only when they run, so importing this file costs
 nothing, and the first cell of a lesson can call `minillm.doctor()`.
+
+A lesson shows one line, and below it only the rows that need something done. `minillm.doctor(full=True)` and the
+command show the whole table.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "limited", "missing"]
 MARKS: dict[str, str] = {"ok": "✓", "limited": "~", "missing": "✗"}
+LEFT = "text-align:left"
 COLOURS: dict[str, str] = {"ok": "#009E73", "limited": "#B87A00", "missing": "#D55E00"}
 
 
@@ -35,14 +39,36 @@ class Row:
     """One sentence: what this means for the lessons."""
     fix: str = ""
     """What to type or change; empty if nothing needs to be."""
+    for_lessons: bool = True
+    """Whether lessons need it; false for what only the tests of minillm use."""
+
+    @property
+    def trouble(self) -> bool:
+        """Whether a learner should do something: a limit with a fix, or a part that is missing."""
+        return self.for_lessons and (self.status == "missing" or (self.status == "limited" and bool(self.fix)))
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """All findings; shows itself as text in a terminal and as a table in a notebook."""
+    """All findings; shows itself as one line and the rows that need something done, or in `full` as the whole table."""
 
     rows: tuple[Row, ...]
     ceilings: tuple[Ceiling, ...] = ()
+    machine: str = ""
+    """What the lessons run on, in a few words."""
+    full: bool = True
+
+    @property
+    def troubles(self) -> tuple[Row, ...]:
+        """The rows that a learner should do something about."""
+        return tuple(row for row in self.rows if row.trouble)
+
+    @property
+    def line(self) -> str:
+        """One line: the machine, and whether everything that lessons need is here."""
+        count = len(self.troubles)
+        state = f"{count} thing{'s' if count > 1 else ''} to fix" if count else "everything needed is here"
+        return f"{self.machine} · {state}. doctor(full=True) shows the table."
 
     @property
     def healthy(self) -> bool:
@@ -51,9 +77,8 @@ class Report:
 
     @property
     def text(self) -> str:
-        """The report for a terminal: one finding, its meaning and its fix after the other."""
-        width = max(len(row.name) for row in self.rows)
-        lines = [line for row in self.rows for line in _row_lines(row, width)]
+        """The whole report for a terminal: one finding, its meaning and its fix after the other."""
+        lines = _lines(self.rows)
         if self.ceilings:
             lines += ["", "Measured here, just now (median, lowest to highest):"]
             lines += [f"  {c.device:<4}  {c.name:<24}  {c}" for c in self.ceilings]
@@ -71,37 +96,42 @@ class Report:
         return json.dumps(value, indent=2, ensure_ascii=False)
 
     def __repr__(self) -> str:
-        return self.text
+        return self.text if self.full else "\n".join([self.line, *_lines(self.troubles)])
 
     def _repr_html_(self) -> str:
-        rows = "".join(_row_html(row) for row in self.rows)
+        return self._table() if self.full else f"<div>{html.escape(self.line)}</div>{_table_html(self.troubles)}"
+
+    def _table(self) -> str:
         measured = "".join(
-            f"<tr><td></td><td>{html.escape(c.name)} ({c.device})</td><td>{html.escape(str(c))}</td>"
-            "<td>measured here, just now</td></tr>"
+            f"<tr>{_cell('')}{_cell(f'{c.name} ({c.device})')}{_cell(str(c))}{_cell('measured here, just now')}</tr>"
             for c in self.ceilings
         )
-        head = "<tr><th></th><th>part</th><th>found</th><th>what it means</th></tr>"
-        return (
-            '<table class="minillm-doctor" style="text-align:left">'
-            f"<caption>What runs on this machine: {self.summary}</caption>{head}{rows}{measured}</table>"
-        )
+        return _table_html(self.rows, measured, f"What runs on this machine: {self.summary}")
 
 
-def doctor(measure: bool = False) -> Report:
-    """Look at this machine. With `measure`, also time copies and matrix products, which takes a few seconds.
+def doctor(measure: bool = False, full: bool = False) -> Report:
+    """Look at this machine.
+
+    The report shows one line and what needs to be done; with `full`, every row. With `measure`, copies and matrix
+    products are timed too, which takes a few seconds, and every row is shown.
 
     Raises `UnsupportedError` if there is no PyTorch to measure with.
     """
-    from minillm.checks import run_checks
+    from minillm.checks import machine, run_checks
 
     rows = tuple(run_checks())
     if not measure:
-        return Report(rows)
+        return Report(rows, machine=machine(), full=full)
     try:
         from minillm.ceilings import measure as measure_ceilings
     except ImportError as problem:
         raise UnsupportedError(f"measuring needs PyTorch ({problem}); without measuring, the doctor works") from None
-    return Report(rows, tuple(measure_ceilings()))
+    return Report(rows, tuple(measure_ceilings()), machine())
+
+
+def _lines(rows: tuple[Row, ...]) -> list[str]:
+    width = max((len(row.name) for row in rows), default=0)
+    return [line for row in rows for line in _row_lines(row, width)]
 
 
 def _row_lines(row: Row, width: int) -> list[str]:
@@ -112,10 +142,23 @@ def _row_lines(row: Row, width: int) -> list[str]:
     return [f"{MARKS[row.status]} {row.status:<7}  {row.name:<{width}}  {first}", *(indent + line for line in others)]
 
 
+def _table_html(rows: tuple[Row, ...], more: str = "", caption: str = "") -> str:
+    """A table, or "" for no rows. JupyterLab aligns every cell to the right unless the cell itself says otherwise."""
+    if not rows and not more:
+        return ""
+    head = "".join(_cell(word, "th") for word in ("", "part", "found", "what it means"))
+    title = f'<caption style="{LEFT}">{html.escape(caption)}</caption>' if caption else ""
+    body = "".join(map(_row_html, rows)) + more
+    return f'<table class="minillm-doctor" style="margin-left:0">{title}<tr>{head}</tr>{body}</table>'
+
+
 def _row_html(row: Row) -> str:
+    colour = f"color:{COLOURS[row.status]};white-space:nowrap;font-weight:bold"
     fix = f"<br><b>fix:</b> <code>{html.escape(row.fix)}</code>" if row.fix else ""
-    return (
-        f'<tr data-status="{row.status}"><td style="color:{COLOURS[row.status]};white-space:nowrap">'
-        f"<b>{MARKS[row.status]} {row.status}</b></td><td><b>{html.escape(row.name)}</b></td>"
-        f"<td>{html.escape(row.found)}</td><td>{html.escape(row.meaning)}{fix}</td></tr>"
-    )
+    cells = _cell(f"{MARKS[row.status]} {row.status}", style=colour) + _cell(row.name, style="font-weight:bold")
+    return f'<tr data-status="{row.status}">{cells}{_cell(row.found)}{_cell(row.meaning, more=fix)}</tr>'
+
+
+def _cell(text: str, name: str = "td", style: str = "", more: str = "") -> str:
+    styles = ";".join(filter(None, [LEFT, style]))
+    return f'<{name} style="{styles}">{html.escape(text)}{more}</{name}>'

@@ -150,6 +150,7 @@ def test_old_ipywidgets_is_enough(monkeypatch):
 
 def test_missing_jupyterlab_names_the_extra(monkeypatch):
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     assert checks.lab().status == "missing"
     assert "minillm-lessons[lab]" in checks.lab().fix
 
@@ -200,6 +201,82 @@ def test_report_shows_as_text_html_and_json():
     table = ElementTree.fromstring(report._repr_html_().replace("<br>", "<br/>"))
     assert "<none>" in "".join(table.itertext())
     assert json.loads(report.to_json())["rows"][0]["fix"] == "pip install 'a & b'"
+
+
+WELL = Row("PyTorch", "ok", "2.9", "It runs.")
+NO_GPU = Row("device", "limited", "CPU", "Everything runs on the CPU.")
+FEW_THREADS = Row("threads", "limited", "1", "Cores stay idle.", "unset OMP_NUM_THREADS")
+NO_BROWSER = Row("Chromium", "limited", "none", "Only tests need one.", "install Chromium", for_lessons=False)
+NO_WIDGETS = Row("widgets", "missing", "not installed", "Knobs are absent.", "pip install ipywidgets")
+
+
+def brief(*rows: Row) -> Report:
+    return Report(rows, machine="minillm 0.1.0 · CPU, 2 cores", full=False)
+
+
+def test_lesson_shows_one_line_when_nothing_needs_to_be_done():
+    report = brief(WELL, NO_GPU, NO_BROWSER)
+    line = "minillm 0.1.0 · CPU, 2 cores · everything needed is here. doctor(full=True) shows the table."
+    assert repr(report) == line
+    assert report._repr_html_() == f"<div>{line}</div>"
+
+
+def test_lesson_shows_only_the_rows_that_need_something_done_with_their_fixes():
+    report = brief(WELL, NO_GPU, FEW_THREADS, NO_BROWSER, NO_WIDGETS)
+    assert report.troubles == (FEW_THREADS, NO_WIDGETS)
+    for shown in (repr(report), report._repr_html_()):
+        assert "2 things to fix" in shown
+        assert "unset OMP_NUM_THREADS" in shown
+        assert "pip install ipywidgets" in shown
+        assert "PyTorch" not in shown
+        assert "Chromium" not in shown
+    assert "1 thing to fix" in brief(FEW_THREADS).line
+
+
+def test_whole_table_on_request_is_aligned_left_cell_by_cell():
+    """JupyterLab's style sheet aligns cells to the right, whatever the table says."""
+    report = Report((WELL, NO_BROWSER))
+    assert "Chromium" in repr(report)
+    table = ElementTree.fromstring(report._repr_html_().replace("<br>", "<br/>"))
+    cells = [node for node in table.iter() if node.tag in ("td", "th", "caption")]
+    assert len(cells) == 1 + 4 * 3
+    assert all("text-align:left" in node.get("style", "") for node in cells)
+    assert "margin-left:0" in table.get("style", "")
+
+
+def test_doctor_is_brief_unless_asked():
+    report = doctor()
+    assert report.line in repr(report)
+    assert len(repr(report).splitlines()) < len(report.text.splitlines())
+    assert repr(doctor(full=True)).endswith("missing.")
+
+
+@pytest.mark.parametrize(
+    ("card", "simd", "words"),
+    [
+        (None, ("avx2", "avx512f", "avx512_vnni"), " · CPU, 2 cores, AVX-512 VNNI · compiled step"),
+        (None, ("avx2",), " · CPU, 2 cores, AVX2 · compiled step"),
+        (None, (), " · CPU, 2 cores · compiled step"),
+        (T4, (), " · Tesla T4, sm_75 · Triton kernels"),
+    ],
+)
+def test_the_line_says_what_lessons_run_on_and_nothing_that_changes(on_gpu, monkeypatch, card, simd, words):
+    on_gpu(card)
+    monkeypatch.setattr(checks, "cpu", lambda: Cpu("a processor", 2, 2, simd))
+    assert checks.machine() == f"minillm {minillm.__version__}{words}"
+
+
+def test_the_line_says_when_there_is_no_compiled_step(on_gpu, instead, monkeypatch):
+    on_gpu(None)
+    instead("numba", "raise ModuleNotFoundError")
+    monkeypatch.setattr(checks, "cpu", lambda: Cpu("a processor", 1, 1, ()))
+    assert checks.machine().endswith("· CPU, 1 core · plain PyTorch")
+
+
+def test_notebook_that_runs_without_jupyterlab_does_not_miss_it(monkeypatch):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    assert checks.lab().status == "ok"
 
 
 def test_doctor_can_be_called_again_although_its_module_has_its_name():

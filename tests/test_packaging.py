@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from minillm.commands.lab import copy_new
+from minillm.teaching.home import Home
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -32,6 +35,23 @@ def test_wheel_carries_every_lesson(wheel):
     lessons = {f"minillm/_lessons/{lesson.name}" for lesson in (ROOT / "lessons").glob("*.ipynb")}
     assert lessons
     assert lessons <= set(wheel)
+
+
+def test_wheel_carries_the_glossary_beside_the_lessons_that_link_to_it(wheel):
+    assert "minillm/_lessons/glossary.md" in wheel
+    assert "minillm/teaching/glossary.toml" in wheel
+
+
+def test_lab_copies_the_glossary_with_the_lessons(tmp_path):
+    copy_new(ROOT / "lessons", tmp_path)
+    assert (tmp_path / "glossary.md").exists()
+
+
+def test_make_dist_writes_the_wheel_that_the_first_cell_asks_for(wheel):
+    """The fixture runs the command of the target."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert "python -m hatchling build -t wheel -d dist" in makefile
+    assert Home().first_cell.count("minillm_lessons-*.whl") == 2
 
 
 def test_wheel_carries_every_module_and_nothing_but_the_package(wheel):

@@ -12,7 +12,8 @@ from minillm.errors import ConfigError
 EXAMPLES = """\
   minillm build                     all lessons
   minillm build 02                  one lesson
-  minillm build --check             fail if a notebook is older than its source
+  minillm build --check             fail if a notebook is older than its source (runs nothing)
+  minillm build --check --run       also run the solutions; fail if a printed or drawn number is another
 """
 
 
@@ -20,6 +21,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("names", nargs="*", metavar="LESSON", help="which lessons (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything is stale")
+    again = "with --check: run the solutions and compare what is counted"
+    parser.add_argument("--run", dest="rerun", action="store_true", help=again)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="with --run: run N lessons at a time")
     parser.add_argument("--remeasure", action="store_true", help="replace recorded measurements by new ones")
     parser.add_argument("--root", type=Path, default=Path(), help="the clone to work in (default: here)")
 
@@ -30,9 +34,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.root.resolve()} has no folder 'solutions'; run this in a clone, or name one with --root"
         )
+    if args.rerun and not args.check:
+        raise ConfigError("--run belongs to --check; without both, the lessons run and what they give is recorded")
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs {args.jobs}: at least 1 lesson must run at a time")
     from minillm.teaching.build import build
 
     stale = build(args.root, args.names or None, check=args.check, remeasure=args.remeasure)
+    if args.rerun and not stale:
+        from minillm.teaching.rerun import rerun
+
+        stale = rerun(args.root, args.names or None, jobs=args.jobs)
     for notebook in stale:
         print(f"minillm: {notebook}", file=sys.stderr)
     return 1 if stale else 0

@@ -1,4 +1,4 @@
-"""A sentence of a lesson that its own numbers must bear out.
+"""Sentences of a lesson that stand beside numbers: those its own numbers must bear out, and those it quotes.
 
 A lesson says "twice as fast" or "fewer than half"; the cell that prints the numbers says it too, with the condition:
 
@@ -7,7 +7,12 @@ A lesson says "twice as fast" or "fewer than half"; the cell that prints the num
 
 What is counted is the same on every machine, so a sentence about counts that does not hold is an error everywhere. What
 is measured is not: there the sentence must hold where the solution is recorded (`minillm build`), and elsewhere the
-learner is told when their machine differs.
+learner is told when their machine differs. So a measured claim prints differently on different machines: it belongs
+into a cell tagged `nbval-ignore-output`, and `minillm build` refuses it elsewhere.
+
+A figure that was not measured here says whose it is:
+
+    quoted("An H100 reads 3.35 TB/s.", "NVIDIA H100 data sheet")
 """
 
 from __future__ import annotations
@@ -34,3 +39,14 @@ def claim(sentence: str, holds: bool, measured: bool = False) -> None:
         print(f"Not so on this machine: {sentence}")
     else:
         raise LessonError(f"the lesson says {sentence!r}, and the numbers beside it say otherwise")
+
+
+def quoted(sentence: str, source: str) -> None:
+    """Print a `sentence` with figures from elsewhere, and the `source` they are from: a paper, a data sheet, a page.
+
+    Raises:
+        LessonError: one of them is empty.
+    """
+    if not sentence.strip() or not source.strip():
+        raise LessonError(f"quoted({sentence!r}, {source!r}) needs both: the sentence, and where its figures are from")
+    print(f"{sentence} (quoted: {source})")

@@ -23,11 +23,14 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{6,}")
 _UUID = re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b")
 
 
-def execute(solution: NotebookNode, folder: Path, on_cell: Callable[[], None] = lambda: None) -> NotebookNode:
+def execute(
+    solution: NotebookNode, folder: Path, on_cell: Callable[[], None] = lambda: None, recording: bool = True
+) -> NotebookNode:
     """A copy of `solution` with outputs, run in `folder` and strictly: a check that does not pass is an error.
 
-    `on_cell` is called after each code cell. Of a picture that was updated, the last frame stays; widgets leave the
-    text or picture beside them; stderr and the generated cell's findings about this machine are not kept.
+    With `recording`, so is a measured claim that does not hold. `on_cell` is called after each code cell. Of a picture
+    that was updated, the last frame stays; widgets leave the text or picture beside them; stderr and the generated
+    cell's findings about this machine are not kept.
 
     Raises:
         LessonError: a cell failed, took over 300 s, or killed the kernel; names the lesson, the cell and the error.
@@ -52,7 +55,7 @@ def execute(solution: NotebookNode, folder: Path, on_cell: Callable[[], None] = 
         on_cell_executed=lambda cell, cell_index, execute_reply: on_cell(),
     )
     try:
-        client.execute(env=_environment())
+        client.execute(env=_environment(recording))
     except CellExecutionError as problem:
         raise LessonError(_where(notebook, running) + f"{problem.ename}: {problem.evalue}") from None
     except CellTimeoutError:
@@ -62,11 +65,11 @@ def execute(solution: NotebookNode, folder: Path, on_cell: Callable[[], None] = 
     return _settled(notebook, solution)
 
 
-def _environment() -> dict[str, str]:
-    """This process's, with the very `minillm` that is building, and strict checks."""
+def _environment(recording: bool) -> dict[str, str]:
+    """This process's, with the very `minillm` that is building and strict checks; `recording` holds measured claims."""
     package = str(Path(minillm.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "MINILLM_STRICT": "1", RECORDING_VARIABLE: "1"}
+    return {**os.environ, "PYTHONPATH": path, "MINILLM_STRICT": "1", RECORDING_VARIABLE: str(int(recording))}
 
 
 def _where(notebook: NotebookNode, index: int) -> str:

@@ -15,22 +15,17 @@ import nbformat
 from nbformat import NotebookNode
 
 from minillm.errors import LessonError
+from minillm.teaching.glossary import FILE as GLOSSARY
+from minillm.teaching.home import read_home
+from minillm.teaching.lint import refuse_dead_links, refuse_measured_claims
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 EXPECTED_TAG = "expected"
 IGNORE_TAG = "nbval-ignore-output"
 IGNORE_COMMENT = re.compile(r"^\s*#\s*NBVAL_IGNORE_OUTPUT\s*$", re.MULTILINE | re.IGNORECASE)
 PREAMBLE_TAG = "minillm-preamble"
-PREAMBLE = """\
-# The same first cell in every lesson: install minillm if this is Colab, then see what this machine can do.
-import sys
-
-if "google.colab" in sys.modules:
-    %pip install --quiet minillm-lessons
-
-from minillm.doctor import doctor
-
-doctor()"""
+_FROM_SOLUTIONS = f"../lessons/{GLOSSARY}"
+"""The glossary lies beside the lessons; the solutions are a folder away from it."""
 MAX_PICTURE_BYTES = 100_000
 """Of one expected picture; learners download every lesson with all of them inside."""
 
@@ -39,23 +34,34 @@ def read_source(path: Path) -> NotebookNode:
     """The cells of a py:percent file with the generated first code cell, without outputs, ids and metadata settled.
 
     Raises:
-        LessonError: the file has no title cell, a badly placed solution region, or an expected picture without words;
-            so what is wrong in the writing shows before anything runs.
+        LessonError: the file has no title cell, a badly placed solution region, an expected picture without words, a
+            measured claim in a cell that is compared, or a link to nothing; so what is wrong in the writing shows
+            before anything runs.
     """
+    root = path.parent.parent
+    home = read_home(root)
     text = path.read_text(encoding="utf-8")
     parsed = jupytext.reads(text, fmt="py:percent")
     if not parsed.cells or parsed.cells[0].cell_type != "markdown":
         raise LessonError(f"{path.name}: the first cell must be markdown with the lesson's title")
-    preamble = nbformat.v4.new_code_cell(PREAMBLE, metadata={"tags": [PREAMBLE_TAG, IGNORE_TAG]})
+    preamble = nbformat.v4.new_code_cell(home.first_cell, metadata={"tags": [PREAMBLE_TAG, IGNORE_TAG]})
     cells = [parsed.cells[0], preamble, *parsed.cells[1:]]
     for number, cell in enumerate(cells):
         cell.id = f"{path.stem}-{number:03d}"
         # jupytext remembers blank lines between cells here, for writing the source back; we never do.
         cell.metadata.pop("lines_to_next_cell", None)
         where = f"{path.stem}, cell {number + 1}"
+        if cell.cell_type == "markdown":
+            refuse_dead_links(cell.source, where, path.parent)
+            cell.source = cell.source.replace(f"]({GLOSSARY}", f"]({_FROM_SOLUTIONS}")
+            continue
         without_solutions(cell.source, where)
+        if not is_measured(cell):
+            refuse_measured_claims(cell.source, where)
         if EXPECTED_TAG in tags_of(cell) and not cell.metadata.get("alt"):
             raise LessonError(f'{where}: tagged "{EXPECTED_TAG}" but without alt="…", which says the picture in words')
+    if badges := home.badges(path.stem, binder=(root / "binder").is_dir()):
+        cells[0].source = f"{badges}\n\n{cells[0].source}"
     about = {"lesson": path.stem, "source_sha256": hashlib.sha256(text.encode()).hexdigest()}
     return _notebook(cells, about)
 
@@ -73,6 +79,8 @@ def for_learner(solution: NotebookNode) -> NotebookNode:
         if cell.cell_type == "code":
             given = nbformat.from_dict({**cell, "outputs": [], "execution_count": None})
             given.source = without_solutions(cell.source, where)
+        else:
+            given.source = cell.source.replace(f"]({_FROM_SOLUTIONS}", f"]({GLOSSARY}")
         cells.append(given)
         if EXPECTED_TAG in tags_of(cell):
             cells.append(_expected_picture(cell, where))

@@ -43,7 +43,7 @@ check(EXERCISE)
 chosen = use(EXERCISE)
 bars = "".join(f'<rect y="{20 * i}" width="{10 * n}" height="15"/>' for i, n in enumerate(chosen([1, 3])))
 handle = display(HTML("<svg>first frame</svg>"), display_id="live")
-handle.update(HTML(f'<svg role="img" viewBox="0 0 100 40"><title>Bars</title>{bars}</svg>'))
+handle.update(HTML(f'<svg role="img" viewBox="0 0 100 40"><title>Bars of {chosen([1, 3])}</title>{bars}</svg>'))
 
 # %%
 display(ipywidgets.IntSlider(value=3))

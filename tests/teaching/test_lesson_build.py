@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import nbformat
@@ -12,7 +14,8 @@ import pytest
 
 from minillm.errors import LessonError
 from minillm.teaching.build import build
-from minillm.teaching.notebook import PREAMBLE, for_learner, read_source, without_solutions
+from minillm.teaching.home import Home, read_home
+from minillm.teaching.notebook import for_learner, read_source, without_solutions
 
 SOURCE = Path("solutions/90_sample.py")
 SOLUTION = Path("solutions/90_sample.ipynb")
@@ -48,7 +51,7 @@ def test_first_code_cell_is_the_same_everywhere_and_keeps_nothing_about_this_mac
     for path in (LESSON, SOLUTION):
         notebook = read(course / path)
         assert notebook.cells[0].cell_type == "markdown"
-        assert notebook.cells[1].source == PREAMBLE
+        assert notebook.cells[1].source == Home().first_cell
         assert notebook.cells[1].outputs == []
 
 
@@ -90,6 +93,14 @@ def test_building_again_gives_the_same_bytes_even_for_measured_cells(course):
     build(course, remeasure=True)
     old, new = json.loads(before[SOLUTION]), json.loads((course / SOLUTION).read_text())
     assert [i for i, pair in enumerate(zip(old["cells"], new["cells"], strict=True)) if pair[0] != pair[1]] == [8]
+
+
+def test_new_prose_does_not_replace_measurements(course):
+    [before] = outputs_of(read(course / SOLUTION), "print(measured)")
+    edit(course / SOURCE, "Everything the build", "Hello. Everything the build")
+    build(course)
+    assert [before] == outputs_of(read(course / SOLUTION), "print(measured)")
+    assert "Hello" in read(course / LESSON).cells[0].source
 
 
 def test_fresh_notebooks_pass_the_check(course):
@@ -211,3 +222,75 @@ def test_solution_regions_become_stubs_at_their_own_indentation():
 def test_badly_placed_solution_regions_are_refused(source, says):
     with pytest.raises(LessonError, match=says):
         without_solutions(source, "cell 1")
+
+
+PUBLISHED = """[tool.minillm]
+repository = "https://github.com/someone/minillm.git"
+tag = "v1.2"
+"""
+
+
+def test_unpublished_lessons_carry_no_badge_and_install_an_uploaded_wheel_on_colab_only(course):
+    cells = read(course / LESSON).cells
+    assert cells[0].source.startswith("# A sample lesson")
+    first = cells[1].source
+    assert first.count("%pip") == 1
+    before, condition, after = first.partition('if "google.colab" in sys.modules and')
+    assert condition
+    assert "pip" not in before
+    assert "    %pip install --quiet minillm_lessons-*.whl" in after.splitlines()
+    assert "jupyterlab" not in first
+
+
+def test_first_cell_installs_nothing_elsewhere_and_says_on_colab_what_to_upload(monkeypatch, capsys):
+    code = Home().first_cell.replace("    %pip install", "    installed = True  # ")
+    code = code.partition("from minillm.doctor")[0]
+    exec(code, elsewhere := {})
+    assert "installed" not in elsewhere
+    monkeypatch.setitem(sys.modules, "google.colab", object())
+    exec(code, already := {})
+    assert "installed" not in already
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(code, on_colab := {})
+    assert on_colab["installed"]
+    assert "upload dist/minillm_lessons-*.whl, which `make dist` writes" in capsys.readouterr().out
+
+
+def test_published_lessons_install_from_the_tag_and_carry_badges(tmp_path):
+    (tmp_path / "pyproject.toml").write_text(PUBLISHED)
+    home = read_home(tmp_path)
+    assert (
+        '    %pip install --quiet "minillm-lessons @ git+https://github.com/someone/minillm.git@v1.2"'
+        in home.first_cell
+    )
+    (tmp_path / "solutions").mkdir()
+    (tmp_path / SOURCE).write_text("# %% [markdown]\n# # 90. Sample\n")
+    address = "colab.research.google.com/github/someone/minillm/blob/v1.2/lessons/90_sample.ipynb"
+    [title, _] = read_source(tmp_path / SOURCE).cells
+    assert title.source.startswith("[![Open in Colab](")
+    assert address in title.source
+    assert "mybinder" not in title.source
+    (tmp_path / "binder").mkdir()
+    binder = "https://mybinder.org/v2/gh/someone/minillm/v1.2?labpath=lessons%2F90_sample.ipynb"
+    assert binder in read_source(tmp_path / SOURCE).cells[0].source
+
+
+def test_badges_are_for_github_only():
+    assert Home("https://gitlab.com/someone/minillm", "v1").badges("90_sample", binder=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ('repository = "https://github.com/a/b"', "set both, or neither"),
+        ('tag = "v1"', "set both, or neither"),
+        ('repository = "git@github.com:a/b"\ntag = "v1"', "must be an address https://"),
+        ('repository = "https://github.com/a/b"\ntag = "v1 beta"', "tag = 'v1 beta' must be"),
+        ('branch = "main"', "unknown key 'branch'"),
+    ],
+)
+def test_half_a_home_is_refused(tmp_path, settings, says):
+    (tmp_path / "pyproject.toml").write_text(f"[tool.minillm]\n{settings}\n")
+    with pytest.raises(LessonError, match=says):
+        read_home(tmp_path)

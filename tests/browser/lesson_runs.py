@@ -1,16 +1,25 @@
-"""Every lesson, untouched, opens in JupyterLab and runs from top to bottom; its pictures are there."""
+"""Every lesson, untouched, opens in JupyterLab and runs from top to bottom; its pictures are there.
+
+A test file is run by one worker from its first test to its last, so the lessons are dealt out to four files:
+`test_lessons_1.py` to `test_lessons_4.py`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.conftest import ROOT, Lab
 from tests.browser.test_lesson_00 import CONNECTED, DONE, MINUTES
 
+FILES = 4
 NOTEBOOKS = sorted(path.name for path in (ROOT / "lessons").glob("*.ipynb") if not path.name.startswith("00"))
+
+
+def share(number: int) -> list[str]:
+    """Every fourth lesson, from the first, second, third or fourth on: those of file `number`."""
+    return [Path(name).stem for name in NOTEBOOKS[number - 1 :: FILES]]
 
 
 def run_all(page: Page, lab: Lab, notebook: str) -> None:
@@ -22,13 +31,12 @@ def run_all(page: Page, lab: Lab, notebook: str) -> None:
     page.wait_for_function(DONE, timeout=4 * MINUTES)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda name: Path(name).stem)
-def test_a_lesson_runs_in_jupyterlab(browser: Browser, lab: Lab, notebook: str) -> None:
+def check_lesson(browser: Browser, lab: Lab, lesson: str) -> None:
+    """Open `lesson` (`"02_kv_cache"`), run all of it, and look at the page."""
     page = browser.new_page(viewport={"width": 1360, "height": 1000})
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
-    run_all(page, lab, notebook)
+    run_all(page, lab, f"{lesson}.ipynb")
     errors = page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']")
     assert not errors.count(), errors.first.inner_text()
     assert page.locator(".jp-OutputArea svg").count() >= 3, "a lesson without pictures"

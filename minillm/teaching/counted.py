@@ -1,0 +1,137 @@
+"""What of a notebook's outputs is counted, and must therefore be the same whenever and wherever the cell runs.
+
+pytest's nbval compares printed text. It cannot compare pictures: it ignores the frames that follow the first one of a
+live picture, and an SVG holds names and coordinates that say nothing. So a picture is taken apart here, into the words
+and numbers that a reader sees, the `data-…` attributes that say the state of each page and token, and the values that a
+chart was made from.
+
+In a cell tagged `nbval-ignore-output` everything may be measured. There only the names of what is drawn are compared,
+with every number masked; whoever wants more checked puts what is counted into a cell of its own, without the tag.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html.parser import HTMLParser
+from typing import Any
+
+from nbformat import NotebookNode
+
+PICTURES = ("image/svg+xml", "text/html")
+CHART = "application/vnd.plotly.v1+json"
+CHART_TOLERANCE = 1e-3
+"""Relative; the last digits of a sum depend on the processor."""
+SHOWN = 60
+"""How many characters of a difference are told."""
+NAMES = ("data-series", "data-system", "data-testid")
+"""The attributes that name what is drawn, whatever was measured."""
+_NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]?\d+)?")
+_SPACES = re.compile(r"\s+")
+
+Part = str | float
+
+
+def difference(recorded: Sequence[NotebookNode], fresh: Sequence[NotebookNode], measured: bool) -> str:
+    """Where the outputs of one cell differ in what is counted, as `'2.42' is recorded, '2.35' is computed`; or "".
+
+    `measured`: the cell is tagged `nbval-ignore-output`.
+    """
+    if measured:
+        missing = sorted(_names(fresh) ^ _names(recorded))
+        return f"what is drawn differs in {missing[0]!r}" if missing else ""
+    return _first_difference(list(_printed(recorded)), list(_printed(fresh))) or _first_difference(
+        list(_drawn(recorded)), list(_drawn(fresh))
+    )
+
+
+def parts_of(picture: str) -> list[str]:
+    """The words, numbers and `data-…` attributes of an SVG or of HTML, in the order of the document."""
+    reader = _Reader()
+    reader.feed(picture)
+    reader.close()
+    return reader.parts
+
+
+class _Reader(HTMLParser):
+    """Collects what a reader sees; scripts and style sheets are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.parts: list[str] = []
+        self._unseen = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._unseen += tag in ("script", "style")
+        self.parts += [f"{name}={value}" for name, value in attrs if name.startswith("data-") and value is not None]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._unseen -= tag in ("script", "style")
+
+    def handle_data(self, data: str) -> None:
+        if not self._unseen and data.strip():
+            self.parts.append(_SPACES.sub(" ", data.strip()))
+
+
+def _printed(outputs: Sequence[NotebookNode]) -> Iterator[str]:
+    """Every line of text, streams before values as they come."""
+    for output in outputs:
+        text = output.get("text") or output.get("data", {}).get("text/plain", "")
+        yield from text.splitlines()
+
+
+def _drawn(outputs: Sequence[NotebookNode]) -> Iterator[Part]:
+    for output in outputs:
+        data: Mapping[str, Any] = output.get("data", {})
+        for kind in PICTURES:
+            yield from parts_of(data.get(kind, ""))
+        yield from _values(data.get(CHART, {}).get("data", []))
+
+
+def _values(value: Any, key: str = "") -> Iterator[Part]:
+    """The names and numbers of a chart's series; how they are styled is not counted."""
+    if isinstance(value, Mapping):
+        for name in ("name", "x", "y", "z", "text"):
+            yield from _values(value.get(name), name)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _values(each, key)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield float(value)
+    elif isinstance(value, str):
+        yield value
+
+
+def _names(outputs: Sequence[NotebookNode]) -> set[str]:
+    """What is drawn: kinds and names of parts with their numbers masked."""
+    parts = {part for output in outputs for kind in PICTURES for part in parts_of(output.get("data", {}).get(kind, ""))}
+    return {_NUMBER.sub("#", part) for part in parts if part.partition("=")[0] in NAMES}
+
+
+def _first_difference(recorded: list[Part], fresh: list[Part]) -> str:
+    for before, after in zip(recorded, fresh, strict=False):
+        if not _same(before, after):
+            return _told(before, after)
+    if len(recorded) > len(fresh):
+        return f"{recorded[len(fresh)]!r} is recorded and not computed"
+    return f"{fresh[len(recorded)]!r} is computed and not recorded" if len(fresh) > len(recorded) else ""
+
+
+def _told(before: Part, after: Part) -> str:
+    """Both parts; of long texts, what stands around the first difference."""
+    if isinstance(before, str) and isinstance(after, str):
+        same = next((n for n, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), 0)
+        before, after = (_around(text, same) for text in (before, after))
+    return f"{before!r} is recorded, {after!r} is computed"
+
+
+def _around(text: str, place: int) -> str:
+    start, end = max(0, place - SHOWN // 2), place + SHOWN
+    return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"
+
+
+def _same(before: Part, after: Part) -> bool:
+    if isinstance(before, float) and isinstance(after, float):
+        return math.isclose(before, after, rel_tol=CHART_TOLERANCE, abs_tol=1e-9)
+    return before == after

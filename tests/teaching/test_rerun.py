@@ -1,0 +1,154 @@
+"""A fresh run is compared with what was recorded: text, pictures, charts; measured cells only in what they draw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from minillm import cli
+from minillm.errors import LessonError
+from minillm.teaching.build import build
+from minillm.teaching.counted import difference, parts_of
+from minillm.teaching.course import read_notebook
+from minillm.teaching.notebook import for_learner, to_text
+from minillm.teaching.rerun import rerun
+
+SOLUTION = Path("solutions/90_sample.ipynb")
+SOURCE = Path("solutions/90_sample.py")
+CARD = '<svg data-testid="card"><title>Rounds</title><g data-state="{state}"><text>{text}</text></g></svg>'
+CHART = "application/vnd.plotly.v1+json"
+
+
+def shown(**data: object) -> list[nbformat.NotebookNode]:
+    """The outputs of a cell that displays these kinds of data."""
+    kinds = {"svg": "image/svg+xml", "html": "text/html", "plain": "text/plain", "chart": CHART}
+    return [nbformat.v4.new_output("display_data", {kinds[kind]: value for kind, value in data.items()})]
+
+
+def card(text: str = "2.42 tokens per forward", state: str = "accepted") -> list[nbformat.NotebookNode]:
+    return shown(svg=CARD.format(text=text, state=state))
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_fresh_solution_gives_what_was_recorded(course):
+    assert rerun(course) == []
+
+
+def test_stale_number_in_a_live_picture_is_found_although_the_quick_check_and_nbval_pass(course):
+    """The bytes of the lesson agree with the recorded picture, and nbval looks at no frame after the first."""
+    change(course / SOLUTION, "Bars of [2, 6]", "Bars of [2, 7]")
+    lesson = course / "lessons" / "90_sample.ipynb"
+    lesson.write_text(to_text(for_learner(read_notebook(course / SOLUTION))))
+    assert build(course, check=True) == []
+    [stale] = rerun(course, ["90"])
+    assert str(stale) == (
+        "solutions/90_sample.ipynb: cell 7, run again: 'Bars of [2, 7]' is recorded, 'Bars of [2, 6]' is computed. "
+        "Run: minillm build 90_sample"
+    )
+
+
+def test_stale_print_is_found_and_the_command_fails(course, capsys):
+    change(course / SOLUTION, "loading 100%\\n", "loading 99%\\n")
+    assert cli.main(["build", "--check", "--root", str(course)]) == 0
+    assert cli.main(["build", "--check", "--run", "--jobs", "2", "--root", str(course)]) == 1
+    assert "cell 8, run again: 'loading 99%' is recorded, 'loading 100%' is computed" in capsys.readouterr().err
+
+
+def test_lessons_run_side_by_side_and_are_told_in_order(tmp_path):
+    (tmp_path / "solutions").mkdir()
+    for number in (94, 95):
+        (tmp_path / "solutions" / f"{number}_sum.py").write_text(
+            f"# %% [markdown]\n# # A sum\n\n# %%\nprint({number} + 1)\n"
+        )
+    build(tmp_path)
+    for number in (94, 95):
+        change(tmp_path / "solutions" / f"{number}_sum.ipynb", f'"{number + 1}\\n"', '"7\\n"')
+    assert [stale.reason for stale in rerun(tmp_path, jobs=2)] == [
+        "cell 3, run again: '7' is recorded, '95' is computed",
+        "cell 3, run again: '7' is recorded, '96' is computed",
+    ]
+
+
+def test_lesson_that_no_longer_runs_is_told_like_a_stale_one(course, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise LessonError("lesson 90_sample, cell 3: ImportError")
+
+    monkeypatch.setattr("minillm.teaching.rerun.execute", broken)
+    [stale] = rerun(course)
+    assert stale.reason == "it does not run: lesson 90_sample, cell 3: ImportError"
+
+
+def test_measured_claim_may_fail_while_comparing_but_not_while_recording(course):
+    claims = 'from minillm.teaching import claim\nclaim("It is fast.", False, measured=True)\nmeasured = '
+    change(course / SOURCE, "measured = ", claims)
+    with pytest.raises(LessonError, match="It is fast"):
+        build(course)
+    assert "it does not run" not in " ".join(stale.reason for stale in rerun(course))
+
+
+@pytest.mark.parametrize("option", [["--run"], ["--check", "--run", "--jobs", "0"]])
+def test_run_without_check_or_without_a_job_is_refused(course, capsys, option):
+    assert cli.main(["build", *option, "--root", str(course)]) == 2
+    assert option[-2 if "--jobs" in option else -1] in capsys.readouterr().err
+
+
+def test_number_in_a_picture_is_compared():
+    assert difference(card(), card(), measured=False) == ""
+    said = difference(card(), card("2.35 tokens per forward"), measured=False)
+    assert said == "'2.42 tokens per forward' is recorded, '2.35 tokens per forward' is computed"
+
+
+def test_state_of_a_token_is_compared():
+    assert "data-state=rejected" in difference(card(), card(state="rejected"), measured=False)
+
+
+def test_part_that_came_or_went_is_told():
+    assert "computed and not recorded" in difference([], card(), measured=False)
+    assert "recorded and not computed" in difference(card(), [], measured=False)
+
+
+def test_place_and_colour_and_script_of_a_picture_are_not_compared():
+    plain = shown(html='<svg><text x="1" fill="#fff">4 pages</text></svg>')
+    moved = shown(html="<style>a{b:1}</style><script>let n=7</script><svg><text y='9' id='t-7'>4  pages</text></svg>")
+    assert difference(plain, moved, measured=False) == ""
+
+
+def test_values_of_a_chart_are_compared_up_to_the_last_digits():
+    def chart(y: float) -> list[nbformat.NotebookNode]:
+        return shown(chart={"data": [{"name": "measured", "x": [0, 1], "y": [1, y], "line": {"width": y}}]})
+
+    assert difference(chart(2.42), chart(2.42001), measured=False) == ""
+    assert difference(chart(2.42), chart(2.35), measured=False) == "2.42 is recorded, 2.35 is computed"
+
+
+def test_long_description_is_cut_to_where_it_differs():
+    before, after = ("word " * 100 + f"{n} of 4 " + "word " * 100 for n in (2, 3))
+    said = difference(card(before), card(after), measured=False)
+    assert "2 of 4" in said
+    assert "3 of 4" in said
+    assert len(said) < 300
+
+
+def test_measured_cell_may_print_and_draw_other_numbers_but_not_other_things():
+    def measured(series: str, milliseconds: int) -> list[nbformat.NotebookNode]:
+        lines = f'<text>{milliseconds} ms</text><g data-series="{series}"/>'
+        return shown(svg=f"<svg data-testid='chart'>{lines}</svg>", plain=f"{milliseconds} ms")
+
+    assert difference(measured("batch 8", 31), measured("batch 8", 35), measured=True) == ""
+    assert "data-series=draft" in difference(measured("draft", 31), measured("target", 35), measured=True)
+
+
+def test_parts_are_words_and_data_in_the_order_of_the_document():
+    assert parts_of(CARD.format(text="a &lt; b", state="free")) == [
+        "data-testid=card",
+        "Rounds",
+        "data-state=free",
+        "a < b",
+    ]
