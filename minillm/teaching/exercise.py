@@ -69,6 +69,7 @@ class Exercise:
         cases: the cases, or a function making them (so that importing the module builds no tensors).
         hints: four, each more specific than the one before: where to look, which operation, the shape of the code with
             the decisive part left out, the whole solution. (Three, without the third, in lessons not yet revised.)
+            Prose with `code` and *emphasis*, and code between lines of three backticks.
         wrong: at least two planted mistakes, each told apart from the others by some case.
         compare: `(expected, got) -> None` if right, else a sentence that names the first difference. The default
             compares type, shape, dtype and values in this order, floats within `rtol=1e-4, atol=1e-5`.
@@ -77,6 +78,9 @@ class Exercise:
         in_place: parameters that the function is meant to write to; their contents after the call are compared too.
         drive: how a case uses the function, if not by one call: `drive(function, *args, **kwargs) -> value to compare`.
             For classes, generators, several calls in a row, or statistics over many calls.
+        draw: optional `(expected, got) -> (expected cells, got cells) or None` for a picture of an answer that is no
+            grid itself: rows written, tiles visited, blocks owned. Cells are what `minillm.teaching.draw.cells_of`
+            takes: a matrix of whole numbers or truth values, as a tensor or as lists.
         guarded: whether the learner's function runs in a child process where there can be one, so that a crash, an
             endless loop or a memory blow-up is a failed check and not the end of the notebook; see
             `minillm.teaching.guard`. False only for what cannot live in a child.
@@ -93,6 +97,7 @@ class Exercise:
     diagnose: Callable[[Attempt], str | None] | None = None
     in_place: tuple[str, ...] = ()
     drive: Function | None = None
+    draw: Callable[[object, object], tuple[object, object] | None] | None = None
     guarded: bool = True
 
     def __post_init__(self) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
+from dataclasses import replace
 
 from minillm.teaching import accident
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.diagnosis import likely_cause
+from minillm.teaching.draw import as_html, as_text, cells_of, worth_drawing
 from minillm.teaching.exercise import Exercise, Function
 from minillm.teaching.fence import OutOfBoundsError
+from minillm.teaching.focus import focus, in_words
 from minillm.teaching.guard import Death, Limits, OutOfTime, Send, can_guard, limited, run_guarded
 from minillm.teaching.registry import find
 from minillm.teaching.result import CheckResult, Counterexample, Status
-from minillm.teaching.show import short, without_addresses
+from minillm.teaching.show import brief, short, without_addresses
 from minillm.teaching.trial import Outcome, call, difference, named_inputs, out_of_memory
 
 LIMITS = Limits()
@@ -131,11 +134,16 @@ class _Check:
         outcome = outcomes[index]
         shown = self._counterexample(
             index,
-            got=_raised(outcome.error) if outcome.error else short(outcome.value),
+            got=_raised(outcome.error) if outcome.error else "",
             problem=problems[index],
             where=_line_of(self.function, outcome.error),
             cause=cause,
         )
+        if outcome.error is None:
+            expected = self.key.expected(index)
+            picture, drawing = _drawn(self.key.exercise, expected, outcome.value)
+            both = dict(zip(("expected", "got"), in_words(expected, outcome.value), strict=True))
+            shown = replace(shown, picture=picture, drawing=drawing, **both)
         return CheckResult(self._name, Status.FAILED, problems.count(""), self._count, counterexample=shown)
 
     def _counterexample(self, index: int, got: str, problem: str, where: str, cause: str) -> Counterexample:
@@ -143,13 +151,23 @@ class _Check:
         inputs = named_inputs(self.key.exercise, case.args, case.kwargs)
         return Counterexample(
             label=case.label,
-            inputs={name: short(value) for name, value in inputs.items()},
+            inputs={name: brief(value) for name, value in inputs.items()},
             expected=short(self.key.expected(index)),
             got=got,
             problem=problem,
             where=where,
             cause=cause,
         )
+
+
+def _drawn(exercise: Exercise, expected: object, got: object) -> tuple[str, str]:
+    """Expected beside got as a picture, in text and in HTML; two empty texts if there is nothing to draw."""
+    try:
+        pair = exercise.draw(expected, got) if exercise.draw else focus(expected, got)[1:]
+    except Exception:  # an answer too odd to be drawn must still be reported
+        return "", ""
+    cells = [cells_of(part) for part in pair or (None, None)]
+    return (as_text(*cells), as_html(*cells)) if worth_drawing(*cells) else ("", "")
 
 
 def _raised(error: BaseException) -> str:

@@ -83,7 +83,7 @@ def can_guard() -> bool:
 def run_guarded(work: Work, receive: Send, limits: Limits | None = None) -> Death | None:
     """Run `work(send)` in a child; `receive` gets here what it sends. None if it came to its end, else how it died.
 
-    What it prints appears on this process's `sys.stdout`. Interrupting this process ends the child.
+    What it prints appears on this process's `sys.stdout` and `sys.stderr`. Interrupting this process ends the child.
     """
     limits = limits or Limits()
     reader, writer = Pipe(duplex=False)
@@ -123,8 +123,8 @@ def _listen(
                 return False, False, None
             if tag == "done":
                 return True, False, content
-            if tag == "printed":
-                sys.stdout.write(content)
+            if tag in ("stdout", "stderr"):
+                getattr(sys, tag).write(content)
             else:
                 receive(content)
             since = time.monotonic()
@@ -163,7 +163,7 @@ def _be_the_child(work: Work, writer: Connection, noise: IO[bytes], limits: Limi
     parent_output = sys.stdout, sys.stderr
     try:
         _settle_in(noise, limits)
-        sys.stdout = sys.stderr = _Forwarding(writer)
+        sys.stdout, sys.stderr = _Forwarding(writer, "stdout"), _Forwarding(writer, "stderr")
         death = None
         try:
             work(lambda message: writer.send(("message", message)))
@@ -208,8 +208,8 @@ class _Forwarding(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, writer: Connection) -> None:
-        self._writer, self._left = writer, MAX_PRINTED
+    def __init__(self, writer: Connection, name: str) -> None:
+        self._writer, self._name, self._left = writer, name, MAX_PRINTED
 
     def writable(self) -> bool:
         """Always."""
@@ -220,9 +220,8 @@ class _Forwarding(io.TextIOBase):
         if self._left > 0:
             shown = text[: self._left]
             self._left -= len(shown)
-            self._writer.send(
-                ("printed", shown if self._left else shown + "\n… (what it prints after this is left out)\n")
-            )
+            end = "" if self._left else "\n… (what it prints after this is left out)\n"
+            self._writer.send((self._name, shown + end))
         return len(text)
 
 

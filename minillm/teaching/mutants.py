@@ -18,6 +18,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -144,6 +145,7 @@ def _stale(chosen: Sequence[Exercise], trials: Sequence[Trial]) -> tuple[tuple[s
 
 
 def _prepare() -> None:
+    warnings.simplefilter("ignore")  # NumPy's, about the infinities that spoilt kernels make
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
