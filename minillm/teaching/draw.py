@@ -87,14 +87,15 @@ def _differs(rows: Cells, other: Cells | None, i: int, j: int) -> bool:
 
 # --------------------------------------------------------------------------------------------------------------- as SVG
 
-CELL, GAP, TITLE = 22, 34, 20
+CELL, GAP, TITLE = 24, 34, 20
 CARD = "display: inline-block; background: #ffffff; border: 1px solid #c8c8c8; padding: 8px; margin: 4px 0"
-INK, TRUE, WRONG, LINE = "#1a1a1a", "#cfe3f3", "#D55E00", "#c8c8c8"
+INK, LINE = "#1a1a1a", "#c8c8c8"
+TRUE, SPOILT, WRONG = "#cfe3f3", "#fbe3d5", "#D55E00"
 
 
 def as_html(expected: Cells, got: Cells) -> str:
     """Both grids as one SVG on a white card."""
-    size = CELL + 7 * max(0, max(len(_cell_text(cell)) for rows in (expected, got) for row in rows for cell in row) - 2)
+    size = CELL + 8 * max(0, max(len(_cell_text(cell)) for rows in (expected, got) for row in rows for cell in row) - 1)
     left = max(max(map(len, expected)) * size, 70)
     right = max(max(map(len, got)) * size, 110)
     width, height = left + GAP + right + 2, TITLE + max(len(expected), len(got)) * CELL + 2
@@ -113,14 +114,11 @@ def _grid(title: str, rows: Cells, other: Cells | None, left: int, size: int) ->
     for i, row in enumerate(rows):
         for j, cell in enumerate(row):
             x, y, bad = left + j * size, TITLE + i * CELL, _differs(rows, other, i, j)
-            fill = TRUE if cell is True else "#ffffff"
+            fill = SPOILT if bad else TRUE if cell is True else "#ffffff"
             parts.append(f'<rect x="{x}" y="{y}" width="{size}" height="{CELL}" fill="{fill}" stroke="{LINE}"/>')
             parts.append(
-                f'<text x="{x + size / 2:g}" y="{y + 15}" text-anchor="middle" fill="{INK}">{_cell_text(cell)}</text>'
+                f'<text x="{x + size / 2:g}" y="{y + 17}" text-anchor="middle" fill="{INK}">{_cell_text(cell)}</text>'
             )
             if bad:
-                parts.append(
-                    f'<path d="M{x + 2} {y + 2}L{x + size - 2} {y + CELL - 2}M{x + size - 2} {y + 2}L{x + 2} '
-                    f'{y + CELL - 2}" stroke="{WRONG}" stroke-width="1.5" fill="none"/>'
-                )
+                parts.append(f'<path d="M{x + size - 8} {y + 3}l5 5m0 -5l-5 5" stroke="{WRONG}" stroke-width="2"/>')
     return "".join(parts)
