@@ -14,6 +14,9 @@ EXAMPLES = """\
   minillm build 02                  one lesson
   minillm build --check             fail if a notebook is older than its source (runs nothing)
   minillm build --check --run       also run the solutions; fail if a printed or drawn number is another
+  minillm build --mutants 07        spoil the reference solutions of lesson 7 in every small way: which mistakes do its
+                                    checkers miss, and for how many do they name a cause?
+  minillm build --mutants l07.admit --jobs 1
 """
 
 
@@ -23,31 +26,55 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything is stale")
     again = "with --check: run the solutions and compare what is counted"
     parser.add_argument("--run", dest="rerun", action="store_true", help=again)
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="with --run: run N lessons at a time")
+    jobs = "with --run: lessons at a time (default: 1); with --mutants: processes (default: all cores)"
+    parser.add_argument("--jobs", type=int, metavar="N", help=jobs)
     parser.add_argument("--remeasure", action="store_true", help="replace recorded measurements by new ones")
+    parser.add_argument(
+        "--mutants",
+        action="store_true",
+        help="build nothing; test the checkers of exercises with spoilt reference solutions, and exit 1 if one passes "
+        "that is not declared equivalent in minillm/teaching/exercises/_lNN_equivalent.py",
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="with --mutants: write every trial to a JSON file")
     parser.add_argument("--root", type=Path, default=Path(), help="the clone to work in (default: here)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Build, or check and say what is stale. The exit code is 1 if anything is."""
+    if args.mutants:
+        return _try_mutants(args)
     if not (args.root / "solutions").is_dir():
         raise ConfigError(
             f"{args.root.resolve()} has no folder 'solutions'; run this in a clone, or name one with --root"
         )
     if args.rerun and not args.check:
         raise ConfigError("--run belongs to --check; without both, the lessons run and what they give is recorded")
-    if args.jobs < 1:
-        raise ConfigError(f"--jobs {args.jobs}: at least 1 lesson must run at a time")
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"--jobs {args.jobs}: at least 1 must run at a time")
     from minillm.teaching.build import build
 
     stale = build(args.root, args.names or None, check=args.check, remeasure=args.remeasure)
     if args.rerun and not stale:
         from minillm.teaching.rerun import rerun
 
-        stale = rerun(args.root, args.names or None, jobs=args.jobs)
+        stale = rerun(args.root, args.names or None, jobs=args.jobs or 1)
     for notebook in stale:
         print(f"minillm: {notebook}", file=sys.stderr)
     return 1 if stale else 0
+
+
+def _try_mutants(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from tqdm import tqdm
+
+    from minillm.teaching import mutant_report, mutants
+
+    report = mutants.run(args.names, args.jobs, lambda done, total: tqdm(done, total=total, unit="dozen", disable=None))
+    mutant_report.show(report, Console())
+    print(mutant_report.summary(report))
+    if args.report:
+        report.write(args.report)
+    return 1 if report.stale or any(trial.survived for trial in report.trials) else 0
 
 
 COMMAND = Command(

@@ -22,7 +22,8 @@ class Counterexample:
     """The first case that failed, every value already in words.
 
     `problem` says how the answer is wrong, `where` which line of the learner raised, `cause` why it may be so; the last
-    two may be empty.
+    two may be empty. `picture` and `drawing` show expected beside got as text and as HTML, where that says more; then
+    the rows `expected` and `got` are left out.
     """
 
     label: str
@@ -32,13 +33,19 @@ class Counterexample:
     problem: str
     where: str = ""
     cause: str = ""
+    picture: str = ""
+    drawing: str = ""
 
-    def rows(self) -> list[tuple[str, str]]:
-        """(heading, text) in the order a learner needs them."""
+    def findings(self) -> list[tuple[str, str]]:
+        """(heading, text) of what a learner needs first: the likely cause, what is wrong, and where."""
+        rows = [("likely", self.cause)] if self.cause else []
+        rows += [("wrong", self.problem)]
+        return rows + ([("your code", self.where)] if self.where else [])
+
+    def numbers(self) -> list[tuple[str, str]]:
+        """(heading, text) of what shows it: the inputs, and unless they are drawn the expected and the given answer."""
         rows = [(f"input {name}", text) for name, text in self.inputs.items()]
-        rows += [("expected", self.expected), ("got", self.got), ("wrong", self.problem)]
-        rows += [("your code", self.where)] if self.where else []
-        return rows + ([("likely", self.cause)] if self.cause else [])
+        return rows if self.drawing else [*rows, ("expected", self.expected), ("got", self.got)]
 
 
 @dataclass(frozen=True)
@@ -71,13 +78,14 @@ class CheckResult:
 
     def advice(self) -> str:
         """The line after a failure: where to get help."""
-        return "" if self.passed else f'For a hint: hint("{self.name}", 1), then 2, then 3.'
+        return "" if self.passed else f'For a hint: hint("{self.name}", 1), then 2, and so on.'
 
     def __str__(self) -> str:
         lines = [self.headline()]
         if self.counterexample:
             lines.append(f"The first case that fails: {self.counterexample.label}")
-            rows = self.counterexample.rows()
+            shown = self.counterexample
+            rows = shown.findings() + shown.numbers() + ([("compared", shown.picture)] if shown.picture else [])
             width = max(len(heading) for heading, _ in rows)
             for heading, text in rows:
                 first, *rest = text.splitlines() or [""]
@@ -95,8 +103,9 @@ class CheckResult:
         if self.counterexample:
             parts.append(f"<div>The first case that fails: {escape(self.counterexample.label)}</div>")
             parts.append('<table style="text-align: left; border-collapse: collapse">')
-            parts += [_row(heading, text) for heading, text in self.counterexample.rows()]
-            parts.append("</table>")
+            shown = self.counterexample
+            parts += [_row(heading, text) for heading, text in shown.findings() + shown.numbers()]
+            parts.append("</table>" + shown.drawing)
         if self.advice():
             parts.append(f"<div>{escape(self.advice())}</div>")
         return "".join(parts) + "</div>"

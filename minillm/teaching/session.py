@@ -15,6 +15,7 @@ from types import FrameType
 from minillm.errors import ExerciseFailed, LessonError
 from minillm.teaching.exercise import Exercise, Function
 from minillm.teaching.grade import grade
+from minillm.teaching.hint_text import Hint
 from minillm.teaching.registry import find
 from minillm.teaching.result import CheckResult, Status
 
@@ -38,7 +39,7 @@ def check(name: str | Exercise, function: Function | None = None) -> None:
 
 
 def hint(name: str | Exercise, level: int = 1) -> None:
-    """Print hint 1, 2, 3 or 4 of an exercise; each is more specific than the one before, the last is the solution.
+    """Show hint 1, 2, 3 or 4 of an exercise; each is more specific than the one before, the last is the solution.
 
     Raises:
         UnknownExerciseError: no exercise has this name.
@@ -48,7 +49,7 @@ def hint(name: str | Exercise, level: int = 1) -> None:
     levels = range(1, len(exercise.hints) + 1)
     if level not in levels:
         raise LessonError(f"hint level {level!r} of {exercise.name}: there are 1 to {len(levels)}; begin with 1")
-    print(f"Hint {level} of {len(levels)} for {exercise.name}: {exercise.hints[level - 1]}")
+    _show(Hint(f"Hint {level} of {len(levels)} for {exercise.name}", exercise.hints[level - 1]))
 
 
 def use(name: str | Exercise, function: Function | None = None) -> Function:
@@ -84,13 +85,13 @@ def _find_function(name: str, frame: FrameType) -> Function | None:
     return next((space[name] for space in spaces if callable(space.get(name))), None)
 
 
-def _show(result: CheckResult) -> None:
+def _show(shown: CheckResult | Hint) -> None:
     if _shell():
         from IPython.display import display
 
-        display(result)
+        display(shown)
     else:
-        print(result)
+        print(shown)
 
 
 def _shell() -> object | None:

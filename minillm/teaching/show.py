@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
+ArrayText = Callable[[torch.Tensor, str], str]
 MAX_ELEMENTS = 64
 MAX_ITEMS = 12
 MAX_LINE = 70
 MAX_CHARACTERS = 600
+MAX_FULL = 24
+"""Numbers of an array that are shown one by one where space is short."""
 
 
 def kind(value: object) -> str:
@@ -28,7 +31,16 @@ def kind(value: object) -> str:
 
 def short(value: object) -> str:
     """`value` on one line, or on a few if it is a tensor; no addresses, and at most 600 characters."""
-    text = without_addresses(_text(value))
+    return _cut(_text(value, _array))
+
+
+def brief(value: object) -> str:
+    """As `short`, but of an array of more than 24 numbers only the type, the shape and the range."""
+    return _cut(_text(value, _range))
+
+
+def _cut(text: str) -> str:
+    text = without_addresses(text)
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 2].rstrip() + " …"
 
 
@@ -37,39 +49,52 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
-def _text(value: object) -> str:
+def _text(value: object, array: ArrayText) -> str:
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        return _array(torch.as_tensor(value), kind(value))
+        return array(torch.as_tensor(value), kind(value))
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, (list, tuple)):
-        inside = ", ".join(_text(item) for item in value[:MAX_ITEMS]) + (", …" if len(value) > MAX_ITEMS else "")
+        inside = ", ".join(_text(item, array) for item in value[:MAX_ITEMS]) + (", …" if len(value) > MAX_ITEMS else "")
         comma = "," if len(value) == 1 and isinstance(value, tuple) else ""
         return f"[{inside}]" if isinstance(value, list) else f"({inside}{comma})"
     if isinstance(value, Mapping):
-        items = [f"{key!r}: {_text(item)}" for key, item in list(value.items())[:MAX_ITEMS]]
+        items = [f"{key!r}: {_text(item, array)}" for key, item in list(value.items())[:MAX_ITEMS]]
         lines = sum(map(len, items)) > MAX_LINE or any("\n" in item for item in items)
         return "{" + (",\n " if lines else ", ").join(items) + "}"
     if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(map(_text, value))[:MAX_ITEMS]) + "}" if value else "set()"
+        return "{" + ", ".join(sorted(_text(item, array) for item in value)[:MAX_ITEMS]) + "}" if value else "set()"
     if isinstance(value, torch.Generator):
         return f"torch.Generator seeded with {value.initial_seed()}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{type(value).__name__}({', '.join(_fields(value))})"
+        return f"{type(value).__name__}({', '.join(_fields(value, array))})"
     if callable(value) and hasattr(value, "__name__"):
         return value.__name__
     return repr(value)
 
 
-def _fields(value: object) -> list[str]:
+def _fields(value: object, array: ArrayText) -> list[str]:
     """`name=value` of the fields that say something: those that differ from their default."""
     shown = []
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if field.repr and (type(default) is not type(content) or repr(default) != repr(content)):
-            shown.append(f"{field.name}={_text(content)}")
+            shown.append(f"{field.name}={_text(content, array)}")
     return shown
+
+
+def _range(tensor: torch.Tensor, name: str) -> str:
+    """A small array in full; of a large one the range of its numbers, and how many are none."""
+    tensor = tensor.detach().cpu()
+    if tensor.numel() <= MAX_FULL or tensor.is_complex():
+        return _array(tensor, name)
+    numbers = tensor.double()
+    finite = numbers[numbers.isfinite()]
+    parts = [f"{finite.min().item():.4g} to {finite.max().item():.4g}"] if len(finite) else []
+    others = (("NaN", numbers.isnan()), ("inf", numbers == torch.inf), ("-inf", numbers == -torch.inf))
+    parts += [f"{int(found.sum())} × {word}" for word, found in others if found.any()]
+    return f"{name}: {', '.join(parts)}"
 
 
 def _array(tensor: torch.Tensor, name: str) -> str:
@@ -83,13 +108,16 @@ def _array(tensor: torch.Tensor, name: str) -> str:
         cut = f" (its first corner of {list(corner.shape)})"
     if corner.numel() == 0:
         return f"{name}, empty"
-    if corner.dim() <= 1:
-        return f"{name}{cut}: {_rows(corner)}"
-    return f"{name}{cut}:\n{_rows(corner)}"
+    if corner.squeeze().dim() <= 1:
+        return f"{name}{cut}: {rows_of(corner)}"
+    return f"{name}{cut}:\n{rows_of(corner)}"
 
 
-def _rows(tensor: torch.Tensor) -> str:
+def rows_of(tensor: torch.Tensor) -> str:
+    """The numbers of a tensor, row below row; dimensions of size 1 make no brackets, and nothing makes empty lines."""
+    tensor = tensor.squeeze()
     whole = not tensor.is_floating_point() or bool((tensor == tensor.round()).all() and (tensor.abs() < 1e6).all())
     options = {"precision": 0, "suppress_small": True} if whole else {"precision": 4, "suppress_small": True}
     numbers = tensor.to(torch.float32) if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-    return np.array2string(numbers.numpy(), max_line_width=100, threshold=10**6, separator=", ", **options)
+    text = np.array2string(numbers.numpy(), max_line_width=100, threshold=10**6, separator=", ", **options)
+    return re.sub(r"\n\s*\n", "\n", text)

@@ -185,9 +185,29 @@ def test_a_generator_passed_in_may_advance():
 
 
 def test_own_diagnosis_comes_before_planted_mistakes_and_may_not_crash_the_check(append_exercise):
-    told = dataclasses.replace(append_exercise, diagnose=lambda attempt: f"only {len(attempt.got)} rows came back")
+    def too_few(attempt):
+        return f"only {len(attempt.got)} rows came back" if len(attempt.got) < len(attempt.expected) else None
+
+    told = dataclasses.replace(append_exercise, diagnose=too_few)
     assert "only 2 rows came back" in str(grade(told, lambda cache, new: new))
     assert "type: int instead of" in str(grade(told, lambda cache, new: 5))
+
+
+def test_own_diagnosis_that_also_accuses_a_right_answer_or_changes_its_mind_is_not_believed(append_exercise):
+    plain = dataclasses.replace(append_exercise, wrong=())
+    accuses_all = dataclasses.replace(plain, diagnose=lambda attempt: "you forgot the cache")
+    assert "forgot the cache" not in str(grade(accuses_all, lambda cache, new: new))
+    by_length = dataclasses.replace(plain, diagnose=lambda attempt: "early" if len(attempt.got) == 1 else "late")
+    assert "likely" not in str(grade(by_length, lambda cache, new: new + 1))
+
+
+def test_a_planted_mistake_that_differs_in_another_case_is_not_named(append_exercise):
+    def twice_the_last(cache, new):  # as the planted one on the case of five rows, not on the empty cache
+        return new if len(cache) else torch.cat([new, new])
+
+    text = str(grade(append_exercise, twice_the_last))
+    assert "FAIL 0/2" in text
+    assert "it looks as if" not in text
 
 
 def test_comparison_that_trips_over_an_odd_answer_names_the_types(append_exercise):
@@ -217,11 +237,46 @@ def test_html_escapes_what_learners_return(append_exercise):
     assert "<script>" not in grade(append_exercise, stub)._repr_html_()
 
 
-def test_large_tensors_show_a_corner(append_exercise):
-    wide = dataclasses.replace(append_exercise, cases=[Case("wide", (torch.zeros(500, 400), torch.ones(1, 400)))])
+def test_the_cause_comes_first_then_what_is_wrong_then_the_numbers(append_exercise):
+    text = str(grade(append_exercise, lambda cache, new: new))
+    order = [text.index(word) for word in ("likely", "wrong", "input cache", "expected", "got")]
+    assert order == sorted(order)
+    page = grade(append_exercise, lambda cache, new: new)._repr_html_()
+    assert page.index("likely") < page.index("wrong") < page.index("expected")
+
+
+def test_large_inputs_are_told_by_shape_and_range(append_exercise):
+    cache = torch.linspace(-1.5, 2.5, 200_000).view(500, 400)
+    cache[0, :3] = torch.tensor([float("nan"), float("nan"), -float("inf")])
+    wide = dataclasses.replace(append_exercise, cases=[Case("wide", (cache, torch.ones(1, 400)))])
     text = str(grade(wide, lambda cache, new: new))
-    assert "its first corner of [4, 4]" in text
-    assert len(text) < 2500
+    assert "input cache  float32 tensor [500, 400]: -1.5 to 2.5, 2 × NaN, 1 × -inf" in text
+    assert len(text.splitlines()) < 12
+
+
+def test_of_a_large_answer_only_the_neighbourhood_of_the_first_difference_is_shown():
+    def spoil(x):
+        out = x.clone()
+        out[1, 7, 20] += 5
+        return out
+
+    exercise = Exercise(
+        "l90.same", lambda x: x.clone(), [Case("large", (torch.arange(2000.0).view(2, 20, 50),))], ("a", "b", "c"), ()
+    )
+    text = str(grade(exercise, spoil))
+    assert "around the first that differs, [1, 5:10, 18:23]" in text
+    assert "1375." in text and "1370." in text
+    assert len(text.splitlines()) < 20
+
+
+def test_inside_a_dict_only_the_entry_that_differs_is_shown(append_exercise):
+    def both(cache, new):
+        return {"fine": torch.zeros(40, 40), "spoilt": [torch.ones(2), torch.cat([cache, new])]}
+
+    exercise = dataclasses.replace(append_exercise, reference=both)
+    text = str(grade(exercise, lambda cache, new: both(cache, new) | {"spoilt": [torch.ones(2), new * 2]}))
+    assert "at ['spoilt'][1]: float32 tensor" in text
+    assert "fine" not in text
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from minillm.errors import ExerciseFailed, LessonError, UnknownExerciseError
 from minillm.teaching import check, exercises, hint, predict, reveal, use
 from minillm.teaching.grade import grade
+from minillm.teaching.hint_text import Hint
 
 MODULE = """
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
@@ -93,6 +94,19 @@ def test_hints_come_one_by_one(lesson_91, capsys):
     assert capsys.readouterr().out == "Hint 1 of 3 for l91.double: h1\nHint 3 of 3 for l91.double: h3\n"
     with pytest.raises(LessonError, match="there are 1 to 3"):
         hint("l91.double", 4)
+
+
+def test_a_hint_is_markdown_in_notebooks_and_plain_text_elsewhere():
+    hint = Hint("Hint 1", "Only the *new* rows, `x * y * z`: x**2 + y**2 < m_a, $5.")
+    assert repr(hint) == "Hint 1: Only the new rows, `x * y * z`: x**2 + y**2 < m_a, $5."
+    assert hint._repr_markdown_() == (r"**Hint 1**: Only the *new* rows, `x * y * z`: x\*\*2 + y\*\*2 \< m\_a, \$5.")
+
+
+def test_a_block_of_code_in_a_hint_stays_as_it_is():
+    code = "```python\nreturn a * b * c\n```"
+    hint = Hint("Hint 4", f"All of it:\n\n{code}")
+    assert hint._repr_markdown_().endswith(code)
+    assert repr(hint).endswith(code)
 
 
 def test_unknown_name_lists_close_ones(lesson_91):

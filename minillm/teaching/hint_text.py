@@ -1,0 +1,36 @@
+"""A hint, as Markdown in notebooks and as plain text elsewhere.
+
+Authors write prose with `code` in backticks, *emphasis* in stars, and blocks of code between lines of three backticks.
+Nothing else is markup: the stars of `x**2`, a `<` or a `$` that stands outside of backticks is shown as it is written.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
+EMPHASIS = re.compile(r"(?<![\w*])\*(\w(?:[^*\n]*\w)?)\*(?![\w*])")
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>$#|~])")
+
+
+@dataclass(frozen=True)
+class Hint:
+    """One hint under its heading; `repr` is the plain text."""
+
+    heading: str
+    text: str
+
+    def __repr__(self) -> str:
+        parts = [part if i % 2 else EMPHASIS.sub(r"\1", part) for i, part in enumerate(CODE.split(self.text))]
+        return f"{self.heading}: {''.join(parts)}"
+
+    def _repr_markdown_(self) -> str:
+        parts = [part if i % 2 else _escaped(part) for i, part in enumerate(CODE.split(self.text))]
+        return f"**{_escaped(self.heading)}**: {''.join(parts)}"
+
+
+def _escaped(prose: str) -> str:
+    pieces = EMPHASIS.split(prose)  # every second piece was between stars
+    marked = [SPECIAL.sub(r"\\\1", piece) for piece in pieces]
+    return "".join(f"*{piece}*" if i % 2 else piece for i, piece in enumerate(marked))
