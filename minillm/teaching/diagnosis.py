@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-from minillm.teaching.exercise import Attempt, Case, Exercise, Function
+from minillm.teaching.exercise import Attempt, Case, Diagnose, Exercise, Function
 from minillm.teaching.trial import Outcome, call, difference
 
 
@@ -14,28 +14,27 @@ def likely_cause(
 ) -> str:
     """One sentence on case number `failed`, or "" when nothing is known.
 
-    A planted mistake is named if it answers the failing case as the learner did; of several, the one that agrees with
-    the learner on the most cases.
+    The exercise's own diagnosis comes first. A planted mistake is named if it answers every case as the learner did.
+    Where none does, `exercise.otherwise` says what it can.
     """
     case, outcome = cases[failed], outcomes[failed]
     if isinstance(outcome.error, TypeError) and (mismatch := _signature_mismatch(exercise, function)):
         return mismatch
-    if outcome.error is None and (cause := _own_diagnosis(exercise, case, outcome)):
+    if outcome.error is None and (cause := _ask(exercise, exercise.diagnose, case, outcome)):
         return cause
-    best, most = "", 0
     for wrong in exercise.wrong:
-        alike = [_alike(exercise, call(exercise, wrong.function, c), o) for c, o in zip(cases, outcomes, strict=True)]
-        if alike[failed] and sum(alike) > most:
-            best, most = f"it looks as if your function {wrong.mistake}", sum(alike)
-    return best
+        answers = (call(exercise, wrong.function, c) for c in cases)
+        if all(_alike(exercise, planted, own) for planted, own in zip(answers, outcomes, strict=True)):
+            return f"it looks as if your function {wrong.mistake}"
+    return _ask(exercise, exercise.otherwise, case, outcome) if outcome.error is None else ""
 
 
-def _own_diagnosis(exercise: Exercise, case: Case, outcome: Outcome) -> str:
-    if exercise.diagnose is None:
+def _ask(exercise: Exercise, diagnose: Diagnose | None, case: Case, outcome: Outcome) -> str:
+    if diagnose is None:
         return ""
     expected = call(exercise, exercise.reference, case).value
     try:
-        return exercise.diagnose(Attempt(case, expected, outcome.value)) or ""
+        return diagnose(Attempt(case, expected, outcome.value)) or ""
     except Exception:  # an answer too odd for the diagnosis must still be reported
         return ""
 

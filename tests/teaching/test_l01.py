@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import textwrap
 
 import pytest
 import torch
@@ -15,18 +17,19 @@ from minillm import LLM, SamplingParams
 from minillm.models.loading import load_model, resolve
 from minillm.models.rope import RotaryEmbedding, inverse_frequencies, rotate
 from minillm.sampling import SamplingRow, probs_from_logits, sample
-from minillm.teaching.exercises import l01_decoding
+from minillm.teaching.exercise import Exercise
 from minillm.teaching.exercises.l01_decoding import (
     EXERCISES,
     apply_rope,
-    attention_with,
     causal_attention,
     generate_naive,
+    interleaved_rope,
     sample_next,
-    sample_with,
     total_work,
 )
 from minillm.teaching.grade import grade
+from minillm.teaching.source import edited
+from minillm.teaching.trial import Outcome, call, difference
 from minillm.tokenizer import Tokenizer
 from minillm.training.causal import CausalAttention
 from minillm.training.recipes import TARGET
@@ -39,7 +42,7 @@ def heads_of(num_tokens: int, kv_heads: int, group: int, width: int = 8) -> list
     return [torch.randn(num_tokens, h, width, dtype=torch.float64) for h in (kv_heads * group, kv_heads, kv_heads)]
 
 
-def exercise(name: str) -> l01_decoding.Exercise:
+def exercise(name: str) -> Exercise:
     return next(e for e in EXERCISES if e.name == name)
 
 
@@ -61,15 +64,6 @@ def test_what_comes_later_changes_nothing_before(num_tokens: int, kv_heads: int,
     q, k, v = heads_of(num_tokens + 1, kv_heads, group)
     before = causal_attention(q[:-1], k[:-1], v[:-1])
     torch.testing.assert_close(causal_attention(q, k, v)[:-1], before, rtol=1e-12, atol=1e-12)
-
-
-def test_without_a_planted_mistake_the_variants_are_the_references():
-    q, k, v = heads_of(5, 2, 2)
-    assert torch.equal(attention_with(q, k, v), causal_attention(q, k, v))
-    logits = torch.randn(50)
-    for uniform in (0.0, 0.2, 0.5, 0.8, 0.99):
-        choice = (uniform, 0.7, 20, 0.9)
-        assert sample_with(logits, *choice) == sample_next(logits, *choice)
 
 
 # -------------------------------------------------------------------------------------------------------- apply_rope
@@ -105,6 +99,12 @@ def test_rope_keeps_lengths_and_leaves_its_input_alone():
     turned = apply_rope(x, torch.arange(4) + 7, torch.rand(4))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     assert torch.equal(x, before)
+
+
+def test_the_other_convention_pairs_neighbours():
+    x = torch.tensor([[[1.0, 0.0, 2.0, 0.0]]])
+    turned = interleaved_rope(x, torch.tensor([1]), torch.tensor([torch.pi / 2, 0.0]))
+    torch.testing.assert_close(turned, torch.tensor([[[0.0, 1.0, 2.0, 0.0]]]))
 
 
 # ------------------------------------------------------------------------------------------------------- sample_next
@@ -230,13 +230,58 @@ def test_from_one_token_the_rows_are_a_triangle_number():
 # --------------------------------------------------------------------------------------------------------- reporting
 
 
-@pytest.mark.parametrize("name", [e.name for e in EXERCISES])
-def test_there_are_many_mistakes_and_each_is_named_to_who_makes_it(name: str):
-    planted = exercise(name).wrong
-    assert len(planted) >= 4
-    assert len({wrong.mistake for wrong in planted}) == len(planted)
-    for wrong in planted:
-        assert (wrong.says or wrong.mistake) in str(grade(name, wrong.function))
+@pytest.mark.parametrize("one", EXERCISES, ids=lambda one: one.name)
+def test_no_two_planted_mistakes_answer_alike(one: Exercise):
+    """Else a learner who makes the second would be told of the first."""
+    answers = [[call(one, wrong.function, case) for case in one.all_cases()] for wrong in one.wrong]
+    for number, answer in enumerate(answers):
+        for other in answers[:number]:
+            assert any(_differ(one, a, b) for a, b in zip(answer, other, strict=True)), one.wrong[number].mistake
+
+
+def _differ(one: Exercise, a: Outcome, b: Outcome) -> bool:
+    if a.error is not None or b.error is not None:
+        return type(a.error) is not type(b.error)
+    return a.changed != b.changed or difference(one, a.value, b.value) is not None
+
+
+LEARNERS = {  # answers that passed once, or were told a wrong cause
+    "l01.causal_attention": {
+        ("-torch.inf", "-100.0"): "a number such as -100",
+        ("head_dim**0.5", "head_dim**0.25"): None,
+        ("/ head_dim**0.5", "/ 0.5"): None,
+    },
+    "l01.sample_next": {
+        ("0 < top_k", "1 < top_k"): "ignores top_k = 1",
+        ("topk(top_k).values[-1]", "topk(max(1, top_k - (top_k > 2))).values[-1]"): "never returns token",
+        ("before >= top_p", "before > top_p"): "> instead of >=",
+    },
+    "l01.generate_naive": {
+        ("ids[-1] == eos_id", "eos_id in ids"): "because the prompt holds the end-of-text token",
+        ("range(max_tokens)", "range(max_tokens if eos_id not in prompt_ids else 0)"): "calls the model 0 times",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "cause"), [(name, edit, cause) for name, each in LEARNERS.items() for edit, cause in each.items()]
+)
+def test_a_mistake_that_passed_once_is_caught_and_named_or_not_named_wrongly(
+    name: str, edit: tuple[str, str], cause: str | None
+):
+    report = grade(name, edited(exercise(name).reference, edit))
+    assert not report.passed
+    assert cause in str(report) if cause else "it looks as if" not in str(report)
+
+
+@pytest.mark.parametrize("one", EXERCISES, ids=lambda one: one.name)
+def test_four_hints_in_plain_text_and_the_last_one_is_a_solution(one: Exercise):
+    assert len(one.hints) == 4
+    assert not any(re.search(r"`|\$|\*\w[\w ]*\*(?!\w)", hint) for hint in one.hints[:3])
+    own: dict[str, object] = {}
+    head = f"def {one.function_name}{inspect.signature(one.reference)}:"
+    exec(f"from __future__ import annotations\n{head}\n" + textwrap.indent(one.hints[3], "    "), {"torch": torch}, own)
+    assert grade(one, own[one.function_name]).passed
 
 
 def test_counterexamples_are_short_enough_to_redo_by_hand():
