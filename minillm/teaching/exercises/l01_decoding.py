@@ -70,7 +70,7 @@ def _what_attention_breaks(attempt: Attempt) -> str | None:
         )
     if not torch.allclose(got[0], own, atol=1e-4):
         return "your function does not give the first token its own value, though that is all it may see"
-    return None
+    return "your function mixes values, but with other weights: look at the scale of the scores, mask and softmax axis"
 
 
 _ATTENTION = Exercise(
