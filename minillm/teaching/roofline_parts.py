@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -112,17 +112,28 @@ def prefill(model: Decoder, tokens: int) -> Run:
     return lambda: runner.run([Segment([5] * tokens, 0, segment.block_table)])
 
 
-def compiled_steps(name: str, context: int) -> tuple[Run, Run] | str:
-    """(a decode step, the prefill of `context` tokens) as one compiled function, or why there is none here.
+@dataclass(frozen=True)
+class CompiledSteps:
+    """Steps as one compiled function each."""
 
-    The first call on a machine compiles it, which takes some ten seconds; the result is kept on disk.
+    decode: Run
+    prefill: Run
+    weight_bytes: int
+    """What a step reads of the weights: a checkpoint in 16-bit floats is kept so, and computed with in 32 bits."""
+
+
+def compiled_steps(name: str, context: int) -> CompiledSteps | str:
+    """A decode step after `context` tokens and their prefill, or why there are none here.
+
+    The first call on a machine compiles the step, which takes some ten seconds; the result is kept on disk.
     """
     runner, [segment] = decoding(load_model(name, torch.float32, "cpu"), 1, context)
     reason = runner.speed_up()
     if reason:
         return reason
     whole = [Segment([5] * context, 0, segment.block_table)]
-    return lambda: runner.run([segment]), lambda: runner.run(whole)
+    size = runner.executor.weights.nbytes + runner.executor.head.nbytes
+    return CompiledSteps(lambda: runner.run([segment]), lambda: runner.run(whole), size)
 
 
 def of_width(config: ModelConfig, hidden: int) -> Decoder:

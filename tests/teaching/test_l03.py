@@ -37,6 +37,7 @@ from minillm.teaching.roofline_parts import (
     prefill,
     repeat_heads,
     time_linears,
+    weight_bytes,
     weights_per_row,
     with_kv_heads,
 )
@@ -207,5 +208,6 @@ def test_the_compiled_step_is_the_same_step_or_says_why_there_is_none(grouped: D
     save_llama(grouped, tmp_path, torch.float32)
     reason = compiled_steps(str(tmp_path), 16)
     assert isinstance(reason, str) and "multiples of" in reason
-    decode, whole = compiled_steps("minicoder", 16)
-    assert decode().shape == whole().shape
+    steps = compiled_steps("minicoder", 16)
+    assert steps.decode().shape == steps.prefill().shape
+    assert steps.weight_bytes == pytest.approx(weight_bytes(load_model("minicoder", torch.float32)) / 2, rel=0.01)
