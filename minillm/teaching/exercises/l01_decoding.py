@@ -117,6 +117,14 @@ _ATTENTION = Exercise(
                 "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
                 "k.repeat(1, group, 1), v.repeat(1, group, 1)",
             ),
+            "leaves keys or values with fewer heads than the queries have (repeat_interleave runs along dim=1)": (
+                "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
+                "k, v",
+            ),
+            "repeats every KV head once for each query head instead of once for each of its group": (
+                "num_heads // k.shape[1]",
+                "num_heads",
+            ),
             "swaps keys and values": ("keys, values = k", "values, keys = k"),
             "mixes the keys instead of the values": ("weights, values", "weights, keys"),
             "scores keys against keys, without the queries": ("q, keys)", "keys, keys)"),
@@ -193,7 +201,9 @@ def _what_rope_breaks(attempt: Attempt) -> str | None:
     """A rotation keeps the length of every pair, so a length that changed says where to look."""
     got, x = attempt.got, attempt.case.args[0]
     if not isinstance(got, Tensor) or got.shape != x.shape:
-        return None
+        return (
+            "your function does not return one tensor of the shape of x: the two halves are joined along the channels"
+        )
     lengths = [torch.stack(each.chunk(2, dim=-1)).norm(dim=0) for each in (x, got)]
     if not torch.allclose(*lengths, rtol=1e-3, atol=1e-4):
         return "your function changes the length of a pair, which no turn does: compare both lines with the formula"
@@ -253,6 +263,8 @@ _ROPE = Exercise(
                     "first * cos - second * sin, second * cos + first * sin",
                     "second * cos + first * sin, first * cos - second * sin",
                 ),
+                "splits the heads in two halves instead of the channels": ("x.chunk(2, dim=-1)", "x.chunk(2, dim=1)"),
+                "splits the tokens in two halves instead of the channels": ("x.chunk(2, dim=-1)", "x.chunk(2, dim=0)"),
                 "joins the halves along the tokens: the channels are the last axis": (
                     "first * sin), dim=-1",
                     "first * sin), dim=0",
@@ -347,7 +359,7 @@ def _what_sampling_breaks(attempt: Attempt) -> str | None:
     """Which tokens can be drawn says more than which one was."""
     got, expected = attempt.got, attempt.expected
     if not (isinstance(got, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in got)):
-        return None
+        return "your function does not return the id of a token, a whole number: int(...) makes one of a tensor"
     surplus, missing = sorted(set(got) - set(expected)), sorted(set(expected) - set(got))
     if surplus:
         return f"your function can return token {surplus[0]}, which is none of those that should be left"
@@ -591,7 +603,7 @@ def _what_the_bill_breaks(attempt: Attempt) -> str | None:
     """Which of the two numbers is wrong, and by which factor if it is a simple one."""
     expected, got = attempt.expected, attempt.got
     if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(number, int) for number in got)):
-        return None
+        return "your function does not return two whole numbers: each is a sum, and halves are taken with //"
     wrong = [name for name, e, g in zip(("rows", "pairs"), expected, got, strict=True) if e != g]
     if len(wrong) == 2:
         return "your function has both numbers wrong: write down the lengths of the texts, forward by forward"
