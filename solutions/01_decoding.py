@@ -12,11 +12,11 @@
 # **Question.** *How does a list of numbers become the next word, and why does the naive loop cost so much?*
 #
 # A language model never sees a word. It sees a list of whole numbers, and answers with one score for every number
-# that could come next. All the rest, the choosing, the loop, the text on your screen, is a few dozen lines around it.
+# that could come next. The rest (choosing one, the loop, the text on your screen) is a few dozen lines around it.
 #
 # In this lesson you write those lines: attention, rotary positions, sampling and the loop. They run inside a real
 # model of 12 million parameters and write code. Then you count exactly what the loop costs, see that nearly all of it
-# is work done before, and break the model in nine ways, of which some *improve* its loss.
+# is work done before, and break the model in nine ways, and some of them *improve* its loss.
 #
 # You need Python and a little PyTorch. Everything runs on a laptop's CPU.
 
@@ -27,14 +27,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.bench.prompts import held_out_prompts
 from minillm.models.loading import load_model, resolve
-from minillm.teaching import check, hint, predict, reveal, use
+from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.tokenizer import Tokenizer
 
 name = os.environ.get("MINILLM_MODEL", "minicoder")  # a Llama or Qwen checkpoint works too
 model = load_model(name, torch.float32, "cpu")
 tokenizer = Tokenizer.from_folder(resolve(name))
 config = model.config
+texts = [row.prompt for row in held_out_prompts()]  # Python that the model was not trained on
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 print(
@@ -59,56 +61,24 @@ print(f"{len(prompt)} characters, {len(prompt_ids)} tokens")
 # How is a text cut? The vocabulary was made by **byte-pair encoding** (BPE, Sennrich et al. 2016): begin with single
 # bytes, find the pair of neighbours that occurs most often, make it a token, and repeat until there are enough. What
 # is kept is the list of merges in the order in which they were learned. To cut a new word, apply them: *the pair that
-# was learned first goes first*.
+# was learned first is merged first*. (In the vocabulary file every byte is spelled as a printable character; a space is
+# `Ġ`.)
 #
-# (In the vocabulary file every byte is spelled as a printable character; a space is `Ġ`.)
-
-# %%
-import json
-import math
-from itertools import pairwise
-
-from minillm.bench.prompts import held_out_prompts
-
-bundled = Tokenizer.from_folder(resolve("minicoder"))
-merges = json.loads(bundled.backend.to_str())["model"]["merges"]
-learned_as = {tuple(pair): number for number, pair in enumerate(merges)}
-
-
-def bpe(word: str, show: bool = False) -> list[str]:
-    """The tokens of one word, which is spelled in the vocabulary's alphabet."""
-    parts = list(word)
-    while True:
-        if show:
-            print("  ".join(parts))
-        pair = min(pairwise(parts), key=lambda p: learned_as.get(p, math.inf), default=None)
-        if pair not in learned_as:
-            return parts
-        merged = []
-        for part in parts:
-            fits = merged and (merged[-1], part) == pair
-            merged[-1:] = [merged[-1] + part] if fits else [*merged[-1:], part]
-        parts = merged
-
-
-bpe("Ġreturning", show=True)
-texts = [row.prompt for row in held_out_prompts()]
-words = [[word for word, _ in bundled.backend.pre_tokenizer.pre_tokenize_str(text)] for text in texts]
-same = sum(
-    [part for word in line for part in bpe(word)] == bundled.backend.encode(text).tokens
-    for line, text in zip(words, texts, strict=True)
-)
-print(f"\nthe function above cuts {same} of {len(texts)} held-out texts as the tokenizer does")
-
-# %% [markdown]
 # Two facts to remember for later:
 #
 # * **Every byte is a token**, so no text is unknown. A character that was rare in training takes several tokens, and
 #   one of them alone is not a character.
-# * **The same text has many spellings in tokens.** `encode` always gives one of them. Nobody has told the model that
-#   it must write that one.
+# * **The same text has many spellings in tokens.** `encode` always gives one of them. Nothing makes the model write
+#   that one.
 
 # %%
+from minillm.teaching.byte_pairs import BytePairs, same_cuts  # a page of code; open it if you like
+
+bundled = Tokenizer.from_folder(resolve("minicoder"))
+for parts in BytePairs.of(bundled).steps("Ġreturning"):
+    print("  ".join(parts))
+claim("Merging in this order cuts every held-out text as the tokenizer does.", same_cuts(bundled, texts) == len(texts))
+print()
 for text in ("ö", "😀"):
     ids = tokenizer.encode(text)
     parts = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
@@ -139,22 +109,25 @@ def entropy(probs: Tensor) -> float:
     return float(-(probs * probs.clamp_min(1e-30).log2()).sum())
 
 
+undecided = {}
 for text in (prompt, "import os\nimport", "for i in"):
     probs = next_logits(text).softmax(-1)
+    undecided[text] = entropy(probs)
     print(f"after {text.splitlines()[-1]!r}: entropy {entropy(probs):.1f} bits")
     for p, i in zip(*probs.topk(5), strict=True):
         print(f"   {p:6.1%}  {'█' * round(40 * float(p)):40}  {tokenizer.token_text(int(i))!r}")
+claim("The model is more certain after the docstring than after 'for i in'.", undecided[prompt] < undecided["for i in"])
 
 # %% [markdown]
-# After a docstring the model is certain (four spaces of indent: this vocabulary has a token for three, and the word
-# after it brings the fourth). After `for i in` it hesitates between about $2^8 = 256$ tokens' worth of choices.
-# **Entropy** measures that, in bits.
+# **Entropy** measures how undecided the model is, in bits: as undecided as among $2^{\text{bits}}$ equally probable
+# tokens. After a docstring it is nearly certain of an indent (of four spaces: this vocabulary has a token for three,
+# and the word after it brings the fourth). After `for i in` many names would do.
 #
-# **Temperature** $T$ divides the logits before the softmax. Below 1 it widens the differences, so the likeliest token
-# takes all; above 1 it shrinks them, until every token of the vocabulary has a share. The order of the tokens never
-# changes.
+# **Temperature** $T$ divides the logits before the softmax. Below 1 it widens the differences, so that the most
+# probable token takes all; above 1 it shrinks them, until every token of the vocabulary has a share. The order of the
+# tokens never changes.
 
-# %% tags=["expected"] alt="Probability of the five likeliest tokens after import os, newline, import, against the temperature: near 0 the likeliest has everything; at temperature 1 it has about 37 percent; at 2 the five together have little."
+# %% tags=["expected"] alt="Probability of the five most probable tokens after import os, newline, import, against the temperature: near 0 the first has everything; it falls steadily; at temperature 2 the five together have little."
 from minillm.viz.charts import Axis, LineChart, Series
 
 logits = next_logits("import os\nimport")
@@ -163,12 +136,13 @@ at = [(logits / t).softmax(-1) for t in temperatures]
 best = logits.topk(5).indices
 print("temperature  " + "".join(f"{t:7.1f}" for t in temperatures))
 print("entropy, bits" + "".join(f"{entropy(p):7.1f}" for p in at))
+claim("Every rise of the temperature raises the entropy.", sorted(map(entropy, at)) == [entropy(p) for p in at])
 LineChart(
-    "The five likeliest tokens after 'import os⏎import'",
+    "The five most probable tokens after 'import os⏎import'",
     Axis("temperature", ticks=(0.1, 0.5, 1.0, 1.4, 2.0)),
     Axis("probability"),
     [Series(repr(tokenizer.token_text(int(i))), temperatures, [float(p[i]) for p in at]) for i in best],
-    "The likeliest token has nearly everything at temperature 0.1 and loses it steadily as the temperature rises.",
+    "The most probable token has nearly everything at temperature 0.1 and loses it as the temperature rises.",
 )
 
 # %% [markdown]
@@ -181,7 +155,7 @@ LineChart(
 # 2. Attention compares all pairs of tokens, so its work grows with the square of the length. In Llama-3-8B, **from
 #    how many tokens on** does attention need more arithmetic than everything else?
 # 3. A text of 256 tokens is 16 times as long as one of 16. **How many times longer** does its forward take here?
-# 4. A program keeps its text as a string and encodes it anew for every token. In how many of **48** sampled
+# 4. A program keeps its text as a string and encodes it again for every token. In how many of **48** sampled
 #    completions of 16 tokens does the model then get other tokens than it wrote?
 
 # %%
@@ -195,7 +169,7 @@ predict("l01.drift", None, unit="completions")
 #
 # ### Exercise 1: attention
 #
-# In each layer every token makes three vectors: a **query** (what am I looking for?), a **key** (what have I to
+# In each layer every token makes three vectors: a **query** (what am I looking for?), a **key** (what do I
 # offer?) and a **value** (what do I hand over if chosen?). A token's result is a mixture of values, weighted by how
 # well its query fits the keys:
 #
@@ -235,33 +209,28 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 check("l01.causal_attention")
 
 # %% [markdown]
-# Stuck? `hint("l01.causal_attention", 1)`, then 2, then 3: each says more.
+# Stuck? `hint("l01.causal_attention", 1)`, then 2, 3 and 4: where to look, which operation, the shape of the code, the
+# solution.
 #
-# The model asks an `attention` object in every layer, and does not care who answers. So your function can run inside
-# it right away. Compare its scores with those of the built-in one, at every position of the prompt:
+# In every layer the model calls the `attend` method of an object that it is given; it accepts any object that has one.
+# So your function can run inside it right away. Compare its scores with those of the built-in attention, at every
+# position of the prompt:
 
 # %%
+from minillm.teaching.decoding import FunctionAttention
+
 attend = use("l01.causal_attention")
-
-
-class MyAttention:
-    """Your function, where the model expects a KV cache."""
-
-    def attend(self, layer, q, k, v, batch=None):
-        return attend(q, k, v)
-
-
 ids, positions = torch.tensor(prompt_ids), torch.arange(len(prompt_ids))
-mine = model.logits(model(ids, positions, MyAttention()))
+mine = model.logits(model(ids, positions, FunctionAttention(attend)))
 theirs = model.logits(model(ids, positions, CausalAttention(len(ids))))
-print(f"logits within 0.001 of the built-in attention's: {bool((mine - theirs).abs().max() < 1e-3)}")
-print(f"same likeliest next token at {int((mine.argmax(-1) == theirs.argmax(-1)).sum())} of {len(ids)} positions")
+claim("All logits are within 0.001 of the built-in attention's.", bool((mine - theirs).abs().max() < 1e-3))
+print(f"same most probable next token at {int((mine.argmax(-1) == theirs.argmax(-1)).sum())} of {len(ids)} positions")
 
 # %% [markdown]
 # ### Exercise 2: where a token stands
 #
 # Attention is a sum over a set: it does not know the order of the keys. **RoPE** (rotary position embedding, Su et
-# al. 2021) tells it by *turning* queries and keys before they meet. The channels of a head are taken in pairs, a pair
+# al. 2021) tells it by *rotating* queries and keys before their products are taken. The channels of a head are taken in pairs, a pair
 # is a point in the plane, and it is turned by
 #
 # $$\text{angle} = \text{position} \times \text{frequency of the pair}$$
@@ -315,17 +284,20 @@ def score(query_at: int, key_at: int) -> float:
     return float((rope(query, torch.tensor([query_at]), freqs) * rope(key, torch.tensor([key_at]), freqs)).sum())
 
 
-print("\ndistance   " + "".join(f"query at {start + 5:<6}" for start in (0, 100, 900)))
-for distance in (0, 1, 2, 5):
-    print(f"{distance:8}   " + "".join(f"{score(start + 5, start + 5 - distance):<15.2f}" for start in (0, 100, 900)))
+places = (5, 105, 905)
+scores = {distance: [score(place, place - distance) for place in places] for distance in (0, 1, 2, 5)}
+print("\ndistance   " + "".join(f"query at {place:<6}" for place in places))
+for distance, each in scores.items():
+    print(f"{distance:8}   " + "".join(f"{one:<15.2f}" for one in each))
+claim("Each line is constant.", all(max(each) - min(each) < 0.01 for each in scores.values()))
 
 # %% [markdown]
-# Each line is constant: moved by 100 or by 900 positions, the same pair has the same score. This is why a text means
-# the same wherever it stands, and, in lesson 14, why cached keys can be *moved* by turning them once more.
+# Moved by 100 or by 900 positions, the same pair has the same score. This is why a text means the same wherever it
+# stands, and why cached keys can be *moved* to another position by rotating them once more.
 #
 # ### See: the whole model on one page
 #
-# There is nothing hidden left. Here is the decoder from token ids to logits, over the checkpoint's own matrices, with
+# Here is the whole decoder from token ids to logits, over the checkpoint's own matrices, with
 # your attention and your rotation. Every layer adds two things to each token's row `x`: what the token gathered from
 # the others, and what a small network (the MLP) makes of it.
 
@@ -361,12 +333,11 @@ def forward(ids: list[int], *, attend=attend, rope_q=rope, rope_k=rope, rope_v=N
 long_ids = tokenizer.encode(texts[0])
 reference = model.logits(model(torch.tensor(long_ids), torch.arange(len(long_ids)), CausalAttention(len(long_ids))))
 difference = (forward(long_ids) - reference).abs().max()
-print(
-    f"{len(long_ids)} tokens, {reference.numel():,} logits: largest difference below 0.001: {bool(difference < 1e-3)}"
-)
+print(f"{len(long_ids)} tokens, {reference.numel():,} logits")
+claim("None of them differs from minillm's own decoder by 0.001.", bool(difference < 1e-3))
 
 # %% [markdown]
-# That is the whole of a Llama. minillm's own decoder is the same with fewer and larger operations, and the project's
+# That is a complete Llama. minillm's own decoder is the same with fewer and larger operations, and the project's
 # tests hold that one to the `transformers` implementation, family by family (importing it takes seconds and hundreds
 # of megabytes, so it stays out of this page).
 #
@@ -375,9 +346,9 @@ print(
 # Greedy decoding takes the largest logit. Sampling draws. Between the two stand three knobs, applied in this order:
 #
 # 1. **temperature**: divide the logits; 0 means greedy.
-# 2. **top-k**: keep the `k` likeliest tokens.
-# 3. **top-p** (nucleus sampling, Holtzman et al. 2020): of what is left, keep the likeliest tokens until their sum
-#    *reaches* `p`. The token with which it does so stays.
+# 2. **top-k**: keep the `k` most probable tokens.
+# 3. **top-p** (nucleus sampling, Holtzman et al. 2020): of what is left, keep the most probable tokens until their
+#    sum *reaches* `p`. The token with which it does so stays.
 #
 # Then draw. To be testable the function gets its random number, `uniform`, from outside: lay the kept tokens side by
 # side in the order of their ids, each as long as its probability, and take the one on whose piece the number falls.
@@ -389,8 +360,8 @@ def sample_next(logits: Tensor, uniform: float, temperature: float = 1.0, top_k:
 
     logits:      [vocab]; left as they are
     temperature: 0 takes the largest logit
-    top_k:       0 keeps all tokens; the others keep their proportions (the kept ones sum to 1 again)
-    top_p:       1 keeps all tokens
+    top_k:       0, or as many as there are or more, keeps all tokens; the kept ones are divided by their sum
+    top_p:       1 keeps all tokens; of equal ones the lower id comes first
 
     Example: logits = log([0.1, 0.6, 0.3]). uniform 0.05 gives token 0, 0.5 gives 1, 0.95 gives 2.
     With top_k = 2 tokens 1 and 2 are left with 2/3 and 1/3, so 0.05 and 0.5 give 1, and 0.95 gives 2.
@@ -438,6 +409,7 @@ for text in texts[:5]:
             same += choose(logits, u, **options) == int(sample(probs, torch.tensor([u])))
             tried += 1
 print(f"the engine's token in {same} of {tried} draws")
+claim("Your draws are the engine's.", same == tried)
 
 # %% [markdown]
 # ### Exercise 4: the loop
@@ -451,7 +423,7 @@ def generate_naive(forward, prompt_ids: list[int], max_tokens: int, eos_id: int)
     """Greedy decoding without any memory.
 
     forward:    forward(ids) gives logits [len(ids), vocab]; row i scores the token after ids[i]
-    prompt_ids: left as they are
+    prompt_ids: left as they are; they may hold eos_id too, which ends nothing
     returns:    the new tokens, max_tokens of them; or fewer, and the last is eos_id
 
     Example: with a model that always counts on, prompt [3, 4], max_tokens = 3 and eos_id = 6 give [5, 6].
@@ -472,7 +444,7 @@ check("l01.generate_naive")
 # %% [markdown]
 # Your attention, your rotation, your loop, the model's weights. The engine of the later lessons is given the same
 # prompt beside it. It runs its steps in plain PyTorch here (`enforce_eager=True`), as your functions do, so that the two
-# differ only in what they remember; lesson 15 brings its compiled step.
+# differ only in what they remember; lesson 15 uses its compiled step.
 
 # %%
 from minillm import LLM
@@ -491,13 +463,14 @@ llm = LLM(
     enable_prefix_caching=False,  # each prompt from its first token
 )
 [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=NEW), use_tqdm=False)
-print(f"\nthe same {len(new_ids)} tokens as the engine: {new_ids == list(output.outputs[0].token_ids)}")
+print()
+claim(f"These are the engine's {len(new_ids)} tokens.", new_ids == list(output.outputs[0].token_ids))
 
 # %% [markdown]
-# It looks like Python, and it goes in circles. The likeliest token at every step does not make the likeliest text, and
-# once a phrase has been repeated, repeating it again is the likeliest thing to do. Sampling breaks the circle, at the
-# price of an occasional token from the long tail of unlikely ones; top-p cuts that tail off. Three settings, same
-# random numbers (change the seed and see):
+# It looks like Python, and it repeats itself. The most probable token at every step does not make the most probable
+# text, and once a phrase has been repeated, repeating it again becomes probable. Sampling breaks the loop, at the price
+# of an occasional token from the long tail of improbable ones; top-p cuts that tail off. Three settings, same random
+# numbers (change the seed and see):
 
 
 # %%
@@ -538,8 +511,6 @@ def total_work(num_prompt: int, num_new: int) -> tuple[int, int]:
 
 # %%
 check("l01.total_work")
-
-# %%
 work = use("l01.total_work")
 reveal("l01.rows", work(1, 100)[0])
 print("\n new tokens      rows needed once     rows done     pairs needed once            pairs done")
@@ -553,57 +524,43 @@ for new in (10, 100, 1000, 10_000):
 #
 # ## See
 #
-# Is all that work really repeated? Watch. After every forward the cell below compares the logits of each row with
-# those of the forward before: a row whose logits are the same was computed in vain. The picture is drawn from these
+# Is all that work really repeated? Watch. After every forward, `WatchedForward` compares the logits of each row with
+# those of the forward before: a row whose logits are the same was computed for nothing. The picture is drawn from these
 # comparisons, while your functions write the text.
 
 # %% tags=["expected"] alt="After 32 forwards: on the left 32 columns, each a little longer than the one before, hatched (redone) but for the lowest cell; in the middle the triangle of attention, hatched but for its last row; on the right more than a thousand rows, most of them redone."
-from minillm.trace import StepFinished, Trace
+from minillm.teaching.decoding import WatchedForward
+from minillm.trace import Trace
 from minillm.viz.attention_work import AttentionWorkView, ForwardWork
 from minillm.viz.live import LiveView
 
-
-class Watched:
-    """`forward`, with a note of how many rows were new."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace, self.before, self.steps = trace, torch.zeros(0, config.vocab_size), 0
-
-    def __call__(self, ids: list[int]) -> Tensor:
-        logits = forward(ids)
-        again = (logits[: len(self.before)] - self.before).abs().amax(1) < 1e-3
-        self.before, self.steps = logits, self.steps + 1
-        self.trace.append(ForwardWork(num_tokens=len(ids), num_rows=len(ids), num_new=len(ids) - int(again.sum())))
-        self.trace.append(StepFinished(self.steps, 0.0, 0.0, 0.0, 0))
-        return logits
-
-
 trace = Trace()
 with LiveView(AttentionWorkView(trace, num_steps=NEW, max_tokens=len(prompt_ids) + NEW - 1), pause=0.05):
-    watched_ids = generate(Watched(trace), prompt_ids, NEW, eos_id)
+    watched_ids = generate(WatchedForward(forward, trace), prompt_ids, NEW, eos_id)
 forwards = trace.of(ForwardWork)
 seen = sum(event.num_rows for event in forwards), sum(event.pairs for event in forwards)
-print("rows and pairs as you counted them:", seen == work(len(prompt_ids), len(watched_ids)))
+claim("Rows and pairs are those that you counted.", seen == work(len(prompt_ids), len(watched_ids)))
+claim("After the prompt, one row of each forward is new.", {event.num_new for event in forwards[1:]} == {1})
 
 # %% [markdown]
 # Everything hatched was known already. Behind the causal mask a token's row depends only on the tokens before it, and
-# those do not change, so its logits come out the same every time. If somebody *kept* what the old rows left behind,
-# only the dark ones would have to run:
+# those do not change, so its logits come out the same every time. If the results of the old rows were *kept*, only
+# the dark ones would have to run:
 
 # %% tags=["expected"] alt="The same picture if old rows were remembered: the columns are hollow but for the newest row, the triangle is hollow but for its last row, and 48 rows instead of more than a thousand went through the model."
 remembered = [ForwardWork(event.num_tokens, event.num_new, event.num_new) for event in forwards]
 AttentionWorkView(Trace(remembered))
 
 # %% [markdown]
-# That is the KV cache, and lesson 2 builds it. Note the last row of the triangle: the newest query still meets every
-# key. People say that "caching avoids recomputing attention"; it avoids recomputing *rows*. Lesson 2 measures what is
-# left.
+# That is the KV cache, and lesson 2 builds it. Note the last row of the triangle: the newest query is still
+# compared with every key. People say that "caching avoids recomputing attention"; it avoids recomputing *rows*. Lesson
+# 2 measures what is left.
 #
 # ## Measure
 #
 # ### What the square is worth
 #
-# "Attention is quadratic" is true and often misread. Count the arithmetic of one forward over $n$ tokens: the linear
+# "Attention is quadratic" is true and often misunderstood. Count the arithmetic of one forward over $n$ tokens: the linear
 # layers need $2 \cdot \text{weights}$ operations for each of $n$ rows, attention $4 \cdot \text{layers} \cdot
 # \text{heads} \cdot \text{width}$ for each of $n(n+1)/2$ pairs. From which length on is attention the larger part?
 
@@ -629,33 +586,23 @@ for shape in shapes:
 crossing = {shape: round(w / a) - 1 for shape, (w, a) in shapes.items()}  # 2·w·n = 4·a·n·(n + 1)/2
 print("half is reached at:", ", ".join(f"{shape} {n:,} tokens" for shape, n in crossing.items()))
 reveal("l01.crossing", crossing["Llama-3-8B"])
+claim("The wider model crosses later.", crossing["Llama-3-8B"] > crossing[name])
 
 # %% [markdown]
-# The wider the model, the later. In short texts the waste of the naive loop is not attention at all: it is the same
-# rows going through the same *matrices*, again and again. (Counted are pairs that may be seen. Your function computes
+# In short texts the waste of the naive loop is hardly attention: it is the same rows going through the same *matrices*,
+# again and again. (Counted are pairs that may be seen. Your function computes
 # all $n^2$ and hides half of them, as most plain implementations do; kernels like FlashAttention skip what the mask
 # hides.)
 #
 # ### What a forward takes
 #
-# Now with a clock, in turn, five times after a warm-up. A dashed line is the count.
+# Now with a clock, in turn, five times after a warm-up. The dashed line is the count.
 
-# %% tags=["nbval-ignore-output"]
-import statistics
-import time
+# %%
+from minillm.bench.timing import in_turn, ratio
 
 code_ids = [i for text in texts[:8] for i in tokenizer.encode(text)]
 contexts = [n for n in (1, 4, 16, 64, 256, 512) if n <= config.max_position_embeddings]
-
-# CPU time of this thread, so that whatever else runs on the machine does not count (Windows counts it too coarsely).
-clock = time.thread_time if os.name == "posix" else time.perf_counter
-seconds = {n: [] for n in contexts}
-for turn in range(6):
-    for n in contexts:
-        began = clock()
-        forward(code_ids[:n])
-        if turn:
-            seconds[n].append(clock() - began)
 
 
 def operations(n: int) -> int:
@@ -664,114 +611,102 @@ def operations(n: int) -> int:
     return (2 * weights + logits_part) * n + 4 * shapes[name][1] * n * (n + 1) // 2
 
 
-ratios = {n: [b / a for a, b in zip(seconds[1], seconds[n], strict=True)] for n in contexts}
-middle = [statistics.median(ratios[n]) for n in contexts]
-slower = statistics.median(b / a for a, b in zip(seconds[16], seconds[256], strict=True))
-reveal("l01.slower", round(slower, 1))
+# %% tags=["nbval-ignore-output"]
+seconds = in_turn({n: lambda n=n: forward(code_ids[:n]) for n in contexts})
+times = {n: ratio(seconds[n], seconds[1]) for n in contexts}
+counts = {n: operations(n) / operations(1) for n in contexts}
+longest = contexts[-1]
+reveal("l01.slower", round(ratio(seconds[256], seconds[16]).median, 1))
 print(f"counted, 256 tokens are {operations(256) / operations(16):.1f} times the work of 16")
+print(
+    f"{longest} tokens take {times[longest].median:.0f} times as long as one; counted: {counts[longest]:.0f} times the work"
+)
+claim("16 tokens take less than 8 times as long as one.", times[16].median < 8, measured=True)
+claim(
+    "At every length the time grows less than the count.", all(times[n].median < counts[n] for n in contexts[1:]), True
+)
+claim(f"{longest} tokens take more than 10 times as long as one.", times[longest].median > 10, measured=True)
 LineChart(
     f"One forward of {name} over n tokens, against one token, on this machine",
     Axis("tokens in the text", log=True, ticks=tuple(contexts)),
     Axis("times as long (median of 5, with the spread)", log=True),
     [
-        Series("measured", contexts, middle, [min(ratios[n]) for n in contexts], [max(ratios[n]) for n in contexts]),
-        Series("counted operations", contexts, [operations(n) / operations(1) for n in contexts], style="modelled"),
+        Series("measured", contexts, *zip(*((s.median, s.low, s.high) for s in times.values()), strict=True)),
+        Series("counted operations", contexts, list(counts.values()), style="modelled"),
     ],
-    "The measured line starts nearly flat, stays below the counted operations, and becomes as steep as they are.",
+    "The measured line starts nearly flat, rises, and stays below the counted operations.",
 )
 
 # %% [markdown]
-# **Where the naive loop hardly loses:** at the left. Sixteen tokens take far less than sixteen times as long as one: a
-# row alone reads all weights to use each once, and in a model this small much of the time goes into starting a few
-# hundred operations from Python, whatever their size. For an answer of one token (a classification, a score) there is
-# nothing to save at all, and a cache would only cost memory.
+# **Where the naive loop loses little:** at the left. Sixteen tokens take far less than sixteen times as long as one. A
+# single row has to read all weights and uses each only once, and in a model this small much of the time goes into
+# starting a few hundred operations from Python, whatever their size. For an answer of one token (a classification, a
+# score) there is nothing to save, and a cache would only cost memory.
 #
-# **Where it loses everything:** at the right. There the time follows the count, and even outruns it, because your
-# attention writes down all $n^2$ scores and reads them again. And that is the price of *each* token.
+# **Where it loses most:** at the right. The rows of a long text keep the processor busy, so more of them take longer,
+# and that is the price of *each* token.
 #
-# One line for the whole story, both writing the same 16 tokens; the engine remembers, your loop does not:
+# Both of these write the same 16 tokens; the engine remembers, your loop does not:
 
 # %% tags=["nbval-ignore-output"]
-gain = []
-for _ in range(6):
-    began = clock()
-    loop_ids = generate(forward, prompt_ids, 16, -1)
-    between = clock()
-    [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
-    gain.append((between - began) / (clock() - between))
-gain = gain[1:]  # the first pair warms up
-print(
-    f"same tokens: {loop_ids == list(output.outputs[0].token_ids)}; the naive loop takes {statistics.median(gain):.1f} "
-    f"times as long (five pairs: {min(gain):.1f} to {max(gain):.1f})"
+sixteen = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+[output] = llm.generate(prompt, sixteen, use_tqdm=False)
+claim("The tokens are the same.", generate(forward, prompt_ids, 16, -1) == list(output.outputs[0].token_ids))
+seconds = in_turn(
+    {
+        "your loop": lambda: generate(forward, prompt_ids, 16, -1),
+        "the engine": lambda: llm.generate(prompt, sixteen, use_tqdm=False),
+    }
 )
+gain = ratio(seconds["your loop"], seconds["the engine"])
+print(f"your loop takes {gain} times as long as the engine")
+claim("Without a memory the same tokens take longer.", gain.median > 1, measured=True)
 
 # %% [markdown]
-# At 33 tokens of text the gain is still moderate. It grows with every token: that is the first chart of lesson 2.
+# The gain grows with every token of the text: that is the first chart of lesson 2.
 #
 # ## Stay in tokens
 #
 # Your loop keeps a list of ids and decodes at the end. Many programs keep a *string*: they decode each new token, add
-# it to the text, and encode the text again for the next call. One tutorial's speculative loop hands the guesses of one
-# model to the other in this way, through text. Is that the same?
+# it to the text, and encode the text again for the next call. One tutorial's speculative loop hands the tokens of its
+# draft model to the target model in this way, through text. Is that the same?
 #
-# Remember that a text has many spellings in tokens. Take completions from the engine, and ask after every new token
-# whether decoding and encoding gives back the ids that the model has really written.
+# Remember that a text has many spellings in tokens. `drift` takes completions from the engine and asks, after every new
+# token, whether decoding and encoding gives back the ids that the model has written.
 
 # %%
+from minillm.teaching.decoding import drift, in_common
+
 held_out = texts[:48]
-
-
-def drift(temperature: float) -> list[tuple[int, int]]:
-    """(prompt, tokens written) at the first change, for the completions whose ids do not survive the trip."""
-    params = SamplingParams(temperature=temperature, max_tokens=16, seed=0)
-    changed = []
-    for number, out in enumerate(llm.generate(held_out, params, use_tqdm=False)):
-        ids, new = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
-        for count in range(1, len(new) + 1):
-            written = ids + new[:count]
-            if tokenizer.encode(tokenizer.decode(written, skip_special_tokens=False)) != written:
-                changed.append((number, count))
-                break
-    return changed
-
-
-greedy_drift, sampled_drift = drift(0.0), drift(1.0)
+greedy_drift, sampled_drift = drift(llm, held_out, 0.0), drift(llm, held_out, 1.0)
 kept = sum(tokenizer.encode(tokenizer.decode(tokenizer.encode(text))) == tokenizer.encode(text) for text in held_out)
 print(f"prompts: {kept} of {len(held_out)} come back as they were")
 for label, changed in (("greedy", greedy_drift), ("temperature 1", sampled_drift)):
     print(f"{label}: other ids after the trip in {len(changed)} of {len(held_out)} completions of up to 16 tokens")
 reveal("l01.drift", len(sampled_drift))
+claim("Every prompt comes back, not every completion.", kept == len(held_out) and len(sampled_drift) > 0)
+
+number, written, returned = (greedy_drift or sampled_drift)[0]
+split = in_common(written, returned)
+print("\nthe model wrote     ", [tokenizer.token_text(i) for i in written[split:]])
+print("the text comes back ", [tokenizer.token_text(i) for i in returned[split:]])
 
 # %% [markdown]
 # The prompts survive because `encode` made them. What a *model* writes need not. How often it strays depends on the
-# model, and this one is small; that it happens with large ones too is told in the field notes below. One case, up
-# close:
-
+# model, and this one is small; that it happens with large ones too is told in the field notes below. Now let two loops
+# go on from that text, one over ids and one through the text:
 
 # %%
-def alike(one: list[int], other: list[int]) -> int:
-    """How many tokens two lists have in common before they part."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-number, count = (greedy_drift or sampled_drift)[0]
-text = held_out[number]
-by_ids = generate(forward, tokenizer.encode(text), 16, eos_id)
-given, made = tokenizer.encode(text), text
+by_ids = generate(forward, tokenizer.encode(held_out[number]), 16, eos_id)
+made = held_out[number]
 for _ in range(16):
-    token = int(forward(tokenizer.encode(made))[-1].argmax())
-    made += tokenizer.decode([token])
-written = given + by_ids[:count]
-returned = tokenizer.encode(tokenizer.decode(written))
-split = alike(written, returned)
-print("the model wrote     ", [tokenizer.token_text(i) for i in written[split:]])
-print("the text comes back ", [tokenizer.token_text(i) for i in returned[split:]])
-print("\nloop over ids:      ", repr(tokenizer.decode(by_ids)))
-print("loop through text:  ", repr(made[len(text) :]))
+    made += tokenizer.decode([int(forward(tokenizer.encode(made))[-1].argmax())])
+print("loop over ids:      ", repr(tokenizer.decode(by_ids)))
+print("loop through text:  ", repr(made[len(held_out[number]) :]))
 
 # %% [markdown]
-# The same characters, but another list of numbers, and to the model the list is all there is: from there on it may
-# write something else. What depends on the ids goes wrong with it: a cache whose rows belong to other tokens, draft
+# The same characters can be another list of numbers, and to the model the list is all there is: from there on it may
+# write something else. Whatever depends on the ids goes wrong with it: a cache whose rows belong to other tokens, draft
 # probabilities that were given for tokens that no longer exist, counts of tokens that do not add up. And a character
 # that is half written (the emoji above) comes back as a replacement sign.
 #
@@ -779,7 +714,8 @@ print("loop through text:  ", repr(made[len(text) :]))
 #
 # ## Break it
 #
-# Ten decoders. One is right, nine have a mistake that people really make. And five things that you might check:
+# Ten decoders. One is right, nine have a mistake that people really make; most are the reference with one edit. And
+# five things that you might check:
 #
 # 1. **runs**: the shapes fit and nothing is NaN;
 # 2. **no peeking**: what comes later in a text changes no logits before it;
@@ -787,19 +723,19 @@ print("loop through text:  ", repr(made[len(text) :]))
 # 4. **loss**: how many bits the model needs per token of held-out code, on average. Lower is better;
 # 5. **12 tokens**: the same greedy tokens as the right one.
 #
-# **Before running the cell, guess:** how many mistakes does the loss reveal? Is there a mistake that writes all 12
-# tokens right?
+# **Before running the cells, guess:** how many mistakes does the loss reveal? Which check finds the most?
 
 # %%
 from functools import partial
 
-from minillm.teaching.exercises.l01_decoding import attention_with
+from minillm.teaching.decoding import five_checks
+from minillm.teaching.exercises import l01_decoding as references
+from minillm.teaching.source import edited
 
 
-def neighbours(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    """Pairs (0, 1), (2, 3), … instead of halves: right for another kind of checkpoint."""
-    halves = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-    return rope(halves, positions, freqs).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+def attending(old: str, new: str):
+    """The decoder with the reference attention, in which `old` is replaced by `new`."""
+    return partial(forward, attend=edited(references.causal_attention, (old, new)))
 
 
 def not_turned(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
@@ -809,58 +745,61 @@ def not_turned(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
 
 decoders = {
     "right": forward,
-    "no mask": partial(forward, attend=partial(attention_with, first_hidden=100_000)),
-    "mask one token late": partial(forward, attend=partial(attention_with, first_hidden=2)),
-    "hidden scores are 0": partial(forward, attend=partial(attention_with, hidden_score=0.0)),
-    "no scale": partial(forward, attend=partial(attention_with, scale=lambda width: 1.0)),
-    "softmax over queries": partial(forward, attend=partial(attention_with, softmax_over=-2)),
-    "heads shared in turn": partial(forward, attend=partial(attention_with, neighbours_share=False)),
+    "no mask": attending(".triu(1)", ".triu(num_tokens)"),
+    "mask one token late": attending(".triu(1)", ".triu(2)"),
+    "hidden scores are 0": attending("-torch.inf", "0.0"),
+    "no scale": attending(" / head_dim**0.5", ""),
+    "softmax over queries": attending(".softmax(-1)", ".softmax(-2)"),
+    "heads shared in turn": attending(
+        "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
+        "k.repeat(1, group, 1), v.repeat(1, group, 1)",
+    ),
     "positions all 0": partial(forward, rope_q=not_turned, rope_k=not_turned),
-    "neighbours paired": partial(forward, rope_q=neighbours, rope_k=neighbours),
+    "neighbours paired": partial(forward, rope_q=references.interleaved_rope, rope_k=references.interleaved_rope),
     "values turned too": partial(forward, rope_v=rope),
 }
+
+# %%
 samples = [tokenizer.encode(texts[i])[:96] for i in (0, 4, 5)]
 want = generate(forward, prompt_ids, 12, eos_id)
-
-
-def bits(decoder) -> float:
-    """Bits per token of held-out code: -log2 of the probability that the right next token got, on average."""
-    losses = [F.cross_entropy(decoder(ids)[:-1], torch.tensor(ids[1:]), reduction="none") for ids in samples]
-    return float(torch.cat(losses).mean()) / math.log(2)
-
-
-def checks(decoder) -> list[str]:
-    """What the five checks say of a decoder."""
-    whole, half = decoder(samples[0]), decoder(samples[0][:48])
-    moved = decoder(samples[0], first_position=100)
-    tokens = generate(decoder, prompt_ids, 12, eos_id)
-    return [
-        "yes" if whole.shape == (len(samples[0]), config.vocab_size) and whole.isfinite().all() else "NO",
-        "holds" if (whole[:48] - half).abs().max() < 0.01 else "PEEKS",
-        "holds" if (moved - whole).abs().max() < 0.01 else "CHANGES",
-        f"{bits(decoder):.2f}",
-        "same" if tokens == want else f"{alike(tokens, want)} same",
-    ]
-
-
+found = {
+    label: five_checks(decoder, lambda d: generate(d, prompt_ids, 12, eos_id), samples)
+    for label, decoder in decoders.items()
+}
+right, wrong = found["right"], {label: each for label, each in found.items() if label != "right"}
 print(f"{'':22} runs   no peeking     shift    loss, bits   12 tokens")
-for label, decoder in decoders.items():
-    runs, peeks, shift, loss, tokens = checks(decoder)
-    print(f"{label:22} {runs:>4} {peeks:>12} {shift:>9} {loss:>13} {tokens:>11}")
+for label, each in found.items():
+    runs, peeks = "yes" if each.runs else "NO", "holds" if each.no_peeking else "PEEKS"
+    shift = "holds" if each.shift else "CHANGES"
+    tokens = "same" if each.tokens == want else f"{in_common(each.tokens, want)} same"
+    print(f"{label:22} {runs:>4} {peeks:>12} {shift:>9} {each.bits:>13.2f} {tokens:>11}")
+better = [label for label, each in wrong.items() if each.bits < right.bits]
+print("\nwrong, and their loss is better than the right decoder's:", ", ".join(better))
+print("wrong, and they write the same 12 tokens:", ", ".join(label for label in wrong if wrong[label].tokens == want))
+claim("Every wrong decoder runs.", all(each.runs for each in wrong.values()))
+claim(
+    "The loss prefers a decoder without a mask, or with one that hides too little.",
+    {"no mask", "mask one token late"} <= {*better},
+)
+claim(
+    "'positions all 0' and 'no scale' pass both properties.",
+    all(wrong[label].no_peeking and wrong[label].shift for label in ("positions all 0", "no scale")),
+)
 
 # %% [markdown]
 # Read it by columns.
 #
 # * **Runs** catches nothing. Shapes are the easy part.
-# * **The loss lies in three lines.** Without a mask, or with a mask that comes too late, it is *better* than the right
-#   decoder's: the model sees the answer, or something made from it. In training a leak looks like a breakthrough;
-#   when generating there is no future to see, and nothing remains of it.
-# * **12 tokens** misses `hidden scores are 0`: the newest token has no future to be hidden from, and what the old rows
-#   did wrong was not enough to change its choice. The loss even likes it. Only *no peeking* sees it.
+# * **The loss can prefer a mistake.** Without a mask, or with a mask that hides too little, it is *better* than the
+#   right decoder's: the model sees the answer, or something made from it. In training a leak looks like a breakthrough.
+#   When generating there is no future text, so the advantage disappears.
+# * **12 tokens** can miss a mistake too (the line below the table says which). With `hidden scores are 0` the newest
+#   token has no future to hide, so its own row is right; only older rows are wrong, and that need not change its choice.
+#   *No peeking* sees it.
 # * **No peeking** and **shift** need no reference at all, only a property that must hold. Each sees its own kind of
 #   mistake and is blind to the rest: `positions all 0` passes both.
-# * **No scale** costs a few hundredths of a bit. No property and hardly the loss shows it; only a comparison with a
-#   decoder that is right.
+# * **No scale** passes both properties as well, and costs little loss here. Only a comparison with a decoder that is
+#   right shows it.
 #
 # Toggle one yourself and read what it writes:
 
@@ -895,9 +834,9 @@ print(f"{BROKEN:22}", repr(tokenizer.decode(generate(decoders[BROKEN], prompt_id
 #
 # | claim | what is so | tested where |
 # |---|---|---|
-# | a sample speculative loop hands draft tokens to the target as text: decode, concatenate, encode | the target may get other tokens than were drafted; with this model, at temperature 1, in about every fourth completion of 16 tokens | Stay in tokens |
-# | "caching avoids recomputing the entire attention matrix" | what is repeated are rows, through all layers; the newest query meets every key with a cache too | See; measured in lesson 2 |
-# | "attention is quadratic, so it dominates" | in Llama-3-8B from about 53,000 tokens on | What the square is worth (counted) |
+# | a sample speculative loop hands draft tokens to the target as text: decode, concatenate, encode | the target may get other tokens than were drafted; how often with this model is printed there | Stay in tokens |
+# | "caching avoids recomputing the entire attention matrix" | what is repeated are rows, through all layers; the newest query is compared with every key with a cache too | See; measured in lesson 2 |
+# | "attention is quadratic, so it dominates" | in Llama-3-8B from 53,247 tokens on | What the square is worth (counted) |
 #
 # **Papers.** Attention: Vaswani et al. 2017. GQA: Ainslie et al. 2023. RoPE: Su et al. 2021. BPE for text: Sennrich et
 # al. 2016; on bytes: Radford et al. 2019 (GPT-2). Top-p: Holtzman et al. 2020.

@@ -16,7 +16,7 @@
 # computed a moment ago.
 #
 # In this lesson you build the memory that makes the repetition unnecessary, run it inside a real model, count what it
-# costs in bytes, measure what it buys, and then break it in six ways to learn which test notices which mistake.
+# costs in bytes, measure what it gains, and then break it in six ways to learn which test notices which mistake.
 #
 # You need to know what a query, a key and a value are (lesson 1 builds them). Everything runs on a laptop's CPU.
 
@@ -24,10 +24,11 @@
 import os
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.models.loading import load_model, resolve
-from minillm.teaching import check, hint, predict, reveal, use
+from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.tokenizer import Tokenizer
 
 name = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
@@ -66,10 +67,10 @@ prompt_ids = tokenizer.encode('def read_lines(path):\n    """Return the lines of
 plain_tokens, plain_rows = generate_plain(prompt_ids, 32)
 print(tokenizer.decode(prompt_ids + plain_tokens))
 print(f"\n{len(prompt_ids)} prompt tokens + {len(plain_tokens)} new ones; {plain_rows} rows went through the model")
+claim("Most of these rows are repetitions.", plain_rows > 10 * (len(prompt_ids) + len(plain_tokens)))
 
 # %% [markdown]
-# About fifty tokens of text, but over a thousand rows of work: token number $n$ costs $n$ rows. Two kinds of work
-# grow differently, so let us count both, in arithmetic operations, for the token at position $n$:
+# The token at position $n$ costs $n$ rows. Two kinds of work grow differently, so let us count both, in arithmetic operations, for the token at position $n$:
 #
 # * **linear layers** do the same for every row that goes through: $2 \cdot \text{weights}$ operations a row;
 # * **attention** compares every query with every key before it: $4 \cdot \text{layers} \cdot \text{heads} \cdot
@@ -117,12 +118,16 @@ print(
     f"token 1000 costs {work_plain(1000) / work_plain(1):,.0f} times the first; "
     f"it could cost {work_cached(1000) / work_plain(1):.1f} times"
 )
+claim(
+    "The dashed line rises too, by far less.",
+    1 < work_cached(1000) / work_cached(1) < 0.01 * work_plain(1000) / work_plain(1),
+)
 chart
 
 # %% [markdown]
-# The dashed line is the promise of this lesson. It is not flat: the newest token still looks at every key before it.
+# The dashed line is the aim of this lesson. It is not flat: the newest token is still compared with every key before it.
 # **A cache removes the repeated rows. It does not remove attention's growth with the length of the text.** That is
-# one answer to the question; the other half is about bytes, and comes below.
+# one half of the answer; the other half is about bytes, and comes below.
 #
 # ## Predict
 #
@@ -148,43 +153,16 @@ predict("l02.growth", None, unit="rows")
 # by 4 more, and ask in each layer how many of the first 12 **keys** have changed. Once with the causal mask, and once
 # with every token seeing every other, as in an encoder such as BERT.
 
-
 # %%
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """softmax(q·k/√d)·v where `mask` (`[num_queries, num_keys]`) allows. All `[tokens, heads, width]`."""
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(0, 1)
-
-
-class Recorder:
-    """Attention over one call that writes down the keys it was given, layer by layer."""
-
-    def __init__(self, causal: bool) -> None:
-        self.causal, self.keys = causal, []
-
-    def attend(self, layer, q, k, v, batch=None):
-        self.keys.append(k)
-        everyone = torch.ones(len(q), len(q), dtype=torch.bool)
-        return attention(q, k, v, everyone.tril() if self.causal else everyone)
-
-
-def keys_of(ids: list[int], causal: bool) -> list[torch.Tensor]:
-    recorder = Recorder(causal)
-    model(torch.tensor(ids), torch.arange(len(ids)), recorder)
-    return recorder.keys
-
+from minillm.teaching.caching import attention, changed_keys
 
 text = (prompt_ids + plain_tokens)[:16]
+causal, everyone = (changed_keys(model, text, 12, causal) for causal in (True, False))
 print("layer   keys changed, causal   keys changed, everyone sees everyone")
-changed = {
-    causal: [
-        int(((short - long[:12]).abs().amax((1, 2)) > 1e-3).sum())
-        for short, long in zip(keys_of(text[:12], causal), keys_of(text, causal), strict=True)
-    ]
-    for causal in (True, False)
-}
 for layer in range(config.num_layers):
-    print(f"{layer:5} {changed[True][layer]:13} of 12 {changed[False][layer]:20} of 12")
+    print(f"{layer:5} {causal[layer]:13} of 12 {everyone[layer]:20} of 12")
+claim("With the causal mask no key changes.", not any(causal))
+claim("Without it only those of the first layer stay.", everyone[0] == 0 and all(everyone[1:]))
 
 # %% [markdown]
 # With the causal mask nothing that comes later can reach back, so **keys and values of old tokens never change**:
@@ -193,7 +171,7 @@ for layer in range(config.num_layers):
 #
 # Two details that matter later:
 #
-# * *Why not keep the queries too?* A query is asked once, when its token is the newest. Nobody ever asks it again.
+# * *Why not keep the queries too?* A query is used once, when its token is the newest, and never again.
 # * *The keys are stored after RoPE has rotated them.* A key's rotation depends only on its own position, and that
 #   never changes either. But it means that a new token must be told its true position, `past + i`, not its index in
 #   this call.
@@ -202,15 +180,13 @@ for layer in range(config.num_layers):
 #
 # The memory of one layer is two tables with a row per token, allocated once, mostly empty. Write the new rows where
 # they belong and give back the part that is valid. Several tokens may arrive at once: a whole prompt, a piece of one,
-# or the drafts of lesson 10.
+# or the draft tokens of speculative decoding.
 #
 # One trap is worth knowing before you fall into it: in PyTorch a slice beyond the end is silently shortened, and one
-# row assigned to *no* rows is not an error. `table[4:5] = row` on a table of 4 rows does nothing and says nothing.
+# row assigned to *no* rows is not an error. `table[4:5] = row` on a table of 4 rows does nothing, without an error.
+
 
 # %%
-from torch import Tensor
-
-
 def append_kv(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
     """Write new rows after the `past` rows that are there, in place, and return views of all valid rows.
 
@@ -236,7 +212,7 @@ def append_kv(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v:
 check("l02.append_kv")
 
 # %% [markdown]
-# Stuck? `hint("l02.append_kv", 1)`, then 2, then 3: each says more.
+# Stuck? `hint("l02.append_kv", 1)`, then 2, 3 and 4: where to look, which operation, the shape of the code, the solution.
 #
 # Below, your function fills a buffer of 12 rows with 4 tokens, then 1, 1, 1 and 3. The picture is drawn from what
 # changed in the buffer.
@@ -291,8 +267,8 @@ mask_for = use("l02.offset_mask")
 MaskGrid(mask_for(4, 7).tolist(), [tokenizer.token_text(i) for i in prompt_ids[:11]], past=7)
 
 # %% [markdown]
-# Try `mask_for(1, 7)`: a decode step needs no mask at all, because the newest token sees everything. Remember that;
-# it is how a wrong mask survives most tests.
+# Try `mask_for(1, 7)`: a decode step needs no mask at all, because the newest token sees everything. Remember that: it
+# is why a wrong mask passes most tests.
 #
 # ### Exercise 3: what it costs
 #
@@ -322,32 +298,37 @@ kv_bytes = use("l02.kv_bytes_per_token")
 reveal("l02.bytes", kv_bytes(config, 4))
 
 # %% [markdown]
-# Now with models you have heard of. The last column is the second half of the answer to our question: each new token
-# must *read* all weights once and the whole cache once, and reading is what decoding spends its time on. Where the
-# cache has as many bytes as the weights, a token costs twice what the first one did.
+# Now with larger models. The last two columns are the second half of the answer to our question: each decode step must
+# *read* all weights once and the whole cache of each request once, and in large models reading is what decoding spends
+# its time on. Where the cache has as many bytes as the weights, a step reads twice what the first one did. A batch of 64
+# shares one reading of the weights, but has 64 caches.
 
 # %%
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, LLAMA_3_8B, QWEN_3_06B
 
 GIB = 2**30
-models = [  # name, shape, parameters in billions, bytes a number
-    (name, config, model.num_parameters / 1e9, 4),
-    ("Qwen3-0.6B", QWEN_3_06B, 0.6, 2),
-    ("Llama-3-8B", LLAMA_3_8B, 8.0, 2),
-    ("Llama-2-70B", LLAMA_2_70B, 69.0, 2),
+models = [  # name, shape, parameters in billions, bytes a number, longest context
+    (name, config, model.num_parameters / 1e9, 4, config.max_position_embeddings),
+    ("Qwen3-0.6B", QWEN_3_06B, 0.6, 2, 40_960),
+    ("Llama-3-8B", LLAMA_3_8B, 8.0, 2, 8192),
+    ("Llama-2-70B", LLAMA_2_70B, 69.0, 2, 4096),
 ]
-print("model          bytes per token   GiB at 4096 tokens   same, batch 64   tokens until cache = weights")
-for label, shape, billions, width in models:
+print("                                                       tokens until cache = weights   longest")
+print("model          bytes per token   GiB at 4096 tokens      1 request     64 requests    context")
+crossing = {}
+for label, shape, billions, width, longest in models:
     per_token = kv_bytes(shape, width)
+    crossing[label] = billions * 1e9 * width / per_token
     print(
-        f"{label:13} {per_token:16,} {per_token * 4096 / GIB:20.2f} {per_token * 4096 * 64 / GIB:16.1f} "
-        f"{billions * 1e9 * width / per_token:30,.0f}"
+        f"{label:13} {per_token:16,} {per_token * 4096 / GIB:20.2f} {crossing[label]:14,.0f} "
+        f"{crossing[label] / 64:15,.0f} {longest:10,}"
     )
+claim("One request of Llama-2-70B stays below that for its whole context.", crossing["Llama-2-70B"] > 4096)
+claim("64 requests of Llama-3-8B reach it well within its context.", crossing["Llama-3-8B"] / 64 < 8192 / 4)
 
 # %% [markdown]
-# A single user never gets Llama-2-70B's cache near its weights. A batch of 64 shares one reading of the weights but
-# has 64 caches: then it happens at about 6,600 tokens each. This is why serving engines care about the cache more
-# than about anything else, and why lessons 4, 6 and 13 exist.
+# This is why serving engines care about the cache more than about most other things, and why lessons 4 (fewer bytes) and 6
+# (no wasted rows) exist.
 #
 # A tutorial that is often cited gives the size as $2 \cdot \text{layers} \cdot \text{heads} \cdot
 # (\text{hidden}/\text{heads}) \cdot 2$ and says that Llama-2-70B needs "roughly 80 GB" at 4096 tokens. Test it:
@@ -359,6 +340,7 @@ print(
     f"one text of 4096 tokens: {4096 * per_kv_head / 1e9:.2f} GB; "
     f"by the tutorial's own formula {4096 * per_query_head / 1e9:.2f} GB"
 )
+claim("Even its own formula gives less than a seventh of the 80 GB.", 7 * 4096 * per_query_head < 80e9)
 LineChart(
     "Llama-2-70B in fp16: size of the cache",
     Axis("tokens held, all texts together", log=True, ticks=held),
@@ -372,8 +354,8 @@ LineChart(
 )
 
 # %% [markdown]
-# The formula counts query heads, and even so the sum is more than seven times too large. (The same text then proposes to set
-# `num_key_value_heads = 8` on this model, to save 8×. It already has 8.)
+# The formula counts query heads instead of KV heads. (The same text then proposes to set `num_key_value_heads = 8` on this
+# model, to save 8×. It already has 8.)
 #
 # ### Exercise 4: growing
 #
@@ -426,7 +408,7 @@ CacheRowsView(Trace(grow("a prompt of 21 tokens, then 27 one by one, r = 8", 8, 
 # %% [markdown]
 # ### Exercise 5 (optional): the best r, on paper
 #
-# Small `r` copies much: about $N^2/(2r)$ rows in a text of $N$ tokens. Large `r` leaves about $r/2$ rows empty in
+# A small `r` copies much: about $N^2/(2r)$ rows in a text of $N$ tokens. A large `r` leaves about $r/2$ rows empty in
 # each of $N$ steps, and **if the attention kernel works on the whole buffer**, empty rows cost time as well. Each of
 # the $N/r$ allocations has a price of its own:
 #
@@ -468,10 +450,8 @@ def model_cost(r: float, copy_cost: float, pad_cost: float, allocation_cost: flo
     return N * N / (2 * r) * copy_cost + N * r / 2 * pad_cost + N / r * allocation_cost
 
 
-print(
-    f"r* = {best(N, 1.0, 1.0, 0.0):.1f} when a copied and an empty row cost the same; "
-    f"{best(N, 1.0, 0.0, 0.0):.0f} when empty rows are free"
-)
+print(f"r* = {best(N, 1.0, 1.0, 0.0):.1f} when a copied and an empty row cost the same")
+claim("When empty rows are free, the best r is the whole text: preallocate.", best(N, 1.0, 0.0, 0.0) == N)
 LineChart(
     "The model: every row costs 1, allocation is free",
     Axis("r", log=True, ticks=RS),
@@ -485,8 +465,7 @@ LineChart(
 )
 
 # %% [markdown]
-# Read the second number again. **When empty rows are free, the best r is all of them: preallocate.** Whether BMC is
-# worth anything therefore depends on the kernel. We will measure both.
+# So whether BMC gains anything depends on the kernel: does it work on empty rows? We will measure both kinds.
 #
 # ## See
 #
@@ -532,7 +511,7 @@ class KVCache:
         self.length += num_new
 
     def reset(self) -> None:
-        """Ready for another text. The old rows stay where they are; nobody reads beyond `length`."""
+        """Ready for another text. The old rows stay where they are; nothing beyond `length` is read."""
         self.length = 0
 
 
@@ -557,11 +536,11 @@ def generate_cached(cache: KVCache, prompt_ids: list[int], num_tokens: int, chun
 cache = KVCache(every=1024)
 cached_tokens = generate_cached(cache, prompt_ids, len(plain_tokens))
 same = sum(a == b for a, b in zip(cached_tokens, plain_tokens, strict=True))
-print(f"{same} of {len(plain_tokens)} tokens are the same as without a cache")
+claim(f"All {len(plain_tokens)} tokens are the same as without a cache.", same == len(plain_tokens))
 print(f"rows through the model: {cache.length} with the cache, {plain_rows} without")
 
 # %% [markdown]
-# Every token the same, from a small part of the rows. (The last token was chosen but never fed back, so it has no
+# The same tokens, from a small part of the rows. (The last token was chosen but never fed back, so it has no
 # row: a text of prompt + 32 tokens needs prompt + 31 rows.)
 #
 # *Why "the same tokens" and not "the same bits"?* A product of one row and a product of fifty rows may add in a
@@ -583,10 +562,10 @@ with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=longest
         for cache, tokens in zip(caches, texts, strict=True):
             tokens.append(int(forward(cache, tokens[-1:] or prompt_ids).argmax()))
         trace.append(StepFinished(step + 1, 0.0, 0.0, 0.0, 0))
-print("all three policies wrote the same tokens:", texts[0] == texts[1] == texts[2] == plain_tokens)
+claim("All three policies wrote the same tokens.", texts[0] == texts[1] == texts[2] == plain_tokens)
 
 # %% [markdown]
-# Orange is copying, hollow is waste, dark is the only work that was needed. Change `8` above to 4 or 16 and run it
+# Orange is copying, hollow is wasted, dark is the only work that was needed. Change `8` above to 4 or 16 and run it
 # again.
 #
 # ## Measure
@@ -594,15 +573,14 @@ print("all three policies wrote the same tokens:", texts[0] == texts[1] == texts
 # ### With and without the cache
 #
 # One step each, in turn, five times after a warm-up, at growing context. The cache is rolled back between rounds by
-# lowering `length`; nothing is erased. (Rolling back rejected drafts in lesson 10 is the same one line.)
+# lowering `length`; nothing is erased. (Speculative decoding rolls back rejected draft tokens with the same one line.)
 
-# %% tags=["nbval-ignore-output"]
+# %%
 import inspect
-import statistics
 import textwrap
-import time
-from collections.abc import Callable
 from functools import partial
+
+from minillm.bench.timing import in_turn, ratio
 
 longest = min(1000, config.max_position_embeddings)
 contexts = [n for n in (1, 4, 16, 64, 256, 1000) if n <= longest]
@@ -623,53 +601,37 @@ def step_cached(context: int) -> int:
     return int(forward(full, code_ids[context - 1 : context]).argmax())
 
 
-# CPU time of this thread, so that whatever else runs on the machine does not count (Windows counts it too coarsely).
-clock = time.thread_time if os.name == "posix" else time.perf_counter
+claim("The token is the same at every context.", all(step_plain(n) == step_cached(n) for n in contexts))
 
-
-def in_turn(runs: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, list[float]]:
-    """Seconds of each run, A B C A B C …, so that a slow moment of the machine hits all of them. One round warms up."""
-    seconds = {key: [] for key in runs}
-    for turn in range(rounds + 1):
-        for key, run in runs.items():
-            began = clock()
-            run()
-            if turn:
-                seconds[key].append(clock() - began)
-    return seconds
-
-
-def ratios(slow: list[float], fast: list[float]) -> tuple[float, float, float]:
-    """How many times longer the slow one took, pair by pair: median, smallest, largest."""
-    each = [a / b for a, b in zip(slow, fast, strict=True)]
-    return statistics.median(each), min(each), max(each)
-
-
-print("the same token at every context:", all(step_plain(n) == step_cached(n) for n in contexts))
+# %% tags=["nbval-ignore-output"]
 seconds = in_turn({(kind, n): partial(kind, n) for n in contexts for kind in (step_plain, step_cached)})
-speedup = {n: ratios(seconds[step_plain, n], seconds[step_cached, n]) for n in contexts}
-middle, low, high = zip(*speedup.values(), strict=True)
-reveal("l02.speedup", round(speedup[256][0], 1))
+speedup = {n: ratio(seconds[step_plain, n], seconds[step_cached, n]) for n in contexts}
+counted = {n: work_plain(n) / work_cached(n) for n in contexts}
+reveal("l02.speedup", round(speedup[256].median, 1))
+print("times faster with the cache: " + ", ".join(f"{n} tokens {s.median:.1f}" for n, s in speedup.items()))
+claim("For the first token the cache gains nothing.", speedup[1].median < 1.3, measured=True)
+claim("At the longest context it gains more than ten times.", speedup[longest].median > 10, measured=True)
+claim("From 16 tokens on it stays below the count.", all(speedup[n].median < counted[n] for n in contexts[2:]), True)
 LineChart(
     f"One step of {name} with the cache, against without, on this machine",
     Axis("context in tokens", log=True, ticks=tuple(contexts)),
     Axis("times faster (median of 5, with the spread)", log=True),
     [
-        Series("measured", contexts, middle, low, high),
-        Series("counted operations", contexts, [work_plain(n) / work_cached(n) for n in contexts], style="modelled"),
+        Series("measured", contexts, *zip(*((s.median, s.low, s.high) for s in speedup.values()), strict=True)),
+        Series("counted operations", contexts, list(counted.values()), style="modelled"),
     ],
-    "Near 1 for the first token, then growing with the context, below the counted operations throughout.",
+    "Near 1 for the first token, then growing with the context, and from 16 tokens on below the counted operations.",
 )
 
 # %% [markdown]
 # Three things to see.
 #
 # * **Where it does not help:** at the left end. The first token has nothing to reuse, and a *prompt* is one pass over
-#   rows that are all new. Time to the first token is not improved by a cache at all (reusing someone else's prompt
-#   is; lesson 6). Scoring a text without generating gains nothing either, and pays the memory.
-# * **Why it stays below the count:** a thousand rows at once are cheaper per row than one alone. One row reads every
-#   weight to use it once; a thousand share the reading. What the count calls 1000× the work is not 1000× the time.
-# * **Why it grows at all:** the plain step grows with the context; the cached one barely does at these lengths.
+#   rows that are all new. A cache does not shorten the time to the first token (reusing the rows of an earlier prompt
+#   does; lesson 6). Scoring a text without generating gains nothing either, and pays for the memory.
+# * **Why it stays below the count:** many rows at once are cheaper per row than one alone. One row reads every weight to
+#   use it once; a thousand share the reading. So a thousand times the work is less than a thousand times the time.
+# * **Why it grows at all:** the plain step grows with the context; the cached one grows little at these lengths.
 #
 # ### Concat, every r rows, preallocate
 #
@@ -681,97 +643,62 @@ LineChart(
 # * **valid rows**: attention runs over `buffer[:, :length]`, a *view*. No copy, no padding.
 #
 # The two ends calibrate the model ($r=1$ only copies, $r=N$ only pads); the points between test it.
+# (`minillm/teaching/caching.py` holds the loop, `decode_layer`: one page.)
 
-# %% tags=["nbval-ignore-output"]
-HEADS, GROUP, WIDTH = 8, 4, 128
-query, new_row = torch.randn(HEADS, GROUP, WIDTH), torch.randn(1, HEADS, WIDTH)
-
-
-def grown(old: Tensor, capacity: int, rows: int) -> Tensor:
-    """A larger zeroed buffer (`[capacity, heads, width]`) with the first `rows` rows copied over."""
-    new = torch.zeros(capacity, HEADS, WIDTH)
-    new[:rows] = old[:rows]
-    return new
-
-
-def decode_layer(every: int, view: bool) -> None:
-    """N decode steps of one attention layer under a growth policy."""
-    keys = values = torch.zeros(0, HEADS, WIDTH)
-    for past in range(N):
-        capacity, copied = grow_to(len(keys), past, 1, every)
-        if capacity > len(keys):
-            keys, values = grown(keys, capacity, copied), grown(values, capacity, copied)
-        valid_keys, valid_values = append(keys, values, past, new_row, new_row)
-        k, v = (valid_keys, valid_values) if view else (keys, values)
-        scores = query @ k.permute(1, 2, 0)  # [heads, group, rows]
-        scores[..., past + 1 :] = -torch.inf  # empty rows; a view has none
-        scores.softmax(-1) @ v.transpose(0, 1)
-
+# %%
+from minillm.teaching.caching import measure_growth
 
 grid = (1, 4, 16, 32, 64, 128, N)
-took = in_turn({(kernel, r): partial(decode_layer, r, kernel == "view") for r in grid for kernel in ("whole", "view")})
-allocation = statistics.median(
-    in_turn({"new": lambda: (grown(new_row, 1, 0), grown(new_row, 1, 0))}, rounds=200)["new"]
-)
 
-slower = {key: ratios(seconds, took["view", N]) for key, seconds in took.items()}  # against preallocate + view
-total = statistics.median(took["view", N])
-copy = max(0.0, (slower["whole", 1][0] - 1) * total - N * allocation) / (N * N / 2)
-pad = max(0.0, slower["whole", N][0] - 1) * total / (N * N / 2)
-r_star = best(N, copy, pad, allocation)
-r_measured = min(grid, key=lambda r: slower["whole", r][0])
-
-
-def near_best(kernel: str) -> str:
-    """Every r within 10% of the fastest, which is as much as a busy machine lets one say."""
-    fastest = min(slower[kernel, r][0] for r in grid)
-    return ", ".join(str(r) for r in grid if slower[kernel, r][0] <= 1.1 * fastest)
-
-
-print(f"whole buffer: the model says r* = {r_star:.0f}; measured r = {r_measured} (within 10%: {near_best('whole')})")
-print(f"valid rows:   within 10% of the best: r = {near_best('view')}")
+# %% tags=["nbval-ignore-output"]
+costs = measure_growth(grow_to, append, N, grid)
+slower, prices = costs.slower, (costs.copy, costs.pad, costs.allocation)
+concat, middle = slower["whole", 1].median, slower["whole", costs.best("whole")].median
+reveal("l02.growth", costs.best("whole"))
+print(f"whole buffer: the model says r* = {best(N, *prices):.0f}; measured r = {costs.best('whole')}")
+print(f"              within 10% of the best: r = {costs.near_best('whole')}")
+print(f"valid rows:   within 10% of the best: r = {costs.near_best('view')}")
 print(
-    f"against preallocate + view: concat takes {slower['whole', 1][0]:.1f} times as long, "
-    f"the best r of the whole-buffer kernel {slower['whole', r_measured][0]:.1f} times"
+    f"against preallocate + view: concat takes {concat:.1f} times as long, the best r of the whole buffer {middle:.1f} times"
 )
-reveal("l02.growth", r_measured)
+claim("Concatenating is slower than preallocate + view.", concat > 1.05, measured=True)
+claim("With the whole buffer no r beats preallocate + view by more than 10%.", middle > 0.9, measured=True)
 LineChart(
     "384 steps of one attention layer, against preallocate + view, on this machine",
     Axis("r", log=True, ticks=grid),
     Axis("times as long"),
     [
-        Series(title, grid, *zip(*(slower[kernel, r] for r in grid), strict=True))
+        Series(title, grid, *zip(*((s.median, s.low, s.high) for s in (slower[kernel, r] for r in grid)), strict=True))
         for title, kernel in (("whole buffer (BMC's regime)", "whole"), ("valid rows only (a view)", "view"))
     ]
     + [
         Series(
             "model for the whole buffer",
             grid,
-            [1 + model_cost(r, copy, pad, allocation) / total for r in grid],
+            [1 + model_cost(r, *prices) / costs.preallocated for r in grid],
             style="modelled",
         )
     ],
-    "With the whole buffer the time is smallest at a middle r; with a view it falls until r is the whole text.",
+    "With the whole buffer both ends take longer than the middle; with a view the time falls and then stays flat.",
 )
 
 # %% [markdown]
 # **Where BMC wins, and where it loses.** With a kernel that works on the whole buffer, both ends are bad and a middle
-# `r` wins: that is the U of your model, and $\sqrt N$ is a fair guess for its bottom. With a view there is no U.
-# Fewer copies are always better, so *preallocate + view* wins, and the best `r` of the other kernel can only come
-# close to it.
+# `r` wins: that is the U of your model, and $\sqrt N$ is a fair guess for its bottom. With a view there is no U, because
+# empty rows cost nothing, and fewer copies are never worse: *preallocate + view*.
 #
-# BMC reports up to 3.2× over the transformers baseline, which concatenates. Look at the last line printed: whoever
-# stops concatenating gets that gain, with BMC or without. What remains of the idea is for places where a view is not
-# to be had: graphs compiled for fixed shapes, accelerators that need them, memory that cannot be reserved up front.
-# Where you must pad anyway, the spare rows are also a place for the drafts of speculative decoding ($r \ge \gamma +
-# 1$), which BMC uses well. And growing *without* copying is lesson 6: blocks.
+# BMC reports up to 3.2× over the transformers baseline (quoted), and that baseline concatenates. The last line printed
+# is how much of such a gain comes from not concatenating alone, here, with this shape and length: it needs no BMC. The
+# idea is for places where a view is impossible: graphs compiled for fixed shapes, accelerators that need them, memory
+# that cannot be reserved in advance. Where you must pad anyway, the spare rows are also a place for the draft tokens of
+# speculative decoding ($r \ge \gamma + 1$), which BMC uses. And growing *without* copying is lesson 6: blocks.
 #
 # How much does all this matter for a whole step? Here attention ran alone. In a model the linear layers run too, and
 # for a small cache they hide most of the difference; with long texts and large batches nothing hides it.
 #
 # ## Break it
 #
-# Here are seven caches. One is right; six have a mistake that people really make.
+# Six caches with a mistake that people really make. Each changes one method of yours.
 
 
 # %%
@@ -805,7 +732,7 @@ class NoOffset(KVCache):
 
 
 class NoOffsetForMany(NoOffset):
-    """The same, with an exception for single tokens: `is_causal=(num_new > 1)`."""
+    """The same, but right for single tokens: `is_causal=(num_new > 1)`."""
 
     def mask(self, num_new):
         return super().mask(num_new) if num_new > 1 else mask_for(1, self.length)
@@ -828,8 +755,8 @@ class NeverCleared(KVCache):
 
 
 # %% [markdown]
-# And four checks that you might write, each comparing 16 tokens with those of the plain loop. **Before running the
-# cell, guess:** which mistake passes the most checks? Which check would you keep if you could keep one?
+# And four checks that you might write, each comparing tokens with those of the plain loop. **Before running the cell,
+# guess:** which mistake passes the most checks? Which check would you keep if you could keep one?
 
 # %%
 second_ids = tokenizer.encode(
@@ -849,9 +776,17 @@ def checks(kind: type[KVCache]) -> list[bool]:
 
 
 print(f"{'':20} first token   16 tokens   prompt in pieces   second prompt")
-for kind in (KVCache, StalePosition, PositionsFromZero, NoOffset, NoOffsetForMany, SeesEmptyRows, NeverCleared):
-    marks = ["same" if same else "DIFFERS" for same in checks(kind)]
+kinds = (KVCache, StalePosition, PositionsFromZero, NoOffset, NoOffsetForMany, SeesEmptyRows, NeverCleared)
+found = {kind: checks(kind) for kind in kinds}
+for kind, passed in found.items():
+    marks = ["same" if same else "DIFFERS" for same in passed]
     print(f"{kind.__name__:20} {marks[0]:>11} {marks[1]:>11} {marks[2]:>18} {marks[3]:>15}")
+claim(
+    "The right cache passes all four checks, and no wrong one does.",
+    [*map(all, found.values())] == [True] + 6 * [False],
+)
+claim("Only the prompt in pieces shows NoOffsetForMany.", found[NoOffsetForMany] == [True, True, False, True])
+claim("Only the second prompt shows NeverCleared.", found[NeverCleared] == [True, True, True, False])
 
 # %% [markdown]
 # Read it by columns.
@@ -859,14 +794,14 @@ for kind in (KVCache, StalePosition, PositionsFromZero, NoOffset, NoOffsetForMan
 # * **The first token proves little**: most mistakes need a past to go wrong, and even a cache that is wrong already
 #   may guess an easy token.
 # * **16 tokens** catch whatever goes wrong when there *is* a past.
-# * **`NoOffsetForMany`** survives both, and would survive any number of ordinary generations: whole prompts have past
-#   = 0, single tokens need no mask. It breaks only when *several tokens arrive after others*. That is chunked prefill
-#   (lesson 7) and speculative verification (lesson 10): the day someone switches those on, the model quietly gets
-#   worse.
-# * **`NeverCleared`** survives everything that uses a fresh cache. Only the second text shows it.
+# * **`NoOffsetForMany`** passes both, and would pass any number of ordinary generations: whole prompts have past = 0,
+#   single tokens need no mask. It breaks only when *several tokens arrive after others*. That is chunked prefill
+#   (lesson 7) and the verification of draft tokens in speculative decoding: with one of those switched on, the model
+#   gets worse without any error.
+# * **`NeverCleared`** passes everything that uses a fresh cache. Only the second text shows it.
 #
-# And notice what is *not* a mistake: the right cache's `reset` erases nothing. Old rows are garbage beyond `length`,
-# and garbage nobody reads is harmless. Keep that thought for the block pool of lesson 6.
+# And notice what is *not* a mistake: the right cache's `reset` erases nothing. Rows beyond `length` hold old data, which
+# is harmless as long as nothing reads it. The block pool of lesson 6 relies on that.
 #
 # Toggle one yourself and read what it writes:
 
@@ -877,8 +812,8 @@ print(f"{'without a cache':20}", repr(tokenizer.decode(first_want)))
 print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(every=512), prompt_ids, 16, chunk=7))))
 
 # %% [markdown]
-# The output is often fluent. A broken cache does not crash and does not write nonsense; it writes something *else*.
-# Only a comparison with the plain loop tells.
+# A broken cache does not crash: it writes something *else*. It may be nonsense, or it may look like a poor model. Only a
+# comparison with the plain loop tells that it is neither.
 #
 # ## In the field
 #
@@ -887,7 +822,7 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 # | transformers, `DynamicCache` (the default of `generate`) | `torch.cat` in `DynamicLayer.update` | a new buffer for every token | 1 |
 # | transformers, `StaticCache` | `index_copy_` in `StaticLayer.update`, which returns the *whole* buffer | never | N, whole buffer: the price of compiled graphs |
 # | llama.cpp | one buffer for the whole context; `llama_kv_cache::get_n_kv` attends over the used rows, rounded up to 256 | never | N in memory, 256 in compute: a view that is padded so that the graph can be reused |
-# | vLLM | `reshape_and_cache_flash` scatters by a `slot_mapping` into a pool of blocks | one block of 16, nothing is copied | lesson 6 |
+# | vLLM | `reshape_and_cache_flash` scatters by a `slot_mapping` into a pool of blocks | by one block (16 tokens is usual), nothing is copied | lesson 6 |
 # | SGLang | `MHATokenToKVPool.set_kv_buffer` writes to slots that `ReqToTokenPool` maps | slots from a pool, shared by a radix tree | lesson 6 |
 #
 # Look at llama.cpp's 256 once more: it is BMC's idea without BMC's copies.
@@ -896,10 +831,10 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 #
 # | claim | what is so | tested where |
 # |---|---|---|
-# | "caching avoids recomputing the entire attention matrix" | it avoids re-encoding old tokens; the newest query still meets every key | first chart: the dashed line rises |
+# | "caching avoids recomputing the entire attention matrix" | it avoids re-encoding old tokens; the newest query is still compared with every key | first chart: the dashed line rises |
 # | KV bytes = 2 · layers · heads · (hidden / heads) · 2; Llama-2-70B at 4096 tokens needs 80 GB | KV heads, not query heads: 1.34 GB | exercise 3 |
-# | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer but the first reads rows that nobody wrote, and a buffer for 1024 tokens is full after 1024 / L | `StalePosition` |
-# | BMC: up to 3.2× over the transformers baseline | its baseline concatenates; preallocate + view needs neither copies nor padding, and is the baseline to beat | second measurement |
+# | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer but the first reads rows that were never written, and a buffer for 1024 tokens is full after 1024 / L | `StalePosition` |
+# | BMC: up to 3.2× over the transformers baseline | its baseline concatenates; preallocate + view needs neither copies nor padding, and is the baseline to compare with | second measurement |
 #
 # **Find the mistakes.** One of those tutorials decodes like this (retold in our words):
 #
@@ -932,13 +867,13 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 #
 # 1. Behind a causal mask old keys and values never change, so each token needs one new row per layer, not the whole
 #    text.
-# 2. Attention still reads every row: token 1000 costs more than token 1, in operations and in bytes, though not
+# 2. Attention still reads every row: token 1000 costs more than token 1, in operations and in bytes, though far from
 #    1000×.
-# 3. A token costs 2 · layers · KV heads · width · bytes. At large batches the cache, not the weights, fills the
-#    machine.
+# 3. A token costs 2 · layers · KV heads · width · bytes. With many requests the caches can outweigh the weights.
 # 4. State is the rows and one length: advance once per forward, offset the mask and the positions by it, reset by
 #    setting it.
-# 5. Growing by copying is a trade only for kernels that pay for empty rows; preallocate + view pays for neither.
+# 5. Growing by copying is worth considering only for kernels that pay for empty rows; preallocate + view pays for
+#    neither.
 #
-# **Next:** lesson 3 asks what limits a step, arithmetic or bytes, and why fewer KV heads is the cheapest speed-up
-# there is.
+# **Next:** lesson 3 asks what limits a step, arithmetic or bytes, and what fewer KV heads
+# save.

@@ -15,7 +15,7 @@ EXAMPLES = """\
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--measure", action="store_true", help="measure copy bandwidth and matrix rates (seconds)")
+    parser.add_argument("--measure", action="store_true", help="measure memory bandwidth and matrix rates (seconds)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 

@@ -1,7 +1,8 @@
 """Guess why a function is wrong: its signature, the exercise's own diagnosis, or a planted mistake that acts alike.
 
 A guess must fit every case that was tried: it explains each one that fails, and has nothing to say against those that
-pass. If none does, nothing is said: a wrong cause sends the learner the wrong way.
+pass. If none does, a property that the first failing answer breaks may be named (`Exercise.otherwise`), which is a fact
+and no guess; else nothing is said: a wrong cause sends the learner the wrong way.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ from collections.abc import Sequence
 
 from minillm.teaching.accident import PAST_THE_END
 from minillm.teaching.answer_key import AnswerKey
-from minillm.teaching.exercise import Attempt, Exercise, Function
+from minillm.teaching.exercise import Attempt, Diagnose, Exercise, Function
 from minillm.teaching.fence import OutOfBoundsError
 from minillm.teaching.trial import Outcome, difference, out_of_memory
 
 
 def likely_cause(key: AnswerKey, function: Function, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
     """One sentence, or "" when nothing is known. `outcomes` and `problems` ("" for right) of the cases tried so far."""
-    first = next(outcome for outcome, problem in zip(outcomes, problems, strict=True) if problem)
+    failed = next(index for index, problem in enumerate(problems) if problem)
+    first = outcomes[failed]
     if isinstance(first.error, TypeError) and (mismatch := _signature_mismatch(key.exercise, function)):
         return mismatch
-    return _own_diagnosis(key, outcomes, problems) or _planted_mistake(key, outcomes, problems) or _by_error(first)
+    return (
+        _own_diagnosis(key, outcomes, problems)
+        or _planted_mistake(key, outcomes, problems)
+        or _by_error(first)
+        or _said(key, key.exercise.otherwise, failed, first)
+    )
 
 
 def _own_diagnosis(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
@@ -31,18 +38,18 @@ def _own_diagnosis(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequen
         return ""
     said: list[str] = []
     for index, (outcome, problem) in enumerate(zip(outcomes, problems, strict=True)):
-        text = _diagnosed(key, index, outcome)
+        text = _said(key, key.exercise.diagnose, index, outcome)
         if bool(text) != bool(problem):
             return ""
         said += [text] if text else []
     return said[0] if len({re.sub(r"\d+", "", text) for text in said}) == 1 else ""
 
 
-def _diagnosed(key: AnswerKey, index: int, outcome: Outcome) -> str:
-    if outcome.error is not None or key.exercise.diagnose is None:
+def _said(key: AnswerKey, diagnose: Diagnose | None, index: int, outcome: Outcome) -> str:
+    if outcome.error is not None or diagnose is None:
         return ""
     try:
-        return key.exercise.diagnose(Attempt(key.cases[index], key.expected(index), outcome.value)) or ""
+        return diagnose(Attempt(key.cases[index], key.expected(index), outcome.value)) or ""
     except Exception:  # an answer too odd for the diagnosis must still be reported
         return ""
 

@@ -45,6 +45,9 @@ class Attempt:
     got: object
 
 
+Diagnose = Callable[[Attempt], "str | None"]
+
+
 @dataclass(frozen=True)
 class WrongVersion:
     """A mistake that learners make, planted on purpose.
@@ -75,6 +78,8 @@ class Exercise:
             compares type, shape, dtype and values in this order, floats within `rtol=1e-4, atol=1e-5`.
         diagnose: optional `(attempt) -> likely cause or None`, asked before the planted mistakes are compared. It is
             believed if it says the same (but for numbers) of every case that fails, and None of those that pass.
+        otherwise: the same, asked of the first case that fails when no planted mistake answers as the learner did: a
+            property that every right answer has and this one has not ("the weights do not sum to 1").
         in_place: parameters that the function is meant to write to; their contents after the call are compared too.
         drive: how a case uses the function, if not by one call: `drive(function, *args, **kwargs) -> value to compare`.
             For classes, generators, several calls in a row, or statistics over many calls.
@@ -94,7 +99,8 @@ class Exercise:
     hints: tuple[str, ...]
     wrong: tuple[WrongVersion, ...]
     compare: Compare = values_match
-    diagnose: Callable[[Attempt], str | None] | None = None
+    diagnose: Diagnose | None = None
+    otherwise: Diagnose | None = None
     in_place: tuple[str, ...] = ()
     drive: Function | None = None
     draw: Callable[[object, object], tuple[object, object] | None] | None = None

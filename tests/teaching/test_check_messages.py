@@ -339,3 +339,19 @@ def test_values_are_shown_without_what_goes_without_saying():
     assert short(list(range(20))).endswith("11, …]")
     assert short((1,)) == "(1,)"
     assert short(torch.tensor(2.5)) == "float32 tensor []: 2.5"
+
+
+def test_what_no_planted_mistake_explains_may_still_break_a_property(append_exercise):
+    told = dataclasses.replace(append_exercise, otherwise=lambda attempt: f"returns {len(attempt.got)} rows")
+    assert "returns 7 rows" in str(grade(told, lambda cache, new: torch.zeros(7, 2)))
+    planted = append_exercise.wrong[0]
+    assert planted.mistake in str(grade(told, planted.function))
+
+
+def test_a_planted_mistake_is_not_named_if_the_learner_answers_another_case_differently(append_exercise):
+    planted = append_exercise.wrong[0]
+
+    def only_once(cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return planted.function(cache, new) if len(cache) == 3 else new.new_zeros(0, 2)
+
+    assert planted.mistake not in str(grade(append_exercise, only_once))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from minillm.teaching.exercise import Case, Exercise, Function, WrongVersion
+from minillm.teaching.exercise import Attempt, Case, Exercise, Function, WrongVersion
+from minillm.teaching.source import body_of, slips
 
 # -------------------------------------------------------------------------------------------------- causal_attention
 
@@ -22,51 +22,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     2023). Returns `[num_tokens, num_heads, head_dim]`.
     """
     num_tokens, num_heads, head_dim = q.shape
-    k, v = (heads.repeat_interleave(num_heads // heads.shape[1], dim=1) for heads in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(head_dim)
-    hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
-
-
-def attention_with(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: Callable[[int], float] = math.sqrt,
-    first_hidden: int = 1,
-    hidden_score: float = -math.inf,
-    softmax_over: int = -1,
-    mask_after: bool = False,
-    neighbours_share: bool = True,
-) -> Tensor:
-    """`causal_attention` with a switch for every mistake that is planted; at its defaults it makes none."""
-    num_tokens, num_heads, head_dim = q.shape
     group = num_heads // k.shape[1]
-    share = Tensor.repeat_interleave if neighbours_share else _in_turn
-    k, v = share(k, group, 1), share(v, group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) / scale(head_dim)
-    hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(first_hidden)
-    if mask_after:
-        weights = scores.softmax(softmax_over).masked_fill(hidden, 0.0)
-    else:
-        weights = scores.masked_fill(hidden, hidden_score).softmax(softmax_over)
-    return torch.einsum("hqk,khd->qhd", weights, v)
-
-
-def _in_turn(heads: Tensor, group: int, _: int) -> Tensor:
-    return heads.repeat(1, group, 1)
-
-
-def _one(head_dim: int) -> float:
-    return 1.0
-
-
-def _bare_exponentials(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    group = q.shape[1] // k.shape[1]
-    k, v = (heads.repeat_interleave(group, dim=1) for heads in (k, v))
-    weights = (torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])).exp().tril()
-    return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v)
+    keys, values = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) / head_dim**0.5
+    hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 def _attention_cases() -> list[Case]:
@@ -79,57 +40,101 @@ def _attention_cases() -> list[Case]:
         return torch.tensor([[[float(number)] for number in numbers]])
 
     draw = torch.Generator().manual_seed(0)
-    shared = [torch.randn(3, heads, 2, generator=draw) for heads in (4, 2, 2)]
+    shared = [torch.randn(3, heads, 2, generator=draw) for heads in (6, 2, 2)]
     return [
         Case("one token: it can only look at itself", (rows(1), rows(1), rows(7))),
         Case("two tokens, one head: the first must not see the second", (rows(1, 2), rows(3, 1), rows(10, 20))),
         Case("three tokens, one head", (rows(1, 2, 1), rows(1, 0, 2), rows(10, 20, 30))),
-        Case("four query heads share two KV heads, one token", (one(1, 2, 3, 4), one(1, 1), one(10, 20))),
+        Case("six query heads share two KV heads, one token", (one(1, 2, 3, 4, 5, 6), one(1, 1), one(10, 20))),
         Case("scores in the hundreds", (rows(20, 40), rows(10, 11), rows(1, 2))),
-        Case("three tokens, four query heads, two KV heads", tuple(shared)),
+        Case(
+            "scores far below zero: even these are more than what is hidden gets",
+            (rows(40, 40), rows(-10, -11), rows(1, 2)),
+        ),
+        Case("three tokens, six query heads, two KV heads", tuple(shared)),
     ]
+
+
+def _what_attention_breaks(attempt: Attempt) -> str | None:
+    """A property that every right answer has and this one has not."""
+    got, (_, _, values) = attempt.got, attempt.case.args
+    if not isinstance(got, Tensor) or got.shape != attempt.expected.shape:
+        return None
+    if got.isnan().any():
+        return "your function makes NaN: a token sees nothing at all (all its scores are -inf), or an exp overflowed"
+    group = got.shape[1] // values.shape[1]
+    own, low, high = (x.repeat_interleave(group, dim=-2) for x in (values[0], values.amin(0), values.amax(0)))
+    if (got < low - 1e-4).any() or (got > high + 1e-4).any():
+        return (
+            "your function returns what is no mixture of the values: weights from 0 to 1 with a sum of 1 cannot give it"
+        )
+    if not torch.allclose(got[0], own, atol=1e-4):
+        return "your function does not give the first token its own value, though that is all it may see"
+    return "your function mixes values, but with other weights: look at the scale of the scores, mask and softmax axis"
 
 
 _ATTENTION = Exercise(
     name="l01.causal_attention",
     reference=causal_attention,
     cases=_attention_cases,
+    otherwise=_what_attention_breaks,
     hints=(
         "Three steps: score every query against every key, turn each query's scores into weights that sum to 1, mix "
         "the values by these weights. Before the second step, what must a token not see?",
         "Give every query head its own copy of the KV head it reads: k.repeat_interleave(num_heads // num_kv_heads, "
         "dim=1), v alike. Scores are [heads, queries, keys], divided by the square root of head_dim. Set those above "
         "the diagonal to -inf; the softmax runs over the keys, the last axis.",
-        'scores = torch.einsum("qhd,khd->hqk", q, k) / head_dim**0.5; hidden = torch.ones(n, n, dtype=torch.bool)'
-        ".triu(1); weights = scores.masked_fill(hidden, -torch.inf).softmax(-1); return "
-        'torch.einsum("hqk,khd->qhd", weights, v).',
+        'scores = torch.einsum("qhd,khd->hqk", q, keys) / ...; hidden = torch.ones(n, n, dtype=torch.bool).triu(...); '
+        'weights = scores.masked_fill(hidden, ...).softmax(...); return torch.einsum("hqk,khd->qhd", weights, values)',
+        body_of(causal_attention),
     ),
-    wrong=(
-        WrongVersion(
-            "forgets to divide the scores by the square root of head_dim", partial(attention_with, scale=_one)
-        ),
-        WrongVersion("divides the scores by head_dim instead of its square root", partial(attention_with, scale=float)),
-        WrongVersion("lets a token see the tokens after it (no mask)", partial(attention_with, first_hidden=99)),
-        WrongVersion("lets a token see one token too many: the next one", partial(attention_with, first_hidden=2)),
-        WrongVersion(
-            "hides each token from itself, so the first one sees nothing", partial(attention_with, first_hidden=0)
-        ),
-        WrongVersion(
-            "takes the softmax over the queries instead of over the keys", partial(attention_with, softmax_over=-2)
-        ),
-        WrongVersion(
-            "gives hidden scores the value 0, which is an ordinary score and gets a share",
-            partial(attention_with, hidden_score=0.0),
-        ),
-        WrongVersion(
-            "hides after the softmax, so the weights of a row no longer sum to 1",
-            partial(attention_with, mask_after=True),
-        ),
-        WrongVersion(
-            "hands out KV heads in turn (repeat) instead of to neighbours (repeat_interleave)",
-            partial(attention_with, neighbours_share=False),
-        ),
-        WrongVersion("takes exp of large scores, which overflows; softmax subtracts the largest", _bare_exponentials),
+    wrong=slips(
+        causal_attention,
+        {
+            "forgets to divide the scores by the square root of head_dim": (" / head_dim**0.5", ""),
+            "divides the scores by head_dim instead of its square root": ("head_dim**0.5", "head_dim"),
+            "multiplies the scores by the square root of head_dim instead of dividing": ("/ head_dim", "* head_dim"),
+            "lets a token see the tokens after it (no mask)": (".triu(1)", ".triu(num_tokens)"),
+            "lets a token see one token too many: the next one": (".triu(1)", ".triu(2)"),
+            "hides each token from itself, so the first one sees nothing": (".triu(1)", ".triu(0)"),
+            "hides the tokens before instead of those after": (".triu(1)", ".tril(-1)"),
+            "hides what should be seen and shows what should be hidden": (".triu(1)", ".tril()"),
+            "hides everything": (".triu(1)", ""),
+            "takes the softmax over the queries instead of over the keys": (".softmax(-1)", ".softmax(-2)"),
+            "takes the softmax over the heads instead of over the keys": (".softmax(-1)", ".softmax(0)"),
+            "forgets the softmax: scores are no weights": (".softmax(-1)", ""),
+            "gives hidden scores the value 0, which is an ordinary score and gets a share": ("-torch.inf", "0.0"),
+            "gives hidden scores a number such as -100, which low scores undercut; only -inf never gets a share": (
+                "-torch.inf",
+                "-100.0",
+            ),
+            "gives hidden scores +inf instead of -inf": ("-torch.inf", "torch.inf"),
+            "hides after the softmax, so the weights of a row no longer sum to 1": (
+                "scores.masked_fill(hidden, -torch.inf).softmax(-1)",
+                "scores.softmax(-1).masked_fill(hidden, 0.0)",
+            ),
+            "hands out KV heads in turn (repeat) instead of to neighbours (repeat_interleave)": (
+                "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
+                "k.repeat(1, group, 1), v.repeat(1, group, 1)",
+            ),
+            "leaves keys or values with fewer heads than the queries have (repeat_interleave runs along dim=1)": (
+                "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
+                "k, v",
+            ),
+            "repeats every KV head once for each query head instead of once for each of its group": (
+                "num_heads // k.shape[1]",
+                "num_heads",
+            ),
+            "swaps keys and values": ("keys, values = k", "values, keys = k"),
+            "mixes the keys instead of the values": ("weights, values", "weights, keys"),
+            "scores keys against keys, without the queries": ("q, keys)", "keys, keys)"),
+            "scores the queries against the values instead of the keys": ("q, keys)", "q, values)"),
+            "scores the queries against themselves": ("q, keys)", "q, q)"),
+            "takes exp of large scores, which overflows; softmax subtracts the largest first": (
+                "weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)",
+                "weights = scores.exp().tril(); weights = weights / weights.sum(-1, keepdim=True)",
+            ),
+        },
     ),
 )
 
@@ -143,42 +148,16 @@ def apply_rope(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
     position. Pair i is (channel i, channel i + head_dim / 2), the half-split order of Llama checkpoints in Hugging
     Face format. Returns a new tensor like `x`.
     """
-    angles = positions[:, None] * freqs
-    cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
+    angles = positions[:, None] * freqs  # [num_tokens, head_dim / 2]
+    cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]  # the same for every head
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _interleaved(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    paired = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-    return apply_rope(paired, positions, freqs).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-
-
-def _backwards(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    return apply_rope(x, -positions, freqs)
-
-
-def _own_index(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    return apply_rope(x, torch.arange(len(x)), freqs)
-
-
-def _one_frequency(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    return apply_rope(x, positions, freqs[:1].expand_as(freqs))
-
-
-def _by_head(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    """Cosines `[num_tokens, half]` against `[num_tokens, num_heads, half]`: broadcasting starts at the last axis."""
-    angles = positions[:, None] * freqs
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _both_minus(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    angles = (positions[:, None] * freqs)[:, None, :]
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((first * cos - second * sin, second * cos - first * sin), dim=-1)
+def interleaved_rope(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
+    """RoPE for checkpoints of the other convention: pair i is (channel 2 i, channel 2 i + 1). Wrong for Llama's."""
+    halves = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+    return apply_rope(halves, positions, freqs).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def _overwrites(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
@@ -211,29 +190,91 @@ def _rope_cases() -> list[Case]:
             "three tokens of three heads each",
             (torch.randn(3, 3, 4, generator=draw), torch.tensor([0, 1, 2]), slow_and_fast),
         ),
-        Case("far into a text", (torch.randn(1, 2, 4, generator=draw), torch.tensor([1000]), slow_and_fast)),
+        Case(
+            "far into a text",
+            (torch.randn(1, 2, 6, generator=draw), torch.tensor([1000]), torch.tensor([1.0, 0.1, 0.01])),
+        ),
     ]
+
+
+def _what_rope_breaks(attempt: Attempt) -> str | None:
+    """A rotation keeps the length of every pair, so a length that changed says where to look."""
+    got, x = attempt.got, attempt.case.args[0]
+    if not isinstance(got, Tensor) or got.shape != x.shape:
+        return (
+            "your function does not return one tensor of the shape of x: the two halves are joined along the channels"
+        )
+    lengths = [torch.stack(each.chunk(2, dim=-1)).norm(dim=0) for each in (x, got)]
+    if not torch.allclose(*lengths, rtol=1e-3, atol=1e-4):
+        return "your function changes the length of a pair, which no turn does: compare both lines with the formula"
+    return "your function turns the pairs, but by another angle than position times frequency"
 
 
 _ROPE = Exercise(
     name="l01.apply_rope",
     reference=apply_rope,
     cases=_rope_cases,
+    otherwise=_what_rope_breaks,
     hints=(
         "A pair (a, b) is a point in the plane, and turning it by an angle mixes a and b with a cosine and a sine. "
         "Which two channels are a pair here, and by which angle does the pair turn?",
         "first, second = x.chunk(2, dim=-1) are all a's and all b's. The angles are positions times freqs, "
         "[num_tokens, head_dim / 2]; put an axis for the heads between these two, or they will be broadcast wrongly.",
-        "angles = (positions[:, None] * freqs)[:, None, :]; return torch.cat((first * angles.cos() - second * "
-        "angles.sin(), second * angles.cos() + first * angles.sin()), dim=-1).",
+        "angles = (positions[:, None] * freqs)[:, None, :]; first, second = x.chunk(2, dim=-1); "
+        "return torch.cat((..., ...), dim=-1), first the a line of the formula, then the b line",
+        body_of(apply_rope),
     ),
     wrong=(
-        WrongVersion("pairs neighbours (0, 1), (2, 3) instead of channel i with i + head_dim / 2", _interleaved),
-        WrongVersion("turns the other way round", _backwards),
-        WrongVersion("counts positions from 0 in every call instead of taking those given", _own_index),
-        WrongVersion("turns all pairs at the same speed", _one_frequency),
-        WrongVersion("lets the angles run along the heads instead of along the tokens", _by_head),
-        WrongVersion("has a minus in both lines, which is no rotation", _both_minus),
+        WrongVersion("pairs neighbours (0, 1), (2, 3) instead of channel i with i + head_dim / 2", interleaved_rope),
+        *slips(
+            apply_rope,
+            {
+                "turns the other way round": (
+                    "first * cos - second * sin, second * cos + first * sin",
+                    "first * cos + second * sin, second * cos - first * sin",
+                ),
+                "counts positions from 0 in every call instead of taking those given": (
+                    "positions[:, None]",
+                    "torch.arange(len(x))[:, None]",
+                ),
+                "turns all pairs at the same speed": (" * freqs", " * freqs[:1].expand_as(freqs)"),
+                "leaves out the frequencies: one radian per position for every pair": (
+                    " * freqs",
+                    " * torch.ones_like(freqs)",
+                ),
+                "adds position and frequency instead of multiplying": ("* freqs", "+ freqs"),
+                "divides the position by the frequency": ("* freqs", "/ freqs"),
+                "takes the angles for degrees": (
+                    "positions[:, None] * freqs",
+                    "torch.deg2rad(positions[:, None] * freqs)",
+                ),
+                "lets the angles run along the heads instead of along the tokens": (
+                    "angles.cos()[:, None, :], angles.sin()[:, None, :]",
+                    "angles.cos(), angles.sin()",
+                ),
+                "swaps cosine and sine": ("cos, sin =", "sin, cos ="),
+                "has a minus in both lines, which is no rotation": ("second * cos + first", "second * cos - first"),
+                "has a plus in both lines, which is no rotation": ("first * cos - second", "first * cos + second"),
+                "forgets the sine in the first half": ("first * cos - second * sin,", "first * cos,"),
+                "forgets the sine in the second half": ("second * cos + first * sin)", "second * cos)"),
+                "leaves the second half as it was": ("second * cos + first * sin)", "second)"),
+                "leaves the first half as it was": ("first * cos - second * sin,", "first,"),
+                "returns the halves in the wrong order": (
+                    "first * cos - second * sin, second * cos + first * sin",
+                    "second * cos + first * sin, first * cos - second * sin",
+                ),
+                "splits the heads in two halves instead of the channels": ("x.chunk(2, dim=-1)", "x.chunk(2, dim=1)"),
+                "splits the tokens in two halves instead of the channels": ("x.chunk(2, dim=-1)", "x.chunk(2, dim=0)"),
+                "joins the halves along the tokens: the channels are the last axis": (
+                    "first * sin), dim=-1",
+                    "first * sin), dim=0",
+                ),
+                "joins the halves along the heads: the channels are the last axis": (
+                    "first * sin), dim=-1",
+                    "first * sin), dim=1",
+                ),
+            },
+        ),
         WrongVersion(
             "writes into its input, and the second half is computed from the first half's new numbers", _overwrites
         ),
@@ -246,72 +287,33 @@ _ROPE = Exercise(
 def sample_next(logits: Tensor, uniform: float, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> int:
     """The token that a number drawn uniformly from [0, 1) stands for.
 
-    `logits`: `[vocab]`. `temperature` 0 takes the largest logit; `top_k` 0 keeps all tokens, as does `top_p` 1. The
-    order is temperature, top-k, top-p over what top-k left (renormalised), draw. `top_p` keeps the likeliest tokens
-    until their sum reaches it, the one that reaches it included (Holtzman et al. 2020). The draw walks the ids from 0
-    up and takes the first whose cumulative probability is above `uniform`, as `minillm.sampling.sample` does.
+    `logits`: `[vocab]`. `temperature` 0 takes the largest logit; `top_k` 0, or the whole vocabulary and more, keeps
+    all tokens, as does `top_p` 1. The order is temperature, top-k, top-p over what top-k left (renormalised), draw.
+    `top_p` keeps the most probable tokens, of equal ones the lower id first, until their sum reaches it, the one that
+    reaches it included (Holtzman et al. 2020). The draw walks the ids from 0 up and takes the first whose cumulative
+    probability is above `uniform`, as `minillm.sampling.sample` does.
     """
     if temperature == 0:
         return int(logits.argmax())
     probs = torch.softmax(logits / temperature, dim=-1)
     if 0 < top_k < len(probs):
-        probs[probs < probs.topk(top_k).values[-1]] = 0.0
-        probs /= probs.sum()
+        probs[probs < probs.topk(top_k).values[-1]] = 0
+        probs = probs / probs.sum()
     if top_p < 1:
         ranked, order = probs.sort(descending=True, stable=True)
         before = ranked.cumsum(0) - ranked
-        probs[order[before >= top_p]] = 0.0
+        probs[order[before >= top_p]] = 0
     cumulative = probs.double().cumsum(0)
     return int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-
-
-def sample_with(
-    logits: Tensor,
-    uniform: float,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    *,
-    drop_crossing: bool = False,
-    renormalise: bool = True,
-    stretch: bool = True,
-    right: bool = True,
-) -> int:
-    """`sample_next` with a switch for mistakes that are planted; at its defaults it makes none."""
-    if temperature == 0:
-        return int(logits.argmax())
-    probs = torch.softmax(logits / temperature, dim=-1)
-    if 0 < top_k < len(probs):
-        probs[probs < probs.topk(top_k).values[-1]] = 0.0
-        probs = probs / probs.sum() if renormalise else probs
-    if top_p < 1:
-        ranked, order = probs.sort(descending=True, stable=True)
-        drop = ranked.cumsum(0) > top_p if drop_crossing else ranked.cumsum(0) - ranked >= top_p
-        probs[order[1:][drop[1:]]] = 0.0  # the likeliest stays in any case
-    cumulative = probs.double().cumsum(0)
-    end = cumulative[-1] if stretch else 1.0
-    return min(int(torch.searchsorted(cumulative, uniform * end, right=right)), len(probs) - 1)
-
-
-def _other_temperature(change: Callable[[float], float]) -> Function:
-    def sample(logits: Tensor, uniform: float, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> int:
-        return sample_next(logits, uniform, change(temperature), top_k, top_p)
-
-    return sample
 
 
 def _always_greedy(logits: Tensor, *ignored: float) -> int:
     return int(logits.argmax())
 
 
-def _divides_in_place(logits: Tensor, uniform: float, temperature: float = 1.0, *choice: float) -> int:
-    if temperature > 0:
-        logits /= temperature
-    return sample_next(logits, uniform, float(temperature > 0), *choice)
-
-
 def _rank_for_id(logits: Tensor, *choice: float) -> int:
-    return sample_next(logits.sort(descending=True).values, *choice)
+    order = logits.argsort(descending=True)
+    return int((order == sample_next(logits, *choice)).nonzero())
 
 
 def _by_likelihood(logits: Tensor, *choice: float) -> int:
@@ -330,7 +332,7 @@ def _draw_some(
 
 
 def _sampling_cases() -> list[Case]:
-    """Five tokens with probabilities 0.10, 0.45, 0.05, 0.25 and 0.15 at temperature 1."""
+    """Five tokens with probabilities 0.10, 0.45, 0.05, 0.25 and 0.15 at temperature 1; four equal ones in the last."""
     logits = torch.tensor([0.10, 0.45, 0.05, 0.25, 0.15]).log() + 3.0
 
     def case(label: str, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Case:
@@ -341,11 +343,29 @@ def _sampling_cases() -> list[Case]:
         case("probabilities 0.10, 0.45, 0.05, 0.25, 0.15 as they are"),
         case("temperature 0.5", temperature=0.5),
         case("temperature 2", temperature=2.0),
-        case("the two likeliest only (top_k = 2)", top_k=2),
+        case("only the most probable one (top_k = 1)", top_k=1),
+        case("only the two most probable (top_k = 2)", top_k=2),
+        case("only the three most probable (top_k = 3)", top_k=3),
+        case("top_k = 9, more than there are tokens, keeps all", top_k=9),
         case("top_p = 0.6: 0.45 is not enough, 0.45 + 0.25 is", top_p=0.6),
         case("top_p = 0.4: one token reaches it alone", top_p=0.4),
         case("top_k = 3, then top_p = 0.8 of what is left", top_k=3, top_p=0.8),
+        case("temperature 2, then top_p = 0.5", temperature=2.0, top_p=0.5),
+        Case("four equal tokens, top_p = 0.5: two of them reach it exactly", (torch.zeros(4), UNIFORMS, 1.0, 0, 0.5)),
     ]
+
+
+def _what_sampling_breaks(attempt: Attempt) -> str | None:
+    """Which tokens can be drawn says more than which one was."""
+    got, expected = attempt.got, attempt.expected
+    if not (isinstance(got, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in got)):
+        return "your function does not return the id of a token, a whole number: int(...) makes one of a tensor"
+    surplus, missing = sorted(set(got) - set(expected)), sorted(set(expected) - set(got))
+    if surplus:
+        return f"your function can return token {surplus[0]}, which is none of those that should be left"
+    if missing:
+        return f"your function never returns token {missing[0]}, which one of these uniforms should draw"
+    return "your function keeps the right tokens, but their pieces of the line have other lengths or another order"
 
 
 _SAMPLE = Exercise(
@@ -353,45 +373,83 @@ _SAMPLE = Exercise(
     reference=sample_next,
     cases=_sampling_cases,
     drive=_draw_some,
+    otherwise=_what_sampling_breaks,
     hints=(
         "Make probabilities first, then narrow them down, then draw. Lay the probabilities side by side on a line "
-        "from 0 to 1, token 0 first: which token's piece does `uniform` fall into?",
-        "Divide the *logits* by the temperature (0: return the argmax). Zero all but the top_k, divide by the sum. "
-        "For top_p sort in falling order and drop a token only if the sum *before* it has reached top_p. Let the line "
-        "be as long as what is left, not 1.",
-        "before = ranked.cumsum(0) - ranked; probs[order[before >= top_p]] = 0; cumulative = probs.cumsum(0); return "
-        "int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)).",
+        "from 0 to 1, token 0 first: into which token's piece does the uniform number fall?",
+        "Divide the logits, not the probabilities, by the temperature (0: return the argmax). Set all but the top_k to "
+        "zero, divide by the sum. For top_p sort in falling order and drop a token only if the sum before it has "
+        "reached top_p. Let the line be as long as what is left, not 1.",
+        "probs = torch.softmax(...); if 0 < top_k < len(probs): probs[probs < (the top_k-th largest)] = 0 and divide "
+        "by the sum; if top_p < 1: ranked, order = probs.sort(descending=True, stable=True), before = (the sum in "
+        "front of each), probs[order[...]] = 0; return int(torch.searchsorted(probs.cumsum(0), ..., right=True))",
+        body_of(sample_next),
     ),
     wrong=(
-        WrongVersion(
-            "applies the temperature after the softmax, where normalising undoes it",
-            _other_temperature(lambda t: float(t > 0)),
+        *slips(
+            sample_next,
+            {
+                "applies the temperature after the softmax, where normalising undoes it": (
+                    "torch.softmax(logits / temperature, dim=-1)",
+                    "torch.softmax(logits, dim=-1) / temperature",
+                ),
+                "multiplies the logits by the temperature instead of dividing": ("logits / temp", "logits * temp"),
+                "divides the caller's logits in place, so that they are divided again next time": (
+                    "logits / temperature",
+                    "logits.div_(temperature)",
+                ),
+                "takes logits for probabilities: the softmax is missing": (
+                    "torch.softmax(logits / temperature, dim=-1)",
+                    "logits / temperature",
+                ),
+                "does not take the largest logit at temperature 0": (
+                    "return int(logits.argmax())",
+                    "temperature = 1.0",
+                ),
+                "takes the smallest logit at temperature 0": ("logits.argmax", "logits.argmin"),
+                "ignores top_k": ("0 < top_k", "0 > top_k"),
+                "ignores top_k = 1, as if it meant all tokens": ("0 < top_k", "1 < top_k"),
+                "keeps one token fewer than top_k": ("< probs.topk", "<= probs.topk"),
+                "keeps one token more than top_k": ("topk(top_k)", "topk(top_k + 1)"),
+                "drops the top_k most probable tokens instead of keeping them": (
+                    "probs[probs < probs.topk",
+                    "probs[probs >= probs.topk",
+                ),
+                "keeps only the most probable token, whatever top_k is": (".values[-1]", ".values[0]"),
+                "does not allow top_k above the size of the vocabulary": ("0 < top_k < len(probs)", "0 < top_k"),
+                "takes top_p of all probabilities, not of those that top_k left, which sum to 1 again": (
+                    "probs = probs / probs.sum()",
+                    "pass",
+                ),
+                "ignores top_p": ("top_p < 1:", "top_p < 0:"),
+                "drops the token with which the sum first reaches top_p": (
+                    "ranked.cumsum(0) - ranked",
+                    "ranked.cumsum(0)",
+                ),
+                "drops the token with which the sum first reaches top_p, and keeps one at least": (
+                    "before = ranked.cumsum(0) - ranked",
+                    "before = ranked.cumsum(0); before[0] = 0",
+                ),
+                "adds the least probable tokens first for top_p": ("descending=True", "descending=False"),
+                "keeps one token too many when the sum before it is exactly top_p (> instead of >=)": (
+                    "before >= top_p",
+                    "before > top_p",
+                ),
+                "keeps what top_p should drop and drops what it should keep": ("before >= top_p", "before < top_p"),
+                "compares each probability with top_p instead of their running sum": (
+                    "before = ranked.cumsum(0) - ranked",
+                    "before = 1 - ranked",
+                ),
+                "does not stretch the uniform to what is left after dropping tokens": (
+                    "uniform * cumulative[-1]",
+                    "uniform",
+                ),
+                "gives a token of probability 0 when the uniform is 0 (right=True is missing)": (", right=True", ""),
+            },
         ),
-        WrongVersion(
-            "multiplies the logits by the temperature instead of dividing",
-            _other_temperature(lambda t: 1 / t if t else 0.0),
-        ),
-        WrongVersion(
-            "divides the caller's logits in place, so that they are divided again next time", _divides_in_place
-        ),
-        WrongVersion("does not take the largest logit at temperature 0", _other_temperature(lambda t: t or 1.0)),
         WrongVersion("always takes the largest logit, whatever the uniform", _always_greedy),
-        WrongVersion(
-            "drops the token with which the sum first reaches top_p", partial(sample_with, drop_crossing=True)
-        ),
-        WrongVersion(
-            "takes top_p of the old probabilities, without normalising after top_k",
-            partial(sample_with, renormalise=False),
-        ),
-        WrongVersion(
-            "does not stretch the uniform to what is left after dropping tokens", partial(sample_with, stretch=False)
-        ),
         WrongVersion("returns the rank of the token instead of its id", _rank_for_id),
-        WrongVersion("walks the tokens from the likeliest down instead of by id", _by_likelihood),
-        WrongVersion(
-            "gives a token of probability 0 when the uniform is 0 (right=True is missing)",
-            partial(sample_with, right=False),
-        ),
+        WrongVersion("walks the tokens from the most probable down instead of by id", _by_likelihood),
     ),
 )
 
@@ -405,58 +463,25 @@ def generate_naive(forward: Forward, prompt_ids: list[int], max_tokens: int, eos
 
     `forward(ids)` returns logits `[len(ids), vocab]`; row i scores the token after `ids[i]`. Returns the new tokens:
     `max_tokens` of them, or fewer if `eos_id` is chosen, which then is the last (as in vLLM and minillm's engine).
-    `prompt_ids` is left as it was.
+    `prompt_ids` is left as it was, and may hold `eos_id` itself.
     """
     ids = list(prompt_ids)
-    while len(ids) < len(prompt_ids) + max_tokens:
+    for _ in range(max_tokens):
         ids.append(int(forward(ids)[-1].argmax()))
         if ids[-1] == eos_id:
             break
     return ids[len(prompt_ids) :]
 
 
-def _never_feeds_back(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    return generate_naive(lambda ids: forward(list(prompt_ids)), prompt_ids, max_tokens, eos_id)
-
-
-def _only_newest(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    return generate_naive(
-        lambda ids: forward(ids if len(ids) == len(prompt_ids) else ids[-1:]), prompt_ids, max_tokens, eos_id
-    )
-
-
-def _first_row(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    return generate_naive(lambda ids: forward(ids)[:1], prompt_ids, max_tokens, eos_id)
-
-
-def _flat_argmax(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    return generate_naive(lambda ids: forward(ids).flatten()[None], prompt_ids, max_tokens, eos_id)
-
-
-def _runs_on(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    return generate_naive(forward, prompt_ids, max_tokens, -1)
-
-
-def _swallows_eos(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    return [token for token in generate_naive(forward, prompt_ids, max_tokens, eos_id) if token != eos_id]
-
-
-def _with_prompt(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    return prompt_ids + generate_naive(forward, prompt_ids, max_tokens, eos_id)
-
-
-def _one_too_many(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    return generate_naive(forward, prompt_ids, max_tokens + 1, eos_id)
-
-
-def _counts_prompt(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    return generate_naive(forward, prompt_ids, max(0, max_tokens - len(prompt_ids)), eos_id)
-
-
 def _grows_prompt(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
     new = generate_naive(forward, prompt_ids, max_tokens, eos_id)
     prompt_ids += new
     return new
+
+
+def _swallows_eos(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
+    new = generate_naive(forward, prompt_ids, max_tokens, eos_id)
+    return new[:-1] if new[-1:] == [eos_id] else new
 
 
 def _count_rows(generate: Function, prompt_ids: list[int], max_tokens: int, eos_id: int) -> dict[str, object]:
@@ -478,36 +503,86 @@ def _count_rows(generate: Function, prompt_ids: list[int], max_tokens: int, eos_
     return {"new tokens": generate(forward, prompt_ids, max_tokens, eos_id), "rows per forward": lengths}
 
 
+def _what_the_loop_breaks(attempt: Attempt) -> str | None:
+    """Whether the calls or the answer are wrong, and in which direction."""
+    expected, got = attempt.expected, attempt.got
+    calls, should = len(got["rows per forward"]), len(expected["rows per forward"])
+    if calls != should:
+        return f"your function calls the model {calls} times, where {should} are needed: look at what ends the loop"
+    if got["rows per forward"] != expected["rows per forward"]:
+        return "your function hands the model another text than the prompt and all new tokens"
+    if isinstance(got["new tokens"], list) and len(got["new tokens"]) != len(expected["new tokens"]):
+        return "your function runs the model as it should, but returns another part of the list than the new tokens"
+    return (
+        "hands the model texts of the right length, but chooses other tokens: the largest logit of the last row counts"
+    )
+
+
 _GENERATE = Exercise(
     name="l01.generate_naive",
     reference=generate_naive,
     cases=[
         Case("one new token after a prompt of two", ([3, 4], 1, 0)),
         Case("three new tokens after a prompt of one", ([1], 3, 0)),
-        Case("end of text (5) is chosen second", ([6, 4, 5], 8, 0)),
-        Case("end of text is the only token", ([4, 3], 5, 7)),
+        Case("end of text (here id 0) is chosen second", ([6, 4, 5], 8, 0)),
+        Case("end of text (here id 7) is the only token", ([4, 3], 5, 7)),
         Case("a prompt longer than what is asked for", ([2, 2, 1, 3, 1, 4], 3, 0)),
+        Case("a prompt that holds the end-of-text token (here id 0), as between two documents", ([3, 0, 4], 3, 0)),
+        Case("a prompt that ends with the end-of-text token (here id 0)", ([3, 0], 3, 0)),
+        Case("no new tokens wanted", ([1, 2], 0, 0)),
     ],
     drive=_count_rows,
+    otherwise=_what_the_loop_breaks,
     hints=(
         "Keep one list of ids that starts as a copy of the prompt. Which row of the logits tells what comes after the "
         "last token of the text?",
         "Repeat at most max_tokens times: logits = forward(ids); the last row's argmax is the next token; append it; "
         "if it is eos_id, stop. Return only what came after the prompt.",
-        "ids = list(prompt_ids); for _ in range(max_tokens): ids.append(int(forward(ids)[-1].argmax())); break after "
-        "an eos_id; return ids[len(prompt_ids):].",
+        "ids = list(prompt_ids); for _ in range(max_tokens): ids.append(int(forward(ids)[...].argmax())), and break "
+        "if ...; return ids[...:]",
+        body_of(generate_naive),
     ),
     wrong=(
-        WrongVersion("never feeds the new token back: the model sees the same prompt every time", _never_feeds_back),
-        WrongVersion("feeds only the newest token, though the model remembers nothing", _only_newest),
-        WrongVersion("reads the first row of the logits instead of the last", _first_row),
-        WrongVersion("takes the largest of all rows' logits at once", _flat_argmax),
-        WrongVersion("does not stop at the end of the text", _runs_on),
+        *slips(
+            generate_naive,
+            {
+                "never feeds the new token back: the model sees the same prompt every time": (
+                    "forward(ids)",
+                    "forward(prompt_ids)",
+                ),
+                "feeds only the newest token, though the model remembers nothing": (
+                    "forward(ids)",
+                    "forward(ids if len(ids) == len(prompt_ids) else ids[-1:])",
+                ),
+                "reads the first row of the logits instead of the last": ("forward(ids)[-1]", "forward(ids)[0]"),
+                "reads the last but one row of the logits": ("forward(ids)[-1]", "forward(ids)[-2:][0]"),
+                "takes the largest of all rows' logits at once": ("forward(ids)[-1]", "forward(ids)"),
+                "takes the smallest logit instead of the largest": ("argmax", "argmin"),
+                "does not stop at the end of the text": ("if ids[-1] == eos_id:", "if False:"),
+                "stops at the first token that is not the end of the text": ("ids[-1] == eos_id", "ids[-1] != eos_id"),
+                "stops after one token, whatever it is": ("if ids[-1] == eos_id:", "if True:"),
+                "stops because the prompt holds the end-of-text token": ("ids[-1] == eos_id", "eos_id in ids"),
+                "does not start if the prompt ends with the end-of-text token": (
+                    "range(max_tokens)",
+                    "range(max_tokens if ids[-1] != eos_id else 0)",
+                ),
+                "returns the prompt as well": ("ids[len(prompt_ids) :]", "ids"),
+                "leaves out the first new token": ("len(prompt_ids) :", "len(prompt_ids) + 1 :"),
+                "returns the prompt's last token as well": ("len(prompt_ids) :", "len(prompt_ids) - 1 :"),
+                "makes one token more than max_tokens": ("range(max_tokens)", "range(max_tokens + 1)"),
+                "makes one token fewer than max_tokens": ("range(max_tokens)", "range(max_tokens - 1)"),
+                "counts the prompt's tokens as if they were new ones": (
+                    "range(max_tokens)",
+                    "range(max_tokens - len(ids))",
+                ),
+            },
+        ),
         WrongVersion("leaves the end-of-text token out of the answer", _swallows_eos),
-        WrongVersion("returns the prompt as well", _with_prompt),
-        WrongVersion("makes one token more than max_tokens", _one_too_many),
-        WrongVersion("counts the prompt's tokens as if they were new ones", _counts_prompt),
-        WrongVersion("appends to the caller's prompt", _grows_prompt, says="changed its input prompt_ids"),
+        WrongVersion(
+            "appends to the caller's prompt",
+            _grows_prompt,
+            says="changed its input prompt_ids",
+        ),
     ),
 )
 
@@ -524,36 +599,16 @@ def total_work(num_prompt: int, num_new: int) -> tuple[int, int]:
     return sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
 
 
-def _last_token_too(num_prompt: int, num_new: int) -> tuple[int, int]:
-    return total_work(num_prompt + 1, num_new)
-
-
-def _one_extra(num_prompt: int, num_new: int) -> tuple[int, int]:
-    return total_work(num_prompt, num_new + 1)
-
-
-def _ignores_prompt(num_prompt: int, num_new: int) -> tuple[int, int]:
-    return total_work(1, num_new)
-
-
-def _hidden_pairs(num_prompt: int, num_new: int) -> tuple[int, int]:
-    lengths = range(num_prompt, num_prompt + num_new)
-    return sum(lengths), sum(n * n for n in lengths)
-
-
-def _not_oneself(num_prompt: int, num_new: int) -> tuple[int, int]:
-    lengths = range(num_prompt, num_prompt + num_new)
-    return sum(lengths), sum(n * (n - 1) // 2 for n in lengths)
-
-
-def _newest_only(num_prompt: int, num_new: int) -> tuple[int, int]:
-    lengths = range(num_prompt, num_prompt + num_new)
-    return sum(lengths), sum(lengths)
-
-
-def _last_forward_only(num_prompt: int, num_new: int) -> tuple[int, int]:
-    n = num_prompt + num_new - 1
-    return n, n * (n + 1) // 2
+def _what_the_bill_breaks(attempt: Attempt) -> str | None:
+    """Which of the two numbers is wrong, and by which factor if it is a simple one."""
+    expected, got = attempt.expected, attempt.got
+    if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(number, int) for number in got)):
+        return "your function does not return two whole numbers: each is a sum, and halves are taken with //"
+    wrong = [name for name, e, g in zip(("rows", "pairs"), expected, got, strict=True) if e != g]
+    if len(wrong) == 2:
+        return "your function has both numbers wrong: write down the lengths of the texts, forward by forward"
+    right = "rows" if wrong == ["pairs"] else "pairs"
+    return f"your function has the {right} right, and only the {wrong[0]} wrong, so the lengths are not the mistake"
 
 
 _WORK = Exercise(
@@ -564,23 +619,49 @@ _WORK = Exercise(
         Case("three tokens after a prompt of two", (2, 3)),
         Case("a hundred tokens from a prompt of one", (1, 100)),
         Case("a prompt of 500, then 20 tokens", (500, 20)),
+        Case("nothing is asked for", (5, 0)),
     ],
+    otherwise=_what_the_bill_breaks,
     hints=(
         "Write down the lengths of the texts that go through the model, forward by forward. The last new token is "
         "chosen, but does it ever go through?",
         "The lengths are num_prompt, num_prompt + 1, … num_prompt + num_new - 1. A text of n tokens has n rows. How "
         "many keys does row 1 see, row 2, … row n? Add them.",
-        "lengths = range(num_prompt, num_prompt + num_new); return sum(lengths) and the sum of n * (n + 1) // 2 over "
-        "the same lengths.",
+        "lengths = range(..., ...); return sum(lengths), sum(... for n in lengths)",
+        body_of(total_work),
     ),
-    wrong=(
-        WrongVersion("counts the new token of each forward as if it had gone through already", _last_token_too),
-        WrongVersion("adds a forward for the last token, which nobody needs", _one_extra),
-        WrongVersion("leaves the prompt out", _ignores_prompt),
-        WrongVersion("counts the pairs that the mask hides as well", _hidden_pairs),
-        WrongVersion("forgets that a token also sees itself", _not_oneself),
-        WrongVersion("counts only the newest query's pairs, though all rows attend again", _newest_only),
-        WrongVersion("counts the last forward only", _last_forward_only),
+    wrong=slips(
+        total_work,
+        {
+            "counts the new token of each forward as if it had gone through already": (
+                "range(num_prompt, num_prompt + num_new)",
+                "range(num_prompt + 1, num_prompt + num_new + 1)",
+            ),
+            "adds a forward for the last token, which nobody needs": ("+ num_new)", "+ num_new + 1)"),
+            "counts one forward too few": ("+ num_new)", "+ num_new - 1)"),
+            "leaves the prompt out": ("num_prompt, num_prompt + num_new", "1, 1 + num_new"),
+            "lets the prompt go through token by token, as if it had been generated": (
+                "range(num_prompt, ",
+                "range(1, ",
+            ),
+            "counts the pairs that the mask hides as well": ("n * (n + 1) // 2", "n * n"),
+            "forgets that a token also sees itself": ("(n + 1)", "(n - 1)"),
+            "takes half of the square: the diagonal counts whole": ("n * (n + 1) // 2", "n * n // 2"),
+            "forgets to halve n (n + 1)": ("n * (n + 1) // 2", "n * (n + 1)"),
+            "counts only the newest query's pairs, though all rows attend again": ("n * (n + 1) // 2", "n"),
+            "counts the last forward only": (
+                "range(num_prompt, num_prompt + num_new)",
+                "range(num_prompt, num_prompt + num_new)[-1:]",
+            ),
+            "gives (pairs, rows) instead of (rows, pairs)": (
+                "sum(lengths), sum(n * (n + 1) // 2 for n in lengths)",
+                "sum(n * (n + 1) // 2 for n in lengths), sum(lengths)",
+            ),
+            "takes the prompt's length for the number of new tokens and the other way round": (
+                "range(num_prompt, num_prompt + num_new)",
+                "range(num_new, num_new + num_prompt)",
+            ),
+        },
     ),
 )
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from minillm.models.config import ModelConfig
-from minillm.teaching.exercise import Case, Exercise, Function, WrongVersion
+from minillm.teaching.exercise import Attempt, Case, Exercise, Function, WrongVersion
+from minillm.teaching.source import body_of, slips
 
 # ---------------------------------------------------------------------------------------------------------- append_kv
 
@@ -70,34 +71,21 @@ def _same_memory(rows: object, cache: Tensor) -> bool:
     return isinstance(rows, Tensor) and rows.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
 
 
-def _whole_cache(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
-    append_kv(cache_k, cache_v, past, new_k, new_v)
-    return cache_k, cache_v
-
-
 def _concatenates(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((cache_k[:past], new_k)), torch.cat((cache_v[:past], new_v))
 
 
-def _last_only(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
-    return append_kv(cache_k, cache_v, past, new_k[-1:], new_v[-1:])
-
-
-def _silent(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
-    end = past + new_k.shape[0]
-    cache_k[past:end] = new_k
-    cache_v[past:end] = new_v
-    return cache_k[:end], cache_v[:end]
-
-
-def _from_zero(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
-    append_kv(cache_k, cache_v, 0, new_k, new_v)
-    end = past + new_k.shape[0]
-    return cache_k[:end], cache_v[:end]
-
-
-def _keys_twice(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
-    return append_kv(cache_k, cache_v, past, new_k, new_k)
+def _what_append_breaks(attempt: Attempt) -> str | None:
+    """Which of the parts of the answer is wrong, the most telling first."""
+    got, expected = attempt.got, attempt.expected
+    if got["raised"] != expected["raised"]:
+        return f"your function raises {got['raised']} here, and should raise {expected['raised']}"
+    for part, what in (("cache_k", "the cache of keys"), ("cache_v", "the cache of values")):
+        if got[part] != expected[part]:
+            return f"your function leaves other rows in {what} than the old ones and, behind them, the new ones"
+    if got["memory"] != expected["memory"]:
+        return "your function returns copies, not views of the caches"
+    return "your function writes the right rows, but returns others than all that are valid"
 
 
 _APPEND = Exercise(
@@ -112,19 +100,61 @@ _APPEND = Exercise(
     ],
     drive=_use_append,
     hints=(
-        "The cache is a long empty table of which the first `past` rows are in use. Where does the next row go?",
-        "The new rows take the places past … past + num_new - 1. Assign to a slice; do not build a new tensor. "
-        "A slice that reaches beyond the end is cut short without a word, so compare the end with the capacity first.",
-        "end = past + new_k.shape[0]; raise ValueError if end > cache_k.shape[0]; then cache_k[past:end] = new_k, "
-        "the same for v, and return cache_k[:end], cache_v[:end].",
+        "The cache is a long table, of which the first rows are in use. How many are they? Where does the next go?",
+        "The new rows take the places past to past + num_new - 1. Assign to a slice; do not build a new tensor. "
+        "A slice that reaches beyond the end is silently shortened, so compare the end with the capacity first.",
+        "end = past + new_k.shape[0]; if ...: raise ValueError(...); cache_k[...:...] = new_k, the same for v; "
+        "return cache_k[...], cache_v[...]",
+        body_of(append_kv),
     ),
+    otherwise=_what_append_breaks,
     wrong=(
-        WrongVersion("returns the whole cache, empty rows included", _whole_cache),
+        *slips(
+            append_kv,
+            {
+                "returns the whole cache, empty rows included": (
+                    "return cache_k[:end], cache_v[:end]",
+                    "return cache_k, cache_v",
+                ),
+                "returns only the new rows": (
+                    "return cache_k[:end], cache_v[:end]",
+                    "return cache_k[past:end], cache_v[past:end]",
+                ),
+                "returns copies instead of views": (
+                    "return cache_k[:end], cache_v[:end]",
+                    "return cache_k[:end].clone(), cache_v[:end].clone()",
+                ),
+                "returns the values before the keys": (
+                    "return cache_k[:end], cache_v[:end]",
+                    "return cache_v[:end], cache_k[:end]",
+                ),
+                "returns one row too few": (
+                    "return cache_k[:end], cache_v[:end]",
+                    "return cache_k[: end - 1], cache_v[: end - 1]",
+                ),
+                "keeps only the last of several new tokens": (
+                    "end = past + new_k.shape[0]",
+                    "new_k, new_v = new_k[-1:], new_v[-1:]; end = past + 1",
+                ),
+                "loses a row without an error when the cache is full": ("if end > cache_k.shape[0]:", "if False:"),
+                "refuses to fill the last row of the cache": ("end > cache_k", "end >= cache_k"),
+                "writes at row 0 instead of after the past rows": (
+                    "cache_k[past:end] = new_k\n    cache_v[past:end] = new_v",
+                    "cache_k[: len(new_k)] = new_k\n    cache_v[: len(new_v)] = new_v",
+                ),
+                "stores the keys in both caches": ("= new_v", "= new_k"),
+                "stores keys and values in each other's cache": (
+                    "cache_k[past:end] = new_k\n    cache_v[past:end] = new_v",
+                    "cache_k[past:end] = new_v\n    cache_v[past:end] = new_k",
+                ),
+                "forgets to write the values": (
+                    "cache_v[past:end] = new_v",
+                    "pass",
+                ),
+                "forgets to write the keys": ("cache_k[past:end] = new_k", "pass"),
+            },
+        ),
         WrongVersion("builds a new tensor (torch.cat) and leaves the cache as it was", _concatenates),
-        WrongVersion("keeps only the last of several new tokens", _last_only),
-        WrongVersion("loses a row without an error when the cache is full", _silent),
-        WrongVersion("writes at row 0 instead of after the past rows", _from_zero),
-        WrongVersion("stores the keys in both caches", _keys_twice),
     ),
 )
 
@@ -140,24 +170,18 @@ def offset_mask(num_new: int, past: int) -> Tensor:
     return torch.arange(past + num_new)[None, :] <= positions[:, None]
 
 
-def _top_left(num_new: int, past: int) -> Tensor:
-    return torch.ones(num_new, past + num_new, dtype=torch.bool).tril()
-
-
-def _sees_everything(num_new: int, past: int) -> Tensor:
-    return torch.ones(num_new, past + num_new, dtype=torch.bool)
-
-
-def _hides_itself(num_new: int, past: int) -> Tensor:
-    return torch.ones(num_new, past + num_new, dtype=torch.bool).tril(past - 1)
-
-
-def _inverted(num_new: int, past: int) -> Tensor:
-    return ~offset_mask(num_new, past)
-
-
-def _square(num_new: int, past: int) -> Tensor:
-    return torch.ones(num_new, num_new, dtype=torch.bool).tril()
+def _what_the_mask_breaks(attempt: Attempt) -> str | None:
+    """Which part of the mask differs: the columns of the cached tokens, or the triangle of the new ones."""
+    got, expected, past = attempt.got, attempt.expected, attempt.case.args[1]
+    if not isinstance(got, Tensor) or got.dtype != expected.dtype:
+        return None
+    if got.shape != expected.shape:
+        return "your mask has another shape than one row for each new token and one column for each key, old or new"
+    if not got[:, :past].all():
+        return "your function hides a cached key, though every new token comes after all of them"
+    if not got[:, past:].diagonal().all():
+        return "your function hides a new token from itself"
+    return "your function lets a new token see one that comes after it, or hides one that comes before"
 
 
 _MASK = Exercise(
@@ -170,16 +194,41 @@ _MASK = Exercise(
         Case("two tokens after three: the next chunk of a prompt", (2, 3)),
     ],
     hints=(
-        "Number the keys from 0. At which position does the first *new* token sit, if `past` tokens are cached?",
+        "Number the keys from 0. At which position does the first new token sit, if past tokens are cached?",
         "Row i belongs to position past + i; column j is key j. Row i may see column j when j is not later than it.",
-        "Compare torch.arange(past + num_new)[None, :] with (past + torch.arange(num_new))[:, None] using <=.",
+        "positions = ...; return torch.arange(past + num_new)[None, :] <= ...",
+        body_of(offset_mask),
     ),
-    wrong=(
-        WrongVersion("lets the triangle start in the top left corner, as if nothing were cached", _top_left),
-        WrongVersion("lets a new token see the new tokens after it", _sees_everything),
-        WrongVersion("hides each token from itself", _hides_itself),
-        WrongVersion("marks what is hidden instead of what may be seen", _inverted),
-        WrongVersion("leaves out the columns of the cached tokens", _square),
+    otherwise=_what_the_mask_breaks,
+    wrong=slips(
+        offset_mask,
+        {
+            "lets the triangle start in the top left corner, as if nothing were cached": (
+                "positions = past + torch.arange(num_new)",
+                "positions = torch.arange(num_new)",
+            ),
+            "starts one position too late, so a new token sees the next one": ("= past + torch", "= past + 1 + torch"),
+            "lets a new token see the new tokens after it": (
+                "<= positions[:, None]",
+                "< past + num_new + 0 * positions[:, None]",
+            ),
+            "hides each token from itself": ("<= positions", "< positions"),
+            "marks what is hidden instead of what may be seen": ("<= positions", "> positions"),
+            "shows later keys and hides earlier ones": ("<= positions", ">= positions"),
+            "leaves out the columns of the cached tokens": (
+                "torch.arange(past + num_new)[None, :]",
+                "torch.arange(past, past + num_new)[None, :]",
+            ),
+            "has rows and columns exchanged": (
+                "torch.arange(past + num_new)[None, :] <= positions[:, None]",
+                "torch.arange(past + num_new)[:, None] <= positions[None, :]",
+            ),
+            "gives 0 and -inf (to be added to the scores) instead of True and False": (
+                "return torch.arange(past + num_new)[None, :] <= positions[:, None]",
+                "return torch.zeros(num_new, past + num_new).masked_fill("
+                "torch.arange(past + num_new)[None, :] > positions[:, None], -torch.inf)",
+            ),
+        },
     ),
 )
 
@@ -211,24 +260,14 @@ QWEN_3_06B = shape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128)
 """Its heads are wider than hidden / heads = 64: a formula that divides gets this one wrong."""
 
 
-def _query_heads(config: ModelConfig, bytes_per_value: int) -> int:
-    return 2 * config.num_layers * config.num_heads * config.head_dim * bytes_per_value
-
-
-def _keys_only(config: ModelConfig, bytes_per_value: int) -> int:
-    return config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_value
-
-
-def _one_layer(config: ModelConfig, bytes_per_value: int) -> int:
-    return 2 * config.num_kv_heads * config.head_dim * bytes_per_value
-
-
-def _divides(config: ModelConfig, bytes_per_value: int) -> int:
-    return 2 * config.num_layers * config.num_kv_heads * (config.hidden_size // config.num_heads) * bytes_per_value
-
-
-def _always_fp16(config: ModelConfig, bytes_per_value: int) -> int:
-    return kv_bytes_per_token(config, 2)
+def _what_the_count_breaks(attempt: Attempt) -> str | None:
+    """The factor between the answer and the right one, which tells what was counted too often or not at all."""
+    got, expected = attempt.got, attempt.expected
+    if not isinstance(got, int) or isinstance(got, bool) or got <= 0:
+        return None
+    if got > expected:
+        return f"your count is {got / expected:.4g} times too large: what of the configuration has this ratio?"
+    return f"your count is {expected / got:.4g} times too small: what of the configuration has this ratio?"
 
 
 _BYTES = Exercise(
@@ -243,16 +282,34 @@ _BYTES = Exercise(
     ],
     hints=(
         "What exactly is stored for one token? Count the numbers first, then multiply by the size of one.",
-        "Each layer stores one key and one value per *KV* head, and each has `head_dim` numbers. Query heads store "
+        "Each layer stores one key and one value per KV head, and each has head_dim numbers. Query heads store "
         "nothing: several of them read the same key.",
-        "Multiply 2 (K and V), config.num_layers, config.num_kv_heads, config.head_dim and bytes_per_value.",
+        "return 2 * (how many layers) * (how many heads that store) * (numbers in a head) * bytes_per_value",
+        body_of(kv_bytes_per_token),
     ),
-    wrong=(
-        WrongVersion("counts every query head, though only the KV heads are stored", _query_heads),
-        WrongVersion("counts the keys and forgets the values", _keys_only),
-        WrongVersion("counts one layer only", _one_layer),
-        WrongVersion("takes hidden_size / num_heads for the width of a head", _divides),
-        WrongVersion("always counts two bytes a number", _always_fp16),
+    otherwise=_what_the_count_breaks,
+    wrong=slips(
+        kv_bytes_per_token,
+        {
+            "counts every query head, though only the KV heads are stored": ("config.num_kv_heads", "config.num_heads"),
+            "multiplies by the size of a group of query heads instead of the number of KV heads": (
+                "config.num_kv_heads",
+                "(config.num_heads // config.num_kv_heads)",
+            ),
+            "counts one head only": ("config.num_kv_heads * ", ""),
+            "counts the keys and forgets the values": ("2 * ", ""),
+            "counts one layer only": ("config.num_layers * ", ""),
+            "takes hidden_size / num_heads for the width of a head": (
+                "config.head_dim",
+                "(config.hidden_size // config.num_heads)",
+            ),
+            "takes hidden_size for the width of a head": ("config.head_dim", "config.hidden_size"),
+            "leaves out the width of a head": ("config.head_dim * ", ""),
+            "counts numbers instead of bytes": (" * bytes_per_value", ""),
+            "always counts two bytes a number": ("bytes_per_value", "2"),
+            "counts bits instead of bytes": ("bytes_per_value", "8 * bytes_per_value"),
+            "divides by the bytes of a number instead of multiplying": ("* bytes_per_value", "// bytes_per_value"),
+        },
     ),
 )
 
@@ -269,34 +326,23 @@ def next_capacity(capacity: int, past: int, num_new: int, every: int) -> tuple[i
     needed = past + num_new
     if needed <= capacity:
         return capacity, 0
-    return math.ceil(needed / every) * every, past
+    return -(-needed // every) * every, past  # rounded up
 
 
-def _one_portion(capacity: int, past: int, num_new: int, every: int) -> tuple[int, int]:
-    return (capacity, 0) if past + num_new <= capacity else (capacity + every, past)
-
-
-def _too_early(capacity: int, past: int, num_new: int, every: int) -> tuple[int, int]:
-    needed = past + num_new
-    return (capacity, 0) if needed < capacity else ((needed // every + 1) * every, past)
-
-
-def _moves_capacity(capacity: int, past: int, num_new: int, every: int) -> tuple[int, int]:
-    grown, copied = next_capacity(capacity, past, num_new, every)
-    return grown, capacity if copied else 0
-
-
-def _moves_nothing(capacity: int, past: int, num_new: int, every: int) -> tuple[int, int]:
-    return next_capacity(capacity, past, num_new, every)[0], 0
-
-
-def _moves_always(capacity: int, past: int, num_new: int, every: int) -> tuple[int, int]:
-    return next_capacity(capacity, past, num_new, every)[0], past
-
-
-def _rounds_down(capacity: int, past: int, num_new: int, every: int) -> tuple[int, int]:
-    needed = past + num_new
-    return (capacity, 0) if needed <= capacity else (needed // every * every, past)
+def _what_growing_breaks(attempt: Attempt) -> str | None:
+    """Whether the capacity or the number of copied rows is wrong."""
+    got, (capacity, past, num_new, every) = attempt.got, attempt.case.args
+    if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(number, int) for number in got)):
+        return None
+    if got[0] == attempt.expected[0]:
+        return "your capacity is right, and only the number of copied rows is wrong"
+    if got[0] < past + num_new:
+        return f"your buffer of {got[0]} rows cannot hold the {past + num_new} that are needed"
+    if got[0] < capacity:
+        return "your buffer became smaller, though the rows fitted into the old one"
+    if got[0] % every and got[0] != capacity:
+        return "your capacity is no multiple of every"
+    return "your buffer is larger than it need be"
 
 
 _CAPACITY = Exercise(
@@ -310,20 +356,37 @@ _CAPACITY = Exercise(
         Case("concat: r = 1", (5, 5, 1, 1)),
         Case("a prompt of 21 tokens, r = 8", (0, 0, 21, 8)),
         Case("five tokens where three fit, r = 4", (8, 5, 5, 4)),
+        Case("a buffer with far more room than needed stays as it is, r = 8", (32, 3, 1, 8)),
+        Case("a buffer whose size is no multiple of r = 4 is full", (6, 6, 1, 4)),
     ],
     hints=(
         "Two situations: the rows fit, or they do not. What does each cost in copied rows?",
-        "needed = past + num_new. If needed <= capacity nothing changes. Otherwise round `needed` *up* to a multiple "
-        "of `every` (a prompt can need several portions at once); what must move is only what was written.",
-        "return (capacity, 0) if it fits, else (math.ceil(needed / every) * every, past).",
+        "needed = past + num_new. If needed <= capacity nothing changes. Otherwise round needed up to a multiple "
+        "of every (a prompt can need several portions at once); what must be copied is only what was written.",
+        "needed = past + num_new; if ...: return capacity, 0; return (needed rounded up to a multiple of every), ...",
+        body_of(next_capacity),
     ),
-    wrong=(
-        WrongVersion("grows by one portion, however many are needed", _one_portion),
-        WrongVersion("grows while one row is still free", _too_early),
-        WrongVersion("copies the empty rows of the old buffer too", _moves_capacity),
-        WrongVersion("forgets that the rows must be copied into the new buffer", _moves_nothing),
-        WrongVersion("copies the past rows at every step, room or not", _moves_always),
-        WrongVersion("rounds down, so that the rows do not fit", _rounds_down),
+    otherwise=_what_growing_breaks,
+    wrong=slips(
+        next_capacity,
+        {
+            "grows by one portion, however many are needed": ("-(-needed // every) * every", "capacity + every"),
+            "grows to exactly what is needed, not to a multiple of every": ("-(-needed // every) * every", "needed"),
+            "rounds up the number of new rows instead of all rows": ("-needed //", "-num_new //"),
+            "adds a portion even where a multiple is reached exactly": (
+                "-(-needed // every) * every",
+                "(needed // every + 1) * every",
+            ),
+            "grows while the last row is still free": ("needed <= capacity", "needed < capacity"),
+            "shrinks a buffer that has more room than needed": ("needed <= capacity:", "needed == capacity:"),
+            "never grows": ("needed <= capacity:", "True:"),
+            "copies the empty rows of the old buffer too": ("every, past", "every, capacity"),
+            "copies the new rows too, which are not there yet": ("every, past", "every, needed"),
+            "forgets that the rows must be copied into the new buffer": ("every, past", "every, 0"),
+            "copies the past rows at every step, room or not": ("capacity, 0", "capacity, past"),
+            "rounds down, so that the rows do not fit": ("-(-needed // every)", "needed // every"),
+            "gives the number of portions instead of rows": ("// every) * every", "// every)"),
+        },
     ),
 )
 
@@ -342,29 +405,15 @@ def best_r(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: 
     return min(max(r, 1.0), float(num_tokens))
 
 
-def _no_root(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: float) -> float:
-    if pad_cost == 0:
-        return float(num_tokens)
-    return min(max((num_tokens * copy_cost + 2 * allocation_cost) / pad_cost, 1.0), float(num_tokens))
-
-
-def _upside_down(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: float) -> float:
-    r = math.sqrt(pad_cost / (num_tokens * copy_cost + 2 * allocation_cost))
-    return min(max(r, 1.0), float(num_tokens))
-
-
-def _ignores_allocation(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: float) -> float:
-    return best_r(num_tokens, copy_cost, pad_cost, 0.0)
-
-
-def _half_allocation(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: float) -> float:
-    return best_r(num_tokens, copy_cost, pad_cost, allocation_cost / 2)
-
-
-def _unbounded(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: float) -> float:
-    if pad_cost == 0:
-        return math.inf
-    return math.sqrt((num_tokens * copy_cost + 2 * allocation_cost) / pad_cost)
+def _what_the_best_r_breaks(attempt: Attempt) -> str | None:
+    """Whether the answer is at an end of the range where the right one is not, or on the wrong side of it."""
+    got, expected, num_tokens = attempt.got, attempt.expected, attempt.case.args[0]
+    if not isinstance(got, (int, float)) or isinstance(got, bool):
+        return None
+    if not 1 <= got <= num_tokens:
+        return f"your r is not between 1 and {num_tokens}"
+    side = "smaller" if got < expected else "larger"
+    return f"your r is {side} than the best one: put both into cost(r), and compare your derivative term by term"
 
 
 _BEST_R = Exercise(
@@ -373,22 +422,55 @@ _BEST_R = Exercise(
     cases=[
         Case("copying a row costs as much as attending over it, allocation is free", (100, 1.0, 1.0, 0.0)),
         Case("an allocation costs as much as copying 48 rows", (100, 1.0, 1.0, 48.0)),
+        Case("an unused row costs four times as much as copying one", (100, 1.0, 4.0, 0.0)),
+        Case("a best r that is no whole number stays one", (50, 3.0, 1.0, 0.0)),
+        Case("a long text", (1000, 1.0, 2.7, 25.0)),
         Case("unused rows cost nothing", (100, 1.0, 0.0, 5.0)),
-        Case("copies cost almost nothing, unused rows a lot", (100, 0.001, 10.0, 0.0)),
+        Case("copies cost almost nothing, unused rows a lot: not below 1", (100, 0.001, 10.0, 0.0)),
+        Case("unused rows cost almost nothing: not above the length of the text", (100, 1.0, 0.0001, 0.0)),
     ],
     hints=(
         "The copies fall with r, the unused rows grow with r. The best r is where the total stops falling.",
-        "Total(r) = (N²·copy/2 + N·allocation)/r + (N·pad/2)·r. Differentiate, set to zero, solve for r². Then think "
+        "Total(r) = (N² copy/2 + N allocation) / r + (N pad/2) r. Differentiate, set to zero, solve for r². Then think "
         "of the ends: r below 1 or above N makes no sense, and pad may be 0.",
-        "r = math.sqrt((num_tokens * copy_cost + 2 * allocation_cost) / pad_cost), clamped to 1 … num_tokens; "
-        "return num_tokens when pad_cost is 0.",
+        "if pad_cost == 0: return ...; r = math.sqrt((...) / pad_cost); return min(max(r, ...), ...)",
+        body_of(best_r),
     ),
-    wrong=(
-        WrongVersion("forgets the square root", _no_root),
-        WrongVersion("has the fraction upside down", _upside_down),
-        WrongVersion("leaves out the cost of allocating", _ignores_allocation),
-        WrongVersion("counts each allocation once, where the derivative gives 2 · allocation", _half_allocation),
-        WrongVersion("lets r leave the range 1 … N", _unbounded),
+    otherwise=_what_the_best_r_breaks,
+    wrong=slips(
+        best_r,
+        {
+            "forgets the square root": ("math.sqrt", ""),
+            "has the fraction upside down": (
+                "(num_tokens * copy_cost + 2 * allocation_cost) / pad_cost",
+                "pad_cost / (num_tokens * copy_cost + 2 * allocation_cost)",
+            ),
+            "ignores pad_cost": (" / pad_cost", ""),
+            "multiplies by pad_cost instead of dividing": (" / pad_cost", " * pad_cost"),
+            "leaves out the cost of allocating": (" + 2 * allocation_cost", ""),
+            "counts each allocation once, where the derivative gives 2 times": (
+                "2 * allocation_cost",
+                "allocation_cost",
+            ),
+            "leaves out the cost of copying": ("num_tokens * copy_cost + ", ""),
+            "leaves out the length of the text": ("num_tokens * copy_cost", "copy_cost"),
+            "counts N²/2 copies without dividing by r, so the length is squared": (
+                "num_tokens * copy_cost",
+                "num_tokens**2 * copy_cost",
+            ),
+            "rounds to a whole number": (
+                "return min(max(r, 1.0), float(num_tokens))",
+                "return float(round(min(max(r, 1.0), float(num_tokens))))",
+            ),
+            "rounds down to a whole number": (
+                "return min(max(r, 1.0), float(num_tokens))",
+                "return float(int(min(max(r, 1.0), float(num_tokens))))",
+            ),
+            "lets r fall below 1": ("max(r, 1.0)", "r"),
+            "lets r exceed the length of the text": ("min(max(r, 1.0), float(num_tokens))", "max(r, 1.0)"),
+            "has the ends exchanged, so that r is always an end": ("min(max(r, 1.0)", "max(max(r, 1.0)"),
+            "gives 1 (grow at every token) when unused rows are free": ("return float(num_tokens)\n", "return 1.0\n"),
+        },
     ),
 )
 

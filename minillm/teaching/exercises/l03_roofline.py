@@ -1,75 +1,90 @@
-"""Lesson 03, heads, bytes and the roofline: cache bytes, arithmetic intensity, the roof, MBU, and pooling heads."""
+"""Lesson 03, heads, bytes and the roofline: room for requests, intensity, the roof, MBU, and pooling heads."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from minillm.models.config import ModelConfig
-from minillm.teaching.exercise import Case, Exercise, WrongVersion
-from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, QWEN_3_06B, shape
-
-LLAMA_2_7B = shape(layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128)
-"""Multi-head: every query head has a KV head of its own."""
-MINICODER = shape(layers=8, hidden=384, heads=6, kv_heads=2, head_dim=64)
-
-# ----------------------------------------------------------------------------------------------------------- kv_bytes
+from minillm.teaching.exercise import Attempt, Case, Exercise
+from minillm.teaching.source import body_of, slips
 
 
-def kv_bytes(config: ModelConfig, num_tokens: int, batch: int, bytes_per_value: int) -> int:
-    """Bytes of the keys and values of `batch` texts of `num_tokens` tokens each, over all layers.
+def _the_factor(attempt: Attempt) -> str | None:
+    """The factor between a number and the right one: it tells what was left out, or counted twice."""
+    got, expected = attempt.got, attempt.expected
+    if not isinstance(got, (int, float)) or isinstance(got, bool) or not expected > 0:
+        return None
+    if not got > 0:
+        return "your result is not above 0 here, and the right one is"
+    if got > expected:
+        return f"your result is {got / expected:.4g} times too large here: which of the inputs has this ratio?"
+    return f"your result is {expected / got:.4g} times too small here: which of the inputs has this ratio?"
 
-    Query heads store nothing, so their number does not appear: that is what grouped-query attention saves
-    (Ainslie et al. 2023).
+
+# -------------------------------------------------------------------------------------------------- requests_that_fit
+
+
+def requests_that_fit(memory: int, weight_bytes: int, kv_bytes_per_token: int, num_tokens: int) -> int:
+    """How many requests of `num_tokens` tokens each find room for their keys and values beside the weights.
+
+    All of `memory`, `weight_bytes` and `kv_bytes_per_token` in bytes. The weights are there once, whatever the number
+    of requests; a request whose last tokens would not fit is not counted.
     """
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_value
-    return batch * num_tokens * per_token
+    left = memory - weight_bytes
+    return max(0, left // (kv_bytes_per_token * num_tokens))
 
 
-def _every_query_head(config: ModelConfig, num_tokens: int, batch: int, bytes_per_value: int) -> int:
-    return 2 * config.num_layers * config.num_heads * config.head_dim * bytes_per_value * num_tokens * batch
-
-
-def _group_size(config: ModelConfig, num_tokens: int, batch: int, bytes_per_value: int) -> int:
-    group = config.num_heads // config.num_kv_heads
-    return 2 * config.num_layers * group * config.head_dim * bytes_per_value * num_tokens * batch
-
-
-def _hidden_over_heads(config: ModelConfig, num_tokens: int, batch: int, bytes_per_value: int) -> int:
-    width = config.hidden_size // config.num_heads
-    return 2 * config.num_layers * config.num_kv_heads * width * bytes_per_value * num_tokens * batch
-
-
-def _one_text(config: ModelConfig, num_tokens: int, batch: int, bytes_per_value: int) -> int:
-    return kv_bytes(config, num_tokens, 1, bytes_per_value)
-
-
-def _keys_only(config: ModelConfig, num_tokens: int, batch: int, bytes_per_value: int) -> int:
-    return kv_bytes(config, num_tokens, batch, bytes_per_value) // 2
-
-
-_KV_BYTES = Exercise(
-    name="l03.kv_bytes",
-    reference=kv_bytes,
+_ROOM = Exercise(
+    name="l03.requests_that_fit",
+    reference=requests_that_fit,
     cases=[
-        Case("1 layer, 6 query heads over 2 KV heads of width 4, 1 token, fp32", (shape(1, 24, 6, 2, 4), 1, 1, 4)),
-        Case("minicoder, 8 texts of 100 tokens, fp32", (MINICODER, 100, 8, 4)),
-        Case("Qwen3-0.6B (wide heads), 1 text of 10 tokens, bf16", (QWEN_3_06B, 10, 1, 2)),
-        Case("Llama-2-7B: as many KV heads as query heads", (LLAMA_2_7B, 4096, 1, 2)),
-        Case("Llama-2-70B, 64 texts of 4096 tokens, fp16", (LLAMA_2_70B, 4096, 64, 2)),
+        Case("100 bytes, 40 of them weights, 3 tokens of 10 bytes each", (100, 40, 10, 3)),
+        Case("a part of a request does not count", (100, 40, 2, 7)),
+        Case("nearly one more", (100, 40, 7, 3)),
+        Case("exactly one request fits", (100, 40, 6, 10)),
+        Case("the weights alone are too large", (100, 140, 2, 10)),
+        Case("Llama-3-8B in bf16 on 80 GB, 4096 tokens each", (80 * 10**9, 16 * 10**9, 131_072, 4096)),
+        Case("the same with a cache of 8 times as many bytes", (80 * 10**9, 16 * 10**9, 8 * 131_072, 4096)),
     ],
     hints=(
-        "Start with one token in one layer. Which heads leave something behind: those that ask, or those that answer?",
-        "Per token and layer: a key and a value for each of config.num_kv_heads, each config.head_dim numbers wide. "
-        "Layers, tokens and texts all multiply, because nothing is shared between them.",
-        "return 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_value * num_tokens * batch",
+        "What is in memory once, and what once for every request?",
+        "The weights are there once, so subtract them first. Each request then needs kv_bytes_per_token for each "
+        "of its tokens. Divide and round down. What if the weights alone do not fit?",
+        "left = ...; return max(0, left // (...))",
+        body_of(requests_that_fit),
     ),
-    wrong=(
-        WrongVersion("counts every query head, though only the KV heads are stored", _every_query_head),
-        WrongVersion("multiplies by the size of a group instead of the number of groups", _group_size),
-        WrongVersion("takes hidden_size / num_heads for the width of a head", _hidden_over_heads),
-        WrongVersion("counts one text only: a batch shares weights, never keys and values", _one_text),
-        WrongVersion("counts the keys and forgets the values", _keys_only),
+    otherwise=_the_factor,
+    wrong=slips(
+        requests_that_fit,
+        {
+            "forgets the weights": ("memory - weight_bytes", "memory"),
+            "adds the weights to the memory": ("memory - weight_bytes", "memory + weight_bytes"),
+            "subtracts the memory from the weights": ("memory - weight_bytes", "weight_bytes - memory"),
+            "gives every request weights of its own": (
+                "left // (kv_bytes_per_token * num_tokens)",
+                "memory // (weight_bytes + kv_bytes_per_token * num_tokens)",
+            ),
+            "counts tokens instead of requests": (" * num_tokens", ""),
+            "counts each token as one byte": ("kv_bytes_per_token * ", ""),
+            "rounds up, so that the last request does not fit": (
+                "left // (kv_bytes_per_token * num_tokens)",
+                "-(-left // (kv_bytes_per_token * num_tokens))",
+            ),
+            "rounds to the nearest number, so that the last request may not fit": (
+                "left // (kv_bytes_per_token * num_tokens)",
+                "round(left / (kv_bytes_per_token * num_tokens))",
+            ),
+            "gives a fraction of a request": ("left //", "left /"),
+            "gives a negative number when the weights alone do not fit": ("max(0, left", "max(left, left"),
+            "leaves one request out": (
+                "left // (kv_bytes_per_token * num_tokens)",
+                "left // (kv_bytes_per_token * num_tokens) - 1",
+            ),
+            "adds the bytes of a token and the number of tokens": (
+                "kv_bytes_per_token * num",
+                "kv_bytes_per_token + num",
+            ),
+        },
     ),
 )
 
@@ -87,31 +102,6 @@ def arithmetic_intensity(rows: int, in_features: int, out_features: int, bytes_p
     return operations / (numbers * bytes_per_value)
 
 
-def _weights_per_row(rows: int, in_features: int, out_features: int, bytes_per_value: int) -> float:
-    return arithmetic_intensity(1, in_features, out_features, bytes_per_value)
-
-
-def _multiplications_only(rows: int, in_features: int, out_features: int, bytes_per_value: int) -> float:
-    return arithmetic_intensity(rows, in_features, out_features, bytes_per_value) / 2
-
-
-def _weights_only(rows: int, in_features: int, out_features: int, bytes_per_value: int) -> float:
-    return 2 * rows / bytes_per_value
-
-
-def _per_number(rows: int, in_features: int, out_features: int, bytes_per_value: int) -> float:
-    return arithmetic_intensity(rows, in_features, out_features, 1)
-
-
-def _bytes_per_operation(rows: int, in_features: int, out_features: int, bytes_per_value: int) -> float:
-    return 1 / arithmetic_intensity(rows, in_features, out_features, bytes_per_value)
-
-
-def _input_only(rows: int, in_features: int, out_features: int, bytes_per_value: int) -> float:
-    numbers = in_features * out_features + rows * in_features
-    return 2 * rows * in_features * out_features / (numbers * bytes_per_value)
-
-
 _INTENSITY = Exercise(
     name="l03.arithmetic_intensity",
     reference=arithmetic_intensity,
@@ -122,20 +112,46 @@ _INTENSITY = Exercise(
         Case("4096 rows (a prompt) through the same", (4096, 4096, 4096, 2)),
     ],
     hints=(
-        "Two counts, one division. How many multiplications and additions? Which tensors must travel, and how large "
+        "Two counts, one division. How many multiplications and additions? Which tensors must be moved, and how large "
         "are they?",
-        "Operations: each of the rows · out_features results is a sum of in_features products, so 2 · rows · in · out. "
+        "Operations: each of the rows times out_features results is a sum of in_features products, so 2 rows in out. "
         "Bytes: W once, however many rows there are; x once; y once.",
-        "return 2 * rows * in_features * out_features / (bytes_per_value * (in_features * out_features + rows * "
-        "(in_features + out_features)))",
+        "operations = 2 * ...; numbers = (size of W) + (size of x) + (size of y); return operations / (numbers * ...)",
+        body_of(arithmetic_intensity),
     ),
-    wrong=(
-        WrongVersion("reads the weights again for every row, so that rows share nothing", _weights_per_row),
-        WrongVersion("counts multiplications and forgets the additions", _multiplications_only),
-        WrongVersion("counts the bytes of the weights only, which breaks down for many rows", _weights_only),
-        WrongVersion("divides by numbers instead of bytes", _per_number),
-        WrongVersion("is upside down: bytes per operation", _bytes_per_operation),
-        WrongVersion("forgets that the result must be written", _input_only),
+    otherwise=_the_factor,
+    wrong=slips(
+        arithmetic_intensity,
+        {
+            "reads the weights again for every row, so that rows share nothing": (
+                "in_features * out_features + rows * (",
+                "rows * (in_features * out_features + ",
+            ),
+            "counts multiplications and forgets the additions": ("2 * rows", "rows"),
+            "counts the operations of one row only": ("2 * rows * in", "2 * in"),
+            "counts the bytes of the weights only, which breaks down for many rows": (
+                "numbers = in_features * out_features + rows * (in_features + out_features)",
+                "numbers = in_features * out_features",
+            ),
+            "forgets the bytes of the weights": ("in_features * out_features + rows * (", "rows * ("),
+            "counts input and output of one row only": ("+ rows * (", "+ ("),
+            "divides by numbers instead of bytes": ("(numbers * bytes_per_value)", "numbers"),
+            "multiplies by the bytes of a number instead of dividing": (
+                "(numbers * bytes_per_value)",
+                "numbers * bytes_per_value",
+            ),
+            "is upside down: bytes per operation": (
+                "operations / (numbers * bytes_per_value)",
+                "(numbers * bytes_per_value) / operations",
+            ),
+            "forgets that the result must be written": ("(in_features + out_features)", "in_features"),
+            "forgets that the input must be read": ("(in_features + out_features)", "out_features"),
+            "multiplies input and output sizes where it should add them": (
+                "(in_features + out_features)",
+                "(in_features * out_features)",
+            ),
+            "gives operations, not operations per byte": (" / (numbers * bytes_per_value)", ""),
+        },
     ),
 )
 
@@ -152,26 +168,6 @@ def attention_intensity(num_heads: int, num_kv_heads: int, num_new: int, bytes_p
     return 2 * (num_heads // num_kv_heads) * num_new / bytes_per_value
 
 
-def _own_copy(num_heads: int, num_kv_heads: int, num_new: int, bytes_per_value: int) -> float:
-    return 2 * num_new / bytes_per_value
-
-
-def _all_heads(num_heads: int, num_kv_heads: int, num_new: int, bytes_per_value: int) -> float:
-    return 2 * num_heads * num_new / bytes_per_value
-
-
-def _kv_heads(num_heads: int, num_kv_heads: int, num_new: int, bytes_per_value: int) -> float:
-    return 2 * num_kv_heads * num_new / bytes_per_value
-
-
-def _scores_only(num_heads: int, num_kv_heads: int, num_new: int, bytes_per_value: int) -> float:
-    return (num_heads // num_kv_heads) * num_new / bytes_per_value
-
-
-def _read_per_token(num_heads: int, num_kv_heads: int, num_new: int, bytes_per_value: int) -> float:
-    return 2 * (num_heads // num_kv_heads) / bytes_per_value
-
-
 _ATTENTION = Exercise(
     name="l03.attention_intensity",
     reference=attention_intensity,
@@ -186,16 +182,38 @@ _ATTENTION = Exercise(
         "Look at one key and one value of one KV head. They are read once. How many queries use them, and how many "
         "operations is each use?",
         "A group of num_heads / num_kv_heads query heads shares each KV head, and each of them asks num_new questions. "
-        "A question costs 2·d operations for q·k and 2·d for adding its share of v; the key and the value are 2·d "
+        "A question costs 2 d operations for q·k and 2 d for adding its share of v; the key and the value are 2 d "
         "numbers. The d cancels.",
-        "return 2 * (num_heads // num_kv_heads) * num_new / bytes_per_value",
+        "return 2 * (query heads that share a KV head) * (new tokens that share a reading) / ...",
+        body_of(attention_intensity),
     ),
-    wrong=(
-        WrongVersion("lets each query head read a copy of its own: the group shares one reading", _own_copy),
-        WrongVersion("counts all query heads, though only those of a group share a KV head", _all_heads),
-        WrongVersion("multiplies by the number of KV heads; what counts is how many queries share each", _kv_heads),
-        WrongVersion("counts the scores q·k and forgets the sum over the values", _scores_only),
-        WrongVersion("reads the cache again for every new token of a request", _read_per_token),
+    otherwise=_the_factor,
+    wrong=slips(
+        attention_intensity,
+        {
+            "lets each query head read a copy of its own: the group shares one reading": (
+                "(num_heads // num_kv_heads) * ",
+                "",
+            ),
+            "counts all query heads, though only those of a group share a KV head": (
+                "(num_heads // num_kv_heads)",
+                "num_heads",
+            ),
+            "multiplies by the number of KV heads; what counts is how many queries share each": (
+                "(num_heads // num_kv_heads)",
+                "num_kv_heads",
+            ),
+            "has the size of the group upside down": (
+                "(num_heads // num_kv_heads)",
+                "(num_kv_heads / num_heads)",
+            ),
+            "counts half of the operations: the scores q·k without the values, or no additions": ("2 * ", ""),
+            "counts operations twice, or only the keys' bytes": ("2 * ", "4 * "),
+            "reads the cache again for every new token of a request": (" * num_new", ""),
+            "divides by the new tokens instead of multiplying": ("* num_new", "/ num_new"),
+            "divides by numbers instead of bytes": (" / bytes_per_value", ""),
+            "multiplies by the bytes of a number instead of dividing": ("/ bytes_per_value", "* bytes_per_value"),
+        },
     ),
 )
 
@@ -210,26 +228,6 @@ def attainable(intensity: float, peak_rate: float, bandwidth: float) -> float:
     return min(peak_rate, intensity * bandwidth)
 
 
-def _better_of_both(intensity: float, peak_rate: float, bandwidth: float) -> float:
-    return max(peak_rate, intensity * bandwidth)
-
-
-def _never_flat(intensity: float, peak_rate: float, bandwidth: float) -> float:
-    return intensity * bandwidth
-
-
-def _always_flat(intensity: float, peak_rate: float, bandwidth: float) -> float:
-    return peak_rate
-
-
-def _one_after_the_other(intensity: float, peak_rate: float, bandwidth: float) -> float:
-    return 1 / (1 / peak_rate + 1 / (intensity * bandwidth))
-
-
-def _divides(intensity: float, peak_rate: float, bandwidth: float) -> float:
-    return min(peak_rate, bandwidth / intensity)
-
-
 _ATTAINABLE = Exercise(
     name="l03.attainable",
     reference=attainable,
@@ -238,20 +236,39 @@ _ATTAINABLE = Exercise(
         Case("exactly at the ridge", (5.0, 100.0, 20.0)),
         Case("far right of the ridge", (50.0, 100.0, 20.0)),
         Case("one row of bf16 on an H100 (data sheet)", (1.0, 989e12, 3.35e12)),
+        Case("a machine of more bytes than operations per second", (0.5, 20.0, 100.0)),
     ],
     hints=(
         "Suppose the arithmetic were free. How many operations per second do the bytes allow? Now suppose the bytes "
         "were free.",
-        "The bytes allow intensity · bandwidth. The arithmetic units allow peak_rate. Moving and computing overlap, so "
-        "the slower one decides alone.",
-        "return min(peak_rate, intensity * bandwidth)",
+        "The bytes allow intensity times bandwidth. The arithmetic units allow peak_rate. Moving and computing "
+        "overlap, so the slower one decides alone.",
+        "return min(..., ...)",
+        body_of(attainable),
     ),
-    wrong=(
-        WrongVersion("takes the higher of the two limits; the lower one binds", _better_of_both),
-        WrongVersion("has no flat part: enough bytes do not make arithmetic units faster", _never_flat),
-        WrongVersion("has no slope: it ignores the bytes", _always_flat),
-        WrongVersion("adds the two times, as if nothing were computed while bytes move", _one_after_the_other),
-        WrongVersion("divides the bandwidth by the intensity", _divides),
+    otherwise=_the_factor,
+    wrong=slips(
+        attainable,
+        {
+            "takes the higher of the two limits; the lower one counts": ("min(", "max("),
+            "has no flat part: enough bytes do not make arithmetic units faster": (
+                "min(peak_rate, intensity * bandwidth)",
+                "intensity * bandwidth",
+            ),
+            "has no slope: it ignores the bytes": ("min(peak_rate, intensity * bandwidth)", "peak_rate"),
+            "ignores the intensity": ("intensity * bandwidth", "bandwidth"),
+            "adds the two times, as if nothing were computed while bytes move": (
+                "min(peak_rate, intensity * bandwidth)",
+                "1 / (1 / peak_rate + 1 / (intensity * bandwidth))",
+            ),
+            "divides the bandwidth by the intensity": ("intensity * bandwidth", "bandwidth / intensity"),
+            "divides the intensity by the bandwidth": ("intensity * bandwidth", "intensity / bandwidth"),
+            "gives the ridge, which is a property of the machine alone": (
+                "min(peak_rate, intensity * bandwidth)",
+                "peak_rate / bandwidth",
+            ),
+            "multiplies the peak rate by the intensity too": ("min(peak_rate,", "min(intensity * peak_rate,"),
+        },
     ),
 )
 
@@ -270,42 +287,6 @@ def mbu(
     return must_read / (seconds_per_step * bandwidth)
 
 
-def _no_cache(
-    weight_bytes: float, kv_bytes_per_request: float, batch: int, seconds_per_step: float, bandwidth: float
-) -> float:
-    return weight_bytes / (seconds_per_step * bandwidth)
-
-
-def _weights_per_request(
-    weight_bytes: float, kv_bytes_per_request: float, batch: int, seconds_per_step: float, bandwidth: float
-) -> float:
-    return batch * (weight_bytes + kv_bytes_per_request) / (seconds_per_step * bandwidth)
-
-
-def _one_cache(
-    weight_bytes: float, kv_bytes_per_request: float, batch: int, seconds_per_step: float, bandwidth: float
-) -> float:
-    return (weight_bytes + kv_bytes_per_request) / (seconds_per_step * bandwidth)
-
-
-def _inverted(
-    weight_bytes: float, kv_bytes_per_request: float, batch: int, seconds_per_step: float, bandwidth: float
-) -> float:
-    return 1 / mbu(weight_bytes, kv_bytes_per_request, batch, seconds_per_step, bandwidth)
-
-
-def _percent(
-    weight_bytes: float, kv_bytes_per_request: float, batch: int, seconds_per_step: float, bandwidth: float
-) -> float:
-    return 100 * mbu(weight_bytes, kv_bytes_per_request, batch, seconds_per_step, bandwidth)
-
-
-def _rate_only(
-    weight_bytes: float, kv_bytes_per_request: float, batch: int, seconds_per_step: float, bandwidth: float
-) -> float:
-    return (weight_bytes + batch * kv_bytes_per_request) / seconds_per_step
-
-
 _MBU = Exercise(
     name="l03.mbu",
     reference=mbu,
@@ -321,16 +302,44 @@ _MBU = Exercise(
     hints=(
         "The top of the fraction: what must this step read? The bottom: what could have been read in the same time?",
         "One step serves the whole batch. The weights are read once for all of it, the cache once per request. In "
-        "seconds_per_step the memory could have delivered seconds_per_step · bandwidth bytes.",
-        "return (weight_bytes + batch * kv_bytes_per_request) / (seconds_per_step * bandwidth)",
+        "seconds_per_step the memory could have delivered seconds_per_step times bandwidth bytes.",
+        "must_read = weight_bytes + ...; return must_read / (...)",
+        body_of(mbu),
     ),
-    wrong=(
-        WrongVersion("leaves out the cache, which at long contexts outweighs the weights", _no_cache),
-        WrongVersion("reads the weights once per request; a batch shares one reading", _weights_per_request),
-        WrongVersion("reads one request's cache only; every request has its own", _one_cache),
-        WrongVersion("is upside down: time needed is not the top of the fraction", _inverted),
-        WrongVersion("gives percent instead of a share between 0 and 1", _percent),
-        WrongVersion("gives bytes per second and does not divide by the bandwidth", _rate_only),
+    otherwise=_the_factor,
+    wrong=slips(
+        mbu,
+        {
+            "leaves out the cache, which at long contexts outweighs the weights": (
+                " + batch * kv_bytes_per_request",
+                "",
+            ),
+            "leaves out the weights": ("weight_bytes + batch", "batch"),
+            "reads the weights once per request; a batch shares one reading": (
+                "weight_bytes + batch * kv_bytes_per_request",
+                "batch * (weight_bytes + kv_bytes_per_request)",
+            ),
+            "reads one request's cache only; every request has its own": ("batch * kv", "kv"),
+            "divides the cache by the batch instead of multiplying": (
+                "batch * kv_bytes_per_request",
+                "kv_bytes_per_request / batch",
+            ),
+            "is upside down: what could be read over what must be": (
+                "must_read / (seconds_per_step * bandwidth)",
+                "(seconds_per_step * bandwidth) / must_read",
+            ),
+            "gives percent instead of a share between 0 and 1": ("return must_read", "return 100 * must_read"),
+            "gives bytes per second and does not divide by the bandwidth": (
+                "(seconds_per_step * bandwidth)",
+                "seconds_per_step",
+            ),
+            "forgets the time": ("(seconds_per_step * bandwidth)", "bandwidth"),
+            "divides by the time and multiplies by the bandwidth (brackets are missing)": (
+                "(seconds_per_step * bandwidth)",
+                "seconds_per_step * bandwidth",
+            ),
+            "takes milliseconds": ("(seconds_per_step *", "(seconds_per_step / 1000 *"),
+        },
     ),
 )
 
@@ -348,29 +357,20 @@ def mean_pool_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor
     return heads.mean(dim=1).flatten(0, 1)
 
 
-def _strided_groups(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    return weight.unflatten(0, (num_heads // num_kv_heads, num_kv_heads, -1)).mean(dim=0).flatten(0, 1)
-
-
-def _first_of_group(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    return weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1))[:, 0].flatten(0, 1)
-
-
-def _sums(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    return weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1)).sum(dim=1).flatten(0, 1)
-
-
-def _neighbouring_channels(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    return weight.unflatten(0, (-1, num_heads // num_kv_heads)).mean(dim=1)
-
-
-def _keeps_the_shape(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    pooled = weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1)).mean(dim=1, keepdim=True)
-    return pooled.expand(-1, num_heads // num_kv_heads, -1, -1).flatten(0, 2)
-
-
-def _not_flattened(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    return weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1)).mean(dim=1)
+def _what_pooling_breaks(attempt: Attempt) -> str | None:
+    """What a mean of rows cannot do: leave the range of the old rows, or use a head twice."""
+    got, (weight, _, _) = attempt.got, attempt.case.args
+    if not isinstance(got, Tensor):
+        return None
+    if got.shape != attempt.expected.shape:
+        return (
+            "your matrix has not num_kv_heads times head_dim rows: which of its axes were averaged, and which joined?"
+        )
+    if got.max() > weight.max() or got.min() < weight.min():
+        return "your matrix has numbers beyond those of the old heads, which no mean has"
+    if not torch.allclose(got.mean(), weight.mean(), rtol=1e-3):
+        return "your heads' mean is not that of the old heads: some count too much, or are left out"
+    return "your numbers are means, but of other rows: the same channel of the heads of one group belongs together"
 
 
 def _pool_cases() -> list[Case]:
@@ -384,6 +384,7 @@ def _pool_cases() -> list[Case]:
         Case("6 heads become 1: multi-query attention", (numbered(6, 2, 3), 6, 1)),
         Case("6 heads become 3, hidden size 5", (numbered(6, 4, 5), 6, 3)),
         Case("3 heads stay 3", (numbered(3, 2, 2), 3, 3)),
+        Case("4 heads in falling order become 2", (numbered(4, 2, 1).flip(0), 4, 2)),
     ]
 
 
@@ -395,17 +396,44 @@ _POOL = Exercise(
         "Which rows of the matrix belong to head 0? Which query heads will have to share one KV head afterwards?",
         "Give the rows three names: group, member of the group, channel (weight.unflatten or view). Average over the "
         "members only: channel 0 with channel 0, never with channel 1. Then join groups and channels again.",
-        "heads = weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1)); "
-        "return heads.mean(dim=1).flatten(0, 1)",
+        "heads = weight.unflatten(0, (groups, members of a group, -1)); return heads.mean(dim=...).flatten(0, 1)",
+        body_of(mean_pool_heads),
     ),
-    wrong=(
-        WrongVersion("groups heads 0, 2, … and 1, 3, …; heads that share are neighbours", _strided_groups),
-        WrongVersion("keeps the first head of each group and drops the others", _first_of_group),
-        WrongVersion("adds the heads of a group without dividing", _sums),
-        WrongVersion("averages neighbouring rows, so it mixes channels of one head", _neighbouring_channels),
-        WrongVersion("keeps as many heads as before, though equal ones: no byte is saved", _keeps_the_shape),
-        WrongVersion("returns [heads, width, hidden]; the checkpoint wants one matrix", _not_flattened),
+    otherwise=_what_pooling_breaks,
+    wrong=slips(
+        mean_pool_heads,
+        {
+            "groups heads 0, 2, … and 1, 3, …; heads that share are neighbours": (
+                "(num_kv_heads, num_heads // num_kv_heads, -1))\n    return heads.mean(dim=1)",
+                "(num_heads // num_kv_heads, num_kv_heads, -1))\n    return heads.mean(dim=0)",
+            ),
+            "keeps the first head of each group and drops the others": (".mean(dim=1)", "[:, 0]"),
+            "keeps the last head of each group and drops the others": (".mean(dim=1)", "[:, -1]"),
+            "adds the heads of a group without dividing": (".mean(dim=1)", ".sum(dim=1)"),
+            "takes the largest number of a group instead of the mean": (".mean(dim=1)", ".amax(dim=1)"),
+            "takes the median of a group instead of the mean": (".mean(dim=1)", ".median(dim=1).values"),
+            "averages neighbouring rows, so it mixes channels of one head": (
+                "heads = weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1))\n"
+                "    return heads.mean(dim=1).flatten(0, 1)",
+                "return weight.unflatten(0, (-1, num_heads // num_kv_heads)).mean(dim=1)",
+            ),
+            "averages over the channels instead of the heads of a group": ("mean(dim=1)", "mean(dim=2)"),
+            "averages over the groups instead of the heads of a group": ("mean(dim=1)", "mean(dim=0)"),
+            "divides by all heads instead of those of a group": (
+                ".mean(dim=1)",
+                ".sum(dim=1).div(num_heads)",
+            ),
+            "takes the first heads of the matrix and drops the rest": (
+                "heads.mean(dim=1).flatten(0, 1)",
+                "weight[: len(weight) * num_kv_heads // num_heads]",
+            ),
+            "keeps as many heads as before, though equal ones: no byte is saved": (
+                ".mean(dim=1).flatten(0, 1)",
+                ".mean(dim=1, keepdim=True).expand_as(heads).flatten(0, 2)",
+            ),
+            "returns [heads, width, hidden]; the checkpoint wants one matrix": (".flatten(0, 1)", ""),
+        },
     ),
 )
 
-EXERCISES = [_KV_BYTES, _INTENSITY, _ATTENTION, _ATTAINABLE, _MBU, _POOL]
+EXERCISES = [_ROOM, _INTENSITY, _ATTENTION, _ATTAINABLE, _MBU, _POOL]

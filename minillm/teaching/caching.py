@@ -1,0 +1,123 @@
+"""What lesson 2 looks at a KV cache with: which keys stay the same, and what growing a buffer costs one layer."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.bench.timing import Spread, in_turn, ratio
+from minillm.models.decoder import Decoder
+
+HEADS, GROUP, WIDTH = 8, 4, 128
+"""One attention layer of Llama-3-8B: KV heads, query heads that share one, numbers in a head."""
+
+Append = Callable[[Tensor, Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+NextCapacity = Callable[[int, int, int, int], tuple[int, int]]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q·k/√d)·v where `mask` (`[num_queries, num_keys]`) allows. All `[tokens, heads, width]`."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(0, 1)
+
+
+class KeyRecorder:
+    """Attention over one call that keeps the keys it was given, layer by layer."""
+
+    def __init__(self, causal: bool) -> None:
+        self.causal = causal
+        self.keys: list[Tensor] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: object = None) -> Tensor:
+        """Each token sees those before it, or with `causal=False` every token sees every other."""
+        self.keys.append(k)
+        everyone = torch.ones(len(q), len(q), dtype=torch.bool)
+        return attention(q, k, v, everyone.tril() if self.causal else everyone)
+
+
+def changed_keys(model: Decoder, ids: Sequence[int], num_old: int, causal: bool) -> list[int]:
+    """For each layer, how many keys of the first `num_old` tokens change when the other `ids` follow them."""
+    recorders = []
+    for length in (num_old, len(ids)):
+        recorders.append(KeyRecorder(causal))
+        model(torch.tensor(ids[:length]), torch.arange(length), recorders[-1])
+    pairs = zip(recorders[0].keys, recorders[1].keys, strict=True)
+    return [int(((short - long[:num_old]).abs().amax((1, 2)) > 1e-3).sum()) for short, long in pairs]
+
+
+def decode_layer(grow_to: NextCapacity, append: Append, every: int, num_steps: int, view: bool) -> None:
+    """`num_steps` decode steps of one attention layer, whose buffers grow by `grow_to` with r = `every`.
+
+    With `view` attention runs over the valid rows, otherwise over the whole buffer with its empty rows masked.
+    """
+    query, new_row = torch.ones(HEADS, GROUP, WIDTH), torch.ones(1, HEADS, WIDTH)
+    keys = values = torch.zeros(0, HEADS, WIDTH)
+    for past in range(num_steps):
+        capacity, copied = grow_to(len(keys), past, 1, every)
+        if capacity > len(keys):
+            keys, values = _grown(keys, capacity, copied), _grown(values, capacity, copied)
+        valid_keys, valid_values = append(keys, values, past, new_row, new_row)
+        k, v = (valid_keys, valid_values) if view else (keys, values)
+        scores = query @ k.permute(1, 2, 0)  # [heads, group, rows]
+        scores[..., past + 1 :] = -torch.inf  # empty rows; a view has none
+        scores.softmax(-1) @ v.transpose(0, 1)
+
+
+def _grown(old: Tensor, capacity: int, rows: int) -> Tensor:
+    """A larger zeroed buffer (`[capacity, heads, width]`) with the first `rows` rows copied over."""
+    new = torch.zeros(capacity, HEADS, WIDTH)
+    new[:rows] = old[:rows]
+    return new
+
+
+@dataclass(frozen=True)
+class GrowthCosts:
+    """What `decode_layer` took: measured ratios, and the three prices of the cost model, in seconds."""
+
+    num_steps: int
+    slower: Mapping[tuple[str, int], Spread]
+    """("whole" or "view", r) → times as long as one preallocated buffer with a view."""
+    preallocated: float
+    """Seconds of that one."""
+    copy: float
+    pad: float
+    allocation: float
+
+    def best(self, kernel: str) -> int:
+        """The r that was measured to be the fastest."""
+        return min((r for k, r in self.slower if k == kernel), key=lambda r: self.slower[kernel, r].median)
+
+    def near_best(self, kernel: str) -> list[int]:
+        """Every r within 10% of the fastest, which is as much as a busy machine lets one say."""
+        limit = 1.1 * self.slower[kernel, self.best(kernel)].median
+        return [r for k, r in self.slower if k == kernel and self.slower[k, r].median <= limit]
+
+
+def measure_growth(grow_to: NextCapacity, append: Append, num_steps: int, grid: Sequence[int]) -> GrowthCosts:
+    """Time every r of `grid`, which begins with 1 and ends with `num_steps`, with both kernels, in turn.
+
+    The two ends calibrate the cost model: r = 1 only copies, r = `num_steps` only pads.
+    """
+    runs = {
+        (kernel, r): lambda r=r, kernel=kernel: decode_layer(grow_to, append, r, num_steps, kernel == "view")
+        for r in grid
+        for kernel in ("whole", "view")
+    }
+    took = in_turn(runs)
+    row = torch.ones(1, HEADS, WIDTH)
+    once = statistics.median(in_turn({"new": lambda: (_grown(row, 1, 0), _grown(row, 1, 0))}, rounds=200)["new"])
+    slower = {key: ratio(seconds, took["view", num_steps]) for key, seconds in took.items()}
+    base, moved = statistics.median(took["view", num_steps]), num_steps**2 / 2
+    return GrowthCosts(
+        num_steps=num_steps,
+        slower=slower,
+        preallocated=base,
+        copy=max(0.0, (slower["whole", 1].median - 1) * base - num_steps * once) / moved,
+        pad=max(0.0, slower["whole", num_steps].median - 1) * base / moved,
+        allocation=once,
+    )

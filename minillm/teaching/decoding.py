@@ -1,0 +1,115 @@
+"""What lesson 1 looks at a decoder with: a watch on its forwards, retokenization drift, and five checks.
+
+A decoder here is a function `forward(ids) -> logits [len(ids), vocab]`, row i scoring the token after `ids[i]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.llm import LLM
+from minillm.sampling_params import SamplingParams
+from minillm.trace import StepFinished, Trace
+from minillm.viz.attention_work import ForwardWork
+
+Decoder = Callable[..., Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+SAME = 1e-3
+"""Logits that differ by less are the same but for rounding."""
+
+
+class FunctionAttention:
+    """A function `attend(q, k, v)` in the place of a KV cache: `Decoder` accepts any object with `attend`."""
+
+    def __init__(self, function: Attention) -> None:
+        self.function = function
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: object = None) -> Tensor:
+        """The same function in every layer; nothing is remembered."""
+        return self.function(q, k, v)
+
+
+class WatchedForward:
+    """`forward`, and a note in `trace` of how many of its rows gave other logits than in the forward before."""
+
+    def __init__(self, forward: Decoder, trace: Trace) -> None:
+        self.forward, self.trace, self.steps = forward, trace, 0
+        self.before: Tensor | None = None
+
+    def __call__(self, ids: list[int]) -> Tensor:
+        """Logits of the whole text, as `forward` gives them."""
+        logits = self.forward(ids)
+        again = 0
+        if self.before is not None:
+            again = int(((logits[: len(self.before)] - self.before).abs().amax(1) < SAME).sum())
+        self.before, self.steps = logits, self.steps + 1
+        self.trace.append(ForwardWork(num_tokens=len(ids), num_rows=len(ids), num_new=len(ids) - again))
+        self.trace.append(StepFinished(self.steps, 0.0, 0.0, 0.0, 0))
+        return logits
+
+
+def drift(llm: LLM, texts: Sequence[str], temperature: float) -> list[tuple[int, list[int], list[int]]]:
+    """(number of the text, ids the model wrote, ids after decoding and encoding them) where these two differ.
+
+    Each text is completed by up to 16 tokens; the trip through text is made after every one of them, and the first
+    that changes the ids is reported.
+    """
+    params = SamplingParams(temperature=temperature, max_tokens=16, seed=0)
+    tokenizer = llm.engine.tokenizer
+    changed = []
+    for number, out in enumerate(llm.generate(list(texts), params, use_tqdm=False)):
+        ids, new = list(out.prompt_token_ids), list(out.outputs[0].token_ids)
+        for count in range(1, len(new) + 1):
+            written = ids + new[:count]
+            returned = tokenizer.encode(tokenizer.decode(written, skip_special_tokens=False))
+            if returned != written:
+                changed.append((number, written, returned))
+                break
+    return changed
+
+
+def in_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two lists have in common before the first that differs."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def bits_per_token(forward: Decoder, samples: Sequence[list[int]]) -> float:
+    """-log2 of the probability that the right next token got, on average over all tokens of all samples."""
+    losses = [F.cross_entropy(forward(ids)[:-1], torch.tensor(ids[1:]), reduction="none") for ids in samples]
+    return float(torch.cat(losses).mean()) / math.log(2)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What five checks say of a decoder."""
+
+    runs: bool
+    """The shapes fit and nothing is NaN."""
+    no_peeking: bool
+    """What comes later in a text changes no logits before it."""
+    shift: bool
+    """Moved by 100 positions, a text gets the same logits."""
+    bits: float
+    """See `bits_per_token`."""
+    tokens: list[int]
+    """What it writes."""
+
+
+def five_checks(forward: Decoder, write: Callable[[Decoder], list[int]], samples: Sequence[list[int]]) -> Checked:
+    """Try a decoder, which also takes `first_position`, where the text begins; `write` generates tokens with it."""
+    whole, half = forward(samples[0]), forward(samples[0][: len(samples[0]) // 2])
+    moved = forward(samples[0], first_position=100)
+    return Checked(
+        runs=len(whole) == len(samples[0]) and bool(whole.isfinite().all()),
+        no_peeking=bool((whole[: len(half)] - half).abs().max() < 10 * SAME),
+        shift=bool((moved - whole).abs().max() < 10 * SAME),
+        bits=bits_per_token(forward, samples),
+        tokens=write(forward),
+    )

@@ -1,0 +1,221 @@
+"""What lesson 3 counts and times: a model's linear layers, its attention, whole steps, and models with other KV heads.
+
+What is timed is what the engine runs: `Linear`, `PagedKVCache.attend`, `ModelRunner.run`.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minillm.bench.prompts import held_out_prompts
+from minillm.bench.timing import in_turn, medians
+from minillm.cache.paged import PagedKVCache
+from minillm.llm import LLM
+from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
+from minillm.models.loading import load_model, resolve, save_llama, stored_tensors
+from minillm.models.names import stored_parts
+from minillm.models.runner import ModelRunner, Segment
+from minillm.ops.linear import Linear
+from minillm.sampling_params import SamplingParams
+
+BLOCK_SIZE = 16
+COLD_BYTES = 128e6
+"""Weights are timed as several copies of this size together, so that they come from memory and not from a cache."""
+Conversion = Callable[[Tensor, int, int], Tensor]
+Run = Callable[[], object]
+
+# ------------------------------------------------------------------------------------------------------------ counted
+
+
+def kv_bytes(config: ModelConfig, num_tokens: int, batch: int = 1, bytes_per_value: int = 4) -> int:
+    """Bytes of the keys and values of `batch` texts of `num_tokens` tokens (lesson 2)."""
+    return batch * num_tokens * 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_value
+
+
+def weight_bytes(model: Decoder) -> int:
+    """What one fp32 step reads of the weights: all layers and the unembedding (of the embedding, a few rows only)."""
+    return 4 * (sum(p.numel() for p in model.layers.parameters()) + model.lm_head.weight.numel())
+
+
+def weights_per_row(model: Decoder) -> int:
+    """Weights of all layers that a row is multiplied with."""
+    return sum(p.numel() for layer in model.layers for p in layer.parameters() if p.ndim == 2)
+
+
+def operations(model: Decoder, rows: int, pairs: int, logits: int) -> int:
+    """`rows` through the layers, `pairs` of a query and a key it sees, `logits` rows over the vocabulary."""
+    config = model.config
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    return 2 * weights_per_row(model) * rows + attention + 2 * config.vocab_size * config.hidden_size * logits
+
+
+# -------------------------------------------------------------------------------------------------------------- timed
+
+
+def time_linears(model: Decoder, rows_tried: Sequence[int]) -> dict[int, float]:
+    """Seconds for one pass through all linear layers, for each number of rows."""
+    shapes = linear_shapes(model)
+    num_copies = 1 + int(COLD_BYTES // (4 * weights_per_row(model)))
+    layers = [_random_linear(*shape) for _ in range(num_copies) for shape in shapes]
+    inputs = {(rows, fan_in): torch.randn(rows, fan_in) for rows in rows_tried for _, fan_in in shapes}
+    runs = {rows: lambda rows=rows: [part(inputs[rows, part.in_features]) for part in layers] for rows in rows_tried}
+    return {rows: seconds / num_copies for rows, seconds in medians(in_turn(runs)).items()}
+
+
+def linear_shapes(model: Decoder) -> list[tuple[int, int]]:
+    """(out, in) of every linear layer."""
+    return [(part.out_features, part.in_features) for part in model.layers.modules() if isinstance(part, Linear)]
+
+
+def _random_linear(fan_out: int, fan_in: int) -> Linear:
+    """Values do not matter for the time."""
+    part = Linear(fan_in, fan_out, bias=False)
+    return part.requires_grad_(False)
+
+
+def decoding(model: Decoder, batch: int, context: int) -> tuple[ModelRunner, list[Segment]]:
+    """The engine's runner over a cache of random numbers, and `batch` requests whose next token is number `context`."""
+    blocks = -(-context // BLOCK_SIZE)
+    cache = PagedKVCache(model.config, batch * blocks, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    cache.keys.normal_()
+    cache.values.normal_()
+    tables = [list(range(r * blocks, (r + 1) * blocks)) for r in range(batch)]
+    return ModelRunner(model, cache, BLOCK_SIZE), [Segment([5], context - 1, table) for table in tables]
+
+
+def attention_only(model: Decoder, batch: int, context: int) -> Run:
+    """The attention of all layers for one decode step, and nothing else."""
+    runner, segments = decoding(model, batch, context)
+    step, shape = runner.batch(segments), model.config
+    q = torch.randn(batch, shape.num_heads, shape.head_dim)
+    new = torch.randn(batch, shape.num_kv_heads, shape.head_dim)
+    return lambda: [runner.cache.attend(layer, q, new, new, step) for layer in range(shape.num_layers)]
+
+
+def decode_step(model: Decoder, batch: int, context: int) -> Run:
+    """One whole decode step, operation by operation."""
+    runner, segments = decoding(model, batch, context)
+    return lambda: runner.run(segments)
+
+
+def prefill(model: Decoder, tokens: int) -> Run:
+    """A whole prompt at once, operation by operation."""
+    runner, [segment] = decoding(model, 1, tokens)
+    return lambda: runner.run([Segment([5] * tokens, 0, segment.block_table)])
+
+
+@dataclass(frozen=True)
+class CompiledSteps:
+    """Steps as one compiled function each."""
+
+    decode: Run
+    prefill: Run
+    weight_bytes: int
+    """What a step reads of the weights: a checkpoint in 16-bit floats is kept so, and computed with in 32 bits."""
+
+
+def compiled_steps(name: str, context: int) -> CompiledSteps | str:
+    """A decode step after `context` tokens and their prefill, or why there are none here.
+
+    The first call on a machine compiles the step, which takes some ten seconds; the result is kept on disk.
+    """
+    runner, [segment] = decoding(load_model(name, torch.float32, "cpu"), 1, context)
+    reason = runner.speed_up()
+    if reason:
+        return reason
+    whole = [Segment([5] * context, 0, segment.block_table)]
+    size = runner.executor.weights.nbytes + runner.executor.head.nbytes
+    return CompiledSteps(lambda: runner.run([segment]), lambda: runner.run(whole), size)
+
+
+def of_width(config: ModelConfig, hidden: int) -> Decoder:
+    """As many layers, of another width, with random weights."""
+    heads, kv_heads = hidden // 64, max(1, hidden // 192)
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "head_dim": 64}
+    return Decoder(replace(config, **sizes, num_heads=heads, num_kv_heads=kv_heads))
+
+
+def additions(length: int, repeats: int) -> Run:
+    """The sum of two vectors of `length` numbers, written to a third, `repeats` times."""
+    a, b, c = torch.randn(3, length)
+    return lambda: [torch.add(a, b, out=c) for _ in range(repeats)]
+
+
+# ----------------------------------------------------------------------------------------------------- other KV heads
+
+
+@torch.no_grad()
+def with_kv_heads(model: Decoder, num_kv_heads: int, conversion: Conversion) -> Decoder:
+    """The same model with its key and value projections converted to that many heads."""
+    converted = Decoder(replace(model.config, num_kv_heads=num_kv_heads)).requires_grad_(False)
+    parts = stored_parts(converted.config)
+    for tensor_name, tensor in stored_tensors(model):
+        if "k_proj" in tensor_name or "v_proj" in tensor_name:
+            tensor = conversion(tensor, model.config.num_kv_heads, num_kv_heads)
+        parts[tensor_name].of(converted).copy_(tensor)
+    return converted
+
+
+def repeat_heads(weight: Tensor, num_heads: int, num_copies: int) -> Tensor:
+    """`[num_heads * head_dim, hidden]` → `[num_copies * head_dim, hidden]`, each head several times."""
+    return weight.unflatten(0, (num_heads, -1)).repeat_interleave(num_copies // num_heads, 0).flatten(0, 1)
+
+
+def first_head(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
+    """The first head of each group."""
+    return weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1))[:, 0].flatten(0, 1)
+
+
+def sum_of_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
+    """The heads of each group added up."""
+    return weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1)).sum(1).flatten(0, 1)
+
+
+def random_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
+    """Random numbers of the same spread."""
+    shape = (num_kv_heads * weight.shape[0] // num_heads, *weight.shape[1:])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * weight.std()
+
+
+def strided_groups(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
+    """The means of heads 0, 2, 4 and 1, 3, 5 instead of 0, 1, 2 and 3, 4, 5."""
+    return weight.unflatten(0, (num_heads // num_kv_heads, num_kv_heads, -1)).mean(0).flatten(0, 1)
+
+
+def neighbouring_rows(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
+    """The means of rows that follow each other: channels of one head, not the same channel of several heads."""
+    return weight.unflatten(0, (-1, num_heads // num_kv_heads)).mean(1)
+
+
+def checkpoint(model: Decoder, name: str, folder: Path) -> Path:
+    """Write `model` beside a copy of the tokenizer of `name`, as a folder that any engine loads."""
+    weights = shutil.ignore_patterns("*.safetensors", "config.json")
+    shutil.copytree(resolve(name), folder, ignore=weights, dirs_exist_ok=True)
+    save_llama(model, folder, torch.float32)
+    return folder
+
+
+def write(llm: LLM) -> list[int]:
+    """24 tokens, greedy."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    return list(llm.generate("def read_lines(path):\n", params, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def bits_per_byte(llm: LLM, num_prompts: int = 32) -> float:
+    """How many bits the model needs for each byte of code that it was not trained on; lower is better."""
+    prompts = [p.prompt for p in held_out_prompts(num_prompts)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    nats, size = 0.0, 0
+    for output in outputs:
+        ids = output.prompt_token_ids[1:]  # nothing predicts the first token
+        nats -= sum(row[token].logprob for token, row in zip(ids, output.prompt_logprobs[1:], strict=True))
+        size += len(llm.engine.tokenizer.decode(ids).encode())
+    return nats / math.log(2) / size

@@ -1,0 +1,43 @@
+"""Work with the text of a reference: plant a mistake by editing it, or show it as the last hint."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Mapping
+
+from minillm.errors import LessonError
+from minillm.teaching.exercise import Function, WrongVersion
+
+
+def edited(reference: Function, *edits: tuple[str, str]) -> Function:
+    """`reference` with each `(old, new)` replaced in its body: a mistake is written as what differs from the answer.
+
+        edited(causal_attention, (".triu(1)", ".triu(2)"))  # sees one token too many
+
+    The function has the globals of `reference`, so it must be one that is defined at the top of a module.
+
+    Raises:
+        LessonError: `old` does not occur exactly once, so the edit would do nothing or too much.
+    """
+    head, quotes, body = inspect.getsource(reference).rpartition('"""')  # the docstring stays as it is
+    for old, new in edits:
+        found = body.count(old)
+        if found != 1:
+            raise LessonError(f"{reference.__name__}: {old!r} occurs {found} times; an edit needs exactly one")
+        body = body.replace(old, new)
+    made: dict[str, Function] = {}
+    source = compile(head + quotes + body, f"<{reference.__name__} with a mistake>", "exec")
+    exec(source, reference.__globals__, made)
+    return made[reference.__name__]
+
+
+def slips(reference: Function, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
+    """A planted mistake for each `{what the function does wrong: (old, new)}`, by one edit of `reference`."""
+    return tuple(WrongVersion(mistake, edited(reference, edit)) for mistake, edit in edits.items())
+
+
+def body_of(reference: Function) -> str:
+    """The lines of a function after its docstring, without indentation, to be shown as a hint."""
+    lines = inspect.getsource(reference).split('"""')[-1].strip("\n")
+    return "\n" + textwrap.dedent(lines).rstrip()

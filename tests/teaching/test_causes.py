@@ -1,0 +1,95 @@
+"""Lessons 1 to 3: answers that passed once are caught, and the cause that is named is the right one or none."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import textwrap
+
+import pytest
+import torch
+
+from minillm.teaching.exercise import Exercise
+from minillm.teaching.exercises import l01_decoding, l02_kv_cache, l03_roofline
+from minillm.teaching.grade import grade
+from minillm.teaching.registry import find
+from minillm.teaching.source import edited
+from minillm.teaching.trial import Outcome, call, difference
+
+every_exercise = pytest.mark.parametrize(
+    "one",
+    [one for module in (l01_decoding, l02_kv_cache, l03_roofline) for one in module.EXERCISES],
+    ids=lambda one: one.name,
+)
+
+
+@every_exercise
+def test_no_two_planted_mistakes_answer_alike(one: Exercise):
+    """Else a learner who makes the second would be told of the first."""
+    answers = [[call(one, wrong.function, case) for case in one.all_cases()] for wrong in one.wrong]
+    for number, answer in enumerate(answers):
+        for other in answers[:number]:
+            assert any(_differ(one, a, b) for a, b in zip(answer, other, strict=True)), one.wrong[number].mistake
+
+
+def _differ(one: Exercise, a: Outcome, b: Outcome) -> bool:
+    if a.error is not None or b.error is not None:
+        return type(a.error) is not type(b.error) or str(a.error) != str(b.error)
+    return a.changed != b.changed or difference(one, a.value, b.value) is not None
+
+
+LEARNERS = {  # answers that passed once, or were told a wrong cause
+    "l01.causal_attention": {
+        ("-torch.inf", "-100.0"): "a number such as -100",
+        ("head_dim**0.5", "head_dim**0.25"): None,
+        ("/ head_dim**0.5", "/ 0.5"): None,
+    },
+    "l01.sample_next": {
+        ("0 < top_k", "1 < top_k"): "ignores top_k = 1",
+        ("topk(top_k).values[-1]", "topk(max(1, top_k - (top_k > 2))).values[-1]"): "never returns token",
+        ("before >= top_p", "before > top_p"): "> instead of >=",
+    },
+    "l01.generate_naive": {
+        ("ids[-1] == eos_id", "eos_id in ids"): "because the prompt holds the end-of-text token",
+        ("range(max_tokens)", "range(max_tokens if eos_id not in prompt_ids else 0)"): "calls the model 0 times",
+    },
+    "l02.next_capacity": {
+        ("needed <= capacity:", "needed == capacity:"): "shrinks a buffer",
+    },
+    "l02.best_r": {
+        (" / pad_cost", ""): "ignores pad_cost",
+        (" / pad_cost", " * pad_cost"): "multiplies by pad_cost",
+        ("return min(max(r, 1.0), float(num_tokens))", "return float(round(min(max(r, 1.0), float(num_tokens))))"): (
+            "rounds to a whole number"
+        ),
+    },
+    "l03.requests_that_fit": {
+        ("max(0, left", "max(1, left"): None,
+    },
+    "l03.mean_pool_heads": {
+        (".mean(dim=1)", ".amax(dim=1)"): "takes the largest number of a group",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "cause"), [(name, edit, cause) for name, each in LEARNERS.items() for edit, cause in each.items()]
+)
+def test_a_mistake_that_passed_once_is_caught_and_named_or_not_named_wrongly(
+    name: str, edit: tuple[str, str], cause: str | None
+):
+    report = grade(name, edited(find(name).reference, edit))
+    assert not report.passed
+    assert cause in str(report) if cause else "it looks as if" not in str(report)
+
+
+@every_exercise
+def test_four_hints_in_plain_text_and_the_last_one_is_a_solution(one: Exercise):
+    assert len(one.hints) == 4
+    assert not any(re.search(r"`|\$|\*\w[\w ]*\*(?!\w)", hint) for hint in one.hints[:3])
+    own: dict[str, object] = {}
+    signature = re.sub(r" -> .*", "", str(inspect.signature(one.reference)))
+    solution = f"def {one.function_name}{signature}:\n" + textwrap.indent(one.hints[3], "    ")
+    exec("from __future__ import annotations\n" + solution, {"torch": torch, "math": math}, own)
+    assert grade(one, own[one.function_name]).passed
