@@ -41,6 +41,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build, or check and say what is stale. The exit code is 1 if anything is."""
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"--jobs {args.jobs}: at least 1 must run at a time")
     if args.mutants:
         return _try_mutants(args)
     if not (args.root / "solutions").is_dir():
@@ -49,8 +51,6 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.rerun and not args.check:
         raise ConfigError("--run belongs to --check; without both, the lessons run and what they give is recorded")
-    if args.jobs is not None and args.jobs < 1:
-        raise ConfigError(f"--jobs {args.jobs}: at least 1 must run at a time")
     from minillm.teaching.build import build
 
     stale = build(args.root, args.names or None, check=args.check, remeasure=args.remeasure)
