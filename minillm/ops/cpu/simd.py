@@ -268,12 +268,30 @@ def _function(name: str, count: int) -> Callable[..., Any]:
 
 fma = _function("llvm.fma.v16f32", 3)
 """a · b + c, rounded once."""
-maximum = _function("llvm.maximum.v16f32", 2)
-"""The larger of each pair; NaN if either is."""
-minimum = _function("llvm.minimum.v16f32", 2)
 absolute = _function("llvm.fabs.v16f32", 1)
 rint = _function("llvm.rint.v16f32", 1)
 """The nearest whole number, halves to even."""
+
+
+def _beyond(builder: ir.IRBuilder, a: Any, b: Any, sign: str) -> Any:
+    """`a` in the lanes where it is beyond `b` (`sign` is ">" or "<"), else `b`; NaN where either is.
+
+    LLVM's own `llvm.maximum` says the same, but before version 17 it has no x86 code for vectors and ends the process.
+    """
+    chosen = builder.select(builder.fcmp_unordered(sign, a, b), a, b)  # a, where it is NaN
+    return builder.select(builder.fcmp_unordered("uno", b, b), b, chosen)
+
+
+@intrinsic
+def maximum(typing: Any, a: Any, b: Any) -> Any:
+    """The larger of each pair; NaN if either is."""
+    return f32x16(f32x16, f32x16), lambda context, builder, signature, args: _beyond(builder, *args, ">")
+
+
+@intrinsic
+def minimum(typing: Any, a: Any, b: Any) -> Any:
+    """The smaller of each pair; NaN if either is."""
+    return f32x16(f32x16, f32x16), lambda context, builder, signature, args: _beyond(builder, *args, "<")
 
 
 def _fold(builder: ir.IRBuilder, vector: Any, join: Callable[[Any, Any], Any], down_to: int = 1) -> Any:
@@ -300,23 +318,21 @@ def total(typing: Any, vector: Any) -> Any:
     return types.float32(f32x16), code
 
 
-def _extreme(name: str) -> Callable[..., Any]:
+def _extreme(sign: str) -> Callable[..., Any]:
     @intrinsic
     def extreme(typing: Any, vector: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def join(a: Any, b: Any) -> Any:
-                return call(builder, f"llvm.{name}.v{a.type.count}f32", a.type, a, b)
-
-            return builder.extract_element(_fold(builder, args[0], join), ir.Constant(I32, 0))
+            folded = _fold(builder, args[0], lambda a, b: _beyond(builder, a, b, sign))
+            return builder.extract_element(folded, ir.Constant(I32, 0))
 
         return types.float32(f32x16), code
 
     return extreme
 
 
-largest = _extreme("maximum")
+largest = _extreme(">")
 """The largest lane, float32; NaN if one is."""
-smallest = _extreme("minimum")
+smallest = _extreme("<")
 
 
 @intrinsic

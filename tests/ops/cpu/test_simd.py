@@ -39,6 +39,34 @@ def test_exp_at_its_ends() -> None:
 
 
 @njit(**OPTIONS)
+def extremes(a, b, out):
+    simd.store(out, 0, simd.maximum(simd.load(a, 0), simd.load(b, 0)))
+    simd.store(out, 16, simd.minimum(simd.load(a, 0), simd.load(b, 0)))
+    out[32], out[33] = simd.largest(simd.load(a, 0)), simd.smallest(simd.load(a, 0))
+
+
+def test_nan_wins_over_every_number_whichever_side_it_stands_on() -> None:
+    a, b, out = np.arange(16, dtype=np.float32), np.full(16, 7, np.float32), np.empty(34, np.float32)
+    a[3], b[5], a[8], b[9], a[0], a[15] = np.nan, np.nan, -np.inf, np.inf, np.inf, -np.inf
+    extremes(a, b, out)
+    assert np.array_equal(out[:16], np.maximum(a, b), equal_nan=True)
+    assert np.array_equal(out[16:32], np.minimum(a, b), equal_nan=True)
+    assert np.isnan(out[32:]).all()
+    extremes(np.arange(16, 0, -1, dtype=np.float32), b, out)
+    assert (out[32], out[33]) == (16, 1)
+
+
+def test_nothing_is_asked_of_llvm_that_its_older_versions_cannot_do_on_x86() -> None:
+    """Before version 17 (numba 0.61 brings 15) `llvm.maximum` of vectors ends the process when it is compiled."""
+    a, out = np.zeros(16, np.float32), np.empty(34, np.float32)
+    extremes(a, a, out)
+    exp_of([1.0])
+    for function in (extremes, exponentials):
+        for code in function.inspect_llvm().values():
+            assert "llvm.maximum" not in code and "llvm.minimum" not in code
+
+
+@njit(**OPTIONS)
 def as_floats(array, out):
     for i in range(0, len(array), 16):
         simd.store(out, i, simd.load(array, i))
