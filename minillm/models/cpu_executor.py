@@ -35,7 +35,8 @@ from minillm.ops.cpu.panels import (
     pack,
     pack_pairs,
 )
-from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, TWICE_PAIRED, has_byte_products
+from minillm.ops.cpu.processor import processor
+from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, TWICE_PAIRED, has_byte_products
 from minillm.ops.cpu.team import new_sync
 from minillm.quantization.awq import AWQ
 from minillm.quantization.base import QuantizedLinear, Scheme
@@ -56,6 +57,8 @@ PACKED_ROWS = 64 * LANES
 
 def why_not(model: Decoder, cache: KVCache) -> str | None:
     """Why this model over this cache cannot be run here; None if it can."""
+    if reason := processor().unsupported_reason:
+        return reason
     config = model.config
     weight = model.norm.weight  # its dtype is the one to compute in; matrices may be kept in fewer bits
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
@@ -310,7 +313,7 @@ def _packing(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vectors) -> 
         return _packing_of_groups(linear, matrix, vectors)
     codes = linear.get_buffer("qweight").numpy()
     matrix[SCALES] = vectors.add(linear.get_buffer("scales"))
-    matrix[SUMS] = vectors.add((128 * codes.sum(1, dtype=np.int32)).view(np.float32))
+    matrix[SUMS] = vectors.add((MIDDLE * codes.sum(1, dtype=np.int32)).view(np.float32))
     if isinstance(linear.scheme, W8A8):
         return lambda rows: pack_pairs(codes[rows])
     if has_byte_products():

@@ -37,6 +37,7 @@ from numba.extending import intrinsic
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.simd import (
     F32,
+    FITS_ALL,
     FLOATS,
     I8,
     I16,
@@ -104,6 +105,16 @@ def nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, 
 
     `x`: bytes; row r (see `row_size`) lies at `x_at + r · x_row`.
     """
+    if FITS_ALL:
+        _nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels)
+    else:
+        for p in range(panels):
+            at, y_p = w_at + p * panel_size(columns, group), y_at + p * LANES
+            _nibble_tiles(w, at, columns, group, x, x_at, x_row, y, y_p, y_row, rows, 1)
+
+
+@njit(**OPTIONS)
+def _nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     stay_whole()
     r = 0
     # Two rows of two bytes and four panels make 16 sums. Three would make 24, but nibbles need registers of their own,
@@ -118,6 +129,16 @@ def nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, 
 @njit(**OPTIONS)
 def float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     """As `nibble_tiles` for `x` in floats."""
+    if FITS_ALL:
+        _float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels)
+    else:
+        for p in range(panels):
+            at, y_p = w_at + p * panel_size(columns, group), y_at + p * LANES
+            _float_nibble_tiles(w, at, columns, group, x, x_at, x_row, y, y_p, y_row, rows, 1)
+
+
+@njit(**OPTIONS)
+def _float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     stay_whole()
     r = 0
     while rows - r >= 4:

@@ -13,21 +13,25 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
 from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.processor import processor
 
 LANES = 16
-REGISTERS = 32
-"""That hold such vectors, with AVX-512."""
+REGISTERS = processor().registers
+"""How many such vectors fit into the processor's registers: 32 with AVX-512, 8 with AVX2 and with NEON."""
+FITS_ALL = REGISTERS >= 32
+"""Whether they hold the sums of six rows and four panels, 24; else they hold six sums."""
+MIDDLE = 0 if processor().byte_products == "sdot" else 128
+"""What `tile_bytes` wants to be added to a signed byte of x: nothing, or what makes it unsigned."""
 HALF, BFLOAT, PAIRED, TWICE_PAIRED = np.int16, np.uint16, np.uint8, np.bool_
 """numba knows no 16-bit floats: their bits travel as these integers. The last two: signed bytes in `tile_bytes`' order,
 for activations of one byte and of two. (int8 itself: signed bytes that become floats.)"""
@@ -412,10 +416,9 @@ def exp(x):
     return _zero_below(fma(p, r * r, r + splat(ONE)) * _two_to_the(n), x, LOWEST)
 
 
-@cache
 def has_byte_products() -> bool:
-    """Whether the processor adds up products of bytes four by four (AVX-512 VNNI)."""
-    return bool(binding.get_host_cpu_features().get("avx512vnni"))
+    """Whether the processor adds up products of bytes four by four (x86: VNNI, ARM: dot products)."""
+    return processor().multiplies_bytes
 
 
 def loop_in_registers(
@@ -507,8 +510,8 @@ def tile_bytes(
 ) -> Any:  # fmt: skip
     """As `tile` for bytes: y, int32 in the place of floats, = Σ_k x[r, k] · w[p, k], exact, in any order.
 
-    `x` is unsigned. Four k lie together: `w[p, k // 4, 0 : 16, k % 4]`, signed. `length`: the number of such fours. The
-    instruction, `vpdpbusd`, makes 64 products and adds them up four by four; without it the same is done step by step.
+    Four k lie together: `w[p, k // 4, 0 : 16, k % 4]`, signed. `length`: the number of such fours. The bytes of `x` are
+    signed or unsigned, as `MIDDLE` says. See `add_products`.
     """
     if not isinstance(panels, types.IntegerLiteral):
         return None
@@ -547,9 +550,62 @@ def tile_bytes(
 
 
 def add_products(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
-    """sums + the four products of each lane: a lane of `signed` is four signed bytes, of `unsigned` four unsigned."""
-    if has_byte_products():
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, sums, unsigned, signed)
+    """sums + the four products of each lane: a lane of `signed` is four signed bytes, of `unsigned` four unsigned ones,
+    except for `sdot`: it takes those for signed too (below 128 both are the same).
+
+        vpdpbusd   64 products a time (AVX-512 VNNI) or 32 (AVX-VNNI)
+        sdot       16 (NEON)
+        vpmaddwd   pairs of 16 bits, so even and odd bytes one after the other (AVX2, AVX-512)
+
+    Elsewhere each byte is cut out and multiplied by itself.
+    """
+    chip = processor()
+    if chip.byte_products is None:
+        return _add_products_of_each_byte(builder, sums, signed, unsigned)
+    parts = []
+    for s, a, b in zip(*(_split(builder, v, chip.byte_lanes) for v in (sums, signed, unsigned)), strict=True):
+        if chip.byte_products == "vpdpbusd":
+            parts.append(call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * chip.byte_lanes}", s.type, s, b, a))
+        elif chip.byte_products == "sdot":
+            bytes_ = [builder.bitcast(v, ir.VectorType(I8, 16)) for v in (a, b)]
+            parts.append(call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", s.type, s, *bytes_))
+        else:
+            parts.append(_add_products_of_pairs(builder, s, a, b))
+    return _joined(builder, parts)
+
+
+def _split(builder: ir.IRBuilder, vector: Any, lanes: int) -> list[Any]:
+    """The vector as vectors of `lanes` lanes."""
+    if lanes == LANES:
+        return [vector]
+    masks = [list(range(first, first + lanes)) for first in range(0, LANES, lanes)]
+    return [builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, lanes), mask)) for mask in masks]
+
+
+def _joined(builder: ir.IRBuilder, parts: list[Any]) -> Any:
+    """The inverse of `_split`."""
+    while len(parts) > 1:
+        mask = list(range(2 * parts[0].type.count))
+        order = ir.Constant(ir.VectorType(I32, len(mask)), mask)
+        parts = [builder.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _add_products_of_pairs(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
+    """`add_products` by `vpmaddwd`: two products of 16 bits are added up in each lane, 2 · 127 · 255 at most."""
+    lanes = sums.type.count
+    pairs = ir.VectorType(I16, 2 * lanes)
+    name = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}[lanes]
+    eight, low = (ir.Constant(pairs, [number] * 2 * lanes) for number in (8, 255))
+    a, b = (builder.bitcast(v, pairs) for v in (signed, unsigned))
+    odd = builder.ashr(a, eight), builder.lshr(b, eight)
+    even = builder.ashr(builder.shl(a, eight), eight), builder.and_(b, low)
+    for factors in (even, odd):
+        sums = builder.add(sums, call(builder, name, sums.type, *factors))
+    return sums
+
+
+def _add_products_of_each_byte(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
     shift = ir.Constant(INTS, [24] * LANES)
     for left in (24, 16, 8, 0):
         by = ir.Constant(INTS, [left] * LANES)

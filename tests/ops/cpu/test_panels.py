@@ -20,7 +20,7 @@ from minillm.ops.cpu.panels import (
     pack,
     pack_pairs,
 )
-from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, PAIRED, TWICE_PAIRED
+from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, PAIRED, TWICE_PAIRED
 from minillm.quantization.int8 import quantize_rows
 from minillm.quantization.w8a8 import integer_product
 
@@ -35,7 +35,7 @@ def two_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = x.abs().amax(1) / TWO_BYTES
     codes = (x / scales[:, None]).round().int()
     first = torch.div(codes + 128, 256, rounding_mode="floor")
-    return torch.stack((first, codes - 256 * first), 1).add(128).to(torch.uint8), scales
+    return torch.stack((first, codes - 256 * first), 1).add(MIDDLE).to(torch.uint8), scales
 
 
 def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None, add: bool = False):
@@ -55,7 +55,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
         paired = PAIRED if kind == "pairs" else TWICE_PAIRED
         panels = pack(codes.numpy()) if kind == "int8" else pack_pairs(codes.numpy(), paired)
         keep(SCALES, scales.numpy())
-        keep(SUMS, (128 * codes.int().sum(1, dtype=torch.int32)).numpy().view(np.float32))
+        keep(SUMS, (MIDDLE * codes.int().sum(1, dtype=torch.int32)).numpy().view(np.float32))
         meant = codes * scales[:, None]
     else:
         meant = {"float32": weight, "half": weight.half(), "bfloat": weight.bfloat16()}[kind]
@@ -66,7 +66,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
         keep(BIAS, bias.numpy())
     rows = len(x)
     codes_x, scales_x = quantize_rows(x)
-    unsigned = (codes_x.int() + 128).to(torch.uint8)
+    unsigned = (codes_x.int() + MIDDLE).to(torch.uint8)
     if kind == "pairs twice":
         unsigned, scales_x = two_bytes(x)
     unsigned = unsigned.numpy().reshape(-1)
