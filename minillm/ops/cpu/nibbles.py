@@ -100,21 +100,11 @@ def row_size(columns, group):
 
 
 @njit(**OPTIONS)
-def nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
+def wide_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     """y[r, 16 p : 16 p + 16] = Σ_groups s · (…), as above, for any number of rows; `panels` is literal.
 
     `x`: bytes; row r (see `row_size`) lies at `x_at + r · x_row`.
     """
-    if FITS_ALL:
-        _nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels)
-    else:
-        for p in range(panels):
-            at, y_p = w_at + p * panel_size(columns, group), y_at + p * LANES
-            _nibble_tiles(w, at, columns, group, x, x_at, x_row, y, y_p, y_row, rows, 1)
-
-
-@njit(**OPTIONS)
-def _nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     stay_whole()
     r = 0
     # Two rows of two bytes and four panels make 16 sums. Three would make 24, but nibbles need registers of their own,
@@ -127,18 +117,16 @@ def _nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows,
 
 
 @njit(**OPTIONS)
-def float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
-    """As `nibble_tiles` for `x` in floats."""
-    if FITS_ALL:
-        _float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels)
-    else:
-        for p in range(panels):
-            at, y_p = w_at + p * panel_size(columns, group), y_at + p * LANES
-            _float_nibble_tiles(w, at, columns, group, x, x_at, x_row, y, y_p, y_row, rows, 1)
+def narrow_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
+    """As `wide_nibble_tiles`, panel by panel."""
+    for p in range(panels):
+        at, y_p = w_at + p * panel_size(columns, group), y_at + p * LANES
+        wide_nibble_tiles(w, at, columns, group, x, x_at, x_row, y, y_p, y_row, rows, 1)
 
 
 @njit(**OPTIONS)
-def _float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
+def wide_float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
+    """As `wide_nibble_tiles` for `x` in floats."""
     stay_whole()
     r = 0
     while rows - r >= 4:
@@ -152,6 +140,18 @@ def _float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row,
         _groups(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, panels, 2)
     elif left == 3:
         _groups(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, panels, 3)
+
+
+@njit(**OPTIONS)
+def narrow_float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
+    """As `wide_float_nibble_tiles`, panel by panel."""
+    for p in range(panels):
+        at, y_p = w_at + p * panel_size(columns, group), y_at + p * LANES
+        wide_float_nibble_tiles(w, at, columns, group, x, x_at, x_row, y, y_p, y_row, rows, 1)
+
+
+nibble_tiles = wide_nibble_tiles if FITS_ALL else narrow_nibble_tiles
+float_nibble_tiles = wide_float_nibble_tiles if FITS_ALL else narrow_float_nibble_tiles
 
 
 @njit(**OPTIONS)

@@ -82,22 +82,8 @@ def pack_pairs(codes: np.ndarray, kind: type = PAIRED) -> np.ndarray:
 
 
 @njit(**OPTIONS)
-def tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
-    """`tile` for any number of rows; `add` and `panels` are literal. As many panels share a tile as registers allow."""
-    if FITS_ALL or panels == 1 or rows == 1:
-        _tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels)
-    elif rows == 2:
-        for p in range(0, panels, 2):
-            at, y_p = w_at + p * panel, y_at + p * LANES
-            _tiles(w, at, panel, step, x, x_at, x_row, length, y, y_p, y_row, rows, add, 2)
-    else:
-        for p in range(panels):
-            at, y_p = w_at + p * panel, y_at + p * LANES
-            _tiles(w, at, panel, step, x, x_at, x_row, length, y, y_p, y_row, rows, add, 1)
-
-
-@njit(**OPTIONS)
-def _tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
+def wide_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
+    """`tile` for any number of rows; `add` and `panels` are literal."""
     stay_whole()
     r = 0
     while rows - r >= 6:
@@ -118,20 +104,23 @@ def _tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, a
 
 
 @njit(**OPTIONS)
-def byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
-    """`tile_bytes` for any number of rows; `panels` is literal. As many panels share a tile as registers allow."""
-    if FITS_ALL or panels == 1 or rows == 1:
-        _byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels)
+def narrow_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
+    """As `wide_tiles`, with no more panels in a tile than six sums allow."""
+    if panels == 1 or rows == 1:
+        wide_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels)
     elif rows == 2:
         for p in range(0, panels, 2):
-            _byte_tiles(w, w_at + p * panel, panel, x, x_at, x_row, fours, y, y_at + p * LANES, y_row, rows, 2)
+            at, y_p = w_at + p * panel, y_at + p * LANES
+            wide_tiles(w, at, panel, step, x, x_at, x_row, length, y, y_p, y_row, rows, add, 2)
     else:
         for p in range(panels):
-            _byte_tiles(w, w_at + p * panel, panel, x, x_at, x_row, fours, y, y_at + p * LANES, y_row, rows, 1)
+            at, y_p = w_at + p * panel, y_at + p * LANES
+            wide_tiles(w, at, panel, step, x, x_at, x_row, length, y, y_p, y_row, rows, add, 1)
 
 
 @njit(**OPTIONS)
-def _byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
+def wide_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
+    """`tile_bytes` for any number of rows; `panels` is literal."""
     stay_whole()
     r = 0
     while rows - r >= BYTE_ROWS:
@@ -150,6 +139,23 @@ def _byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, pan
         tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 4)
     elif left == 5:
         tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 5)
+
+
+@njit(**OPTIONS)
+def narrow_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
+    """As `wide_byte_tiles`, with no more panels in a tile than six sums allow."""
+    if panels == 1 or rows == 1:
+        wide_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels)
+    elif rows == 2:
+        for p in range(0, panels, 2):
+            wide_byte_tiles(w, w_at + p * panel, panel, x, x_at, x_row, fours, y, y_at + p * LANES, y_row, rows, 2)
+    else:
+        for p in range(panels):
+            wide_byte_tiles(w, w_at + p * panel, panel, x, x_at, x_row, fours, y, y_at + p * LANES, y_row, rows, 1)
+
+
+tiles = wide_tiles if FITS_ALL else narrow_tiles
+byte_tiles = wide_byte_tiles if FITS_ALL else narrow_byte_tiles
 
 
 def _panel_size(w, matrix):

@@ -12,7 +12,7 @@ token's numbers do not depend on who else is in the batch, to the last bit.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -454,6 +454,24 @@ def _as_it_is(module: ir.Module) -> ir.MDValue:
     return loop
 
 
+def _pairs_in_turn(
+    matrix: list[Any], weights: Callable[[Any], Any], tokens: list[Any], number: Callable[[Any], Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Every panel's weights with every row's number, each loaded when it is needed first.
+
+    LLVM keeps to that order. Were all loaded at once, they would need more registers than sums leave, and sums would
+    move from register to register in each round: half as fast with AVX-512.
+    """
+    if len(matrix) == 1:
+        [only] = map(weights, matrix)
+        yield from ((only, number(q)) for q in tokens)
+        return
+    numbers = [number(q) for q in tokens]
+    for q in matrix:
+        own = weights(q)
+        yield from ((own, b) for b in numbers)
+
+
 @intrinsic(prefer_literal=True)
 def tile(
     typing: Any, w: Any, w_at: Any, panel: Any, step: Any, x: Any, x_at: Any, x_row: Any, length: Any,
@@ -489,10 +507,15 @@ def tile(
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             offset = builder.mul(k, step)
-            weights = [floats_at(builder, builder.gep(q, [offset]), w.dtype) for q in matrix]
-            numbers = [repeat(builder, builder.load(builder.gep(q, [k])), FLOATS) for q in tokens]
-            factors = [(a, b) for a in weights for b in numbers]
-            return [call(builder, "llvm.fma.v16f32", FLOATS, a, b, s) for (a, b), s in zip(factors, sums, strict=True)]
+
+            def weights(q: Any) -> Any:
+                return floats_at(builder, builder.gep(q, [offset]), w.dtype)
+
+            def number(q: Any) -> Any:
+                return repeat(builder, builder.load(builder.gep(q, [k])), FLOATS)
+
+            pairs = _pairs_in_turn(matrix, weights, tokens, number)
+            return [call(builder, "llvm.fma.v16f32", FLOATS, a, b, s) for (a, b), s in zip(pairs, sums, strict=True)]
 
         zero = ir.Constant(FLOATS, [0.0] * LANES)
         start = [read(builder, pointer) if goes_on else zero for pointer in out]
@@ -536,10 +559,15 @@ def tile_bytes(
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             offset = builder.mul(k, ir.Constant(I64, 4 * LANES))
-            weights = [read(builder, builder.bitcast(builder.gep(q, [offset]), INTS.as_pointer())) for q in matrix]
-            numbers = [repeat(builder, read(builder, builder.gep(q, [k])), INTS) for q in tokens]
-            factors = [(a, b) for a in weights for b in numbers]
-            return [add_products(builder, s, a, b) for (a, b), s in zip(factors, sums, strict=True)]
+
+            def weights(q: Any) -> Any:
+                return read(builder, builder.bitcast(builder.gep(q, [offset]), INTS.as_pointer()))
+
+            def number(q: Any) -> Any:
+                return repeat(builder, read(builder, builder.gep(q, [k])), INTS)
+
+            pairs = _pairs_in_turn(matrix, weights, tokens, number)
+            return [add_products(builder, s, a, b) for (a, b), s in zip(pairs, sums, strict=True)]
 
         zero = ir.Constant(INTS, [0] * LANES)
         for value, pointer in zip(loop_in_registers(builder, length, [zero] * (n * m), body), out, strict=True):

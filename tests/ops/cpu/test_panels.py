@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numba import njit
 
+from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.panels import (
     BIAS,
     COLUMNS,
@@ -17,8 +19,12 @@ from minillm.ops.cpu.panels import (
     SUMS,
     SUMS_SIZE,
     multiply,
+    narrow_byte_tiles,
+    narrow_tiles,
     pack,
     pack_pairs,
+    wide_byte_tiles,
+    wide_tiles,
 )
 from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, PAIRED, TWICE_PAIRED
 from minillm.quantization.int8 import quantize_rows
@@ -117,3 +123,36 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
     together, _ = run(kind, weight, x)
     for first, last in ((0, 1), (3, 5), (10, 16), (40, 55)):
         assert torch.equal(run(kind, weight, x[first:last])[0], together[first:last])
+
+
+@njit(**OPTIONS)
+def both_tiles(w, x, y, columns, rows):
+    wide_tiles(w, 0, columns * LANES, LANES, x, 0, columns, columns, y[0], 0, 4 * LANES, rows, False, 4)
+    narrow_tiles(w, 0, columns * LANES, LANES, x, 0, columns, columns, y[1], 0, 4 * LANES, rows, False, 4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 13])
+def test_tiles_for_few_registers_give_the_bits_of_those_for_many(rows: int) -> None:
+    torch.manual_seed(rows)
+    weight, x = torch.randn(64, 48), torch.randn(rows, 48)
+    y = np.full((2, rows * 64), np.nan, np.float32)
+    both_tiles(pack(weight.numpy()), x.numpy().reshape(-1), y, 48, rows)
+    assert np.array_equal(y[0], y[1])
+    assert relative(torch.from_numpy(y[1]).view(rows, 64), x.double() @ weight.double().T) < 1e-6
+
+
+@njit(**OPTIONS)
+def both_byte_tiles(w, x, y, columns, rows):
+    wide_byte_tiles(w, 0, columns * LANES, x, 0, columns, columns // 4, y[0], 0, 4 * LANES, rows, 4)
+    narrow_byte_tiles(w, 0, columns * LANES, x, 0, columns, columns // 4, y[1], 0, 4 * LANES, rows, 4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 13])
+def test_tiles_of_bytes_for_few_registers_give_the_sums_of_those_for_many(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    codes, x = rng.integers(-127, 128, (64, 48)).astype(np.int8), rng.integers(0, 127, (rows, 48)).astype(np.uint8)
+    y = np.zeros((2, rows * 64), np.float32)
+    both_byte_tiles(pack_pairs(codes), x.reshape(-1), y, 48, rows)
+    right = x.astype(np.int64) @ codes.T.astype(np.int64)
+    for got in y:
+        assert np.array_equal(got.view(np.int32).reshape(rows, 64), right)
