@@ -2,7 +2,7 @@
 
 numba compiles for any processor whose instructions this one has as well, and PyTorch's libraries can be told to use no
 more than AVX2 or less. So each row is a process that pretends: what runs is what would run there, at this processor's
-speed. Processors of another family only compile; of those the inner loops are counted (`minillm.ops.cpu.assembly`).
+speed. Processors of another family only compile; of those the inner loops are counted (`minillm.bench.assembly`).
 
 A process compiles the step anew, for every kind of weights: half a minute each on an idle machine.
 """
@@ -121,7 +121,7 @@ def count_loops() -> dict[str, dict[str, str]]:
     """What the inner loops of six rows and one panel consist of on processors that are not here."""
     from llvmlite import binding
 
-    from minillm.ops.cpu.assembly import Loop, byte_loop, float_loop
+    from minillm.bench.assembly import Loop, byte_loop, float_loop
 
     def text(loop: Loop) -> str:
         times = ", ".join(f"{count} {name}" for name, count in loop.multiplications.items())
@@ -156,7 +156,10 @@ def _compare(model: str, kind: str, rounds: int, new_tokens: int) -> list[Row]:
         llm = LLM(model, quantization=quantization, enforce_eager=eager, enable_prefix_caching=False, device="cpu")
 
         def complete() -> list[list[int]]:
-            return [list(o.outputs[0].token_ids) for o in llm.generate([prompt], greedy, use_tqdm=False)]
+            return [
+                list(o.outputs[0].token_ids)
+                for o in llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+            ]
 
         return System(name, complete, baseline)
 

@@ -40,7 +40,7 @@ llm = LLM(sys.argv[1], enable_prefix_caching=False)
 for line in sys.stdin:
     prompt, new_tokens = json.loads(line)
     greedy = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    [output] = llm.generate([prompt], greedy, use_tqdm=False)
+    [output] = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
     print(json.dumps(output.outputs[0].token_ids), flush=True)
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from llvmlite import binding
 
-from minillm.ops.cpu.assembly import byte_loop, float_loop
+from minillm.bench.assembly import byte_loop, float_loop
 
 NARROW = ["haswell", "alderlake", "apple-m1", "neoverse-n1", "neoverse-v1"]
 WIDE = ["skylake-avx512", "cascadelake"]

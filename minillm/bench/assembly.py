@@ -7,7 +7,6 @@ there are too few registers for them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from numba import types
 from minillm.ops.cpu import simd
 from minillm.ops.cpu.processor import Processor, examine
 
-LANES = simd.LANES
 TARGETS = {
     "haswell": "x86_64-unknown-linux-gnu",
     "skylake-avx512": "x86_64-unknown-linux-gnu",
@@ -55,24 +53,45 @@ class Loop:
 
 def float_loop(name: str, rows: int, panels: int) -> Loop:
     """The inner loop of `simd.tile` of float32 for the processor that LLVM knows as `name`."""
-    f32, intp, size = types.float32[::1], types.intp, (types.literal(n) for n in (panels, rows))
-    kinds = [f32, intp, intp, intp, f32, intp, intp, intp, f32, intp, intp, types.literal(False), *size]
-    return _inner_loop(simd.tile, kinds, name)
+    return Loop(_longest_loop(_text(float_product(name, rows, panels))))
 
 
 def byte_loop(name: str, rows: int, panels: int) -> Loop:
     """The inner loop of `simd.tile_bytes` for the processor that LLVM knows as `name`."""
+    return Loop(_longest_loop(_text(byte_product(name, rows, panels))))
+
+
+Compiled = tuple[Any, Any]
+"""LLVM's target machine, and a module for it whose function `product` does what a tile does; arrays are bare pointers,
+and all other arguments integers of 64 bits."""
+
+
+def float_product(name: str, rows: int, panels: int, triple: str | None = None) -> Compiled:
+    """`simd.tile` of float32, compiled for the processor that LLVM knows as `name`; `triple`: another system there."""
+    f32, intp, size = types.float32[::1], types.intp, (types.literal(n) for n in (panels, rows))
+    kinds = [f32, intp, intp, intp, f32, intp, intp, intp, f32, intp, intp, types.literal(False), *size]
+    return _compiled(simd.tile, kinds, name, triple or TARGETS[name])
+
+
+def byte_product(name: str, rows: int, panels: int, triple: str | None = None) -> Compiled:
+    """As `float_product`, `simd.tile_bytes`."""
     u8, f32, intp, size = types.uint8[::1], types.float32[::1], types.intp, (types.literal(n) for n in (panels, rows))
-    return _inner_loop(simd.tile_bytes, [u8, intp, intp, u8, intp, intp, intp, f32, intp, intp, *size], name)
+    kinds = [u8, intp, intp, u8, intp, intp, intp, f32, intp, intp, *size]
+    return _compiled(simd.tile_bytes, kinds, name, triple or TARGETS[name])
 
 
-def _inner_loop(intrinsic: Any, kinds: list[Any], name: str) -> Loop:
-    chip, triple = examine(TARGETS[name], name), TARGETS[name]
-    module = _module(intrinsic, kinds, triple, chip)
+def _compiled(intrinsic: Any, kinds: list[Any], name: str, triple: str) -> Compiled:
+    module = _module(intrinsic, kinds, triple, examine(triple, name))
     machine = binding.Target.from_triple(triple).create_target_machine(name, opt=3)
     builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(3))
     builder.getModulePassManager().run(module, builder)
-    return Loop(_longest_loop(machine.emit_assembly(module)))
+    return machine, module
+
+
+def _text(compiled: Compiled) -> str:
+    machine, module = compiled
+    text: str = machine.emit_assembly(module)
+    return text
 
 
 def _module(intrinsic: Any, kinds: list[Any], triple: str, chip: Processor) -> Any:
@@ -84,8 +103,10 @@ def _module(intrinsic: Any, kinds: list[Any], triple: str, chip: Processor) -> A
     parameters = [pointers[kind.dtype] if isinstance(kind, types.Array) else simd.I64 for kind in signature.args]
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), parameters), "product")
     builder = ir.IRBuilder(function.append_basic_block())
-    make_array: Callable[..., Any] = lambda kind: lambda context, builder, value: SimpleNamespace(data=value)  # noqa: E731
-    context = SimpleNamespace(make_array=make_array, get_dummy_value=lambda: None)
+    context = SimpleNamespace(
+        make_array=lambda kind: lambda context, builder, value: SimpleNamespace(data=value),
+        get_dummy_value=lambda: None,
+    )
     with mock.patch.object(simd, "processor", lambda: chip), mock.patch.object(simd, "REGISTERS", chip.registers):
         code(context, builder, signature, function.args)
     builder.ret_void()
