@@ -115,3 +115,10 @@ def test_processors_that_ran_were_refused_or_only_compiled_all_have_their_line(
 def test_a_process_that_pretends_to_be_too_old_says_why() -> None:
     found = processors._pretend("ivybridge", ["minicoder", ["fp32"], 1, 1])
     assert found["rows"] == [] and found["reason"].endswith("no FMA")
+
+
+def test_the_document_shows_the_lines_of_the_saved_result() -> None:
+    root = Path(processors.__file__).parents[2]
+    outcome = json.loads((root / "benchmarks" / "processors.json").read_text())
+    assert processors.markdown(outcome) in (root / "docs" / "processors.md").read_text(encoding="utf-8")
+    assert all(row["outputs_equal"] and row["ratio_min"] >= 1 for row in outcome["rows"] if row["baseline"])
