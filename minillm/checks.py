@@ -22,8 +22,8 @@ from minillm.trial import Answer, ask, problem
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 TRITON, NUMBA, OPENMP = "triton", "numba", "numba.np.ufunc.omppool"
-BYTE_PRODUCTS = "minillm.ops.cpu.simd:has_byte_products"
-HEAVY = (TRITON, NUMBA, OPENMP, BYTE_PRODUCTS)
+PROCESSOR = "minillm.ops.cpu.processor:findings"
+HEAVY = (TRITON, NUMBA, OPENMP, PROCESSOR)
 """What is not imported here."""
 NAMES = {
     "avx512_vnni": "AVX-512 VNNI",
@@ -154,17 +154,23 @@ def numba() -> Row:
     reason = _tried(NUMBA).problem
     if reason:
         meaning = "The step that is compiled for the CPU is off; PyTorch does its work, two to eight times slower."
+        if sys.platform == "win32" and platform.machine().lower() == "arm64":
+            return Row("compiled step", "limited", "there is no numba for Windows on ARM64", meaning)
         return Row("compiled step", "limited", f"numba is {reason}", meaning, "pip install numba")
     found = f"numba {metadata.version('numba')}"
+    chip = _tried(PROCESSOR).value or {"unsupported_reason": _tried(PROCESSOR).problem, "byte_products": None}
+    if chip["unsupported_reason"]:
+        meaning = f"PyTorch does its work: {chip['unsupported_reason']}."
+        return Row("compiled step", "limited", f"{found}, not for this processor", meaning)
     if _tried(OPENMP).problem:
         meaning = "Works, but without the OpenMP layer each step starts its threads more slowly."
         fix = "install libgomp (Linux) or libomp (macOS)"
         return Row("compiled step", "limited", f"{found}, no OpenMP layer", meaning, fix)
-    if not _tried(BYTE_PRODUCTS).value:
-        meaning = "float32, INT8 and INT4 weights run at full speed; w8a8 has no instruction here and gains nothing."
-        return Row("compiled step", "limited", f"{found}, OpenMP layer, no AVX-512 VNNI", meaning)
+    if not chip["byte_products"]:
+        meaning = "Every kind of weights runs; int8, int4 and w8a8 would be faster with an instruction for bytes."
+        return Row("compiled step", "limited", f"{found}, OpenMP layer, no VNNI or dot products", meaning)
     meaning = "On the CPU a whole decoder step is one compiled function; it is made on first use and kept on disk."
-    return Row("compiled step", "ok", f"{found}, OpenMP layer, AVX-512 VNNI", meaning)
+    return Row("compiled step", "ok", f"{found}, OpenMP layer, {chip['byte_products']}", meaning)
 
 
 def processor() -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ class Cpu:
     name: str
     physical_cores: int
     usable_cores: int
-    """Logical cores that this process may run on; a container or `taskset` can make them fewer than there are."""
+    """See `usable_processors`."""
     simd: tuple[str, ...]
     """Those of `SIMD` that the processor has; empty where the operating system does not tell."""
 
@@ -56,11 +57,19 @@ def cpu() -> Cpu:
     """The processor of this machine."""
     import psutil
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_processors()
     facts = _cpuinfo()
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
     name = facts.get("model name") or platform.processor() or platform.machine()
     return Cpu(name, psutil.cpu_count(logical=False) or usable, usable, tuple(s for s in SIMD if s in flags))
+
+
+def usable_processors() -> int:
+    """Logical cores that this process may keep busy: fewer than there are under `taskset`, or in a container whose
+    share of time is limited. Half a core counts as one."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 
 
 def memory() -> Memory:
@@ -103,6 +112,42 @@ def _cpuinfo() -> dict[str, str]:
         return {}
     pairs = (line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Processors' worth of time that control groups allow this process, version 1 or 2; None without a limit.
+
+    A limit of any group above its own counts as well. `own` tells the groups: lines of `number:controllers:path`.
+    """
+    try:
+        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        lines = []
+    groups = {root, root / "cpu", root / "cpu,cpuacct"}  # in a container its own group may be the root
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount in (root, root / "unified") if not controllers else (root / "cpu", root / controllers):
+            group = mount / path.strip("/")
+            groups.update(folder for folder in (group, *group.parents) if folder.is_relative_to(mount))
+    quotas = [quota for quota in map(_quota_of, groups) if quota is not None]
+    return min(quotas, default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    """What one control group allows; None if it says nothing."""
+    try:
+        text = (group / "cpu.max").read_text().split()  # version 2: "max 100000" or "50000 100000"
+    except OSError:
+        try:  # version 1: -1 is no limit
+            text = [(group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")]
+        except OSError:
+            return None
+    try:
+        quota, period = map(int, text)
+    except ValueError:
+        return None
+    return quota / period if quota > 0 and period > 0 else None
 
 
 def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:

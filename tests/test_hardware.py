@@ -46,3 +46,31 @@ def test_small_container_on_a_large_host_counts_as_small(monkeypatch):
     monkeypatch.setattr(hardware, "_cgroup_memory", lambda: (10**9, 4 * 10**8))
     assert psutil.virtual_memory().total > 10**9
     assert hardware.memory() == hardware.Memory(10**9, 6 * 10**8)
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "processors"),
+    [
+        ({"cpu.max": "50000 100000"}, "0::/", 0.5),
+        ({"cpu.max": "max 100000"}, "0::/", None),
+        ({"cpu.max": "max 100000", "a/cpu.max": "150000 100000", "a/b/cpu.max": "300000 100000"}, "0::/a/b", 1.5),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "1:cpu:/", None),
+        ({"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"}, "3:memory:/\n1:cpu:/a\n0::/", 0.5),
+        ({"cpu,cpuacct/cpu.cfs_quota_us": "200000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, "", 2.0),
+        ({}, "", None),
+    ],
+)
+def test_a_containers_share_of_time_is_read_from_both_versions_of_cgroups(tmp_path, files, own, processors):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    groups = tmp_path / "own"
+    groups.write_text(f"{own}\n")
+    assert hardware.cpu_quota(tmp_path, groups) == processors
+
+
+@pytest.mark.parametrize(("quota", "usable"), [(None, 4), (0.5, 1), (1.0, 1), (1.5, 2), (64.0, 4)])
+def test_half_a_processor_is_one_and_more_than_there_are_is_all(monkeypatch, quota, usable):
+    monkeypatch.setattr(hardware, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: {0, 2, 4, 6}, raising=False)
+    assert hardware.usable_processors() == hardware.cpu().usable_cores == usable

@@ -29,7 +29,7 @@ from minillm.bench.kernel_cases import (
 )
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, NIBBLES, pack_nibbles, row_size
 from minillm.ops.cpu.panels import GROUP, MATRIX_FIELDS, NONE, SCALES, SUMS, SUMS_SIZE, pack, pack_pairs
-from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, TWICE_PAIRED, has_byte_products
+from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, TWICE_PAIRED, has_byte_products
 from minillm.ops.linear import PACKED_ROWS, Linear
 from minillm.quantization.base import Scheme
 from minillm.quantization.int4 import Int4
@@ -96,7 +96,7 @@ class Weights:
         else:
             codes, scales = self.tensors["qweight"].numpy(), self.tensors["scales"].numpy()
             panels = self._pack_codes(codes)
-            sums = (128 * codes.sum(1, dtype=np.int32)).view(np.float32)
+            sums = (MIDDLE * codes.sum(1, dtype=np.int32)).view(np.float32)
             line[SCALES], line[SUMS] = LANES, LANES + outputs
             vectors += [np.pad(v, (0, outputs - self.outputs)) for v in (scales, sums)]
         lines = np.tile(line, (self.num_copies, 1))

@@ -22,6 +22,8 @@ BENCHMARKS = {
     "ladder": "INT8 KV, speculation, paged batching, all: what one article claims, and what they give here",
     "batch": "32 requests of unequal length: continuous and static batching, and transformers' two ways",
     "gpu": "all there is to check and to time on a GPU, in under eight minutes",
+    "threads": "decoding with 1, 2, 4 and 8 threads on an idle and a busy machine and in a share of one processor",
+    "processors": "the compiled step as it is compiled for other processors, beside PyTorch held to theirs",
     "quality": "what fewer bits cost: every quantised cache and weight scheme against float32",
 }
 """Module name → what it measures, in a few words."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.errors import UnsupportedError
+from minillm.hardware import usable_processors
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.ops.cpu import step
@@ -35,8 +38,10 @@ from minillm.ops.cpu.panels import (
     pack,
     pack_pairs,
 )
-from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, TWICE_PAIRED, has_byte_products
+from minillm.ops.cpu.processor import processor
+from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, TWICE_PAIRED, has_byte_products
 from minillm.ops.cpu.team import new_sync
+from minillm.ops.cpu.threads import ThreadChoice
 from minillm.quantization.awq import AWQ
 from minillm.quantization.base import QuantizedLinear, Scheme
 from minillm.quantization.int4 import Int4
@@ -47,6 +52,9 @@ from minillm.quantization.w8a8 import W8A8
 if TYPE_CHECKING:
     from minillm.models.runner import Segment
 
+ONE_TEAM = threading.Lock()
+"""Held while a step runs on several threads. numba's `workqueue` layer ends the process if two Python threads use it at
+once, and with the others two teams would only wait for each other's processors."""
 Rows = tuple[np.ndarray | int, ...]
 NO_DRAFTS = np.empty((0, 0), np.int64)
 CACHE_LINE = 64
@@ -56,6 +64,8 @@ PACKED_ROWS = 64 * LANES
 
 def why_not(model: Decoder, cache: KVCache) -> str | None:
     """Why this model over this cache cannot be run here; None if it can."""
+    if reason := processor().unsupported_reason:
+        return reason
     config = model.config
     weight = model.norm.weight  # its dtype is the one to compute in; matrices may be kept in fewer bits
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
@@ -177,6 +187,8 @@ class CpuExecutor:
         self.vectors = vectors.flat()
         self.cos, self.signed_sin = (table.numpy().reshape(-1) for table in (model.rope.cos, model.rope.signed_sin))
         self.sync = new_sync()
+        self.thread_choice = ThreadChoice()
+        self.usable_processors = usable_processors()
         self.scratch, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
         # The most bytes that a row of inputs becomes, whatever it is multiplied by: nibbles take the most.
         self.widest = max(
@@ -209,7 +221,9 @@ class CpuExecutor:
             token_ids += s.token_ids
             tables += s.block_table
             wanted += range(first + count - s.num_logits, first + count)
-        threads = min(torch.get_num_threads(), NUMBA_NUM_THREADS)
+        kind = len(token_ids).bit_length(), drafted.shape[1]
+        limit = min(torch.get_num_threads(), NUMBA_NUM_THREADS, self.usable_processors)
+        threads = self.thread_choice.threads(kind, limit)
         longest = max(r[2] for r in requests) + drafted.shape[1]
         own = self._make_room(len(token_ids), longest, threads)
         logits = torch.empty((len(wanted), int(self.matrices[-1, OUTPUTS])))
@@ -220,12 +234,7 @@ class CpuExecutor:
             np.array(requests, np.int64), np.array(tables, np.int64), np.array(wanted, np.int64), self.scratch, own,
             self.codes, logits.numpy().reshape(-1),
         )  # fmt: skip
-        if threads == 1:
-            step.run(*arguments)
-        else:
-            if get_num_threads() != threads:
-                set_num_threads(threads)
-            step.run_together(*arguments)
+        self.thread_choice.took(kind, threads, _time_step(arguments, threads))
         return logits
 
     def _make_room(self, tokens: int, longest: int, threads: int) -> int:
@@ -238,6 +247,20 @@ class CpuExecutor:
         if len(self.codes) < tokens * self.widest:
             self.codes = np.zeros(tokens * self.widest, np.uint8)
         return int(own)
+
+
+def _time_step(arguments: tuple[Any, ...], threads: int) -> float:
+    """Run a step; returns the seconds that it took, without the time that others had the threads before it."""
+    if threads == 1:
+        began = time.perf_counter()
+        step.run(*arguments)
+        return time.perf_counter() - began
+    with ONE_TEAM:
+        began = time.perf_counter()
+        if get_num_threads() != threads:
+            set_num_threads(threads)
+        step.run_together(*arguments)
+        return time.perf_counter() - began
 
 
 class _Vectors:
@@ -310,7 +333,7 @@ def _packing(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vectors) -> 
         return _packing_of_groups(linear, matrix, vectors)
     codes = linear.get_buffer("qweight").numpy()
     matrix[SCALES] = vectors.add(linear.get_buffer("scales"))
-    matrix[SUMS] = vectors.add((128 * codes.sum(1, dtype=np.int32)).view(np.float32))
+    matrix[SUMS] = vectors.add((MIDDLE * codes.sum(1, dtype=np.int32)).view(np.float32))
     if isinstance(linear.scheme, W8A8):
         return lambda rows: pack_pairs(codes[rows])
     if has_byte_products():

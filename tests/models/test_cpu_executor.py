@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -239,6 +242,61 @@ def test_two_threads_give_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(outputs(runner_of(model)), right)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_step_has_no_more_threads_than_the_processors_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(cpu_executor, "NUMBA_NUM_THREADS", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(cpu_executor, "usable_processors", lambda: 1)
+    monkeypatch.setattr(cpu_executor, "_time_step", lambda arguments, threads: used.append(threads) or 1.0)
+    outputs(runner_of(random_model(PLAIN)))
+    assert set(used) == {1}
+
+
+def test_steps_that_took_longer_on_two_threads_go_on_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+
+    def crowded(arguments: tuple[Any, ...], threads: int) -> float:
+        used.append(threads)
+        return float(threads)
+
+    monkeypatch.setattr(cpu_executor, "NUMBA_NUM_THREADS", 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu_executor, "usable_processors", lambda: 2)
+    monkeypatch.setattr(cpu_executor, "_time_step", crowded)
+    runner = runner_of(random_model(PLAIN))
+    for _ in range(20):
+        runner.run([Segment([1], 0, [0])])
+    assert used[0] == 2 and set(used[-10:]) == {1}
+
+
+TWO_ENGINES = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from tests.models.test_cpu_executor import PLAIN, outputs, random_model, runner_of
+torch.set_num_threads(2)
+import minillm.models.cpu_executor as cpu_executor
+cpu_executor.usable_processors = lambda: 2
+runners = [runner_of(random_model(PLAIN)) for _ in range(2)]
+right = outputs(runners[0])
+with ThreadPoolExecutor(2) as pool:
+    for got in pool.map(lambda runner: [outputs(runner) for _ in range(30)], runners):
+        assert all(torch.equal(right, one) for one in got)
+from numba import threading_layer
+print(threading_layer())
+"""
+
+
+def test_two_engines_in_two_threads_of_python_share_numbas_workqueue() -> None:
+    """That layer ends the process when it is used by two at once; it is what is left where there is no OpenMP."""
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_ENGINES], check=False, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip().endswith("workqueue")
 
 
 @pytest.mark.parametrize(

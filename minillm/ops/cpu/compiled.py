@@ -2,13 +2,15 @@
 
 Compiling a step takes some ten seconds, once for each kind of weights and cache. numba keeps the result on disk, but to
 tell whether it is out of date it looks at the one file that holds the entry point. A step is made of all files of this
-folder; so the name of the folder that the results lie in is made of all their contents.
+folder; so the name of the folder that the results lie in is made of all their contents, of numba's version and of the
+processor. Environments and machines that share a disk find each their own; what none has used for long is deleted.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -16,13 +18,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from llvmlite import __version__ as llvm_version
+from numba import __version__ as numba_version
 from numba import config, njit
 from numba.core import event
+from numba.core.registry import cpu_target
 from tqdm.auto import tqdm
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
 """For every function compiled here: dividing by zero gives infinity, and other threads go on meanwhile."""
 PREFIX = "minillm-step-"
+UNUSED_DAYS = 30
 FUNCTIONS = 60
 """About how many functions a step is compiled from."""
 
@@ -42,15 +48,26 @@ def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @cache
 def cache_folder() -> Path:
-    """Where compiled steps of exactly these sources are kept; those of other sources beside it are deleted."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    digest = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    """Where steps of these sources are kept, as this numba compiles them for this processor."""
+    _, name, _ = target = cpu_target.target_context.codegen().magic_tuple()
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    digest = sha256(sources + repr((target, llvm_version)).encode()).hexdigest()[:16]
     root = _root()
-    folder = root / f"{PREFIX}{digest}"
-    for old in root.glob(f"{PREFIX}*"):
-        if old != folder:
-            shutil.rmtree(old, ignore_errors=True)
+    folder = root / f"{PREFIX}numba{numba_version}-{name or 'generic'}-{digest}"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+    _delete_unused(root, folder)
     return folder
+
+
+def _delete_unused(root: Path, kept: Path) -> None:
+    """Delete the folders of other sources, versions and processors that nobody has asked for in `UNUSED_DAYS`."""
+    oldest = time.time() - UNUSED_DAYS * 24 * 3600
+    for other in root.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if other != kept and other.stat().st_mtime < oldest:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _root() -> Path:

@@ -37,6 +37,7 @@ from numba.extending import intrinsic
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.simd import (
     F32,
+    FITS_ALL,
     FLOATS,
     I8,
     I16,
@@ -99,7 +100,7 @@ def row_size(columns, group):
 
 
 @njit(**OPTIONS)
-def nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
+def wide_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     """y[r, 16 p : 16 p + 16] = Σ_groups s · (…), as above, for any number of rows; `panels` is literal.
 
     `x`: bytes; row r (see `row_size`) lies at `x_at + r · x_row`.
@@ -116,8 +117,16 @@ def nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, 
 
 
 @njit(**OPTIONS)
-def float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
-    """As `nibble_tiles` for `x` in floats."""
+def narrow_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
+    """As `wide_nibble_tiles`, panel by panel."""
+    for p in range(panels):
+        at, y_p = w_at + p * panel_size(columns, group), y_at + p * LANES
+        wide_nibble_tiles(w, at, columns, group, x, x_at, x_row, y, y_p, y_row, rows, 1)
+
+
+@njit(**OPTIONS)
+def wide_float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
+    """As `wide_nibble_tiles` for `x` in floats."""
     stay_whole()
     r = 0
     while rows - r >= 4:
@@ -131,6 +140,18 @@ def float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, 
         _groups(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, panels, 2)
     elif left == 3:
         _groups(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, panels, 3)
+
+
+@njit(**OPTIONS)
+def narrow_float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
+    """As `wide_float_nibble_tiles`, panel by panel."""
+    for p in range(panels):
+        at, y_p = w_at + p * panel_size(columns, group), y_at + p * LANES
+        wide_float_nibble_tiles(w, at, columns, group, x, x_at, x_row, y, y_p, y_row, rows, 1)
+
+
+nibble_tiles = wide_nibble_tiles if FITS_ALL else narrow_nibble_tiles
+float_nibble_tiles = wide_float_nibble_tiles if FITS_ALL else narrow_float_nibble_tiles
 
 
 @njit(**OPTIONS)

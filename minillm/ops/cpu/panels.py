@@ -5,17 +5,18 @@ brings one weight each of sixteen outputs, one number of x multiplies all of the
 lanes, and a step reads the matrix from its first byte to its last.
 
 Bytes moved: the matrix once per 6 rows of x from the cache nearest to the processor, once per step from memory. With
-one row that is all that counts. Six rows and four panels make 24 sums, as many as registers hold, and there each weight
-is used six times for one load: the processor's arithmetic is the limit (57 G multiply-adds a second on one core of an
-AMD EPYC 9004, where one row reaches 25). Weights are stored as narrow as they are exact: a checkpoint in 16-bit floats
-is kept so and multiplied in fp32, which halves the bytes and changes no bit.
+one row that is all that counts. Six rows and four panels make 24 sums, as many as the registers of AVX-512 hold, and
+there each weight is used six times for one load: the processor's arithmetic is the limit (57 G multiply-adds a second
+on one core of an AMD EPYC 9004, where one row reaches 25). The registers of AVX2 and NEON hold six sums beside what
+those are made of: there, six rows go with one panel, two with two, one with four. Weights are stored as narrow as they
+are exact: a checkpoint in 16-bit floats is kept so and multiplied in fp32, which halves the bytes and changes no bit.
 
-INT8 weights are multiplied as bytes where the processor can (AVX-512 VNNI): 220 G multiply-adds a second. Four columns
-lie together, as `simd.tile_bytes` wants them, and activations are made bytes first: one for each number (`PAIRED`:
-W8A8), or two, the second of which goes on where the first ends (`TWICE_PAIRED`). Sixteen bits spread over the range of
-a row are off by 1/65 000 of its largest number at most: bfloat16 loses a hundred times as much on that one, float32
-loses less. Two bytes are two rows: twice the arithmetic of W8A8, the same weights read, and half the time of turning
-weights into floats and multiplying those, which is what other processors do.
+INT8 weights are multiplied as bytes where the processor can (VNNI on x86, dot products on ARM): with AVX-512 220 G
+multiply-adds a second. Four columns lie together, as `simd.tile_bytes` wants them, and activations are made bytes
+first: one for each number (`PAIRED`: W8A8), or two, the second of which goes on where the first ends (`TWICE_PAIRED`).
+Sixteen bits spread over the range of a row are off by 1/65 000 of its largest number at most: bfloat16 loses a hundred
+times as much on that one, float32 loses less. Two bytes are two rows: twice the arithmetic of W8A8, the same weights
+read, and half the time of turning weights into floats and multiplying those, which is what other processors do.
 
 INT4 weights in groups have panels of their own, of 4.25 bits a weight: `nibbles.py`.
 """
@@ -28,7 +29,9 @@ from numba.extending import overload
 
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.nibbles import float_nibble_tiles, nibble_tiles, panel_size, row_size
+from minillm.ops.cpu.processor import processor
 from minillm.ops.cpu.simd import (
+    FITS_ALL,
     LANES,
     PAIRED,
     fma,
@@ -41,8 +44,10 @@ from minillm.ops.cpu.simd import (
     tile_bytes,
 )
 
-ROWS, PANELS = 6, 4
-"""Rows and panels of the largest tile."""
+PANELS = 4
+"""That go together if there are as many."""
+BYTE_ROWS = 4 if processor().byte_products == "vpmaddwd" else 6
+"""Rows of the largest tile of bytes: `vpmaddwd` needs registers for the even and the odd ones."""
 CHUNK = 48
 """Rows of x that are carried through the matrix together: they stay in the second cache."""
 SUMS_SIZE = 2 * CHUNK * LANES * PANELS
@@ -77,7 +82,7 @@ def pack_pairs(codes: np.ndarray, kind: type = PAIRED) -> np.ndarray:
 
 
 @njit(**OPTIONS)
-def tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
+def wide_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
     """`tile` for any number of rows; `add` and `panels` are literal."""
     stay_whole()
     r = 0
@@ -99,13 +104,29 @@ def tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, ad
 
 
 @njit(**OPTIONS)
-def _byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
+def narrow_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
+    """As `wide_tiles`, with no more panels in a tile than six sums allow."""
+    if panels == 1 or rows == 1:
+        wide_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels)
+    elif rows == 2:
+        for p in range(0, panels, 2):
+            at, y_p = w_at + p * panel, y_at + p * LANES
+            wide_tiles(w, at, panel, step, x, x_at, x_row, length, y, y_p, y_row, rows, add, 2)
+    else:
+        for p in range(panels):
+            at, y_p = w_at + p * panel, y_at + p * LANES
+            wide_tiles(w, at, panel, step, x, x_at, x_row, length, y, y_p, y_row, rows, add, 1)
+
+
+@njit(**OPTIONS)
+def wide_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
     """`tile_bytes` for any number of rows; `panels` is literal."""
     stay_whole()
     r = 0
-    while rows - r >= 6:
-        tile_bytes(w, w_at, panel, x, x_at + r * x_row, x_row, fours, y, y_at + r * y_row, y_row, panels, 6)
-        r += 6
+    while rows - r >= BYTE_ROWS:
+        at, y_r = x_at + r * x_row, y_at + r * y_row
+        tile_bytes(w, w_at, panel, x, at, x_row, fours, y, y_r, y_row, panels, BYTE_ROWS)
+        r += BYTE_ROWS
     left = rows - r
     x_at, y_at = x_at + r * x_row, y_at + r * y_row
     if left == 1:
@@ -118,6 +139,23 @@ def _byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, pan
         tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 4)
     elif left == 5:
         tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 5)
+
+
+@njit(**OPTIONS)
+def narrow_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
+    """As `wide_byte_tiles`, with no more panels in a tile than six sums allow."""
+    if panels == 1 or rows == 1:
+        wide_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels)
+    elif rows == 2:
+        for p in range(0, panels, 2):
+            wide_byte_tiles(w, w_at + p * panel, panel, x, x_at, x_row, fours, y, y_at + p * LANES, y_row, rows, 2)
+    else:
+        for p in range(panels):
+            wide_byte_tiles(w, w_at + p * panel, panel, x, x_at, x_row, fours, y, y_at + p * LANES, y_row, rows, 1)
+
+
+tiles = wide_tiles if FITS_ALL else narrow_tiles
+byte_tiles = wide_byte_tiles if FITS_ALL else narrow_byte_tiles
 
 
 def _panel_size(w, matrix):
@@ -144,13 +182,13 @@ def _typed_sums(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, pane
         def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
             columns = matrix[COLUMNS]
             at, panel = row * columns, columns * LANES
-            _byte_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, rows, panels)
+            byte_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, rows, panels)
     elif w.dtype == types.boolean:
 
         def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
             columns = matrix[COLUMNS]
             at, panel = 2 * row * columns, columns * LANES
-            _byte_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, 2 * rows, panels)
+            byte_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, 2 * rows, panels)
     elif w.dtype == types.uint32:
 
         def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
@@ -180,7 +218,7 @@ def _finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
 
 @overload(_finish, jit_options=OPTIONS)
 def _typed_finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
-    # Bytes were moved up by 128 to be unsigned: `load_sums` takes 128 · Σ w away again.
+    # Bytes were moved up by `MIDDLE` to be unsigned: `load_sums` takes MIDDLE · Σ w away again.
     if w.dtype == types.uint8:
 
         def finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):

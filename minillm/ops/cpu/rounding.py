@@ -15,6 +15,7 @@ from minillm.ops.cpu.nibbles import row_size, store_whole
 from minillm.ops.cpu.panels import BYTE, COLUMNS, GROUP, INPUTS, NONE
 from minillm.ops.cpu.simd import (
     LANES,
+    MIDDLE,
     absolute,
     fma,
     largest,
@@ -28,8 +29,6 @@ from minillm.ops.cpu.simd import (
 )
 
 ZERO, LARGEST, TINY = np.float32(0), np.float32(127), np.finfo(np.float32).tiny
-MIDDLE = 128
-"""What makes a signed byte unsigned."""
 PER_BYTE, UPWARDS = np.float32(1 / 256), np.float32(1 / 512)
 LARGEST_OF_TWO = np.float32(127 * 256 + 127)
 """The largest number whose two bytes are signed both. `UPWARDS`: halves go up, so that the second is at most 127."""
@@ -39,7 +38,7 @@ def round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
     """Make the numbers at `x[x_at]` ready to be multiplied by `matrix`, as row `row`.
 
     For weights `w` that are multiplied as bytes: the codes and their scale. `PAIRED` ones take a byte per number, moved
-    up by 128; `TWICE_PAIRED` two, in rows 2 · `row` and the next: code = 256 · first + second, both moved up by 128;
+    up by `MIDDLE`; `TWICE_PAIRED` two, in rows 2 · `row` and the next: code = 256 · first + second, both moved up so;
     `NIBBLES` two signed ones and sums (see `nibbles.row_size`). For nibbles of either kind x is first multiplied, in
     place, by the matrix' input scales, if it has such. For other weights nothing.
     """

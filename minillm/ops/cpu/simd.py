@@ -12,22 +12,26 @@ token's numbers do not depend on who else is in the batch, to the last bit.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
 from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.processor import processor
 
 LANES = 16
-REGISTERS = 32
-"""That hold such vectors, with AVX-512."""
+REGISTERS = processor().registers
+"""How many such vectors fit into the processor's registers: 32 with AVX-512, 8 with AVX2 and with NEON."""
+FITS_ALL = REGISTERS >= 32
+"""Whether they hold the sums of six rows and four panels, 24; else they hold six sums."""
+MIDDLE = 0 if processor().byte_products == "sdot" else 128
+"""What `tile_bytes` wants to be added to a signed byte of x: nothing, or what makes it unsigned."""
 HALF, BFLOAT, PAIRED, TWICE_PAIRED = np.int16, np.uint16, np.uint8, np.bool_
 """numba knows no 16-bit floats: their bits travel as these integers. The last two: signed bytes in `tile_bytes`' order,
 for activations of one byte and of two. (int8 itself: signed bytes that become floats.)"""
@@ -268,12 +272,30 @@ def _function(name: str, count: int) -> Callable[..., Any]:
 
 fma = _function("llvm.fma.v16f32", 3)
 """a · b + c, rounded once."""
-maximum = _function("llvm.maximum.v16f32", 2)
-"""The larger of each pair; NaN if either is."""
-minimum = _function("llvm.minimum.v16f32", 2)
 absolute = _function("llvm.fabs.v16f32", 1)
 rint = _function("llvm.rint.v16f32", 1)
 """The nearest whole number, halves to even."""
+
+
+def _beyond(builder: ir.IRBuilder, a: Any, b: Any, sign: str) -> Any:
+    """`a` in the lanes where it is beyond `b` (`sign` is ">" or "<"), else `b`; NaN where either is.
+
+    LLVM's own `llvm.maximum` says the same, but before version 17 it has no x86 code for vectors and ends the process.
+    """
+    chosen = builder.select(builder.fcmp_unordered(sign, a, b), a, b)  # a, where it is NaN
+    return builder.select(builder.fcmp_unordered("uno", b, b), b, chosen)
+
+
+@intrinsic
+def maximum(typing: Any, a: Any, b: Any) -> Any:
+    """The larger of each pair; NaN if either is."""
+    return f32x16(f32x16, f32x16), lambda context, builder, signature, args: _beyond(builder, *args, ">")
+
+
+@intrinsic
+def minimum(typing: Any, a: Any, b: Any) -> Any:
+    """The smaller of each pair; NaN if either is."""
+    return f32x16(f32x16, f32x16), lambda context, builder, signature, args: _beyond(builder, *args, "<")
 
 
 def _fold(builder: ir.IRBuilder, vector: Any, join: Callable[[Any, Any], Any], down_to: int = 1) -> Any:
@@ -300,23 +322,21 @@ def total(typing: Any, vector: Any) -> Any:
     return types.float32(f32x16), code
 
 
-def _extreme(name: str) -> Callable[..., Any]:
+def _extreme(sign: str) -> Callable[..., Any]:
     @intrinsic
     def extreme(typing: Any, vector: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def join(a: Any, b: Any) -> Any:
-                return call(builder, f"llvm.{name}.v{a.type.count}f32", a.type, a, b)
-
-            return builder.extract_element(_fold(builder, args[0], join), ir.Constant(I32, 0))
+            folded = _fold(builder, args[0], lambda a, b: _beyond(builder, a, b, sign))
+            return builder.extract_element(folded, ir.Constant(I32, 0))
 
         return types.float32(f32x16), code
 
     return extreme
 
 
-largest = _extreme("maximum")
+largest = _extreme(">")
 """The largest lane, float32; NaN if one is."""
-smallest = _extreme("minimum")
+smallest = _extreme("<")
 
 
 @intrinsic
@@ -396,10 +416,9 @@ def exp(x):
     return _zero_below(fma(p, r * r, r + splat(ONE)) * _two_to_the(n), x, LOWEST)
 
 
-@cache
 def has_byte_products() -> bool:
-    """Whether the processor adds up products of bytes four by four (AVX-512 VNNI)."""
-    return bool(binding.get_host_cpu_features().get("avx512vnni"))
+    """Whether the processor adds up products of bytes four by four (x86: VNNI, ARM: dot products)."""
+    return processor().multiplies_bytes
 
 
 def loop_in_registers(
@@ -433,6 +452,24 @@ def _as_it_is(module: ir.Module) -> ir.MDValue:
     loop = ir.MDValue(module, [disable], name=str(len(module.metadata)))
     loop.operands = (loop, disable)  # itself first: so LLVM tells one loop's from another's
     return loop
+
+
+def _pairs_in_turn(
+    matrix: list[Any], weights: Callable[[Any], Any], tokens: list[Any], number: Callable[[Any], Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Every panel's weights with every row's number, each loaded when it is needed first.
+
+    LLVM keeps to that order. Were all loaded at once, they would need more registers than sums leave, and sums would
+    move from register to register in each round: half as fast with AVX-512.
+    """
+    if len(matrix) == 1:
+        [only] = map(weights, matrix)
+        yield from ((only, number(q)) for q in tokens)
+        return
+    numbers = [number(q) for q in tokens]
+    for q in matrix:
+        own = weights(q)
+        yield from ((own, b) for b in numbers)
 
 
 @intrinsic(prefer_literal=True)
@@ -470,10 +507,15 @@ def tile(
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             offset = builder.mul(k, step)
-            weights = [floats_at(builder, builder.gep(q, [offset]), w.dtype) for q in matrix]
-            numbers = [repeat(builder, builder.load(builder.gep(q, [k])), FLOATS) for q in tokens]
-            factors = [(a, b) for a in weights for b in numbers]
-            return [call(builder, "llvm.fma.v16f32", FLOATS, a, b, s) for (a, b), s in zip(factors, sums, strict=True)]
+
+            def weights(q: Any) -> Any:
+                return floats_at(builder, builder.gep(q, [offset]), w.dtype)
+
+            def number(q: Any) -> Any:
+                return repeat(builder, builder.load(builder.gep(q, [k])), FLOATS)
+
+            pairs = _pairs_in_turn(matrix, weights, tokens, number)
+            return [call(builder, "llvm.fma.v16f32", FLOATS, a, b, s) for (a, b), s in zip(pairs, sums, strict=True)]
 
         zero = ir.Constant(FLOATS, [0.0] * LANES)
         start = [read(builder, pointer) if goes_on else zero for pointer in out]
@@ -491,8 +533,8 @@ def tile_bytes(
 ) -> Any:  # fmt: skip
     """As `tile` for bytes: y, int32 in the place of floats, = Σ_k x[r, k] · w[p, k], exact, in any order.
 
-    `x` is unsigned. Four k lie together: `w[p, k // 4, 0 : 16, k % 4]`, signed. `length`: the number of such fours. The
-    instruction, `vpdpbusd`, makes 64 products and adds them up four by four; without it the same is done step by step.
+    Four k lie together: `w[p, k // 4, 0 : 16, k % 4]`, signed. `length`: the number of such fours. The bytes of `x` are
+    signed or unsigned, as `MIDDLE` says. See `add_products`.
     """
     if not isinstance(panels, types.IntegerLiteral):
         return None
@@ -517,10 +559,15 @@ def tile_bytes(
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             offset = builder.mul(k, ir.Constant(I64, 4 * LANES))
-            weights = [read(builder, builder.bitcast(builder.gep(q, [offset]), INTS.as_pointer())) for q in matrix]
-            numbers = [repeat(builder, read(builder, builder.gep(q, [k])), INTS) for q in tokens]
-            factors = [(a, b) for a in weights for b in numbers]
-            return [add_products(builder, s, a, b) for (a, b), s in zip(factors, sums, strict=True)]
+
+            def weights(q: Any) -> Any:
+                return read(builder, builder.bitcast(builder.gep(q, [offset]), INTS.as_pointer()))
+
+            def number(q: Any) -> Any:
+                return repeat(builder, read(builder, builder.gep(q, [k])), INTS)
+
+            pairs = _pairs_in_turn(matrix, weights, tokens, number)
+            return [add_products(builder, s, a, b) for (a, b), s in zip(pairs, sums, strict=True)]
 
         zero = ir.Constant(INTS, [0] * LANES)
         for value, pointer in zip(loop_in_registers(builder, length, [zero] * (n * m), body), out, strict=True):
@@ -531,9 +578,62 @@ def tile_bytes(
 
 
 def add_products(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
-    """sums + the four products of each lane: a lane of `signed` is four signed bytes, of `unsigned` four unsigned."""
-    if has_byte_products():
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, sums, unsigned, signed)
+    """sums + the four products of each lane: a lane of `signed` is four signed bytes, of `unsigned` four unsigned ones,
+    except for `sdot`: it takes those for signed too (below 128 both are the same).
+
+        vpdpbusd   64 products a time (AVX-512 VNNI) or 32 (AVX-VNNI)
+        sdot       16 (NEON)
+        vpmaddwd   pairs of 16 bits, so even and odd bytes one after the other (AVX2, AVX-512)
+
+    Elsewhere each byte is cut out and multiplied by itself.
+    """
+    chip = processor()
+    if chip.byte_products is None:
+        return _add_products_of_each_byte(builder, sums, signed, unsigned)
+    parts = []
+    for s, a, b in zip(*(_split(builder, v, chip.byte_lanes) for v in (sums, signed, unsigned)), strict=True):
+        if chip.byte_products == "vpdpbusd":
+            parts.append(call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * chip.byte_lanes}", s.type, s, b, a))
+        elif chip.byte_products == "sdot":
+            bytes_ = [builder.bitcast(v, ir.VectorType(I8, 16)) for v in (a, b)]
+            parts.append(call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", s.type, s, *bytes_))
+        else:
+            parts.append(_add_products_of_pairs(builder, s, a, b))
+    return _joined(builder, parts)
+
+
+def _split(builder: ir.IRBuilder, vector: Any, lanes: int) -> list[Any]:
+    """The vector as vectors of `lanes` lanes."""
+    if lanes == LANES:
+        return [vector]
+    masks = [list(range(first, first + lanes)) for first in range(0, LANES, lanes)]
+    return [builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, lanes), mask)) for mask in masks]
+
+
+def _joined(builder: ir.IRBuilder, parts: list[Any]) -> Any:
+    """The inverse of `_split`."""
+    while len(parts) > 1:
+        mask = list(range(2 * parts[0].type.count))
+        order = ir.Constant(ir.VectorType(I32, len(mask)), mask)
+        parts = [builder.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _add_products_of_pairs(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
+    """`add_products` by `vpmaddwd`: two products of 16 bits are added up in each lane, 2 · 127 · 255 at most."""
+    lanes = sums.type.count
+    pairs = ir.VectorType(I16, 2 * lanes)
+    name = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}[lanes]
+    eight, low = (ir.Constant(pairs, [number] * 2 * lanes) for number in (8, 255))
+    a, b = (builder.bitcast(v, pairs) for v in (signed, unsigned))
+    odd = builder.ashr(a, eight), builder.lshr(b, eight)
+    even = builder.ashr(builder.shl(a, eight), eight), builder.and_(b, low)
+    for factors in (even, odd):
+        sums = builder.add(sums, call(builder, name, sums.type, *factors))
+    return sums
+
+
+def _add_products_of_each_byte(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
     shift = ir.Constant(INTS, [24] * LANES)
     for left in (24, 16, 8, 0):
         by = ir.Constant(INTS, [left] * LANES)

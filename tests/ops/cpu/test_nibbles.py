@@ -21,9 +21,11 @@ from minillm.ops.cpu.nibbles import (
     row_size,
 )
 from minillm.ops.cpu.panels import BIAS, COLUMNS, GROUP, MATRIX_FIELDS, NONE, OUTPUTS, PANEL, SUMS_SIZE, multiply
+from minillm.ops.cpu.processor import Processor
 from minillm.ops.cpu.rounding import round_row
 from minillm.ops.cpu.simd import LANES
 from minillm.quantization.groups import Groups, dequantize_groups, quantize_groups
+from tests.ops.cpu.test_simd import ways_here
 
 KINDS = [NIBBLES, FLOAT_NIBBLES]
 SHAPES = [(16, 32, 16), (64, 128, 64), (100, 256, 128), (176, 192, 128), (72, 80, 64), (40, 48, 128)]
@@ -151,14 +153,12 @@ def one_group() -> Any:
     return product
 
 
-@pytest.mark.parametrize("instruction", [True, False])
+@pytest.mark.parametrize("way", ways_here(), ids=lambda way: f"{way.byte_products} x {way.byte_lanes}")
 @pytest.mark.parametrize(("code", "zero"), [(15, 0), (0, 15), (15, 15)])
-def test_the_largest_numbers_of_the_longest_group_fit_with_and_without_the_instruction(
-    code: int, zero: int, instruction: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_largest_numbers_of_the_longest_group_fit_with_every_instruction(
+    code: int, zero: int, way: Processor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if instruction and not simd.has_byte_products():
-        instruction = False  # then this processor always goes the other way, and that is what is tested
-    monkeypatch.setattr(simd, "has_byte_products", lambda: instruction)
+    monkeypatch.setattr(simd, "processor", lambda: way)
     columns = LONGEST_GROUP
     codes, zeros = np.full((16, columns), code, np.uint8), np.full((16, 1), zero, np.uint8)
     w = pack_nibbles(codes, np.ones((16, 1), np.float16), zeros, columns)

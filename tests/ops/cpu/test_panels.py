@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numba import njit
 
+from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.panels import (
     BIAS,
     COLUMNS,
@@ -17,10 +19,14 @@ from minillm.ops.cpu.panels import (
     SUMS,
     SUMS_SIZE,
     multiply,
+    narrow_byte_tiles,
+    narrow_tiles,
     pack,
     pack_pairs,
+    wide_byte_tiles,
+    wide_tiles,
 )
-from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, PAIRED, TWICE_PAIRED
+from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, PAIRED, TWICE_PAIRED
 from minillm.quantization.int8 import quantize_rows
 from minillm.quantization.w8a8 import integer_product
 
@@ -35,7 +41,7 @@ def two_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = x.abs().amax(1) / TWO_BYTES
     codes = (x / scales[:, None]).round().int()
     first = torch.div(codes + 128, 256, rounding_mode="floor")
-    return torch.stack((first, codes - 256 * first), 1).add(128).to(torch.uint8), scales
+    return torch.stack((first, codes - 256 * first), 1).add(MIDDLE).to(torch.uint8), scales
 
 
 def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None, add: bool = False):
@@ -55,7 +61,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
         paired = PAIRED if kind == "pairs" else TWICE_PAIRED
         panels = pack(codes.numpy()) if kind == "int8" else pack_pairs(codes.numpy(), paired)
         keep(SCALES, scales.numpy())
-        keep(SUMS, (128 * codes.int().sum(1, dtype=torch.int32)).numpy().view(np.float32))
+        keep(SUMS, (MIDDLE * codes.int().sum(1, dtype=torch.int32)).numpy().view(np.float32))
         meant = codes * scales[:, None]
     else:
         meant = {"float32": weight, "half": weight.half(), "bfloat": weight.bfloat16()}[kind]
@@ -66,7 +72,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
         keep(BIAS, bias.numpy())
     rows = len(x)
     codes_x, scales_x = quantize_rows(x)
-    unsigned = (codes_x.int() + 128).to(torch.uint8)
+    unsigned = (codes_x.int() + MIDDLE).to(torch.uint8)
     if kind == "pairs twice":
         unsigned, scales_x = two_bytes(x)
     unsigned = unsigned.numpy().reshape(-1)
@@ -117,3 +123,36 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str) -> None:
     together, _ = run(kind, weight, x)
     for first, last in ((0, 1), (3, 5), (10, 16), (40, 55)):
         assert torch.equal(run(kind, weight, x[first:last])[0], together[first:last])
+
+
+@njit(**OPTIONS)
+def both_tiles(w, x, y, columns, rows):
+    wide_tiles(w, 0, columns * LANES, LANES, x, 0, columns, columns, y[0], 0, 4 * LANES, rows, False, 4)
+    narrow_tiles(w, 0, columns * LANES, LANES, x, 0, columns, columns, y[1], 0, 4 * LANES, rows, False, 4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 13])
+def test_tiles_for_few_registers_give_the_bits_of_those_for_many(rows: int) -> None:
+    torch.manual_seed(rows)
+    weight, x = torch.randn(64, 48), torch.randn(rows, 48)
+    y = np.full((2, rows * 64), np.nan, np.float32)
+    both_tiles(pack(weight.numpy()), x.numpy().reshape(-1), y, 48, rows)
+    assert np.array_equal(y[0], y[1])
+    assert relative(torch.from_numpy(y[1]).view(rows, 64), x.double() @ weight.double().T) < 1e-6
+
+
+@njit(**OPTIONS)
+def both_byte_tiles(w, x, y, columns, rows):
+    wide_byte_tiles(w, 0, columns * LANES, x, 0, columns, columns // 4, y[0], 0, 4 * LANES, rows, 4)
+    narrow_byte_tiles(w, 0, columns * LANES, x, 0, columns, columns // 4, y[1], 0, 4 * LANES, rows, 4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 13])
+def test_tiles_of_bytes_for_few_registers_give_the_sums_of_those_for_many(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    codes, x = rng.integers(-127, 128, (64, 48)).astype(np.int8), rng.integers(0, 127, (rows, 48)).astype(np.uint8)
+    y = np.zeros((2, rows * 64), np.float32)
+    both_byte_tiles(pack_pairs(codes), x.reshape(-1), y, 48, rows)
+    right = x.astype(np.int64) @ codes.T.astype(np.int64)
+    for got in y:
+        assert np.array_equal(got.view(np.int32).reshape(rows, 64), right)

@@ -10,7 +10,7 @@ from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, NIBBLES, row_size
 from minillm.ops.cpu.panels import COLUMNS, GROUP, INPUTS, MATRIX_FIELDS, NONE
 from minillm.ops.cpu.rounding import round_row
-from minillm.ops.cpu.simd import HALF, PAIRED, TWICE_PAIRED
+from minillm.ops.cpu.simd import HALF, MIDDLE, PAIRED, TWICE_PAIRED
 
 SIZE, ROW, GROUP_SIZE = 48, 1, 32
 BYTES = {PAIRED: SIZE, TWICE_PAIRED: 2 * SIZE, NIBBLES: row_size(SIZE, GROUP_SIZE)}
@@ -42,7 +42,7 @@ def row_of(kind: type, x: np.ndarray) -> tuple[np.ndarray, float]:
     if kind is NIBBLES:
         parts = row[: 2 * SIZE].view(np.int8).astype(np.int64).reshape(2, SIZE)
     else:
-        parts = row.astype(np.int64).reshape(-1, SIZE) - 128
+        parts = (row - np.uint8(MIDDLE)).view(np.int8).astype(np.int64).reshape(-1, SIZE)
     return (parts[0] if kind is PAIRED else 256 * parts[0] + parts[1]), step
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numba import njit
 
 from minillm.ops.cpu import simd
 from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.processor import Processor
 
 RNG = np.random.default_rng(0)
 
@@ -36,6 +39,34 @@ def test_exp_at_its_ends() -> None:
     assert got[0] == 1 and not got[1:4].any()
     assert np.isfinite(got[4:6]).all() and got[4] == got[5]
     assert np.isnan(got[6])
+
+
+@njit(**OPTIONS)
+def extremes(a, b, out):
+    simd.store(out, 0, simd.maximum(simd.load(a, 0), simd.load(b, 0)))
+    simd.store(out, 16, simd.minimum(simd.load(a, 0), simd.load(b, 0)))
+    out[32], out[33] = simd.largest(simd.load(a, 0)), simd.smallest(simd.load(a, 0))
+
+
+def test_nan_wins_over_every_number_whichever_side_it_stands_on() -> None:
+    a, b, out = np.arange(16, dtype=np.float32), np.full(16, 7, np.float32), np.empty(34, np.float32)
+    a[3], b[5], a[8], b[9], a[0], a[15] = np.nan, np.nan, -np.inf, np.inf, np.inf, -np.inf
+    extremes(a, b, out)
+    assert np.array_equal(out[:16], np.maximum(a, b), equal_nan=True)
+    assert np.array_equal(out[16:32], np.minimum(a, b), equal_nan=True)
+    assert np.isnan(out[32:]).all()
+    extremes(np.arange(16, 0, -1, dtype=np.float32), b, out)
+    assert (out[32], out[33]) == (16, 1)
+
+
+def test_nothing_is_asked_of_llvm_that_its_older_versions_cannot_do_on_x86() -> None:
+    """Before version 17 (numba 0.61 brings 15) `llvm.maximum` of vectors ends the process when it is compiled."""
+    a, out = np.zeros(16, np.float32), np.empty(34, np.float32)
+    extremes(a, a, out)
+    exp_of([1.0])
+    for function in (extremes, exponentials):
+        for code in function.inspect_llvm().values():
+            assert "llvm.maximum" not in code and "llvm.minimum" not in code
 
 
 @njit(**OPTIONS)
@@ -128,22 +159,39 @@ def byte_sums():
     return product
 
 
-@pytest.mark.parametrize("instruction", [True, False])
-def test_sums_of_bytes_are_exact_at_their_largest_with_and_without_the_instruction(
-    instruction: bool, monkeypatch: pytest.MonkeyPatch
+def ways_here() -> list[Processor]:
+    """This processor, and with fewer of its instructions those beside it: AVX-VNNI, AVX2, none."""
+    here = simd.processor()
+    ways = [here, replace(here, byte_products=None, byte_lanes=0)]
+    if here.is_x86:
+        ways.append(replace(here, byte_products="vpmaddwd", byte_lanes=8))
+        if here.byte_lanes == 16:
+            ways.append(replace(here, byte_products="vpmaddwd"))
+        if here.byte_products == "vpdpbusd":
+            ways.append(replace(here, byte_lanes=8))
+    return ways
+
+
+@pytest.mark.parametrize("way", ways_here(), ids=lambda way: f"{way.byte_products} x {way.byte_lanes}")
+def test_sums_of_bytes_are_exact_at_their_largest_with_every_instruction(
+    way: Processor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if instruction and not simd.has_byte_products():
-        instruction = False  # then this processor always goes the other way, and that is what is tested
-    monkeypatch.setattr(simd, "has_byte_products", lambda: instruction)
+    monkeypatch.setattr(simd, "processor", lambda: way)
     fours = 9
     w = RNG.integers(-127, 128, (2, fours, 16, 4)).astype(np.int8)
     w[0, :, 0], w[0, :, 1] = 127, -127
     x = RNG.integers(0, 256, (3, fours * 4)).astype(np.uint8)
     x[0] = 255
     out = np.empty(3 * 32, np.float32)
-    byte_sums()(w.reshape(-1).view(np.uint8), x.reshape(-1), fours, out)
+    product = byte_sums()
+    product(w.reshape(-1).view(np.uint8), x.reshape(-1), fours, out)
     rows = w.transpose(0, 2, 1, 3).reshape(32, -1).astype(np.int64)
-    assert np.array_equal(out.view(np.int32).reshape(3, 32), x.astype(np.int64) @ rows.T)
+    meant = x.astype(np.int64) if way.byte_products != "sdot" else x.view(np.int8).astype(np.int64)
+    assert np.array_equal(out.view(np.int32).reshape(3, 32), meant @ rows.T)
+    [code] = product.inspect_asm().values()
+    registers = {8: "%ymm", 16: "%zmm"}.get(way.byte_lanes, "") if way.is_x86 else ""
+    found = [line for line in code.splitlines() if way.byte_products and f"\t{way.byte_products}\t" in line]
+    assert bool(found) == bool(way.byte_products) and all(registers in line for line in found)
 
 
 @njit(**OPTIONS)

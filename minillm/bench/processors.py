@@ -1,0 +1,186 @@
+"""The compiled step as it is compiled for other processors, beside plain PyTorch held to their instructions.
+
+numba compiles for any processor whose instructions this one has as well, and PyTorch's libraries can be told to use no
+more than AVX2 or less. So each row is a process that pretends: what runs is what would run there, at this processor's
+speed. Processors of another family only compile; of those the inner loops are counted (`minillm.bench.assembly`).
+
+A process compiles the step anew, for every kind of weights: half a minute each on an idle machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from minillm.bench.contestants import choose
+from minillm.bench.harness import Row, System, compare, result
+from minillm.bench.prefill import joined_prompt
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+KINDS = ("fp32", "int8", "w8a8", "int4")
+HELD_TO = {
+    "haswell": "avx2",
+    "alderlake": "avx2",
+    "skylake-avx512": "avx512",
+    "x86-64": "default",
+    "ivybridge": "default",
+}
+"""Processor, as LLVM knows it → what PyTorch's own kernels may use."""
+ONEDNN = {"avx2": "AVX2", "avx512": "AVX512_CORE", "default": "SSE41"}
+MKL = {"avx2": "AVX2", "avx512": "AVX512", "default": "SSE4_2"}
+COMPILE_ONLY = ("apple-m1", "neoverse-n1", "neoverse-v1")
+PROMPT_TOKENS, ROUNDS = 64, 3
+PRETENDING = """
+import json, sys
+from minillm.bench.processors import measure_here
+print(json.dumps(measure_here(*json.loads(sys.argv[1]))))
+"""
+
+
+def run(
+    model: str = "minicoder", systems: Sequence[str] | None = None, rounds: int = ROUNDS, new_tokens: int = 32
+) -> dict[str, Any]:
+    """Every processor in turn; returns the result as JSON values.
+
+    `systems`: names such as "haswell fp32"; all unless they are given. Raises `ConfigError` for one that is none.
+    """
+    known = [f"{name} {kind}" for name in HELD_TO for kind in KINDS]
+    chosen = choose(known, systems)
+    rows, missing = [], {}
+    for name in HELD_TO:
+        kinds = [kind for kind in KINDS if f"{name} {kind}" in chosen]
+        if kinds:
+            found = _pretend(name, [model, kinds, rounds, new_tokens])
+            if found["reason"]:
+                missing[name] = found["reason"]
+            for row in found["rows"]:
+                row["config"]["processor"] = name
+                rows.append(Row(**row))
+    config = {
+        "model": model,
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": new_tokens,
+        "sampling": "greedy",
+        "counted": "whole completions",
+        "threads": 1,
+        "rounds": rounds,
+        "left_out": missing,
+        "loops": count_loops(),
+    }
+    return result("processors", config, rows)
+
+
+HEADINGS = ("processor", "what", "speed over PyTorch's", "spread", "PyTorch's tokens")
+
+
+def lines(outcome: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The result as lines under `HEADINGS`: what ran, what was refused and why, what was only compiled."""
+    from minillm.bench.tables import same_tokens
+
+    found = [
+        (
+            row["config"]["processor"],
+            row["system"],
+            f"{row['ratio']:.2f}×",
+            f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}",
+            same_tokens(row),
+        )
+        for row in outcome["rows"]
+        if row["baseline"] is not None
+    ]
+    found += [(name, f"refused: {why}", "", "", "") for name, why in outcome["config"]["left_out"].items()]
+    for name, loops in outcome["config"]["loops"].items():
+        found += [(name, f"compiled only, {kind}: {text}", "", "", "") for kind, text in loops.items()]
+    return found
+
+
+def table(outcome: dict[str, Any]) -> Table:
+    """The lines for the terminal."""
+    from rich.table import Table
+
+    found = Table(*HEADINGS, title=f"processors on {outcome['hardware']['cpu']['name']}")
+    for line in lines(outcome):
+        found.add_row(*line)
+    return found
+
+
+def markdown(outcome: dict[str, Any]) -> str:
+    """The lines for a document."""
+    parts = [HEADINGS, ["---"] * len(HEADINGS), *lines(outcome)]
+    return "\n".join(f"| {' | '.join(part)} |" for part in parts) + "\n"
+
+
+def count_loops() -> dict[str, dict[str, str]]:
+    """What the inner loops of six rows and one panel consist of on processors that are not here."""
+    from llvmlite import binding
+
+    from minillm.bench.assembly import Loop, byte_loop, float_loop
+
+    def text(loop: Loop) -> str:
+        times = ", ".join(f"{count} {name}" for name, count in loop.multiplications.items())
+        return f"{times} of {len(loop.lines)}, {loop.spills} spilled"
+
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    return {
+        name: {"float32": text(float_loop(name, 6, 1)), "bytes": text(byte_loop(name, 6, 1))} for name in COMPILE_ONLY
+    }
+
+
+def measure_here(model: str, kinds: Sequence[str], rounds: int, new_tokens: int) -> dict[str, Any]:
+    """The rows of this process, and why the step is not compiled, if it is not."""
+    from minillm.ops.cpu.processor import processor
+
+    reason = processor().unsupported_reason
+    if reason is not None:
+        return {"reason": reason, "rows": []}
+    rows = [row for kind in kinds for row in _compare(model, kind, rounds, new_tokens)]
+    return {"reason": None, "rows": [asdict(row) for row in rows]}
+
+
+def _compare(model: str, kind: str, rounds: int, new_tokens: int) -> list[Row]:
+    from minillm import LLM, SamplingParams
+
+    prompt = joined_prompt(model, PROMPT_TOKENS)
+    greedy = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+
+    def system(name: str, baseline: str | None, eager: bool) -> System:
+        quantization = None if kind == "fp32" else kind
+        llm = LLM(model, quantization=quantization, enforce_eager=eager, enable_prefix_caching=False, device="cpu")
+
+        def complete() -> list[list[int]]:
+            return [
+                list(o.outputs[0].token_ids)
+                for o in llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+            ]
+
+        return System(name, complete, baseline)
+
+    plain = f"minillm eager {kind}"
+    return compare([system(plain, None, True), system(f"minillm {kind}", plain, False)], rounds)
+
+
+def _pretend(name: str, arguments: list[Any]) -> dict[str, Any]:
+    """`measure_here` in a process that is compiled for `name` and in which PyTorch keeps to its instructions."""
+    environment = {
+        **os.environ,
+        "NUMBA_CPU_NAME": name,
+        "NUMBA_CPU_FEATURES": "",
+        "ATEN_CPU_CAPABILITY": HELD_TO[name],
+        "ONEDNN_MAX_CPU_ISA": ONEDNN[HELD_TO[name]],
+        "MKL_ENABLE_INSTRUCTIONS": MKL[HELD_TO[name]],
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", PRETENDING, json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return {"reason": f"the process ended with status {done.returncode}; its error stands above", "rows": []}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

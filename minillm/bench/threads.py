@@ -1,0 +1,167 @@
+"""Decoding with 1, 2, 4 and 8 threads asked for: on the machine as it is, on a busy one, and in a container's share.
+
+A step's threads wait for each other, and do badly where they have no processors to themselves. The engine takes fewer
+then (`minillm.ops.cpu.threads`), so that asking for too many should cost little: every ratio here is to one thread.
+
+Each number of threads is a process of its own, which loads the model once; they are asked in turn. Tokens must be the
+same whatever their number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minillm.bench.harness import Row, System, compare, result
+from minillm.bench.prefill import joined_prompt
+from minillm.hardware import usable_processors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COUNTS = (1, 2, 4, 8)
+PROMPT_TOKENS = 128
+ROUNDS = 5
+CONTROL_GROUPS = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+"""Where groups with a share of processor time are made, version 1 and 2."""
+SHARE = 0.5
+"""Of one processor."""
+IDLE, BUSY, LIMITED = "as it is", "a busy process for each processor", f"{SHARE} processors"
+ANSWERING = """
+import json, sys
+from minillm import LLM, SamplingParams
+llm = LLM(sys.argv[1], enable_prefix_caching=False)
+for line in sys.stdin:
+    prompt, new_tokens = json.loads(line)
+    greedy = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    [output] = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+    print(json.dumps(output.outputs[0].token_ids), flush=True)
+"""
+
+
+def run(model: str = "minicoder", rounds: int = ROUNDS, new_tokens: int = 96) -> dict[str, Any]:
+    """Every number of threads in turn, `rounds` times, in each condition; returns the result as JSON values."""
+    prompt = joined_prompt(model, PROMPT_TOKENS)
+    rows: list[Row] = []
+    missing: dict[str, str] = {}
+    for condition in (IDLE, BUSY, LIMITED):
+        try:
+            with ExitStack() as stack:
+                group = stack.enter_context(control_group()) if condition == LIMITED else None
+                systems = [
+                    _system(stack.enter_context(Worker.started(model, count, group)), condition, prompt, new_tokens)
+                    for count in COUNTS
+                ]
+                if condition == BUSY:
+                    stack.enter_context(busy_processes(usable_processors()))
+                rows += compare(systems, rounds)
+        except PermissionError as problem:
+            missing[condition] = f"no group with a share of processor time can be made here ({problem})"
+    config = {
+        "model": model,
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": new_tokens,
+        "sampling": "greedy",
+        "counted": "whole completions",
+        "processors": usable_processors(),
+        "rounds": rounds,
+        "left_out": missing,
+    }
+    return result("threads", config, rows)
+
+
+def table(outcome: dict[str, Any]) -> Table:
+    """The rows for the terminal, with what else the machine had to do."""
+    from minillm.bench.tables import speed_table
+
+    return speed_table(outcome, {"condition": "machine"})
+
+
+class Worker:
+    """A process with its own number of threads, which completes prompts."""
+
+    def __init__(self, count: int, process: subprocess.Popen[str]) -> None:
+        self.count = count
+        self.process = process
+
+    @classmethod
+    @contextmanager
+    def started(cls, model: str, count: int, group: Path | None) -> Iterator[Worker]:
+        """One that runs in this control group, if there is one, and is ended afterwards."""
+        environment = {**os.environ, "OMP_NUM_THREADS": str(count), "NUMBA_NUM_THREADS": str(count)}
+        command = [sys.executable, "-c", ANSWERING, model]
+        if group is not None:
+            command = ["sh", "-c", f'echo $$ > "{group / "cgroup.procs"}" && exec "$@"', "sh", *command]
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                yield cls(count, process)
+            finally:
+                process.kill()
+
+    def complete(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
+        """The tokens that follow. Raises `RuntimeError` if the process has ended."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps([prompt, new_tokens]) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process with {self.count} threads ended; its error stands above")
+        tokens: list[int] = json.loads(answer)
+        return tokens
+
+
+def _system(worker: Worker, condition: str, prompt: list[int], new_tokens: int) -> System:
+    return System(
+        _name(worker.count),
+        lambda: [worker.complete(prompt, new_tokens)],
+        None if worker.count == 1 else _name(1),
+        lambda: {"condition": condition},
+    )
+
+
+def _name(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """So many processes that never wait."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def control_group() -> Iterator[Path]:
+    """A control group with `SHARE` of a processor. Raises `PermissionError` where none can be made."""
+    period = 100_000
+    for root, file, text in (
+        (CONTROL_GROUPS[0], "cpu.cfs_quota_us", f"{int(SHARE * period)}"),
+        (CONTROL_GROUPS[1], "cpu.max", f"{int(SHARE * period)} {period}"),
+    ):
+        group = root / f"minillm-bench-{os.getpid()}"
+        if not (root / "cgroup.procs").exists():
+            continue
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / file).write_text(text)
+            yield group
+        finally:
+            group.rmdir()
+        return
+    raise PermissionError("neither version of control groups is writable")

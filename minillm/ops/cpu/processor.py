@@ -1,0 +1,126 @@
+"""What the processor that numba compiles for can do, as the compiler itself says.
+
+Tables of processors grow old, and the map of features that LLVM gives is empty on some (Apple's). So three small
+functions are compiled for the processor, in some 20 ms, and one looks at the instructions that they became. That is
+right as well where `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` ask for another processor than this one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from llvmlite import binding
+
+FIRST_VERSION_WITH_PTR = 17
+"""Of LLVM: since then a pointer's type does not say what it points to."""
+PROBE = """
+declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
+declare i32 @llvm.vector.reduce.add.v64i32(<64 x i32>)
+define void @multiply_and_add(<16 x float>* %p) {
+  %x = load <16 x float>, <16 x float>* %p
+  %y = call <16 x float> @llvm.fma.v16f32(<16 x float> %x, <16 x float> %x, <16 x float> %x)
+  store <16 x float> %y, <16 x float>* %p
+  ret void
+}
+define float @convert(half* %p) {
+  %x = load half, half* %p
+  %y = fpext half %x to float
+  ret float %y
+}
+define i32 @multiply_bytes(<64 x i8>* %p, <64 x i8>* %q) {
+  %x = load <64 x i8>, <64 x i8>* %p
+  %y = load <64 x i8>, <64 x i8>* %q
+  %a = EXTEND <64 x i8> %x to <64 x i32>
+  %b = sext <64 x i8> %y to <64 x i32>
+  %c = mul <64 x i32> %a, %b
+  %d = call i32 @llvm.vector.reduce.add.v64i32(<64 x i32> %c)
+  ret i32 %d
+}
+"""
+INSTRUCTIONS = (("vpdpbusd", r"vpdpbusd"), ("sdot", r"sdot"), ("vpmaddwd", r"vpmaddwd .*[yz]mm"))
+"""Those that add up products of bytes, the best first: four products a lane of unsigned by signed bytes, of signed by
+signed ones, and two products a lane of 16-bit numbers (at least 256 bits wide)."""
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What matters to the functions of this folder."""
+
+    architecture: str
+    """"x86", "arm" or "other"."""
+    has_fma: bool
+    """Multiplies and adds in one instruction."""
+    converts_halves: bool
+    """Turns float16 into float32 in one instruction. Without it LLVM calls a function that nobody may have."""
+    registers: int
+    """How many vectors of sixteen floats fit into its registers."""
+    byte_products: str | None
+    """One of `INSTRUCTIONS`; None: there is none."""
+    byte_lanes: int
+    """Sums that one such instruction makes, 32 bits each."""
+
+    @property
+    def is_x86(self) -> bool:
+        """Whether it is an Intel's or AMD's."""
+        return self.architecture == "x86"
+
+    @property
+    def unsupported_reason(self) -> str | None:
+        """Why nothing is compiled for this processor; None if it is."""
+        if self.is_x86 and not (self.has_fma and self.converts_halves):
+            lacking = [name for name, there in (("FMA", self.has_fma), ("F16C", self.converts_halves)) if not there]
+            return (
+                "the compiled step needs FMA and F16C (Intel since Haswell, AMD since Piledriver), "
+                f"and this processor has no {' and no '.join(lacking)}"
+            )
+        return None
+
+    @property
+    def multiplies_bytes(self) -> bool:
+        """Whether it adds up products of bytes four by four."""
+        return self.byte_products in ("vpdpbusd", "sdot")
+
+
+@cache
+def processor() -> Processor:
+    """The one that numba compiles for."""
+    from numba.core.registry import cpu_target
+
+    return examine(*cpu_target.target_context.codegen().magic_tuple())
+
+
+def findings() -> dict[str, str | None]:
+    """What the doctor says of the processor: why it cannot be used, and its instruction for bytes."""
+    found = processor()
+    return {
+        "unsupported_reason": found.unsupported_reason,
+        "byte_products": found.byte_products if found.multiplies_bytes else None,
+    }
+
+
+def examine(triple: str, name: str, features: str = "") -> Processor:
+    """What LLVM makes of `PROBE` for a processor that it knows by this name, such as "apple-m1"."""
+    start = triple.split("-")[0]
+    is_x86 = start in ("x86_64", "i386", "i686")
+    source = PROBE.replace("EXTEND", "zext")
+    if not is_x86:  # one vector of theirs, and both signed
+        source = PROBE.replace("EXTEND", "sext").replace("64 x", "16 x").replace("v64i32", "v16i32")
+    if binding.llvm_version_info[0] >= FIRST_VERSION_WITH_PTR:
+        source = re.sub(r"(<\d+ x \w+>|half)\*", "ptr", source)
+    module = binding.parse_assembly(source)
+    module.triple = triple
+    machine = binding.Target.from_triple(triple).create_target_machine(name, features, opt=2)
+    code = machine.emit_assembly(module).replace("\t", " ")
+    found = [(known, line) for known, pattern in INSTRUCTIONS for line in re.findall(f".*{pattern}.*", code)]
+    widest = 16 if "zmm" in code else 8 if "ymm" in code else 4
+    instruction, line = found[0] if found else (None, "")
+    return Processor(
+        "x86" if is_x86 else "arm" if start in ("aarch64", "arm64") else "other",
+        bool(re.search(r"vfn?madd|fmla|fmadd", code)),
+        not re.search(r"extendhfsf2|gnu_h2f", code),
+        32 if widest == 16 else (16 if is_x86 else 32) * widest // 16,
+        instruction,
+        0 if instruction is None else 16 if "zmm" in line else 8 if "ymm" in line else 4,
+    )

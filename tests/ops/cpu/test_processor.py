@@ -1,0 +1,130 @@
+"""What is said of processors that are not here: the compiler knows them all."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from llvmlite import binding
+
+from minillm import checks, trial
+from minillm.cache.paged import PagedKVCache
+from minillm.models import cpu_executor
+from minillm.models.config import ModelConfig, RopeConfig
+from minillm.models.decoder import Decoder
+from minillm.models.runner import ModelRunner, Segment
+from minillm.ops.cpu.processor import Processor, examine, processor
+
+X86, MAC, LINUX_ARM = "x86_64-unknown-linux-gnu", "arm64-apple-macosx14.0.0", "aarch64-unknown-linux-gnu"
+LACKING_BOTH = "no FMA and no F16C"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_target() -> None:
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+
+
+@pytest.mark.parametrize(
+    ("name", "registers", "byte_products", "byte_lanes"),
+    [
+        ("haswell", 8, "vpmaddwd", 8),
+        ("skylake-avx512", 32, "vpmaddwd", 16),
+        ("cascadelake", 32, "vpdpbusd", 16),
+        ("alderlake", 8, "vpdpbusd", 8),
+        ("znver3", 8, "vpmaddwd", 8),
+    ],
+)
+def test_x86_processors_are_known_by_what_they_compile_to(
+    name: str, registers: int, byte_products: str, byte_lanes: int
+) -> None:
+    found = examine(X86, name)
+    assert found == Processor("x86", True, True, registers, byte_products, byte_lanes)
+    assert found.unsupported_reason is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("x86-64", LACKING_BOTH), ("nehalem", LACKING_BOTH), ("ivybridge", "has no FMA")]
+)
+def test_x86_without_fma_or_half_floats_is_refused_with_what_it_lacks(name: str, reason: str) -> None:
+    found = examine(X86, name).unsupported_reason
+    assert found is not None and found.endswith(reason)
+
+
+def test_f16c_alone_can_be_what_is_lacking() -> None:
+    found = examine(X86, "haswell", "-f16c")
+    assert found.has_fma and not found.converts_halves
+    assert found.unsupported_reason is not None and found.unsupported_reason.endswith("has no F16C")
+
+
+@pytest.mark.parametrize(
+    ("triple", "name", "byte_products"),
+    [
+        (MAC, "apple-m1", "sdot"),
+        (LINUX_ARM, "neoverse-n1", "sdot"),
+        (LINUX_ARM, "cortex-a72", None),
+        (LINUX_ARM, "generic", None),
+    ],
+)
+def test_arm_is_never_refused_although_it_may_name_no_feature(
+    triple: str, name: str, byte_products: str | None
+) -> None:
+    found = examine(triple, name)
+    assert found.unsupported_reason is None
+    assert (found.registers, found.byte_products) == (8, byte_products)
+
+
+def test_this_processor_is_the_one_that_numba_compiles_for() -> None:
+    from numba.core.registry import cpu_target
+
+    triple, name, features = cpu_target.target_context.codegen().magic_tuple()
+    assert processor() == examine(triple, name, features)
+    assert cpu_executor.processor is processor
+
+
+def test_the_executor_refuses_what_the_processor_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM would end the process: float16 becomes a call of a function that is not there."""
+    old = replace(processor(), architecture="x86", converts_halves=False)
+    monkeypatch.setattr(cpu_executor, "processor", lambda: old)
+    reason = cpu_executor.why_not(None, None)  # type: ignore[arg-type]  (before it looks at either)
+    assert reason is not None and "no F16C" in reason
+
+
+@pytest.mark.parametrize(("name", "status"), [("generic", "limited"), ("haswell", "limited")])
+def test_the_doctor_says_so_too(name: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CPU_NAME", name)
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", "")
+    trial._ask.cache_clear()
+    try:
+        row = checks.numba()
+    finally:
+        trial._ask.cache_clear()
+    assert row.status == status
+    if name == "generic":
+        assert "not for this processor" in row.found and "no FMA" in row.meaning
+    else:
+        assert "not for this" not in row.found
+
+
+def test_without_numba_the_engine_runs_in_pytorch_and_the_doctor_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows on ARM64, for which there is no numba."""
+    monkeypatch.setitem(sys.modules, "numba", None)
+    for name in [name for name in sys.modules if name.startswith(("minillm.ops.cpu", "minillm.models.cpu_executor"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("minillm.models.cpu_executor")
+    config = ModelConfig(97, 64, 96, 1, 4, 2, 32, 64, rope=RopeConfig())
+    cache = PagedKVCache(config, 4, 16, torch.float32, torch.device("cpu"))
+    runner = ModelRunner(Decoder(config).eval(), cache, 16)
+    reason = runner.speed_up()
+    assert reason is not None and "numba cannot be imported" in reason
+    assert runner.run([Segment([1, 2, 3], 0, [0])]).shape == (1, 97)
+
+    monkeypatch.setattr(checks, "_tried", lambda question: trial.Answer("not installed"))
+    assert checks.numba().fix == "pip install numba"
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(platform, "machine", lambda: "ARM64")
+    row = checks.numba()
+    assert "no numba for Windows on ARM64" in row.found and not row.fix
