@@ -69,7 +69,7 @@ def scheme_of(quantization: Mapping[str, Any]) -> Scheme:
         )
     try:
         return make_scheme(quantization.get("quant_method"), **options)
-    except (ConfigError, TypeError) as problem:
+    except (ConfigError, TypeError, ValueError) as problem:
         raise CheckpointError(f"quantization_config cannot be read ({problem}); quantise the original again") from None
 
 
