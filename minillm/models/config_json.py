@@ -28,7 +28,7 @@ def model_config(stored: Mapping[str, Any]) -> ModelConfig:
     refuse_switches(stored)
     if raw.quantization_config:
         method = raw.quantization_config.get("quant_method", "unknown")
-        method = method if isinstance(method, str) else shown(method)
+        method = method if isinstance(method, str) and method.isidentifier() and len(method) < 60 else shown(method)
         raise CheckpointError(f"the weights are quantised ({method}); load the original checkpoint instead")
     vocab_size, hidden, num_layers, num_heads = (
         _given(raw, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")

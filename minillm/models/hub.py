@@ -21,10 +21,14 @@ def resolve(name: str) -> Path:
     """
     if name in bundled.names():
         return bundled.path(name)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (RuntimeError, ValueError, OSError) as problem:  # no such home, a zero byte, a name that is too long
+        raise CheckpointError(f"no model {name[:200]!r}: {problem}") from None
+    if is_folder:
         return folder
-    if folder.exists():
+    if exists:
         raise CheckpointError(f"{name} is a file; give the folder that holds config.json and the safetensors")
     if HUB_ID.fullmatch(name):
         return _download(name)

@@ -18,7 +18,7 @@ from minillm.models.config_json import end_tokens, llama_config, model_config
 from minillm.models.config_schema import GenerationConfig
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.models.hub import resolve
-from minillm.models.json_files import checked, read_json
+from minillm.models.json_files import checked, read_json, shown
 from minillm.models.names import EMBEDDING, UNEMBEDDING, Part, stored_parts
 from minillm.models.shards import SINGLE, Shards
 from minillm.models.staging import Staging
@@ -59,10 +59,11 @@ def load_config(folder: Path) -> ModelConfig:
             f"{folder} holds an adapter (adapter_config.json), whose weights minillm does not add; merge it into the "
             "model with peft's merge_and_unload() and save that"
         )
-    if not (folder / "generation_config.json").exists():
+    generation_config = folder / "generation_config.json"
+    if not (generation_config.exists() or generation_config.is_symlink()):
         return config
     try:
-        generation = checked(read_json(folder / "generation_config.json"), GenerationConfig)
+        generation = checked(read_json(generation_config), GenerationConfig)
         further = end_tokens(generation.eos_token_id, config.vocab_size)
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}, generation_config.json: {problem}") from None
@@ -238,4 +239,5 @@ def _shrink_linears(model: Decoder, scheme: Scheme | None) -> None:
 def _complain(folder: Path, what: str, tensors: list[str]) -> None:
     if tensors:
         more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
-        raise CheckpointError(f"{folder} {what} {', '.join(tensors[:4])}{more}")
+        named = [name if name.isprintable() and 0 < len(name) < 150 else shown(name) for name in tensors[:4]]
+        raise CheckpointError(f"{folder} {what} {', '.join(named)}{more}")
