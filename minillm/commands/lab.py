@@ -98,7 +98,7 @@ def find_lesson(folder: Path, name: str) -> Path:
         if notebook.name.startswith(name):
             return notebook
     there = ", ".join(notebook.stem for notebook in notebooks) or "none"
-    raise ConfigError(f"no lesson {name!r} in {folder}; there is: {there}")
+    raise ConfigError(f"no lesson {name[:60]!r} in {folder}; there is: {there}")
 
 
 COMMAND = Command(

@@ -6,14 +6,14 @@ import argparse
 
 from minillm import __version__
 from minillm.commands import bench, build, demo, doctor, export, generate, lab, quantize, train
-from minillm.commands.command import CommandParser
+from minillm.commands.command import CommandParser, Parser
 
 COMMANDS = tuple(module.COMMAND for module in (demo, lab, generate, quantize, export, train, doctor, build, bench))
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of `minillm` with all its commands."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="minillm",
         description="An LLM inference engine small enough to read, with lessons that show it think.",
         epilog="minillm COMMAND --help tells more about one command, with examples.",

@@ -10,12 +10,18 @@ from minillm.errors import ConfigError
 
 def check_new_file(option: str, file: Path) -> None:
     """Raise `ConfigError` if a file cannot be made (or written again) at this path."""
-    if file.is_dir():
-        raise ConfigError(f"{option} {file} is a folder; name a file")
-    if not file.parent.is_dir():
-        raise ConfigError(f"{option} {file}: there is no folder {file.parent}; make it first")
-    if not file.exists():
-        check_writable(option, file.parent)
+    try:
+        if file.is_dir():
+            raise ConfigError(f"{option} {file} is a folder; name a file")
+        if not file.parent.is_dir():
+            raise ConfigError(f"{option} {file}: there is no folder {file.parent}; make it first")
+        if not file.exists():
+            check_writable(option, file.parent)
+    except (OSError, ValueError) as problem:
+        if isinstance(problem, ConfigError):
+            raise
+        reason = getattr(problem, "strerror", None) or problem
+        raise ConfigError(f"{option}: nothing can be written there ({reason}); name another file") from None
 
 
 def check_writable(option: str, folder: Path) -> None:

@@ -132,7 +132,9 @@ def _stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except (SafetensorError, OSError, ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{path} is truncated or corrupt ({problem}); fetch it again") from None
+        reason = " ".join(str(problem).split())
+        reason = reason if len(reason) < 200 else f"{reason[:200]}…"
+        raise CheckpointError(f"{path} is truncated or corrupt ({reason}); fetch it again") from None
     header.pop("__metadata__", None)
     for name, entry in header.items():
         yield name, Stored(path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))

@@ -89,7 +89,7 @@ def test_doctor_in_an_ascii_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from minillm.doctor import Report, Row
 
     rows = (Row("γ", "ok", "größer", "× …"), Row("b", "missing", "é", "m", "fix it"))
-    monkeypatch.setattr("minillm.doctor.doctor", lambda measure: Report(rows))
+    monkeypatch.setattr(sys.modules["minillm.doctor"], "doctor", lambda measure: Report(rows))
     with terminal() as (shown, _):
         assert cli.main(["doctor"]) == 1
     assert "+ ok       g  groser" in shown.text and "x missing" in shown.text
@@ -130,7 +130,8 @@ def test_generate_on_a_full_disk(tiny: TinyPair, options: list[str]) -> None:
 def test_every_command_says_that_the_disk_is_full(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from minillm.doctor import Report, Row
 
-    monkeypatch.setattr("minillm.doctor.doctor", lambda measure: Report((Row("a", "ok", "b", "c"),)))
+    report = Report((Row("a", "ok", "b", "c"),))
+    monkeypatch.setattr(sys.modules["minillm.doctor"], "doctor", lambda measure: report)
     monkeypatch.setattr("minillm.demo.NEW_TOKENS", 2)
     with full_disk() as said:
         assert cli.main(words) == 2
@@ -235,8 +236,8 @@ def test_a_place_that_cannot_be_written_is_found_out_before_any_work(
     if finds:
         monkeypatch.setattr(finds, lambda *_, **__: pytest.fail("it began to work"))
     if command[0] == "bench" and place == file:
-        pytest.skip("a result may be written over")
-    assert str(place)[:100] in one_line(capsys, [*command, str(place)])
+        place = file.parent  # a result may be written over, and a folder may not
+    assert str(place.parent) in one_line(capsys, [*command, str(place)])
     assert file.read_text() == "mine"
 
 
