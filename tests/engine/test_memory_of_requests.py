@@ -61,10 +61,10 @@ def test_many_requests_leave_no_more_than_a_few(
     if way == "draft model":
         options["speculative_config"] = {**options["speculative_config"], "model": str(tiny.draft)}
     llm = LLM(str(tiny.target), device="cpu", block_size=4, num_kv_blocks=24, enforce_eager=True, **options)
-    use(llm, 0, 30)
-    before = objects()
     tracemalloc.start()
     try:
+        use(llm, 0, 30)
+        before = objects()
         start, _ = tracemalloc.get_traced_memory()
         if traced:
             with llm.trace() as trace:
