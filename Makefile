@@ -1,13 +1,17 @@
 # Every target makes its own environment first: a clone needs Python, git and make, nothing else.
 #   make demo   make lab   make test   make lessons   make nbval   make mutants   make dist   make lint   make clean
+#   make test-lowest   make test-colab      the quick tests with the oldest versions allowed, and with Colab's
 # PYTHON names the interpreter that the environment is made with, PIP_ARGS what pip is told besides (another index),
-# CHROME a browser for the browser tests, PYTEST_ARGS what pytest is told besides, JOBS how many test files run at a time.
+# CHROME a browser for the browser tests, PYTEST_ARGS what pytest is told besides, JOBS how many test files run at a time,
+# UV_ARGS what uv is told besides, and EDGE_TESTS which tests run with other versions.
 
 PYTHON ?= python3
 VENV   ?= .venv
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 JOBS ?= 2
+UV_ARGS ?= --torch-backend cpu
+EDGE_TESTS ?= tests/test_*.py tests/engine tests/cache tests/models tests/speculative tests/viz
 
 ifeq ($(OS),Windows_NT)
 BIN := $(VENV)/Scripts
@@ -17,7 +21,7 @@ endif
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := demo
-.PHONY: demo lab lessons lint test nbval mutants dist clean
+.PHONY: demo lab lessons lint test nbval mutants test-lowest test-colab dist clean
 
 demo: $(STAMP)
 	$(BIN)/minillm demo
@@ -56,6 +60,27 @@ nbval: $(STAMP)
 	$(BIN)/pytest $(SPREAD) --nbval-lax lessons/ $(PYTEST_ARGS)
 	$(BIN)/pytest $(SPREAD) --nbval --nbval-sanitize-with tests/notebooks/sanitize.cfg solutions/ $(PYTEST_ARGS)
 
+# Both ends of what is promised, each in an environment of its own, which uv resolves: it can take the oldest versions
+# of what pyproject.toml names, and PyTorch without CUDA. They are long, so they are for a schedule and not for a commit.
+EDGES := .edges
+EDGE_TOOLS := 'hatchling>=1.25' 'hypothesis>=6.100' 'ipykernel>=6.17' 'jupytext>=1.16' 'nbclient>=0.10' 'nbformat>=5.10' \
+	'nbval>=0.11' 'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'scipy>=1.13'
+UV := $(EDGES)/uv/bin/uv
+$(UV):
+	$(PYTHON) -m venv $(EDGES)/uv
+	$(EDGES)/uv/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) uv
+
+test-lowest: RESOLUTION := --resolution lowest-direct
+test-colab: RESOLUTION := -c constraints-colab.txt
+test-lowest test-colab: export OMP_NUM_THREADS := 1
+test-lowest test-colab: test-%: $(UV)
+	$(UV) venv --quiet --clear --python $(PYTHON) $(EDGES)/$*
+	$(UV) pip install --quiet --python $(EDGES)/$* $(RESOLUTION) $(UV_ARGS) \
+		-r pyproject.toml $(EDGE_TOOLS)
+	$(UV) pip install --quiet --python $(EDGES)/$* --no-deps -e .
+	$(EDGES)/$*/bin/python -m pytest $(EDGE_TESTS) $(PYTEST_ARGS)
+	$(EDGES)/$*/bin/python -m pytest -p no:cacheprovider --nbval-lax lessons/ $(PYTEST_ARGS)
+
 # Installed once, and again when what is to be installed has changed.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Making $(VENV): this happens once and takes a minute or more, most of it PyTorch."
@@ -64,5 +89,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) $(EDGES) dist .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,51 +1,64 @@
-"""The `minillm` command. It only parses: a command's own imports wait until that command runs, so help is instant."""
+"""The `minillm` command: runs one command, and puts whatever goes wrong into one line and an exit code.
+
+Nothing is imported here that takes time, so that an interrupt finds `main` at work almost from the start.
+"""
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
 
-from minillm import __version__
-from minillm.commands import bench, build, demo, doctor, export, generate, lab, quantize, train
-from minillm.commands.command import CommandParser
 from minillm.errors import MinillmError
 
-COMMANDS = tuple(module.COMMAND for module in (demo, lab, generate, quantize, export, train, doctor, build, bench))
 ERROR, INTERRUPTED = 2, 130
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line of all commands together."""
-    top = argparse.ArgumentParser(
-        prog="minillm",
-        description="An LLM inference engine small enough to read, with lessons that show it think.",
-        epilog="minillm COMMAND --help tells more about one command, with examples.",
-    )
-    top.add_argument("--version", action="version", version=f"minillm {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
-    for command in COMMANDS:
-        commands.add_parser(command.name, help=command.summary, command=command)
-    return top
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, 2 for a mistake in the call (said in one line), or 130 if it was interrupted."""
+    """Run one command. Returns its exit code, 2 for what cannot be done (said in one line), 130 if it was interrupted.
+
+    A reader that has seen enough (`| head`) is no error. A mistake of minillm's own keeps its traceback.
+    """
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return _end("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        return _end("", 0)
+    except MinillmError as problem:
+        return _end(str(problem), ERROR)
+    except OSError as problem:  # a full disk, a folder that may not be written to, …
+        where = f"{problem.filename}: " if problem.filename else ""
+        return _end(f"{where}{problem.strerror or problem}", ERROR)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    from minillm.streams import check_streams
+
+    check_streams()
+    from minillm.commands.parser import parser
+
     try:
         args = parser().parse_args(argv)
         code: int = args.run(args)
-        sys.stdout.flush()
-        return code
-    except MinillmError as problem:
-        print(f"minillm: {problem}", file=sys.stderr)
-        return ERROR
-    except KeyboardInterrupt:
-        print("minillm: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader (`| head`) has seen enough; nothing more may be written, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    finally:
+        sys.stdout.flush()  # here a full disk can still be told of; at exit it could not
+    return code
+
+
+def _end(message: str, code: int) -> int:
+    """Say why it ends, if there is anyone to say it to. Nothing more may be written, not even at exit."""
+    from contextlib import suppress
+
+    from minillm.streams import close_quietly
+
+    close_quietly(sys.stdout)
+    try:
+        if message:
+            print(f"minillm: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:
+        with suppress(OSError):
+            close_quietly(sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -113,19 +113,19 @@ class LLM:
         """Complete every prompt; the outputs come in the order of the prompts.
 
         All prompts are checked before anything is computed. If it is interrupted, its requests are dropped and the
-        next call starts clean. Raises `PromptError`, `ConfigError` or `RequestTooLargeError`.
+        next call starts clean. Several threads may call it at once: their requests run in the same steps. Raises
+        `PromptError`, `ConfigError` or `RequestTooLargeError`.
         """
         groups = self._prepare(prompts, sampling_params, priority)
-        left = {request.request_id: group for group in groups for request in group}
+        left = list(groups)
         bar = tqdm(total=len(groups), desc="generating", unit=" prompts", disable=not use_tqdm)
         try:
             self.llm_engine.queue(groups)
             while left:
-                for request in self.engine.step():
-                    group = left.get(request.request_id)
-                    if request.finished and group is not None:
-                        del left[request.request_id]
-                        bar.update(all(r.finished for r in group))
+                self.engine.step()
+                still = [group for group in left if not all(request.finished for request in group)]
+                bar.update(len(left) - len(still))
+                left = still
             return [self.llm_engine.output(group) for group in groups]
         except BaseException:
             for group in groups:
@@ -147,8 +147,7 @@ class LLM:
         try:
             self.llm_engine.queue(groups)
             while not request.finished:
-                if request not in self.engine.step():
-                    continue
+                self.engine.step()
                 end = len(request.text) if request.finished else max(shown, len(request.text) - held_back)
                 if end > shown:
                     yield request.text[shown:end]

@@ -76,7 +76,11 @@ class EngineArgs:
 
 
 class LLMEngine:
-    """A model with its cache and its queues, moved one step at a time by whoever holds it."""
+    """A model with its cache and its queues, moved one step at a time by whoever holds it.
+
+    Requests may be added and aborted by any thread. An output is returned once, by the `step` that made it, so let one
+    thread call `step`, or have those who do hand on what is another's.
+    """
 
     def __init__(self, args: EngineArgs) -> None:
         speculative = SpeculativeConfig.from_dict(args.speculative_config) if args.speculative_config else None
@@ -125,35 +129,39 @@ class LLMEngine:
         if request_id in self._groups:
             raise MinillmError(f"request id {request_id!r} is in use; choose another")
         group = self.prepare(prompt, params or SamplingParams(), priority, request_id)
-        try:
-            self.queue([group])
-            self._groups[request_id] = group
-        except BaseException:
-            self.drop(group)  # an interrupt may have come when half of them were queued
-            raise
+        with self.engine.lock:
+            try:
+                self.queue([group])
+                self._groups[request_id] = group
+            except BaseException:
+                self.drop(group)  # an interrupt may have come when half of them were queued
+                raise
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the output so far of every request added here that gained tokens or ended.
 
         What ended in a step that was interrupted is returned by the next one.
         """
-        moved = {group_of(request.request_id) for request in self.engine.step()}
-        outputs = []
-        for request_id, group in list(self._groups.items()):
-            if request_id in moved or (group[0].finished and all(request.finished for request in group)):
-                outputs.append(self.output(group))
-                if outputs[-1].finished:
-                    del self._groups[request_id]
-        return outputs
+        with self.engine.lock:
+            moved = {group_of(request.request_id) for request in self.engine.step()}
+            outputs = []
+            for request_id, group in list(self._groups.items()):
+                if request_id in moved or (group[0].finished and all(request.finished for request in group)):
+                    outputs.append(self.output(group))
+                    if outputs[-1].finished:
+                        del self._groups[request_id]
+            return outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests now, whatever they are doing; ids that are unknown (or have just ended) are ignored."""
-        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            self.drop(self._groups.pop(request_id, []))
+        with self.engine.lock:
+            for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+                self.drop(self._groups.pop(request_id, []))
 
     def reset_prefix_cache(self) -> None:
         """Forget the contents of all blocks that no request holds, as in vLLM."""
-        self.engine.pool.forget_cached()
+        with self.engine.lock:
+            self.engine.pool.forget_cached()
 
     def has_unfinished_requests(self) -> bool:
         """Whether another `step` has anything to do, if only to return what ended in an interrupted one."""
@@ -161,13 +169,15 @@ class LLMEngine:
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record everything the engine does inside the `with` block."""
+        """Record everything the engine does inside the `with` block, for whichever thread it does it."""
         trace = Trace([self._started])
-        self.engine.listeners.append(trace.append)
+        with self.engine.lock:
+            self.engine.listeners.append(trace.append)
         try:
             yield trace
         finally:
-            self.engine.listeners.remove(trace.append)
+            with self.engine.lock:
+                self.engine.listeners.remove(trace.append)
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, priority: int = 0, request_id: str | None = None
@@ -184,9 +194,7 @@ class LLMEngine:
                 f"{self.max_model_len}; shorten the prompt or lower max_tokens"
             )
         self._check_against_model(params, max_tokens)
-        while request_id is None and str(self._num_requests) in self._groups:
-            self._num_requests += 1
-        number = self._num_requests
+        number = self._take_number(request_id is None)
         name = str(number) if request_id is None else request_id
         tokenizer = self.engine.tokenizer
         eos = frozenset(self.engine.runner.model.config.eos_token_ids)
@@ -210,8 +218,15 @@ class LLMEngine:
                 detokenizer=detokenizer,
             )
             group.append(request)
-        self._num_requests += 1
         return group
+
+    def _take_number(self, names_it: bool) -> int:
+        """The number of the next prompt; one that is to be its name, too, is the name of no other."""
+        with self.engine.lock:
+            while names_it and str(self._num_requests) in self._groups:
+                self._num_requests += 1
+            self._num_requests += 1
+            return self._num_requests - 1
 
     def _check_against_model(self, params: SamplingParams, max_tokens: int) -> None:
         """Raise `ConfigError` for what only the model and the prompt can tell of `params`."""
@@ -227,19 +242,21 @@ class LLMEngine:
 
     def queue(self, groups: Sequence[Sequence[Request]]) -> None:
         """Hand prepared requests to the scheduler, in order: all of them, or none if one is larger than the pool."""
-        for request in chain.from_iterable(groups):
-            self.engine.check_request(request)
-        for request in chain.from_iterable(groups):
-            self.engine.add_request(request)
+        with self.engine.lock:
+            for request in chain.from_iterable(groups):
+                self.engine.check_request(request)
+            for request in chain.from_iterable(groups):
+                self.engine.add_request(request)
 
     def drop(self, group: Sequence[Request]) -> None:
         """End what still runs of these requests and forget their figures."""
-        for request in group:
-            if self.engine.requests.get(request.request_id) is request:
-                self.engine.abort(request.request_id)
-        # An id that was refused because it is in use is somebody else's, and so are its figures.
-        if group and not any(request.request_id in self.engine.requests for request in group):
-            self.metrics.pop(group_of(group[0].request_id))
+        with self.engine.lock:
+            for request in group:
+                if self.engine.requests.get(request.request_id) is request:
+                    self.engine.abort(request.request_id)
+            # An id that was refused because it is in use is somebody else's, and so are its figures.
+            if group and not any(request.request_id in self.engine.requests for request in group):
+                self.metrics.pop(group_of(group[0].request_id))
 
     def output(self, group: Sequence[Request]) -> RequestOutput:
         """What the completions of one prompt have come to; when all have ended, their figures are forgotten here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from minillm.trace import (
@@ -11,10 +12,14 @@ from minillm.trace import (
     BlocksShared,
     Event,
     RequestAdded,
+    RequestFinished,
     RequestPreempted,
     StepRan,
     TokensCommitted,
 )
+
+MOST_ENDED = 1000
+"""Of so many prompts that have ended the figures are kept until somebody asks: `LLM.submit` hands out requests only."""
 
 
 @dataclass
@@ -71,13 +76,18 @@ class MetricsWatcher:
 
     def __init__(self) -> None:
         self.requests: dict[str, RequestMetrics] = {}
+        self._running: Counter[str] = Counter()
+        """How many completions of each prompt have not ended."""
 
     def __call__(self, event: Event) -> None:
         """Take note of one event."""
         now = time.perf_counter()
         match event:
+            case RequestFinished():
+                self._end(group_of(event.request_id))
             case RequestAdded():
                 self.requests.setdefault(group_of(event.request_id), RequestMetrics(arrival_time=now))
+                self._running[group_of(event.request_id)] += 1
             case StepRan():
                 for work in event.work:
                     metrics = self.requests[group_of(work.request_id)]
@@ -107,6 +117,16 @@ class MetricsWatcher:
                 self.requests[group_of(event.request_id)].num_blocks -= len(event.block_ids)
             case RequestPreempted():
                 self.requests[group_of(event.request_id)].num_preemptions += 1
+
+    def _end(self, name: str) -> None:
+        """A completion has ended. Figures that nobody asks for go when there are `MOST_ENDED` newer ones."""
+        self._running[name] -= 1
+        if self._running[name] > 0:
+            return
+        del self._running[name]
+        if len(self.requests) - len(self._running) > MOST_ENDED:
+            oldest = next(request_id for request_id in self.requests if request_id not in self._running)
+            del self.requests[oldest]
 
     def pop(self, request_id: str) -> RequestMetrics:
         """The figures of a finished request, forgotten here from now on."""

@@ -47,7 +47,9 @@ class Tokenizer:
             return cls(_convert(Path(folder)), Path(folder))
         try:
             return cls(tokenizers.Tokenizer.from_file(str(file)), Path(folder))
-        except Exception as problem:  # tokenizers raises nothing narrower
+        except BaseException as problem:  # tokenizers raises nothing narrower, and its panics are no `Exception`
+            if isinstance(problem, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
             raise CheckpointError(f"{file} is truncated or corrupt ({problem}); fetch it again") from None
 
     def encode(self, text: str) -> list[int]:
@@ -123,7 +125,14 @@ class Tokenizer:
     def _hf(self) -> Any:
         from transformers import AutoTokenizer  # slow to import, and the engine does without
 
-        return AutoTokenizer.from_pretrained(self.folder)
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        except Exception as problem:  # any file of the tokenizer may be wrong in its own way
+            reason = " ".join(str(problem).split())
+            raise CheckpointError(
+                f"{self.folder}: transformers cannot read the tokenizer ({type(problem).__name__}: {reason}); fetch "
+                "tokenizer_config.json and what lies beside it again"
+            ) from None
 
 
 class Detokenizer:
@@ -183,6 +192,8 @@ def _convert(folder: Path) -> tokenizers.Tokenizer:
     fix = "transformers' AutoTokenizer.from_pretrained(…).save_pretrained(folder) writes one"
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
+    if any(not (file.is_file() or file.is_dir()) for file in folder.iterdir()):
+        raise CheckpointError(f"{folder} holds something that is neither a file nor a folder; remove it")
     from transformers import AutoTokenizer
 
     try:

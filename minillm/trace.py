@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import msgspec
+
+from minillm import __version__
 from minillm.errors import TraceError
 
 SCHEMA = 2
+READABLE = (1, 2)
+"""Schema 1 had fewer kinds of events and fewer fields, all of which mean the same today."""
 WorkKind = Literal["prefill", "decode", "verify"]
 TokenOrigin = Literal["sampled", "accepted", "recovered", "bonus"]
 
@@ -250,20 +255,28 @@ class Trace:
         return [event for event in self.events if isinstance(event, kinds)]
 
     def save(self, path: str | Path) -> None:
-        """Write one JSON object per line; the first line names the schema."""
-        lines = [json.dumps({"schema": SCHEMA}), *(event.to_json() for event in self.events)]
+        """Write one JSON object per line; the first names the schema and the minillm that wrote it."""
+        lines = [json.dumps({"schema": SCHEMA, "minillm": __version__}), *(event.to_json() for event in self.events)]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read what `save` wrote. Raises `TraceError` with the line that is wrong."""
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        """Read what `save` wrote, in this version or an older one. Raises `TraceError` with the line that is wrong."""
         try:
-            schema = json.loads(lines[0])["schema"]
-        except (IndexError, KeyError, TypeError, json.JSONDecodeError):
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as problem:
+            raise TraceError(f"{path} cannot be read as a trace: {problem}") from None
+        try:
+            header = json.loads(lines[0])
+            schema = header["schema"]
+        except (IndexError, KeyError, TypeError, ValueError, RecursionError):
             raise TraceError(f"{path} is no minillm trace: line 1 must hold the schema") from None
-        if schema != SCHEMA:
-            raise TraceError(f"{path} has trace schema {schema}, this minillm reads {SCHEMA}; record the trace again")
+        if schema not in READABLE:
+            writer = f"minillm {header.get('minillm', 'of an unknown version')}"
+            raise TraceError(
+                f"{path} was saved by {writer} with trace schema {schema}; this is minillm {__version__}, which reads "
+                f"{' and '.join(map(str, READABLE))}: load it there, or record the trace again here"
+            )
         return cls([_parse(line, number, path) for number, line in enumerate(lines[1:], start=2)])
 
 
@@ -271,11 +284,9 @@ def _parse(line: str, number: int, path: str | Path) -> Event:
     try:
         values = json.loads(line)
         kind = Event.kinds[values.pop("event")]
-        if kind is StepRan:
-            values["work"] = [Work(**work) for work in values["work"]]
-        missing = {f.name for f in fields(kind) if f.default is MISSING} - values.keys()
-        if missing:
-            raise KeyError(", ".join(sorted(missing)))
-        return kind(**values)
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as problem:
+        unknown = values.keys() - {f.name for f in fields(kind)}
+        if unknown:
+            raise KeyError(", ".join(sorted(unknown)))
+        return msgspec.convert(values, kind)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise TraceError(f"{path}, line {number}: not an event ({type(problem).__name__}: {problem})") from None

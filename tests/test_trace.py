@@ -8,9 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from minillm import LLM, SamplingParams
+from minillm import LLM, SamplingParams, __version__
 from minillm.errors import TraceError
-from minillm.trace import SCHEMA, EngineStarted, Event, StepRan, TokensCommitted, Trace, Work
+from minillm.trace import (
+    SCHEMA,
+    BlockCopied,
+    BlocksCached,
+    BlocksEvicted,
+    BlocksShared,
+    EngineStarted,
+    Event,
+    StepRan,
+    TokensCommitted,
+    Trace,
+    Work,
+)
 from tests.conftest import TinyPair
 
 HEADER = json.dumps({"schema": SCHEMA})
@@ -73,7 +85,15 @@ def test_watchers_hear_every_event() -> None:
     [
         ([], "line 1 must hold the schema"),
         (["{}"], "line 1 must hold the schema"),
-        (['{"schema": 99}'], "schema 99"),
+        (['{"schema": 99}'], f"by minillm of an unknown version with trace schema 99; this is minillm {__version__}, "),
+        (['{"schema": 3, "minillm": "7.5"}'], "by minillm 7.5 with trace schema 3; .* reads 1 and 2: load it there"),
+        (['{"schema": [1]}'], r"schema \[1\]"),
+        (["[" * 100_000], "line 1 must hold the schema"),
+        ([HEADER, "[" * 100_000], "line 2"),
+        ([HEADER, '{"event": ["StepStarted"]}'], "line 2"),
+        ([HEADER, '{"event": "StepStarted", "step": "1", "num_running": 1, "num_waiting": 0}'], "line 2.*`int`, got"),
+        ([HEADER, '{"event": "BlocksEvicted", "block_ids": "abc"}'], "line 2.*`array`, got `str`"),
+        ([HEADER, '{"event": "StepRan", "step": 1, "work": [{"request_id": "0"}]}'], "line 2.*kind"),
         ([HEADER, "not json"], "line 2"),
         ([HEADER, '{"event": "NoSuchEvent"}'], "line 2"),
         ([HEADER, '{"event": "StepStarted", "step": 1}'], "line 2.*num_running"),
@@ -89,8 +109,34 @@ def test_damaged_traces_are_refused(tmp_path: Path, lines: list[str], complaint:
         Trace.load(tmp_path / "bad.jsonl")
 
 
+def test_a_trace_of_the_first_schema_is_read_as_it_was_meant(recorded: Trace, tmp_path: Path) -> None:
+    """It had no prefix cache to tell of, no name of a layout and no priorities; its file names no minillm."""
+    later = {"cache_layout", "prefix_caching", "max_num_seqs", "max_num_batched_tokens", "speculative_method"}
+    later |= {"priority"}
+    added = (BlocksShared, BlockCopied, BlocksCached, BlocksEvicted)
+    old = [event for event in recorded if not isinstance(event, added)]
+    values = [{key: value for key, value in json.loads(event.to_json()).items() if key not in later} for event in old]
+    lines = [json.dumps(value) for value in [{"schema": 1}, *values]]
+    (tmp_path / "old.jsonl").write_text("\n".join(lines) + "\n")
+    read = Trace.load(tmp_path / "old.jsonl")
+    assert [type(event) for event in read] == [type(event) for event in old]
+    assert read.of(EngineStarted)[0].cache_layout == "paged"
+    assert read.of(StepRan) == recorded.of(StepRan) and read.of(TokensCommitted) == recorded.of(TokensCommitted)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", "folder"])
+def test_what_is_no_text_is_no_trace(tmp_path: Path, content: bytes | str | None) -> None:
+    file = tmp_path / "x.jsonl"
+    if content == "folder":
+        file.mkdir()
+    elif content is not None:
+        file.write_bytes(content)
+    with pytest.raises(TraceError, match=r"x\.jsonl cannot be read as a trace"):
+        Trace.load(file)
+
+
 def test_every_line_is_json_with_its_kind(recorded: Trace, tmp_path: Path) -> None:
     recorded.save(tmp_path / "run.jsonl")
     header, *lines = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert json.loads(header) == {"schema": SCHEMA}
+    assert json.loads(header) == {"schema": SCHEMA, "minillm": __version__}
     assert [json.loads(line)["event"] for line in lines] == [type(event).__name__ for event in recorded]

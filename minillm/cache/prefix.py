@@ -16,7 +16,7 @@ from hashlib import sha256
 
 def root_name(salt: str = "") -> bytes:
     """What stands before the first block of every request with this salt."""
-    return sha256(b"minillm prefix " + salt.encode()).digest()
+    return sha256(b"minillm prefix " + salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def block_name(parent: bytes, token_ids: Sequence[int]) -> bytes:

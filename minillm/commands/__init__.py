@@ -1,1 +1,1 @@
-"""The commands of `minillm`, one a file; `minillm.cli` lists them."""
+"""The commands of `minillm`, one a file; `parser` lists them."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from minillm.bench.registry import BENCHMARKS, find, find_table
 from minillm.commands.command import Command
+from minillm.commands.places import check_new_file
 from minillm.errors import ConfigError
 
 EXAMPLES = """\
@@ -49,8 +50,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one benchmark, print its table, keep its JSON."""
-    if args.json and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}; make it first")
+    if args.json:
+        check_new_file("--json", args.json)
     from rich.console import Console
 
     from minillm.bench.harness import save
@@ -84,7 +85,10 @@ def _flag(option: str) -> str:
 
 
 def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; leave the option out for all of them")
+    return names
 
 
 def _positive(text: str) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,15 @@ class Command:
     """Does the work and returns the exit code."""
 
 
-class CommandParser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser that tells of it if its help cannot be written; `argparse` itself says nothing then."""
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        if message and (file := file or sys.stderr) is not None:
+            file.write(message)
+
+
+class CommandParser(Parser):
     """The parser of one command, which asks for the command's options when it first has to parse."""
 
     def __init__(self, *, command: Command, **settings: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm.commands.command import Command
+from minillm.commands.places import check_new_file
 
 if TYPE_CHECKING:
     from minillm.export.gguf import GgufExport
@@ -34,6 +35,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file and say what is in it."""
+    check_new_file("--gguf", args.gguf)
     from minillm.export.gguf import export_gguf
 
     export = export_gguf(args.model, args.gguf, args.type, progress=True)

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from minillm.commands.command import Command
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
     from minillm.llm import LLM
@@ -49,7 +49,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the engine, complete the prompt, say what it cost."""
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _standard_input() if args.prompt == "-" else args.prompt
 
     from minillm.llm import LLM
     from minillm.sampling import SamplingParams
@@ -65,6 +65,15 @@ def run(args: argparse.Namespace) -> int:
     )
     (_stream if args.stream else _print)(llm, prompt, params)
     return 0
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed; give the prompt itself instead of -")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as problem:
+        raise PromptError(f"byte {problem.start} of standard input is no {problem.encoding}; convert it") from None
 
 
 def _speculation(args: argparse.Namespace) -> dict[str, Any] | None:

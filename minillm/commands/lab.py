@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def lessons_folder(copies: Path | None, package: Path = PACKAGE) -> Path:
     """The lessons to open: copies in the folder `copies`; if none is named, a clone's own, or copies in `COPIES`.
 
-    Raises `UnsupportedError` if there are no lessons to copy.
+    Raises `UnsupportedError` if there are no lessons to copy, `ConfigError` if they cannot be copied there.
     """
     clone = package.parent / "lessons"
     in_clone = clone.is_dir() and (package.parent / "pyproject.toml").exists()
@@ -60,7 +60,11 @@ def lessons_folder(copies: Path | None, package: Path = PACKAGE) -> Path:
     if not source.is_dir():
         raise UnsupportedError(f"{source} does not exist: this copy of minillm carries no lessons; install it again")
     target = copies or COPIES
-    copied, kept = copy_new(source, target)
+    try:
+        copied, kept = copy_new(source, target)
+    except OSError as problem:
+        reason = problem.strerror or problem
+        raise ConfigError(f"the lessons cannot be copied to {target} ({reason}); name another with --dir") from None
     if copied:
         print(f"Copied {copied} files.")
     if kept:
@@ -94,7 +98,7 @@ def find_lesson(folder: Path, name: str) -> Path:
         if notebook.name.startswith(name):
             return notebook
     there = ", ".join(notebook.stem for notebook in notebooks) or "none"
-    raise ConfigError(f"no lesson {name!r} in {folder}; there is: {there}")
+    raise ConfigError(f"no lesson {name[:60]!r} in {folder}; there is: {there}")
 
 
 COMMAND = Command(

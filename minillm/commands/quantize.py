@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm.commands.command import Command
+from minillm.commands.places import check_writable
 
 if TYPE_CHECKING:
     from minillm.quantization.convert import Conversion
@@ -40,9 +41,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantise, write, and say what it saved."""
+    from minillm.quantization.checkpoint import check_new_folder
     from minillm.quantization.convert import quantize_checkpoint
     from minillm.quantization.schemes import make_scheme
 
+    check_new_folder(args.out)
+    check_writable("--out", args.out.parent)
     given = {"bits": args.bits, "group_size": args.group_size}
     scheme = make_scheme(args.scheme, **{name: value for name, value in given.items() if value is not None})
     conversion = quantize_checkpoint(args.model, scheme, args.out, progress=True)

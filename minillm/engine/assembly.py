@@ -174,9 +174,10 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as problem:
-        reason = str(problem).splitlines()[0]
+        torch.ones(1, device=device).item()  # a device that keeps nothing, such as `meta`, fails here
+    except Exception as problem:  # each kind of device has errors of its own
+        [reason, *_] = [*str(problem).splitlines(), type(problem).__name__]
+        reason = reason if len(reason) < 200 else f"{reason[:200]}…"
         raise ConfigError(f"device={name!r} cannot be used here ({reason}); use 'auto' or 'cpu'") from None
     return device
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
+from threading import RLock
 from typing import NoReturn
 
 import torch
@@ -42,7 +43,10 @@ NO_DRAFT = Draft([])
 
 
 class Engine:
-    """Requests in, tokens out: `add_request`, then `step` until `has_requests` is false."""
+    """Requests in, tokens out: `add_request`, then `step` until `has_requests` is false.
+
+    Several threads may call it. `lock` lets one of them in at a time, and a step moves on the requests of all.
+    """
 
     def __init__(
         self,
@@ -69,6 +73,8 @@ class Engine:
         self.requests: dict[str, Request] = {}
         """Every request that has not ended, in order of arrival."""
         self.num_steps = 0
+        self.lock = RLock()
+        """Held while a step runs, and by whoever changes what is queued."""
 
     @property
     def has_requests(self) -> bool:
@@ -89,34 +95,41 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request; raises what `check_request` raises."""
-        self.check_request(request)
-        self.requests[request.request_id] = request
-        self.scheduler.add(request)
-        prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
-        self.emit(RequestAdded(request.request_id, request.prompt, prompt_token_ids, request.priority))
+        with self.lock:
+            self.check_request(request)
+            self.requests[request.request_id] = request
+            self.scheduler.add(request)
+            prompt_token_ids = request.token_ids[: request.num_prompt_tokens]
+            self.emit(RequestAdded(request.request_id, request.prompt, prompt_token_ids, request.priority))
 
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing; unknown ids are ignored, for it may just have finished."""
-        request = self.requests.get(request_id)
-        if request is not None:
-            request.finish_reason = "abort"
-            self._finish(request)
+        with self.lock:
+            request = self.requests.get(request_id)
+            if request is not None:
+                request.finish_reason = "abort"
+                self._finish(request)
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that gained tokens. If it is interrupted, every request stays whole."""
-        if not self.requests:
-            return []
-        try:
-            return self._step()
-        except BaseException:
-            if self.runner.cache.max_rollback is not None:
-                # A step that broke off may have overwritten what its requests still need: they start again.
-                for request in self.requests.values():
-                    request.drop_cache()
-            self.scheduler.recover(self.requests.values())
-            for request in [request for request in self.requests.values() if request.finished]:
-                self._finish(request)
-            raise
+        with self.lock:
+            if not self.requests:
+                return []
+            try:
+                return self._step()
+            except BaseException:
+                self._recover()
+                raise
+
+    def _recover(self) -> None:
+        """After a step that broke off: make every request whole, and end those that had just finished."""
+        if self.runner.cache.max_rollback is not None:
+            # A step that broke off may have overwritten what its requests still need: they start again.
+            for request in self.requests.values():
+                request.drop_cache()
+        self.scheduler.recover(self.requests.values())
+        for request in [request for request in self.requests.values() if request.finished]:
+            self._finish(request)
 
     def _step(self) -> list[Request]:
         began = time.perf_counter()

@@ -6,53 +6,66 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 
 from minillm.errors import CheckpointError, UnsupportedError
 from minillm.models.config import ModelConfig, RopeConfig
+from minillm.models.config_schema import MOST_CONTEXT, RopeScaling, StoredConfig, refuse_switches
 from minillm.models.families import family_of
+from minillm.models.json_files import checked, shown
+from minillm.models.rope import SCALINGS
+
+NEEDS = {"linear": ("factor",), "llama3": ("low_freq_factor", "high_freq_factor")}
+"""What a kind of scaling cannot do without; `llama3` and `yarn` find the rest from the context."""
 
 
 def model_config(stored: Mapping[str, Any]) -> ModelConfig:
     """The decoder that a `config.json` describes. Raises `CheckpointError` if minillm cannot run it as it was meant."""
-    family = family_of(stored)
-    raw = {**family.defaults, **stored, **family.fixed}
-    _refuse_what_the_decoder_lacks(raw)
-    hidden, num_layers, num_heads = (
-        _count(raw, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    named = checked({key: stored.get(key) for key in ("architectures", "model_type")}, StoredConfig)
+    family = family_of(named.architectures, named.model_type, has_own_code="auto_map" in stored)
+    _refuse_rope_by_layer(stored)
+    raw = checked({**family.defaults, **stored, **family.fixed}, StoredConfig)
+    refuse_switches(stored)
+    if raw.quantization_config:
+        method = raw.quantization_config.get("quant_method", "unknown")
+        method = method if isinstance(method, str) and method.isidentifier() and len(method) < 60 else shown(method)
+        raise CheckpointError(f"the weights are quantised ({method}); load the original checkpoint instead")
+    vocab_size, hidden, num_layers, num_heads = (
+        _given(raw, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     )
-    num_kv_heads = _count(raw, "num_key_value_heads", default=num_heads)
-    head_dim = _count(raw, "head_dim", default=hidden // num_heads)
-    if num_heads % num_kv_heads or head_dim % 2:
+    num_kv_heads = raw.num_key_value_heads or num_heads
+    head_dim = raw.head_dim or hidden // num_heads
+    if num_heads % num_kv_heads or head_dim % 2 or head_dim < 2:
         raise CheckpointError(
             f"{num_heads} query heads over {num_kv_heads} KV heads of {head_dim} channels: the first must be a "
             "multiple of the second, and the channels even"
         )
-    bias = bool(raw.get("attention_bias"))
+    bias = bool(raw.attention_bias)
     rope = _rope(raw)
     rope_layers = _rope_layers(raw, num_layers) if family.skips_rope else ()
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    window = raw.sliding_window if raw.use_sliding_window else None
     return ModelConfig(
-        vocab_size=_count(raw, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=_count(raw, "intermediate_size"),
+        intermediate_size=_given(raw, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=_context(raw, rope),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=1e-6 if raw.rms_norm_eps is None else raw.rms_norm_eps,
         rope=rope,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
+        tie_word_embeddings=bool(raw.tie_word_embeddings),
         qkv_bias=family.qkv_bias or bias,
         o_bias=bias,
-        mlp_bias=bool(raw.get("mlp_bias")),
+        mlp_bias=bool(raw.mlp_bias),
         qk_norm=family.qk_norm,
         sliding_window=window,
         sliding_layers=_sliding_layers(raw, num_layers, rope_layers) if window else (),
         rope_layers=rope_layers,
-        eos_token_ids=end_tokens(raw.get("eos_token_id")),
-        bos_token_id=raw.get("bos_token_id"),
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        eos_token_ids=end_tokens(raw.eos_token_id, vocab_size),
+        bos_token_id=raw.bos_token_id,
+        dtype=raw.dtype or raw.torch_dtype or "float32",
     )
 
 
@@ -89,75 +102,92 @@ def llama_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
     }
 
 
-def end_tokens(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` as checkpoints spell it: one id, several, or none."""
+def end_tokens(value: int | list[int] | None, vocab_size: int) -> tuple[int, ...]:
+    """`eos_token_id` as checkpoints spell it: one id, several, or none. Raises `CheckpointError` for one beyond."""
+    ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    beyond = [token for token in ids if token >= vocab_size]
+    if beyond:
+        raise CheckpointError(f"eos_token_id has {beyond[0]}; ids of this model go from 0 to {vocab_size - 1}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _given(raw: StoredConfig, key: str) -> Any:
+    """A field that cannot be left out; what it may be, the schema has checked."""
+    value = getattr(raw, key)
     if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _refuse_what_the_decoder_lacks(raw: Mapping[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise CheckpointError(f"hidden_act {raw['hidden_act']!r} is not supported; the decoder has silu")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(f"the weights are quantised ({method}); load the original checkpoint instead")
-    kinds = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise CheckpointError(f"layers of type {', '.join(sorted(kinds))} are not supported, only full and sliding")
-
-
-def _count(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{key} is {value!r}; it must be a whole number of at least 1")
+        raise CheckpointError(f"{key} is None; a decoder cannot be made without it")
     return value
 
 
-def _rope(raw: Mapping[str, Any]) -> RopeConfig:
+def _refuse_rope_by_layer(stored: Mapping[str, Any]) -> None:
+    for key in ("rope_scaling", "rope_parameters"):
+        found = stored.get(key)
+        if isinstance(found, Mapping) and any(isinstance(value, Mapping) for value in found.values()):
+            raise CheckpointError(f"{key} differs from layer to layer, which is not supported")
+
+
+def _rope(raw: StoredConfig) -> RopeConfig:
     """Both spellings: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`."""
-    found = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    if any(isinstance(value, dict) for value in found.values()):
-        raise CheckpointError("RoPE that differs from layer to layer is not supported")
+    found = _entries(raw.rope_scaling) or _entries(raw.rope_parameters)
+    found.pop("finetuned", None)
     kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
     found.pop("type", None)
-    theta = found.pop("rope_theta", None) or raw.get("rope_theta") or 10_000.0
-    if (found.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+    if kind not in SCALINGS:
+        raise CheckpointError(f"RoPE of kind {shown(kind)} is not supported; minillm has {', '.join(SCALINGS)}")
+    theta = found.pop("rope_theta", None) or raw.rope_theta or 10_000.0
+    if (found.pop("partial_rotary_factor", None) or raw.partial_rotary_factor or 1.0) != 1.0:
         raise CheckpointError("partial_rotary_factor below 1 is not supported: the decoder rotates whole heads")
     if kind in ("llama3", "yarn"):
-        context = _count(raw, "max_position_embeddings")
+        context = _given(raw, "max_position_embeddings")
         key = "original_max_position_embeddings"
-        original = found[key] = raw.get(key) or found.get(key) or context
+        original = found[key] = raw.original_max_position_embeddings or found.get(key) or context
         found["factor"] = found.get("factor") or context / original
-    return RopeConfig(theta=float(theta), kind=kind, parameters=found)
+    rope = RopeConfig(theta=float(theta), kind=kind, parameters=found)
+    for name in NEEDS.get(kind, ()):
+        rope.parameter(name)
+    if kind == "llama3" and not rope.parameter("low_freq_factor") < rope.parameter("high_freq_factor"):
+        raise CheckpointError(
+            f"low_freq_factor is {found['low_freq_factor']} and high_freq_factor {found['high_freq_factor']}; the "
+            "first must be below the second"
+        )
+    return rope
 
 
-def _context(raw: Mapping[str, Any], rope: RopeConfig) -> int:
+def _entries(scaling: RopeScaling | None) -> dict[str, Any]:
+    return {key: value for key, value in asdict(scaling or RopeScaling()).items() if value is not None}
+
+
+def _context(raw: StoredConfig, rope: RopeConfig) -> int:
     """Checkpoints that gained YaRN afterwards often still state the context from before; vLLM widens it, too."""
-    context = _count(raw, "max_position_embeddings")
+    context: int = _given(raw, "max_position_embeddings")
     if rope.kind == "yarn":
-        context = max(context, int(rope.parameter("factor") * rope.parameter("original_max_position_embeddings")))
+        original, factor = rope.parameter("original_max_position_embeddings"), rope.parameter("factor")
+        context = max(context, int(factor * original))
+        if context > MOST_CONTEXT:
+            raise CheckpointError(
+                f"factor is {factor:g} and original_max_position_embeddings {original}: a context of {context:,} "
+                f"tokens, and {MOST_CONTEXT:,} is the most"
+            )
     return context
 
 
-def _rope_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+def _rope_layers(raw: StoredConfig, num_layers: int) -> tuple[bool, ...]:
     """SmolLM3: a 1 in `no_rope_layers` means, in spite of its name, that the layer has RoPE."""
-    if raw.get("no_rope_layers") is None:
-        interval = _count(raw, "no_rope_layer_interval")
+    if raw.no_rope_layers is None:
+        interval = _given(raw, "no_rope_layer_interval")
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    return tuple(bool(rotates) for rotates in _per_layer(raw, "no_rope_layers", num_layers))
+    return tuple(bool(rotates) for rotates in _per_layer("no_rope_layers", raw.no_rope_layers, num_layers))
 
 
-def _sliding_layers(raw: Mapping[str, Any], num_layers: int, rope_layers: tuple[bool, ...]) -> tuple[bool, ...]:
-    if raw.get("layer_types"):
-        return tuple(kind == "sliding_attention" for kind in _per_layer(raw, "layer_types", num_layers))
+def _sliding_layers(raw: StoredConfig, num_layers: int, rope_layers: tuple[bool, ...]) -> tuple[bool, ...]:
+    if raw.layer_types:
+        return tuple(kind == "sliding_attention" for kind in _per_layer("layer_types", raw.layer_types, num_layers))
     if rope_layers:
         return tuple(not rotates for rotates in rope_layers)
-    return tuple(layer >= (raw.get("max_window_layers") or 0) for layer in range(num_layers))
+    return tuple(layer >= (raw.max_window_layers or 0) for layer in range(num_layers))
 
 
-def _per_layer(raw: Mapping[str, Any], key: str, num_layers: int) -> list[Any]:
-    if len(raw[key]) < num_layers:
-        raise CheckpointError(f"{key} lists {len(raw[key])} layers, the model has {num_layers}")
-    return raw[key][:num_layers]
+def _per_layer(key: str, listed: list[Any], num_layers: int) -> list[Any]:
+    if len(listed) < num_layers:
+        raise CheckpointError(f"{key} lists {len(listed)} layers, the model has {num_layers}")
+    return listed[:num_layers]

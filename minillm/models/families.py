@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,14 +62,11 @@ FAMILIES = {
 }
 
 
-def family_of(stored: Mapping[str, Any]) -> Family:
+def family_of(architectures: Sequence[str] | None, model_type: str | None, has_own_code: bool = False) -> Family:
     """The family of a `config.json`. Raises `CheckpointError` naming the supported ones if it is another."""
-    model_type = stored.get("model_type")
     by_type = [name for name, family in FAMILIES.items() if family.model_type == model_type]
-    architectures = stored.get("architectures") or by_type or [f"(model_type {model_type!r})"]
-    if architectures[0] in FAMILIES:
-        return FAMILIES[architectures[0]]
-    own_code = " The code that it brings along (auto_map) is never run." if "auto_map" in stored else ""
-    raise CheckpointError(
-        f"architecture {architectures[0]} is not supported; minillm reads {', '.join(FAMILIES)}.{own_code}"
-    )
+    [name, *_] = architectures or by_type or [f"(model_type {model_type!r})"]
+    if name in FAMILIES:
+        return FAMILIES[name]
+    own_code = " The code that it brings along (auto_map) is never run." if has_own_code else ""
+    raise CheckpointError(f"architecture {name} is not supported; minillm reads {', '.join(FAMILIES)}.{own_code}")

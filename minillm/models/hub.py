@@ -7,6 +7,7 @@ from pathlib import Path
 
 from minillm.errors import CheckpointError
 from minillm.models import bundled
+from minillm.models.json_files import shown
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
@@ -21,16 +22,21 @@ def resolve(name: str) -> Path:
     """
     if name in bundled.names():
         return bundled.path(name)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (RuntimeError, ValueError, OSError) as problem:  # no such home, a zero byte, a name too long
+        reason = getattr(problem, "strerror", None) or problem
+        raise CheckpointError(f"no model {shown(name)}: {reason}") from None
+    if is_folder:
         return folder
-    if folder.exists():
+    if exists:
         raise CheckpointError(f"{name} is a file; give the folder that holds config.json and the safetensors")
     if HUB_ID.fullmatch(name):
         return _download(name)
     raise CheckpointError(
-        f"no model {name!r}: it is no bundled one ({', '.join(bundled.names()) or 'there are none'}), no folder here, "
-        "and no hub id, which reads owner/name"
+        f"no model {shown(name)}: it is no bundled one ({', '.join(bundled.names()) or 'there are none'}), no folder "
+        "here, and no hub id, which reads owner/name"
     )
 
 

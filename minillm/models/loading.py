@@ -6,17 +6,19 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minillm import hardware
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.models.config_json import end_tokens, llama_config, model_config
+from minillm.models.config_schema import GenerationConfig
 from minillm.models.decoder import Decoder, DecoderLayer
 from minillm.models.hub import resolve
+from minillm.models.json_files import checked, read_json, shown
 from minillm.models.names import EMBEDDING, UNEMBEDDING, Part, stored_parts
 from minillm.models.shards import SINGLE, Shards
 from minillm.models.staging import Staging
@@ -46,21 +48,31 @@ def load_config(folder: Path) -> ModelConfig:
     Raises `CheckpointError` if there is none, or it describes a model that minillm cannot run.
     """
     try:
-        stored = _read_json(folder / "config.json")
+        stored = read_json(folder / "config.json")
         if is_ours(stored.get("quantization_config")):
             stored.pop("quantization_config")
         config = model_config(stored)
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}: {problem}") from None
-    if not (folder / "generation_config.json").is_file():
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{folder} holds an adapter (adapter_config.json), whose weights minillm does not add; merge it into the "
+            "model with peft's merge_and_unload() and save that"
+        )
+    generation_config = folder / "generation_config.json"
+    if not (generation_config.exists() or generation_config.is_symlink()):
         return config
-    further = end_tokens(_read_json(folder / "generation_config.json").get("eos_token_id"))
+    try:
+        generation = checked(read_json(generation_config), GenerationConfig)
+        further = end_tokens(generation.eos_token_id, config.vocab_size)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{folder}, generation_config.json: {problem}") from None
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *further))))
 
 
 def stored_scheme(folder: Path) -> Scheme | None:
     """How the weights in `folder` are quantised; None: not at all. Raises `CheckpointError` if it cannot be told."""
-    quantization = _read_json(folder / "config.json").get("quantization_config")
+    quantization = read_json(folder / "config.json").get("quantization_config")
     try:
         return scheme_of(quantization) if is_ours(quantization) else None
     except CheckpointError as problem:
@@ -100,6 +112,7 @@ def load_model(
     if stored:
         parts = {name: part for name, part in parts.items() if not is_linear_weight(part)}
     _check(folder, parts, places, shards, spare={UNEMBEDDING} if config.tie_word_embeddings else set())
+    _check_tables(folder, config)
     narrow = _dtype_of_matrices(parts, shards) if keep_stored and dtype == torch.float32 else None
     model = _unfilled_model(config, Unfilled(device, dtype, narrow or dtype), scheme)
     with torch.no_grad():
@@ -156,18 +169,6 @@ def stored_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, part.of(model)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise CheckpointError(f"cannot read {path.name} ({problem.strerror}); is this the folder of a model?") from None
-    except ValueError as problem:
-        raise CheckpointError(f"{path.name} is no JSON ({problem}); fetch it again") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path.name} holds no JSON object; fetch it again")
-    return content
-
-
 def _untie_if_stored_apart(config: ModelConfig, shards: Shards) -> ModelConfig:
     """Some checkpoints claim tied embeddings but bring two different ones; those count (as in transformers)."""
     if not config.tie_word_embeddings or not {EMBEDDING, UNEMBEDDING} <= shards.names:
@@ -190,6 +191,16 @@ def _check(folder: Path, parts: dict[str, Part], places: dict[str, Place], shard
     wrong = [f"{name} {list(found)} (should be {list(right)})" for name, found, right in shapes if found != right]
     wrong += misfits(places, shards)
     _complain(folder, "has tensors of another shape than its config.json says:", wrong)
+
+
+def _check_tables(folder: Path, config: ModelConfig) -> None:
+    """The one allocation that no file vouches for: the cosines and sines of all positions, and what makes them."""
+    needed, free = 14 * config.max_position_embeddings * config.head_dim, hardware.memory().free
+    if needed > free:
+        raise CheckpointError(
+            f"{folder}: max_position_embeddings is {config.max_position_embeddings}; the tables of so many positions "
+            f"need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; lower it in config.json"
+        )
 
 
 def _fill(model: Decoder, part: Part, name: str, staging: Staging) -> None:
@@ -228,4 +239,5 @@ def _shrink_linears(model: Decoder, scheme: Scheme | None) -> None:
 def _complain(folder: Path, what: str, tensors: list[str]) -> None:
     if tensors:
         more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
-        raise CheckpointError(f"{folder} {what} {', '.join(tensors[:4])}{more}")
+        named = [name if name.isprintable() and 0 < len(name) < 150 else shown(name) for name in tensors[:4]]
+        raise CheckpointError(f"{folder} {what} {', '.join(named)}{more}")

@@ -10,12 +10,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import torch
+from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minillm.errors import CheckpointError
+from minillm.models.json_files import checked, read_json, shown
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
@@ -33,6 +37,14 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """By the names that safetensors use."""
+
+
+class Index(msgspec.Struct):
+    """What is read of the index of a checkpoint in several files."""
+
+    weight_map: Annotated[
+        dict[str, str], Meta(min_length=1, description="an object with the name of a file for every tensor")
+    ]
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,14 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self._stored: dict[str, Stored] = {}
         for path in weight_files(folder):
-            self._stored.update(_stored_in(path))
+            found = dict(_stored_in(path))
+            twice = sorted(found.keys() & self._stored.keys())
+            if twice:
+                raise CheckpointError(
+                    f"{twice[0]} is in {self._stored[twice[0]].file.name} and in {path.name}; which of them counts "
+                    "cannot be told, so fetch the checkpoint again"
+                )
+            self._stored.update(found)
 
     @property
     def names(self) -> set[str]:
@@ -112,8 +131,10 @@ def _stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-    except (SafetensorError, OSError, ValueError) as problem:
-        raise CheckpointError(f"{path} is truncated or corrupt ({problem}); fetch it again") from None
+    except (SafetensorError, OSError, ValueError, RecursionError) as problem:
+        reason = " ".join(str(problem).split())
+        reason = reason if len(reason) < 200 else f"{reason[:200]}…"
+        raise CheckpointError(f"{path} is truncated or corrupt ({reason}); fetch it again") from None
     header.pop("__metadata__", None)
     for name, entry in header.items():
         yield name, Stored(path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
@@ -135,12 +156,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _files_of_index(folder: Path) -> list[Path]:
+    """The files that the index names: each lies in the folder itself, whatever a link there leads to."""
     try:
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        files = [folder / Path(name).name for name in sorted(names)]
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise CheckpointError(f"{folder / INDEX} is no index of safetensors ({problem!r}); fetch it again") from None
-    missing = [path.name for path in files if not path.is_file()]
+        index = checked(read_json(folder / INDEX), Index)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{folder / INDEX} is no index of safetensors ({problem}); fetch it again") from None
+    names = sorted(set(index.weight_map.values()))
+    outside = [name for name in names if Path(name).name != name or len(name) > 200 or {*name} & {"\\", "\0"}]
+    if outside:
+        raise CheckpointError(f"{folder / INDEX} names {shown(outside[0])}, which is no file of its own folder")
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(f"{folder} lacks {', '.join(missing)} of its {len(files)} weight files; fetch them again")
-    return files
+        listing = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+        raise CheckpointError(f"{folder} lacks {listing} of its {len(names)} weight files; fetch them again")
+    return [folder / name for name in names]

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.errors import CheckpointError, ConfigError
 from minillm.models.decoder import Decoder
+from minillm.models.json_files import shown
 from minillm.models.names import Part
 from minillm.models.shards import SINGLE, Shards
 from minillm.models.staging import Staging
@@ -64,13 +66,15 @@ def scheme_of(quantization: Mapping[str, Any]) -> Scheme:
     options = {key: value for key, value in quantization.items() if key not in ("quant_method", "format", "version")}
     if quantization.get("version") != VERSION:
         raise CheckpointError(
-            f"quantization_config has version {quantization.get('version')!r}, this minillm reads {VERSION}; quantise "
-            "the original checkpoint again"
+            f"quantization_config has version {shown(quantization.get('version'))}, this minillm reads {VERSION}; "
+            "quantise the original checkpoint again"
         )
     try:
         return make_scheme(quantization.get("quant_method"), **options)
-    except (ConfigError, TypeError) as problem:
-        raise CheckpointError(f"quantization_config cannot be read ({problem}); quantise the original again") from None
+    except (ConfigError, TypeError, ValueError) as problem:
+        reason = str(problem)
+        reason = reason if len(reason) < 400 else f"{reason[:200]} … {reason[-100:]}"
+        raise CheckpointError(f"quantization_config cannot be read ({reason}); quantise the original again") from None
 
 
 def is_linear_weight(part: Part) -> bool:
@@ -138,7 +142,10 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         fresh = Path(temporary) / folder.name
         fresh.mkdir()
-        save_file(tensors, fresh / SINGLE, metadata={"format": "pt"})
+        try:
+            save_file(tensors, fresh / SINGLE, metadata={"format": "pt"})
+        except SafetensorError as problem:
+            raise ConfigError(f"{folder} cannot be written ({problem}); name another place") from None
         (fresh / SINGLE).chmod(0o644)
         (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for pattern in BESIDE_WEIGHTS + MORE_BESIDE_WEIGHTS:

@@ -17,6 +17,9 @@ from minillm.quantization.packing import pack, packed_width, unpack
 GROUP_MULTIPLE = 8
 """Groups come in multiples of so many weights: then each starts on a whole byte at every number of bits."""
 
+MOST_IN_GROUP = 2**17
+"""As many as the widest layer has inputs: a group is filled up to its size before it is rounded."""
+
 
 @dataclass(frozen=True)
 class Int4(Scheme):
@@ -30,8 +33,11 @@ class Int4(Scheme):
     def __post_init__(self) -> None:
         super().__post_init__()
         size = self.group_size
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1 or size % GROUP_MULTIPLE:
-            raise ConfigError(f"group_size={size!r} must be a multiple of {GROUP_MULTIPLE}, such as 64 or 128")
+        is_whole = isinstance(size, int) and not isinstance(size, bool)
+        if not is_whole or not 0 < size <= MOST_IN_GROUP or size % GROUP_MULTIPLE:
+            raise ConfigError(
+                f"group_size={size!r} must be a multiple of {GROUP_MULTIPLE}, such as 64 or 128, up to {MOST_IN_GROUP}"
+            )
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
         """`qweight`: `[out, bytes]`, `scales`: `[out, groups]` fp16, `qzeros`: `[out, bytes]`; bytes as packed."""

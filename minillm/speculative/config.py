@@ -34,7 +34,7 @@ class SpeculativeConfig:
     suffix_decoding_max_tree_depth: int | None = None
     """`suffix`: longer matches count as ones of so many tokens; None: 24."""
     suffix_decoding_max_cached_requests: int | None = None
-    """`suffix`: outputs of so many earlier requests are searched, too; None: 10,000; 0: none."""
+    """`suffix`: outputs of so many earlier requests with the same salt are searched, too; None: 10,000; 0: none."""
     suffix_decoding_max_spec_factor: float | None = None
     """`suffix`: a match of n tokens allows for so many times n guesses; None: 1."""
     suffix_decoding_min_token_prob: float | None = None

@@ -2,7 +2,8 @@
 
 Text repeats itself: code that is edited, an agent's tool calls, a loop a small model has fallen into. Take the longest
 end of the context that occurred before, p tokens long, and look at what followed it there. Places where it occurred
-are found in two sources: this request's own prompt and output, and the outputs of earlier requests.
+are found in two sources: this request's own prompt and output, and the outputs of earlier requests with the same
+`cache_salt`. Requests of different salts never learn of each other's text, neither by their drafts nor by their time.
 
 The guess is walked greedily: of the C places that match, take the token that most of them continue with, keep the c₁
 places that agree, and go on with those. The probability that the walk is right up to its j-th token is estimated as
@@ -31,6 +32,7 @@ rejected guess has been verified; there a smaller `max_spec_factor` helps. Outpu
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -45,13 +47,13 @@ BOUNDARY = -1
 
 
 class SuffixDrafter(Drafter):
-    """Guesses by the longest match, in the request itself and in the outputs of earlier ones.
+    """Guesses by the longest match, in the request itself and in the outputs of earlier ones of the same salt.
 
     The four options are vLLM's `suffix_decoding_*`, with its defaults:
 
     - `max_tree_depth`: the longest match that is looked for, in tokens.
-    - `max_cached_requests`: the most outputs of ended requests that are kept, at about 100 bytes per token; 0: none,
-      each request is on its own.
+    - `max_cached_requests`: the most outputs of ended requests that are kept, of all salts together, at about 100 bytes
+      per token; 0: none, each request is on its own. See `SaltedOutputs` for what goes when there are more.
     - `max_spec_factor`: a match of p tokens is followed by at most ⌊factor · p⌋ guesses, so with a factor below 1 a
       match shorter than 1 / factor is not enough for even one.
     - `min_token_prob`: a guess ends before its estimated probability falls below this.
@@ -69,21 +71,20 @@ class SuffixDrafter(Drafter):
         self.min_token_prob = min_token_prob
         self._own: dict[str, SuffixTrie] = {}
         """By request id: the trie of a running request's prompt and output."""
-        self._earlier = EarlierOutputs(max_tree_depth, max_cached_requests)
+        self._earlier = SaltedOutputs(max_tree_depth, max_cached_requests)
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
-        self._earlier.catch_up()
         return [Draft(self._guess(request, most)) for request, most in zip(requests, num_drafts, strict=True)]
 
     def request_finished(self, request: Request) -> None:
-        """See `Drafter.request_finished`. What the request said is from now on a source for all others."""
+        """See `Drafter.request_finished`. What the request said is from now on a source for its salt."""
         self._own.pop(request.request_id, None)
-        self._earlier.add(request.token_ids[request.num_prompt_tokens :])
+        self._earlier.add(request.cache_salt, request.token_ids[request.num_prompt_tokens :])
 
     def _guess(self, request: Request, most: int) -> list[int]:
         guess, score = [], 0.0
-        for trie in (self._trie_of(request), *self._earlier.tries):
+        for trie in (self._trie_of(request), *self._earlier.tries(request.cache_salt)):
             matched, places = trie.longest_match(request.token_ids)
             # The factor may be a rounded fraction: 0.29 · 100 is 28.999…
             length = min(most, int(self.max_spec_factor * matched + 1e-6))
@@ -102,6 +103,43 @@ class SuffixDrafter(Drafter):
         return trie
 
 
+class SaltedOutputs:
+    """Outputs of requests that have ended, each for its own salt only; at most `max_outputs` of all salts together.
+
+    Beyond that, the salt whose last request ended longest ago loses all its outputs. So how much other salts say can
+    make a salt forget, as in the prefix cache; what they say changes nothing.
+    """
+
+    def __init__(self, max_depth: int, max_outputs: int) -> None:
+        self._max_depth = max_depth
+        self._max_outputs = max_outputs
+        self._by_salt: OrderedDict[str, EarlierOutputs] = OrderedDict()
+        """In the order in which their last requests ended."""
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs are kept."""
+        return sum(outputs.num_outputs for outputs in self._by_salt.values())
+
+    def tries(self, salt: str) -> tuple[SuffixTrie, ...]:
+        """Where a request with this salt may look, whole again if an interrupt left something out."""
+        if salt not in self._by_salt:
+            return ()
+        self._by_salt[salt].catch_up()
+        return self._by_salt[salt].tries
+
+    def add(self, salt: str, token_ids: Sequence[int]) -> None:
+        """Keep one output."""
+        if not self._max_outputs or not token_ids:
+            return
+        if salt not in self._by_salt:
+            self._by_salt[salt] = EarlierOutputs(self._max_depth, self._max_outputs)
+        self._by_salt.move_to_end(salt)
+        self._by_salt[salt].add(token_ids)
+        while self.num_outputs > self._max_outputs:
+            self._by_salt.popitem(last=False)
+
+
 class EarlierOutputs:
     """Outputs of requests that have ended, at most `max_outputs` of them.
 
@@ -115,7 +153,12 @@ class EarlierOutputs:
         """Young, old."""
         self._max_depth = max_depth
         self._max_outputs = max_outputs
-        self._num_young = 0
+        self._num_young = self._num_old = 0
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs are kept."""
+        return self._num_young + self._num_old
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Keep one output; it is entered at once."""
@@ -125,7 +168,7 @@ class EarlierOutputs:
         if not self.tries or self._num_young >= half:
             old = self.tries[:1] if 2 * half <= self._max_outputs else ()
             self.tries = (SuffixTrie([BOUNDARY], self._max_depth), *old)
-            self._num_young = 0
+            self._num_young, self._num_old = 0, self._num_young if old else 0
         self._num_young += 1  # first, for an interrupt must not let one more in
         self.tries[0].tokens.extend((*token_ids, BOUNDARY))
         self.catch_up()

@@ -90,7 +90,7 @@ MINIMAL = {
         ({"vocab_size": "8"}, "vocab_size is '8'"),
         ({"num_key_value_heads": 3}, "2 query heads over 3 KV heads"),
         ({"head_dim": 5}, "channels even"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu' or 'swish'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised \\(gptq\\)"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -14,7 +14,7 @@ from scipy.stats import chi2_contingency
 from minillm import LLM, SamplingParams
 from minillm.engine.request import Request
 from minillm.models import bundled
-from minillm.speculative.suffix import EarlierOutputs, SuffixDrafter, continuations, likeliest_path
+from minillm.speculative.suffix import EarlierOutputs, SaltedOutputs, SuffixDrafter, continuations, likeliest_path
 from minillm.speculative.suffix_trie import MOST_PLACES
 from minillm.trace import DraftProposed, RequestPreempted, TokensCommitted
 from tests.conftest import TinyPair
@@ -23,8 +23,9 @@ from tests.speculative.test_suffix_trie import interrupted
 ENDED = None
 
 
-def request(name: str, prompt: Sequence[int], output: Sequence[int] = ()) -> Request:
-    return Request(name, "", [*prompt, *output], len(prompt), SamplingParams(), max_tokens=1000, seed=0)
+def request(name: str, prompt: Sequence[int], output: Sequence[int] = (), salt: str = "") -> Request:
+    tokens = [*prompt, *output]
+    return Request(name, "", tokens, len(prompt), SamplingParams(), max_tokens=1000, seed=0, cache_salt=salt)
 
 
 def guess(drafter: SuffixDrafter, request: Request, most: int = 8) -> list[int]:
@@ -219,6 +220,41 @@ def test_no_more_outputs_are_kept_than_allowed(most: int) -> None:
         assert held <= 4 * most + 2
 
 
+def test_what_a_request_said_is_found_by_its_own_salt_only() -> None:
+    drafter = SuffixDrafter()
+    drafter.request_finished(request("a", [0], [1, 2, 3, 7, 8, 9], "alice"))
+    drafter.request_finished(request("b", [0], [1, 2, 3, 4, 5, 6], "bob"))
+    tenants = ("alice", "bob", "carol", "")
+    found = {salt: guess(drafter, request(f"of {salt}", [1, 2, 3], salt=salt)) for salt in tenants}
+    assert found == {"alice": [7, 8, 9], "bob": [4, 5, 6], "carol": [], "": []}
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 9), st.lists(st.sampled_from("abcd"), max_size=60))
+def test_all_salts_together_keep_no_more_than_allowed(most: int, salts: list[str]) -> None:
+    """And what was said last is kept, whatever the other salts have said."""
+    outputs = SaltedOutputs(24, most)
+    for number, salt in enumerate(salts):
+        outputs.add(salt, [2 * number + 1, 2 * number + 2])
+        kept = [i for i, s in enumerate(salts) if known_to(outputs, s, i)]
+        assert len(kept) <= outputs.num_outputs <= most
+        assert number in kept
+        assert not any(known_to(outputs, other, number) for other in "abcd" if other != salt)
+
+
+def known_to(outputs: SaltedOutputs, salt: str, number: int) -> bool:
+    text = [2 * number + 1, 2 * number + 2]
+    return any(trie.longest_match(text)[0] == 2 for trie in outputs.tries(salt))
+
+
+def test_the_salt_that_was_quiet_longest_is_forgotten_first() -> None:
+    outputs = SaltedOutputs(24, 4)
+    for number, salt in enumerate("abca"):
+        outputs.add(salt, [2 * number + 1, 2 * number + 2])
+    outputs.add("d", [9, 10])
+    assert [known_to(outputs, salt, number) for number, salt in enumerate("abcad")] == [True, False, True, True, True]
+
+
 @settings(max_examples=100)
 @given(few, few, st.integers(2, 60), st.integers(1, 200))
 @example([1, 2, 3, 1, 2], [1, 2, 3, 1, 2], 2, 1)
@@ -232,7 +268,7 @@ def test_an_interrupt_anywhere_leaves_right_guesses(
     drafter.request_finished(request("c", [9], other))
     drafter.propose([first], [4])
     ended = not interrupted(lambda: drafter.request_finished(first), line_of_end, files)
-    kept = ended or len(drafter._earlier.tries[0].tokens) > len(other) + 2
+    kept = ended or len(drafter._earlier.tries("")[0].tokens) > len(other) + 2
     interrupted(lambda: drafter.propose([second], [6]), line_of_guess, files)
     outputs = [other, output] if kept else [other]
     assert guess(drafter, second, 6) == by_definition(own, outputs, 6, 4, Fraction(1), 0.1)

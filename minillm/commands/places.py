@@ -1,0 +1,34 @@
+"""Where a command is to write: whether that can be done is found out before any work, not after it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from minillm.errors import ConfigError
+
+
+def check_new_file(option: str, file: Path) -> None:
+    """Raise `ConfigError` if a file cannot be made (or written again) at this path."""
+    try:
+        if file.is_dir():
+            raise ConfigError(f"{option} {file} is a folder; name a file")
+        if not file.parent.is_dir():
+            raise ConfigError(f"{option} {file}: there is no folder {file.parent}; make it first")
+        if not file.exists():
+            check_writable(option, file.parent)
+    except (OSError, ValueError) as problem:
+        if isinstance(problem, ConfigError):
+            raise
+        reason = getattr(problem, "strerror", None) or problem
+        raise ConfigError(f"{option}: nothing can be written there ({reason}); name another file") from None
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Raise `ConfigError` if nothing can be made in the folder."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        reason = problem.strerror or problem
+        raise ConfigError(f"{option}: nothing can be written to {folder} ({reason}); name another place") from None

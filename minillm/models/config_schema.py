@@ -1,0 +1,137 @@
+"""What a `config.json` may say: every field that decides what the decoder computes, its type and its range.
+
+The ranges are wider than any published model and narrow enough that nothing made from one field alone can exhaust the
+machine; what two fields make together is held against the weights that are there, or against the memory (`loading`).
+Fields that are not named here change nothing, except for those of `SWITCHES`: they are refused unless they are off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from minillm.errors import CheckpointError
+from minillm.models.json_files import number, shown, whole
+
+MOST_LAYERS = 1024
+MOST_CONTEXT = 2**24
+TokenId = Annotated[int, Meta(ge=0, le=2**24)]
+Context = whole(1, MOST_CONTEXT)
+Switch = Annotated[bool | None, Meta(description="true or false")]
+EndTokens = Annotated[TokenId | list[TokenId] | None, Meta(description="a token's id, a list of ids, or null")]
+Dtype = Annotated[
+    Literal["float32", "float16", "bfloat16", "float64"] | None,
+    Meta(description="float32, float16, bfloat16 or float64"),
+]
+
+
+class RopeScaling(Struct, forbid_unknown_fields=True):
+    """`rope_scaling`, or its newer spelling `rope_parameters`. An entry that is not named here is refused."""
+
+    rope_type: Annotated[str | None, Meta(description="the name of a kind of scaling")] = None
+    type: Annotated[str | None, Meta(description="the name of a kind of scaling")] = None
+    rope_theta: number(1, 1e15) = None  # type: ignore[valid-type]
+    partial_rotary_factor: number(0, 1) = None  # type: ignore[valid-type]
+    factor: number(0, 1e6) = None  # type: ignore[valid-type]
+    low_freq_factor: number(0, 1e6) = None  # type: ignore[valid-type]
+    high_freq_factor: number(0, 1e6) = None  # type: ignore[valid-type]
+    original_max_position_embeddings: Context = None  # type: ignore[valid-type]
+    beta_fast: number(0, 1e6) = None  # type: ignore[valid-type]
+    beta_slow: number(0, 1e6) = None  # type: ignore[valid-type]
+    attention_factor: number(0, 1e3) = None  # type: ignore[valid-type]
+    mscale: number(0, 1e3) = None  # type: ignore[valid-type]
+    mscale_all_dim: number(0, 1e3) = None  # type: ignore[valid-type]
+    truncate: Switch = None
+    finetuned: Switch = None
+
+
+class StoredConfig(Struct):
+    """The fields of `config.json` that minillm reads. None: left out, or null."""
+
+    architectures: Annotated[list[str] | None, Meta(description="a list of names")] = None
+    model_type: Annotated[str | None, Meta(description="a name")] = None
+    vocab_size: whole(1, 2**24) = None  # type: ignore[valid-type]
+    hidden_size: whole(1, 2**17) = None  # type: ignore[valid-type]
+    intermediate_size: whole(1, 2**20) = None  # type: ignore[valid-type]
+    num_hidden_layers: whole(1, MOST_LAYERS) = None  # type: ignore[valid-type]
+    num_attention_heads: whole(1, 2**12) = None  # type: ignore[valid-type]
+    num_key_value_heads: whole(1, 2**12) = None  # type: ignore[valid-type]
+    head_dim: whole(1, 2**12) = None  # type: ignore[valid-type]
+    max_position_embeddings: Context = None  # type: ignore[valid-type]
+    original_max_position_embeddings: Context = None  # type: ignore[valid-type]
+    rms_norm_eps: number(0, 1) = None  # type: ignore[valid-type]
+    rope_theta: number(1, 1e15) = None  # type: ignore[valid-type]
+    rope_scaling: Annotated[RopeScaling | None, Meta(description="an object, or null")] = None
+    rope_parameters: Annotated[RopeScaling | None, Meta(description="an object, or null")] = None
+    partial_rotary_factor: number(0, 1) = None  # type: ignore[valid-type]
+    hidden_act: Annotated[
+        Literal["silu", "swish"] | None, Meta(description="'silu' or 'swish', which the decoder computes")
+    ] = None
+    tie_word_embeddings: Switch = None
+    attention_bias: Switch = None
+    mlp_bias: Switch = None
+    use_sliding_window: Switch = None
+    sliding_window: whole(1, 2**31 - 1) = None  # type: ignore[valid-type]
+    max_window_layers: whole(0, MOST_LAYERS) = None  # type: ignore[valid-type]
+    layer_types: Annotated[
+        list[Literal["full_attention", "sliding_attention"]] | None,
+        Meta(description="'full_attention' or 'sliding_attention' for each layer"),
+    ] = None
+    no_rope_layers: Annotated[list[Literal[0, 1]] | None, Meta(description="0 or 1 for each layer")] = None
+    no_rope_layer_interval: whole(1, MOST_LAYERS) = None  # type: ignore[valid-type]
+    eos_token_id: EndTokens = None
+    bos_token_id: Annotated[TokenId | None, Meta(description="a token's id, or null")] = None
+    dtype: Dtype = None
+    torch_dtype: Dtype = None
+    quantization_config: Annotated[dict[str, Any] | None, Meta(description="an object, or null")] = None
+
+
+class GenerationConfig(Struct):
+    """What is read of `generation_config.json`."""
+
+    eos_token_id: EndTokens = None
+
+
+SWITCHES: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "use_bidirectional_attention": (False,),
+    "position_embedding_type": ("rope", "rotary"),
+    "alibi": (False,),
+    "parallel_attn": (False,),
+    "use_parallel_residual": (False,),
+    "attn_logit_softcapping": (0, 0.0),
+    "final_logit_softcapping": (0, 0.0),
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "embedding_multiplier": (1, 1.0),
+    "residual_multiplier": (1, 1.0),
+    "logits_scaling": (1, 1.0),
+    "logit_scale": (1, 1.0),
+    "scale_emb": (1, 1.0),
+    "scale_depth": (),
+    "attention_chunk_size": (),
+    "attn_temperature_tuning": (False, 0),
+    "attention_sinks": (False, 0),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "num_experts": (0,),
+    "num_local_experts": (0, 1),
+    "n_routed_experts": (0,),
+    "moe_intermediate_size": (),
+    "q_lora_rank": (),
+    "kv_lora_rank": (),
+    "v_head_dim": (),
+}
+"""Fields of other decoders, and the values besides null with which theirs computes what ours does."""
+
+
+def refuse_switches(stored: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` if the file switches on something that the decoder does not have."""
+    for name, harmless in SWITCHES.items():
+        value = stored.get(name)
+        if value is not None and value not in harmless:
+            only = f"it must be {' or '.join(map(repr, harmless))} or left out" if harmless else "it must be left out"
+            raise CheckpointError(f"{name} is {shown(value)}, which minillm's decoder does not have; {only}")

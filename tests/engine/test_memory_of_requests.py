@@ -1,0 +1,105 @@
+"""An engine that has answered many requests holds no more than one that has answered a few."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from minillm import LLM, SamplingParams, metrics
+from minillm.metrics import MetricsWatcher
+from minillm.trace import RequestAdded, RequestFinished, StepRan, Trace, Work
+from tests.conftest import TinyPair
+
+WAYS: dict[str, dict[str, Any]] = {
+    "no draft": {},
+    "draft model": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
+    "ngram": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
+    "suffix": {"speculative_config": {"method": "suffix", "suffix_decoding_max_cached_requests": 6}},
+}
+
+
+def use(llm: LLM, first: int, count: int) -> None:
+    """So many requests, each with a prompt of its own: generated, streamed, dropped, submitted, salted, refused."""
+    short = SamplingParams(temperature=0.8, seed=1, max_tokens=6, ignore_eos=True, logprobs=1)
+    for number in range(first, first + count):
+        ids = [1 + number % 290, 2 + number // 7 % 290, *range(3, 12), 4 + number % 17]
+        prompt: dict[str, Any] = {"prompt_token_ids": ids, "cache_salt": str(number % 5 * number)}
+        match number % 5:
+            case 0:
+                llm.generate(prompt, short, use_tqdm=False)
+            case 1:
+                list(llm.stream(prompt, short))
+            case 2:
+                next(llm.stream(prompt, short))
+            case 3:
+                llm.submit(prompt, short)
+                while llm.engine.has_requests:
+                    llm.engine.step()
+            case 4:
+                llm.generate([prompt, prompt], SamplingParams(n=2, seed=number, max_tokens=3), use_tqdm=False)
+
+
+def objects() -> Counter[type]:
+    """How many there are of each of minillm's classes, and of what they keep things in."""
+    gc.collect()
+    kinds = (type(each) for each in gc.get_objects())
+    return Counter(kind for kind in kinds if kind in (list, dict, set) or str(kind.__module__).startswith("minillm"))
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["no trace", "traced"])
+@pytest.mark.parametrize("way", WAYS)
+def test_many_requests_leave_no_more_than_a_few(
+    tiny: TinyPair, way: str, traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as many requests as the engine is warmed up with; with a trace around them, once the trace is dropped."""
+    monkeypatch.setattr(metrics, "MOST_ENDED", 5)
+    options = dict(WAYS[way])
+    if way == "draft model":
+        options["speculative_config"] = {**options["speculative_config"], "model": str(tiny.draft)}
+    llm = LLM(str(tiny.target), device="cpu", block_size=4, num_kv_blocks=24, enforce_eager=True, **options)
+    tracemalloc.start()
+    try:
+        use(llm, 0, 30)
+        before = objects()
+        start, _ = tracemalloc.get_traced_memory()
+        if traced:
+            with llm.trace() as trace:
+                use(llm, 30, 60)
+            assert len(trace) > 500
+            del trace
+        else:
+            use(llm, 30, 60)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()
+    assert {kind: count - before[kind] for kind, count in objects().items() if count - before[kind] > 10} == {}
+    assert grown < 60 * 1000  # bytes; a request that stays holds more than a thousand
+    assert len(llm.engine.listeners) == 1 and not llm.engine.requests
+
+
+def test_figures_that_nobody_asks_for_go_when_there_are_enough_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "MOST_ENDED", 3)
+    watcher = MetricsWatcher()
+    watcher(RequestAdded("long", "", [1]))
+    for number in range(10):
+        for index in range(2):
+            watcher(RequestAdded(f"{number}#{index}", "", [1]))
+        watcher(RequestFinished(f"{number}#0", "stop", 1, 1))
+        watcher(StepRan(number, [Work(f"{number}#1", "decode", 0, 1), Work("long", "decode", 0, 1)]))
+        watcher(RequestFinished(f"{number}#1", "stop", 1, 1))
+    assert list(watcher.requests) == ["long", "7", "8", "9"]
+    assert watcher.pop("long").num_target_forwards == 10
+
+
+def test_a_trace_that_is_over_is_held_by_nobody(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), device="cpu", enforce_eager=True)
+    with llm.trace() as trace:
+        llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
+    kept = len(trace)
+    llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert isinstance(trace, Trace) and len(trace) == kept

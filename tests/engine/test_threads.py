@@ -1,0 +1,135 @@
+"""Engines and threads: two engines in two threads, and one engine in several. Tokens are those of each alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+
+from minillm import LLM, EngineArgs, LLMEngine, SamplingParams
+from minillm.errors import PromptError
+from minillm.trace import RequestFinished, TokensCommitted
+from tests.conftest import TinyPair
+
+PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, seed=7, n=2, max_tokens=16, ignore_eos=True)
+pytestmark = pytest.mark.timeout(120)
+
+
+def together(jobs: list[Callable[[], Any]]) -> list[Any]:
+    """What each job gives, all of them started at the same moment in a thread of their own."""
+    start = Barrier(len(jobs))
+
+    def run(job: Callable[[], Any]) -> Any:
+        start.wait()
+        return job()
+
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return list(threads.map(run, jobs))
+
+
+def tokens(llm: LLM, prompts: list[str], params: SamplingParams = GREEDY) -> list[list[list[int]]]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+def made(tiny: TinyPair, way: str) -> LLM:
+    options: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 60, "enforce_eager": "eager" in way}
+    if "draft model" in way:
+        options["speculative_config"] = {"model": str(tiny.draft), "num_speculative_tokens": 3}
+    if "suffix" in way:
+        options["speculative_config"] = {"method": "suffix"}
+    return LLM(str(tiny.target), device="cpu", **options)
+
+
+@pytest.mark.parametrize("way", ["compiled", "eager", "compiled, draft model", "eager, suffix"])
+def test_two_engines_in_two_threads_are_as_each_alone(tiny: TinyPair, way: str) -> None:
+    alone = [tokens(made(tiny, way), [prompt]) for prompt in PROMPTS[:2]]
+    engines = [made(tiny, way) for _ in range(2)]
+    for _ in range(3):
+        jobs = [lambda i=i: tokens(engines[i], [PROMPTS[i]]) for i in range(2)]
+        assert together(jobs) == alone
+    assert [llm.engine.pool.num_used for llm in engines] == [0, 0]
+
+
+def test_two_engines_may_be_made_in_two_threads(tiny: TinyPair) -> None:
+    alone = tokens(made(tiny, "compiled"), PROMPTS[:1])
+    assert together([lambda: tokens(made(tiny, "compiled"), PROMPTS[:1])] * 3) == [alone] * 3
+
+
+@pytest.mark.parametrize("way", ["compiled", "eager", "compiled, draft model", "eager, suffix"])
+def test_one_engine_in_four_threads_gives_each_what_it_would_give_alone(tiny: TinyPair, way: str) -> None:
+    """Some generate and some stream, greedily and by chance; the pool is too small for all of them at once.
+
+    What suffix decoding guesses, and so what chance picks, depends on what was said before: there all are greedy.
+    """
+    third = GREEDY if "suffix" in way else SAMPLED
+    reference = made(tiny, way)
+    alone = [tokens(reference, [prompt]) for prompt in PROMPTS]
+    chance = tokens(reference, [PROMPTS[3]], third)
+    text = "".join(reference.stream(PROMPTS[2], GREEDY))
+    llm = made(tiny, way)
+    jobs: list[Callable[[], Any]] = [
+        lambda: tokens(llm, PROMPTS),
+        lambda: [tokens(llm, [prompt])[0] for prompt in PROMPTS],
+        lambda: tokens(llm, [PROMPTS[3]], third),
+        lambda: "".join(llm.stream(PROMPTS[2], GREEDY)),
+    ]
+    every = [completions for [completions] in alone]
+    for _ in range(3):
+        assert together(jobs) == [every, every, chance, text]
+    assert llm.engine.pool.num_used == 0 and not llm.engine.has_requests and not llm.llm_engine.metrics.requests
+    llm.engine.scheduler.check_integrity()
+
+
+def test_threads_share_steps_and_a_trace_holds_them_all(tiny: TinyPair) -> None:
+    llm = made(tiny, "eager")
+    with llm.trace() as trace:
+        together([lambda: tokens(llm, PROMPTS)] * 3)
+    assert len(trace.of(RequestFinished)) == 12
+    assert sum(len(event.token_ids) for event in trace.of(TokensCommitted)) == 12 * 24
+
+
+def test_a_thread_that_is_refused_disturbs_no_other(tiny: TinyPair) -> None:
+    llm = made(tiny, "eager")
+    alone = tokens(llm, PROMPTS)
+
+    def refused() -> str:
+        with pytest.raises(PromptError) as problem:
+            llm.generate([PROMPTS[0], ""], GREEDY, use_tqdm=False)
+        return type(problem.value).__name__
+
+    def left() -> str:
+        return next(llm.stream(PROMPTS[1], GREEDY))[:0]
+
+    assert together([lambda: tokens(llm, PROMPTS), refused, left]) == [alone, "PromptError", ""]
+    assert llm.engine.pool.num_used == 0
+
+
+def test_requests_may_be_added_and_aborted_while_another_thread_steps(tiny: TinyPair) -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs(str(tiny.target), device="cpu", block_size=4, enforce_eager=True))
+    engine.add_request("first", PROMPTS[0], GREEDY)
+
+    names = {"first", *(f"kept {i}" for i in range(20))}
+
+    def step() -> dict[str, int]:
+        ended: dict[str, int] = {}
+        while not names <= ended.keys():
+            for output in engine.step():
+                if output.finished:
+                    ended[output.request_id] = len(output.outputs[0].token_ids)
+        return ended
+
+    def add() -> None:
+        for i in range(20):
+            engine.add_request(f"kept {i}", PROMPTS[i % 4], GREEDY)
+            engine.add_request(f"dropped {i}", PROMPTS[i % 4], GREEDY)
+            engine.abort_request(f"dropped {i}")
+
+    ended, _ = together([step, add])
+    assert {ended[name] for name in names} == {24}
+    assert engine.engine.pool.num_used == 0
