@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.errors import LessonError
 from minillm.teaching.execute import execute

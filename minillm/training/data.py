@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.training.corpus import documents, sources

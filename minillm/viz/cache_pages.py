@@ -62,8 +62,8 @@ class CachePagesView(View):
         """The picture in words, with all block tables."""
         return describe(self._replay.at(step))
 
-    def busiest_step(self) -> int | None:
-        """The step that ended with the most used blocks (the first of them): the frame to show in print."""
+    def telling_step(self) -> int | None:
+        """The step that ended with the most used blocks, the first of them; `None` before the first."""
         history = self._replay.at().history
         return max(history, key=lambda figures: figures.used_blocks).step if history else None
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 from minillm.errors import ConfigError
 from minillm.viz.colours import HAIRLINE, INK, MUTED, OWNERS, PAPER
+from minillm.viz.output import Chart
 from minillm.viz.svg import MARGIN, RIGHT, SANS, card, element, label, number
 
 LEFT, TOP, PLOT_HEIGHT = 84, 84, 268
@@ -43,7 +44,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class LineChart:
+class LineChart(Chart):
     """A chart that displays itself. `summary` says in words what the chart shows; it becomes the SVG's description.
 
     Raises `ConfigError` if a series has x and y of different lengths, or a logarithmic axis meets a value that is not
@@ -102,13 +103,6 @@ class LineChart:
 
     def __repr__(self) -> str:
         return f"<LineChart {self.title!r}>"
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
-        return {
-            "application/vnd.plotly.v1+json": self.to_plotly(),
-            "image/svg+xml": self.to_svg(),
-            "text/plain": repr(self),
-        }
 
 
 def _style(index: int) -> tuple[str, str]:

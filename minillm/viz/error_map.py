@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from minillm.errors import ConfigError
 from minillm.viz.colours import INK, VERMILLION
+from minillm.viz.output import Picture
 from minillm.viz.svg import MARGIN, RIGHT, card, element, fit_words, label, number, rectangle, spans
 
 Grid = Sequence[Sequence[float]]
@@ -48,7 +49,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class ErrorMap:
+class ErrorMap(Picture):
     """Heat maps of absolute errors that share one scale.
 
     `errors` maps a name to a matrix `[rows, columns]` (nested sequences, or anything with `tolist()`), one panel each,
@@ -113,9 +114,6 @@ class ErrorMap:
 
     def __repr__(self) -> str:
         return "<ErrorMap>"
-
-    def _repr_svg_(self) -> str:
-        return self.to_svg()
 
     def level(self, error: float, largest: float) -> int:
         """Index into `LEVELS` of `error` on the scale that ends at `largest`."""

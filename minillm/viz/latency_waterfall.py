@@ -26,6 +26,7 @@ from minillm.viz.colours import (
     YELLOW,
     ink_on,
 )
+from minillm.viz.output import Chart
 from minillm.viz.svg import (
     MARGIN,
     RIGHT,
@@ -84,7 +85,7 @@ class Latency:
 
 
 @dataclass(frozen=True)
-class LatencyWaterfall:
+class LatencyWaterfall(Chart):
     """Rows of `Latency` over one axis of milliseconds, with a line at `limit` seconds.
 
     Raises `ConfigError` without rows, for a part that is not known, a negative time, a name that comes twice, or a
@@ -188,13 +189,6 @@ class LatencyWaterfall:
 
     def __repr__(self) -> str:
         return f"<LatencyWaterfall {self.title!r}>"
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
-        return {
-            "application/vnd.plotly.v1+json": self.to_plotly(),
-            "image/svg+xml": self.to_svg(),
-            "text/plain": repr(self),
-        }
 
     def _before(self, row: Latency) -> Latency | None:
         return next((other for other in self.rows if other.name == row.before), None)

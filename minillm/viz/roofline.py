@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from minillm.errors import ConfigError
 from minillm.viz.charts import LEFT, PLOT_HEIGHT, SYMBOLS, TOP, Axis, _grid, _mark, _Scale, _scale
 from minillm.viz.colours import INK, MUTED, OWNERS, PAPER
+from minillm.viz.output import Picture
 from minillm.viz.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, fit_words, label, number, words
 
 Source = Literal["measured", "modelled", "quoted"]
@@ -81,7 +82,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Roofline:
+class Roofline(Picture):
     """The picture. It shows itself in a notebook. Raises `ConfigError` for more groups than there are marks."""
 
     title: str
@@ -138,11 +139,6 @@ class Roofline:
 
     def __repr__(self) -> str:
         return f"<Roofline {self.title!r}>"
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        # The HTML holds the SVG itself, so that its points can be found and tell their names under the mouse.
-        svg = self.to_svg()
-        return {"text/plain": repr(self), "text/html": f"<div>{svg}</div>", "image/svg+xml": svg}
 
     @property
     def _span(self) -> tuple[float, float]:

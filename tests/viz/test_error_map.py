@@ -133,4 +133,3 @@ def test_what_cannot_be_drawn_is_refused():
 def test_shown_as_svg_with_a_constant_text():
     shown = ErrorMap({"a": [[1.0]]})
     assert repr(shown) == "<ErrorMap>"
-    assert shown._repr_svg_() == shown.to_svg()

@@ -18,7 +18,7 @@ from typing import Any
 
 from numba import config, njit
 from numba.core import event
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
 """For every function compiled here: dividing by zero gives infinity, and other threads go on meanwhile."""
