@@ -68,8 +68,8 @@ def engine(page_size: int = 16, drafts: int = 4, pool_tokens: int = 384) -> LLM:
     return LLM(TARGET, block_size=page_size, num_kv_blocks=blocks, speculative_config=speculative)
 
 
+engine().generate("x = ", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)  # compiles, if it has to
 llm = engine()
-llm.generate("x = ", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)  # compiles, if it has to
 print("ready")
 
 # %% [markdown]
