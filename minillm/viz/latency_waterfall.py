@@ -257,7 +257,7 @@ class LatencyWaterfall(Chart):
 def _total_label(row: Latency) -> dict[str, object]:
     """The whole at the end of its bar."""
     place = {"x": 1000 * row.total, "y": row.name, "xanchor": "left", "xshift": 5}
-    return {**place, "text": f"<b>{_ms(row.total)}</b>", "showarrow": False}
+    return {**place, "text": f"<b>{_ms(row.total)}</b>", "showarrow": False, "bgcolor": PAPER}
 
 
 def _paint(part: str) -> dict[str, str | float | None]:

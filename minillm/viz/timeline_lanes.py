@@ -118,7 +118,7 @@ class Lanes:
         rows = "".join(self._row(*parts) for parts in zip(self.shown, names, tops, strict=True))
         bottom = self.top + max(len(self.shown), 1) * self.row_height
         hidden = len(self.timeline.rows) - len(self.shown)
-        more = label(56, bottom + 11, f"and {hidden} more requests, which end earlier") if hidden else ""
+        more = label(56, bottom + 11, f"and {hidden} more requests, none of which ends later") if hidden else ""
         bottom += 16 if hidden else 0
         return rows + more + self._axis(bottom) + self._strips(bottom + 24)
 

@@ -222,7 +222,7 @@ def long_and_short(count=20):
 def test_request_that_ends_last_has_a_row_however_few_there_are():
     one, two = fitted([long_and_short(), long_and_short()], 39, 0, most_rows=5)
     assert [row.index for row in one.shown] == [0, 1, 2, 3, 20] == [row.index for row in two.shown]
-    assert "16 more requests, which end earlier" in one.drawing
+    assert "16 more requests, none of which ends later" in one.drawing
 
 
 def test_two_timelines_fit_one_screen():
