@@ -71,7 +71,7 @@ def test_tour_moves_and_is_still_there_after_a_reload(browser: Browser, lab: Lab
     assert {"accepted", "rejected"} <= states(page, "token")
     photographs(page, replay)
 
-    page.keyboard.press("Control+s")
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
     page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')", timeout=MINUTES)
     page.evaluate("window.jupyterapp.commands.execute('kernelmenu:shutdown')")
     open_notebook(page, lab)
