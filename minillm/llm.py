@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.config import reject_unknown
 from minillm.engine.engine import Engine

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.bench.harness import result, save
 from minillm.bench.on_gpu.stages import DONE, STAGES, TOTAL_S, Stage, run_stage

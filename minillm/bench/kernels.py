@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.bench.contestants import choose
 from minillm.bench.device_clock import Clock, Timing, Way, clock_for, in_turn, last_cache_bytes, ratios

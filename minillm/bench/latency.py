@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.bench.contestants import choose, draft_for, left_out, prompt_ids
 from minillm.bench.harness import Row, peak_memory_of, result, same_start

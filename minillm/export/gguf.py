@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.export.gguf_tokenizer import GgufTokenizer, gguf_tokenizer

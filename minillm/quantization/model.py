@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.errors import ConfigError, MinillmError, UnsupportedError
 from minillm.models.decoder import Decoder

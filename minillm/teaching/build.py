@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nbformat import NotebookNode
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.teaching.course import Lesson, Stale, choose, read_notebook, read_text
 from minillm.teaching.execute import execute

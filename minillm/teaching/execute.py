@@ -19,6 +19,7 @@ from minillm.teaching.notebook import PREAMBLE_TAG, tags_of
 
 CELL_TIMEOUT_S = 300
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+_SCRIPT = re.compile(r"<script>.*?</script>", re.DOTALL)
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{6,}")
 _UUID = re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b")
 
@@ -91,12 +92,16 @@ def _settled(executed: NotebookNode, solution: NotebookNode) -> NotebookNode:
 
 
 def _settled_output(output: NotebookNode, names: dict[str, str]) -> NotebookNode:
-    """Without widget views and addresses; UUIDs become numbers in the order in which they appear in the notebook."""
+    """Without widget views, scripts (of replays: their still picture stays) and addresses.
+
+    UUIDs become numbers in the order in which they appear in the notebook."""
     settled = nbformat.from_dict(output)
     if "text" in settled:
         settled.text = _settled_text(settled.text, names)
     if "data" in settled:
         data = {kind: value for kind, value in settled.data.items() if kind != WIDGET_VIEW}
+        if "text/html" in data:
+            data["text/html"] = _SCRIPT.sub("", data["text/html"])
         settled.data = {k: _settled_text(v, names) if isinstance(v, str) else v for k, v in data.items()}
     return settled
 

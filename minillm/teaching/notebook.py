@@ -185,8 +185,10 @@ def _svg_of(cell: NotebookNode) -> str | None:
     found = None
     for output in cell.get("outputs", []):
         data: Mapping[str, str] = output.get("data", {})
-        inline = re.findall(r"<svg\b.*?</svg>", data.get("image/svg+xml", "") or data.get("text/html", ""), re.DOTALL)
-        found = inline[-1] if inline else found
+        if "image/svg+xml" in data:
+            found = data["image/svg+xml"]
+        elif inline := re.findall(r"<svg\b.*?</svg>", data.get("text/html", ""), re.DOTALL):
+            found = inline[-1]
     if found is None or 'xmlns="' in found.partition(">")[0]:
         return found
     return found.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)

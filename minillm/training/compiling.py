@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.training.corpus import Document, documents, sources

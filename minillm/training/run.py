@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import WEIGHTS, Pair

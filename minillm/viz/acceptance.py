@@ -89,10 +89,12 @@ class Columns:
 class AcceptanceStrip(View):
     """What the draft guessed, where the target stopped it, and what the target added, for one request.
 
-    Without `request_id` it is the first request whose drafts were judged."""
+    Without `request_id` it is the first request whose drafts were judged. `narrow`: on half the width, to stand beside
+    another picture."""
 
-    def __init__(self, trace: Trace, request_id: str | None = None) -> None:
+    def __init__(self, trace: Trace, request_id: str | None = None, *, narrow: bool = False) -> None:
         super().__init__(trace)
+        self.narrow = narrow
         self.request_id = request_id
         self._replay = Replay(trace, AcceptanceState)
 
@@ -102,6 +104,10 @@ class AcceptanceStrip(View):
         Raises `TraceError` for a step or a request that the trace does not have."""
         state = self._replay.at(step)
         request = self._request(state)
+        if self.narrow:
+            from minillm.viz.narrow_rounds import draw_narrow
+
+            return draw_narrow(state, request)
         shown = request.rounds[-MAX_ROUNDS:] if request else []
         gamma = state.engine.num_speculative_tokens if state.engine else 0
         columns = Columns(min(max([gamma, 1, *(len(judged.drafts) for judged in shown)]), MAX_COLUMNS))
@@ -194,31 +200,32 @@ def _row(judged: Round, number: int, top: float, columns: Columns) -> str:
     base = top + 21
     parts = [label(42, base, str(number), size=14, weight=600, fill=INK, anchor="middle")]
     pairs = list(zip(judged.drafts, judged.verdicts, strict=True))[: columns.count]
-    parts += [_box(columns.left(i), top, columns.width, text, verdict) for i, (text, verdict) in enumerate(pairs)]
+    parts += [draw_token(columns.left(i), top, columns.width, text, verdict) for i, (text, verdict) in enumerate(pairs)]
     if judged.added is not None:
-        parts.append(_box(columns.target, top, TARGET, judged.added, judged.added_origin or "sampled"))
+        parts.append(draw_token(columns.target, top, TARGET, judged.added, judged.added_origin or "sampled"))
     added = "1" if judged.added is not None else "0"
     total = (str(judged.tokens), {"font-weight": 700, "fill": INK})
     parts.append(spans(columns.total, base, (f"{judged.kept} + {added} = ", {}), total))
     return element("g", {"data-testid": "round"}, *parts)
 
 
-def _box(x: float, top: float, width: float, text: str, state: str) -> str:
+def draw_token(x: float, top: float, width: float, text: str, state: str, height: float = BOX) -> str:
     """A token with its verdict; only the sign if there is no room for text."""
     colour, thrown = COLOURS[state], state in THROWN_AWAY
     dash: Attributes = {"stroke-dasharray": "4 3"} if thrown else {}
     frame = {"fill": colour, "fill-opacity": 0.05 if thrown else 0.14, "stroke": colour, "stroke-width": 1.4, **dash}
-    box = rectangle(x, top, width, BOX, 7, frame)
+    box = rectangle(x, top, width, height, 7, frame)
+    base = top + height / 2 + 5
     ink = colour if state in ("accepted", "rejected", "discarded") else INK
-    left, size = (27, 13) if width >= 90 else (22, 11.5)
+    left, size = (27, 13) if width >= 90 else (22, 11.5) if width >= 70 else (18, 10.5)
     inner = width - left - 6
     if inner < 14:
-        sign = label(x + width / 2, top + 21, SIGNS[state], size=13, weight=700, fill=ink, anchor="middle")
+        sign = label(x + width / 2, base, SIGNS[state], size=13, weight=700, fill=ink, anchor="middle")
         return element("g", {"data-testid": "token", "data-state": state}, box, sign)
-    sign = label(x + left / 3, top + 21, SIGNS[state], size=size, weight=700, fill=ink)
+    sign = label(x + left / 3, base, SIGNS[state], size=size, weight=700, fill=ink)
     shown = fit_mono(visible(text), inner, size)
-    word = label(x + left, top + 20.5, shown, size=size, fill=MUTED if thrown else INK, family=MONO)
-    y, end = top + 16.5, x + left + 1 + mono_width(shown, size)
+    word = label(x + left, base - 0.5, shown, size=size, fill=MUTED if thrown else INK, family=MONO)
+    y, end = base - 4.5, x + left + 1 + mono_width(shown, size)
     through = element("line", {"x1": x + left - 1, "x2": end, "y1": y, "y2": y, "stroke": MUTED}) if thrown else ""
     return element("g", {"data-testid": "token", "data-state": state}, box, sign, word, through)
 

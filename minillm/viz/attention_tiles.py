@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from minillm.errors import ConfigError
 from minillm.viz.colours import CACHED, HAIRLINE, INK, MUTED, PAPER, ink_on, owner_colour, owner_letter
+from minillm.viz.output import Picture
 from minillm.viz.svg import (
     MARGIN,
     MONO,
@@ -37,7 +38,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class AttentionTiles:
+class AttentionTiles(Picture):
     """The tiles of one step of decoding: requests of `seq_lens` tokens, found through `block_tables`.
 
     The keys of a request are cut into `parts`, each of the same whole number of blocks but the last. Raises
@@ -131,9 +132,6 @@ class AttentionTiles:
 
     def __repr__(self) -> str:
         return "<AttentionTiles>"
-
-    def _repr_svg_(self) -> str:
-        return self.to_svg()
 
     def _legend(self) -> list[str]:
         colour = owner_colour(0)

@@ -12,6 +12,7 @@ from typing import Any
 
 from minillm.errors import ConfigError
 from minillm.viz.colours import BLUE, DISCARDED, HAIRLINE, INK, MUTED, ORANGE, PAPER
+from minillm.viz.output import Chart
 from minillm.viz.svg import MARGIN, RIGHT, SANS, card, element, fit_words, label, number, rectangle
 
 TOP, LINE, BAR = 84, 34, 18
@@ -37,7 +38,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class BarChart:
+class BarChart(Chart):
     """Bars from 0, with a line at 1: there, the baseline. minillm's are filled, the others are outlined."""
 
     title: str
@@ -98,13 +99,6 @@ class BarChart:
 
     def __repr__(self) -> str:
         return f"<BarChart {self.title!r}>"
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
-        return {
-            "application/vnd.plotly.v1+json": self.to_plotly(),
-            "image/svg+xml": self.to_svg(),
-            "text/plain": repr(self),
-        }
 
 
 def bench_chart(outcome: Mapping[str, Any], baseline: str | None = None) -> BarChart:

@@ -11,6 +11,7 @@ from minillm.viz.cache_words import doing
 from minillm.viz.colours import INK, MUTED, PAPER, ink_on, owner_colour
 from minillm.viz.glyphs import one_line
 from minillm.viz.pool_usage import SIDE
+from minillm.viz.request_labels import told_apart
 from minillm.viz.request_state import RequestState
 from minillm.viz.svg import (
     MARGIN,
@@ -51,7 +52,8 @@ def draw_requests(requests: Sequence[RequestState], hidden: int, table_name: str
     pitch, above = row_pitch(requests), ROWS_TOP - 14
     heads = heading(MARGIN, above, "requests") + heading(274, above, "doing") + heading(TABLE, above, table_name)
     heads += label(262, above, "IN CACHE", size=11.5, weight=600, anchor="end")
-    rows = "".join(_row(request, ROWS_TOP + i * pitch) for i, request in enumerate(requests))
+    names = told_apart([one_line(request.prompt) for request in requests])
+    rows = "".join(_row(r, name, ROWS_TOP + i * pitch) for i, (r, name) in enumerate(zip(requests, names, strict=True)))
     more = label(56, ROWS_TOP + len(requests) * pitch + 12, f"and {hidden} more") if hidden else ""
     return heads + rows + more
 
@@ -64,31 +66,36 @@ def draw_chip(request: RequestState, top: float) -> str:
     return box + label(35, top + 15.5, name, size=size, weight=700, fill=ink_on(colour), anchor="middle")
 
 
-def _row(request: RequestState, top: float) -> str:
+def _row(request: RequestState, name: str, top: float) -> str:
     faded = 0.45 if request.status == "finished" else None
     base = top + 15.5
     cached = "–" if request.status == "finished" else f"{request.num_computed} of {request.num_tokens}"
     count = label(262, base, cached, size=None, anchor="end")
     status = label(274, base, doing(request), size=None, fill=None if request.marks.written else MUTED)
-    prompt = label(56, base, fit_mono(one_line(request.prompt), 132, 11.5), size=None, fill=None)
-    mono = element("g", {"font-family": MONO}, prompt, _cells(request, top, owner_colour(request.index)))
+    prompt = label(56, base, fit_mono(name, 132, 11.5), size=None, fill=None)
+    mono = element("g", {"font-family": MONO}, prompt, draw_table(request, top))
     row = {"data-testid": "request", "data-state": request.status, "font-size": 11.5, "opacity": faded}
     return element("g", row, draw_chip(request, top), count, status, mono)
 
 
-def _cells(request: RequestState, top: float, colour: str) -> str:
-    """The block table; if it is long, its first and last blocks. Blocks of this step are dark, reused ones ringed."""
-    if not request.block_table:
+def draw_table(request: RequestState, top: float, left: float = TABLE, right: float = SIDE - 20) -> str:
+    """The block table; if it is long, its first and last blocks. Blocks of this step are dark, reused ones ringed.
+
+    Of a request that has ended, the table it had, dashed: its blocks were given back."""
+    colour, gone = owner_colour(request.index), not request.block_table and request.status == "finished"
+    blocks: list[str] = [str(block_id) for block_id in (request.former_table if gone else request.block_table)]
+    if not blocks:
         return ""
-    blocks: list[str] = [str(block_id) for block_id in request.block_table]
     width = max(27, ceil(mono_width(max(blocks, key=len), 11.5)) + 8)
-    most = int((SIDE - 20 - TABLE + 4) / (width + 4))
+    most = int((right - left + 4) / (width + 4))
     if len(blocks) > most:
         blocks = [*blocks[:2], "…", *blocks[-(most - 3) :]]
-    new = {str(block_id) for block_id in (*request.marks.took, *(target for _, target in request.marks.copied))}
+    fresh = (*request.marks.took, *(target for _, target in request.marks.copied))
+    new = set() if gone else {str(block_id) for block_id in fresh}
     reused = set(map(str, request.marks.reused_blocks)) - new
-    places = [(TABLE + i * (width + 4), name) for i, name in enumerate(blocks) if name != "…"]
-    tint = {"fill": colour, "fill-opacity": 0.13, "stroke-linejoin": "round"}
+    places = [(left + i * (width + 4), name) for i, name in enumerate(blocks) if name != "…"]
+    tint = {"fill": colour, "fill-opacity": 0.0 if gone else 0.13, "stroke-linejoin": "round"}
+    tint |= {"stroke-dasharray": "3 2.5"} if gone else {}
     looks: tuple[tuple[Attributes, list[float]], ...] = (
         ({**tint, "stroke": colour, "stroke-width": 1.5}, [x for x, name in places if name not in new | reused]),
         ({**tint, "stroke": INK, "stroke-width": 2}, [x for x, name in places if name in reused]),
@@ -100,7 +107,7 @@ def _cells(request: RequestState, top: float, colour: str) -> str:
         if xs
     ]
     numbers = [
-        element("tspan", {"x": TABLE + i * (width + 4) + width / 2, "fill": PAPER if name in new else None}, name)
+        element("tspan", {"x": left + i * (width + 4) + width / 2, "fill": PAPER if name in new else None}, name)
         for i, name in enumerate(blocks)
     ]
     return "".join(boxes) + element("text", {"y": top + 15.5, "text-anchor": "middle"}, *numbers)

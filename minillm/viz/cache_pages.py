@@ -10,6 +10,7 @@ from minillm.viz.cache_changes import changes, plural
 from minillm.viz.cache_state import CacheState
 from minillm.viz.cache_words import describe, pool_size, title, unit
 from minillm.viz.colours import CACHED, INK, VERMILLION
+from minillm.viz.narrow_pages import draw_narrow
 from minillm.viz.page_grid import PageGrid, chosen
 from minillm.viz.page_legend import draw_legend
 from minillm.viz.place_bars import PlaceBars
@@ -20,15 +21,20 @@ from minillm.viz.view import View
 
 
 class CachePagesView(View):
-    """Which request owns which page of the KV cache, slot by slot, and what the step changed."""
+    """Which request owns which page of the KV cache, slot by slot, and what the step changed.
 
-    def __init__(self, trace: Trace) -> None:
+    `narrow`: on half the width, to stand beside another picture."""
+
+    def __init__(self, trace: Trace, *, narrow: bool = False) -> None:
         super().__init__(trace)
+        self.narrow = narrow
         self._replay = Replay(trace, CacheState)
 
     def to_svg(self, step: int | None = None) -> str:
         """The picture after `step`, by default after the last event. Raises `TraceError` for an unknown step."""
         state = self._replay.at(step)
+        if self.narrow:
+            return draw_narrow(state)
         requests, hidden = rows_to_show(state)
         grid_top = ROWS_TOP + max(len(requests), 3) * row_pitch(requests) + (20 if hidden else 0) + 34
         drawn = chosen(state)
@@ -62,8 +68,8 @@ class CachePagesView(View):
         """The picture in words, with all block tables."""
         return describe(self._replay.at(step))
 
-    def busiest_step(self) -> int | None:
-        """The step that ended with the most used blocks (the first of them): the frame to show in print."""
+    def telling_step(self) -> int | None:
+        """The step that ended with the most used blocks, the first of them; `None` before the first."""
         history = self._replay.at().history
         return max(history, key=lambda figures: figures.used_blocks).step if history else None
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from minillm.errors import ConfigError, TraceError
 from minillm.trace import Event, Trace
-from minillm.viz.colours import BLUE, HAIRLINE, INK, ORANGE, PAPER
+from minillm.viz.colours import BLUE, DISCARDED, HAIRLINE, INK, ORANGE, PAPER
 from minillm.viz.svg import MARGIN, RIGHT, UID, card, element, fit_words, hatched, label, number, rectangle
 from minillm.viz.view import View
 
@@ -167,7 +167,7 @@ def _column(step: RowsWritten, x: float, pitch: float, height: float) -> list[st
 
 
 def _bar(name: str, state: str, count: int, y: float, unit: float) -> list[str]:
-    colours = {"fill": ORANGE, "stroke": ORANGE} if state == "copied" else {"fill": PAPER, "stroke": BLUE}
+    colours = {"fill": ORANGE, "stroke": ORANGE} if state == "copied" else {"fill": PAPER, "stroke": DISCARDED}
     return [
         label(0, y + 11, name, size=12),
         rectangle(78, y, count * unit, 14, 2, colours) if count else "",
@@ -185,8 +185,11 @@ def _cell(state: str, pitch: float, height: float) -> list[str]:
     gap = 1.0 if min(pitch, height) > 3 else 0.0
     wide, high = pitch - gap, height - gap
     if state == "empty":
-        edge = {"x": 0.5, "y": 0.5, "width": max(wide - 1, 0.5), "height": max(high - 1, 0.5)}
-        return [element("rect", {**edge, "fill": PAPER, "stroke": BLUE, "stroke-opacity": ".55"})]
+        if min(wide, high) < 6:  # outlines that touch would fill the cell, and hollow would look solid
+            dot = {"cx": pitch / 2, "cy": height / 2, "r": min(pitch, height) / 7, "fill": DISCARDED}
+            return [element("rect", {"width": pitch, "height": height, "fill": PAPER}), element("circle", dot)]
+        edge = {"x": 0.5, "y": 0.5, "width": wide - 1, "height": high - 1}
+        return [element("rect", {**edge, "fill": PAPER, "stroke": DISCARDED})]
     look = {"fill": {"kept": BLUE, "written": INK, "copied": ORANGE}[state]}
     look |= {"fill-opacity": ".45"} if state == "kept" else {}
     solid = element("rect", {"width": wide, "height": high, **look})

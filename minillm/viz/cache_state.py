@@ -285,6 +285,8 @@ class CacheState:
         self.copied_from.pop(block_id, None)
 
     def _free(self, request: RequestState, block_ids: list[int], reason: str) -> None:
+        if reason in ("finished", "aborted") and block_ids:
+            request.former_table = list(request.block_table)
         for block_id in block_ids:
             request.block_table.remove(block_id)
             self._disown(block_id, request, reason)

@@ -13,11 +13,18 @@ from typing import Literal
 
 from minillm.errors import ConfigError
 from minillm.viz.colours import HAIRLINE, INK, MUTED, OWNERS, PAPER
+from minillm.viz.output import Chart
 from minillm.viz.svg import MARGIN, RIGHT, SANS, card, element, label, number
 
-LEFT, TOP, PLOT_HEIGHT = 84, 84, 268
+LEFT, TOP, PLOT_HEIGHT = 84, 104, 268
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross")
 """One per series, so that lines differ without colour; plotly's names."""
+DASHES = (("7 5", "dash"), ("2 4", "dot"), ("10 4 2 4", "dashdot"), ("16 5", "longdash"), ("16 4 2 4", "longdashdot"))
+"""One per modelled series, for the same reason: SVG's pattern and plotly's name."""
+
+
+Look = tuple[str, str, "tuple[str, str] | None"]
+"""Colour, mark, and dash of a modelled series."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,11 @@ class Series:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     style: Literal["measured", "modelled"] = "measured"
-    """Measured points are joined by a solid line; a model is a dashed line without points."""
+    """Measured points are joined by a solid line; a model is a line without points, dashed in a way of its own."""
 
 
 @dataclass(frozen=True)
-class LineChart:
+class LineChart(Chart):
     """A chart that displays itself. `summary` says in words what the chart shows; it becomes the SVG's description.
 
     Raises `ConfigError` if a series has x and y of different lengths, or a logarithmic axis meets a value that is not
@@ -69,26 +76,26 @@ class LineChart:
 
     def to_plotly(self) -> dict[str, object]:
         """The figure as plotly's JSON: `{"data": […], "layout": {…}}`."""
-        traces = [_trace(series, *_style(i)) for i, series in enumerate(self.series)]
+        across, up = self._scales()
+        traces = [_trace(series, *look) for series, look in zip(self.series, self._looks(), strict=True)]
         layout = {
             "title": {"text": self.title},
-            "xaxis": _plotly_axis(self.x),
-            "yaxis": _plotly_axis(self.y),
+            "xaxis": _plotly_axis(self.x, across.ticks),
+            "yaxis": _plotly_axis(self.y, up.ticks),
             "font": {"family": SANS, "color": INK},
             "paper_bgcolor": PAPER,
             "plot_bgcolor": PAPER,
             "height": 420,
             "hovermode": "x unified",
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-            "margin": {"t": 90, "r": 20},
+            "margin": {"t": 90, "r": 28, "l": 90},
         }
         return {"data": traces, "layout": layout}
 
     def to_svg(self) -> str:
         """The same chart as a static picture."""
-        across = _scale(self.x, [v for s in self.series for v in s.x], LEFT, RIGHT - 12)
-        heights = [v for s in self.series for v in (*s.y, *s.low, *s.high)]
-        up = _scale(self.y, heights, TOP + PLOT_HEIGHT, TOP)
+        across, up = self._scales()
+        looks = self._looks()
         return card(
             "chart",
             TOP + PLOT_HEIGHT + 56,
@@ -96,34 +103,51 @@ class LineChart:
             self.summary,
             label(MARGIN, 34, self.title, size=17, weight=650, fill=INK),
             *_grid(self.x, self.y, across, up),
-            *(_line(series, *_style(i), across, up) for i, series in enumerate(self.series)),
-            *_legend(self.series),
+            *(_line(series, *look, across, up) for series, look in zip(self.series, looks, strict=True)),
+            *_legend(self.series, looks),
         )
+
+    def _scales(self) -> tuple[_Scale, _Scale]:
+        """Of the x and the y axis."""
+        heights = [v for s in self.series for v in (*s.y, *s.low, *s.high)]
+        across = _scale(self.x, [v for s in self.series for v in s.x], LEFT, RIGHT - 12)
+        return across, _scale(self.y, heights, TOP + PLOT_HEIGHT, TOP)
+
+    def _looks(self) -> list[Look]:
+        """Colour, mark and dash of each series."""
+        modelled = 0
+        looks: list[Look] = []
+        for index, series in enumerate(self.series):
+            dash = DASHES[modelled % len(DASHES)] if series.style == "modelled" else None
+            modelled += dash is not None
+            looks.append((OWNERS[index % len(OWNERS)], SYMBOLS[index % len(SYMBOLS)], dash))
+        return looks
 
     def __repr__(self) -> str:
         return f"<LineChart {self.title!r}>"
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
-        return {
-            "application/vnd.plotly.v1+json": self.to_plotly(),
-            "image/svg+xml": self.to_svg(),
-            "text/plain": repr(self),
-        }
+
+def tick_text(value: float) -> str:
+    """A number as it stands at an axis: written out, neither `100µ` nor `5e-05`, with commas from 10,000 on."""
+    if not value:
+        return "0"
+    if abs(value) >= 10_000:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
+    return (
+        f"{value:g}"
+        if abs(value) >= 1e-4
+        else f"{value:.{min(9, 1 - math.floor(math.log10(abs(value))))}f}".rstrip("0")
+    )
 
 
-def _style(index: int) -> tuple[str, str]:
-    return OWNERS[index % len(OWNERS)], SYMBOLS[index % len(SYMBOLS)]
-
-
-def _trace(series: Series, colour: str, symbol: str) -> dict[str, object]:
-    modelled = series.style == "modelled"
+def _trace(series: Series, colour: str, symbol: str, dash: tuple[str, str] | None) -> dict[str, object]:
     trace: dict[str, object] = {
         "type": "scatter",
         "name": series.name,
         "x": list(series.x),
         "y": list(series.y),
-        "mode": "lines" if modelled else "lines+markers",
-        "line": {"color": colour, "dash": "dash" if modelled else "solid"},
+        "mode": "lines" if dash else "lines+markers",
+        "line": {"color": colour, "dash": dash[1] if dash else "solid"},
         "marker": {"symbol": symbol, "size": 9, "color": colour},
     }
     if series.low and series.high:
@@ -133,10 +157,10 @@ def _trace(series: Series, colour: str, symbol: str) -> dict[str, object]:
     return trace
 
 
-def _plotly_axis(axis: Axis) -> dict[str, object]:
-    ticks = {"tickmode": "array", "tickvals": list(axis.ticks), "ticktext": [f"{t:g}" for t in axis.ticks]}
+def _plotly_axis(axis: Axis, ticks: Sequence[float]) -> dict[str, object]:
     scale = {"type": "log" if axis.log else "linear", "rangemode": "normal" if axis.log else "tozero"}
-    return {"title": {"text": axis.label}, "gridcolor": HAIRLINE, **scale, **(ticks if axis.ticks else {})}
+    told = {"tickmode": "array", "tickvals": list(ticks), "ticktext": [tick_text(tick) for tick in ticks]}
+    return {"title": {"text": axis.label, "standoff": 16}, "gridcolor": HAIRLINE, "automargin": True, **scale, **told}
 
 
 @dataclass(frozen=True)
@@ -177,23 +201,22 @@ def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]:
     for tick in up.ticks:
         at = up.place(tick)
         parts.append(element("path", {"d": f"M{LEFT} {number(at)}H{RIGHT - 12}", "stroke": HAIRLINE}))
-        parts.append(label(LEFT - 8, at + 4, f"{tick:g}", size=11.5, anchor="end"))
+        parts.append(label(LEFT - 8, at + 4, tick_text(tick), size=11.5, anchor="end"))
     for tick in across.ticks:
         at = across.place(tick)
         parts.append(element("path", {"d": f"M{number(at)} {bottom}v5", "stroke": MUTED}))
-        parts.append(label(at, bottom + 19, f"{tick:g}", size=11.5, anchor="middle"))
+        parts.append(label(at, bottom + 19, tick_text(tick), size=11.5, anchor="middle"))
     parts.append(element("path", {"d": f"M{LEFT} {bottom}H{RIGHT - 12}", "stroke": MUTED}))
     parts.append(label((LEFT + RIGHT) / 2, bottom + 42, x.label, size=12, anchor="middle"))
-    turned = {"transform": f"rotate(-90 {MARGIN + 6} {TOP + PLOT_HEIGHT / 2:g})"}
-    return [*parts, element("g", turned, label(MARGIN + 6, TOP + PLOT_HEIGHT / 2, y.label, size=12, anchor="middle"))]
+    # Upright above its axis, where it is read without turning the head and crowds no tick.
+    return [*parts, label(MARGIN, TOP - 20, f"↑ {y.label}", size=12)]
 
 
-def _line(series: Series, colour: str, symbol: str, across: _Scale, up: _Scale) -> str:
+def _line(series: Series, colour: str, symbol: str, dash: tuple[str, str] | None, across: _Scale, up: _Scale) -> str:
     points = [(across.place(x), up.place(y)) for x, y in zip(series.x, series.y, strict=True)]
     way = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
-    modelled = series.style == "modelled"
-    dash = "7 5" if modelled else None
-    line = element("path", {"d": way, "fill": "none", "stroke": colour, "stroke-width": 2, "stroke-dasharray": dash})
+    look = {"stroke": colour, "stroke-width": 2, "stroke-dasharray": dash[0] if dash else None}
+    line = element("path", {"d": way, "fill": "none", **look})
     bars = [
         element(
             "path",
@@ -201,7 +224,7 @@ def _line(series: Series, colour: str, symbol: str, across: _Scale, up: _Scale) 
         )
         for (x, _), a, b in zip(points, series.low, series.high, strict=False)  # no spread: no bars
     ]
-    marks = [] if modelled else [_mark(symbol, x, y, colour) for x, y in points]
+    marks = [] if dash else [_mark(symbol, x, y, colour) for x, y in points]
     return element("g", {"data-testid": "series", "data-series": series.name}, line, *bars, *marks)
 
 
@@ -216,14 +239,11 @@ def _mark(symbol: str, x: float, y: float, colour: str) -> str:
     return element("path", {"d": shapes[symbol], "fill": colour, "transform": f"translate({number(x)} {number(y)})"})
 
 
-def _legend(series: Sequence[Series]) -> list[str]:
-    parts, x = [], float(LEFT)
-    for index, one in enumerate(series):
-        colour, symbol = _style(index)
-        dash = "7 5" if one.style == "modelled" else None
-        parts.append(
-            element("path", {"d": f"M{number(x)} 60h26", "stroke": colour, "stroke-width": 2, "stroke-dasharray": dash})
-        )
+def _legend(series: Sequence[Series], looks: Sequence[Look]) -> list[str]:
+    parts, x = [], float(MARGIN)
+    for one, (colour, symbol, dash) in zip(series, looks, strict=True):
+        look = {"stroke": colour, "stroke-width": 2, "stroke-dasharray": dash[0] if dash else None}
+        parts.append(element("path", {"d": f"M{number(x)} 60h26", **look}))
         parts += [] if dash else [_mark(symbol, x + 13, 60, colour)]
         parts.append(label(x + 34, 64, one.name, size=12, fill=INK))
         x += 62 + 6.6 * len(one.name)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from minillm.errors import ConfigError
 from minillm.viz.colours import INK, VERMILLION
+from minillm.viz.output import Picture
 from minillm.viz.svg import MARGIN, RIGHT, card, element, fit_words, label, number, rectangle, spans
 
 Grid = Sequence[Sequence[float]]
@@ -24,7 +25,7 @@ Grid = Sequence[Sequence[float]]
 LEVELS = ("#f1f6fb", "#d6e6f2", "#b4d2e7", "#8dbad8", "#629fc6", "#3b82b1", "#1f6599", "#0e4779", "#062b52")
 """One hue, from light to dark; every level is darker than the one before by about the same step of lightness."""
 MAX_PANELS = 4
-MAX_CELLS = 4000
+MAX_CELLS = 4096
 """Of all panels together, so that a picture stays below 50 KB."""
 TOP, HEIGHT, GAP = 122, 240, 30
 SIDE = 30
@@ -48,7 +49,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class ErrorMap:
+class ErrorMap(Picture):
     """Heat maps of absolute errors that share one scale.
 
     `errors` maps a name to a matrix `[rows, columns]` (nested sequences, or anything with `tolist()`), one panel each,
@@ -92,7 +93,7 @@ class ErrorMap:
         drawn = [self._draw(panel, MARGIN + i * (width + GAP), width, largest) for i, panel in enumerate(panels)]
         bottom = TOP + max(height for _, height in drawn)
         each = {panel.per_cell for panel in panels}
-        coarse = f"a cell is the largest of up to {max(r * c for r, c in each)} errors" if each != {(1, 1)} else ""
+        coarse = f"a cell shows the largest of {max(r * c for r, c in each)} neighbours" if each != {(1, 1)} else ""
         return card(
             "error-map",
             bottom + 76,
@@ -113,9 +114,6 @@ class ErrorMap:
 
     def __repr__(self) -> str:
         return "<ErrorMap>"
-
-    def _repr_svg_(self) -> str:
-        return self.to_svg()
 
     def level(self, error: float, largest: float) -> int:
         """Index into `LEVELS` of `error` on the scale that ends at `largest`."""
@@ -186,7 +184,7 @@ class ErrorMap:
             *boxes,
             *texts,
             ring,
-            label(end + 22, y + 10, "the largest error", size=11.5, fill=INK),
+            label(end + 22, y + 10, f"the largest {self.unit}", size=11.5, fill=INK),
         )
 
     def _border(self, i: int) -> float:
@@ -212,8 +210,8 @@ def _matrix(name: str, values: Any) -> list[list[float]]:
 
 def _panel(name: str, matrix: list[list[float]], max_columns: int, max_cells: int) -> Panel:
     rows, columns = len(matrix), len(matrix[0])
-    wide = -(-columns // max_columns)
-    high = -(-rows // min(HEIGHT // 4, max_cells // -(-columns // wide)))
+    wide = _even(columns, -(-columns // max_columns))
+    high = _even(rows, -(-rows // min(HEIGHT // 4, max_cells // -(-columns // wide))))
     cells = [
         [max(max(row[left : left + wide]) for row in matrix[top : top + high]) for left in range(0, columns, wide)]
         for top in range(0, rows, high)
@@ -221,3 +219,9 @@ def _panel(name: str, matrix: list[list[float]], max_columns: int, max_cells: in
     largest, i, j = max((error, -i, -j) for i, row in enumerate(matrix) for j, error in enumerate(row))
     mean = math.fsum(chain.from_iterable(matrix)) / (rows * columns)
     return Panel(name, cells, (high, wide), (rows, columns), largest, (-i, -j), mean)
+
+
+def _even(count: int, least: int) -> int:
+    """The next number from `least` on that divides `count`, so that no cell stands for fewer than the others; `least`
+    itself if only twice as coarse a map would do that."""
+    return next((size for size in range(least, 2 * least + 1) if count % size == 0), least)

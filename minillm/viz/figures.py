@@ -1,12 +1,18 @@
-"""What a whole run comes to, in numbers taken from its trace."""
+"""What a whole run comes to, in numbers taken from its trace or from its outputs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from minillm.trace import Trace
 from minillm.viz.acceptance_state import AcceptanceState
 from minillm.viz.cache_state import CacheState
+
+if TYPE_CHECKING:
+    from minillm import LLM, SamplingParams
+    from minillm.outputs import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -55,3 +61,25 @@ class RunFigures:
             waste_share=waste / used_slots if used_slots else 0.0,
             preemptions=totals.preemptions,
         )
+
+
+def tokens_per_forward(outputs: Sequence[RequestOutput]) -> float:
+    """Output tokens of all requests / decoding forwards of the target that they took."""
+    forwards = sum(output.metrics.num_decode_forwards for output in outputs)
+    return sum(output.metrics.num_output_tokens for output in outputs) / forwards
+
+
+def speed_ratios(
+    one: LLM, other: LLM, batches: Sequence[list[str]], params: SamplingParams, pairs: int = 5
+) -> list[float]:
+    """How many times as fast `one` is as `other`, sorted: `pairs` pairs of runs in turn, after one that is not counted.
+
+    Each batch of prompts is generated in turn; only time inside the engines counts."""
+
+    def speed(engine: LLM) -> float:
+        with engine.trace() as run:
+            for batch in batches:
+                engine.generate(batch, params, use_tqdm=False)
+        return RunFigures.of(run).tokens_per_second
+
+    return sorted([speed(one) / speed(other) for _ in range(pairs + 1)][1:])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minillm.errors import ConfigError
 from minillm.viz.colours import DISCARDED, INK, MUTED, PAPER, VERMILLION, ink_on, owner_colour
+from minillm.viz.output import Picture
 from minillm.viz.svg import (
     MARGIN,
     MONO,
@@ -39,7 +40,7 @@ MAX_LANES = 64
 
 
 @dataclass(frozen=True)
-class KernelTiles:
+class KernelTiles(Picture):
     """A tensor of `shape` and the lanes of the programs over it. Displays itself.
 
     Raises `ConfigError` if there are more than 64 columns of lanes, or `owners` is smaller than `shape`.
@@ -115,9 +116,6 @@ class KernelTiles:
 
     def __repr__(self) -> str:
         return "<KernelTiles>"
-
-    def _repr_svg_(self) -> str:
-        return self.to_svg()
 
     def _row(self, row: int, left: float, pitch: float) -> str:
         y = TOP + row * ROW

@@ -26,6 +26,7 @@ from minillm.viz.colours import (
     YELLOW,
     ink_on,
 )
+from minillm.viz.output import Chart
 from minillm.viz.svg import (
     MARGIN,
     RIGHT,
@@ -84,7 +85,7 @@ class Latency:
 
 
 @dataclass(frozen=True)
-class LatencyWaterfall:
+class LatencyWaterfall(Chart):
     """Rows of `Latency` over one axis of milliseconds, with a line at `limit` seconds.
 
     Raises `ConfigError` without rows, for a part that is not known, a negative time, a name that comes twice, or a
@@ -137,11 +138,12 @@ class LatencyWaterfall:
             if any(row.seconds.get(part) for row in rows)
         ]
         at = 1000 * self.limit
+        longest = max(self.limit, *(row.total for row in rows))
         layout = {
             "title": {"text": self.title},
             "barmode": "stack",
-            "xaxis": {"title": {"text": "milliseconds"}, "gridcolor": HAIRLINE, "rangemode": "tozero"},
-            "yaxis": {"automargin": True},
+            "xaxis": {"title": {"text": "milliseconds"}, "gridcolor": HAIRLINE, "range": [0, 1120 * longest]},
+            "yaxis": {"automargin": True, "ticksuffix": "  "},
             "shapes": [
                 {
                     "type": "line",
@@ -153,12 +155,14 @@ class LatencyWaterfall:
                     "line": {"color": INK, "dash": "dash"},
                 }
             ],
-            "legend": {"orientation": "h", "traceorder": "normal", "y": -0.2},
+            "annotations": [self._limit_label(at), *map(_total_label, rows)],
+            # At the bottom of the whole figure: below the plot, the axis has its title.
+            "legend": {"orientation": "h", "traceorder": "normal", "yref": "container", "y": 0.01, "yanchor": "bottom"},
             "font": {"family": SANS, "color": INK},
             "paper_bgcolor": PAPER,
             "plot_bgcolor": PAPER,
             "height": 220 + 44 * len(rows),
-            "margin": {"t": 70, "r": 20},
+            "margin": {"t": 84, "r": 20, "b": 96},
         }
         return {"data": traces, "layout": layout}
 
@@ -182,19 +186,16 @@ class LatencyWaterfall:
             *self._legend(),
             *(self._row(row, TOP + i * LINE, scale) for i, row in enumerate(self.rows)),
             element("path", line),
-            label(limit, TOP - 19, _ms(self.limit), size=11.5, anchor="middle", fill=INK),
+            label(limit, TOP - 19, f"{_ms(self.limit)} limit", size=11.5, anchor="middle", fill=INK),
             *_axis(scale, bottom),
         )
 
     def __repr__(self) -> str:
         return f"<LatencyWaterfall {self.title!r}>"
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
-        return {
-            "application/vnd.plotly.v1+json": self.to_plotly(),
-            "image/svg+xml": self.to_svg(),
-            "text/plain": repr(self),
-        }
+    def _limit_label(self, at: float) -> dict[str, object]:
+        place = {"x": at, "y": 1, "yref": "paper", "xanchor": "center", "yanchor": "bottom"}
+        return {**place, "text": f"{_ms(self.limit)} limit", "showarrow": False}
 
     def _before(self, row: Latency) -> Latency | None:
         return next((other for other in self.rows if other.name == row.before), None)
@@ -251,6 +252,12 @@ class LatencyWaterfall:
             label(RIGHT, top + 16, _ms(row.total), size=14, weight=650, fill=INK, anchor="end"),
             label(LEFT, top + BAR + 15, told, size=11.5),
         )
+
+
+def _total_label(row: Latency) -> dict[str, object]:
+    """The whole at the end of its bar."""
+    place = {"x": 1000 * row.total, "y": row.name, "xanchor": "left", "xshift": 5}
+    return {**place, "text": f"<b>{_ms(row.total)}</b>", "showarrow": False, "bgcolor": PAPER}
 
 
 def _paint(part: str) -> dict[str, str | float | None]:

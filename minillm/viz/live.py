@@ -1,4 +1,4 @@
-"""Views that move while the engine runs: one notebook output, redrawn as steps finish."""
+"""Views that move while the engine runs: one notebook output, redrawn as steps finish, and a replay when it is done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 from minillm.errors import ConfigError
 from minillm.trace import Event, StepFinished
-from minillm.viz.view import View, bundle
+from minillm.viz.output import output
+from minillm.viz.replay_widget import ReplayWidget
+from minillm.viz.view import View
 
 MIN_INTERVAL = 0.1
 """Seconds between frames: at most 10 frames a second."""
@@ -27,19 +29,22 @@ class Handle(Protocol):
 
 
 class LiveView:
-    """Shows views in one notebook output while the block runs, and leaves the last frame there.
+    """Shows views in one notebook output while the block runs, and leaves a replay of it there.
 
-        with llm.trace() as trace, LiveView(CachePagesView(trace), AcceptanceStrip(trace), pause=0.2):
+        with llm.trace() as trace, LiveView(CachePagesView(trace), AcceptanceStrip(trace), seconds=15):
             llm.generate(prompts, params)
 
-    `pause` seconds pass after each step, for those who want to watch a fast model think. Outside a notebook the
-    views are printed in words at the end. A view that cannot be drawn never stops the engine: it is warned about.
+    The replay has controls to play, step and choose the speed, and needs no kernel: while a cell runs, a kernel answers
+    nobody. With `seconds` it plays by itself once it is in view, and takes about so long. `pause` seconds pass after
+    each step, for those who want to watch a fast model think. Outside a notebook the views are printed in words at the
+    end. A view that cannot be drawn never stops the engine: it is warned about.
     """
 
     def __init__(
         self,
         *views: View,
         pause: float = 0.0,
+        seconds: float | None = None,
         show: Callable[[dict[str, str]], Handle | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -48,7 +53,9 @@ class LiveView:
             raise ConfigError("LiveView() shows nothing; give it at least one view, such as CachePagesView(trace)")
         if not 0 <= pause < 60:
             raise ConfigError(f"pause = {pause} seconds per step; it must be at least 0 and below 60")
-        self.views, self.pause = list(views), pause
+        if seconds is not None and not 1 <= seconds <= 600:
+            raise ConfigError(f"seconds = {seconds} for the replay; it must be 1 to 600, or None to leave it standing")
+        self.views, self.pause, self.seconds = list(views), pause, seconds
         self._show = show or _notebook_display
         self._clock, self._sleep = clock, sleep
         self._handle: Handle | None = None
@@ -59,7 +66,7 @@ class LiveView:
 
     def __enter__(self) -> LiveView:
         self._running = True
-        self._handle = self._show(bundle(self.views, still=False))
+        self._handle = self._show(self._frame(last=False))
         self._shown = self._handle is not None
         self._next_frame = self._clock() + MIN_INTERVAL
         return self
@@ -69,7 +76,7 @@ class LiveView:
     ) -> None:
         self._running = False
         if self._handle is not None:
-            self._draw(still=True)
+            self._draw(last=True)
         elif kind is None and not self._shown:
             print("\n\n".join(view.describe() for view in self.views))
 
@@ -77,13 +84,22 @@ class LiveView:
         if not self._running or not isinstance(event, StepFinished):
             return
         if self._handle is not None and self._clock() >= self._next_frame:
-            self._draw(still=False)
+            self._draw(last=False)
         if self.pause:
             self._sleep(self.pause)
 
-    def _draw(self, *, still: bool) -> None:
+    def _frame(self, *, last: bool) -> dict[str, str]:
+        """What is shown now; the `last` frame can be replayed if there were steps to replay."""
+        name = " ".join(map(repr, self.views))
+        if last and len(self.views[0].steps_to_replay()) > 1:
+            autoplay = self.seconds is not None
+            replay = ReplayWidget(*self.views, seconds=self.seconds, autoplay=autoplay)
+            return {**replay._repr_mimebundle_(), "text/plain": name}
+        return output(name, [view.to_svg() for view in self.views], still=last)
+
+    def _draw(self, *, last: bool) -> None:
         try:
-            frame = bundle(self.views, still=still)
+            frame = self._frame(last=last)
             self._handle.update(frame, raw=True)
         except Exception as problem:
             self._handle = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from minillm.viz.colours import BLUE, FAINT, HAIRLINE, INK, MUTED, PAPER
 from minillm.viz.glyphs import visible
+from minillm.viz.output import Picture
 from minillm.viz.svg import MARGIN, MONO, RIGHT, card, element, fit_mono, label, number, rectangle
 
 NAMES_WIDTH = 190
@@ -15,7 +16,7 @@ ROW = 26
 
 
 @dataclass(frozen=True)
-class MaskGrid:
+class MaskGrid(Picture):
     """A mask over named tokens. `mask[i][j]`: may new token i see key j? The first `past` keys come from the cache."""
 
     mask: Sequence[Sequence[bool]]
@@ -52,9 +53,6 @@ class MaskGrid:
 
     def __repr__(self) -> str:
         return "<MaskGrid>"
-
-    def _repr_svg_(self) -> str:
-        return self.to_svg()
 
     def _key(self, j: int, left: float, pitch: float) -> str:
         name = fit_mono(visible(self.keys[j]), pitch - 3, 11)

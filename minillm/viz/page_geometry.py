@@ -7,6 +7,8 @@ from math import ceil, floor, sqrt
 
 from minillm.viz.svg import MARGIN, number
 
+LARGE = 70.0
+"""Width of the largest pages."""
 FINE_SLOTS = 1000
 """Up to so many slots are drawn as squares with round corners, beyond as dashes of thick lines."""
 
@@ -26,6 +28,8 @@ class Geometry:
     rows: int
     slot: float
     left: float
+    dense: bool = False
+    """Whether the pages are so small that their rows are numbered, not they."""
 
     @property
     def page_height(self) -> float:
@@ -33,14 +37,9 @@ class Geometry:
         return self.head + self.rows * self.slot + (self.rows - 1) * self.gap + self.pad
 
     @property
-    def dense(self) -> bool:
-        """Whether the pages are so small that their rows are numbered, not they."""
-        return self.per_row == 32
-
-    @property
     def row_pitch(self) -> float:
         """Distance between the tops of two rows."""
-        return self.page_height + (14 if self.per_row == 12 else 6)
+        return self.page_height + (14 if self.page_width == LARGE else 6)
 
     @property
     def row_width(self) -> float:
@@ -68,22 +67,32 @@ class Geometry:
         return left + self.pad + column * (self.slot + self.gap), top + self.head + row * (self.slot + self.gap)
 
 
-def geometry(num_pages: int, block_size: int) -> Geometry:
-    """Large pages as long as they fit into two rows, then smaller ones."""
+Sizes = tuple[int, float, float, float, float, float, float]
+"""Pages per row, width, pitch, head, pad, gap, left edge of the first."""
+WIDE: tuple[Sizes, Sizes, Sizes] = (
+    (12, LARGE, 78.0, 26.0, 9.0, 2.4, float(MARGIN)),
+    (20, 41.0, 46.8, 17.0, 5.0, 1.5, float(MARGIN)),
+    # All of them whole numbers, which are the shortest to write.
+    (32, 25.0, 28.0, 11.0, 3.0, 1.0, 52.0),
+)
+NARROW: tuple[Sizes, Sizes, Sizes] = (
+    (8, 50.0, 55.4, 19.0, 6.5, 1.8, float(MARGIN)),
+    (12, 33.0, 36.6, 16.0, 4.0, 1.2, float(MARGIN)),
+    (32, 11.0, 12.7, 11.0, 1.0, 0.6, 52.0),
+)
+
+
+def geometry(num_pages: int, block_size: int, *, narrow: bool = False) -> Geometry:
+    """Large pages as long as they fit into two or three rows, then smaller ones."""
     columns = _slot_columns(block_size)
     rows = ceil(block_size / columns)
-    if num_pages <= 24:
-        per_row, width, pitch, head, pad, gap, left = 12, 70.0, 78.0, 26.0, 9.0, 2.4, float(MARGIN)
-    elif num_pages <= 60:
-        per_row, width, pitch, head, pad, gap, left = 20, 41.0, 46.8, 17.0, 5.0, 1.5, float(MARGIN)
-    else:
-        # All of them whole numbers, which are the shortest to write.
-        per_row, width, pitch, head, pad, gap, left = 32, 25.0, 28.0, 11.0, 3.0, 1.0, 52.0
+    detail = 0 if num_pages <= 24 else 1 if num_pages <= 60 else 2
+    per_row, width, pitch, head, pad, gap, left = (NARROW if narrow else WIDE)[detail]
     slot = (width - 2 * pad - (columns - 1) * gap) / columns
     if slot < 2.5:
         gap, slot = 0.0, (width - 2 * pad) / columns
     # Whole tenths, as numbers are written: else the dashes of a long row would drift away from its slots.
-    return Geometry(per_row, width, pitch, head, pad, gap, columns, rows, floor(slot * 10) / 10, left)
+    return Geometry(per_row, width, pitch, head, pad, gap, columns, rows, floor(slot * 10) / 10, left, detail == 2)
 
 
 def _slot_columns(block_size: int) -> int:

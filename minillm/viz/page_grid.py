@@ -13,7 +13,7 @@ from itertools import islice
 from minillm.viz.cache_state import CacheState
 from minillm.viz.colours import DISCARDED, FAINT, HAIRLINE, MUTED, PAPER, owner_colour, owner_letter
 from minillm.viz.page import Page, SlotState
-from minillm.viz.page_geometry import FINE_SLOTS, geometry
+from minillm.viz.page_geometry import FINE_SLOTS, LARGE, geometry
 from minillm.viz.page_marks import PageMarks
 from minillm.viz.page_slots import Run, draw_runs, runs_of, slots_look
 from minillm.viz.svg import MONO, Attributes, element, hatched, label, number, rectangle
@@ -35,9 +35,11 @@ def chosen(state: CacheState) -> list[int]:
 class PageGrid:
     """Draws `pages` with their top at `top`. `indices` gives each owner's number, from which letter and colour come."""
 
-    def __init__(self, pages: Sequence[Page], block_size: int, indices: dict[str, int], top: float) -> None:
+    def __init__(
+        self, pages: Sequence[Page], block_size: int, indices: dict[str, int], top: float, *, narrow: bool = False
+    ) -> None:
         self.pages, self.indices, self.top = pages, indices, top
-        self.geometry = geometry(len(pages), block_size)
+        self.geometry = geometry(len(pages), block_size, narrow=narrow)
         self.fine = len(pages) * block_size <= FINE_SLOTS
 
     @property
@@ -110,7 +112,7 @@ class PageGrid:
     def _writing(self) -> str:
         if self.geometry.dense:
             return self._row_numbers() + self._letters()
-        size = 11 if self.geometry.per_row == 12 else 8.5
+        size = 11 if self.geometry.page_width >= 50 else 8.5
         written = "".join(self._head(place, page, size) for place, page in enumerate(self.pages))
         return element("g", {"font-size": size}, written)
 
@@ -123,7 +125,7 @@ class PageGrid:
         left = element("text", {"x": x + g.pad - 1, "y": base, **look, **_halo(page)}, name)
         if not page.owners:
             return left
-        names = self._names(page, shown=2 if g.per_row == 12 else 1)
+        names = self._names(page, shown=2 if g.page_width == LARGE else 1)
         gone = page.state in ("freed", "cached")
         look = {"font-weight": 700, "text-anchor": "end", "fill": DISCARDED if gone else None, **_halo(page)}
         return left + element("text", {"x": x + g.page_width - g.pad + 1, "y": base, **look}, names)

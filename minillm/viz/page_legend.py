@@ -37,13 +37,13 @@ def kinds_in(pages: Sequence[Page]) -> list[str]:
     return [kind for kind in SWATCHES if kind in present]
 
 
-def draw_legend(pages: Sequence[Page], top: float) -> tuple[str, float]:
-    """The legend of `pages` with its top at `top`, and its height."""
+def draw_legend(pages: Sequence[Page], top: float, right: float = RIGHT) -> tuple[str, float]:
+    """The legend of `pages` with its top at `top`, as far as `right`, and its height."""
     parts, x, y = [], float(MARGIN), top
     for kind in kinds_in(pages):
         text, look = SWATCHES[kind]
         width = 20 + len(text) * 6.3
-        if x + width > RIGHT:
+        if x + width > right:
             x, y = float(MARGIN), y + LINE
         parts.append(_swatch(kind, look, x, y) + label(x + 20, y + 11.5, text, size=11.5, fill=INK))
         x += width + 18

@@ -11,40 +11,41 @@ from minillm.viz.svg import RIGHT, SANS_EM, element, fit_words, hatched, heading
 
 SIDE = 660
 """Left edge of the column."""
-WIDTH = RIGHT - SIDE
 
 
-def draw_usage(state: CacheState) -> str:
+def draw_usage(state: CacheState, left: float = SIDE, right: float = RIGHT, top: float = 26) -> str:
     """The bar: what is filled, what is taken but empty, what is free and remembered, what is free; then in numbers."""
-    per_slot = WIDTH / max(state.num_blocks * state.block_size, 1)
+    width = right - left
+    per_slot = width / max(state.num_blocks * state.block_size, 1)
     used, waste = state.used_slots * per_slot, state.waste_slots * per_slot
     cached = state.cached_blocks * state.block_size * per_slot
-    bar = rectangle(SIDE, 26, WIDTH, 12, 3, {"fill": FAINT, "stroke": HAIRLINE})
+    bar = rectangle(left, top, width, 12, 3, {"fill": FAINT, "stroke": HAIRLINE})
     if cached:
         look = {"fill": hatched("cached"), "stroke": DISCARDED, "data-testid": "usage-cached"}
-        bar += rectangle(SIDE + used, 26, cached, 12, 3, look)
+        bar += rectangle(left + used, top, cached, 12, 3, look)
     if used:
-        bar += rectangle(SIDE, 26, used, 12, 3, {"fill": PAPER, "stroke": INK})
-        bar += rectangle(SIDE, 26, used - waste, 12, 3, {"fill": INK})
+        bar += rectangle(left, top, used, 12, 3, {"fill": PAPER, "stroke": INK})
+        bar += rectangle(left, top, used - waste, 12, 3, {"fill": INK})
     blocks, wasted = blocks_share(state), waste_share(state)
-    if (len(blocks) + len(wasted) + 2) * SANS_EM * 11.5 > WIDTH:
+    if (len(blocks) + len(wasted) + 2) * SANS_EM * 11.5 > width:
         wasted = wasted.replace(" slots", "").replace(" slot", "")
-    saved = label(SIDE, 74, fit_words(savings(state), WIDTH, 11.5), size=11.5, fill=INK) if savings(state) else ""
-    return bar + label(SIDE, 56, blocks, size=11.5) + label(RIGHT, 56, wasted, size=11.5, anchor="end") + saved
+    told = label(left, top + 30, blocks, size=11.5) + label(right, top + 30, wasted, size=11.5, anchor="end")
+    saved = fit_words(savings(state), width, 11.5)
+    return bar + told + (label(left, top + 48, saved, size=11.5, fill=INK) if saved else "")
 
 
-def draw_history(state: CacheState, top: float, bottom: float) -> str:
+def draw_history(state: CacheState, top: float, bottom: float, left: float = SIDE, right: float = RIGHT) -> str:
     """Blocks at the end of each step so far: filled ones in blue, their waste in light, cached ones hatched."""
     history = [StepFigures(0, 0, 0), *_thinned(state.history)]
     peak = state.totals.peak_blocks
-    head = heading(SIDE, top - 14, f"used {unit(state)}s, step by step")
-    base = element("path", {"d": f"M{SIDE} {number(bottom)}H{RIGHT}", "stroke": HAIRLINE})
+    head = heading(left, top - 14, f"used {unit(state)}s, step by step")
+    base = element("path", {"d": f"M{number(left)} {number(bottom)}H{number(right)}", "stroke": HAIRLINE})
     if len(history) < 2 or not peak:
         return head + base
     bottom -= 0.5
     highest = max(peak, *(f.used_blocks + f.cached_blocks for f in history))
-    across, up = (WIDTH - 4) / (len(history) - 1), (bottom - top - 4) / highest
-    used = [(SIDE + i * across, bottom - f.used_blocks * up) for i, f in enumerate(history)]
+    across, up = (right - left - 4) / (len(history) - 1), (bottom - top - 4) / highest
+    used = [(left + i * across, bottom - f.used_blocks * up) for i, f in enumerate(history)]
     filled = [(x, y + f.waste_slots / state.block_size * up) for (x, y), f in zip(used, history, strict=True)]
     cached = [(x, y - f.cached_blocks * up) for (x, y), f in zip(used, history, strict=True)]
     remembered = {"d": _between(cached, used), "fill": hatched("cached"), "stroke": DISCARDED, "stroke-width": 0.7}
@@ -52,7 +53,7 @@ def draw_history(state: CacheState, top: float, bottom: float) -> str:
     return "".join(
         [
             head,
-            label(RIGHT, top - 14, f"peak {peak} of {state.num_blocks}", size=11.5, anchor="end"),
+            label(right, top - 14, f"peak {peak} of {state.num_blocks}", size=11.5, anchor="end"),
             element("path", remembered) if any(f.cached_blocks for f in history) else "",
             element("path", {"d": _area(used, bottom), "fill": BLUE, "fill-opacity": 0.18}),
             element("path", {"d": _area(filled, bottom), "fill": BLUE, "fill-opacity": 0.55}),

@@ -1,29 +1,33 @@
-"""What runs in the browser for `ReplayWidget`: an anywidget front-end module and its style sheet.
+"""What runs in the browser for `ReplayWidget`: a function of the element with the still picture, and the recording.
 
-Only `model.get`, `model.set`, `model.save_changes`, `model.on` and `model.off` are used, which every host has. All
-frames are in the model, so scrubbing needs no kernel.
+All frames are in the recording, so scrubbing needs no kernel. The function replaces the still picture by the player.
 """
 
 from __future__ import annotations
 
 SCRIPT = r"""
-const SPEEDS = [0.5, 1, 2, 4, 8];
+(place, recording) => {
+  const SPEEDS = [0.5, 1, 2, 4, 8];
 
-function make(tag, attributes, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-}
+  function make(tag, attributes, ...children) {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  }
 
-function button(testid, label, sign) {
-  return make("button", {type: "button", "data-testid": testid, "aria-label": label, title: label}, sign);
-}
+  function button(testid, label, sign) {
+    return make("button", {type: "button", "data-testid": testid, "aria-label": label, title: label}, sign);
+  }
 
-function render({ model, el }) {
-  const frames = model.get("frames"), texts = model.get("texts"), steps = model.get("steps");
-  const name = model.get("name"), last = frames.length - 1;
-  const speeds = [...new Set([...SPEEDS, model.get("speed")])].sort((a, b) => a - b);
+  // Ids must be unique in the page, and one output may be shown twice.
+  window.minillmReplays = (window.minillmReplays || 0) + 1;
+  const own = `replay-${window.minillmReplays}`;
+  const unpack = ({parts, runs}, index) =>
+    runs[index].map(([first, count]) => parts.slice(first, first + count).join("")).join("");
+
+  const { name, steps } = recording, last = steps.length - 1;
+  const speeds = [...new Set([...SPEEDS, recording.speed])].sort((a, b) => a - b);
   let shown = -1, timer = null, describing = false;
 
   const first = button("replay-first", "First step (Home)", "|◀");
@@ -40,7 +44,7 @@ function render({ model, el }) {
     "Describe as text");
   const stage = make("div", {"data-testid": "replay-frame", class: "minillm-replay-frame"});
   const words = make("pre", {"data-testid": "replay-text", class: "minillm-replay-text", hidden: ""});
-  const note = make("span", {"data-testid": "replay-note", class: "minillm-replay-note"}, model.get("note"));
+  const note = make("span", {"data-testid": "replay-note", class: "minillm-replay-note"}, recording.note);
   const bar = make("div", {class: "minillm-replay-bar", role: "toolbar", "aria-label": "Replay controls"},
     first, back, play, forward, end, slider, count, speed, describe);
   // In command mode the arrow keys are JupyterLab's: newer ones ask for handled events, older ones for the attribute.
@@ -48,25 +52,20 @@ function render({ model, el }) {
     "data-lm-suppress-shortcuts": "true",
     "aria-label": `Replay of ${name}. Arrow keys step, Space plays and pauses, Home and End jump.`},
     bar, note, stage, words);
-  speed.value = String(model.get("speed"));
+  speed.value = String(recording.speed);
 
   function show(index) {
     index = Math.min(Math.max(index, 0), last);
     if (index === shown || last < 0) return;
     shown = index;
-    stage.innerHTML = frames[index];
-    words.textContent = texts[index];
+    stage.innerHTML = unpack(recording.frames, index).replaceAll("-placement-", `-${own}-`);
+    words.textContent = unpack(recording.texts, index);
     slider.value = String(index);
     slider.setAttribute("aria-valuetext", `step ${steps[index]}`);
     count.textContent = `step ${steps[index]} of ${steps[last]}`;
     root.dataset.step = String(steps[index]);
     back.disabled = first.disabled = index === 0;
     forward.disabled = end.disabled = index === last;
-    if (timer === null) tell();
-  }
-  function tell() {
-    if (model.get("index") === shown) return;
-    try { model.set("index", shown); model.save_changes(); } catch (problem) { /* no kernel: nobody to tell */ }
   }
   function pause() {
     if (timer !== null) clearTimeout(timer);
@@ -75,7 +74,6 @@ function render({ model, el }) {
     play.setAttribute("aria-label", "Play (Space)");
     root.dataset.state = "paused";
     count.setAttribute("aria-live", "polite");
-    tell();
   }
   function tick() {
     timer = setTimeout(() => { show(shown + 1); shown < last ? tick() : pause(); }, 1000 / Number(speed.value));
@@ -115,17 +113,20 @@ function render({ model, el }) {
     acts[event.key]();
   });
 
-  const follow = () => { if (timer === null) show(model.get("index")); };
-  model.on("change:index", follow);
-  el.append(root);
+  place.replaceChildren(...place.querySelectorAll("style"), root);
   root.dataset.state = "paused";
-  show(model.get("index"));
+  show(recording.start);
   const still = window.matchMedia && window.matchMedia("(prefers-reduced-motion: reduce)").matches;
-  if (model.get("autoplay") && !still) start();
-  return () => { if (timer !== null) clearTimeout(timer); model.off("change:index", follow); };
+  if (recording.autoplay && !still && last > 0) {
+    // Nothing is missed: it starts when most of the picture is in view, unless the reader was quicker.
+    const watcher = new IntersectionObserver(seen => {
+      if (!seen.some(entry => entry.isIntersecting)) return;
+      watcher.disconnect();
+      if (timer === null && shown === recording.start) { show(0); start(); }
+    }, {threshold: 0.4});
+    watcher.observe(stage);
+  }
 }
-
-export default { render };
 """
 
 STYLE = """

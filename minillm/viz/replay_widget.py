@@ -1,70 +1,84 @@
-"""A recorded trace to scrub through in a notebook: play, step, arrow keys, and every frame in words."""
+"""A recorded trace to scrub through in a notebook: play, step, arrow keys, and every frame in words.
+
+The replay is HTML with a script of its own. It is no ipywidget: those show an error instead of a picture as soon as
+the kernel that made them is gone, and this one still plays in a notebook that was saved and opened again. Where scripts
+do not run (GitHub, a notebook that is not trusted) the picture of the most telling step stands in its place.
+"""
 
 from __future__ import annotations
 
+import json
 from typing import Any
-
-import anywidget
-import traitlets
+from uuid import uuid4
 
 from minillm.errors import ConfigError
+from minillm.viz.output import as_html, place, stack
+from minillm.viz.replay_frames import MAX_BYTES, MAX_FRAMES, pack, spread
 from minillm.viz.replay_script import SCRIPT, STYLE
-from minillm.viz.view import View, bundle
-
-MAX_FRAMES = 240
-"""Frames that are drawn at all; drawing each step of a long run would keep the learner waiting."""
-MAX_BYTES = 2_000_000
-"""Of all frames and descriptions together: they travel to the browser at once, so that scrubbing needs no kernel."""
+from minillm.viz.view import View
 
 
-class ReplayWidget(anywidget.AnyWidget):
+class ReplayWidget:
     """Shows `views` of one recorded trace, a frame per step, as the last expression of a cell.
 
         ReplayWidget(CachePagesView(trace))
 
-    If the frames of all steps would be too many or too large (`MAX_FRAMES`, `MAX_BYTES`), evenly spread steps are
-    shown, the first and the last among them, and a line says so. `speed` is in frames per second. With `autoplay` it
-    plays at once, unless the reader's system asks for reduced motion. A saved notebook shows the last frame wherever
-    widgets are not supported. Raises `ConfigError` without a view, for views of different traces, for a speed that
-    is not above 0 and at most 30, or if no step has finished.
+    If the frames of all steps would be too many or too large, evenly spread steps are shown, the first and the last
+    among them, and a line says so. `speed` is in frames per second; `seconds` sets it so that the whole run takes about
+    so long. It opens at the most telling step. With `autoplay` it plays from the first step as soon as it is in view,
+    unless the reader's system asks for reduced motion. Raises `ConfigError` without a view, for views of different
+    traces, for a speed that is not above 0 and at most 30, or if no step has finished.
     """
 
-    _esm = SCRIPT
-    _css = STYLE
-    # ipywidgets 7 displays through this method and would leave the still picture out.
-    _ipython_display_ = None
-
-    frames = traitlets.List(traitlets.Unicode()).tag(sync=True)
-    texts = traitlets.List(traitlets.Unicode()).tag(sync=True)
-    steps = traitlets.List(traitlets.Int()).tag(sync=True)
-    """The step that each frame shows."""
-    index = traitlets.Int(0).tag(sync=True)
-    """The frame shown now; setting it moves the picture."""
-    name = traitlets.Unicode().tag(sync=True)
-    note = traitlets.Unicode().tag(sync=True)
-    speed = traitlets.Float(2.0).tag(sync=True)
-    autoplay = traitlets.Bool(False).tag(sync=True)
-
-    def __init__(self, *views: View, speed: float = 2.0, autoplay: bool = False) -> None:
+    def __init__(self, *views: View, speed: float = 2.0, seconds: float | None = None, autoplay: bool = False) -> None:
         _check(views, speed)
         every = views[0].steps_to_replay()
         if not every:
             raise ConfigError("there is nothing to replay: no step of the trace has finished; record it first")
-        self.views = list(views)
-        steps, frames, texts = _frames(self.views, every)
-        left_out = f"{len(steps)} of {len(every)} steps, evenly spread" if len(steps) < len(every) else ""
-        name = " and ".join(type(view).__name__ for view in views)
-        told = {"name": name, "note": left_out, "speed": speed, "autoplay": autoplay}
-        super().__init__(frames=frames, texts=texts, steps=steps, **told)
+        self.views, self.autoplay = list(views), autoplay
+        self.steps = _fitting(self.views, every)
+        self.frames = [_frame(self.views, step) for step in self.steps]
+        self.texts = ["\n\n".join(view.describe(step) for view in views) for step in self.steps]
+        fewer = len(self.steps) < len(every)
+        self.note = f"{len(self.steps)} of {len(every)} steps, evenly spread" if fewer else ""
+        self.speed = speed if seconds is None else min(30.0, max(0.1, round(len(self.steps) / seconds, 1)))
+
+    @property
+    def name(self) -> str:
+        """The views in words."""
+        return " and ".join(type(view).__name__ for view in self.views)
+
+    @property
+    def start(self) -> int:
+        """Index of the frame it opens with: of the last step that is not after the most telling one."""
+        telling = next((step for view in self.views if (step := view.telling_step()) is not None), self.steps[-1])
+        return max((i for i, step in enumerate(self.steps) if step <= telling), default=0)
 
     def __repr__(self) -> str:
         # Constant, so that a notebook's saved output equals a fresh one.
         return f"<Replay of {self.name}>"
 
-    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        widget: Any = super()._repr_mimebundle_(**kwargs)
-        data, metadata = widget if isinstance(widget, tuple) else (widget or {}, {})
-        return {**bundle(self.views, still=True), **data, "text/plain": repr(self)}, metadata
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        name = str(uuid4())
+        step = self.steps[self.start]
+        still = [place(view.to_svg(step), f"{name}-{i}") for i, view in enumerate(self.views)]
+        frames, texts = pack(self.frames), pack(self.texts)
+        data = {
+            "name": self.name,
+            "note": self.note,
+            "speed": self.speed,
+            "autoplay": self.autoplay,
+            "start": self.start,
+            "steps": self.steps,
+            "frames": {"parts": frames.parts, "runs": frames.frames},
+            "texts": {"parts": texts.parts, "runs": texts.frames},
+        }
+        told = (
+            json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
+        )
+        script = f"<script>({SCRIPT.strip()})(document.currentScript.parentElement, {told});</script>"
+        html = f'<div class="minillm-replay-place"><style>{STYLE}</style>{as_html(still)}{script}</div>'
+        return {"text/plain": repr(self), "text/html": html, "image/svg+xml": stack(still)}
 
 
 def _check(views: tuple[View, ...], speed: float) -> None:
@@ -76,21 +90,17 @@ def _check(views: tuple[View, ...], speed: float) -> None:
         raise ConfigError(f"speed={speed} frames per second; it must be above 0 and at most 30")
 
 
-def _frames(views: list[View], every: list[int]) -> tuple[list[int], list[str], list[str]]:
-    """Steps, their pictures and their descriptions, as many as fit."""
-    steps = _spread(every, MAX_FRAMES)
-    frames = {step: "".join(view.to_svg(step) for view in views) for step in steps}
-    texts = {step: "\n\n".join(view.describe(step) for view in views) for step in steps}
-    sizes = {step: len(frames[step].encode()) + len(texts[step].encode()) for step in steps}
-    count = len(steps)
-    while len(steps) > 2 and sum(sizes[step] for step in steps) > MAX_BYTES:
-        count -= 1
-        steps = _spread(list(sizes), count)
-    return steps, [frames[step] for step in steps], [texts[step] for step in steps]
+def _frame(views: list[View], step: int) -> str:
+    # Always the same ids, so that frames share what is drawn with them; the script makes them unique in the page.
+    return as_html([place(view.to_svg(step), f"placement-{i}") for i, view in enumerate(views)])
 
 
-def _spread(steps: list[int], count: int) -> list[int]:
-    """At most `count` (2 or more) of `steps`, evenly spread, the first and the last among them."""
-    if len(steps) <= count:
-        return steps
-    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+def _fitting(views: list[View], every: list[int]) -> list[int]:
+    """The steps to show: as many as fit, evenly spread."""
+    steps = spread(every, MAX_FRAMES)
+    while len(steps) > 2:
+        size = pack([_frame(views, step) for step in steps]).num_bytes
+        if size <= MAX_BYTES:
+            break
+        steps = spread(every, max(2, min(len(steps) - 1, int(len(steps) * MAX_BYTES / size))))
+    return steps

@@ -56,6 +56,8 @@ class RequestState:
     status: RequestStatus = "waiting"
     finish_reason: str | None = None
     block_table: list[int] = field(default_factory=list)
+    former_table: list[int] = field(default_factory=list)
+    """The block table it had when it ended."""
     marks: StepMarks = field(default_factory=StepMarks)
 
     @property

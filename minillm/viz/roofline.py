@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from minillm.errors import ConfigError
 from minillm.viz.charts import LEFT, PLOT_HEIGHT, SYMBOLS, TOP, Axis, _grid, _mark, _Scale, _scale
 from minillm.viz.colours import INK, MUTED, OWNERS, PAPER
+from minillm.viz.output import Picture
 from minillm.viz.svg import MARGIN, RIGHT, SANS_EM, card, element, fit_clauses, fit_words, label, number, words
 
 Source = Literal["measured", "modelled", "quoted"]
@@ -81,7 +82,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Roofline:
+class Roofline(Picture):
     """The picture. It shows itself in a notebook. Raises `ConfigError` for more groups than there are marks."""
 
     title: str
@@ -105,7 +106,8 @@ class Roofline:
         across, up = self._scales(factor)
         places = [(across.place(p.intensity), up.place(p.rate / factor)) for p in self.points]
         legend = _legend(self._groups, self.points)
-        names = _names(self.points, places, self._roof_boxes(across, up, factor))
+        flat = _flat_label(self.roof, across, up, factor, places)
+        names = _names(self.points, places, [*self._roof_boxes(across, up, factor), flat])
         return card(
             "roofline",
             LEGEND_TOP + LEGEND_ROW * legend.count("\n") + 20,
@@ -138,11 +140,6 @@ class Roofline:
 
     def __repr__(self) -> str:
         return f"<Roofline {self.title!r}>"
-
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        # The HTML holds the SVG itself, so that its points can be found and tell their names under the mouse.
-        svg = self.to_svg()
-        return {"text/plain": repr(self), "text/html": f"<div>{svg}</div>", "image/svg+xml": svg}
 
     @property
     def _span(self) -> tuple[float, float]:
@@ -218,6 +215,7 @@ def _roof(roof: Roof, across: _Scale, up: _Scale, factor: float, places: Sequenc
     ]
     name_x, name_y = max(spots, key=lambda spot: min([60.0, *(math.dist(spot, place) for place in places)]))
     angle = math.degrees(math.atan2(steps[1], steps[0])) + 180
+    flat = _flat_label(roof, across, up, factor, places)
     turned = {"transform": f"rotate({number(angle)} {number(name_x)} {number(name_y)})"}
     slope = label(name_x, name_y - 7, _amount(roof.bandwidth, "B/s"), fill=INK, weight=600, anchor="middle")
     return element(
@@ -226,9 +224,21 @@ def _roof(roof: Roof, across: _Scale, up: _Scale, factor: float, places: Sequenc
         element("path", down),
         element("path", line),
         element("g", turned, slope),
-        label(END, flat_y - 8, _amount(roof.rate, "FLOP/s"), fill=INK, weight=600, anchor="end"),
+        label(flat[2], flat[3] - 3, _amount(roof.rate, "FLOP/s"), fill=INK, weight=600, anchor="end"),
         *_ridge(roof, ridge_x, flat_y),
     )
+
+
+def _flat_label(roof: Roof, across: _Scale, up: _Scale, factor: float, places: Sequence[tuple[float, float]]) -> Box:
+    """Where the rate of the flat part is written: above it, as far right as no point is in the way."""
+    base = up.place(roof.rate / factor) - 8
+    width = len(_amount(roof.rate, "FLOP/s")) * 7.2
+    ridge = across.place(roof.ridge) + 14
+    for right in (END - step for step in range(0, int(END - ridge - width), 12)):
+        box = (right - width, base - 12, right, base + 3)
+        if not any(box[0] - 9 < x < box[2] + 9 and box[1] - 9 < y < box[3] + 9 for x, y in places):
+            return box
+    return END - width, base - 12, END, base + 3
 
 
 def _ridge(roof: Roof, x: float, y: float) -> list[str]:

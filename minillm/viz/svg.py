@@ -126,7 +126,7 @@ def mono_width(text: str, size: float) -> float:
     return cells(text) * MONO_EM * size
 
 
-def card(name: str, height: float, title: str, description: str, *body: str) -> str:
+def card(name: str, height: float, title: str, description: str, *body: str, width: float = WIDTH) -> str:
     """The picture: a white card with a hairline border, and `title` and `description` for those who do not see it.
 
     Ids are made from the content, so they are the same for the same picture and differ between pictures on one page.
@@ -134,9 +134,9 @@ def card(name: str, height: float, title: str, description: str, *body: str) -> 
     border = {"fill": PAPER, "stroke": HAIRLINE}
     root = {
         "xmlns": "http://www.w3.org/2000/svg",
-        "width": WIDTH,
+        "width": width,
         "height": height,
-        "viewBox": f"0 0 {WIDTH} {number(height)}",
+        "viewBox": f"0 0 {number(width)} {number(height)}",
         "role": "img",
         "aria-labelledby": f"t-{UID} d-{UID}",
         "data-testid": name,
@@ -149,7 +149,7 @@ def card(name: str, height: float, title: str, description: str, *body: str) -> 
         root,
         element("title", {"id": f"t-{UID}"}, words(title)),
         element("desc", {"id": f"d-{UID}"}, words(description)),
-        rectangle(0.5, 0.5, WIDTH - 1, height - 1, 10, border),
+        rectangle(0.5, 0.5, width - 1, height - 1, 10, border),
         *body,
     )
     return picture.replace(UID, sha256(picture.encode()).hexdigest()[:8])

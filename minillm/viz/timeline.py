@@ -16,6 +16,8 @@ from minillm.viz.timeline_lanes import BARS, Columns, cell_look, fitted
 from minillm.viz.timeline_state import Row, Timeline, TimelineState
 from minillm.viz.view import View
 
+MAX_COMPARED = 12
+"""Rows of each of two timelines, so that both are on one screen."""
 NAMES = {
     "waiting": "waiting",
     "prefill": "prefill, n tokens",
@@ -74,7 +76,7 @@ class TimelineComparison(View):
         """The picture of the whole trace; `step` cuts both timelines after so many steps from the first."""
         recorded, modelled = self._cut(step)
         num_steps = max(timeline.num_steps for timeline in self.timelines())
-        above, below = fitted([recorded, modelled], num_steps, 112, gap=62)
+        above, below = fitted([recorded, modelled], num_steps, 112, gap=62, most_rows=MAX_COMPARED)
         low = below.top
         legend, height = _legend(above.kinds() | below.kinds(), low + below.height + 10)
         body = [

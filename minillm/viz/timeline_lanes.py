@@ -24,6 +24,7 @@ from minillm.viz.colours import (
     owner_letter,
 )
 from minillm.viz.glyphs import one_line
+from minillm.viz.request_labels import told_apart
 from minillm.viz.svg import MARGIN, MONO, RIGHT, Attributes, element, fit_mono, hatched, label, number, rectangle
 from minillm.viz.timeline_state import WORKING, Cell, Row, Timeline
 
@@ -86,11 +87,17 @@ class Lanes:
     columns: Columns
     top: float
     max_rows: int = DETAILS[0][1]
+    keep: frozenset[int] = frozenset()
+    """Numbers of requests that are drawn however few rows there are."""
+    with_tokens: bool = True
+    """Whether the tokens of each step have a strip too."""
 
     @property
     def shown(self) -> list[Row]:
         """The rows that are drawn."""
-        return self.timeline.rows[: self.max_rows]
+        kept = [row for row in self.timeline.rows if row.index in self.keep]
+        others = [row for row in self.timeline.rows if row.index not in self.keep]
+        return sorted([*kept, *others][: self.max_rows], key=lambda row: row.index)
 
     @property
     def row_height(self) -> float:
@@ -101,15 +108,17 @@ class Lanes:
     def height(self) -> float:
         """Height of rows, axis and strips together."""
         more = 16 if len(self.timeline.rows) > self.max_rows else 0
-        return max(len(self.shown), 1) * self.row_height + more + 24 + 2 * (STRIP + 14)
+        return max(len(self.shown), 1) * self.row_height + more + 24 + (1 + self.with_tokens) * (STRIP + 14)
 
     @cached_property
     def drawing(self) -> str:
         """Rows, axis, strips."""
-        rows = "".join(self._row(row, self.top + i * self.row_height) for i, row in enumerate(self.shown))
+        names = told_apart([one_line(row.prompt) for row in self.shown])
+        tops = [self.top + i * self.row_height for i in range(len(self.shown))]
+        rows = "".join(self._row(*parts) for parts in zip(self.shown, names, tops, strict=True))
         bottom = self.top + max(len(self.shown), 1) * self.row_height
         hidden = len(self.timeline.rows) - len(self.shown)
-        more = label(56, bottom + 11, f"and {hidden} more requests") if hidden else ""
+        more = label(56, bottom + 11, f"and {hidden} more requests, none of which ends later") if hidden else ""
         bottom += 16 if hidden else 0
         return rows + more + self._axis(bottom) + self._strips(bottom + 24)
 
@@ -127,14 +136,14 @@ class Lanes:
         present |= {"aborted" if reason == "abort" else "finished" for reason in ended}
         return {kind for kind in present if kind}
 
-    def _row(self, row: Row, top: float) -> str:
+    def _row(self, row: Row, name: str, top: float) -> str:
         colour, height = owner_colour(row.index), self.row_height - 4
         letter = owner_letter(row.index)
         chip = rectangle(MARGIN, top, 22, height, 4, {"fill": colour})
         size = 12 if len(letter) == 1 else 9.5
         base = top + height / 2 + 4
         chip += label(35, base, letter, size=size, weight=700, fill=ink_on(colour), anchor="middle")
-        prompt = fit_mono(one_line(row.prompt), LEFT - 66, 11)
+        prompt = fit_mono(name, LEFT - 66, 11)
         chip += label(54, base, prompt, size=11, fill=INK, family=MONO) if prompt else ""
         places: dict[str, list[int]] = defaultdict(list)
         for column in self.columns:
@@ -204,7 +213,9 @@ class Lanes:
     def _end(self, row: Row, top: float, height: float) -> str:
         if row.end is None or row.end < self.timeline.first_step:
             return ""
-        x = self.columns.place(row.end) - 1
+        # A column of several steps shows what the request did in most of them: the end stands where its work does.
+        column = (row.end - self.columns.first) // self.columns.bucket
+        x = (self.columns.x(column) if self.column_kind(row, column) == "idle" else self.columns.place(row.end)) - 1
         about = {"data-testid": "end", "data-state": row.reason or ""}
         if row.reason == "abort":
             return element("g", about, label(x + 2, top + height / 2 + 5, "×", size=15, weight=700, fill=VERMILLION))
@@ -231,7 +242,11 @@ class Lanes:
         requests = [(load.requests, load.prefills) for load in loads]
         tokens = [(load.tokens, load.prefill_tokens) for load in loads]
         above = self._strip(y, "requests", limits.max_num_seqs, requests)
-        return above + self._strip(y + STRIP + 14, "tokens", limits.max_num_batched_tokens, tokens)
+        return (
+            above
+            if not self.with_tokens
+            else above + self._strip(y + STRIP + 14, "tokens", limits.max_num_batched_tokens, tokens)
+        )
 
     def _strip(self, y: float, name: str, limit: int, counts: Sequence[tuple[int, int]]) -> str:
         """Bars per column, for `counts` (all, prefills) of each step: prefills dark, the rest light, the limit a line.
@@ -272,19 +287,29 @@ class Lanes:
         return sum(c for c, _ in steps) / max(len(steps), 1), sum(c for _, c in steps) / max(len(steps), 1)
 
 
-def fitted(timelines: Sequence[Timeline], num_steps: int, top: float, gap: float = 0.0) -> list[Lanes]:
+def fitted(
+    timelines: Sequence[Timeline], num_steps: int, top: float, gap: float = 0.0, most_rows: int = DETAILS[0][1]
+) -> list[Lanes]:
     """Lanes for `timelines`, one below the other with `gap` pixels between them, all with room for `num_steps` steps.
 
-    Columns get wider, with more steps in each, and then rows fewer, until all together take at most `MAX_BYTES`."""
+    Columns get wider, with more steps in each, and then rows fewer, until all together take at most `MAX_BYTES`. The
+    request that ends last in any of them has a row in all."""
+    keep = frozenset(row.index for timeline in timelines for row in _last(timeline))
     for min_pitch, max_rows in DETAILS:
         lanes: list[Lanes] = []
         for timeline in timelines:
             columns = Columns.of(timeline.first_step, max(num_steps, 1), min_pitch)
             start = lanes[-1].top + lanes[-1].height + gap if lanes else top
-            lanes.append(Lanes(timeline, columns, start, max_rows))
+            rows = min(max_rows, most_rows)
+            lanes.append(Lanes(timeline, columns, start, rows, keep, with_tokens=len(timelines) == 1))
         if sum(len(lane.drawing.encode()) for lane in lanes) <= MAX_BYTES:
             break
     return lanes
+
+
+def _last(timeline: Timeline) -> list[Row]:
+    """The request that ends last, if any has ended or may still end."""
+    return [max(timeline.rows, key=lambda row: (row.end is None, row.end or 0, -row.index))] if timeline.rows else []
 
 
 def cell_look(kind: str, colour: str) -> Attributes:

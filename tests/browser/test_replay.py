@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from minillm.viz import CachePagesView, ReplayWidget
 from tests.browser.conftest import Lab
 from tests.browser.test_lesson_00 import CONNECTED
 from tests.viz.traces import sharing
 
 MINUTE = 60_000
 NOTEBOOK = "replay.ipynb"
-CELL = """from minillm.trace import Trace
-from minillm.viz import CachePagesView, ReplayWidget
+CELL = """from minillm.llm import tqdm
+from minillm.trace import Trace
+from minillm.viz import CachePagesView, ReplayWidget, show
+for _ in tqdm(range(3), desc="generating"):
+    pass
 widget = ReplayWidget(CachePagesView(Trace.load("sharing.jsonl")), speed=8)
+show(widget.views[0])
 widget"""
 LAST = 13
 """The last step of the trace."""
@@ -145,9 +151,20 @@ def test_words_follow_the_picture(page: Page) -> None:
     expect(words).to_be_hidden()
 
 
-def test_kernel_learns_the_step_and_frames_outlive_the_kernel(page: Page) -> None:
+def test_same_picture_elsewhere_keeps_its_hatches_when_this_one_is_hidden(page: Page) -> None:
+    """Two elements with one id: the browser takes the first, and a hatch of a hidden picture paints nothing."""
+    ids = page.evaluate("() => [...document.querySelectorAll('.jp-OutputArea svg [id]')].map(node => node.id)")
+    assert len(ids) == len(set(ids)) >= 8
+    used = page.evaluate(
+        """() => [...document.querySelectorAll('.jp-OutputArea svg [fill^="url("]')]
+                   .map(node => [node.getAttribute('fill').slice(5, -1), node.closest('svg')])
+                   .map(([id, svg]) => document.getElementById(id)?.closest('svg') === svg)"""
+    )
+    assert used and all(used), "each hatch comes from its own picture"
+
+
+def test_frames_outlive_the_kernel(page: Page) -> None:
     rewind(page)
-    page.keyboard.press("End")
     page.evaluate("window.jupyterapp.commands.execute('kernelmenu:shutdown')")
     page.wait_for_function(
         "() => !window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel", timeout=MINUTE
@@ -157,24 +174,36 @@ def test_kernel_learns_the_step_and_frames_outlive_the_kernel(page: Page) -> Non
     assert shown(page) == 2
 
 
-def test_autoplay_is_off_for_readers_who_want_less_motion(browser: Browser) -> None:
-    """The module on a bare page, with an object that does what a model must do."""
-    from minillm.viz import CachePagesView
-    from minillm.viz.replay_widget import ReplayWidget
+def test_saved_notebook_opened_with_a_new_kernel_shows_no_error_and_still_plays(page: Page) -> None:
+    """Widgets show "model not found" there, and so do progress bars that are widgets."""
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')", timeout=MINUTE)
+    page.reload()
+    expect(page.get_by_test_id("replay")).to_be_visible(timeout=2 * MINUTE)
+    assert "Error displaying widget" not in page.locator(".jp-Notebook").inner_text()
+    expect(page.locator(".jp-OutputArea", has_text="generating").first).to_contain_text("100%")
+    rewind(page)
+    page.keyboard.press("ArrowRight")
+    assert shown(page) == 2
 
+
+@pytest.mark.parametrize(("motion", "moves"), [("reduce", False), ("no-preference", True)])
+def test_autoplay_starts_in_view_and_is_off_for_readers_who_want_less_motion(
+    browser: Browser, motion: Literal["reduce", "no-preference"], moves: bool
+) -> None:
+    """On a bare page, below the fold: nothing moves before it can be seen."""
     widget = ReplayWidget(CachePagesView(sharing()), autoplay=True, speed=30)
-    names = ("frames", "texts", "steps", "index", "name", "note", "speed", "autoplay")
-    values = json.dumps({name: getattr(widget, name) for name in names})
-    script = """async ([source, values]) => {
-      const module = await import(URL.createObjectURL(new Blob([source], {type: "text/javascript"})));
-      const model = {get: name => values[name], set: (name, value) => { values[name] = value; },
-                     save_changes() { throw new Error("no kernel"); }, on() {}, off() {}};
-      module.default.render({model, el: document.body});
-    }"""
-    for motion, last in (("reduce", 1), ("no-preference", LAST)):
-        page = browser.new_page(reduced_motion=motion)
-        page.goto("about:blank")
-        page.evaluate(f"([source, text]) => ({script})([source, JSON.parse(text)])", [str(widget._esm), values])
-        page.wait_for_timeout(1200)
-        assert shown(page) == last, motion
-        page.close()
+    html = widget._repr_mimebundle_()["text/html"]
+    page = browser.new_page(reduced_motion=motion, viewport={"width": 1000, "height": 700})
+    page.set_content(f"<div style='height:2000px'></div>{html}")
+    expect(page.get_by_test_id("replay")).to_have_count(1)
+    telling = widget.steps[widget.start]
+    page.wait_for_timeout(400)
+    assert shown(page) == telling
+    page.get_by_test_id("replay").scroll_into_view_if_needed()
+    if moves:
+        when(page, f"step === {LAST}")
+    else:
+        page.wait_for_timeout(800)
+        assert shown(page) == telling
+    page.close()

@@ -49,7 +49,7 @@ handle.update(HTML(f'<svg role="img" viewBox="0 0 100 40"><title>Bars of {chosen
 display(ipywidgets.IntSlider(value=3))
 print("loading 1%\rloading 100%")
 print("noise on stderr", file=sys.stderr)
-HTML(f'<div id="{uuid.uuid4()}">chart</div>')
+HTML(f'<div id="{uuid.uuid4()}">chart<script>"of a replay"</script></div>')
 
 # %% tags=["nbval-ignore-output"]
 measured = time.perf_counter()

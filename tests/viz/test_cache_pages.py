@@ -250,10 +250,10 @@ def test_pictures_exist_before_anything_has_happened():
         parse(CachePagesView(Trace(story().events[:end])).to_svg())
 
 
-def test_busiest_step_is_the_frame_for_print():
+def test_telling_step_is_the_frame_for_print():
     view = CachePagesView(story())
-    assert view.busiest_step() == 3
-    assert CachePagesView(Trace()).busiest_step() is None
+    assert view.telling_step() == 3
+    assert CachePagesView(Trace()).telling_step() is None
 
 
 def test_unknown_step_is_refused():

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from minillm.errors import ConfigError
-from minillm.viz.charts import Axis, LineChart, Series
+from minillm.viz.charts import Axis, LineChart, Series, tick_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -38,9 +38,9 @@ def test_plotly_accepts_the_figure():
 
 def test_output_holds_the_interactive_and_the_static_chart():
     bundle = chart()._repr_mimebundle_()
-    assert set(bundle) == {"application/vnd.plotly.v1+json", "image/svg+xml", "text/plain"}
+    assert set(bundle) == {"application/vnd.plotly.v1+json", "text/html", "image/svg+xml", "text/plain"}
     json.dumps(bundle, allow_nan=False)
-    assert bundle == chart()._repr_mimebundle_()
+    assert chart().to_svg() == chart().to_svg()
     assert "Speed & size" in bundle["text/plain"]
 
 
@@ -96,3 +96,37 @@ def test_what_cannot_be_drawn_is_refused(series: Series, message: str):
 def test_one_value_only_is_drawn():
     for log in (True, False):
         ET.fromstring(LineChart("t", Axis("x", log), Axis("y", log), [Series("s", (3,), (3,))], "d").to_svg())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0001, "0.0001"),
+        (5e-5, "0.00005"),
+        (0.5, "0.5"),
+        (1024, "1024"),
+        (262144, "262,144"),
+        (2e12, "2e+12"),
+    ],
+)
+def test_ticks_are_numbers_written_out(value: float, text: str):
+    """Plotly writes 100µ, and 2 and 5 for 0.002 and 0.005."""
+    assert tick_text(value) == text
+
+
+def test_plotly_has_the_ticks_of_the_svg():
+    axis = chart().to_plotly()["layout"]["yaxis"]
+    assert axis["tickmode"] == "array" and axis["ticktext"] == [tick_text(t) for t in axis["tickvals"]]
+    assert {"1", "2", "5", "10", "20", "50", "100"} <= set(axis["ticktext"])
+    svg = chart().to_svg()
+    assert all(f">{text}</text>" in svg for text in axis["ticktext"])
+
+
+def test_modelled_lines_differ_without_colour():
+    lines = [Series(name, (1, 2), (1, 2), style="modelled") for name in "abc"]
+    several = LineChart("t", Axis("x"), Axis("y"), [Series("measured", (1, 2), (1, 2)), *lines], "d")
+    root = ET.fromstring(several.to_svg())
+    dashes = [g[0].get("stroke-dasharray") for g in root.iter(f"{SVG}g") if g.get("data-testid") == "series"]
+    assert len(set(dashes)) == 4 and dashes[0] is None
+    assert [trace["line"]["dash"] for trace in several.to_plotly()["data"]] == ["solid", "dash", "dot", "dashdot"]

@@ -65,7 +65,7 @@ def test_panels_share_one_scale():
         "1.4",
         "1.6",
         "1.8",
-        "the largest error",
+        "the largest absolute error",
     ]
 
 
@@ -83,7 +83,7 @@ def test_outlier_survives_however_large_the_tensor_is():
     assert panel.cells[613 // panel.per_cell[0]][77 // panel.per_cell[1]] == 5.0
     svg = ErrorMap({"a": errors}).to_svg()
     assert drawn(svg)[8] > 0
-    assert f"a cell is the largest of up to {panel.per_cell[0] * panel.per_cell[1]} errors" in svg
+    assert f"a cell shows the largest of {panel.per_cell[0] * panel.per_cell[1]} neighbours" in svg
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -133,4 +133,12 @@ def test_what_cannot_be_drawn_is_refused():
 def test_shown_as_svg_with_a_constant_text():
     shown = ErrorMap({"a": [[1.0]]})
     assert repr(shown) == "<ErrorMap>"
-    assert shown._repr_svg_() == shown.to_svg()
+
+
+def test_every_cell_stands_for_as_many_numbers_and_values_are_not_called_errors():
+    """64 rows in cells of 3 leave one row alone in the last, which looks light."""
+    picture = ErrorMap({name: [[1.0] * 64 for _ in range(64)] for name in "ab"}, unit="absolute value")
+    assert {panel.per_cell for panel in picture.panels} == {(2, 1)}
+    assert len(picture.panels[0].cells) == 32
+    svg = picture.to_svg()
+    assert "a cell shows the largest of 2 neighbours" in svg and ">the largest absolute value<" in svg

@@ -73,7 +73,7 @@ def test_every_program_that_fits_a_page_is_told_apart_without_colour():
 
 def test_it_repeats_itself_and_has_a_plain_name():
     one, two = (touched(programs((2, 3), (1, 2)), (2, 3), (1, 2)) for _ in "ab")
-    assert one == two and one.to_svg() == two._repr_svg_() and repr(one) == "<KernelTiles>"
+    assert one == two and one.to_svg() == two.to_svg() and repr(one) == "<KernelTiles>"
 
 
 def test_half_precision_works_too():

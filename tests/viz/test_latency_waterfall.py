@@ -99,3 +99,11 @@ def test_plotly_accepts_the_figure_and_stacks_the_same_parts() -> None:
 def test_what_cannot_be_drawn_is_refused(rows: list[Latency], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         LatencyWaterfall("t", rows)
+
+
+def test_plotly_says_the_values_and_the_limit_and_keeps_its_legend_off_the_axis():
+    layout = PICTURE.to_plotly()["layout"]
+    told = [note["text"] for note in layout["annotations"]]
+    assert told[0] == "100 ms limit"
+    assert len(told) == 1 + len(PICTURE.rows) and all("ms</b>" in text for text in told[1:])
+    assert layout["legend"]["yref"] == "container"

@@ -11,6 +11,7 @@ import pytest
 from minillm.errors import ConfigError
 from minillm.trace import StepFinished, Trace
 from minillm.viz import AcceptanceStrip, CachePagesView, LiveView
+from minillm.viz.output import place
 
 from .pictures import found, parse
 from .traces import story
@@ -72,12 +73,27 @@ def test_slow_engine_is_drawn_at_every_step():
     assert len(display.frames) == 1 + 9 + 1
 
 
-def test_last_frame_is_the_end_of_the_trace_however_fast_it_was():
+def told_by(svg):
+    """Step of a picture in HTML or SVG."""
+    return re.findall(r"<title[^>]*>[^<]*step (\d+)", svg)
+
+
+def test_what_stays_is_a_replay_of_every_step_that_opens_at_the_most_telling_one():
     trace, clock, display = Trace(), FakeClock(), FakeDisplay()
     with live(trace, clock, display):
         play(trace, story(), clock, 0.0)
     assert len(display.frames) == 2
-    assert CachePagesView(story()).to_svg() in display.frames[-1]["text/html"]
+    still, recording = display.frames[-1]["text/html"].split("<script>")
+    assert told_by(still) == ["3"], "the step with the most used blocks"
+    assert '"steps":[1,2,3,4,5,6,7,8,9]' in recording
+
+
+def test_replay_plays_by_itself_only_if_a_length_is_given():
+    for seconds, autoplay, speed in ((None, "false", "2.0"), (6, "true", "1.5")):
+        trace, clock, display = Trace(), FakeClock(), FakeDisplay()
+        with LiveView(CachePagesView(trace), seconds=seconds, show=display, clock=clock, sleep=clock.sleep):
+            play(trace, story(), clock, 0.0)
+        assert f'"speed":{speed},"autoplay":{autoplay}' in display.frames[-1]["text/html"]
 
 
 def test_last_frame_is_drawn_even_if_the_engine_was_interrupted():
@@ -85,7 +101,8 @@ def test_last_frame_is_drawn_even_if_the_engine_was_interrupted():
     with pytest.raises(KeyboardInterrupt), live(trace, clock, display):
         play(trace, story().events[:20], clock, 0.0)
         raise KeyboardInterrupt
-    assert CachePagesView(Trace(story().events[:20])).to_svg() in display.frames[-1]["text/html"]
+    last = CachePagesView(Trace(story().events[:20])).trace.of(StepFinished)[-1].step
+    assert f'"steps":{list(range(1, last + 1))}'.replace(" ", "") in display.frames[-1]["text/html"]
 
 
 def test_pause_lets_every_step_be_seen():
@@ -175,8 +192,9 @@ def test_views_show_themselves_as_the_last_expression_of_a_cell():
     view = CachePagesView(story())
     bundle = view._repr_mimebundle_()
     assert bundle["text/plain"] == repr(view) == "<CachePagesView>"
-    assert bundle["image/svg+xml"] == view.to_svg()
-    assert bundle["text/html"] == f"<div>{view.to_svg()}</div>"
+    [name] = set(re.findall(r' id="t-([-0-9a-f]{36})"', bundle["image/svg+xml"]))
+    assert bundle["image/svg+xml"] == place(view.to_svg(), name)
+    assert bundle["text/html"] == f"<div>{place(view.to_svg(), name)}</div>"
 
 
 def test_wrong_settings_are_refused():
@@ -184,6 +202,8 @@ def test_wrong_settings_are_refused():
         LiveView()
     with pytest.raises(ConfigError, match="pause = -1 seconds"):
         LiveView(CachePagesView(Trace()), pause=-1)
+    with pytest.raises(ConfigError, match="seconds = 0 for the replay"):
+        LiveView(CachePagesView(Trace()), seconds=0)
 
 
 def test_ipython_display_keeps_one_output(monkeypatch):
@@ -205,7 +225,7 @@ def test_ipython_display_keeps_one_output(monkeypatch):
         InteractiveShell.clear_instance()
     assert len({message["transient"]["display_id"] for message in sent}) == 1
     assert [message.get("update", False) for message in sent] == [False] + [True] * (len(sent) - 1)
-    assert CachePagesView(story()).to_svg() in sent[-1]["data"]["text/html"]
+    assert '"steps":[1,2,3,4,5,6,7,8,9]' in sent[-1]["data"]["text/html"]
 
 
 def test_pictures_need_no_heavy_import():

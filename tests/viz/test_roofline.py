@@ -176,7 +176,7 @@ def test_names_of_points_close_together_cover_neither_each_other_nor_a_mark(crow
 
 def test_same_numbers_same_bytes_and_a_bundle_with_html_and_svg():
     bundle = PICTURE._repr_mimebundle_()
-    assert bundle == Roofline("What & how much", ROOF, list(POINTS))._repr_mimebundle_()
+    assert PICTURE.to_svg() == Roofline("What & how much", ROOF, list(POINTS)).to_svg()
     assert set(bundle) == {"text/plain", "text/html", "image/svg+xml"}
     assert bundle["text/plain"] == "<Roofline 'What & how much'>"
 
@@ -206,3 +206,12 @@ def test_unknown_sources_and_more_groups_than_marks_are_refused():
         Point("p", 1.0, 1.0, "guessed")
     with pytest.raises(ConfigError, match="6 groups of points, but only 5 marks"):
         Roofline("t", ROOF, [Point(str(n), 1.0, 1e9) for n in range(6)])
+
+
+def test_the_rate_of_the_roof_is_not_written_over_a_point():
+    roof = Roof("m", 20e9, 90e9)
+    picture = Roofline("t", roof, [Point("256 tokens", 100, 105e9)])
+    [(x, y)] = places(picture.to_svg()).values()
+    [rate] = [e for e in parse(picture.to_svg()).iter(f"{SVG}text") if e.text == "90 GFLOP/s"]
+    right, base = float(rate.get("x")), float(rate.get("y"))
+    assert not (right - 75 < x < right and base - 12 < y < base + 3)

@@ -9,7 +9,7 @@ import pytest
 
 from minillm.errors import TraceError
 from minillm.trace import RequestFinished, StepFinished, StepRan, Trace
-from minillm.viz.timeline import TimelineComparison, TimelineView
+from minillm.viz.timeline import MAX_COMPARED, TimelineComparison, TimelineView
 from minillm.viz.timeline_lanes import Columns, Lanes, fitted
 from minillm.viz.timeline_state import Cell, Row, Timeline, TimelineState
 
@@ -210,3 +210,30 @@ def test_prompt_cannot_break_out_of_the_picture():
     for view in (TimelineView(s.trace), TimelineComparison(s.trace)):
         assert "<script" not in view.to_svg()
         view.to_svg().encode()
+
+
+def long_and_short(count=20):
+    """Many requests of one step, and after all of them one of many."""
+    rows = [Row(i, f"request {i}", 1, 4, {1: Cell("decode", 1)}, 1, "length") for i in range(count)]
+    rows.append(Row(count, "the last", 1, 4, {s: Cell("decode", 1) for s in range(1, 40)}, 39, "length"))
+    return Timeline(4, 64, False, 1, 39, rows)
+
+
+def test_request_that_ends_last_has_a_row_however_few_there_are():
+    one, two = fitted([long_and_short(), long_and_short()], 39, 0, most_rows=5)
+    assert [row.index for row in one.shown] == [0, 1, 2, 3, 20] == [row.index for row in two.shown]
+    assert "16 more requests, none of which ends later" in one.drawing
+
+
+def test_two_timelines_fit_one_screen():
+    lanes = fitted([long_and_short(32), long_and_short(32)], 240, 112, gap=62, most_rows=MAX_COMPARED)
+    assert lanes[1].top + lanes[1].height < 800
+
+
+def test_end_stands_where_the_work_ends_and_not_inside_an_idle_box():
+    """A column of four steps, one of work and three idle, is drawn idle."""
+    cells = {s: Cell("decode" if s <= 5 else "idle", 1) for s in range(1, 13)}
+    lanes = Lanes(Timeline(4, 64, True, 1, 12, [Row(0, "a", 1, 4, cells, 5, "length")]), Columns(1, 12, 4, 20.0), 0)
+    [end] = [e for e in parse(f"<svg>{lanes.drawing}</svg>").iter() if e.get("data-testid") == "end"]
+    assert lanes.column_kind(lanes.timeline.rows[0], 1) == "idle"
+    assert float(end.get("x")) <= lanes.columns.x(1)

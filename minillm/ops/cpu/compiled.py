@@ -23,7 +23,7 @@ from numba import __version__ as numba_version
 from numba import config, njit
 from numba.core import event
 from numba.core.registry import cpu_target
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
 """For every function compiled here: dividing by zero gives infinity, and other threads go on meanwhile."""
