@@ -1,5 +1,5 @@
 # Every target makes its own environment first: a clone needs Python, git and make, nothing else.
-#   make demo   make lab   make test   make lessons   make lint   make clean
+#   make demo   make lab   make test   make lessons   make mutants   make lint   make clean
 # PYTHON names the interpreter that the environment is made with, PIP_ARGS what pip is told besides (another index),
 # CHROME a browser for the browser tests, PYTEST_ARGS what pytest is told besides, JOBS how many test files run at a time.
 
@@ -17,7 +17,7 @@ endif
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := demo
-.PHONY: demo lab lessons lint test clean
+.PHONY: demo lab lessons mutants lint test clean
 
 demo: $(STAMP)
 	$(BIN)/minillm demo
@@ -27,6 +27,11 @@ lab: $(STAMP)
 
 lessons: $(STAMP)
 	$(BIN)/minillm build
+
+# Which wrong answers do the checkers of the exercises miss? NAMES: lessons or exercises, as in NAMES="07 l02.best_r".
+mutants: export OMP_NUM_THREADS := 1
+mutants: $(STAMP)
+	$(BIN)/minillm build --mutants $(NAMES) --jobs $(JOBS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

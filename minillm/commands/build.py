@@ -13,6 +13,9 @@ EXAMPLES = """\
   minillm build                     all lessons
   minillm build 02                  one lesson
   minillm build --check             fail if a notebook is older than its source
+  minillm build --mutants 07        spoil the reference solutions of lesson 7 in every small way: which mistakes do its
+                                    checkers miss, and for how many do they name a cause?
+  minillm build --mutants l07.admit --jobs 1
 """
 
 
@@ -21,11 +24,23 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="LESSON", help="which lessons (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything is stale")
     parser.add_argument("--remeasure", action="store_true", help="replace recorded measurements by new ones")
+    parser.add_argument(
+        "--mutants",
+        action="store_true",
+        help="build nothing; test the checkers of exercises with spoilt reference solutions, and exit 1 if one passes "
+        "that is not declared equivalent in minillm/teaching/exercises/_lNN_equivalent.py",
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="with --mutants: write every trial to a JSON file")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="with --mutants: processes at a time (default: all cores)"
+    )
     parser.add_argument("--root", type=Path, default=Path(), help="the clone to work in (default: here)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Build, or check and say what is stale. The exit code is 1 if anything is."""
+    if args.mutants:
+        return _try_mutants(args)
     if not (args.root / "solutions").is_dir():
         raise ConfigError(
             f"{args.root.resolve()} has no folder 'solutions'; run this in a clone, or name one with --root"
@@ -36,6 +51,20 @@ def run(args: argparse.Namespace) -> int:
     for notebook in stale:
         print(f"minillm: {notebook}", file=sys.stderr)
     return 1 if stale else 0
+
+
+def _try_mutants(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from tqdm import tqdm
+
+    from minillm.teaching import mutant_report, mutants
+
+    report = mutants.run(args.names, args.jobs, lambda done, total: tqdm(done, total=total, unit="dozen", disable=None))
+    mutant_report.show(report, Console())
+    print(mutant_report.summary(report))
+    if args.report:
+        report.write(args.report)
+    return 1 if report.stale or any(trial.survived for trial in report.trials) else 0
 
 
 COMMAND = Command(

@@ -1,49 +1,93 @@
-"""Guess why a function is wrong: its signature, the exercise's own diagnosis, or a planted mistake that acts alike."""
+"""Guess why a function is wrong: its signature, the exercise's own diagnosis, or a planted mistake that acts alike.
+
+A guess must fit every case that was tried: it explains each one that fails, and has nothing to say against those that
+pass. If none does, nothing is said: a wrong cause sends the learner the wrong way.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 
-from minillm.teaching.exercise import Attempt, Case, Exercise, Function
-from minillm.teaching.trial import Outcome, call, difference
+from minillm.teaching.accident import PAST_THE_END
+from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.exercise import Attempt, Exercise, Function
+from minillm.teaching.fence import OutOfBoundsError
+from minillm.teaching.trial import Outcome, difference, out_of_memory
 
 
-def likely_cause(
-    exercise: Exercise, function: Function, cases: Sequence[Case], outcomes: Sequence[Outcome], failed: int
-) -> str:
-    """One sentence on case number `failed`, or "" when nothing is known.
-
-    A planted mistake is named if it answers the failing case as the learner did; of several, the one that agrees with
-    the learner on the most cases.
-    """
-    case, outcome = cases[failed], outcomes[failed]
-    if isinstance(outcome.error, TypeError) and (mismatch := _signature_mismatch(exercise, function)):
+def likely_cause(key: AnswerKey, function: Function, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
+    """One sentence, or "" when nothing is known. `outcomes` and `problems` ("" for right) of the cases tried so far."""
+    first = next(outcome for outcome, problem in zip(outcomes, problems, strict=True) if problem)
+    if isinstance(first.error, TypeError) and (mismatch := _signature_mismatch(key.exercise, function)):
         return mismatch
-    if outcome.error is None and (cause := _own_diagnosis(exercise, case, outcome)):
-        return cause
-    best, most = "", 0
-    for wrong in exercise.wrong:
-        alike = [_alike(exercise, call(exercise, wrong.function, c), o) for c, o in zip(cases, outcomes, strict=True)]
-        if alike[failed] and sum(alike) > most:
-            best, most = f"it looks as if your function {wrong.mistake}", sum(alike)
-    return best
+    return _own_diagnosis(key, outcomes, problems) or _planted_mistake(key, outcomes, problems) or _by_error(first)
 
 
-def _own_diagnosis(exercise: Exercise, case: Case, outcome: Outcome) -> str:
-    if exercise.diagnose is None:
+def _own_diagnosis(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
+    """What the exercise's `diagnose` says, if of all failing cases it says the same and of the others nothing."""
+    if key.exercise.diagnose is None:
         return ""
-    expected = call(exercise, exercise.reference, case).value
+    said: list[str] = []
+    for index, (outcome, problem) in enumerate(zip(outcomes, problems, strict=True)):
+        text = _diagnosed(key, index, outcome)
+        if bool(text) != bool(problem):
+            return ""
+        said += [text] if text else []
+    return said[0] if len({re.sub(r"\d+", "", text) for text in said}) == 1 else ""
+
+
+def _diagnosed(key: AnswerKey, index: int, outcome: Outcome) -> str:
+    if outcome.error is not None or key.exercise.diagnose is None:
+        return ""
     try:
-        return exercise.diagnose(Attempt(case, expected, outcome.value)) or ""
+        return key.exercise.diagnose(Attempt(key.cases[index], key.expected(index), outcome.value)) or ""
     except Exception:  # an answer too odd for the diagnosis must still be reported
         return ""
 
 
-def _alike(exercise: Exercise, planted: Outcome, learner: Outcome) -> bool:
-    if planted.error is not None or learner.error is not None:
-        return type(planted.error) is type(learner.error)
-    return planted.changed == learner.changed and difference(exercise, planted.value, learner.value) is None
+def _planted_mistake(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
+    """The first planted mistake that does what the learner's function does, in every case."""
+    for number, wrong in enumerate(key.exercise.wrong):
+        tried = enumerate(zip(outcomes, problems, strict=True))
+        if all(_agrees(key, key.planted(number, index), index, *case) for index, case in tried):
+            return f"it looks as if your function {wrong.mistake}"
+    return ""
+
+
+def _agrees(key: AnswerKey, planted: Outcome, index: int, learner: Outcome, problem: str) -> bool:
+    if not problem:
+        return planted.error is None and not planted.changed and not _differs(key, key.expected(index), planted.value)
+    return alike(key.exercise, planted, learner)
+
+
+def alike(exercise: Exercise, one: Outcome, other: Outcome) -> bool:
+    """Whether two calls did the same: the same value, the same inputs changed, or the same error in the same words."""
+    if one.error is not None or other.error is not None:
+        return type(one.error) is type(other.error) and _words(one.error) == _words(other.error)
+    return one.changed == other.changed and difference(exercise, one.value, other.value) is None
+
+
+def _differs(key: AnswerKey, expected: object, got: object) -> bool:
+    return difference(key.exercise, expected, got) is not None
+
+
+def _words(error: BaseException | None) -> str:
+    """The message, without the line of code that it may quote at its end and without the learner's names."""
+    lines = str(error).strip().splitlines() or [""]
+    return re.sub(r" \(in the line `.*`\)$|'\w+'", "", lines[0])
+
+
+def _by_error(first: Outcome) -> str:
+    """What the kind of error alone tells."""
+    if isinstance(first.error, OutOfBoundsError):
+        return PAST_THE_END
+    if isinstance(first.error, RecursionError):
+        return "your function calls itself without an end"
+    if out_of_memory(first.error):
+        return "something grows without an end, or has one dimension too many"
+    return ""
 
 
 def _signature_mismatch(exercise: Exercise, function: Function) -> str:

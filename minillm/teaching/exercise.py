@@ -50,8 +50,8 @@ class WrongVersion:
     """A mistake that learners make, planted on purpose.
 
     `mistake` completes the sentence "it looks as if your function …" ("forgets the rows that were there before"). A
-    learner whose outputs equal those of `function` is told so. The generic test requires that `function` fails the
-    check with `says` in the message (left empty: with `mistake` in it).
+    learner whose outputs equal those of `function` in every case is told so. The generic tests require that `function`
+    fails the check with `says` in the message (left empty: with `mistake` in it).
     """
 
     mistake: str
@@ -72,10 +72,14 @@ class Exercise:
         wrong: at least two planted mistakes, each told apart from the others by some case.
         compare: `(expected, got) -> None` if right, else a sentence that names the first difference. The default
             compares type, shape, dtype and values in this order, floats within `rtol=1e-4, atol=1e-5`.
-        diagnose: optional `(attempt) -> likely cause or None`, asked before the planted mistakes are compared.
+        diagnose: optional `(attempt) -> likely cause or None`, asked before the planted mistakes are compared. It is
+            believed if it says the same (but for numbers) of every case that fails, and None of those that pass.
         in_place: parameters that the function is meant to write to; their contents after the call are compared too.
         drive: how a case uses the function, if not by one call: `drive(function, *args, **kwargs) -> value to compare`.
             For classes, generators, several calls in a row, or statistics over many calls.
+        guarded: whether the learner's function runs in a child process where there can be one, so that a crash, an
+            endless loop or a memory blow-up is a failed check and not the end of the notebook; see
+            `minillm.teaching.guard`. False only for what cannot live in a child.
 
     Every call runs with torch's CPU generator seeded alike, for the learner and the reference.
     """
@@ -89,6 +93,7 @@ class Exercise:
     diagnose: Callable[[Attempt], str | None] | None = None
     in_place: tuple[str, ...] = ()
     drive: Function | None = None
+    guarded: bool = True
 
     def __post_init__(self) -> None:
         lesson, _, function = self.name.partition(".")

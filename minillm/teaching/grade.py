@@ -5,70 +5,162 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from types import FrameType
 
+from minillm.teaching import accident
+from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.diagnosis import likely_cause
 from minillm.teaching.exercise import Exercise, Function
+from minillm.teaching.fence import OutOfBoundsError
+from minillm.teaching.guard import Death, Limits, OutOfTime, Send, can_guard, limited, run_guarded
 from minillm.teaching.registry import find
 from minillm.teaching.result import CheckResult, Counterexample, Status
 from minillm.teaching.show import short, without_addresses
-from minillm.teaching.trial import Outcome, call, difference, named_inputs
+from minillm.teaching.trial import Outcome, call, difference, named_inputs, out_of_memory
+
+LIMITS = Limits()
 
 
-def grade(exercise: Exercise | str, function: Function) -> CheckResult:
+def grade(
+    exercise: Exercise | str, function: Function, limits: Limits = LIMITS, key: AnswerKey | None = None
+) -> CheckResult:
     """Run `function` on every case and compare with the reference; the first case that fails is the counterexample.
 
-    `function` is anything callable. What it raises (`Exception`s, so not the stop button) becomes part of the result.
+    `function` is anything callable. What it raises becomes part of the result, and so does a crash, an endless loop or
+    memory without end, where the exercise is `guarded` and the system allows it. `key`: answers known from before.
 
     Raises:
         UnknownExerciseError: no exercise has this name.
     """
-    exercise = find(exercise)
-    cases = exercise.all_cases()
-    outcomes = [call(exercise, function, case) for case in cases]
-    for outcome in outcomes:
-        if _is_stub(function, outcome.error):
-            return CheckResult(exercise.name, Status.NOT_DONE, 0, len(cases), note=str(outcome.error))
-    expected = [_must_answer(exercise, call(exercise, exercise.reference, case)) for case in cases]
-    problems = [_problem(exercise, right, outcome) for right, outcome in zip(expected, outcomes, strict=True)]
-    passed = problems.count("")
-    if passed == len(cases):
-        return CheckResult(exercise.name, Status.PASSED, passed, passed)
-    failed = next(index for index, problem in enumerate(problems) if problem)
-    case, outcome = cases[failed], outcomes[failed]
-    shown = Counterexample(
-        label=case.label,
-        inputs={name: short(value) for name, value in named_inputs(exercise, case.args, case.kwargs).items()},
-        expected=short(expected[failed]),
-        got=_raised(outcome.error) if outcome.error else short(outcome.value),
-        problem=problems[failed],
-        where=_line_of(function, outcome.error),
-        cause=likely_cause(exercise, function, cases, outcomes, failed),
-    )
-    return CheckResult(exercise.name, Status.FAILED, passed, len(cases), counterexample=shown)
+    key = key or AnswerKey(find(exercise))
+    key.expected(0)  # here and not in the child, so that what it imports and compiles is kept
+    check = _Check(key, function, limits)
+    if key.exercise.guarded and can_guard():
+        return check.result(run_guarded(check.run, check.receive, limits))
+    return check.result(_run_here(check))
 
 
-def _must_answer(exercise: Exercise, outcome: Outcome) -> object:
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value
+def _run_here(check: _Check) -> Death | None:
+    try:
+        with limited(check.limits.seconds):
+            check.run(check.receive)
+    except OutOfTime:  # outside of the learner's function: comparing, or a generator read by a drive
+        return Death(out_of_time=True)
+    return None
 
 
-def _problem(exercise: Exercise, expected: object, outcome: Outcome) -> str:
-    """Why a case does not pass, in one sentence; "" if it does."""
-    if outcome.error is not None:
+class _Check:
+    """One check, seen from both sides: `run` works and sends, `receive` and `result` make something of what it sent."""
+
+    def __init__(self, key: AnswerKey, function: Function, limits: Limits) -> None:
+        self.key, self.function, self.limits = key, function, limits
+        self._case, self._result = 0, None
+
+    def run(self, send: Send) -> None:
+        """Try case after case. Sends the number of each, the result when the first fails, and the result at the end.
+
+        A function that is out of time or memory, or wrote beyond an array, is not tried further.
+        """
+        outcomes: list[Outcome] = []
+        problems: list[str] = []
+        for index, case in enumerate(self.key.cases):
+            send(index)
+            outcome = call(self.key.exercise, self.function, case)
+            if _is_stub(self.function, outcome.error):
+                return send(CheckResult(self._name, Status.NOT_DONE, 0, self._count, note=str(outcome.error)))
+            outcomes.append(outcome)
+            problems.append(self._problem(index, outcome))
+            if problems[-1] and not any(problems[:-1]):
+                send(self._failure(outcomes, problems, ""))
+            if isinstance(outcome.error, (OutOfTime, OutOfBoundsError)) or out_of_memory(outcome.error):
+                break
+        if not any(problems):
+            return send(CheckResult(self._name, Status.PASSED, self._count, self._count))
+        send(self._failure(outcomes, problems, likely_cause(self.key, self.function, outcomes, problems)))
+
+    def receive(self, message: object) -> None:
+        """Take what `run` sent."""
+        if isinstance(message, CheckResult):
+            self._result = message
+        else:
+            self._case = message
+
+    def result(self, death: Death | None) -> CheckResult:
+        """What came of it. If the process died before it found anything, that is the failure."""
+        if self._result is not None:
+            return self._result
+        assert death is not None, "a check that came to its end has sent its result"
+        shown = self._counterexample(
+            self._case,
+            got=accident.got(death),
+            problem=accident.problem(death, self.limits),
+            where=accident.where(death, self.function),
+            cause=accident.cause(death),
+        )
+        return CheckResult(self._name, Status.FAILED, self._case, self._count, counterexample=shown)
+
+    @property
+    def _name(self) -> str:
+        return self.key.exercise.name
+
+    @property
+    def _count(self) -> int:
+        return len(self.key.cases)
+
+    def _problem(self, index: int, outcome: Outcome) -> str:
+        """Why a case does not pass, in one sentence; "" if it does."""
+        if outcome.error is not None:
+            return self._problem_of_error(outcome.error)
+        wrong = difference(self.key.exercise, self.key.expected(index), outcome.value)
+        if wrong is None and outcome.changed:
+            return f"your function changed its input {', '.join(outcome.changed)}, which the caller still needs"
+        return wrong or ""
+
+    def _problem_of_error(self, error: BaseException) -> str:
+        if isinstance(error, OutOfTime):
+            return accident.out_of_time(self.limits)
+        if out_of_memory(error):
+            return accident.out_of_memory(self.limits)
+        if isinstance(error, OutOfBoundsError):
+            return f"your function {error}"
+        if isinstance(error, SystemExit):
+            return "your function ends the program (sys.exit, exit or quit)"
         return "your function raised an error"
-    wrong = difference(exercise, expected, outcome.value)
-    if wrong is None and outcome.changed:
-        return f"your function changed its input {', '.join(outcome.changed)}, which the caller still needs"
-    return wrong or ""
+
+    def _failure(self, outcomes: list[Outcome], problems: list[str], cause: str) -> CheckResult:
+        index = next(i for i, problem in enumerate(problems) if problem)
+        outcome = outcomes[index]
+        shown = self._counterexample(
+            index,
+            got=_raised(outcome.error) if outcome.error else short(outcome.value),
+            problem=problems[index],
+            where=_line_of(self.function, outcome.error),
+            cause=cause,
+        )
+        return CheckResult(self._name, Status.FAILED, problems.count(""), self._count, counterexample=shown)
+
+    def _counterexample(self, index: int, got: str, problem: str, where: str, cause: str) -> Counterexample:
+        case = self.key.cases[index]
+        inputs = named_inputs(self.key.exercise, case.args, case.kwargs)
+        return Counterexample(
+            label=case.label,
+            inputs={name: short(value) for name, value in inputs.items()},
+            expected=short(self.key.expected(index)),
+            got=got,
+            problem=problem,
+            where=where,
+            cause=cause,
+        )
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
+    if isinstance(error, OutOfBoundsError):
+        return "nothing that can be trusted"
+    if isinstance(error, OutOfTime) or out_of_memory(error):
+        return "nothing"
     return f"{type(error).__name__}: {without_addresses(str(error).strip() or 'no message').splitlines()[0]}"
 
 
-def _is_stub(function: Function, error: Exception | None) -> bool:
+def _is_stub(function: Function, error: BaseException | None) -> bool:
     """`raise NotImplementedError` written out in Python; torch raises the same type when an operator is missing."""
     if not isinstance(error, NotImplementedError):
         return False
@@ -76,13 +168,16 @@ def _is_stub(function: Function, error: Exception | None) -> bool:
     return not line or "NotImplementedError" in line
 
 
-def _line_of(function: Function, error: Exception | None) -> str:
+def _line_of(function: Function, error: BaseException | None) -> str:
     """The deepest line of the learner's own code in the traceback: code that shares the globals of `function`."""
     if error is None:
         return ""
     own = _globals_of(function)
     mine = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_globals is own]
-    return _line(*mine[-1]) if mine else ""
+    if not mine:
+        return ""
+    frame, line = mine[-1]
+    return accident.line_in_words(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 def _globals_of(function: Function) -> dict[str, object] | None:
@@ -91,9 +186,3 @@ def _globals_of(function: Function) -> dict[str, object] | None:
         return plain.__globals__
     module = sys.modules.get(getattr(plain, "__module__", None) or "")
     return vars(module) if module else None
-
-
-def _line(frame: FrameType, number: int) -> str:
-    code = frame.f_code
-    text = traceback.FrameSummary(code.co_filename, number, code.co_name).line
-    return f"line {number}, in {code.co_name}: {text}"

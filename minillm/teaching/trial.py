@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ class Outcome:
     """What one call did: the value to compare, or the exception; and the inputs it changed without leave."""
 
     value: object = None
-    error: Exception | None = None
+    error: BaseException | None = None
     changed: tuple[str, ...] = ()
 
 
@@ -32,7 +33,11 @@ def call(exercise: Exercise, function: Function, case: Case) -> Outcome:
         torch.default_generator.manual_seed(SEED)
         try:
             value = exercise.drive(function, *args, **kwargs) if exercise.drive else function(*args, **kwargs)
-        except Exception as error:  # a learner's mistake is what we are here to show
+        except KeyboardInterrupt:  # the stop button
+            raise
+        except BaseException as error:  # a learner's mistake is what we are here to show; `sys.exit` is one
+            if out_of_memory(error):
+                traceback.clear_frames(error.__traceback__)  # they hold what filled the memory
             return Outcome(error=error)
     before, after = named_inputs(exercise, case.args, case.kwargs), named_inputs(exercise, args, kwargs)
     if exercise.in_place:
@@ -56,6 +61,11 @@ def difference(exercise: Exercise, expected: object, got: object) -> str | None:
         return exercise.compare(expected, got)
     except Exception as error:
         return f"type: {kind(got)} cannot be compared with {kind(expected)} ({type(error).__name__})"
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether Python, NumPy or torch could not get the memory that was asked for."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _is_meant_to_advance(value: object) -> bool:

@@ -185,9 +185,29 @@ def test_a_generator_passed_in_may_advance():
 
 
 def test_own_diagnosis_comes_before_planted_mistakes_and_may_not_crash_the_check(append_exercise):
-    told = dataclasses.replace(append_exercise, diagnose=lambda attempt: f"only {len(attempt.got)} rows came back")
+    def too_few(attempt):
+        return f"only {len(attempt.got)} rows came back" if len(attempt.got) < len(attempt.expected) else None
+
+    told = dataclasses.replace(append_exercise, diagnose=too_few)
     assert "only 2 rows came back" in str(grade(told, lambda cache, new: new))
     assert "type: int instead of" in str(grade(told, lambda cache, new: 5))
+
+
+def test_own_diagnosis_that_also_accuses_a_right_answer_or_changes_its_mind_is_not_believed(append_exercise):
+    plain = dataclasses.replace(append_exercise, wrong=())
+    accuses_all = dataclasses.replace(plain, diagnose=lambda attempt: "you forgot the cache")
+    assert "forgot the cache" not in str(grade(accuses_all, lambda cache, new: new))
+    by_length = dataclasses.replace(plain, diagnose=lambda attempt: "early" if len(attempt.got) == 1 else "late")
+    assert "likely" not in str(grade(by_length, lambda cache, new: new + 1))
+
+
+def test_a_planted_mistake_that_differs_in_another_case_is_not_named(append_exercise):
+    def twice_the_last(cache, new):  # as the planted one on the case of five rows, not on the empty cache
+        return new if len(cache) else torch.cat([new, new])
+
+    text = str(grade(append_exercise, twice_the_last))
+    assert "FAIL 0/2" in text
+    assert "it looks as if" not in text
 
 
 def test_comparison_that_trips_over_an_odd_answer_names_the_types(append_exercise):

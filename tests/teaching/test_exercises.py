@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import lru_cache
+
 import pytest
 
+from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.compare import exact
+from minillm.teaching.diagnosis import alike
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.grade import grade
 from minillm.teaching.registry import exercises_of, find, module_names
@@ -17,6 +22,12 @@ every_wrong_version = pytest.mark.parametrize(
     ("exercise", "wrong"),
     [pytest.param(e, w, id=f"{e.name}-{w.mistake}") for e in ALL for w in e.wrong],
 )
+
+
+@lru_cache(maxsize=1)
+def key_of(name: str) -> AnswerKey:
+    """The answers of one exercise, kept while its tests run."""
+    return AnswerKey(find(name))
 
 
 def test_names_are_unique_and_found():
@@ -48,16 +59,27 @@ def test_function_without_a_return_fails(exercise: Exercise):
 
 
 @every_exercise
-def test_has_two_wrong_versions_and_hints_that_all_differ(exercise: Exercise):
+def test_has_two_wrong_versions_and_different_hints(exercise: Exercise):
     assert len(exercise.wrong) >= 2
     assert len({hint.strip() for hint in exercise.hints if hint.strip()}) == len(exercise.hints)
 
 
 @every_wrong_version
 def test_wrong_version_fails_and_the_message_names_the_mistake(exercise: Exercise, wrong):
-    result = grade(exercise, wrong.function)
+    result = grade(exercise, wrong.function, key=key_of(exercise.name))
     assert result.status is Status.FAILED
     assert (wrong.says or wrong.mistake) in str(result), str(result)
+
+
+@every_exercise
+def test_some_case_tells_every_two_wrong_versions_apart(exercise: Exercise):
+    key = key_of(exercise.name)
+    same = [
+        f"add a case that tells {one.mistake!r} from {other.mistake!r}"
+        for (i, one), (j, other) in itertools.combinations(enumerate(exercise.wrong), 2)
+        if all(alike(exercise, key.planted(i, case), key.planted(j, case)) for case in range(len(key.cases)))
+    ]
+    assert not same, "; ".join(same)
 
 
 @every_exercise
@@ -74,4 +96,5 @@ def test_reference_changes_no_input_and_repeats_itself(exercise: Exercise):
 @every_exercise
 def test_report_of_a_failure_is_the_same_twice(exercise: Exercise):
     answer = exercise.wrong[0].function
-    assert str(grade(exercise, answer)) == str(grade(exercise, answer))
+    key = key_of(exercise.name)
+    assert str(grade(exercise, answer, key=key)) == str(grade(exercise, answer, key=key))

@@ -55,8 +55,13 @@ class LazyKernel:
         raise LessonError(f"a kernel is launched with a grid: {self.__name__}[(programs,)](…)")
 
     @property
+    def fn(self) -> Any:
+        """The Python function that the kernel is made from."""
+        return resolve(self).fn
+
+    @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(resolve(self).fn)
+        return inspect.signature(self.fn)
 
 
 @contextmanager

@@ -1,0 +1,84 @@
+"""What to tell a learner whose function ended the process it was checked in, or did not end at all."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import traceback
+
+from minillm.teaching.exercise import Function
+from minillm.teaching.guard import GIB, Death, Limits
+
+PAST_THE_END = "an index reaches past the end of an array: is a mask missing, or does a loop run too far?"
+CRASHES = {"SIGSEGV": "read or wrote memory that belongs to nobody", "SIGBUS": "read or wrote beyond its memory"}
+
+
+def problem(death: Death, limits: Limits) -> str:
+    """What happened, in one sentence."""
+    if death.out_of_time:
+        return out_of_time(limits)
+    if death.stuck:
+        return (
+            f"your function waits for something and did nothing for {limits.seconds:g} s (a lock, a sleep, an input?)"
+        )
+    if death.raised:
+        return f"your function stopped the check with {death.raised}"
+    if not death.signal_number:
+        return f"your function ended the whole process (os._exit, exit code {death.exit_code})"
+    name = signal_name(death.signal_number)
+    if name == "SIGKILL":
+        return "the system ended your function (SIGKILL), perhaps because the machine has no memory left"
+    return f"your function crashed ({name}): it {CRASHES.get(name, death.said or 'was ended by the system')}"
+
+
+def cause(death: Death) -> str:
+    """Why it may have happened; "" if nothing is known."""
+    spoilt = any(word in death.said for word in ("free()", "malloc", "corrupt"))  # as the C library says it
+    name = signal_name(death.signal_number)
+    return PAST_THE_END if name in CRASHES or (name == "SIGABRT" and spoilt) else ""
+
+
+def got(death: Death) -> str:
+    """What stands where the answer would: nothing, and how it ended."""
+    ended_here = death.stuck or death.out_of_time or not death.signal_number
+    return "nothing" if ended_here else f"nothing: {signal_name(death.signal_number)}"
+
+
+def where(death: Death, function: Function) -> str:
+    """The innermost known line of the learner's own code; "" if there is none."""
+    own = _files_of(function)
+    for file, line, name in death.lines:
+        if file in own:
+            return line_in_words(file, line, name)
+    return ""
+
+
+def line_in_words(file: str, number: int, name: str) -> str:
+    """`line 3, in f: while True:`."""
+    return f"line {number}, in {name}: {traceback.FrameSummary(file, number, name).line}"
+
+
+def out_of_time(limits: Limits) -> str:
+    """What is said of a function that never returns."""
+    return f"your function did not return within {limits.seconds:g} s (an endless loop?)"
+
+
+def out_of_memory(limits: Limits) -> str:
+    """What is said of a function that asks for too much memory."""
+    return f"your function asked for more than {limits.memory / GIB:g} GiB of memory"
+
+
+def signal_name(number: int) -> str:
+    """`SIGSEGV` for 11."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _files_of(function: Function) -> set[str]:
+    """Where the code of `function` and of what is defined beside it comes from; in a notebook every cell is a file."""
+    plain = inspect.unwrap(getattr(function, "py_func", getattr(function, "fn", function)))
+    beside = list(getattr(plain, "__globals__", {}).values())
+    codes = [getattr(each, "__code__", None) for each in (plain, *beside)]
+    return {code.co_filename for code in codes if code is not None}

@@ -1,0 +1,146 @@
+"""Arrays that stand in poison, for functions whose memory accesses nobody checks: Triton kernels and numba functions.
+
+Every tensor lies in the middle of a larger buffer. What surrounds an input is NaN, or for integers a number that is
+plainly wrong; what surrounds an output, and the output itself until it is written, is NaN of unusual bits. A function
+that reads beyond an input computes with the poison, and one that writes beyond an output leaves a trace:
+
+    fences = Fences(device)
+    q, table = fences.input("q", q), fences.input("block_tables", tables, poison=num_blocks)
+    out = fences.output("out", q.shape, q.dtype)
+    kernel[grid](q, table, out)
+    fences.check()  # raises OutOfBoundsError: "wrote 4 numbers beyond the end of out, the first 2 after its last"
+    return out.cpu()
+
+NumPy and numba take `tensor.numpy()`, which shares the memory. For block ids and slots give `poison` the first id
+beyond the pool: reading through it ends in the poison behind the pool, which is NaN, not in a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minillm.errors import LessonError
+
+GUARD = 4096
+"""Poisoned numbers before and after every tensor: more than the small arrays of a check make a wrong index stray."""
+POISON = {torch.int8: 99, torch.uint8: 199, torch.int16: 9_999}
+"""What surrounds an input of integers; other integers: `LARGE`. Floats: NaN."""
+LARGE = 1 << 20
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+CANARY = {
+    torch.float64: 0x7FF8_BEEF_0000_BEEF,
+    torch.float32: 0x7FC0_BEEF,
+    torch.float16: 0x7E55,
+    torch.bfloat16: 0x7FD5,
+}
+"""NaN of other bits than usual, so that an output nobody has written is told from one that holds a computed NaN."""
+
+
+class OutOfBoundsError(LessonError):
+    """A function wrote beyond the end of an array, or into an input."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """One tensor in the middle of `buffer`; `before`: the bits of the buffer when the function was called."""
+
+    name: str
+    tensor: Tensor
+    buffer: Tensor
+    before: Tensor
+    writable: bool
+
+    def changed(self, outside: bool) -> Tensor:
+        """Places `[n]` in `buffer` whose bits are not what they were: everywhere, or only `outside` the tensor."""
+        changed = _bits(self.buffer) != self.before
+        if outside:
+            _inside(changed, self.tensor).fill_(False)
+        return changed.nonzero()[:, 0]
+
+    def problem(self) -> str:
+        """What was written where nothing may be, in words; "" if all is well."""
+        beyond = self.changed(outside=True).tolist()
+        if beyond:
+            return f"wrote {_numbers(len(beyond))} beyond the end of {self.name}, the first {self._place(beyond[0])}"
+        overwritten = [] if self.writable else self.changed(outside=False).tolist()
+        return f"overwrote {_numbers(len(overwritten))} of its input {self.name}" if overwritten else ""
+
+    def _place(self, at: int) -> str:
+        first = self.tensor.storage_offset()
+        last = first + sum((n - 1) * s for n, s in zip(self.tensor.shape, self.tensor.stride(), strict=True))
+        if at < first:
+            return f"{first - at} before its first"
+        return f"{at - last} after its last" if at > last else "between two of its rows"
+
+
+@dataclass
+class Fences:
+    """The fenced arrays of one call, all on `device`."""
+
+    device: str | torch.device = "cpu"
+    guard: int = GUARD
+    fences: list[Fence] = field(default_factory=list)
+
+    def input(self, name: str, x: Tensor, stride: int | None = None, poison: float | None = None) -> Tensor:
+        """A fenced copy of `x`, of any shape; rows of a matrix lie `stride` numbers apart (None: no gaps)."""
+        chosen = _poison(x.dtype) if poison is None else poison
+        buffer, tensor = self._buffer(tuple(x.shape), x.dtype, stride)
+        buffer.fill_(chosen)
+        tensor.copy_(x)
+        return self._keep(name, tensor, buffer, writable=False)
+
+    def output(self, name: str, shape: Sequence[int], dtype: torch.dtype, stride: int | None = None) -> Tensor:
+        """Room for a result of this shape. Floats are NaN until they are written, integers `POISON`."""
+        buffer, tensor = self._buffer(tuple(shape), dtype, stride)
+        if dtype in CANARY:
+            _bits(buffer).fill_(CANARY[dtype])
+        else:
+            buffer.fill_(_poison(dtype))
+        return self._keep(name, tensor, buffer, writable=True)
+
+    def in_out(self, name: str, x: Tensor, stride: int | None = None) -> Tensor:
+        """A fenced copy of `x` that the function may write to."""
+        tensor = self.output(name, tuple(x.shape), x.dtype, stride)
+        tensor.copy_(x)
+        return tensor
+
+    def problem(self) -> str:
+        """The first array that was written to where it may not be, in words; "" if all is well."""
+        return next(filter(None, (fence.problem() for fence in self.fences)), "")
+
+    def check(self) -> None:
+        """Raises `OutOfBoundsError` if anything was written that is not inside an output."""
+        if problem := self.problem():
+            raise OutOfBoundsError(problem)
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, stride: int | None) -> tuple[Tensor, Tensor]:
+        if stride is not None and (len(shape) != 2 or stride < shape[1]):
+            raise LessonError(f"stride={stride} needs a matrix of at most so many columns, not shape {list(shape)}")
+        strides = (stride, 1) if stride is not None else torch.empty(shape, device="meta").stride()
+        length = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
+        buffer = torch.empty(length + 2 * self.guard, dtype=dtype, device=self.device)
+        return buffer, buffer.as_strided(shape, strides, self.guard)
+
+    def _keep(self, name: str, tensor: Tensor, buffer: Tensor, writable: bool) -> Tensor:
+        self.fences.append(Fence(name, tensor, buffer, _bits(buffer).clone(), writable))
+        return tensor
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point else POISON.get(dtype, LARGE)
+
+
+def _bits(buffer: Tensor) -> Tensor:
+    return buffer.view(BITS[buffer.dtype.itemsize])
+
+
+def _inside(buffer: Tensor, tensor: Tensor) -> Tensor:
+    return buffer.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _numbers(count: int) -> str:
+    return "1 number" if count == 1 else f"{count} numbers"

@@ -1,0 +1,253 @@
+"""Run code that may crash, never return or eat all memory, so that the process of the notebook outlives it.
+
+On Linux it runs in a child made by `os.fork`: the child has the notebook's functions as they are, with their sources,
+needs no pickling, and costs a few milliseconds. It runs on one thread, because thread pools do not survive a fork, and
+within limits of processor time and memory. What it sends and prints comes through a pipe; how it died, and in which
+line, from its exit status and from `faulthandler`.
+
+Elsewhere, and where a GPU is in use (CUDA does not survive a fork either), it runs in this process. An endless loop in
+Python still ends, and `SystemExit` is caught; a crash in compiled code is not survived there. Against that stand the
+arrays in poison of `minillm.teaching.fence`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe
+from types import FrameType
+from typing import IO, NoReturn
+
+import psutil
+import torch
+
+GIB = 1 << 30
+MAX_PRINTED = 20_000
+"""Characters of what the child prints that are passed on."""
+POLL_SECONDS = 0.5
+TRACE_LINE = r'File "([^"\n]+)", line (\d+) in (\S+)'
+"""As `faulthandler` writes it."""
+Send = Callable[[object], None]
+Work = Callable[[Send], None]
+
+
+class OutOfTime(BaseException):
+    """Raised inside the code that used up its time; no `Exception`, so that `except Exception` does not swallow it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`seconds`: of processor time, and of waiting without using any. `memory`: bytes beyond what there was."""
+
+    seconds: float = 20.0
+    memory: int = 2 * GIB
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a child ended before its work did, and what it left behind.
+
+    `signal_number`: what killed it; 0 if it ended itself, with `exit_code`. `stuck`: it was ended here, for it waited
+    without working. `out_of_time`: it had used up its processor time. `raised`: the exception that nobody caught.
+    `said`: the last line that the system's libraries wrote to the standard error. `lines`: (file, line number,
+    function) of Python, innermost first, if they are known.
+    """
+
+    signal_number: int = 0
+    exit_code: int = 0
+    stuck: bool = False
+    out_of_time: bool = False
+    raised: str = ""
+    said: str = ""
+    lines: tuple[tuple[str, int, str], ...] = ()
+
+
+def can_guard() -> bool:
+    """Whether work can run in a child process here."""
+    return sys.platform.startswith("linux") and not torch.cuda.is_initialized()
+
+
+def run_guarded(work: Work, receive: Send, limits: Limits | None = None) -> Death | None:
+    """Run `work(send)` in a child; `receive` gets here what it sends. None if it came to its end, else how it died.
+
+    What it prints appears on this process's `sys.stdout`. Interrupting this process ends the child.
+    """
+    limits = limits or Limits()
+    reader, writer = Pipe(duplex=False)
+    with tempfile.TemporaryFile() as noise:
+        sys.stdout.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of threads; see above
+            pid = os.fork()
+        if pid == 0:
+            _be_the_child(work, writer, noise, limits)
+        writer.close()
+        finished, stuck, death = False, False, None
+        try:
+            finished, stuck, death = _listen(reader, receive, psutil.Process(pid), limits)
+        finally:
+            if not finished:
+                os.kill(pid, signal.SIGKILL)
+            _, status, usage = os.wait4(pid, 0)
+            reader.close()
+        if finished:
+            return death
+        return replace(
+            _death(status, noise), stuck=stuck, out_of_time=usage.ru_utime + usage.ru_stime >= limits.seconds
+        )
+
+
+def _listen(
+    reader: Connection, receive: Send, child: psutil.Process, limits: Limits
+) -> tuple[bool, bool, Death | None]:
+    """Until the child says that it is done, can say nothing any more, or waits in vain: (done, stuck, what it says)."""
+    used, since = -1.0, time.monotonic()
+    while True:
+        if reader.poll(POLL_SECONDS):
+            try:
+                tag, content = reader.recv()
+            except (EOFError, OSError):  # it is gone, or closed everything it had
+                return False, False, None
+            if tag == "done":
+                return True, False, content
+            if tag == "printed":
+                sys.stdout.write(content)
+            else:
+                receive(content)
+            since = time.monotonic()
+            continue
+        now = _cpu_seconds(child)
+        if now > used + 0.01:
+            used, since = now, time.monotonic()
+        elif time.monotonic() - since > limits.seconds:
+            return False, True, None
+
+
+def _cpu_seconds(child: psutil.Process) -> float:
+    try:
+        times = child.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _death(status: int, noise: IO[bytes]) -> Death:
+    """How a child died, from its exit `status` and from what it wrote to its standard error."""
+    noise.seek(0)
+    text = noise.read().decode(errors="replace")
+    lines = tuple((file, int(line), name) for file, line, name in re.findall(TRACE_LINE, text))
+    heard = [line.strip() for line in text.partition("Fatal Python error")[0].splitlines() if line.strip()]
+    said = heard[-1] if heard else ""
+    code = os.waitstatus_to_exitcode(status)
+    return Death(signal_number=max(0, -code), exit_code=max(0, code), lines=lines, said=said)
+
+
+# ------------------------------------------------------------------------------------------------ in the child process
+
+
+def _be_the_child(work: Work, writer: Connection, noise: IO[bytes], limits: Limits) -> NoReturn:
+    """Work, say how it went, and leave without any of the parent's clean-up."""
+    parent_output = sys.stdout, sys.stderr
+    try:
+        _settle_in(noise, limits)
+        sys.stdout = sys.stderr = _Forwarding(writer)
+        death = None
+        try:
+            work(lambda message: writer.send(("message", message)))
+        except BaseException as error:  # what `work` does not catch: KeyboardInterrupt and the like
+            late = isinstance(error, OutOfTime)
+            death = Death(raised=type(error).__name__, out_of_time=late, lines=_lines_of(error))
+        writer.send(("done", death))
+    finally:
+        sys.stdout, sys.stderr = parent_output
+        os._exit(0)
+
+
+def _settle_in(noise: IO[bytes], limits: Limits) -> None:
+    import resource
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the stop button also reaches the parent, which ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(noise.fileno(), 1)
+    os.dup2(noise.fileno(), 2)
+    faulthandler.enable(noise.fileno(), all_threads=False)
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    seconds = max(1, round(limits.seconds))
+    signal.signal(signal.SIGXCPU, _out_of_time)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 3))
+    size = psutil.Process().memory_info().vms + limits.memory
+    resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _out_of_time(number: int, frame: FrameType | None) -> None:
+    raise OutOfTime
+
+
+def _lines_of(error: BaseException) -> tuple[tuple[str, int, str], ...]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return tuple((frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames))
+
+
+class _Forwarding(io.TextIOBase):
+    """What the child prints, sent to the parent; no more than `MAX_PRINTED` characters."""
+
+    encoding = "utf-8"
+
+    def __init__(self, writer: Connection) -> None:
+        self._writer, self._left = writer, MAX_PRINTED
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Send it on."""
+        if self._left > 0:
+            shown = text[: self._left]
+            self._left -= len(shown)
+            self._writer.send(
+                ("printed", shown if self._left else shown + "\n… (what it prints after this is left out)\n")
+            )
+        return len(text)
+
+
+# --------------------------------------------------------------------------------------------------- in this process
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise `OutOfTime` in this thread if the block has not ended after `seconds` of wall-clock time.
+
+    Works wherever Python does, on Python code; compiled code that never returns is not interrupted.
+    """
+    thread, over = threading.get_ident(), threading.Event()
+
+    def watch() -> None:
+        wait = seconds
+        while not over.wait(wait):
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(OutOfTime))
+            wait = 1.0  # again, should a bare `except` have swallowed it
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)

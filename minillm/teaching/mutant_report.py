@@ -1,0 +1,65 @@
+"""The report on mutants, as tables for a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from minillm.teaching.mutants import Report, Trial
+
+
+def show(report: Report, console: Console) -> None:
+    """One line per exercise, then what survived, then what was declared and is not there."""
+    console.print(_table(report))
+    survivors = [trial for trial in report.trials if trial.survived]
+    if survivors:
+        console.print("\n[bold]Survivors[/bold]: a case is missing, or they are equivalent and should be declared")
+    for exercise in dict.fromkeys(trial.exercise for trial in survivors):
+        console.print(f"\n{exercise}")
+        for trial in survivors:
+            if trial.exercise == exercise:
+                console.print(f"  {escape(trial.description)}", soft_wrap=True)
+    for exercise, description in report.stale:
+        console.print(f"declared equivalent, but no such survivor: {exercise}: {escape(description)}", soft_wrap=True)
+
+
+def summary(report: Report) -> str:
+    """The figures of the whole report in one sentence."""
+    made = [trial for trial in report.trials if not trial.planted]
+    equivalent, survived = sum(bool(trial.equivalent) for trial in made), sum(trial.survived for trial in made)
+    num_exercises = len({trial.exercise for trial in report.trials})
+    return (
+        f"{len(made)} mutants of {num_exercises} reference solutions: {_caught(made)} caught, "
+        f"{_named(made)} with a cause, {equivalent} declared equivalent, {survived} survived"
+    )
+
+
+def _table(report: Report) -> Table:
+    table = Table("exercise", "planted", "mutants", "caught", "cause", "equivalent", "survived")
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for exercise in dict.fromkeys(trial.exercise for trial in report.trials):
+        table.add_row(exercise, *_figures(report.of(exercise)))
+    table.add_section()
+    table.add_row("all", *_figures(list(report.trials)))
+    return table
+
+
+def _figures(trials: list[Trial]) -> list[str]:
+    """Of the planted ones: how many the report names; of the others: all, caught, caught with a cause, the rest."""
+    planted, made = [t for t in trials if t.planted], [t for t in trials if not t.planted]
+    equivalent, survived = sum(bool(t.equivalent) for t in made), sum(t.survived for t in trials)
+    return [
+        f"{_named(planted)}/{len(planted)}",
+        *map(str, (len(made), _caught(made), _named(made), equivalent, survived)),
+    ]
+
+
+def _caught(trials: list[Trial]) -> int:
+    return sum(trial.caught for trial in trials)
+
+
+def _named(trials: list[Trial]) -> int:
+    return sum(bool(trial.cause) for trial in trials)

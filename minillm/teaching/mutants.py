@@ -1,0 +1,189 @@
+"""How good are the checkers? Spoil every reference solution in every small way, and see which mistakes pass.
+
+`minillm build --mutants` runs this. A mutant that passes every case is a survivor: either a case is missing, or the
+spoilt version answers the same (an equivalent mutant). Equivalent ones are declared, with the reason, in
+`minillm/teaching/exercises/_lNN_equivalent.py`:
+
+    EQUIVALENT = {
+        "l02.best_r": {"if pad_cost == 0: [== -> <=]": "costs are never negative"},
+    }
+
+The report prints the descriptions ready to be copied. A declared one that does not survive any more is reported too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minillm.errors import LessonError
+from minillm.teaching import exercises
+from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.exercise import Exercise
+from minillm.teaching.grade import grade
+from minillm.teaching.guard import Limits
+from minillm.teaching.mutate import build, mutants_of
+from minillm.teaching.registry import exercises_of, find, module_names
+from minillm.teaching.result import Status
+
+LIMITS = Limits(seconds=5.0)
+CHUNK = 12
+"""Mutants that a worker takes at a time."""
+PLANTED = "planted: "
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of one mutant. `cause`: what the report names as the cause, "" if nothing. `equivalent`: the reason.
+
+    For a planted wrong version the cause counts if it is its own.
+    """
+
+    exercise: str
+    description: str
+    caught: bool
+    cause: str = ""
+    problem: str = ""
+    equivalent: str = ""
+
+    @property
+    def planted(self) -> bool:
+        """Whether it was written by hand and not made by an edit."""
+        return self.description.startswith(PLANTED)
+
+    @property
+    def survived(self) -> bool:
+        """Whether it passed without being declared equivalent."""
+        return not self.caught and not self.equivalent
+
+
+@dataclass(frozen=True)
+class Report:
+    """All trials, in order, and the declared equivalents that there is no such survivor for."""
+
+    trials: tuple[Trial, ...]
+    stale: tuple[tuple[str, str], ...]
+
+    def of(self, exercise: str) -> list[Trial]:
+        """The trials of one exercise."""
+        return [trial for trial in self.trials if trial.exercise == exercise]
+
+    def write(self, path: Path) -> None:
+        """Everything as JSON."""
+        path.write_text(
+            json.dumps({"trials": [asdict(trial) for trial in self.trials], "stale": self.stale}, indent=1),
+            encoding="utf-8",
+        )
+
+
+def run(names: Sequence[str] = (), jobs: int | None = None, progress: Any = None) -> Report:
+    """Try the mutants of the exercises in `names`: lessons (`07`) or exercises (`l07.admit`); none: all.
+
+    `jobs`: processes at a time (None: one per processor). `progress`: called as `progress(iterable, total=…)`.
+
+    Raises:
+        LessonError: a name fits no exercise.
+    """
+    chosen = _chosen(names)
+    tasks = [(e.name, start) for e in chosen for start in range(0, _count(e), CHUNK)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=context, initializer=_prepare) as pool:
+        futures = {pool.submit(_try_some, *task): task for task in tasks}
+        done: Iterable[Any] = as_completed(futures)
+        done = progress(done, total=len(tasks)) if progress else done
+        found = {futures[future]: future.result() for future in done}
+    trials = tuple(trial for task in tasks for trial in found[task])
+    return Report(trials, _stale(chosen, trials))
+
+
+def _chosen(names: Sequence[str]) -> list[Exercise]:
+    known = [exercise for module in module_names() for exercise in exercises_of(module)]
+    chosen = [e for e in known if not names or any(_fits(e.name, name) for name in names)]
+    idle = [name for name in names if not any(_fits(e.name, name) for e in known)]
+    if idle:
+        raise LessonError(f"no exercise fits {idle[0]!r}; write a lesson (07) or an exercise ({known[0].name})")
+    return chosen
+
+
+def _fits(exercise: str, name: str) -> bool:
+    lesson = exercise.partition(".")[0]
+    return name in (exercise, lesson, lesson.removeprefix("l"))
+
+
+def _count(exercise: Exercise) -> int:
+    return len(exercise.wrong) + len(mutants_of(exercise.reference))
+
+
+def equivalents(exercise: str) -> dict[str, str]:
+    """The declared equivalent mutants of an exercise: description → reason."""
+    module = f"{exercises.__name__}._{exercise.partition('.')[0]}_equivalent"
+    if importlib.util.find_spec(module) is None:
+        return {}
+    declared: dict[str, dict[str, str]] = importlib.import_module(module).EQUIVALENT
+    return declared.get(exercise, {})
+
+
+def _stale(chosen: Sequence[Exercise], trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
+    survived = {(trial.exercise, trial.description) for trial in trials if not trial.caught}
+    declared = [(e.name, description) for e in chosen for description in equivalents(e.name)]
+    return tuple(pair for pair in declared if pair not in survived)
+
+
+# -------------------------------------------------------------------------------------------------- in a worker process
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+@lru_cache(maxsize=2)
+def _known(name: str) -> tuple[AnswerKey, list[Any]]:
+    """The answers of an exercise, all worked out, and its mutants."""
+    key = AnswerKey(find(name))
+    key.fill()
+    return key, mutants_of(key.exercise.reference)
+
+
+def _try_some(name: str, start: int) -> list[Trial]:
+    key, mutants = _known(name)
+    wrong = key.exercise.wrong
+    return [
+        _try_planted(key, number) if number < len(wrong) else _try_mutant(key, mutants[number - len(wrong)])
+        for number in range(start, min(start + CHUNK, len(wrong) + len(mutants)))
+    ]
+
+
+def _try_planted(key: AnswerKey, number: int) -> Trial:
+    wrong = key.exercise.wrong[number]
+    result = grade(key.exercise, wrong.function, LIMITS, key)
+    shown = result.counterexample
+    named = shown is not None and (wrong.says or wrong.mistake) in str(result)
+    caught = result.status is Status.FAILED
+    problem = shown.problem if shown else ""
+    return Trial(key.exercise.name, PLANTED + wrong.mistake, caught, wrong.mistake if named else "", problem)
+
+
+def _try_mutant(key: AnswerKey, mutant: Any) -> Trial:
+    name, reason = key.exercise.name, equivalents(key.exercise.name).get(mutant.description, "")
+    try:
+        function = build(mutant, key.exercise.reference)
+    except Exception as error:  # it cannot even be defined
+        return Trial(name, mutant.description, True, "", f"{type(error).__name__}: {error}")
+    result = grade(key.exercise, function, LIMITS, key)
+    shown = result.counterexample
+    if shown is None:
+        return Trial(name, mutant.description, not result.passed, "", "", reason)
+    return Trial(name, mutant.description, True, shown.cause, shown.problem)

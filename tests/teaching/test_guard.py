@@ -1,0 +1,244 @@
+"""A wrong answer never hurts the notebook: whatever it does, the check says so and the process goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from minillm.teaching import guard
+from minillm.teaching.exercise import Case, Exercise, WrongVersion
+from minillm.teaching.fence import Fences
+from minillm.teaching.grade import grade
+from minillm.teaching.guard import Limits
+
+SHORT = Limits(seconds=1.0, memory=guard.GIB // 2)
+linux = pytest.mark.skipif(
+    not guard.can_guard(), reason="no child processes here: the other tests say what holds instead"
+)
+
+
+def plus_one(x):
+    return x + 1
+
+
+EXERCISE = Exercise(
+    name="l90.plus_one",
+    reference=plus_one,
+    cases=[Case("two ones", (torch.ones(2),)), Case("three zeros", (torch.zeros(3),))],
+    hints=("a", "b", "c"),
+    wrong=(WrongVersion("adds two", lambda x: x + 2), WrongVersion("adds nothing", lambda x: x)),
+)
+
+
+def endless(x):
+    while True:
+        pass
+
+
+def endless_and_stubborn(x):
+    while True:
+        with contextlib.suppress(BaseException):
+            endless(x)
+
+
+def reads_address_zero_on_the_second_case(x):
+    if len(x) == 3:
+        ctypes.string_at(0)
+    return x + 1
+
+
+def hoards(x):
+    kept = []
+    while True:
+        kept.append(torch.zeros(1_000_000))
+
+
+def hoards_lists(x):
+    kept = [0]
+    while True:
+        kept = kept + kept
+
+
+def waits(x):
+    time.sleep(1_000)
+
+
+def ends_the_process(x):
+    os._exit(3)
+
+
+def aborts(x):
+    os.abort()
+
+
+def interrupts(x):
+    raise KeyboardInterrupt
+
+
+def exits(x):
+    sys.exit(2)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (endless, "did not return within 1 s (an endless loop?)"),
+        (endless_and_stubborn, "did not return within 1 s (an endless loop?)"),
+        (reads_address_zero_on_the_second_case, "crashed (SIGSEGV): it read or wrote memory that belongs to nobody"),
+        (hoards, "asked for more than 0.5 GiB of memory"),
+        (hoards_lists, "asked for more than 0.5 GiB of memory"),
+        (waits, "waits for something and did nothing for 1 s"),
+        (ends_the_process, "ended the whole process (os._exit, exit code 3)"),
+        (aborts, "crashed (SIGABRT)"),
+        (interrupts, "stopped the check with KeyboardInterrupt"),
+        (exits, "ends the program (sys.exit, exit or quit)"),
+    ],
+)
+def test_whatever_a_wrong_answer_does_to_its_process_the_check_says_so(answer, says):
+    text = str(grade(EXERCISE, answer, SHORT))
+    assert says in text
+    assert "it looks as if" not in text
+
+
+@linux
+def test_a_crash_names_the_case_the_line_and_the_likely_reason():
+    text = str(grade(EXERCISE, reads_address_zero_on_the_second_case, SHORT))
+    assert text.splitlines()[0] == "FAIL 1/2  l90.plus_one"
+    assert "three zeros" in text
+    assert "ctypes.string_at(0)" in text
+    assert "an index reaches past the end of an array" in text
+
+
+@linux
+def test_a_failure_found_before_a_crash_is_the_one_that_is_shown():
+    def wrong_then_crashes(x):
+        return x if len(x) == 2 else ctypes.string_at(0)
+
+    text = str(grade(EXERCISE, wrong_then_crashes, SHORT))
+    assert "two ones" in text
+    assert "values: 2 of 2 differ" in text
+
+
+@linux
+def test_a_crash_in_compiled_code_is_survived():
+    @njit
+    def writes_far_away(values, at):
+        values[at] = 1.0
+
+    exercise = Exercise(
+        name="l90.fill",
+        reference=lambda values, at: None,
+        cases=[Case("far away", (np.zeros(4), 1 << 40))],
+        hints=("a", "b", "c"),
+        wrong=(),
+    )
+    assert "crashed (SIGSEGV)" in str(grade(exercise, writes_far_away, SHORT))
+
+
+def out_of_bounds_exercise(guarded: bool) -> Exercise:
+    """Copy `x` into a result, by a function that gets memory and no lengths it must obey."""
+
+    def drive(function, x):
+        fences = Fences()
+        source, out = fences.input("x", x), fences.output("out", x.shape, x.dtype)
+        function(source.numpy(), out.numpy(), len(x))
+        fences.check()
+        return out.clone()
+
+    @njit
+    def copy(x, out, count):
+        for i in range(count):
+            out[i] = x[i]
+
+    return Exercise(
+        name="l90.copy",
+        reference=copy,
+        cases=[Case("three numbers", (torch.arange(3.0),)), Case("five numbers", (torch.arange(5.0),))],
+        hints=("a", "b", "c"),
+        wrong=(),
+        drive=drive,
+        guarded=guarded,
+    )
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_writing_past_the_end_fails_even_where_nothing_crashes(guarded: bool):
+    @njit
+    def one_too_many(x, out, count):
+        for i in range(count + 1):
+            out[i] = x[i]
+
+    text = str(grade(out_of_bounds_exercise(guarded), one_too_many))
+    assert "FAIL 0/2" in text
+    assert "your function wrote 1 number beyond the end of out, the first 1 after its last" in text
+    assert "is a mask missing, or does a loop run too far?" in text
+
+
+def test_without_a_child_an_endless_loop_and_an_exit_are_still_survived(monkeypatch):
+    monkeypatch.setattr("minillm.teaching.grade.can_guard", lambda: False)
+    assert "did not return within 1 s" in str(grade(EXERCISE, endless, SHORT))
+    assert "ends the program" in str(grade(EXERCISE, exits, SHORT))
+    assert grade(EXERCISE, plus_one, SHORT).passed
+
+
+def test_the_stop_button_works_without_a_child(monkeypatch):
+    monkeypatch.setattr("minillm.teaching.grade.can_guard", lambda: False)
+    with pytest.raises(KeyboardInterrupt):
+        grade(EXERCISE, interrupts, SHORT)
+
+
+@linux
+def test_what_the_function_prints_is_seen_and_cut_when_it_never_ends(capsys):
+    def talks(x):
+        print("I was given", len(x))
+        return x + 1
+
+    assert grade(EXERCISE, talks, SHORT).passed
+    assert capsys.readouterr().out == "I was given 2\nI was given 3\n"
+
+    def talks_without_end(x):
+        while True:
+            print("and on")
+
+    grade(EXERCISE, talks_without_end, SHORT)
+    out = capsys.readouterr().out
+    assert len(out) < guard.MAX_PRINTED + 100
+    assert "left out" in out
+
+
+@linux
+def test_a_check_leaves_nothing_behind():
+    def careless(x):
+        torch.set_default_dtype(torch.float64)
+        os.environ["LEFT_BEHIND"] = "1"
+        return x + 1
+
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    assert grade(EXERCISE, careless, SHORT).passed
+    assert torch.get_default_dtype() == torch.float32
+    assert "LEFT_BEHIND" not in os.environ
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@linux
+def test_a_check_works_after_the_process_has_used_many_threads():
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        big = torch.randn(512, 512)
+        assert torch.isfinite(big @ big).all()
+        assert grade(EXERCISE, lambda x: x + 1 + 0 * (big @ big).sum(), Limits(seconds=10)).passed
+    finally:
+        torch.set_num_threads(threads)
