@@ -58,7 +58,23 @@ STATIC = (
     WrongVersion(
         "leaves the last request out of each batch (the end of a slice is not part of it)",
         lambda lengths, batch_size: sum(
-            max(lengths[i : i + batch_size - 1], default=0) for i in range(0, len(lengths), batch_size)
+            max(lengths[i : i + batch_size - 1]) for i in range(0, len(lengths), batch_size)
+        ),
+    ),
+    WrongVersion(
+        "leaves the first request out of each batch",
+        lambda lengths, batch_size: sum(
+            max(lengths[i + 1 : i + batch_size]) for i in range(0, len(lengths), batch_size)
+        ),
+    ),
+    WrongVersion(
+        "skips the first request: lists count from 0",
+        lambda lengths, batch_size: static_steps(lengths[1:], batch_size),
+    ),
+    WrongVersion(
+        "ends the range one too early, so that a last batch of one request is lost",
+        lambda lengths, batch_size: sum(
+            max(lengths[i : i + batch_size]) for i in range(0, len(lengths) - 1, batch_size)
         ),
     ),
     WrongVersion(
@@ -74,14 +90,14 @@ STATIC = (
 # ------------------------------------------------------------------------------------------------------- share_budget
 
 
-def _sharing(take: Callable[[int, int, int], int], lower: bool = True) -> Callable[[list[int], int], list[int]]:
-    """A loop in which `take(tokens, budget, behind)` decides; without `lower`, the budget never shrinks."""
+def _sharing(take: Callable[[int, int, int], int], lower: int = 1) -> Callable[[list[int], int], list[int]]:
+    """A loop in which `take(tokens, budget, behind)` decides; the budget shrinks by `lower` times the share."""
 
     def share(wanted: list[int], budget: int) -> list[int]:
         shares = []
         for number, tokens in enumerate(wanted):
             shares.append(take(tokens, budget, len(wanted) - 1 - number))
-            budget -= shares[-1] if lower else 0
+            budget -= lower * shares[-1]
         return shares
 
     return share
@@ -135,7 +151,7 @@ BUDGET = (
     ),
     WrongVersion(
         "does not lower the budget by what it hands out",
-        _sharing(lambda tokens, budget, behind: min(tokens, budget - behind), lower=False),
+        _sharing(lambda tokens, budget, behind: min(tokens, budget - behind), lower=0),
     ),
     WrongVersion("gives everyone what they want and ignores the budget", lambda wanted, budget: list(wanted)),
     WrongVersion(
@@ -145,10 +161,11 @@ BUDGET = (
     WrongVersion("gives every request one token and no more", lambda wanted, budget: [1] * len(wanted)),
     WrongVersion(
         "adds to the budget what it hands out instead of taking it away",
-        lambda wanted, budget: [
-            min(tokens, budget + sum(wanted[:number]) - (len(wanted) - 1 - number))
-            for number, tokens in enumerate(wanted)
-        ],
+        _sharing(lambda tokens, budget, behind: min(tokens, budget - behind), lower=-1),
+    ),
+    WrongVersion(
+        "adds a token for each request behind instead of setting it aside",
+        _sharing(lambda tokens, budget, behind: min(tokens, budget + behind)),
     ),
     WrongVersion(
         "takes the larger of what is wanted and what is left instead of the smaller",
@@ -202,6 +219,18 @@ def _whole_prompts(waiting: list[int], budget: int, seats: int, free_blocks: int
     return admit(list(fitting()), budget, seats, free_blocks, block_size)
 
 
+def _only_when_all_run_out(waiting: list[int], budget: int, seats: int, free_blocks: int, block_size: int) -> list[int]:
+    shares: list[int] = []
+    for tokens in waiting:
+        blocks = -(-tokens // block_size)
+        if budget == 0 and len(shares) == seats and blocks > free_blocks:
+            break
+        free_blocks -= blocks
+        shares.append(min(tokens, budget))
+        budget -= shares[-1]
+    return shares
+
+
 ADMIT = (
     WrongVersion("lets short requests overtake a long one, which may then wait forever", _admitting(skips=True)),
     WrongVersion(
@@ -247,6 +276,15 @@ ADMIT = (
     ),
     WrongVersion("admits one request more than there are seats", _admitting(more_seats=1)),
     WrongVersion("leaves one seat empty", _admitting(more_seats=-1)),
+    WrongVersion(
+        "stops only when seats, budget and blocks have all run out (and instead of or)",
+        _only_when_all_run_out,
+    ),
+    WrongVersion(
+        "stops at a request that fits, and admits one that does not (the comparison is the wrong way round)",
+        _admitting(stops=lambda need, free, tokens: need <= free),
+    ),
+    WrongVersion("takes the larger of tokens and budget instead of the smaller", _admitting(share=max)),
     WrongVersion("admits nobody", lambda waiting, budget, seats, free_blocks, block_size: []),
     WrongVersion(
         "goes on after the budget is used up, because it asks for exactly 0 and hands out more than is left",
@@ -282,6 +320,12 @@ VICTIM = (
     WrongVersion(
         "takes the lowest priority number for the least urgent",
         lambda running: min(range(len(running)), key=lambda i: (running[i][0], -running[i][1])),
+    ),
+    WrongVersion(
+        "never takes the last of the list", lambda running: max(range(len(running) - 1), key=running.__getitem__)
+    ),
+    WrongVersion(
+        "never takes the first of the list", lambda running: max(range(1, len(running)), key=running.__getitem__)
     ),
     WrongVersion("returns the request instead of its index", max),
     WrongVersion(
