@@ -11,17 +11,17 @@
 #
 # **Question.** *How few bits can a key have before the model notices?*
 #
-# Lesson 2 traded memory for time, and lesson 3 showed what a decode step waits for: bytes. So make the numbers smaller.
-# A key in float16 has 16 bits. Give it 8, and the same memory holds almost twice the text. Give it 4, and it holds
+# Lesson 2 traded memory for time, and lesson 3 showed what limits a decode step: bytes. So make the numbers smaller. In
+# float16 each number of a key or a value takes 16 bits. With 8 bits, the same memory holds almost twice the text; with 4,
 # almost four times as much. Almost: the missing part is the *scales*, and this lesson counts them.
 #
 # You build the two ways in which caches are quantised in practice: a scale per token and head (INT8, INT4), and a scale
-# per channel (KIVI). Your functions then keep the keys and values of a real model inside the engine, and two meters
-# say whether it noticed: the tokens it writes, and how far its probabilities have moved.
+# per channel (KIVI). Your functions then store the keys and values of a real model inside the engine, and two measures
+# say what changed: the tokens it generates, and how far its probabilities moved.
 #
 # You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU. The engine runs its steps in plain
-# PyTorch here (`enforce_eager=True`): then its operations and yours are of one kind, and what you count is what runs.
-# Lesson 15 brings its compiled step.
+# PyTorch here (`enforce_eager=True`), so that its operations and yours are of one kind and what you count is what runs.
+# (By default the engine runs a compiled step, which lesson 15 uses.)
 
 # %%
 import os
@@ -34,8 +34,9 @@ from minillm.bench import quality
 from minillm.bench.prompts import evaluation_prompts
 from minillm.models.config import ModelConfig
 from minillm.models.runner import Segment
-from minillm.teaching import check, hint, predict, reveal, use
+from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_3_8B
+from minillm.teaching.workshop.l04_bounds import try_bounds
 from minillm.viz.charts import Axis, LineChart, Series
 from minillm.viz.error_map import ErrorMap
 
@@ -61,19 +62,21 @@ for context in (8_192, 32_768, 131_072):
         f"{context:7,} tokens: {context * per_token / 1e9:5.1f} GB of keys and values, weights {weights / 1e9:.0f} GB"
     )
 
+claim("At 131,072 tokens the cache of one text is larger than the model.", 131_072 * per_token > weights)
+
 # %% [markdown]
-# At its longest context the cache is larger than the model. Every decode step reads all of it.
+# Every decode step reads all of it.
 #
 # ## Predict
 #
 # Write a number for each before you measure.
 #
 # 1. INT8 codes, and one scale of two bytes per token and head, heads of width 64. How many times smaller than float16?
-#    (An article we read says 2.)
-# 2. Keys and values in INT4, one scale per token and head. At how many of 100 places in a text does the model name
-#    another likeliest next token than in float32?
-# 3. An INT8 cache written in plain PyTorch turns codes into numbers before it attends. How many bytes does the
-#    attention of one decode step move, as a multiple of the same step over a float16 cache?
+#    (An article says 2.)
+# 2. Keys and values in INT4, one scale per token and head. At how many of 100 places in a text is the most probable next
+#    token another one than in float32?
+# 3. An INT8 cache written in plain PyTorch dequantises its codes before it attends. How many bytes does the attention of
+#    one decode step move, as a multiple of the same step over a float16 cache?
 
 # %%
 predict("l04.smaller", None, unit="times")
@@ -94,8 +97,8 @@ predict("l04.moved", None, unit="times")
 # with 127 levels for 8 bits and 7 for 4 bits. Two details decide whether the bound holds:
 #
 # * A row of zeros has $s = 0$, and $0/0$ is not a number. Give it the scale 1.
-# * The scale is stored too, in two bytes. Whoever reads will multiply by the *stored* scale, so divide by the stored
-#   one. bfloat16 and not float16, because it has the range of float32: in float16, scales below about 3e-8 become 0.
+# * The scale is stored too, in two bytes. The reader multiplies by the *stored* scale, so divide by the stored one. It is
+#   stored in bfloat16, which has the range of float32: in float16, scales below about 3e-8 become 0.
 
 
 # %%
@@ -120,13 +123,13 @@ def quantise_symmetric(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 check("l04.quantise_symmetric")
 
 # %% [markdown]
-# Stuck? `hint("l04.quantise_symmetric", 1)`, then 2, then 3: each says more.
+# Stuck? `hint("l04.quantise_symmetric", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
 # ### See: your codes in the engine
 #
-# The engine's quantised caches ask two questions: `encode` (numbers to what is stored) and `decode` (back). Paging,
-# sharing and attention are theirs. Here `encode` is yours, and the engine answers 24 prompts that the model has never
-# seen.
+# The engine's quantised caches have two methods: `encode` (numbers to codes and scales) and `decode` (back). Paging,
+# sharing and attention are the same for all of them. Here `encode` is yours, and the engine completes 24 prompts that the
+# model has never seen.
 
 # %%
 from minillm.cache.paged_int8 import PagedInt8KVCache
@@ -155,31 +158,31 @@ greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
 def written(engine: LLM) -> list[list[int]]:
-    """The tokens that the engine writes after each prompt."""
+    """The tokens that the engine generates after each prompt."""
     return [output.outputs[0].token_ids for output in engine.generate(prompts, greedy, use_tqdm=False)]
 
 
-def compare(label: str, tokens: list[list[int]]) -> None:
-    """How many texts are those of float32, and how far the others are."""
+def compare(label: str, tokens: list[list[int]]) -> int:
+    """Print and return how many texts are those of float32, and print at which token the others differ first."""
     pairs = [list(zip(a, b, strict=True)) for a, b in zip(tokens, exact_tokens, strict=True)]
     firsts = [next((i for i, (a, b) in enumerate(pair) if a != b), None) for pair in pairs]
     parted = ", ".join(str(i + 1) for i in sorted(i for i in firsts if i is not None)) or "nowhere"
-    print(
-        f"{label}: {firsts.count(None)} of {len(firsts)} texts are those of float32; the others part at token: {parted}"
-    )
+    print(f"{label}: {firsts.count(None)} of {len(firsts)} texts are those of float32; first other token: {parted}")
+    return firsts.count(None)
 
 
 exact_tokens = written(llm)
 int8_tokens = written(LLM(NAME, **PLAIN, kv_cache_config={"layout": MyInt8}))
-compare("INT8", int8_tokens)
+same_int8 = compare("INT8", int8_tokens)
+claim("With INT8 all texts, or all but a few, stay the same.", same_int8 >= 20, measured=True)
 
 # %%
-print("the same as the engine's own INT8:", int8_tokens == written(LLM(NAME, **PLAIN, kv_cache_dtype="int8")))
+claim("The engine's own INT8 writes the same texts.", int8_tokens == written(LLM(NAME, **PLAIN, kv_cache_dtype="int8")))
 
 # %% [markdown]
-# All texts, or all but one or two: which ones depends on the last bits of your processor's sums. Here and there two
-# tokens are nearly equally likely, the smallest push decides, and after that the texts are different texts. It does not
-# follow that they are *worse*. And equal tokens do not mean that nothing moved. A finer meter follows below.
+# Which texts change depends on the last bits of your processor's sums. Sometimes two tokens are nearly equally probable,
+# the smallest change decides, and from there on the texts differ. It does not follow that they are *worse*. And equal
+# tokens do not mean that no probability changed. A finer measure follows below.
 #
 # ### Exercises 2 and 3: two codes in one byte
 #
@@ -249,7 +252,8 @@ class MyInt4(PagedQuantizedKVCache):
         return dequantise(my_unpack(packed), scale)
 
 
-compare("INT4", written(LLM(NAME, **PLAIN, kv_cache_config={"layout": MyInt4})))
+same_int4 = compare("INT4", written(LLM(NAME, **PLAIN, kv_cache_config={"layout": MyInt4})))
+claim("INT4 changes many more texts than INT8.", same_int4 < same_int8 - 4, measured=True)
 
 # %% [markdown]
 # ### Exercise 4: what it costs
@@ -289,21 +293,20 @@ for width in (128, 64, 32, 16):
     half = my_bytes(heads, 16, width, 0)
     print(f"{width:10} {half / my_bytes(heads, 8, width, 2):8.2f}x {half / my_bytes(heads, 4, width, 2):8.2f}x")
 reveal("l04.smaller", round(my_bytes(config, 16, 64, 0) / my_bytes(config, 8, 64, 2), 2))
-print(
-    "the engine allocates the same:",
-    PagedInt8KVCache.bytes_per_block(config, 1, torch.float16) == my_bytes(config, 8, DIM, 2),
-)
+allocated = PagedInt8KVCache.bytes_per_block(config, 1, torch.float16)
+claim("The engine allocates as many bytes as you count.", allocated == my_bytes(config, 8, DIM, 2))
+print(f"INT4 with a scale and a zero point for every 32 numbers: {4 + 8 * 4 / 32:.0f} bits per number")
 
 # %% [markdown]
-# Nearly, with wide heads. The narrower the head, the more its scale weighs. And finer groups, which are what makes
-# INT4 bearable, cost more again: a scale and a zero point for every 32 numbers make five bits of four.
+# Nearly, with wide heads. The narrower the head, the larger the part of its scale. Finer groups cost more again, and INT4
+# needs them.
 #
-# ### Which way does the large number lie?
+# ### Are the large numbers in rows or in columns?
 #
-# A scale must reach the largest number of whatever shares it. If the large numbers sit in a few **channels**, the same
-# for every token, then each token's scale is made for those, and all its other channels are left with few codes. A
-# scale per *channel* would not have that problem. Are there such channels? Look at the keys and the values of the
-# layer where they are clearest.
+# A scale must cover the largest number of all that share it. If the large numbers are in a few **channels**, the same for
+# every token, then they decide each token's scale, and all other channels are left with few codes. A scale per *channel*
+# would not have that problem. Are there such channels? Look at the keys and the values of the layer where they are
+# clearest.
 
 # %% tags=["expected"] alt="Heat maps of keys and values of one head, 64 tokens by 64 channels: the keys have vertical stripes, channels that are large for every token; the values have no clear stripes."
 from minillm.cache.paged import PagedKVCache
@@ -313,7 +316,7 @@ heard = {}  # layer → (queries, keys, values)
 
 
 class Listener(PagedKVCache):
-    """The plain cache, and it remembers what it was given."""
+    """The plain cache, which also remembers what it was given."""
 
     def attend(self, layer, q, k, v, batch):
         heard[layer] = (q, k, v)
@@ -335,9 +338,14 @@ def stripe(x: Tensor) -> Tensor:
     return size.amax(-1) / size.median(-1).values
 
 
+strongest = {}
 print("strongest channel over the median channel, the clearest head of each layer:")
 for name, which in (("keys", 1), ("values", 2)):
-    print(f"  {name:7}", " ".join(f"{stripe(heard[layer][which]).max():.0f}" for layer in range(config.num_layers)))
+    by_layer = [float(stripe(heard[layer][which]).max()) for layer in range(config.num_layers)]
+    strongest[name] = max(by_layer)
+    print(f"  {name:7}", " ".join(f"{one:.0f}" for one in by_layer))
+claim("The clearest stripe is one of the keys.", strongest["keys"] > strongest["values"], measured=True)
+claim("Its channel is a few times the median one, not more.", 3 < strongest["keys"] < 10, measured=True)
 layer = max(range(config.num_layers), key=lambda i: float(stripe(heard[i][1]).max()))
 head = int(stripe(heard[layer][1]).argmax())
 keys, values = heard[layer][1][:, head], heard[layer][2][:, head]
@@ -348,9 +356,9 @@ ErrorMap(
 )
 
 # %% [markdown]
-# Keys have stripes; the values of this head have none, and those of other layers have weak ones. But be exact about
+# The keys of this head have stripes, its values have none. (Values of other layers have weak ones.) But be exact about
 # size: here the strongest channel is a few times the median one. In the KIVI paper's pictures of Llama 2 a few channels
-# tower over all others (quoted, not measured here). This model *has* the pattern, in miniature.
+# are far above all others (quoted, not measured here). This model has the pattern, but weakly.
 #
 # ### Exercise 5: one scale per channel
 #
@@ -380,7 +388,7 @@ def quantise_per_channel(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Te
     low, high = grouped.amin(1), grouped.amax(1)
     zero = low.half()
     scale = ((high - zero.float()) / 15).half()
-    scale = torch.where(scale > 0, scale, 1.0).half()
+    scale = torch.where(scale > 0, scale, 1.0)
     codes = ((grouped - zero.float()[:, None]) / scale.float()[:, None]).round().clamp(0, 15)
     return codes.flatten(0, 1).to(torch.uint8), scale, zero
     ### END SOLUTION
@@ -416,19 +424,22 @@ ErrorMap(
 )
 
 # %% [markdown]
-# Left, rows: a token with one large number has a coarse scale, everywhere. Right, columns: the large channels keep
-# their errors to themselves. Now the average over all layers, for keys and for values.
+# On the left, errors are in rows: a token with one large number has a coarse scale for all its channels. On the right they
+# are in columns: only the large channels have large errors. Now the average over all layers, for keys and for values.
 
 # %%
+gains = {}
 for name, which in (("keys", 1), ("values", 2)):
     rows = [heard[i][which][:, h] for i in range(config.num_layers) for h in range(config.num_kv_heads)]
     token, channel = (float(sum(f(x).mean() for x in rows)) for f in (errors_per_token, errors_per_channel))
-    print(f"{name:7} error with a scale per token / with a scale per channel: {token / channel:.1f}")
+    gains[name] = token / channel
+    print(f"{name:7} error with a scale per token / with a scale per channel: {gains[name]:.1f}")
+claim("Scales per channel help keys more than values.", gains["keys"] > gains["values"] > 1, measured=True)
 
 # %% [markdown]
-# Part of that gain is the zero point and not the direction, which is why values gain a little as well. To see the
-# direction alone, at its full size, here is a **made-up** key cache: noise of size 1, and two channels that are thirty
-# times as large. This picture is not from any model.
+# Part of that gain comes from the zero point and not from the direction, which is why values gain as well. To see the
+# direction alone, and stronger, here is a **made-up** key cache: noise of size 1, and two channels that are thirty times as
+# large. This picture is not from any model.
 
 # %% tags=["expected"] alt="Made-up keys with two channels thirty times as large: with a scale per token the whole map is dark; with a scale per channel everything is light."
 torch.manual_seed(4)
@@ -442,7 +453,7 @@ ErrorMap(
 # %% [markdown]
 # ### Exercise 6: how wrong can a score be?
 #
-# A picture of errors is not a promise. Here is one. Every number of a key is off by at most $s/2$, so for a query $q$
+# A picture of errors is no guarantee. A bound is. Every number of a key is off by at most $s/2$, so for a query $q$
 #
 # $$\left| \frac{q \cdot \hat k}{\sqrt d} - \frac{q \cdot k}{\sqrt d} \right| \le \frac{\lVert q \rVert_1 \, s}{2 \sqrt d}$$
 
@@ -474,51 +485,32 @@ check("l04.score_error_bound")
 my_bound = use("l04.score_error_bound")
 
 
-def tried(levels: int) -> tuple[int, int, float, float]:
-    """Numbers tested, numbers beyond their bound; mean of score error / bound, and the largest."""
-    tested = beyond = 0
-    shares = []
-    for q, k, v in heard.values():
-        q, k, v = q[:, 0].double(), k[:, :1], v[:, :1]  # query head 0 reads KV head 0
-        (codes, scale), (value_codes, value_scale) = my_quantise(k, levels), my_quantise(v, levels)
-        exact = q @ k[:, 0].double().T / DIM**0.5
-        coded = q @ dequantise(codes, scale)[:, 0].double().T / DIM**0.5
-        bound = my_bound(q, scale[:, 0].double())
-        causal = torch.ones_like(exact, dtype=torch.bool).tril()
-        moved = (coded - exact).abs()
-        hidden = torch.full_like(exact, float("-inf"))
-        p, p_coded = (torch.where(causal, x, hidden).softmax(-1) for x in (exact, coded))
-        epsilon = moved.where(causal, 0.0).amax(-1, keepdim=True)
-        ratio = (p_coded.log() - p.log()).abs()[causal] - (2 * epsilon).expand_as(p)[causal]
-        moved_out = (p @ (dequantise(value_codes, value_scale)[:, 0] - v[:, 0]).double()).abs()
-        most = value_scale[:, 0].double().cummax(0).values / 2
-        for over in ((moved - bound)[causal], ratio, moved_out - most[:, None]):
-            tested += over.numel()
-            beyond += int((over > 1e-5).sum())
-        shares.append((moved / bound)[causal])
-    shares = torch.cat(shares)
-    return tested, beyond, float(shares.mean()), float(shares.max())
-
-
+tries = {}
 for label, levels in (("INT8", 127), ("INT4", 7)):
-    tested, beyond, usual, largest = tried(levels)
+    found = tries[label] = try_bounds(heard, levels, my_quantise, my_bound)
     print(
-        f"{label}: {tested:,} numbers, {beyond} beyond their bound; score errors: mean {usual:.0%} of the bound, largest {largest:.0%}"
+        f"{label}: {found.tested:,} numbers, {found.beyond} beyond their bound; "
+        f"score errors: mean {found.mean_share:.0%} of the bound, largest {found.largest_share:.0%}"
     )
+claim("No number is beyond its bound.", not any(found.beyond for found in tries.values()))
+claim(
+    "The largest error is less than half of its bound.",
+    max(t.largest_share for t in tries.values()) < 0.5,
+    measured=True,
+)
 
 # %% [markdown]
-# The bound holds and is never nearly reached: it assumes that all errors conspire with the signs of the query, and they
-# do not. Rounding errors behave like noise of size $s/\sqrt{12}$, which is why models bear quantisation far better than
-# the worst case suggests.
+# The bound is far from being reached: it assumes that every rounding error has the sign that hurts this query most.
+# Rounding errors behave like noise of size $s/\sqrt{12}$ and mostly cancel, so models tolerate quantisation far better
+# than the worst case suggests.
 #
 # ## Measure
 #
 # ### How few bits?
 #
-# Now the question itself. Held-out text is fed token by token with the right answer each time, in steps of 32 tokens,
-# and the distributions of the next token are compared with those of the float32 cache: the *Kullback-Leibler
-# divergence* (KL), 0 when nothing has changed. First the keys alone get fewer bits, then the values alone; one scale per
-# token and head.
+# Now the question itself. Held-out text goes through the model in steps of 32 tokens, and after every token the
+# distribution of the next one is compared with that of the float32 cache: the *Kullback-Leibler divergence* (KL), 0 when
+# nothing has changed. First the keys alone get fewer bits, then the values alone; one scale per token and head.
 
 # %%
 quality.CHUNK = 32
@@ -527,13 +519,13 @@ more = quality.join(encoded[:24], 512, config.eos_token_ids[:1], tokenizer)
 
 
 def logprobs(texts, whole=False, **options) -> Tensor:
-    """What the model expects at every token, with a cache of these options and room for all rows."""
+    """Log-probabilities of the next token after every token, with a cache of these options and room for all rows."""
     blocks = len(texts.rows) * (1 if whole else -(-llm.max_model_len // 16))
     return quality.logprobs(LLM(NAME, num_kv_blocks=blocks, **PLAIN, **options).engine.runner, texts)
 
 
 class FewerBits(PagedKVCache):
-    """The plain cache, whose keys or values went through your quantiser first: fewer bits, and nothing saved."""
+    """The plain cache, but keys or values go through your quantiser first: fewer bits, and no memory saved."""
 
     fewer, bits = "keys", 8
 
@@ -564,6 +556,13 @@ for name, times in each.items():
     print(f"{name}: each bit less, from 8 to 3, multiplies KL by about {times:.0f}")
 more_for_keys = [bits for bits, a, b in zip(BITS, *kl.values(), strict=True) if bits >= 4 and a > b]
 print("keys cost more than values at", ", ".join(map(str, more_for_keys)), "bits")
+claim(
+    "From 8 bits to 3, each bit less costs about four times the KL.",
+    all(3 < times < 5.5 for times in each.values()),
+    measured=True,
+)
+claim("From 8 bits to 4, keys cost more than values.", len(more_for_keys) == 5, measured=True)
+claim("From 3 bits to 2 the KL grows more than fivefold.", all(k[-1] > 5 * k[-2] for k in kl.values()), measured=True)
 
 # %% tags=["expected", "nbval-ignore-output"] alt="Mean KL against bits, logarithmic: both lines rise about fourfold for each bit that is taken away, keys above values, and faster from three bits to two."
 LineChart(
@@ -571,21 +570,21 @@ LineChart(
     Axis("bits per number", ticks=BITS),
     Axis("mean KL to float32, nats per token", log=True),
     [Series(f"{name} alone", BITS, found) for name, found in kl.items()],
-    "Each bit less costs about four times the KL; keys suffer more than values; two bits are ruinous.",
+    "Each bit less costs about four times the KL, and the last one more; keys lose more than values.",
 )
 
 # %% [markdown]
-# There is no cliff at which the model "notices" (until the last bit or two): each bit less doubles the error, and KL
-# grows with its square, so about **four times per bit**. And at the same bits, keys cost more than values. How much KL
-# you can live with is a choice, which is why a claim of "no loss" without a meter says nothing.
+# There is no number of bits at which the model suddenly "notices", until the last bit: each bit less doubles the error, and
+# KL grows with its square, so about **four times per bit**. How much KL is acceptable is a choice, so a claim of "no loss"
+# without a measure says nothing.
 #
 # ### Bytes against KL
 #
-# Real layouts, real bytes: of a float16 model, per token, with everything that is stored. KIVI's keys are
-# yours, through the engine's layout, which keeps the newest tokens in float16 until their group of 32 is full.
+# Now real layouts, with all bytes that they store for each token of a float16 model. KIVI's keys are yours, through the
+# engine's layout, which keeps the newest tokens in float16 until their group of 32 is full.
 #
-# That window of whole tokens helps too, and not because of channels. To know who deserves the credit, the same layout
-# runs a second time with its keys *per token*.
+# That window of unquantised tokens helps too, and has nothing to do with channels. To separate the two effects, the same
+# layout runs a second time with its keys *per token*.
 
 # %%
 from minillm.cache.kivi import Int4Groups, KiviKVCache
@@ -637,8 +636,8 @@ SYSTEMS = {
     "KIVI, yours": (MyKivi, {"kv_cache_config": {"layout": MyKivi}, "whole": True}),
 }
 CONTEXT = llm.max_model_len
-table, reference = {}, logprobs(more)
-print(f"{'':19} bytes/token   smaller   mean KL   bits per byte   same likeliest token")
+table, bits_per_byte, reference = {}, {}, logprobs(more)
+print(f"{'':19} bytes/token   smaller   mean KL   bits per byte   same most probable token")
 for name, (layout, options) in SYSTEMS.items():
     if layout is None:
         size = my_bytes(config, 4, 16, 4)
@@ -646,11 +645,35 @@ for name, (layout, options) in SYSTEMS.items():
         size = layout.bytes_per_block(config, CONTEXT, torch.float16) / CONTEXT
     found = quality.judge(reference, logprobs(more, **options), more)
     table[name] = (size, float(f"{found.mean_kl:.2g}"), found.top1)
+    bits_per_byte[name] = found.bits_per_byte
     print(
         f"{name:19} {size:11.0f} {my_bytes(config, 16, DIM, 0) / size:8.2f}x {found.mean_kl:9.1e} "
-        f"{found.bits_per_byte:15.2f} {found.top1:22.0%}"
+        f"{found.bits_per_byte:15.2f} {found.top1:26.0%}"
     )
 reveal("l04.changed", round(100 * (1 - table["INT4, yours"][2])))
+groups, window, kivi = (table[name] for name in ("INT4, groups of 16", "window, per token", "KIVI, yours"))
+lossy = [value for _, value, _ in table.values() if value]
+claim(
+    "INT8 changes the most probable token at less than 2 places in 100, INT4 at 5 to 15.",
+    1 - table["INT8, yours"][2] < 0.02 and 0.05 < 1 - table["INT4, yours"][2] < 0.15,
+    measured=True,
+)
+claim(
+    "KIVI has fewer bytes than INT4 in groups of 16, and less KL.",
+    kivi[0] < groups[0] and kivi[1] < groups[1],
+    measured=True,
+)
+claim(
+    "The window alone removes at least a third of that KL, with scales per token.",
+    window[1] < 0.67 * groups[1],
+    measured=True,
+)
+claim("Scales per channel remove more: 15 to 50% of what is left.", 0.5 < kivi[1] / window[1] < 0.85, measured=True)
+claim(
+    "KL differs by a factor of 100, bits per byte by less than 2%.",
+    max(lossy) > 100 * min(lossy) and max(bits_per_byte.values()) < 1.02 * min(bits_per_byte.values()),
+    measured=True,
+)
 
 # %%
 ranked = sorted(table, key=lambda name: table[name][1])
@@ -667,20 +690,17 @@ LineChart(
 )
 
 # %% [markdown]
-# Read the table from the bottom.
-#
-# * **KIVI beats finer groups**: fewer bytes than INT4 with groups of 16, and less KL.
-# * **Much of that is the window.** The same bytes with keys per token already have half the KL of the finer groups. Scales
-#   per channel take off another third or so. Whoever compares a method that has a window with one that has none measures
-#   both at once. (Our texts are short pieces joined together, which flatters any window. On long documents it would gain
-#   less.)
-# * **Bits per byte hardly move**, while KL and the tokens tell the systems apart by a factor of a hundred. Perplexity
-#   averages pushes up and pushes down. If the question is "is it still the same model?", ask KL.
+# * **KIVI is better than finer groups**: fewer bytes than INT4 with groups of 16, and less KL.
+# * **Much of that is the window.** With keys per token, at the same bytes, most of the gain is already there; scales per
+#   channel add to it. A comparison of a method that has a window with one that has none measures both at once. (The texts
+#   here are short pieces joined together, which favours any window. On long documents it would gain less.)
+# * **Bits per byte hardly change**, while KL tells the systems apart. Perplexity averages losses and gains. To ask whether
+#   it is still the same model, use KL.
 #
 # ### Where it loses: bytes moved
 #
 # Decoding is slow because bytes must be moved, and a smaller cache has fewer. So is it faster? Count what one decode step
-# really moves in PyTorch: for every operation of one layer's attention, the bytes that it reads and writes.
+# moves in PyTorch: for every operation of one layer's attention, the bytes that it reads and writes.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -721,22 +741,23 @@ for label, layout in (("float16", PagedKVCache), ("INT8", PagedInt8KVCache), ("I
         f"{label:8} stored {stored / 1024:5.0f} KiB, moved {counter.total / 1024:5.0f} KiB, {counter.total / moved['float16']:.1f} times float16"
     )
 reveal("l04.moved", round(moved["INT8"] / moved["float16"]))
+claim("INT8 and INT4 move several times the bytes of float16.", 5 * moved["float16"] < moved["INT8"] < moved["INT4"])
 
 # %% [markdown]
-# **Dequantising everything at every step moves more bytes, not fewer.** Codes are read once, and the numbers made of them
-# are written and read again, in float32 on the way. In PyTorch a quantised cache buys *room* (more requests, longer
-# texts) and pays with time. To gain time as well, the attention kernel must read the codes itself and make numbers of
-# them in registers; lesson 9 builds one, and the engine's compiled step has one for the CPU. Then the moved bytes are the
-# stored ones.
+# **Dequantising everything at every step moves more bytes, not fewer.** Codes are read once; then they become numbers, in
+# float32 on the way, which are written and read again. In PyTorch a quantised cache saves *room* (more requests, longer
+# texts) and costs time. To save time as well, the attention kernel must read the codes itself and dequantise them in
+# registers. Lesson 9 builds such a kernel, and the engine's compiled step has one for the CPU. Then the bytes moved are
+# the bytes stored.
 #
 # It also loses where heads are narrow (the table of exercise 4), where contexts are short (KIVI's window is then most
 # of the cache), and where text must not change: INT8 is not exact.
 #
 # ## Break it
 #
-# An article's sample of an INT8 cache, retold in our words: it divides by `amax / 127` whatever that is; it keeps one
-# row counter and moves it on at the end of *every layer's* update; and it stores one row per update, so a prompt cannot
-# enter at once. Two of its mistakes are below, with four that people make elsewhere.
+# An article's sample of an INT8 cache, in our own words: it divides by `amax / 127` even if that is 0; it keeps one row
+# counter and advances it at the end of *every layer's* update; and it stores one row per update, so a prompt cannot be
+# stored at once. Two of its mistakes are below, with four that are made elsewhere.
 #
 # Four checks look at each. `half a step`: is $|x - \hat x| \le s/2$ everywhere? `zeros`: can a row of zeros be
 # stored, with a scale that one can divide by? `pieces`: does a prompt in two pieces give the same codes as in one? `tokens`:
@@ -758,7 +779,7 @@ class ScaleOfZero(MyInt8):
 
 
 class RowPerLayer(MyInt8):
-    """The sample's counter, moved on by every layer: layer l of token t goes to row t·L + l."""
+    """The sample's counter, advanced by every layer: layer l of token t goes to row t·L + l."""
 
     rows = 0
 
@@ -767,7 +788,7 @@ class RowPerLayer(MyInt8):
         if layer == 0 and int(batch.positions[0]) == 0:
             self.rows = 0
             for pool in (*self.keys, *self.values):
-                pool.zero_()  # as a new text would find it
+                pool.zero_()  # a new text begins with an empty cache
         slots = (first + self.rows + torch.arange(len(k))) % self.shape[0]
         self.rows += len(k)
         return super().attend(layer, q, k, v, replace(batch, slot_mapping=slots))
@@ -810,7 +831,7 @@ brief = replace(greedy, max_tokens=16)
 
 
 def tokens_of(kind) -> list[list[int]]:
-    """One request after the other, so that the sample's single counter has a chance."""
+    """One request after the other, which is all that the sample's single counter allows."""
     options = {"max_num_seqs": 1, "enable_prefix_caching": False, "num_kv_blocks": 128}
     engine = LLM(NAME, **PLAIN, **options, kv_cache_config={"layout": kind})
     return [output.outputs[0].token_ids for output in engine.generate(short, brief, use_tqdm=False)]
@@ -828,20 +849,28 @@ def look_at(kind) -> tuple[bool, bool, bool]:
     return within, bool((scale > 0).all()), same
 
 
-right_tokens = tokens_of(Right)
+right_tokens, verdicts = tokens_of(Right), {}
 print(f"{'':16} half a step   zeros    pieces   tokens")
 for kind in (Right, ScaleOfZero, RowPerLayer, ScalePerStep, Truncates, Levels128, NeighboursScale):
     words = ["ok" if passed else "WRONG" for passed in look_at(kind)]
     same = sum(a == b for a, b in zip(tokens_of(kind), right_tokens, strict=True))
     print(f"{kind.__name__:16} {words[0]:13} {words[1]:8} {words[2]:8} {same} of {len(right_tokens)} texts")
+    verdicts[kind.__name__] = (words.count("ok") == 3, same)
+unseen = [name for name, (_, same) in verdicts.items() if name != "Right" and same == len(right_tokens)]
+claim("Four of the six wrong caches write every text right.", len(unseen) == 4, measured=True)
+claim("Each of these four fails one of the first three checks.", not any(verdicts[name][0] for name in unseen))
+claim(
+    "RowPerLayer passes the first three checks and gets no text right.",
+    verdicts["RowPerLayer"] == (True, 0),
+    measured=True,
+)
 
 # %% [markdown]
-# Quantisation is where tests by tokens are weakest. Its mistakes make numbers a little worse, and the model forgives:
-# four of the six wrong caches write the right texts to the last token. The bound of half a step, three lines of test,
-# catches what hours of reading output would not. The counter is the opposite: each number is as good as it should be,
-# only in the wrong *place*, and there the tokens fall apart.
+# For quantisation, tests that compare tokens are at their weakest. Its mistakes make numbers a little worse, and the model
+# tolerates that. The bound of half a step, three lines of test, finds what reading hours of output would not. The counter
+# is the opposite: each number is as exact as it should be, only in the wrong *place*, and no text is right.
 #
-# What does a scale of zero really do? $0/0$ is NaN, and then NaN becomes an integer, for which no result is defined:
+# What does a scale of zero do? $0/0$ is NaN, and then NaN becomes an integer, for which no result is defined:
 
 # %%
 row = torch.zeros(4)
@@ -850,14 +879,14 @@ print("0 / 0 before the cast:", quotient.tolist())
 print("kept as numbers (an fp8 cache, or one that only pretends to quantise):", float((quotient * 0).sum()))
 
 # %% [markdown]
-# Many CPUs turn NaN into code 0, and 0 · 0 is 0 again: the sample would pass on them by luck, and the next machine
-# decides differently. A NaN that is kept poisons the softmax, and with it every token after it.
+# Many CPUs turn NaN into code 0, and 0 · 0 is 0 again: there the sample works by luck, and on another machine it may not.
+# A NaN that is kept makes the whole softmax NaN, and with it every token after it.
 #
 # ## In the field
 #
 # | system | what it does |
 # |---|---|
-# | vLLM | `kv_cache_dtype="fp8"`: 8-bit floats with calibrated scales, turned into numbers inside the attention kernel |
+# | vLLM | `kv_cache_dtype="fp8"`: 8-bit floats with calibrated scales, dequantised inside the attention kernel |
 # | SGLang | fp8 as well, and 4-bit floats on hardware that has them |
 # | TensorRT-LLM | INT8 and fp8, scales from calibration |
 # | llama.cpp | `-ctk q8_0`, `-ctv q4_0`: blocks of 32 numbers along the head with one float16 scale, for keys and values separately |
@@ -868,22 +897,22 @@ print("kept as numbers (an fp8 cache, or one that only pretends to quantise):", 
 # | claim | what is so | tested where |
 # |---|---|---|
 # | INT8 2×, INT4 4× | 1.97× and 3.88× at width 128, 1.88× and 3.56× at width 32; less again with groups | exercise 4 |
-# | "zero quality loss", "nearly lossless" | INT8 changes the likeliest token at under one place in a hundred; INT4 without groups at about one in ten | exercise 1, bytes against KL |
+# | "zero quality loss", "nearly lossless" | INT8 changes the most probable token at less than 2 places in 100; INT4 without groups at 5 to 15 | bytes against KL |
 # | a smaller cache is a faster cache | a smaller cache is a *smaller* cache; in PyTorch it moves several times the bytes | bytes moved |
-# | per-channel scales are needed for quality | at four bits they take off about a third of the KL here; at eight bits it is small without them | bytes against KL |
+# | per-channel scales are needed for quality | at four bits they remove a part of the KL here, the window more; at eight bits KL is small without them | bytes against KL |
 # | the sample INT8 cache | divides by zero, writes one row per layer and token, takes one token at a time | break it |
 #
 # **Papers.** Liu et al. 2024, *KIVI* (keys per channel, values per token, the window). Hooper et al. 2024, *KVQuant*
 # (keys before RoPE, outliers kept apart). Dettmers et al. 2022, *LLM.int8()* (where outlier channels were first
-# described). Tiwari et al. 2025, *QuantSpec* (lesson 12 uses an INT4 cache to draft with).
+# described). Tiwari et al. 2025, *QuantSpec* (an INT4 cache to draft with, in speculative decoding).
 #
 # ## Recap
 #
 # 1. A code times a stored scale: every number is off by at most half a step, if you divide by what you store.
-# 2. Scales are bytes too: INT8 is 1.97× and not 2×, and narrow heads pay more.
-# 3. Each bit less costs about four times the KL. Keys suffer more than values, because their large numbers lie in channels:
-#    give those their own scales, and know how much of the gain is the window's.
-# 4. Test quantisation by its bound; tokens forgive nearly everything.
+# 2. Scales are bytes too: INT8 saves 1.97× and not 2×, and less with narrow heads.
+# 3. Each bit less costs about four times the KL. Keys lose more than values, because their large numbers are in channels:
+#    give those their own scales, and measure how much of the gain is the window's.
+# 4. Test quantisation by its bound; tokens hide nearly every mistake.
 # 5. Dequantising in PyTorch saves room and costs time. Saving both needs a kernel that reads codes.
 #
 # **Next:** lesson 5 takes bits from the weights, which every step reads as well.

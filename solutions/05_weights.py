@@ -11,16 +11,16 @@
 #
 # **Question.** *The weights are most of what a step reads. What happens if we read a quarter of them?*
 #
-# Lesson 3 showed what a decode step of a small batch waits for: every weight is read once, to be used once or a few
-# times. Arithmetic is idle meanwhile. So store the weights in fewer bits: 8 instead of 32 is a quarter, 4 is an eighth.
-# A weight is only a number between its neighbours, and a model is full of slack. How much slack?
+# Lesson 3 showed what limits a decode step of a small batch: every weight is read, to be used once or a few times, and
+# arithmetic is idle meanwhile. So store the weights in fewer bits: 8 instead of 32 is a quarter, 4 is an eighth. A model
+# still works when its weights change a little. How much can they change?
 #
 # You build five pieces, from plain rounding to the ideas of AWQ and SqueezeLLM. Each runs inside the real model in place
-# of its linear layers, and two meters say what it did: bits per weight, and how far the model's predictions have moved.
+# of its linear layers, and two numbers say what it did: bits per weight, and how far the model's predictions moved.
 #
 # You need lesson 1 (what a linear layer does) and lesson 3 (why bytes are time). Everything runs on a laptop's CPU. The
-# engine runs its steps in plain PyTorch here (`enforce_eager=True`): then its layers can be replaced by yours, and what you
-# count is what runs. Lesson 15 brings its compiled step.
+# engine runs its steps in plain PyTorch here (`enforce_eager=True`), so that its layers can be replaced by yours and what
+# you count is what runs. (By default the engine runs a compiled step, which lesson 15 uses.)
 
 # %%
 import os
@@ -34,7 +34,7 @@ from minillm.bench.prompts import calibration_prompts, evaluation_prompts
 from minillm.ops.linear import linear
 from minillm.quantization.calibration import calibrate
 from minillm.quantization.model import decoder_linears
-from minillm.teaching import check, hint, predict, reveal, use
+from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.viz.charts import Axis, LineChart, Series
 
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
@@ -62,6 +62,7 @@ cache_bytes = 512 * 2 * config.num_layers * config.kv_size * 4
 total = linear_bytes + embedding_bytes + cache_bytes
 for label, size in (("linears", linear_bytes), ("logits", embedding_bytes), ("KV cache", cache_bytes)):
     print(f"{label:10} {size / 1e6:5.1f} MB  {size / total:4.0%}")
+claim("The linears are most of what a step reads.", linear_bytes > total / 2)
 
 # %% [markdown]
 # ## Predict
@@ -72,7 +73,7 @@ for label, size in (("linears", linear_bytes), ("logits", embedding_bytes), ("KV
 #    all included?
 # 2. From 8 bits to 4, the steps between levels become 16 times as wide. How many times larger is the KL, the distance
 #    between the model's predictions and the original's?
-# 3. INT8 weights are a quarter of float32. One decode step in *plain PyTorch*, which turns codes into numbers and then
+# 3. INT8 weights are a quarter of float32. One decode step in *plain PyTorch*, which dequantises the codes and then
 #    multiplies: how long does it take, as a multiple of the step in float32?
 
 # %%
@@ -119,12 +120,12 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 check("l05.quantise_rows")
 
 # %% [markdown]
-# Stuck? `hint("l05.quantise_rows", 1)`, then 2, then 3: each says more.
+# Stuck? `hint("l05.quantise_rows", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
 # ### See: your codes in the engine
 #
-# A `Replacement` stands where a linear layer stood. `keep` is called once with the weight, `product` at every step, and
-# the weight itself is gone. Below, all linears of the running engine are replaced, and it writes.
+# A `Replacement` takes the place of a linear layer. `keep` is called once with the weight, `product` at every step; the
+# weight itself is not stored. Below, all linears of the running engine are replaced, and it generates.
 
 
 # %%
@@ -183,13 +184,15 @@ int8_tokens = written(llm)
 same = sum(a == b for a, b in zip(int8_tokens, exact_tokens, strict=True))
 print(f"{same} of {len(prompts)} texts of 32 tokens are those of float32")
 own = LLM(NAME, **PLAIN, quantization="int8")
-own.engine.runner.model.lm_head = model.lm_head  # the engine rounds this one as well; more of that below
-print("the same as the engine's own INT8:", int8_tokens == written(own))
+own.engine.runner.model.lm_head = model.lm_head  # the engine rounds this one as well; more about that below
+claim("The engine's own INT8 writes the same texts.", int8_tokens == written(own))
+claim("At most a few texts change.", same >= len(prompts) - 3, measured=True)
+del own  # it holds its own copy of the weights
 
 # %% [markdown]
-# Not bit for bit the same model, but close to it. Whether the other texts are *worse* is a question for the meter. It is
-# that of lesson 4: held-out text goes through the model, and its predictions are compared with those of float32. **KL**
-# is 0 when nothing has changed; bits per byte say how well the text itself is predicted.
+# Not bit for bit the same model, but close to it. Whether a changed text is *worse* is another question, and the
+# measure for it is that of lesson 4: held-out text goes through the model, and its predictions are compared with those
+# of float32. The **KL** divergence is 0 when nothing has changed; bits per byte say how well the text is predicted.
 
 # %%
 quality.CHUNK = 128  # half a row of text in one step
@@ -222,17 +225,17 @@ def show(label: str, bits: float, found: quality.Quality) -> None:
 print(f"{len(texts.targets)} tokens; KL in thousandths of a nat per token")
 row("float32", None)
 row("INT8, yours", Int8)
+claim("INT8 weights: a KL below 0.0004 nats per token.", table["INT8, yours"][1] < 4e-4, measured=True)
 
 # %% [markdown]
-# A KL of about 0.0002 nats per token, and bits per byte do not change in the second digit. For most uses, INT8 weights
-# with a scale per row are all one needs. (With one scale per *tensor*, rows of small weights would get few codes; that
-# mistake is in the table at the end.)
+# Bits per byte do not even change in the second digit. For most uses, INT8 weights with a scale per row are enough.
+# (With one scale per *tensor*, rows of small weights would get few codes; that mistake is in the table at the end.)
 #
 # ### Exercise 2: multiply whole numbers
 #
-# The product above was still one of floats. Processors multiply 8-bit integers two to four times as fast. For that the
-# activations must be codes too, and they are not known in advance, so they are rounded when they come: *dynamic*
-# quantisation. Each **token** gets a scale of its own:
+# The product above was still one of floats. Processors with instructions for it multiply 8-bit integers two to four times
+# as fast (data sheets; not measured here). For that the activations must be codes too. They are not known in advance, so
+# they are rounded at every step: *dynamic* quantisation. Each **token** gets a scale of its own:
 #
 # $$y_{ti} = \sum_j (c^x_{tj}\,s^x_t)\,(c^w_{ij}\,s^w_i) = s^x_t\, s^w_i \sum_j c^x_{tj}\, c^w_{ij}$$
 #
@@ -273,21 +276,24 @@ class W8A8(Int8):
 
 
 row("W8A8, yours", W8A8)
+times = table["W8A8, yours"][1] / table["INT8, yours"][1]
+print(f"rounding the activations as well: {times:.0f} times the KL")
+claim("Rounding the activations costs several times as much KL as rounding the weights.", 3 < times < 15, measured=True)
 
 # %% [markdown]
-# The same bits in memory, and several times the KL: rounding the activations costs more than rounding the weights. In a
-# row of weights the numbers are of similar size; in a token's activations they are not. More on that below.
+# The bits in memory are the same. In a row of weights the numbers are of similar size; in a token's activations they are
+# not. More about that below.
 #
 # ### Exercise 3: four bits, in groups
 #
-# With 4 bits there are 16 levels, and a single large weight takes them from its whole row. So let fewer weights share a
-# scale: **groups** of neighbours along the input. And since a group may be lopsided, spend the levels between its own
-# ends, with a *zero point* $z$, the code that stands for 0:
+# With 4 bits there are 16 levels, and a single large weight makes them coarse for its whole row. So let fewer weights
+# share a scale: **groups** of neighbours along the input. And since a group need not be symmetric around 0, place the
+# levels between its own minimum and maximum, with a *zero point* $z$, the code that stands for 0:
 #
 # $$s = \frac{\max - \min}{15}, \qquad z = \operatorname{round}(-\min / s), \qquad
 # c = \operatorname{round}(w / s) + z \in 0 \dots 15, \qquad \hat w = (c - z)\,s$$
 #
-# 0 must be a level (a weight of zero stays zero), so a range that does not contain 0 is widened until it does. The scale
+# 0 must be a level (a weight of zero stays zero), so a range that does not contain 0 is extended until it does. The scale
 # is *stored* in float16; divide by the stored one. This is *round to nearest*, RTN, the baseline of every paper.
 
 
@@ -305,7 +311,7 @@ def quantise_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Te
     grouped = weight.unflatten(1, (-1, group_size))
     low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
     scale = ((high - low) / 15).half()
-    scale = torch.where(scale > 0, scale, 1.0).half()
+    scale = torch.where(scale > 0, scale, 1.0)
     zero = (-low / scale.float()).round().clamp(0, 15)
     codes = ((grouped / scale.float()[..., None]).round() + zero[..., None]).clamp(0, 15)
     return codes.flatten(1).to(torch.uint8), scale, zero.to(torch.uint8)
@@ -351,21 +357,29 @@ for size in (128, 64, 32):
 reveal("l05.bits", round(table["INT4, groups of 128"][0], 2))
 growth = table["INT4, groups of 128"][1] / table["INT8, yours"][1]
 reveal("l05.kl", round(growth, -1))
+by_groups = [table[f"INT4, groups of {size}"] for size in (128, 64, 32)]
+claim("From 8 bits to 4, the KL grows more than a hundredfold.", growth > 100, measured=True)
+claim(
+    "Smaller groups have less KL and more bits.",
+    by_groups == sorted(by_groups) and by_groups[2][1] < by_groups[1][1] < by_groups[0][1],
+    measured=True,
+)
 
 # %% [markdown]
-# Steps 16 times as wide, errors 16 times as large, and KL grows with the *square* of the error: $16^2 = 256$. Groups win
-# back a part of that. Finer groups help a little more, and cost bits: this is the line to beat.
+# Why so much? Steps are 16 times as wide, errors 16 times as large, and KL grows with the *square* of the error:
+# $16^2 = 256$. Groups and zero points win a part of that back. Every further method must do better than smaller groups
+# do at the same number of bits.
 #
 # ### Exercise 4: AWQ
 #
-# RTN treats all weights alike. But a weight's error counts as much as the activation it meets, and some input channels
+# RTN treats all weights alike. But a weight's error is multiplied by the activation, and some input channels
 # are much larger than others. *Activation-aware weight quantisation* makes the important columns of $W$ larger before
 # rounding, and $x$ smaller by the same factor:
 #
 # $$W x = (W \operatorname{diag}(s))\,(x / s) \quad\text{exactly}, \qquad
 # \text{after rounding the error of column } j \text{ is divided by } s_j$$
 #
-# as long as the column does not widen its group. How much? AWQ tries $s_j = (\operatorname{mean}_t |x_{tj}|)^a$ for
+# as long as the column does not extend the range of its group. Which $s$? AWQ tries $s_j = (\operatorname{mean}_t |x_{tj}|)^a$ for
 # several $a$, and keeps the one whose outputs on a sample of inputs are nearest to the original's. $a = 0$ is plain
 # rounding, so on that sample it never does worse.
 
@@ -437,7 +451,13 @@ class Awq(Int4):
 
 
 row("AWQ, yours", Awq)
-print("layers in which scaling helped on the sample:", sum(a > 0 for a, _ in chosen.values()), "of", len(chosen))
+helped = sum(a > 0 for a, _ in chosen.values())
+print("layers in which scaling helped on the sample:", helped, "of", len(chosen))
+claim(
+    "On its sample, scaling helps in most layers; on held-out text the KL hardly changes.",
+    helped > len(chosen) / 2 and abs(table["AWQ, yours"][1] / by_groups[0][1] - 1) < 0.15,
+    measured=True,
+)
 
 # %% [markdown]
 # ### Exercise 5: dense and sparse
@@ -491,9 +511,9 @@ row("dense + sparse, yours", DenseSparse)
 # %% [markdown]
 # ### The engine's own
 #
-# Two ideas are missing in yours. The engine's AWQ also **clips**: it tries narrower ranges for each group, which cuts the
+# Two ideas are missing in yours. The engine's AWQ also **clips**: it tries narrower ranges for each group, which clips the
 # largest weights and makes all steps finer. And SqueezeLLM replaces equal steps by a **codebook** of 16 values per row,
-# placed by k-means in which a weight counts by its squared gradient. (Gradients of four texts here, to be quick.)
+# found by k-means in which each weight is weighted by its squared gradient. (Gradients of four texts only, to be quick.)
 
 # %%
 from minillm.quantization.model import linear_bytes as bytes_of
@@ -514,6 +534,26 @@ install(None)
 gradients = calibrate(model, calibration_ids[:4], "gradients")
 engine_row("SqueezeLLM, engine", "squeezellm", gradients)
 del gradients  # as many numbers as the weights
+plain, g64 = table["INT4, groups of 128"], table["INT4, groups of 64"]
+awq, sparse, squeeze = (table[name] for name in ("AWQ, engine", "dense + sparse, yours", "SqueezeLLM, engine"))
+print(
+    f"of the KL of INT4 in groups of 128, AWQ takes off {1 - awq[1] / plain[1]:.0%}, the sparse part {1 - sparse[1] / plain[1]:.0%}"
+)
+claim(
+    "AWQ takes off less than a quarter, and hardly adds bits.",
+    0 < 1 - awq[1] / plain[1] < 0.25 and awq[0] < plain[0] + 0.1,
+    measured=True,
+)
+claim(
+    "The sparse part takes off less than a third, and costs more bits than groups of 64.",
+    0 < 1 - sparse[1] / plain[1] < 0.33 and sparse[0] > g64[0],
+    measured=True,
+)
+claim(
+    "SqueezeLLM needs more bits here than groups of 64, for no less KL.",
+    squeeze[0] > g64[0] and squeeze[1] > 0.9 * g64[1],
+    measured=True,
+)
 
 # %% [markdown]
 # ## Measure
@@ -540,17 +580,16 @@ LineChart(
 )
 
 # %% [markdown]
-# Read it honestly.
-#
-# * **INT8 is nearly free.** At 4 bits the KL is more than a hundred times larger, and still bits per byte hardly move.
-# * **Groups are hard to beat here.** AWQ, with the engine's clipping, takes off about a tenth for hardly any bits. The
-#   sparse part takes off a sixth, and costs more bits than groups of 64, which do about as well. (Where each row's
-#   share is so small, the list of row starts costs half as much as the outliers themselves.)
+# * **INT8 costs almost nothing.** At 4 bits the KL is more than a hundred times larger, and still bits per byte hardly
+#   move.
+# * **Groups are hard to beat here.** AWQ, with the engine's clipping, gains a little for hardly any bits. The sparse part
+#   gains more, but costs more bits than groups of 64, which do about as well. (Where each row has so few outliers, the
+#   list of row starts costs half as much as the outliers themselves.)
 # * **SqueezeLLM loses on narrow layers.** Sixteen values of two bytes per row are 0.67 bits per weight when a row has 384
 #   weights. At 4096, the width of a 7B model, they are 0.06, and the sum is 4.2 bits instead of 4.8.
 #
-# The papers report larger gains, on models of billions of weights. Why not here? AWQ lives on input channels that are
-# much larger than others. Look for them, and for the layers where the errors are:
+# The papers report larger gains, on models of billions of weights (quoted). Why not here? AWQ gains where some input
+# channels are much larger than others. Look for them, and for the layers where the errors are:
 
 # %%
 KINDS = {"INT8": Int8, "W8A8": W8A8, "INT4": Int4, "AWQ": Awq, "sparse": DenseSparse}
@@ -570,6 +609,14 @@ print("\nerror of a layer's output, in percent of its size, mean over the layers
 print(" " * 15 + "".join(f"{label:>8}" for label in KINDS))
 for part in dict.fromkeys(part for _, part in errors):
     print(f"  {part:13}" + "".join(f"{100 * sum(errors[k, part]) / len(errors[k, part]):8.1f}" for k in KINDS))
+w8a8 = {part: sum(found) / len(found) for (label, part), found in errors.items() if label == "W8A8"}
+worst = max(w8a8, key=w8a8.get)
+others = max(error for part, error in w8a8.items() if part != worst)
+claim(
+    f"Under W8A8, {worst} has at least twice the error of every other kind of layer.",
+    w8a8[worst] > 2 * others,
+    measured=True,
+)
 
 # %% tags=["expected"] alt="Relative output error of every layer for four kinds of linear under W8A8: qkv, o and gate_up stay near one percent in all layers, down rises to about three percent from the second layer on."
 LineChart(
@@ -581,19 +628,21 @@ LineChart(
         for (label, part), found in errors.items()
         if label == "W8A8"
     ],
-    "down_proj has about three times the error of the others.",
+    "down_proj has more than twice the error of the others.",
 )
 
 # %% [markdown]
-# Here is where W8A8's extra KL comes from: `down_proj`. Its input is a product of two things (gate times up), so most of
-# its numbers are small and a few are large, and the large ones make the steps for the whole token. Its *weights* are as
-# easy as any (see INT8). INT8 activations fail first where one number of a token is much larger than the rest.
+# Most of W8A8's extra error is in `down_proj`. Its input is a product of two numbers (gate times up), so most of its
+# numbers are small and a few are large, and the large ones set the scale for the whole token. Its *weights* are as easy
+# to round as the others (column INT8). INT8 activations fail first where one number of a token is much larger than the
+# rest.
 #
 # ### The outlier channel, made by hand
 #
-# Large models have input channels that are 20 to 100 times larger than the others, the same ones for every token. Let us
-# build a layer with one. SmoothQuant's answer is AWQ's algebra with another aim: divide the channel of $x$ by $s_j$, and
-# multiply the column of $W$, until both are about equally hard: $s_j = \sqrt{\max|x_j| / \max|W_j|}$.
+# Large models have input channels that are 20 to 100 times larger than the others, the same ones for every token (quoted
+# from the LLM.int8() and SmoothQuant papers). Build a layer with one. SmoothQuant uses AWQ's algebra with another aim:
+# divide the channel of $x$ by $s_j$, and multiply the column of $W$ by it, until both ranges are balanced:
+# $s_j = \sqrt{\max|x_j| / \max|W_j|}$.
 
 # %%
 draw = torch.Generator().manual_seed(0)
@@ -604,6 +653,7 @@ def percent_off(y: Tensor, exact: Tensor) -> float:
     return float(100 * (y - exact).norm() / exact.norm())
 
 
+measured_off = {}
 print("one channel is   INT8   W8A8   W8A8 smoothed   INT4   INT4 with AWQ (its a)       errors in percent")
 for factor in (1, 10, 100):
     outlier = x.clone()
@@ -620,18 +670,23 @@ for factor in (1, 10, 100):
         outlier @ restored(*my_groups(weight, GROUP)).T,
         (outlier / t) @ restored(*my_groups(weight * t, GROUP)).T,
     )
-    off = [percent_off(y, exact) for y in found]
+    off = measured_off[factor] = [percent_off(y, exact) for y in found]
     print(f"{factor:4} times larger {off[0]:6.1f} {off[1]:6.1f} {off[2]:15.1f} {off[3]:6.1f} {off[4]:15.1f} ({a:.1f})")
+without, with_outlier = measured_off[1], measured_off[100]
+claim(
+    "An outlier channel makes W8A8 several times worse, and smoothing makes up for it.",
+    with_outlier[1] > 3 * without[1] and with_outlier[2] < 1.2 * without[1],
+)
+claim("With an outlier channel, AWQ removes more than half of INT4's error.", with_outlier[4] < with_outlier[3] / 2)
 
 # %% [markdown]
-# With the outlier, W8A8 gets several times worse and smoothing brings it back; AWQ, which found little to do in the real
-# model, now takes off more than half of INT4's error. Both methods cure a disease. **Whether your model has it is the first
-# thing to measure.**
+# AWQ found little to gain in the real model, and gains much here. Both methods help against outlier channels. **Whether
+# your model has them is the first thing to measure.**
 #
 # ### Why the embedding comes last
 #
-# The table of token vectors is an eighth of the model's weights here, and none of your schemes touched it. Round it as
-# well, and nothing else:
+# The embedding (the table of token vectors) is an eighth of the model's weights here, and none of your schemes touched it.
+# Round it, and nothing else:
 
 # %%
 install(None)
@@ -643,27 +698,35 @@ rounded_by = {
 }
 share = vectors.numel() / (vectors.numel() + num_weights)
 print(f"the embedding is {share:.0%} of the matrices' weights")
+factors = []
 for label, linears in (("INT8", "INT8, yours"), ("INT4", "INT4, groups of 128")):
     vectors.copy_(rounded_by[label](exact_vectors))
     alone = quality.judge(reference, quality.logprobs(runner, texts), texts).mean_kl
     vectors.copy_(exact_vectors)
     per_weight = (alone / vectors.numel()) / (table[linears][1] / num_weights)
+    factors.append(per_weight)
     print(
         f"{label}: KL {1000 * alone:5.2g} from the embedding alone, {1000 * table[linears][1]:5.2g} from all linears; per weight {per_weight:.0f} times as much"
     )
 
+claim(
+    "Per weight, rounding the embedding costs about two to three times as much KL as rounding the linears.",
+    all(1.4 < factor < 4 for factor in factors),
+    measured=True,
+)
+
 # %% [markdown]
-# Per weight it costs several times as much, because one matrix is both the first thing and the last: an error there goes
-# straight into every logit, and no later layer can absorb it. And it brings less: looking up a token reads *one row*, not
-# the table. The logits do read all of it. In a model of 7B weights it is 2 to 4% of the bytes, so nearly everyone leaves
-# it in 16 bits, or takes 6 to 8. In a small model it is more, and at 8 bits the price above is a small one: with
-# `quantization="int8"` or `"w8a8"` the engine computes logits from a copy in INT8 and looks tokens up in the table as it
-# was. With INT4 it leaves both alone.
+# Per weight it costs more than a linear does, because this one matrix is both the first and the last: an error there goes
+# straight into every logit, and no later layer can absorb it. And rounding it saves less: looking up a token reads *one
+# row*, not the table. Only the logits read all of it. In a model of 7B weights it is 2 to 4% of the bytes, so most systems
+# leave it in 16 bits, or use 6 to 8. In a small model it is more, and at 8 bits its cost is small: with
+# `quantization="int8"` or `"w8a8"` the engine computes logits from a copy in INT8, and looks tokens up in the original
+# table. With INT4 it leaves both alone.
 #
 # ### Bytes, and time
 #
-# So a step reads a quarter of the bytes. Is it four times as fast? First count: bytes that the operations of PyTorch read
-# and write for each weight, in one decode step of one token.
+# A step could read a quarter of the bytes. Is it four times as fast? First count the bytes that the operations of PyTorch
+# read and write for each weight, in one decode step of one token.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -684,18 +747,21 @@ class BytesMoved(TorchDispatchMode):
 
 one = torch.randn(1, config.hidden_size, generator=draw)
 layer = original[next(iter(original))]
+moved = {}
 print("bytes per weight    stored   moved by PyTorch")
 for label, kind in (("float32", None), ("INT8", Int8), ("INT4", Int4)):
     stand_in = kind("", layer) if kind else None
     with BytesMoved() as counter:
         stand_in(one) if kind else linear(one, layer.weight)
     stored = stand_in.num_bits() / 8 / layer.weight.numel() if kind else 4.0
+    moved[label] = counter.total
     print(f"{label:16} {stored:9.2f} {counter.total / layer.weight.numel():18.0f}")
+claim("Fewer bits in memory, and more bytes moved.", moved["float32"] < moved["INT8"] < moved["INT4"])
 
 # %% [markdown]
-# **Turning codes into numbers at every step moves more bytes than float32 did.** The codes are read once; then floats are
-# made of them, written, and read again. Now in time: the engine's own schemes in plain PyTorch, one decode step of one
-# request and of 32.
+# **Dequantising at every step moves more bytes than float32 did.** The codes are read once; then they become floats, which
+# are written and read again. Now in time: the engine's own schemes in plain PyTorch, one decode step of one request and
+# of 32.
 
 # %% tags=["nbval-ignore-output"]
 import statistics
@@ -740,17 +806,28 @@ for scheme in ("int8", "w8a8", "int4"):
     print(f"{scheme:8} {size:6.2f} {slower[scheme][1]:9.1f} {slower[scheme][32]:10.1f}")
     del engine  # it holds its own copy of the weights
 reveal("l05.step", round(slower["int8"][1], 1))
+claim(
+    "INT8 and INT4 weights are slower than float32 in plain PyTorch.",
+    min(slower["int8"].values()) > 1 and min(slower["int4"].values()) > 1,
+    measured=True,
+)
+claim("W8A8 is faster than INT8.", all(slower["w8a8"][n] < slower["int8"][n] for n in (1, 32)), measured=True)
+claim(
+    "Nothing here is four times as fast.",
+    all(slower[name][n] > 0.25 for name in slower for n in (1, 32)),
+    measured=True,
+)
 
 # %% [markdown]
-# INT8 and INT4 weights: a quarter and an eighth of the bytes, and **slower** than float32. What they buy in plain PyTorch is
-# *room*: a model that did not fit in memory fits. The speed comes from kernels that read the codes directly and make
-# numbers of them in registers, so that what moves is what is stored. Lessons 8 and 9 write such kernels, and the engine's
-# compiled step has one for INT8 on the CPU (lesson 15).
+# A quarter and an eighth of the bytes, and **slower**. What INT8 and INT4 weights give in plain PyTorch is *room*: a model
+# that did not fit in memory fits. The speed comes from kernels that read the codes and dequantise them in registers, so
+# that the bytes moved are the bytes stored. Lessons 8 and 9 write such kernels, and the engine's compiled step has them
+# for the CPU (lesson 15).
 #
-# W8A8 is the exception that proves it: its product *does* read codes, where the processor has instructions for that. Then
-# it can be faster than float32 even here, though far from four times: rounding the activations is extra work, and in a
-# model this small the overhead of each call counts more than its bytes. (On a processor without such instructions the
-# engine takes the exact product in floats, and is slower.)
+# W8A8 is the one that differs: its product reads codes, where the processor has instructions for that. Then it can be as
+# fast as float32 even here, or faster, but far from four times: rounding the activations is extra work, and in a model
+# this small the overhead of each call costs more than its bytes. (On a processor without such instructions the engine
+# computes the exact product in floats, and is slower.)
 #
 # With such kernels, where would it win? *Modelled*: time is bytes over bandwidth or operations over rate, whichever is
 # longer, with the numbers from an H100's data sheet (*quoted*: 3.35 TB/s, 989 T operations a second in bf16, 1979 in INT8).
@@ -776,7 +853,7 @@ LineChart(
         )
         for label, plan in plans.items()
     ],
-    "Fewer bits help while reading is the limit; with hundreds of tokens only faster arithmetic helps.",
+    "Fewer bits help while reading is the limit; with hundreds of tokens only faster arithmetic does.",
 )
 
 # %% [markdown]
@@ -784,7 +861,7 @@ LineChart(
 #
 # * *Large batches.* From about 300 tokens in a step on, arithmetic is the limit: reading fewer bytes gains nothing, and
 #   unpacking costs. Prefill is such a step. Only W8A8 still gains there, if the hardware multiplies INT8 faster.
-# * *Tiny models.* Their weights fit into a processor's cache, their steps are overhead, and they have the least slack.
+# * *Tiny models.* Their weights fit into a processor's cache, and their steps are mostly overhead.
 # * *Outlier activations*, for W8A8.
 # * *Exactness.* Speculative decoding and caching keep the model's distribution; this changes the model.
 #
@@ -792,8 +869,8 @@ LineChart(
 #
 # Nine mistakes. Four checks look at each: `half a step`: is $|W - \hat W| \le s/2$ in a real layer? `zeros`: is a layer
 # with a row of zeros, and a token of zeros, all finite? `alone`: does a token get the same answer alone as beside a
-# hundredfold neighbour? `KL`: how many times that of the right version, on the text above? **Guess first:** which would
-# you never find by reading the model's text?
+# token that is a hundred times as large? `KL`: how many times that of the right version, on the text above? **Guess
+# first:** which would you never find by reading the model's text?
 
 
 # %%
@@ -912,6 +989,7 @@ FAMILIES = {
     Awq: (AwqForgetsX, AwqInverted),
     DenseSparse: (OutliersTwice,),
 }
+grown = {}
 print(f"{'':15} half a step   zeros   alone   KL, times the right one")
 for right, mistakes in FAMILIES.items():
     right_kl = kl_of(right)
@@ -920,15 +998,29 @@ for right, mistakes in FAMILIES.items():
         times = 1.0 if kind is right else kl_of(kind) / right_kl
         cells = within_half_a_step(made), finite_with_zeros(kind), same_alone(made)
         amount = f"{times:.2g}" if times < 1000 else "over 1000"
+        grown[kind.__name__] = times
         print(f"{kind.__name__:15} {cells[0]:13} {cells[1]:7} {cells[2]:7} {amount}")
 _ = install(None)
+upside_down = percent_off((outlier * t) @ restored(*my_groups(weight / t, GROUP)).T, exact)
+print(
+    f"AwqInverted on the layer with an outlier channel: {upside_down:.1f} percent off; plain INT4 is {with_outlier[3]:.1f}"
+)
+several = [grown[name] for name in ("Int8PerTensor", "Int8Truncates", "OneTokenScale", "AwqForgetsX", "OutliersTwice")]
+silent = [grown[name] for name in ("Int8Levels128", "ZeroScale", "AwqInverted")]
+claim(
+    "One mistake ruins the model, five cost at least twice the KL.",
+    grown["Int8Sum"] > 1000 and min(several) > 2,
+    measured=True,
+)
+claim("Three mistakes cannot be told from the right version by KL.", max(silent) < 1.3, measured=True)
+claim("AwqInverted shows on a layer with an outlier channel.", upside_down > 2 * with_outlier[3])
 
 # %% [markdown]
-# `Int8Sum` ruins the text. `AwqForgetsX` and `OutliersTwice` reach a KL of 0.2 and more, which a careful reader may notice.
-# Three others cost three to twelve times the KL of a version so good that nobody sees twelve times as much. And the last three
-# (the code that is cut, the token of zeros, the scales upside down in a model without outliers) no meter on ordinary text
-# tells from the right ones. So test the *parts*: the bound of half a step, rows and tokens of zeros, a token alone and in
-# company, and a layer built to have an outlier. The last of these catches `AwqInverted`; try it with the table above.
+# `Int8Sum` ruins the text. `AwqForgetsX` and `OutliersTwice` multiply a KL that was large already, and a careful reader may
+# notice. Three others multiply the tiny KL of INT8 and W8A8, and nobody sees that in a text. The last three (the code that
+# is clipped, the token of zeros, the inverted scales in a model without outlier channels) are as good as the right ones
+# on ordinary text. So test the *parts*: the bound of half a step, rows and tokens of zeros, a token alone and beside
+# others, and a layer built to have an outlier channel.
 #
 # ## In the field
 #
@@ -942,14 +1034,14 @@ _ = install(None)
 # | SqueezeLLM | exercise 5 and codebooks | its own kernels |
 #
 # *Marlin* is a kernel for 4-bit weights with 16-bit activations. Its authors report nearly four times float16's speed up to
-# batches of 16 to 32, and less beyond: the first line of the chart above in practice, *quoted* and not measured here.
+# batches of 16 to 32, and less beyond (quoted, not measured here): the first line of the chart above in practice.
 #
 # **Claims, and what is so.**
 #
 # | claim | what is so | tested where |
 # |---|---|---|
 # | INT8 is 2× and INT4 4× smaller than 16 bits | 1.98× and 3.85× with scales and zero points, here; and the embedding stays | exercises 1 and 3 |
-# | "no quality loss" | INT8: KL of 0.0002, and a text in twelve changes. INT4: over a hundred times that | exercises 1 and 3 |
+# | "no quality loss" | INT8: a KL below 0.0004, and at most a few texts of twelve change. INT4: more than a hundred times the KL | exercises 1 and 3 |
 # | a smaller model is a faster model | only with a kernel that reads codes; dequantising at every step moves *more* bytes | bytes, and time |
 # | AWQ, SqueezeLLM beat rounding to nearest | where there are outliers and wide rows; here groups of 64 do as well | bits against KL |
 # | 0.5% sparse values are nearly free | 0.16 bits per weight and the row starts, 0.23 in all for rows of 384 | exercise 5 |
@@ -959,11 +1051,13 @@ _ = install(None)
 #
 # ## Recap
 #
-# 1. One scale per output row leaves the sum, so INT8 weights cost one product per output and almost no quality.
-# 2. W8A8 also rounds each token by its own scale and multiplies whole numbers; one large activation spoils its token.
+# 1. One scale per output row can be multiplied in after the sum, so INT8 weights cost one product per output and almost no
+#    quality.
+# 2. W8A8 also rounds each token by its own scale and multiplies whole numbers; one large activation makes the steps
+#    coarse for its whole token.
 # 3. At 4 bits the steps are 16 times as wide: groups, scaled channels, sparse outliers and codebooks each win a part back,
-#    for bits. Count the bits, and look for outliers before you reach for a cure.
-# 4. Fewer bytes are only time saved if the kernel reads the codes, and only while bytes are the limit.
+#    for bits. Count the bits, and look for outlier channels before you choose a method against them.
+# 4. Fewer bytes save time only if the kernel reads the codes, and only while bytes are the limit.
 # 5. Models forgive wrong rounding. Test the bound, the zeros and the neighbours, not the text.
 #
 # **Next:** lesson 6 stores the keys and values of many texts in blocks, like the pages of a computer's memory.

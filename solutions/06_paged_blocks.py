@@ -11,19 +11,19 @@
 #
 # **Question.** *How can a hundred requests share one memory, when nobody knows how long any of them will become?*
 #
-# A request says how long its prompt is. How long its answer will be, nobody knows: it ends when the model says so.
-# Lesson 2 gave every text a buffer as long as it could ever become. With one user that is fine. With a hundred, most
-# of the memory is reserved for words that will never be written.
+# A request says how long its prompt is. How long its answer will be is not known until the model ends it. Lesson 2 gave
+# every text a buffer as long as it could ever become. With one user that is fine. With a hundred, most of the memory is
+# reserved for words that will never be written.
 #
 # Operating systems met this problem sixty years ago and answered it with *pages*: memory is cut into small pieces of
 # one size, and a table per process says which piece comes after which. In this lesson you build that for keys and
-# values: the allocator, the table, attention through the table, and then the two things that tables give for free:
-# requests that **share** what they have in common, and copies that are made only **on writing**. Your code runs inside
-# the engine while you watch its pages.
+# values: the allocator, the table, and attention through the table. Tables make two more things possible: requests can
+# **share** blocks with equal contents, and a copy is made only **on writing**. Your code runs inside the engine while
+# you watch its blocks.
 #
 # You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU. The engine runs its steps in plain
-# PyTorch here (`enforce_eager=True`): then your attention can take the place of its own, and the two are compared like with
-# like. Lesson 15 brings its compiled step.
+# PyTorch here (`enforce_eager=True`), so that your attention can replace its own and both are compared on equal terms.
+# (By default the engine runs a compiled step, which lesson 15 uses.)
 
 # %%
 import os
@@ -34,7 +34,8 @@ from torch.nn import functional as F
 
 from minillm import LLM, SamplingParams
 from minillm.bench.prompts import held_out_prompts
-from minillm.teaching import check, hint, predict, reveal, use
+from minillm.teaching import check, claim, hint, predict, reveal, use
+from minillm.teaching.workshop.l06_pools import average_waste, examine
 from minillm.viz import CachePagesView, LiveView
 from minillm.viz.charts import Axis, LineChart, Series
 
@@ -61,21 +62,23 @@ lengths = [len(tokenizer.encode(prompt)) + greedy.max_tokens for prompt in promp
 reserved = len(lengths) * CONTEXT
 print(f"tokens in use at the end: {sum(lengths):,}, the longest text {max(lengths)}, the shortest {min(lengths)}")
 print(f"tokens reserved: {reserved:,}, so {sum(lengths) / reserved:.0%} of the memory would be used")
+claim("Most of the reserved memory would never be used.", sum(lengths) < reserved / 2)
 
 # %% [markdown]
-# That is *internal* fragmentation: reserved, and never filled. Reserving only what each request announces would need
-# to know the answer's length, and leave holes of odd sizes where others have ended: *external* fragmentation. With
-# pieces of one size every hole fits every request, and only the last piece of each text is filled in part.
+# That is *internal* fragmentation: memory reserved and never filled. Reserving only what a request will need is not
+# possible, since the length of the answer is not known; and it would leave holes of odd sizes where other requests have
+# ended: *external* fragmentation. With pieces of one size every hole fits every request, and only the last piece of
+# each text is partly empty.
 #
 # ## Predict
 #
 # Write a number for each before you measure.
 #
-# 1. With blocks of 16 tokens, how many slots does a request waste **on average**, at a moment chosen by chance?
+# 1. With blocks of 16 tokens, how many slots does a request waste **on average** over its steps?
 # 2. Sixty-four requests begin with the same 512 tokens (a system prompt) and go on with 3 of their own. How many
 #    prompt tokens must go through the model in all?
 # 3. One user alone, nobody to share with: how many times faster does paging make the decoding of that one stream?
-#    (An article we read says 1.6.)
+#    (An article says 1.6.)
 
 # %%
 predict("l06.waste", None, unit="slots")
@@ -87,11 +90,11 @@ predict("l06.stream", None, unit="times")
 #
 # ### Exercises 1 and 2: the allocator
 #
-# The pool is a list of free block ids and, for every block, the number of its owners. Why a *number* of owners, when
-# each block is taken by one request? Because in a moment several requests will read the same block.
+# The pool is a list of free block ids and, for every block, the number of its owners, its *reference count*. Why a
+# number, when each block is taken by one request? Because soon several requests will read the same block.
 #
-# Two rules make an allocator trustworthy: an allocation happens wholly or not at all, and a block returns exactly when
-# its last owner lets go.
+# Two rules make an allocator correct: an allocation happens completely or not at all, and a block returns exactly when
+# its last owner releases it.
 
 
 # %%
@@ -136,7 +139,7 @@ def release(free: list[int], ref_counts: list[int], block_ids: list[int]) -> Non
 check("l06.release")
 
 # %% [markdown]
-# Stuck? `hint("l06.release", 1)`, then 2, then 3: each says more.
+# Stuck? `hint("l06.release", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
 # ### Exercise 3: where does token 9 live?
 #
@@ -165,7 +168,8 @@ check("l06.slot_mapping")
 # ### Exercise 4: attention through the table
 #
 # Writing is solved: new rows go to their slots. For reading, the rows must be brought into order again, because the
-# mask knows only "earlier" and "later", not slots. Gather, then attend as in lesson 2.
+# mask is about positions in the text, not about slots. Gather, then attend as in lesson 2. Read only slots that this
+# request has written: all others hold what earlier requests left there, or nothing meaningful at all.
 
 
 # %%
@@ -200,11 +204,11 @@ check("l06.gather_attention")
 # %% [markdown]
 # ### See: the engine on your code
 #
-# The engine has a seam for each of these. `block_pool_cls` takes a class with `allocate` and `free`, and
-# `ops={"paged_attention": …}` takes a function that attends for a whole batch. Both are yours now, and the engine is
-# the real one: continuous batching, chunked prefill, preemption. The pool is small on purpose.
+# The engine lets you replace each of these. `block_pool_cls` takes a class with `allocate` and `free`, and
+# `ops={"paged_attention": …}` takes a function that attends for a whole batch. Here both call your functions; the rest
+# of the engine is the real one: continuous batching, chunked prefill, preemption.
 
-# %% tags=["expected"] alt="Cache pages of four requests: each request's block table on top, the physical pages below in the colours of their owners, a usage bar and the wasted slots in numbers."
+# %%
 from minillm.cache.block_pool import BlockPool
 
 my_allocate, my_release = use("l06.allocate"), use("l06.release")
@@ -222,7 +226,7 @@ class MyPool(BlockPool):
 
 
 def my_paged_attention(q, keys, values, batch, window=None):
-    """Your attention for each request of a batch."""
+    """Your attention for each request of a batch, one after the other."""
     outputs = []
     for r, (start, end) in enumerate(zip(batch.query_start, batch.query_start[1:], strict=False)):
         table = batch.block_tables[r].tolist()
@@ -238,17 +242,23 @@ mine = LLM(
     block_pool_cls=MyPool,
     ops={"paged_attention": my_paged_attention},
 )
+
+# %% [markdown]
+# The pool has only 40 blocks. Each request's block table is on top, the blocks of the pool below.
+
+# %% tags=["expected"] alt="Cache pages of four requests: each request's block table on top, the physical pages below in the colours of their owners, a usage bar and the wasted slots in numbers."
 with mine.trace() as trace, LiveView(CachePagesView(trace), pause=0.05):
     outputs = mine.generate(prompts[:4], greedy, use_tqdm=False)
 
 # %%
 plain = llm.generate(prompts[:4], greedy, use_tqdm=False)
 same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, plain, strict=True)]
-print(f"{sum(same)} of {len(same)} requests gained the same tokens as with minillm's own pool and attention")
-print(f"blocks still held when all is over: {mine.engine.pool.num_used}")
+print(f"{sum(same)} of {len(same)} requests have the same tokens as with minillm's own pool and attention")
+print(f"blocks still held at the end: {mine.engine.pool.num_used}")
+claim("Your pool and attention change no token, and no block is lost.", all(same) and not mine.engine.pool.num_used)
 
 # %% [markdown]
-# Look at the tables on top of the picture: the numbers in a table are not in a row, and nobody minds. That is all
+# Look at the tables at the top of the picture: the blocks of a table need not be consecutive. That is all that
 # "non-contiguous" means.
 #
 # ### Exercise 5: the same beginning
@@ -257,13 +267,13 @@ print(f"blocks still held when all is over: {mine.engine.pool.num_used}")
 # tokens up to their own, so equal beginnings have equal keys and values, and **two tables may point to one block**.
 # The question is how to find it.
 #
-# Give every *full* block a name that stands for its contents *and everything before it*:
+# Give every *full* block a hash of its contents *and of everything before it*:
 #
-# $$\text{name}_i = H(\text{name}_{i-1},\ \text{tokens of block } i), \qquad \text{name}_{-1} = H(\text{salt})$$
+# $$\text{hash}_i = H(\text{hash}_{i-1},\ \text{tokens of block } i), \qquad \text{hash}_{-1} = H(\text{salt})$$
 #
-# `block_name(parent, tokens)` and `root_name(salt)` do the hashing (SHA-256, so that nobody can construct two texts
-# with one name). You walk the chain. Stop at the first unknown name; what comes after a gap cannot be known. And leave
-# at least the last token to compute: its logits are what the request came for.
+# `block_name(parent, tokens)` and `root_name(salt)` compute it (SHA-256, so that nobody can construct two texts with
+# one hash; the hash serves as the block's name). You walk the chain of hashes. Stop at the first that is unknown: after
+# a gap nothing can be shared. And leave at least the last token to compute, because its logits are needed.
 
 # %%
 from minillm.cache.prefix import block_name, root_name
@@ -272,10 +282,10 @@ from minillm.cache.prefix import block_name, root_name
 def find_prefix(token_ids: list[int], known: dict[bytes, int], block_size: int, salt: str) -> list[int]:
     """Blocks that hold the beginning of the text already, in order; never one that contains the last token.
 
-    known:   name of a full block's contents → the id of a block that holds them
+    known:   hash of a full block → the id of a block with these contents
     returns: block ids, perhaps none
 
-    Example: 12 tokens, block_size 4, all three names known: the first two blocks. The third has the last token in it.
+    Example: 12 tokens, block_size 4, all three hashes known: the first two blocks. The third has the last token in it.
     """
     ### BEGIN SOLUTION
     found = []
@@ -295,8 +305,8 @@ check("l06.find_prefix")
 # %% [markdown]
 # ### Exercise 6: copy on write
 #
-# `n=3` asks for three completions of one prompt. They share its blocks, and the last of those is usually filled only in
-# part. Whoever writes into it first would scribble into the memory of the others. So before a request writes into a
+# `n=3` asks for three completions of one prompt. They share its blocks, and the last of those is usually only partly
+# filled. If one of them wrote into it, it would overwrite what the others read. So before a request writes into a
 # block, it makes sure that it is the only owner; if it is not, it moves to a copy.
 
 
@@ -335,11 +345,10 @@ check("l06.own_block")
 # %% [markdown]
 # ### See: shared pages
 #
-# Both run inside the engine through a scheduler of ours (`scheduler_cls`): it asks *your* `find_prefix` which blocks a
-# new request can share, and *your* `own_block` before anybody writes into a shared one. Four requests with one
-# beginning; the last of them wants three completions.
+# Both run inside the engine through a scheduler (`scheduler_cls`): it asks *your* `find_prefix` which blocks a new request
+# can share, and calls *your* `own_block` before a request writes into a shared one.
 
-# %% tags=["expected"] alt="Cache pages: the pages of the common beginning carry the outlines of all owners and a reference count; the three completions of the last prompt share its pages except the last one, of which each has a copy."
+# %%
 from minillm.engine.scheduler import Found, Scheduler
 from minillm.trace import BlockCopied, BlocksShared, StepRan
 
@@ -349,7 +358,7 @@ my_find, my_own = use("l06.find_prefix"), use("l06.own_block")
 class MyScheduler(Scheduler):
     """The engine's scheduler with your prefix search and your copy on write."""
 
-    cache = None  # the engine's paged cache, put here below: own_block must copy keys and values
+    cache = None  # the engine's paged cache, set below: own_block copies keys and values in it
 
     def _find_blocks(self, request):
         if request.fork_of is not None and not request.fork_of.finished:
@@ -366,6 +375,10 @@ class MyScheduler(Scheduler):
         self.emit(BlockCopied(request.request_id, source, request.block_table[index]))
 
 
+# %% [markdown]
+# Four requests with one beginning; the last of them asks for three completions.
+
+# %%
 beginning = 'class Inventory:\n    """Counts of the things in a shop, by name."""\n\n    def __init__(self):\n        self.counts = {}\n\n'
 endings = ["    def add(self, name", "    def remove(self, name", "    def total(self", "    def names(self"]
 llm = mine = None  # let go of them: each engine holds its own copy of the weights
@@ -373,6 +386,8 @@ sharing = LLM(NAME, **PLAIN, num_kv_blocks=40, scheduler_cls=MyScheduler, enable
 MyScheduler.cache = sharing.engine.runner.cache
 several = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
 params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3 + [several]
+
+# %% tags=["expected"] alt="Cache pages: the pages of the common beginning carry the outlines of all owners and a reference count; the three completions of the last prompt share its pages except the last one, of which each has a copy."
 with sharing.trace() as trace, LiveView(CachePagesView(trace), pause=0.05):
     outputs = sharing.generate([beginning + ending for ending in endings], params, use_tqdm=False)
 
@@ -380,10 +395,13 @@ with sharing.trace() as trace, LiveView(CachePagesView(trace), pause=0.05):
 shared = trace.of(BlocksShared)
 computed = sum(w.num_tokens for step in trace.of(StepRan) for w in step.work if w.kind == "prefill")
 asked = sum(len(o.prompt_token_ids) * len(o.outputs) for o in outputs)
+found = sum(e.num_tokens for e in shared)
 print(f"{asked} prompt tokens were asked for, {computed} went through the model")
 print(
-    f"{sum(e.num_tokens for e in shared)} were found: {len(shared)} requests share blocks, {len(trace.of(BlockCopied))} copied one before writing"
+    f"{found} were found: {len(shared)} requests share blocks, {len(trace.of(BlockCopied))} copied one before writing"
 )
+claim("What was not computed was found.", computed + found == asked)
+claim("More than half of the prompt tokens were found.", found > asked / 2)
 
 # %% [markdown]
 # A trace can be drawn at any step. Here is the one in which the completions part.
@@ -407,10 +425,9 @@ from minillm.viz import ReplayWidget
 ReplayWidget(CachePagesView(trace))
 
 # %% [markdown]
-# Something subtle happened in the first step: the four requests arrived together, nothing was cached, and still the
-# beginning was computed once. A block gets its name when it is *scheduled*, not when it is done, and every layer stores
-# all new keys of the step before it attends. So the second request can read, in the very same forward, what the first
-# one is just writing.
+# The four requests arrived together, when nothing was cached, and still the beginning was computed once. How? A block can
+# be found as soon as it is *scheduled*, not only when it is computed, and every layer stores all new keys of the step
+# before it attends. So the second request reads, in the same forward, what the first one writes.
 #
 # ## Measure
 #
@@ -421,37 +438,35 @@ ReplayWidget(CachePagesView(trace))
 
 # %%
 sharing = MyScheduler.cache = None
-
-
-def average_waste(block_size: int) -> tuple[float, float]:
-    """Mean over all steps of: wasted slots per running request, and the filled part of the allocated slots."""
-    engine = LLM(NAME, **PLAIN, block_size=block_size, enable_prefix_caching=False)
-    requests = engine.submit(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
-    wasted, used, running = 0, 0, 0
-    while engine.engine.has_requests:
-        engine.engine.step()
-        for request in requests:
-            if not request.finished:
-                allocated = len(request.block_table) * block_size
-                wasted += allocated - request.num_computed_tokens
-                used += allocated
-                running += 1
-    return wasted / running, 1 - wasted / used
-
-
 SIZES = (1, 4, 16, 64, 256)
-measured = {size: average_waste(size) for size in SIZES}
+measured = {}
+for size in SIZES:
+    engine = LLM(NAME, **PLAIN, block_size=size, enable_prefix_caching=False)
+    measured[size] = average_waste(engine, prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    del engine
 print("block size   wasted slots per request   filled")
 for size, (waste, filled) in measured.items():
     print(f"{size:10} {waste:26.1f} {filled:8.0%}")
 reveal("l06.waste", round(measured[16][0], 1))
 print(f"a buffer for the whole context, as in lesson 2, would be filled to {sum(lengths) / reserved:.0%}")
+short = sum(length - 16 < 256 for length in lengths)
+print(f"{short} of the {len(lengths)} texts are shorter than 256 tokens here")
+claim(
+    "Up to blocks of 64, a request wastes about half a block.",
+    all(abs(measured[size][0] - (size - 1) / 2) < size / 10 for size in SIZES[:4]),
+)
+claim(
+    "Of a block of 256 it wastes about two thirds: nearly every text fits into one.",
+    0.6 < measured[256][0] / 256 < 0.75,
+)
 
 # %% [markdown]
-# About half a block each, as chance has it. Small blocks waste nothing, so why not blocks of one token? Because the
-# table has an entry for every block, the allocator works for each of them, a block is what can be found by name
-# (short ones are found more often), and a kernel that reads 16 neighbours in memory at once reads faster than one that
-# jumps. vLLM and this engine take 16.
+# A text ends anywhere in its last block, so half a block is wasted on average, as long as texts are several blocks long.
+# Blocks of 256 are longer than nearly all texts here: then the block is as bad as a buffer.
+#
+# Small blocks waste little, so why not blocks of one token? Because the table has an entry for every block, the allocator
+# works for each of them, every block needs a hash, and a kernel reads 16 neighbouring rows faster than 16 scattered ones.
+# (Short blocks have one more advantage: an equal beginning is found to its last full block.) vLLM and this engine use 16.
 #
 # ### How many requests fit
 #
@@ -469,17 +484,21 @@ for label, options in layouts.items():
     steps[label] = len(trace.of(StepRan))
     most[label] = max(len(step.work) for step in trace.of(StepRan))
     del engine
-print("the same tokens:", texts["contiguous"] == texts["paged"])
 for label in layouts:
     print(f"{label:10}  at most {most[label]:2} requests at once, {steps[label]:3} steps for all 24")
 print(
     f"in the same {budget / 2**20:.0f} MiB, paging runs {most['paged'] / most['contiguous']:.0f} times as many at once"
 )
+claim("Both write the same tokens.", texts["contiguous"] == texts["paged"])
+claim(
+    "Paging runs several times as many at once, in several times fewer steps.",
+    most["paged"] > 3 * most["contiguous"] and 3 * steps["paged"] < steps["contiguous"],
+)
 
 # %% [markdown]
 # Fewer steps for the same work means that each step serves more requests, and every step reads the weights once
-# (lesson 3). *That* is where the 2 to 4 times of the PagedAttention paper come from: not from faster attention, but
-# from a larger batch in the same memory.
+# (lesson 3). The PagedAttention paper reports 2 to 4 times the throughput of other systems (quoted). It comes from this:
+# not from faster attention, but from a larger batch in the same memory.
 #
 # ### Sixty-four requests, one beginning
 
@@ -493,13 +512,14 @@ with shared_llm.trace() as trace:
     outputs = shared_llm.generate(requests, one, use_tqdm=False)
 computed = sum(w.num_tokens for step in trace.of(StepRan) for w in step.work)
 print(f"{64 * 515:,} prompt tokens asked for, {computed} computed: 512 + 64 · 3 = {512 + 64 * 3}")
+claim("The common beginning is computed once, and each request's own tokens once.", computed == 512 + 64 * 3)
 reveal("l06.prefix", computed)
 
 # %% [markdown]
 # ### One stream alone
 #
 # And now the third prediction. One request, nobody to share with, the same engine with its cache in one piece, in
-# blocks of 16 and in blocks of 1. Timed in turn; the ratio is what counts.
+# blocks of 16 and in blocks of 1. The three are timed alternately; only the ratios matter.
 
 # %% tags=["nbval-ignore-output"]
 import statistics
@@ -526,147 +546,70 @@ speed = {
 for label, ratio in speed.items():
     print(f"{label:13} {ratio:.2f} times the speed of a cache in one piece")
 reveal("l06.stream", round(speed["blocks of 16"], 2))
+claim(
+    "One stream is about as fast in blocks as in one piece, not 1.6 times as fast.",
+    all(0.7 < ratio < 1.35 for ratio in speed.values()),
+    measured=True,
+)
 
 # %% [markdown]
-# **Where paging loses.** Alone, it gains nothing: the same numbers are read, only from more places, and somebody has to
-# look up where. On a GPU a good kernel hides the look-up; nothing turns it into a gain. The same holds for requests
-# that all have the same length, known before: then reserving is exact, and a table is overhead. Paging pays when
-# *many* requests of *unknown* length compete for memory. So does sharing: requests without a common beginning pay a
-# hash per block and get nothing back.
+# **Where paging loses.** For one stream it gains nothing: the same numbers are read from more places, and each place must
+# be looked up. On a GPU a good kernel hides the look-up, but nothing turns it into a gain. The same holds for requests
+# that all have the same length, known in advance: then reserving is exact, and a table is overhead. Paging pays when
+# *many* requests of *unknown* length compete for memory. Sharing has a cost, too: requests without a common beginning
+# pay a hash per block and find nothing.
 #
 # ## Break it
 #
-# Six pools and schedulers with one mistake each. They run eight requests with a common beginning, two of them with
-# two completions, in a pool so small that blocks are taken away and used again. Three checks look at each: the same
-# tokens as every request alone, the books of the pool after every step (`check_integrity`: free + used = all, reference
-# counts = owners), and no block left behind at the end. **Guess first:** which mistakes are caught only by tokens, and
-# which only by the books?
+# Five schedulers with one mistake each. They run eight requests with a common beginning, two of them with two completions,
+# in a pool so small that blocks are taken away and used again. Three checks look at each: are the tokens those of every
+# request alone; do the books of the pool balance after every step (`check_integrity`: free + used = all, reference
+# counts = owners); and is no block left behind at the end? **Guess first:** which mistakes are caught only by tokens,
+# and which only by the books?
 
 # %%
-import minillm.cache.prefix as prefix
+from minillm.teaching.workshop.l06_broken import BROKEN
 
+for kind in BROKEN:
+    print(f"{kind.__name__:15} {kind.__doc__}")
+
+# %%
 alone = engine = None
-
-
-class Right(Scheduler):
-    """No mistake."""
-
-
-class NoCopyOnWrite(Scheduler):
-    """Writes into a shared block as if it were its own."""
-
-    def _extend(self, request, start, num_tokens):
-        counts = self.pool._ref_counts
-        self.pool._ref_counts = [min(count, 1) for count in counts]  # look away while the question is asked
-        try:
-            before = list(self.pool._ref_counts)
-            extended = super()._extend(request, start, num_tokens)
-            changed = {
-                b: new for b, (old, new) in enumerate(zip(before, self.pool._ref_counts, strict=True)) if old != new
-            }
-        finally:
-            self.pool._ref_counts = counts
-        for block, count in changed.items():
-            counts[block] = count
-        return extended
-
-
-class EmptyCopy(Scheduler):
-    """Takes a new block on writing, and forgets to copy what was in the old one."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.copy_blocks = lambda pairs: None
-
-
-class SharesHalfFull(Scheduler):
-    """Also gives names to blocks that are filled only in part, by the tokens they will hold later."""
-
-    def _name_full_blocks(self, request, start, end):
-        super()._name_full_blocks(request, start, min(end + self.pool.block_size - 1, request.num_tokens))
-
-
-class ForgetsParents(Scheduler):
-    """Names a block by its own tokens alone."""
-
-    def _name_full_blocks(self, request, start, end):
-        own_names(request, self.pool.block_size)
-        super()._name_full_blocks(request, start, end)
-
-    def _find_blocks(self, request):
-        own_names(request, self.pool.block_size)
-        return super()._find_blocks(request)
-
-
-class Leaks(Scheduler):
-    """Does not return the last block of a finished request."""
-
-    def _free(self, request, keep, reason):
-        if reason == "finished":
-            request.block_table = request.block_table[:-1]
-        super()._free(request, keep, reason)
-
-
-def own_names(request, block_size):
-    """Replace the request's chain of names by names of single blocks."""
-    request._block_names[:] = [
-        prefix.block_name(b"", request.token_ids[start : start + block_size])
-        for start in range(0, len(request.token_ids) - block_size + 1, block_size)
-    ]
-
-
-# %%
-from minillm.cache.block_pool import BlockPoolError
-
 MIXED = [
     prompt_ids + tail
     for prompt_ids, tail in zip([head[:40]] * 4 + [head[8:40]] * 4, ([1], [2, 3], [4], [5]) * 2, strict=True)
 ]
 TWICE = SamplingParams(temperature=0.7, n=2, seed=3, max_tokens=12, ignore_eos=True)
 ONCE = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-mixed_params = [TWICE if i in (1, 6) else ONCE for i in range(8)]
+jobs = [(MIXED[i], TWICE if i in (1, 6) else ONCE) for i in range(8)]
+small = {"block_size": 8, "num_kv_blocks": 40}
+small["long_prefill_token_threshold"] = 20  # a prompt is computed in pieces of 20 tokens, so a block may be partly full
+expected = examine(LLM(NAME, **PLAIN, **small, enable_prefix_caching=False), [[job] for job in jobs]).tokens
 
-
-def run_mixed(scheduler_cls, together: bool) -> tuple[list[list[int]], str, int]:
-    """Tokens of all completions, what the books said, and blocks left behind."""
-    engine = LLM(
-        NAME,
-        **PLAIN,
-        block_size=8,
-        num_kv_blocks=40,
-        long_prefill_token_threshold=20,  # a prompt goes in by pieces of 20 tokens, so a block may be half full
-        scheduler_cls=scheduler_cls,
-        enable_prefix_caching=together,
-    )
-    for pool in (engine.engine.runner.cache.keys, engine.engine.runner.cache.values):
-        pool.zero_()  # slots that nobody has written hold chance otherwise, and what is wrong would differ every time
-    tokens, books = [], "balance"
-    batches = [list(range(8))] if together else [[i] for i in range(8)]
-    for batch in batches:
-        requests = engine.submit([{"prompt_token_ids": MIXED[i]} for i in batch], [mixed_params[i] for i in batch])
-        while engine.engine.has_requests:
-            engine.engine.step()
-            try:
-                engine.engine.scheduler.check_integrity()
-            except BlockPoolError:
-                books = "WRONG"
-        tokens += [request.output_token_ids for request in requests]
-    return tokens, books, engine.engine.pool.num_used
-
-
-expected, _, _ = run_mixed(Right, together=False)
-print(f"{'':16} same tokens   books     left behind")
-for kind in (Right, NoCopyOnWrite, EmptyCopy, SharesHalfFull, ForgetsParents, Leaks):
-    tokens, books, left = run_mixed(kind, together=True)
-    same = sum(a == b for a, b in zip(tokens, expected, strict=True))
-    print(f"{kind.__name__:16} {same:2} of {len(expected)}      {books:9} {left:3} blocks")
+# %%
+print(f"{'':15} same tokens   books     left behind")
+results = {}
+for kind in (Scheduler, *BROKEN):
+    seen = examine(LLM(NAME, **PLAIN, **small, scheduler_cls=kind), [jobs])
+    same = sum(a == b for a, b in zip(seen.tokens, expected, strict=True))
+    results[kind.__name__] = (same == len(expected), seen.balanced and not seen.left_behind)
+    books = "balance" if seen.balanced else "WRONG"
+    print(f"{kind.__name__:15} {same:2} of {len(expected)}      {books:9} {seen.left_behind:3} blocks")
+contents = ("NoCopyOnWrite", "EmptyCopy", "SharesHalfFull", "ForgetsParents")
+claim("The engine's own scheduler makes no mistake.", results["Scheduler"] == (True, True))
+claim(
+    "Four mistakes change tokens and leave the books in order.",
+    all(results[name] == (False, True) for name in contents),
+    measured=True,
+)
+claim("The leak changes no token, and only the books show it.", results["Leaks"] == (True, False))
 
 # %% [markdown]
-# Mistakes about *contents* leave the books in perfect order, and mistakes about *books* leave every token right, until
-# the day the pool is empty. A paged cache needs both kinds of test. (The engine's own tests drive it through thousands
-# of random steps, and check both after each.)
+# Mistakes about *contents* leave the books in order, and mistakes about *books* leave every token right, until the pool is
+# empty. A paged cache needs both kinds of test. (The engine's own tests drive it through random steps, and check both
+# after each.)
 #
-# **Find the mistakes.** A tutorial's paged cache does this (retold in our words): a request's blocks are allocated when
+# **Find the mistakes.** A tutorial's paged cache does this (in our own words): a request's blocks are allocated when
 # its first tokens are appended, `⌈tokens / block size⌉` of them, and stored under its id; later appends write "into
 # the blocks".
 #
@@ -674,7 +617,7 @@ for kind in (Right, NoCopyOnWrite, EmptyCopy, SharesHalfFull, ForgetsParents, Le
 #
 # 1. Nothing remembers how many tokens a request has, so nobody knows which slot is the next one, or when a new block
 #    is due. It allocates on the first append only.
-# 2. There is no way to give blocks back. The pool empties, for ever.
+# 2. There is no way to release blocks. The pool runs empty and stays empty.
 # 3. A second allocation under the same id overwrites the table: the old blocks are neither owned nor free. A leak.
 # 4. An allocation that does not fit is an `assert`: the server dies, with every request in it.
 #
@@ -694,18 +637,20 @@ for kind in (Right, NoCopyOnWrite, EmptyCopy, SharesHalfFull, ForgetsParents, Le
 #
 # | claim | what is so | tested where |
 # |---|---|---|
-# | PagedAttention makes one stream 1.6× faster (a table without batch, hardware or context) | one stream gains nothing; the gain is in how many run together | third measurement |
-# | vLLM with PagedAttention is 2–4× faster than naive pipelines | by batch size, in the same memory: the paper compares it with systems that reserve | second measurement |
+# | PagedAttention makes one stream 1.6× faster (a table without batch, hardware or context) | one stream gains nothing; the gain is in how many run together | one stream alone |
+# | vLLM with PagedAttention is 2–4× faster than naive pipelines | by batch size, in the same memory: the paper compares it with systems that reserve (quoted) | how many requests fit |
 # | a sample paged cache | allocates once, knows no lengths, frees nothing, leaks on re-allocation | just above |
 #
-# **Why the salt?** If any two requests can share, then how fast an answer comes tells whether *someone else* has sent
-# the same beginning before. With a salt per tenant, names of different tenants never meet:
+# **Why the salt?** If any two requests can share, then the time until an answer comes tells whether *someone else* has sent
+# the same beginning before. With a salt per tenant, no block of one tenant is found by another:
 
 # %%
-salted = LLM(NAME, **PLAIN)
+salted, hits = LLM(NAME, **PLAIN), []
 for who in ("alice", "bob", "alice"):
     [output] = salted.generate({"prompt": beginning, "cache_salt": who}, one, use_tqdm=False)
-    print(f"{who:6} found {output.num_cached_tokens:2} of {len(output.prompt_token_ids)} tokens in the cache")
+    hits.append(output.num_cached_tokens)
+    print(f"{who:6} found {hits[-1]:2} of {len(output.prompt_token_ids)} tokens in the cache")
+claim("Bob finds nothing of what Alice has sent, and Alice finds it again.", hits[:2] == [0, 0] and hits[2] > 0)
 
 # %% [markdown]
 # **Papers.** Kwon et al. 2023, *Efficient Memory Management for Large Language Model Serving with PagedAttention*
@@ -714,12 +659,12 @@ for who in ("alice", "bob", "alice"):
 #
 # ## Recap
 #
-# 1. Nobody knows how long an answer will be, so reserving wastes most of the memory; blocks of one size waste half a
+# 1. The length of an answer is not known, so reserving wastes most of the memory; blocks of one size waste about half a
 #    block per request.
-# 2. A block table turns a position into a slot. Everything else (allocating, sharing, moving) is bookkeeping on
-#    tables, and keys and values stay where they are.
-# 3. Equal beginnings have equal keys: a chain of names over full blocks finds them, and reference counts keep them
-#    alive. Keep the last token to compute; never share what is half full or not yet judged.
+# 2. A block table turns a position into a slot. Allocating, sharing and moving are bookkeeping on tables; keys and
+#    values stay where they are.
+# 3. Equal beginnings have equal keys: a chain of hashes over full blocks finds them, and reference counts keep them.
+#    Leave the last token to compute, and never share a block that is only partly filled.
 # 4. Before writing into a shared block, copy it.
 # 5. Paging does not make one stream faster. It lets more of them run together.
 #

@@ -24,6 +24,8 @@ from minillm.teaching.exercises.l04_kv_quantisation import (
     score_error_bound,
     unpack_int4,
 )
+from minillm.teaching.grade import grade
+from minillm.teaching.workshop.l04_bounds import try_bounds
 
 SIZES = st.floats(1e-6, 1e4)
 
@@ -140,3 +142,42 @@ def test_the_bound_is_reached_by_a_query_that_wants_it():
     q = torch.tensor([[3.0, -1.0, 2.0, 0.5]])
     error = 0.25 * q.sign()  # half a step in every channel, in the worst direction
     assert torch.isclose((q @ error.T) / 2, score_error_bound(q, scale)).all()
+
+
+def _seven_is_negative(packed: Tensor) -> Tensor:
+    codes = unpack_int4(packed)
+    return torch.where(codes == 7, codes - 16, codes)
+
+
+def _codes_up_to_sixteen(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    _, scale, zero = quantise_per_channel(x, group_size)
+    grouped = x.unflatten(0, (-1, group_size))
+    codes = ((grouped - zero.float()[:, None]) / scale.float()[:, None]).round().clamp_min(0)
+    return codes.flatten(0, 1).to(torch.uint8), scale, zero
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "cause"),
+    [
+        ("unpack_int4", _seven_is_negative, "reads 7 as -9"),
+        ("quantise_per_channel", _codes_up_to_sixteen, ""),
+    ],
+)
+def test_answers_that_once_passed_are_caught(name: str, answer, cause: str):
+    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
+    result = grade(exercise, answer)
+    assert not result.passed
+    assert cause in result.counterexample.cause
+
+
+def test_the_three_bounds_hold_for_the_reference_and_are_seen_to_break_for_a_coarser_one():
+    torch.manual_seed(1)
+    heard = {0: (torch.randn(12, 2, 8), torch.randn(12, 1, 8), torch.randn(12, 1, 8))}
+    right = try_bounds(heard, 7, quantise_symmetric, score_error_bound)
+    assert right.tested > 0 and right.beyond == 0 and 0 < right.mean_share < right.largest_share <= 1
+
+    def truncates(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+        _, scale = quantise_symmetric(x, levels)
+        return (x / scale.float()[..., None]).to(torch.int8), scale
+
+    assert try_bounds(heard, 7, truncates, score_error_bound).beyond > 0

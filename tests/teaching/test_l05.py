@@ -166,3 +166,58 @@ def test_the_report_of_a_wrong_direction_names_it():
     report = str(grade(exercise, keeps_dim))
     assert "keepdim" in report
     assert len(report) < 1200
+
+
+def _codes_not_limited(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    _, scale, zero = quantise_groups(weight, group_size)
+    codes = (weight.unflatten(1, (-1, group_size)) / scale.float()[..., None]).round() + zero[..., None]
+    return codes.flatten(1).to(torch.uint8), scale, zero
+
+
+def _zero_point_not_limited(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    grouped = weight.unflatten(1, (-1, group_size))
+    _, scale, _ = quantise_groups(weight, group_size)
+    zero = (-grouped.amin(2).clamp_max(0) / scale.float()).round()
+    codes = ((grouped / scale.float()[..., None]).round() + zero[..., None]).clamp(0, 15)
+    return codes.flatten(1).to(torch.uint8), scale, zero.to(torch.uint8)
+
+
+def _all_that_tie(weight: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    count = int(share * weight.numel())
+    limit = weight.abs().flatten().sort(descending=True).values[count - 1] if count else float("inf")
+    kept = weight.abs() >= limit
+    return weight * ~kept, weight * kept
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "cause"),
+    [
+        ("quantise_groups", _codes_not_limited, "does not limit the codes"),
+        ("quantise_groups", _zero_point_not_limited, "does not limit the zero point"),
+        ("split_outliers", _all_that_tie, "sets apart all weights that are as large as the last outlier"),
+    ],
+)
+def test_answers_that_once_passed_are_caught_and_named(name: str, answer, cause: str):
+    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
+    result = grade(exercise, answer)
+    assert not result.passed
+    assert cause in result.counterexample.cause
+
+
+def _first_of_those_that_tie(weight: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    kept = torch.zeros(weight.numel(), dtype=torch.bool)
+    kept[weight.abs().flatten().argsort(descending=True, stable=True)[: int(share * weight.numel())]] = True
+    return weight * ~kept.view_as(weight), weight * kept.view_as(weight)
+
+
+def _last_of_those_that_tie(weight: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    dense, sparse = _first_of_those_that_tie(weight.flip(0, 1), share)
+    return dense.flip(0, 1), sparse.flip(0, 1)
+
+
+def test_of_equal_weights_any_may_be_the_outlier():
+    ties = torch.tensor([[0.5, -0.5], [0.5, 0.1]])
+    assert not torch.equal(_first_of_those_that_tie(ties, 0.5)[1], _last_of_those_that_tie(ties, 0.5)[1])
+    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == "split_outliers")
+    assert grade(exercise, _first_of_those_that_tie).passed
+    assert grade(exercise, _last_of_those_that_tie).passed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,9 @@ from minillm.cache.base import Batch
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.prefix import extend_names
 from minillm.ops.paged_attention import paged_attention
+from minillm.teaching.exercises._l06_reference import attention
 from minillm.teaching.exercises.l06_paged_blocks import (
+    EXERCISES,
     allocate,
     find_prefix,
     gather_attention,
@@ -18,6 +21,7 @@ from minillm.teaching.exercises.l06_paged_blocks import (
     release,
     slot_mapping,
 )
+from minillm.teaching.grade import grade
 
 
 @settings(max_examples=30)
@@ -88,3 +92,52 @@ def test_a_copy_is_written_without_touching_the_original():
     own_block(table, 0, free, counts, keys, values, 2)
     keys[slot_mapping(table, 1, 1, 2)] = 99
     assert keys.tolist() == [0, 1, 2, 3, 4, 5, 2, 99] and values.tolist() == [-0.0, -1, -2, -3, -4, -5, -2, -3]
+
+
+def _releases_a_set(free, ref_counts, block_ids):
+    release(free, ref_counts, list(set(block_ids)))
+
+
+def _releases_sorted(free, ref_counts, block_ids):
+    release(free, ref_counts, sorted(block_ids))
+
+
+def _reads_whole_blocks_and_masks(q, keys, values, block_table, seq_len, block_size):
+    slots = torch.tensor(slot_mapping(block_table, 0, len(block_table) * block_size, block_size))
+    mask = torch.arange(len(slots))[None, :] <= torch.arange(seq_len - len(q), seq_len)[:, None]
+    return attention(q, keys[slots], values[slots], mask)
+
+
+def _finds_one_token_less(token_ids, known, block_size, salt):
+    return find_prefix(token_ids[:-1], known, block_size, salt)
+
+
+def _block_zero_is_no_block(token_ids, known, block_size, salt):
+    return find_prefix(token_ids, {name: block for name, block in known.items() if block}, block_size, salt)
+
+
+def _copies_one_slot_too_many(block_table, index, free, ref_counts, keys, values, block_size):
+    old = block_table[index]
+    own_block(block_table, index, free, ref_counts, keys, values, block_size)
+    new = block_table[index]
+    if new != old:
+        for pool in (keys, values):
+            pool[(new + 1) * block_size] = pool[(old + 1) * block_size]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "cause"),
+    [
+        ("release", _releases_a_set, "sorts the blocks (a set does, too)"),
+        ("release", _releases_sorted, "sorts the blocks"),
+        ("gather_attention", _reads_whole_blocks_and_masks, "reads slots that nobody has written and masks them"),
+        ("find_prefix", _finds_one_token_less, "leaves a block out when exactly one token comes after it"),
+        ("find_prefix", _block_zero_is_no_block, "takes block 0 for no block"),
+        ("own_block", _copies_one_slot_too_many, "copies one slot too many"),
+    ],
+)
+def test_answers_that_once_passed_are_caught_and_named(name: str, answer, cause: str):
+    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
+    result = grade(exercise, answer)
+    assert not result.passed
+    assert cause in result.counterexample.cause

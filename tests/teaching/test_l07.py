@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.teaching.exercises.l07_continuous_batching import (
+    EXERCISES,
     admit,
     choose_victim,
     heavy_tailed_lengths,
     share_budget,
     static_steps,
 )
+from minillm.teaching.grade import grade
+from minillm.teaching.workshop.l07_serving import starts_and_ends
 from minillm.viz.static_batching import Job, static_schedule
 
 WANTED = st.lists(st.integers(1, 60), min_size=1, max_size=9)
@@ -62,3 +66,44 @@ def test_the_lengths_have_a_heavy_tail():
     lengths = heavy_tailed_lengths(32)
     assert lengths == heavy_tailed_lengths(32)
     assert max(lengths) > 8 * sorted(lengths)[16]
+
+
+def _shortest_first(wanted: list[int], budget: int) -> list[int]:
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    shares = dict(zip(order, share_budget([wanted[i] for i in order], budget), strict=True))
+    return [shares[i] for i in range(len(wanted))]
+
+
+def _stops_at_exactly_enough(waiting: list[int], budget: int, seats: int, free_blocks: int, block_size: int):
+    return admit(waiting, budget, seats, free_blocks - 1, block_size)
+
+
+def _block_by_free_blocks(waiting: list[int], budget: int, seats: int, free_blocks: int, block_size: int):
+    return admit(waiting, budget, seats, free_blocks, free_blocks)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "cause"),
+    [
+        ("share_budget", _shortest_first, "serves the shortest first"),
+        ("admit", _stops_at_exactly_enough, "keeps a request out when it needs exactly the blocks that are free"),
+        ("admit", _block_by_free_blocks, ""),
+    ],
+)
+def test_answers_that_once_passed_are_caught(name: str, answer, cause: str):
+    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
+    result = grade(exercise, answer)
+    assert not result.passed
+    assert cause in result.counterexample.cause
+
+
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), seats=st.integers(1, 6))
+def test_counted_spans_fill_the_seats_without_gaps_and_never_beat_the_longest(lengths: list[int], seats: int):
+    spans = starts_and_ends(lengths, seats)
+    assert [end - start + 1 for start, end in spans] == lengths
+    last = max(end for _, end in spans)
+    running = [sum(start <= step <= end for start, end in spans) for step in range(1, last + 1)]
+    assert max(running) <= seats
+    first_idle = next((step for step, busy in enumerate(running, 1) if busy < seats), last + 1)
+    assert all(start <= first_idle for start, _ in spans), "a request waited although a seat was free"
+    assert max(max(lengths), -(-sum(lengths) // seats)) <= last
