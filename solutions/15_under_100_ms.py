@@ -123,7 +123,7 @@ check("l15.attribute")
 # Stuck? `hint("l15.attribute", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
 # Now measure. The clock is the CPU time of this thread, so other work on your machine does not count; on an idle machine
-# it is the time on the wall. `race` runs an engine in turn with those it is compared with, five times after a warm-up, and
+# it is the time on the wall. `race` runs an engine in turn with those it is compared with, three times after a warm-up, and
 # gives the parts of the run with the median total. (It refuses parts that do not sum to the whole.)
 
 # %% tags=["expected", "nbval-ignore-output"] alt="One bar, far over the line at 100 ms: the prompt and the target's 23 decode steps are nearly all of it; tokenising, queue and detokenising cannot be seen."
@@ -139,7 +139,7 @@ my_attribute = use("l15.attribute")
 
 def race(engines: dict[str, LLM], warm: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
     """Seconds of each part of the median run of each engine; those in `warm` have just completed the prompt."""
-    return latency.race(engines, prompt, params, my_attribute, warm)
+    return latency.race(engines, prompt, params, my_attribute, warm, rounds=3)
 
 
 rows = [Latency("plain PyTorch", race({"plain": plain})["plain"])]
