@@ -12,23 +12,23 @@
 # **Question.** *Thirteen numbers, and programs that work on eight at a time. Which program touches which number, and what
 # do the last three lanes do?*
 #
-# Lessons 4 and 5 ended at the same wall. A cache in codes is smaller, but PyTorch turns codes into numbers with several
-# operations, each of which reads all of its input from memory and writes all of its output back. To read once and write
-# once, you must say yourself what happens between the load and the store. That is a *kernel*.
+# Lessons 4 and 5 met the same limit. A quantised cache is smaller, but PyTorch dequantises it with several operations, and
+# each of them reads all of its input from memory and writes all of its output back. To read once and write once, you must
+# write yourself what happens between the load and the store. That is a *kernel*.
 #
 # Triton is a language for kernels that looks like Python. You write one **program**; the GPU runs thousands of copies of
-# it at once. A copy knows nothing but its number. From that number it works out which **block** of the tensor is its own:
-# it loads the block, computes, and stores. That is all, and nearly everything that goes wrong is in the sentence before.
+# it at once. A copy knows only its number. From that number it works out which **block** of the tensor is its own: it loads
+# the block, computes, and stores. Most mistakes in kernels are mistakes in working out the block.
 #
-# You build four kernels of the kind that engines are made of: a copy of rows, softmax, RMSNorm, and INT8 codes back to
-# numbers. The last two then run inside the real engine.
+# You build four kernels of the kind that engines use: a copy of rows, softmax, RMSNorm, and dequantising INT8 codes. The
+# last two then run inside the real engine.
 #
 # You need lesson 4 (codes and scales). Triton exists for Linux, so also for WSL and Colab.
 #
 # **With or without a GPU.** The cells are the same. With a GPU, Triton compiles your kernels for it. Without one, Triton's
-# *interpreter* walks through the programs in Python, one after the other, with NumPy arrays for blocks. It gives the same
-# results, up to last bits, and says nothing about speed. `TRITON_INTERPRET=1` asks for it, and must be set **before Triton
-# is imported**: parts of Triton are kernels too (`tl.sum` is one), and they are made on import.
+# *interpreter* runs the programs in Python, one after the other, with NumPy arrays for blocks. It gives the same results, up
+# to the last bits, and says nothing about speed. `TRITON_INTERPRET=1` asks for it, and must be set **before Triton is
+# imported**: parts of Triton are kernels too (`tl.sum` is one), and they are made on import.
 
 # %%
 import os
@@ -44,7 +44,7 @@ import triton
 import triton.language as tl
 
 from minillm import LLM, SamplingParams
-from minillm.teaching import check, hint, predict, reveal, use
+from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.viz.charts import Axis, LineChart, Series
 from minillm.viz.kernel_tiles import touched
 
@@ -63,8 +63,8 @@ print("kernels are", "compiled for the GPU" if DEVICE == "cuda" else "interprete
 # 1. A row of 384 numbers, one program per row, and a block must be a power of two. What percentage of the lanes is idle?
 # 2. A softmax made of five PyTorch operations (maximum, difference, exponential, sum, quotient), and one kernel that does
 #    all of it. How many times as many bytes do the five move?
-# 3. Four kernels that are right whenever the block divides the row. A test with a row that does *not* fill its block looks
-#    at the results. In how many of the four does it find the mistake?
+# 3. Four kernels are right whenever the block divides the row. A test with a row that does *not* fill its block compares
+#    the results. In how many of the four does it find the mistake?
 
 # %%
 predict("l08.idle", None, unit="%")
@@ -74,10 +74,10 @@ predict("l08.found", None, unit="of 4")
 # %% [markdown]
 # ## Build
 #
-# ### A whole kernel, for a start
+# ### A whole kernel to begin with
 #
-# Each program writes its own number into the places that are its own. Read it line by line; the others differ only in
-# what they compute.
+# Each program writes its own number into its places. Read it line by line; the other kernels differ only in what they
+# compute.
 #
 # * `@triton.jit` makes a kernel of the function. Tensors arrive as *pointers*: the address of their first number.
 # * `tl.program_id(0)` is the number of this copy.
@@ -103,15 +103,15 @@ stamp_kernel[(2,)](out, 13, BLOCK=8)
 print(out.tolist())
 
 # %% [markdown]
-# And as a picture. It does not ask the kernel who wrote what: it launches grids of one program, of two, and so on, and
-# looks at what is new. So it works for any kernel, also for yours.
+# The same as a picture. To find out which program wrote what, it launches grids of one program, of two, and so on, and
+# looks at what has changed. So it works for any kernel, also for yours.
 
 # %% tags=["expected"] alt="Thirteen numbers in a row and two programs of eight lanes: program 0 writes numbers 0 to 7, program 1 writes 8 to 12, and its last three lanes are hatched, for they are masked."
 touched(lambda grid, out: stamp_kernel[(grid[1],)](out, 13, BLOCK=8), (1, 13), (1, 8), "stamp_kernel, 13 numbers")
 
 # %% [markdown]
-# The last three lanes exist. They cost their time, and without a mask they would write behind the tensor's end, where
-# something else lives.
+# The last three lanes exist. They take time like the others, and without a mask they would write behind the tensor's end,
+# into the memory of something else.
 #
 # ### Exercise 1: count them
 #
@@ -134,7 +134,7 @@ def lanes(rows: int, columns: int, block: int) -> tuple[int, int]:
 check("l08.lanes")
 
 # %% [markdown]
-# Stuck? `hint("l08.lanes", 1)`, then 2, then 3: each says more.
+# Stuck? `hint("l08.lanes", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
 # When a program must see its whole row (softmax and RMSNorm must: they sum over it), the block is the next power of two.
 # How much is wasted depends on the width alone:
@@ -151,6 +151,7 @@ def idle(columns: int) -> float:
 
 widths = range(16, 1025, 8)
 reveal("l08.idle", round(idle(384)))
+claim("No lane is idle at a power of two, a quarter of them at 384.", idle(256) == idle(512) == 0 and idle(384) == 25)
 LineChart(
     "One block per row: lanes that do nothing",
     Axis("columns of a row", ticks=(64, 128, 256, 384, 512, 768, 1024)),
@@ -160,8 +161,7 @@ LineChart(
 )
 
 # %% [markdown]
-# An idle lane computes, but it moves no bytes. Where a kernel waits for memory, as all of this lesson's do, that is
-# cheaper than it looks.
+# An idle lane computes, but it moves no bytes. Where memory is the limit, as for all kernels of this lesson, it costs little.
 #
 # ### Exercise 2: copy rows
 #
@@ -193,8 +193,8 @@ def copy_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constex
 check("l08.copy_kernel")
 
 # %% [markdown]
-# The checker puts NaN around each tensor and into the result before you write. So `nan` in what you *got* is a number
-# that nobody wrote, and *numbers written beyond out* are those that somebody else will miss.
+# The check puts NaN around each tensor, and into the result before your kernel runs. So `nan` in what you *got* is a number
+# that was never written, and *numbers written beyond out* overwrote other memory.
 #
 # ### See: your programs on a tensor
 #
@@ -223,9 +223,9 @@ touched(launch_copy, (4, 13), (1, 8), "copy_kernel, 4 rows of 13 columns")
 #
 # $$y_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j$$
 #
-# Now lanes meet: `tl.max(x, 0)` and `tl.sum(x, 0)` run over **all** lanes of a block, the masked ones too. What those
-# hold is up to you: `tl.load(…, mask=…, other=…)`. (Without `other` it is undefined. The interpreter has zeros there; a GPU
-# may have anything.)
+# Now the lanes are combined: `tl.max(x, 0)` and `tl.sum(x, 0)` run over **all** lanes of a block, the masked ones too. You
+# choose what those hold: `tl.load(…, mask=…, other=…)`. (Without `other` it is undefined: the interpreter has zeros there, a
+# GPU may have anything.)
 
 
 # %%
@@ -263,8 +263,8 @@ def softmax(x: Tensor) -> Tensor:
 
 torch.manual_seed(8)
 scores = 5 * torch.randn(6, 100, device=DEVICE)
-print(
-    "largest difference to torch.softmax below 1e-6:", bool((softmax(scores) - scores.softmax(-1)).abs().max() < 1e-6)
+claim(
+    "It differs from torch.softmax by less than 1e-6.", bool((softmax(scores) - scores.softmax(-1)).abs().max() < 1e-6)
 )
 
 # %% [markdown]
@@ -324,7 +324,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 x, weight = torch.randn(3, 384, device=DEVICE), torch.rand(384, device=DEVICE)
 difference = (rms_norm(x, weight, 1e-5) - engines_rms_norm(x, weight, 1e-5)).abs().max()
-print("largest difference to the engine's kernel below 1e-6:", bool(difference < 1e-6))
+claim("It differs from the engine's own kernel by less than 1e-6.", bool(difference < 1e-6))
 
 # %%
 prompt = "def is_even(n):\n    "
@@ -345,22 +345,23 @@ for norm in norms:
 launched.clear()
 tokens = written(with_kernel)
 print("the text:", repr(plain.engine.tokenizer.decode(tokens)))
-print("the tokens of the plain engine:", tokens == expected)
+claim("With your kernel the engine writes the same tokens.", tokens == expected)
+claim("More than half of the launches have one program.", launched.count(1) > len(launched) / 2)
 print(f"{len(norms)} norms, {len(launched)} launches, {sum(launched)} programs")
 
 # %% [markdown]
-# Look at the last line. Most launches are those of decode steps, and each of them has **one** program: one token, one row.
-# A GPU with a hundred processors would keep one of them busy. Remember that for *Where it loses*.
+# Most launches belong to decode steps, and each of those has **one** program: one token, one row. A GPU with a hundred
+# processors would keep one of them busy. *Where it loses* comes back to this.
 #
-# ### Exercise 5: INT8 codes to numbers
+# ### Exercise 5: dequantise INT8 codes
 #
 # The keys of lesson 4: a row of codes (one signed byte each) per token and head, and one scale per row. A row has only 64
 # numbers, which is little for a program. So give each program a **tile** of several rows:
 #
 # * `row` is a block of row numbers, `column` one of column numbers.
-# * `row[:, None]` is a column of them, `column[None, :]` a row. Where they meet, `row[:, None] * columns + column[None, :]`
-#   is a *two-dimensional* block of places.
-# * The mask has two dimensions too: rows end, and columns end.
+# * `row[:, None]` is a column of them, `column[None, :]` a row. Together, `row[:, None] * columns + column[None, :]` is a
+#   *two-dimensional* block of places: a tile.
+# * The mask has two dimensions too: one for the rows that exist, one for the columns.
 #
 # And mind the type. A code is an INT8. 100 · 2 in INT8 is not 200 but -56.
 
@@ -405,8 +406,8 @@ touched(launch_tiles, (7, 12), (4, 16), "dequantise_kernel, tiles of 4 × 16 lan
 # %% [markdown]
 # ### Use: an INT8 cache that your kernel reads
 #
-# As in lesson 4 the engine asks a cache for two things. `encode` stays the engine's. `decode`, codes back to numbers, is
-# yours: once for the keys and once for the values, in every layer and every step.
+# As in lesson 4, a cache layout has two methods. `encode` stays the engine's. `decode`, which dequantises, is yours: it is
+# called once for the keys and once for the values, in every layer and every step.
 
 # %%
 from minillm.cache.paged_int8 import PagedInt8KVCache
@@ -427,19 +428,20 @@ class MyInt8(PagedInt8KVCache):
 
 
 tokens = written(LLM(NAME, **PLAIN, kv_cache_config={"layout": MyInt8}))
-print("the tokens of the engine's own INT8 cache:", tokens == written(LLM(NAME, **PLAIN, kv_cache_dtype="int8")))
+own = written(LLM(NAME, **PLAIN, kv_cache_dtype="int8"))
+claim("The engine writes the tokens of its own INT8 cache.", tokens == own)
 print(f"{len(tiles)} launches, {sum(tiles)} programs")
 
 # %% [markdown]
-# One product and one rounding per number, in the kernel as in PyTorch: the numbers are equal to the last bit, so the
-# tokens must be.
+# The kernel makes one product and one rounding per number, as PyTorch does. So the numbers are equal to the last bit, and
+# the tokens must be equal.
 #
 # ## Measure
 #
 # ### Bytes and launches
 #
-# What did it buy? Count, as in lesson 4: for each PyTorch operation, the bytes it reads and the bytes it writes. A kernel
-# of yours reads each number once and writes each result once, which you can see in its source.
+# What is gained? Count, as in lesson 4: for each PyTorch operation, the bytes it reads and the bytes it writes. Your kernels
+# read each number once and write each result once, as their source shows.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -482,6 +484,7 @@ calls = [
     ("RMSNorm", "in parts", lambda: reference_rms_norm(x, weight, 1e-5)),
     ("INT8 to float32", "in parts", lambda: dequantize_symmetric(codes, scale)),
 ]
+ratios = {}
 print(f"{rows} rows of {columns}     PyTorch          launches       KiB   your kernel   PyTorch / yours")
 for name, way, call in calls:
     with Moved() as counter:
@@ -491,49 +494,63 @@ for name, way, call in calls:
         f"{name:20} {way:15} {counter.launches:9} {counter.total / 1024:9.0f} {yours / 1024:9.0f} KiB "
         f"{counter.total / yours:13.1f}x"
     )
-    if (name, way) == ("softmax", "in parts"):
-        reveal("l08.moved", round(counter.total / yours, 1))
+    ratios[name, way] = counter.total / yours
+reveal("l08.moved", round(ratios["softmax", "in parts"], 1))
+claim(
+    "In parts, every operation moves at least twice the bytes.",
+    min(r for (_, way), r in ratios.items() if way == "in parts") > 2,
+)
+claim("torch.softmax moves as many bytes as your kernel.", ratios["softmax", "torch.softmax"] == 1)
+claim(
+    "Most bytes that the INT8 kernel moves are the float32 numbers it writes.",
+    2 * x.nbytes > kernel_bytes["INT8 to float32"],
+)
 
 # %% [markdown]
-# Three things to take from this table.
+# Three things follow from this table.
 #
-# * **The gain is in what is not written.** Between load and store everything stays in registers. Five operations made four
-#   tensors that nobody wanted.
-# * **`torch.softmax` ties.** It *is* one kernel, written by people who had more time than you. Where PyTorch has the whole
-#   operation, a kernel of your own gains nothing. It gains where PyTorch has only the parts.
-# * **The INT8 kernel still writes float32**, four bytes for each byte it reads. That is most of what it moves. The attention
-#   kernel of lesson 9 uses the numbers at once, in registers, and then only the codes move.
+# * **The gain is in what is not written.** Between load and store everything stays in registers. The five operations made
+#   four intermediate tensors.
+# * **`torch.softmax` is no worse.** It *is* one kernel. Where PyTorch has the whole operation, your own kernel saves no bytes.
+#   It saves them where PyTorch has only the parts.
+# * **The INT8 kernel still writes float32**, four bytes for each byte it reads. The attention kernel of lesson 9 uses the
+#   numbers at once, in registers, and then only the codes move.
 #
 # ### Where it loses
 #
-# A launch has a price, whatever it does: a few microseconds, most of it in Python and in the driver. Below is arithmetic,
-# not a measurement: 5 µs per launch (an assumption), and two memory bandwidths out of NVIDIA's data sheets (quoted: T4
-# 320 GB/s, H100 SXM 3,350 GB/s).
+# Every launch takes a few microseconds, most of it in Python and in the driver. Below is arithmetic, not a measurement: 5 µs
+# per launch (an assumption), and two memory bandwidths from NVIDIA's data sheets (quoted: T4 320 GB/s, H100 SXM
+# 3,350 GB/s).
 
 # %%
 LAUNCH, BANDWIDTH = 5e-6, {"T4": 320e9, "H100": 3350e9}
 shapes = [("minicoder, one token", 1, 384), ("Llama 3 8B, one token", 1, 4096), ("Llama 3 8B, 4096 tokens", 4096, 4096)]
+shares_of = {}
 print(f"{'RMSNorm in float16':26} {'bytes':>12}" + "".join(f"{gpu:>9}: launch / work" for gpu in BANDWIDTH))
 for label, rows, columns in shapes:
     size = 2 * (2 * rows * columns + columns)
-    times = [LAUNCH / (size / speed) for speed in BANDWIDTH.values()]
+    times = shares_of[label] = [LAUNCH / (size / speed) for speed in BANDWIDTH.values()]
     shares = "".join(f"{time:18,.0f} times" if time > 10 else f"{time:18.2f} times" for time in times)
     print(f"{label:26} {size:12,}{shares}")
+claim(
+    "For one token the launch takes longer than the work on both GPUs, for 4096 tokens less.",
+    min(shares_of["Llama 3 8B, one token"]) > 1 > max(shares_of["Llama 3 8B, 4096 tokens"]),
+)
 for gpu, speed in BANDWIDTH.items():
     print(f"{gpu}: work takes as long as its launch at {LAUNCH * speed / 1e6:.1f} MB")
 
 # %% [markdown]
-# In decoding, a norm is *all launch*. There a better kernel buys nothing; **fewer launches** do: one kernel for the norm and
-# the addition before it, or all launches of a step recorded once and replayed (CUDA graphs). With thousands of
-# tokens it is mostly work, and the bytes of the table above are the time.
+# In decoding, nearly all of a norm's time is the launch. A better kernel gains nothing there; **fewer launches** do: one
+# kernel for the norm and the addition before it, or all launches of a step recorded once and replayed (CUDA graphs). With
+# thousands of tokens the work takes longer than the launch, and then bytes decide.
 #
-# A kernel also loses where a row does not fit the registers of one program (some sixteen thousand numbers; it must then
-# loop over blocks), where rows are so short that a program has nothing to do (hence tiles), and on every machine without a
-# GPU: the interpreter is for finding mistakes, and the engine uses PyTorch or compiled CPU code there.
+# A kernel also loses where a row is too long for the registers of one program (it must then loop over blocks), where rows
+# are so short that a program has little to do (hence tiles), and on a machine without a GPU: the interpreter is for finding
+# mistakes, and the engine uses PyTorch or compiled CPU code there.
 #
 # ### On your GPU
 #
-# If there is one: the bytes per second of a plain copy, measured, and what share of that each of your kernels reaches.
+# If there is one: the measured bytes per second of a plain copy, and what share of that each of your kernels reaches.
 
 # %% tags=["nbval-ignore-output"]
 if DEVICE == "cuda":
@@ -567,11 +584,11 @@ else:
 # %% [markdown]
 # ## Break it
 #
-# Four kernels with one mistake each. All four are right whenever the block divides the row. Three tests look at them:
+# Four kernels with one mistake each. All four are right whenever the block divides the row. There are three tests:
 #
 # * `full`: 8 columns in a block of 8, results compared.
 # * `remainder`: 5 columns in a block of 8, results compared; the memory around the tensors happens to hold zeros.
-# * `poison`: the same, but the memory around the input is NaN, and that around the result is 7 and must still be 7.
+# * `poison`: the same, but the memory around the input is NaN, and that around the result is 7 and must be 7 afterwards.
 #
 # **Guess first:** which test finds which mistake?
 
@@ -632,21 +649,23 @@ def passes(kernel, right, columns: int, around_x: float = 0.0, around_out: float
 
 broken = [(copy_no_mask, copied), (softmax_zeros, lambda x: x.softmax(0)), (square_mean_of_block, normalised)]
 broken.append((norm_loads_all, normalised))
-found = 0
+verdicts = []
 print(f"{'':22} full     remainder   poison")
 for kernel, right in broken:
     results = [passes(kernel, right, *test) for test in ((8,), (5,), (5, float("nan"), 7.0))]
-    found += not results[1]
+    verdicts.append(results)
     words = ["passes" if result else "CAUGHT" for result in results]
     print(f"{kernel.__name__:22} {words[0]:8} {words[1]:11} {words[2]}")
-reveal("l08.found", found)
+caught = [sum(not passed for passed in column) for column in zip(*verdicts, strict=True)]
+reveal("l08.found", caught[1])
+claim("Full blocks find none of the four mistakes, a remainder two, poison all.", caught == [0, 2, 4])
 
 # %% [markdown]
-# Widths of 64, 128 and 4096 are multiples of every usual block, so a kernel may live for years in column one. The first and
-# the last mistake pass column two as well: the results *are* right, as long as the neighbours are zeros, or belong to nobody.
-# In the middle of an engine's memory they do not. That is why the tests of this project's kernels put NaN where a kernel
-# has no business: NaN survives sums and products, and so cannot be missed. (Around the *result* it must be something else.
-# A copy without a mask reads NaN and writes NaN over NaN, and nobody notices.)
+# Widths of 64, 128 and 4096 fill every usual block, so such mistakes survive if tests use only full blocks. The first and the
+# last mistake pass the second test as well: the results *are* right, as long as the memory behind the row holds zeros or is
+# not used. In an engine it holds other data. That is why the tests of this project's kernels put NaN wherever a kernel must
+# not read: a NaN stays NaN in sums and products, and so cannot be missed. (Around the *result* it must be something else: a
+# copy without a mask reads NaN and writes NaN over NaN, which changes nothing.)
 #
 # The copy without a mask, seen from above, on four rows:
 
@@ -670,8 +689,8 @@ touched(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 columns")
 
 # %% [markdown]
 # What poison does *not* find: a load without a mask whose lanes are never stored. The result is right and nothing is
-# overwritten, but a GPU may stop with an illegal memory access, on the day when the tensor lies at the end of its memory.
-# The checks of this lesson therefore also look into your source for loads of a block without a mask.
+# overwritten, but a GPU may stop with an illegal memory access when the tensor lies at the end of its memory. So the checks of
+# this lesson also run your kernels on tensors that end exactly where their memory ends.
 #
 # ## In the field
 #
@@ -688,8 +707,8 @@ touched(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 columns")
 #
 # | claim | what is so | tested where |
 # |---|---|---|
-# | "use optimised kernels to reduce memory bandwidth" (an article on caches) | fewer *bytes* is right: 4 times fewer for softmax, 2.6 for INT8 codes. But PyTorch's own softmax is such a kernel already | bytes and launches |
-# | a fused kernel is faster | if bytes are the time. One token's norm is launch, not bytes | where it loses (modelled) |
+# | "use optimised kernels to reduce memory bandwidth" (quoted from an article on caches) | fewer *bytes* is right, by the factors in the table. But PyTorch's own softmax is such a kernel already | bytes and launches |
+# | a fused kernel is faster | if bytes take the time. For one token's norm the launch does | where it loses (modelled) |
 # | it passes the tests, so it is right | right for multiples of the block; two of four mistakes pass a test with a remainder too | break it |
 # | tested in the interpreter, so it runs on a GPU | the results are; races, undefined lanes and illegal reads do not show there | exercises 2 and 3, in words |
 #
@@ -703,7 +722,7 @@ touched(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 columns")
 # 2. Blocks are powers of two and tensors are not: a mask for every load and every store, and an `other` that changes no sum
 #    and no maximum.
 # 3. Rows have a stride, codes have a scale per row, and sums are taken in float32.
-# 4. A kernel wins by what it does not write to memory. It loses where there is nothing to move: a launch costs microseconds.
-# 5. Test with a remainder, and with NaN all around.
+# 4. A kernel wins by what it does not write to memory. It loses where there is little to move: a launch takes microseconds.
+# 5. Test with a row that does not fill its block, and with NaN around every tensor.
 #
-# **Next:** lesson 9 walks a block table with these tools: attention over pages, one pass, codes read where they lie.
+# **Next:** lesson 9 walks a block table with these tools: attention over pages in one pass, and codes read where they lie.

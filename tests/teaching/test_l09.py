@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,18 +17,15 @@ from minillm.cache.paged_quantized import DequantizedRows
 from minillm.models.config import ModelConfig
 from minillm.ops.dispatch import has_triton
 from minillm.ops.paged_attention import paged_attention
+from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.exercise import Case
-from minillm.teaching.exercises.l09_paged_attention import (
-    DEVICE,
-    EXERCISES,
-    KernelByName,
-    KernelFailed,
-    launch,
-    merge,
-)
+from minillm.teaching.exercises._l09_launch import DEVICE, KernelByName, KernelFailed, launch
+from minillm.teaching.exercises.l09_paged_attention import EXERCISES, merge
 from minillm.teaching.grade import grade
+from minillm.teaching.result import Status
 from tests.ops.triton.steps import Step, step
 
+ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is for Linux")
 DRIVES = {exercise.function_name: exercise.drive for exercise in EXERCISES}
 KERNELS = {exercise.function_name: exercise.reference for exercise in EXERCISES}
@@ -55,6 +54,44 @@ def test_merged_pieces_are_softmax_over_all_keys(pieces: list[int], size: float,
         so_far = merge(*so_far, s.amax(1), weights.sum(1), weights @ v)
     expected = scores.softmax(1) @ values
     torch.testing.assert_close(so_far[2] / so_far[1][:, None], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_and_nothing_is_nothing():
+    nothing = torch.tensor([-torch.inf]), torch.zeros(1), torch.zeros(1, 2)
+    m, total, out = merge(*nothing, *nothing)
+    assert m.item() == -torch.inf and total.item() == 0 and out.tolist() == [[0.0, 0.0]]
+
+
+STRAYING = {
+    "stores and loads without the mask of the padding heads": [
+        (", mask=is_head, other=0.0)", ")"),
+        (", mask=is_head)", ")"),
+    ],
+    "stores without it": [(", mask=is_head)", ")")],
+    "loads without it": [(", mask=is_head, other=0.0)", ")")],
+    "lets one head too many in": [("head[:, None] < GROUP", "head[:, None] <= GROUP")],
+    "reads one block too many": [("range(0, length, BLOCK_SIZE)", "range(0, length + 1, BLOCK_SIZE)")],
+    "reads far away": [("block * BLOCK_SIZE + place", "block * 100000000 + place")],
+    "writes far away": [("out_ptr + q_at", "out_ptr + q_at * 100000000")],
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("changes", STRAYING.values(), ids=STRAYING)
+def test_a_kernel_that_leaves_its_tensors_never_passes_and_never_ends_the_process(changes: list[tuple[str, str]]):
+    result = grade("l09.decode_kernel", KernelByName("decode_kernel", *changes))
+    assert result.status is Status.FAILED, str(result)
+    assert "beyond the end of" in str(result) or "past the end of an array" in str(result)
+
+
+@needs_triton
+def test_scores_that_fall_from_block_to_block_need_the_maximum_of_all_blocks():
+    changes = "tl.maximum(m, tl.max(score, 1))", "tl.max(score, 1)"
+    exercise = next(e for e in EXERCISES if e.name == "l09.decode_kernel")
+    key = AnswerKey(exercise)
+    report = str(grade(exercise, KernelByName("decode_kernel", changes), key=key))
+    assert "the second block's scores are hundreds below the first's" in report
+    assert "takes the maximum of this block only" in report
 
 
 @needs_triton
@@ -133,3 +170,51 @@ def test_importing_the_exercises_imports_no_triton():
     """Or other lessons would decide for this one whether kernels are compiled or interpreted."""
     code = "import sys, minillm.teaching.exercises.l09_paged_attention; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+COMPILE = """
+import torch, triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from minillm.teaching.exercises import _l09_kernels as kernels
+from tests.ops.triton.compile_only import compile_instead
+
+@triton.jit
+def dot_kernel(a_ptr, b_ptr, c_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    a, b = tl.load(a_ptr + m[:, None] * K + k[None, :]), tl.load(b_ptr + k[:, None] * N + n[None, :])
+    tl.store(c_ptr + m[:, None] * N + n[None, :], tl.dot(a, b))
+
+q, pool, table, lengths = torch.zeros(2, 6, 8), torch.zeros(8, 2, 8), torch.zeros(2, 2).long(), torch.zeros(2).long()
+part, lse = torch.zeros(2, 6, 4, 8), torch.zeros(2, 6, 4)
+sizes = dict(NUM_KV=2, GROUP=3, PAD_GROUP=4, DIM=8, BLOCK_SIZE=4)
+codes, scales = pool.to(torch.int8), pool[:, :, 0].bfloat16()
+for architecture in (75, 90):
+    target = GPUTarget("cuda", architecture, 32)
+    triton.JITFunction.run = compile_instead(target, set())
+    kernels.decode_kernel[(2, 2)](q, pool, pool, table, lengths, q, 2, 0.35, **sizes)
+    kernels.split_kernel[(2, 2, 4)](q, pool, pool, table, lengths, part, lse, 2, 0.35, **sizes, SPLITS=4)
+    kernels.merge_kernel[(12,)](part, lse, q, DIM=8, SPLITS=4)
+    kernels.int8_kernel[(2, 2)](q, codes, scales, codes, scales, table, lengths, q, 2, 0.35, **sizes)
+    for rows in (1, 4, 16):
+        kinds = dict(a_ptr="*fp16", b_ptr="*fp16", c_ptr="*fp32", M="constexpr", N="constexpr", K="constexpr")
+        made = triton.compile(ASTSource(dot_kernel, kinds, dict(M=rows, N=32, K=32)), target=target)
+        print("dot", architecture, rows, "mma" if "mma" in made.asm["ptx"] else "registers")
+"""
+
+
+def test_the_kernels_compile_and_tl_dot_is_what_the_lesson_says(tmp_path: Path):
+    """`tl.dot` takes 1 and 4 rows; on sm_75 it multiplies in registers, from sm_80 on with tensor cores."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)
+    file = tmp_path / "compile_lesson_09.py"  # Triton reads the source of a kernel from its file
+    file.write_text(COMPILE)
+    made = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, env=environment, cwd=ROOT)
+    if "No module named 'triton.backends.nvidia'" in made.stderr:
+        pytest.skip("this Triton has no compiler for NVIDIA GPUs")
+    assert made.returncode == 0, made.stderr[-2000:]
+    for name in KERNELS:
+        assert name == "merge" or made.stdout.count(f" {name} ") == 2, (name, made.stdout)
+    for rows in (1, 4, 16):
+        assert f"dot 75 {rows} registers" in made.stdout and f"dot 90 {rows} mma" in made.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -22,10 +23,10 @@ from minillm.teaching.exercises.l15_under_100_ms import (
     choose_gamma,
     panel_product,
     product_with,
-    record,
     step_seconds,
 )
 from minillm.teaching.grade import grade
+from minillm.teaching.latency import decode_step, operations_called, race, record, with_panel_products
 from minillm.teaching.result import Status
 from minillm.viz.latency_waterfall import COLOURS
 from minillm.viz.roofline import Roof
@@ -125,7 +126,32 @@ def test_a_kernel_that_leaves_its_array_is_told_so():
             store(y, panel * LANES, load(x, 0))
 
     report = str(grade(PRODUCT, writes_one_too_many))
-    assert "wrote outside of y, which holds 16 numbers" in report
+    assert "wrote 16 numbers beyond the end of y" in report
+
+
+STRAYING = {
+    "a panel per output": "for panel in range(y.shape[0]): store(y, panel * LANES, load(panels, panel * LANES))",
+    "reads behind x": "store(y, 0, load(x, len(x)))\n    store(y, 0, load(panels, 0))",
+    "reads far away": "store(y, 0, load(panels, 10**9))",
+    "writes far away": "store(y, 10**9, load(panels, 0))",
+}
+
+
+@pytest.mark.parametrize("body", STRAYING.values(), ids=STRAYING)
+def test_a_product_that_leaves_its_arrays_never_passes_and_never_ends_the_process(body: str):
+    space = {"store": store, "load": load, "LANES": LANES}
+    exec(f"def panel_product(panels, x, y):\n    {body}", space)
+    result = grade(PRODUCT, space["panel_product"])
+    assert result.status is Status.FAILED, str(result)
+
+
+def test_planted_products_are_not_compiled_and_do_what_compiled_ones_do():
+    weight, x = torch.arange(60.0).view(20, 3), torch.tensor([[1.0, -2.0, 3.0]])
+    for wrong in PRODUCT.wrong[:4]:
+        slow = product_with(wrong.function, weight, x)
+        again = FunctionType(wrong.function.__code__, dict(wrong.function.__globals__))
+        again.__globals__["__name__"] = "elsewhere"
+        torch.testing.assert_close(slow, product_with(njit(again), weight, x))
 
 
 def test_a_function_that_numba_does_not_understand_is_told_so():
@@ -169,3 +195,27 @@ def test_chosen_gamma_beats_every_other_by_counting_rounds(acceptance: float, co
 
 def test_no_drafts_where_they_cost_as_much_as_a_step():
     assert choose_gamma(0.99, 1.0, [1.0] * 5) == 0
+
+
+def test_a_race_refuses_parts_that_leave_something_out(engine: LLM):
+    prompt = engine.engine.tokenizer.decode(list(range(20, 40)))
+    parts = race({"plain": engine, "warm": engine}, prompt, PARAMS, attribute, warm=("warm",), rounds=1)
+    assert set(parts) == {"plain", "warm"} and set(parts["plain"]) == set(PARTS)
+    with pytest.raises(LessonError, match="the parts leave out"):
+        race({"plain": engine}, prompt, PARAMS, lambda marks: {**attribute(marks), "target": 0.0}, rounds=1)
+
+
+def test_operations_of_a_step_are_counted_by_name(engine: LLM):
+    ids = list(range(30, 50))
+    one, two = (operations_called(decode_step(engine, ids, width)) for width in (1, 2))
+    products = "matmul", "mm", "addmm", "linear"
+    assert sum(one[name] for name in products) == sum(two[name] for name in products) > 0
+
+
+def test_a_model_on_the_learners_product_writes_the_same_tokens(engine: LLM, tiny):
+    prompt = engine.engine.tokenizer.decode([30, 31, 32])
+    expected = engine.generate(prompt, PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+    own = LLM(str(tiny.target), num_kv_blocks=32, block_size=4, enforce_eager=True)
+    layers = with_panel_products(own, engine.engine.runner.model, panel_product)
+    assert own.generate(prompt, PARAMS, use_tqdm=False)[0].outputs[0].token_ids == expected
+    assert layers and all(layer.calls > 0 for layer in layers)

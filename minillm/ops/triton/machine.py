@@ -16,7 +16,8 @@ from minillm.errors import UnsupportedError
 from minillm.ops.dispatch import interpreted
 
 SMALLEST_DOT = 16
-"""`tl.dot` takes no tile with a side below this."""
+"""Sides of our smallest tiles. `tl.dot` (Triton 3.6 to 3.9) takes any number of rows and columns, and sums over at
+least 16 products of 16-bit numbers, 8 of fp32 or 32 of int8. Tensor cores work on 16 rows: fewer are padded to them."""
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 

@@ -49,6 +49,23 @@ def copy_one_too_many(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.c
 
 
 @triton.jit
+def copy_loads_one_too_many(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column <= columns)
+    tl.store(out_ptr + row * out_stride + column, x, mask=column < columns)
+
+
+@triton.jit
+def copy_swapped_strides(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(x_ptr + row * out_stride + column, mask=inside)
+    tl.store(out_ptr + row * x_stride + column, x, mask=inside)
+
+
+@triton.jit
 def copy_whole_blocks(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -174,13 +191,22 @@ def softmax_rows_of_block(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def softmax_over_max(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
+def softmax_base_two(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     x = tl.load(x_ptr + row * columns + column, mask=inside, other=-float("inf"))
-    e = tl.exp(x - tl.max(x, 0))
-    tl.store(out_ptr + row * columns + column, e / tl.max(e, 0), mask=inside)
+    e = tl.exp2(x - tl.max(x, 0))
+    tl.store(out_ptr + row * columns + column, e / tl.sum(e, 0), mask=inside)
+
+
+@triton.jit
+def softmax_undivided(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(x_ptr + row * columns + column, mask=inside, other=-float("inf"))
+    tl.store(out_ptr + row * columns + column, tl.exp(x - tl.max(x, 0)), mask=inside)
 
 
 # ----------------------------------------------------------------------------------------------------------- RMSNorm
@@ -229,6 +255,16 @@ def rms_eps_outside(x_ptr, weight_ptr, out_ptr, columns, eps, BLOCK: tl.constexp
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(x * x, 0) / columns
     tl.store(out_ptr + row * columns + column, x / (tl.sqrt(mean) + eps) * weight, mask=inside)
+
+
+@triton.jit
+def rms_sum_for_mean(x_ptr, weight_ptr, out_ptr, columns, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(x_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * columns + column, x / tl.sqrt(tl.sum(x * x, 0) + eps) * weight, mask=inside)
 
 
 @triton.jit
@@ -341,6 +377,28 @@ def dequantise_scale_of_program(codes_ptr, scale_ptr, out_ptr, rows, columns, RO
     codes = tl.load(codes_ptr + place, mask=inside, other=0)
     scale = tl.load(scale_ptr + tl.program_id(0))
     tl.store(out_ptr + place, codes.to(tl.float32) * scale.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def dequantise_divides(codes_ptr, scale_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
+    codes = tl.load(codes_ptr + place, mask=inside, other=0)
+    scale = tl.load(scale_ptr + row, mask=row < rows, other=1.0)
+    tl.store(out_ptr + place, codes.to(tl.float32) / scale.to(tl.float32)[:, None], mask=inside)
+
+
+@triton.jit
+def dequantise_scale_per_column(codes_ptr, scale_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
+    codes = tl.load(codes_ptr + place, mask=inside, other=0)
+    scale = tl.load(scale_ptr + column, mask=column < rows, other=0.0)
+    tl.store(out_ptr + place, codes.to(tl.float32) * scale.to(tl.float32)[None, :], mask=inside)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Every tensor stands in a larger buffer full of a poison: NaN, or 99 for codes. A result is poison too until somebody
 writes it. So a kernel that reads or writes beyond the end of a tensor meets NaN or leaves a trace. What leaves no trace
-is a read whose lanes are never stored; that one is looked for in the source.
+is a read whose lanes are never stored; that one is looked for in the source, and found against a wall (`_wall`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from minillm.errors import LessonError
 from minillm.ops.dispatch import has_triton
+from minillm.teaching.exercises._wall import check_against_walls, has_walls, walled
 
 GUARD = 512
 """Poisoned numbers before and after every tensor: more than any wrong kernel of the lesson strays."""
@@ -130,6 +131,11 @@ class Fence:
         fence.before = fence.bits.fill_(UNWRITTEN[dtype]).clone()
         return fence
 
+    def walled(self) -> Tensor:
+        """A copy of the tensor, its strides kept, whose last number is the last of its memory."""
+        size = 1 + sum((n - 1) * step for n, step in zip(self.tensor.shape, self.tensor.stride(), strict=True))
+        return walled(self.buffer[GUARD : GUARD + size]).as_strided(self.tensor.shape, self.tensor.stride())
+
     def num_changed(self, outside: bool) -> int:
         """Numbers that are not what they were: of the whole buffer, or only those `outside` the tensor."""
         changed = self.bits != self.before
@@ -145,13 +151,15 @@ def launch(
     out: Fence,
     numbers: Sequence[Any],
     full: bool,
+    wall: bool = False,
     **sizes: int,
 ) -> dict[str, object]:
     """Run the kernel `function` and say what it did: the result, and where else it was.
 
     It is called with the tensors of `inputs`, that of `out`, `numbers`, and `sizes` as its `tl.constexpr`. `full`: all
-    its lanes have a number to work on, so it may do without masks. Raises
-    `NotImplementedError` for a stub, `KernelError` for a kernel that stops, `LessonError` for what is no kernel.
+    its lanes have a number to work on, so it may do without masks. With `wall` it runs once more, on tensors that end
+    where memory ends. Raises `NotImplementedError` for a stub, `KernelError` for a kernel that stops,
+    `OutOfBoundsError` if it touches a wall, `LessonError` for what is no kernel.
     """
     kernel = resolve(function)
     if not hasattr(kernel, "fn"):
@@ -167,12 +175,16 @@ def launch(
             kernel[grid](*(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes)
         except Exception as problem:
             raise KernelError(_in_words(kernel, problem)) from problem
-    return {
-        "out": out.tensor.cpu(),
-        "numbers written beyond out": out.num_changed(outside=True),
-        "input numbers overwritten": sum(fence.num_changed(outside=False) for fence in inputs),
-        "blocks loaded without a mask": [] if full else unmasked_loads(tree),
-    }
+        found = {
+            "out": out.tensor.cpu(),
+            "numbers written beyond out": out.num_changed(outside=True),
+            "input numbers overwritten": sum(fence.num_changed(outside=False) for fence in inputs),
+            "blocks loaded without a mask": [] if full else unmasked_loads(tree),
+        }
+        if wall and has_walls() and not found["blocks loaded without a mask"]:
+            copies = [fence.walled() for fence in (*inputs, out)]
+            check_against_walls(lambda: kernel[grid](*copies, *numbers, **sizes))
+    return found
 
 
 def _check_parameters(kernel: Any, count: int, sizes: tuple[str, ...]) -> None:

@@ -3,9 +3,11 @@
 One program per request and KV head, one block per turn of the loop, and sums instead of `tl.dot`, so that any small
 size will do. Block size, head size and the number of splits are powers of two. The engine's own kernel, in
 `minillm.ops.triton.paged_attention`, does more and does it faster.
+
+`decode_kernel` is written out. Of its lines `load_queries` and `add_block` are made, and the other kernels call those.
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, ANN202, N803  (the compiler looks annotations up, so pointers have none; constants in capitals)
 from __future__ import annotations
 
 import triton
@@ -32,9 +34,9 @@ def decode_kernel(
     request, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(length_ptr + request)
     head, channel, place = tl.arange(0, PAD_GROUP), tl.arange(0, DIM), tl.arange(0, BLOCK_SIZE)
-    live = head[:, None] < GROUP
+    is_head = head[:, None] < GROUP
     q_at = ((request * NUM_KV + kv_head) * GROUP + head[:, None]) * DIM + channel[None, :]
-    q = tl.load(q_ptr + q_at, mask=live, other=0.0).to(tl.float32) * scale
+    q = tl.load(q_ptr + q_at, mask=is_head, other=0.0).to(tl.float32) * scale
 
     m = tl.full((PAD_GROUP,), float("-inf"), tl.float32)
     total = tl.full((PAD_GROUP,), 0.0, tl.float32)
@@ -49,11 +51,33 @@ def decode_kernel(
         score = tl.where(exists[None, :], score, float("-inf"))
         m_new = tl.maximum(m, tl.max(score, 1))
         weight = tl.exp(score - m_new[:, None])
-        keep = tl.exp(m - m_new)
-        total = total * keep + tl.sum(weight, 1)
-        out = out * keep[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1)
+        rescale = tl.exp(m - m_new)
+        total = total * rescale + tl.sum(weight, 1)
+        out = out * rescale[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1)
         m = m_new
-    tl.store(out_ptr + q_at, out / total[:, None], mask=live)
+    tl.store(out_ptr + q_at, out / total[:, None], mask=is_head)
+
+
+@triton.jit
+def load_queries(q_ptr, scale, NUM_KV: tl.constexpr, GROUP: tl.constexpr, PAD_GROUP: tl.constexpr, DIM: tl.constexpr):
+    """Rows, and queries times scale, of the heads that share a KV head: `[PAD_GROUP]` and `[PAD_GROUP, DIM]`."""
+    head, channel = tl.arange(0, PAD_GROUP), tl.arange(0, DIM)
+    row = (tl.program_id(0) * NUM_KV + tl.program_id(1)) * GROUP + head
+    q_at = row[:, None] * DIM + channel[None, :]
+    q = tl.load(q_ptr + q_at, mask=head[:, None] < GROUP, other=0.0).to(tl.float32) * scale
+    return row, q
+
+
+@triton.jit
+def add_block(score, v, exists, m, total, out):
+    """Merge one block into what came before. score: `[PAD_GROUP, BLOCK_SIZE]`; v: `[BLOCK_SIZE, DIM]`."""
+    score = tl.where(exists[None, :], score, float("-inf"))
+    m_new = tl.maximum(m, tl.max(score, 1))
+    weight = tl.exp(score - m_new[:, None])
+    rescale = tl.exp(m - m_new)
+    total = total * rescale + tl.sum(weight, 1)
+    out = out * rescale[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1)
+    return m_new, total, out
 
 
 @triton.jit
@@ -78,11 +102,7 @@ def split_kernel(
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(length_ptr + request)
     head, channel, place = tl.arange(0, PAD_GROUP), tl.arange(0, DIM), tl.arange(0, BLOCK_SIZE)
-    live = head[:, None] < GROUP
-    row = (request * NUM_KV + kv_head) * GROUP + head
-    q_at = row[:, None] * DIM + channel[None, :]
-    q = tl.load(q_ptr + q_at, mask=live, other=0.0).to(tl.float32) * scale
-
+    row, q = load_queries(q_ptr, scale, NUM_KV, GROUP, PAD_GROUP, DIM)
     m = tl.full((PAD_GROUP,), float("-inf"), tl.float32)
     total = tl.full((PAD_GROUP,), 0.0, tl.float32)
     out = tl.full((PAD_GROUP, DIM), 0.0, tl.float32)
@@ -95,18 +115,12 @@ def split_kernel(
         at = ((block * BLOCK_SIZE + place) * NUM_KV + kv_head)[:, None] * DIM + channel[None, :]
         k = tl.load(k_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)
         v = tl.load(v_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)
-        score = tl.sum(q[:, None, :] * k[None, :, :], 2)
-        score = tl.where(exists[None, :], score, float("-inf"))
-        m_new = tl.maximum(m, tl.max(score, 1))
-        weight = tl.exp(score - m_new[:, None])
-        keep = tl.exp(m - m_new)
-        total = total * keep + tl.sum(weight, 1)
-        out = out * keep[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1)
-        m = m_new
+        m, total, out = add_block(tl.sum(q[:, None, :] * k[None, :, :], 2), v, exists, m, total, out)
     divisor = tl.where(total == 0.0, 1.0, total)
-    part_at = (row * SPLITS + split)[:, None] * DIM + channel[None, :]
-    tl.store(part_ptr + part_at, out / divisor[:, None], mask=live)
-    tl.store(lse_ptr + row * SPLITS + split, m + tl.log(divisor), mask=head < GROUP)
+    part_row = row * SPLITS + split
+    part_at = part_row[:, None] * DIM + channel[None, :]
+    tl.store(part_ptr + part_at, out / divisor[:, None], mask=head[:, None] < GROUP)
+    tl.store(lse_ptr + part_row, m + tl.log(divisor), mask=head < GROUP)
 
 
 @triton.jit
@@ -149,28 +163,19 @@ def int8_kernel(
     request, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(length_ptr + request)
     head, channel, place = tl.arange(0, PAD_GROUP), tl.arange(0, DIM), tl.arange(0, BLOCK_SIZE)
-    live = head[:, None] < GROUP
-    q_at = ((request * NUM_KV + kv_head) * GROUP + head[:, None]) * DIM + channel[None, :]
-    q = tl.load(q_ptr + q_at, mask=live, other=0.0).to(tl.float32) * scale
-
+    row, q = load_queries(q_ptr, scale, NUM_KV, GROUP, PAD_GROUP, DIM)
     m = tl.full((PAD_GROUP,), float("-inf"), tl.float32)
     total = tl.full((PAD_GROUP,), 0.0, tl.float32)
     out = tl.full((PAD_GROUP, DIM), 0.0, tl.float32)
     for first in range(0, length, BLOCK_SIZE):
         block = tl.load(table_ptr + request * table_stride + first // BLOCK_SIZE)
         exists = first + place < length
-        row = (block * BLOCK_SIZE + place) * NUM_KV + kv_head
-        at = row[:, None] * DIM + channel[None, :]
-        k_scale = tl.load(k_scale_ptr + row, mask=exists, other=0.0).to(tl.float32)
-        v_scale = tl.load(v_scale_ptr + row, mask=exists, other=0.0).to(tl.float32)
+        slot = (block * BLOCK_SIZE + place) * NUM_KV + kv_head
+        at = slot[:, None] * DIM + channel[None, :]
         k = tl.load(k_ptr + at, mask=exists[:, None], other=0).to(tl.float32)
-        v = tl.load(v_ptr + at, mask=exists[:, None], other=0).to(tl.float32) * v_scale[:, None]
+        v = tl.load(v_ptr + at, mask=exists[:, None], other=0).to(tl.float32)
+        k_scale = tl.load(k_scale_ptr + slot, mask=exists, other=0.0).to(tl.float32)
+        v_scale = tl.load(v_scale_ptr + slot, mask=exists, other=0.0).to(tl.float32)
         score = tl.sum(q[:, None, :] * k[None, :, :], 2) * k_scale[None, :]
-        score = tl.where(exists[None, :], score, float("-inf"))
-        m_new = tl.maximum(m, tl.max(score, 1))
-        weight = tl.exp(score - m_new[:, None])
-        keep = tl.exp(m - m_new)
-        total = total * keep + tl.sum(weight, 1)
-        out = out * keep[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1)
-        m = m_new
-    tl.store(out_ptr + q_at, out / total[:, None], mask=live)
+        m, total, out = add_block(score, v * v_scale[:, None], exists, m, total, out)
+    tl.store(out_ptr + row[:, None] * DIM + channel[None, :], out / total[:, None], mask=head[:, None] < GROUP)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
+from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.exercises._l08_launch import Fence, LazyKernel, launch
 
 
@@ -22,6 +23,24 @@ def loads_without_mask(attempt: Attempt) -> str | None:
     if not torch.allclose(attempt.got["out"], attempt.expected["out"], 1e-4, 1e-5, equal_nan=True):
         return None
     return f"{loads[0]} has no mask: it reads beyond the end of the tensor, where a GPU may stop with an error"
+
+
+def about_rows(attempt: Attempt) -> str | None:
+    """Where else the kernel was, else which rows or columns are wrong."""
+    for name in ("numbers written beyond out", "input numbers overwritten"):
+        if attempt.got[name]:
+            return f"{attempt.got[name]} {name}: a store reaches beyond its own rows"
+    return about_tensor(attempt.expected["out"], attempt.got["out"], ("row", "column"), "out")
+
+
+def about_lanes(attempt: Attempt) -> str | None:
+    """Which of the two numbers is wrong."""
+    (programs, idle), (got_programs, got_idle) = attempt.expected, attempt.got
+    if got_programs == programs:
+        return "the number of programs is right, that of the masked lanes is not"
+    return f"{'too many' if got_programs > programs else 'too few'} programs" + (
+        "" if got_idle != idle else " (the lanes are right)"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- lanes
@@ -70,7 +89,8 @@ _LANES = Exercise(
         "How many blocks does one row need? A block that is not full is a block all the same.",
         "Blocks of a row: columns / block, rounded up. There are so many programs for each row, `block` lanes each; "
         "rows · columns of all lanes have a number to work on.",
-        "programs = rows * -(-columns // block); return programs, programs * block - rows * columns",
+        "programs = rows * …  # -(-a // b) is a / b, rounded up\nreturn programs, programs * block - …",
+        "programs = rows * -(-columns // block)\nreturn programs, programs * block - rows * columns",
     ),
     wrong=(
         WrongVersion("rounds down, so the last columns have no program", _rounds_down),
@@ -79,17 +99,20 @@ _LANES = Exercise(
         WrongVersion("counts the masked lanes of one row only", _one_row_of_lanes),
         WrongVersion("counts the lanes that work, not those that are masked", _busy_lanes),
     ),
+    otherwise=about_lanes,
 )
 
 # ---------------------------------------------------------------------------------------------------------------- copy
 
 
-def run_copy(kernel: LazyKernel, x: Tensor, x_stride: int, out_stride: int, block: int) -> dict[str, object]:
+def run_copy(
+    kernel: LazyKernel, x: Tensor, x_stride: int, out_stride: int, block: int, wall: bool = False
+) -> dict[str, object]:
     """Launch a copy of `x` `[rows, columns]` whose rows lie `x_stride` apart, to rows `out_stride` apart."""
     rows, columns = x.shape
     numbers = (columns, x_stride, out_stride)
     out, grid = Fence.empty((rows, columns), x.dtype, out_stride), (rows, -(-columns // block))
-    return launch(kernel, grid, [Fence.around(x, x_stride)], out, numbers, columns % block == 0, BLOCK=block)
+    return launch(kernel, grid, [Fence.around(x, x_stride)], out, numbers, columns % block == 0, wall, BLOCK=block)
 
 
 def _grid_of(rows: int, columns: int) -> Tensor:
@@ -106,6 +129,7 @@ _COPY = Exercise(
         Case("three rows", (_grid_of(3, 4), 4, 4, 4)),
         Case("rows of a wider tensor: 5 columns, rows 7 apart", (_grid_of(2, 5), 7, 5, 4)),
         Case("rows of a wider result: 5 columns, rows 9 apart", (_grid_of(2, 5), 5, 9, 4)),
+        Case("every tensor ends where its memory ends", (_grid_of(3, 6), 6, 6, 4, True)),
     ],
     drive=run_copy,
     hints=(
@@ -114,13 +138,25 @@ _COPY = Exercise(
         "row = tl.program_id(0); column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK). A row begins at "
         "row * stride, and the two tensors have strides of their own. Lanes with column >= columns must do "
         "nothing.",
-        "inside = column < columns; x = tl.load(x_ptr + row * x_stride + column, mask=inside); "
+        "The shape of it:\n"
+        "row = tl.program_id(0)\n"
+        "column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)\n"
+        "inside = …\n"
+        "x = tl.load(x_ptr + …, mask=inside)\n"
+        "tl.store(out_ptr + …, x, mask=inside)",
+        "The whole of it:\n"
+        "row = tl.program_id(0)\n"
+        "column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)\n"
+        "inside = column < columns\n"
+        "x = tl.load(x_ptr + row * x_stride + column, mask=inside)\n"
         "tl.store(out_ptr + row * out_stride + column, x, mask=inside)",
     ),
     wrong=(
         _planted("has no mask, so the last block of a row runs over its end", "copy_without_mask"),
         _planted("loads without a mask", "copy_loads_without_mask", says="has no mask: it reads beyond the end"),
         _planted("lets one lane too many in (<= instead of <)", "copy_one_too_many"),
+        _planted("loads one lane too many (<= instead of <)", "copy_loads_one_too_many"),
+        _planted("swaps the strides of x and out", "copy_swapped_strides"),
         _planted("copies whole blocks and leaves the remainder", "copy_whole_blocks"),
         _planted("copies the first block in every program: program_id(1) is missing", "copy_first_block"),
         _planted("takes the number of columns for the distance between rows", "copy_columns_for_stride"),
@@ -128,16 +164,17 @@ _COPY = Exercise(
         _planted("swaps the two program ids", "copy_swapped_ids"),
     ),
     diagnose=loads_without_mask,
+    otherwise=about_rows,
 )
 
 # ------------------------------------------------------------------------------------------------------------- softmax
 
 
-def run_softmax(kernel: LazyKernel, x: Tensor, block: int) -> dict[str, object]:
+def run_softmax(kernel: LazyKernel, x: Tensor, block: int, wall: bool = False) -> dict[str, object]:
     """Launch a softmax of each row of `x` `[rows, columns]`, one program per row."""
     rows, columns = x.shape
     out = Fence.empty((rows, columns), x.dtype)
-    return launch(kernel, (rows,), [Fence.around(x)], out, (columns,), columns == block, BLOCK=block)
+    return launch(kernel, (rows,), [Fence.around(x)], out, (columns,), columns == block, wall, BLOCK=block)
 
 
 _SOFTMAX = Exercise(
@@ -150,6 +187,7 @@ _SOFTMAX = Exercise(
         Case("large scores: e^1000 is infinite", (torch.tensor([[1000.0, 999.0, 998.0]]), 4)),
         Case("scores far below zero: e^-200 is zero", (torch.tensor([[-200.0, -201.0, -200.5]]), 4)),
         Case("a key that must not be seen", (torch.tensor([[0.5, -float("inf"), 1.5]]), 4)),
+        Case("every tensor ends where its memory ends", (_grid_of(2, 5), 8, True)),
     ],
     drive=run_softmax,
     hints=(
@@ -157,8 +195,18 @@ _SOFTMAX = Exercise(
         "changes neither?",
         "Load with other=-float('inf'): it never is the maximum, and e to the power of it is 0. Take the maximum off "
         "before the exponential; the quotient stays the same and nothing overflows.",
-        "x = tl.load(x_ptr + row * columns + column, mask=inside, other=-float('inf')); e = tl.exp(x - tl.max(x, 0)); "
-        "store e / tl.sum(e, 0) under the same mask.",
+        "The shape of it:\n"
+        "row, column = tl.program_id(0), tl.arange(0, BLOCK)\n"
+        "inside = column < columns\n"
+        "x = tl.load(x_ptr + row * columns + column, mask=inside, other=…)\n"
+        "e = tl.exp(…)\n"
+        "tl.store(out_ptr + row * columns + column, e / …, mask=inside)",
+        "The whole of it:\n"
+        "row, column = tl.program_id(0), tl.arange(0, BLOCK)\n"
+        "inside = column < columns\n"
+        "x = tl.load(x_ptr + row * columns + column, mask=inside, other=-float('inf'))\n"
+        "e = tl.exp(x - tl.max(x, 0))\n"
+        "tl.store(out_ptr + row * columns + column, e / tl.sum(e, 0), mask=inside)",
     ),
     wrong=(
         _planted("does not take the maximum off, so large scores overflow", "softmax_without_max"),
@@ -168,19 +216,23 @@ _SOFTMAX = Exercise(
         _planted("stores without a mask, into the row that follows", "softmax_stores_without_mask"),
         _planted("reads the first row in every program", "softmax_first_row"),
         _planted("takes BLOCK for the distance between rows", "softmax_rows_of_block"),
-        _planted("divides by the maximum and not by the sum", "softmax_over_max"),
+        _planted("computes powers of 2 and not of e", "softmax_base_two"),
+        _planted("does not divide by the sum (or by the maximum, which is 1)", "softmax_undivided"),
     ),
     diagnose=loads_without_mask,
+    otherwise=about_rows,
 )
 
 # ------------------------------------------------------------------------------------------------------------- RMSNorm
 
 
-def run_rms_norm(kernel: LazyKernel, x: Tensor, weight: Tensor, eps: float, block: int) -> dict[str, object]:
+def run_rms_norm(
+    kernel: LazyKernel, x: Tensor, weight: Tensor, eps: float, block: int, wall: bool = False
+) -> dict[str, object]:
     """Launch RMSNorm of each row of `x` `[rows, columns]`, one program per row."""
     rows, columns = x.shape
     inputs, out = [Fence.around(x), Fence.around(weight)], Fence.empty((rows, columns), x.dtype)
-    return launch(kernel, (rows,), inputs, out, (columns, eps), columns == block, BLOCK=block)
+    return launch(kernel, (rows,), inputs, out, (columns, eps), columns == block, wall, BLOCK=block)
 
 
 def _rms_cases() -> list[Case]:
@@ -192,6 +244,7 @@ def _rms_cases() -> list[Case]:
         Case("a weight per column, two rows", (_grid_of(2, 3) + 1, torch.tensor([1.0, 0.5, -2.0]), 1e-5, 4)),
         Case("a row so small that eps counts", (torch.tensor([[1e-3, -2e-3, 1e-3, 3e-3]]), torch.ones(4), 1e-5, 4)),
         Case("float16 numbers whose squares do not fit: 300² > 65504", (half, ones.half(), 1e-5, 8)),
+        Case("every tensor ends where its memory ends", (_grid_of(2, 5) + 1, ones, 1e-5, 8, True)),
     ]
 
 
@@ -205,14 +258,27 @@ _RMS_NORM = Exercise(
         "of squares alone, and how many numbers is the mean over?",
         "x = tl.load(…, mask=inside, other=0.0).to(tl.float32); the mean is tl.sum(x * x, 0) / columns, never / BLOCK; "
         "eps is added to it under the root. The weight is one row, the same for all programs.",
-        "tl.store(out_ptr + row * columns + column, x / tl.sqrt(mean + eps) * weight, mask=inside), with "
-        "weight = tl.load(weight_ptr + column, mask=inside, other=0.0).",
+        "The shape of it:\n"
+        "row, column = tl.program_id(0), tl.arange(0, BLOCK)\n"
+        "inside = column < columns\n"
+        "x = tl.load(x_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)\n"
+        "weight = tl.load(…, mask=inside, other=0.0).to(tl.float32)\n"
+        "mean = tl.sum(…, 0) / …\n"
+        "tl.store(out_ptr + row * columns + column, …, mask=inside)",
+        "The whole of it:\n"
+        "row, column = tl.program_id(0), tl.arange(0, BLOCK)\n"
+        "inside = column < columns\n"
+        "x = tl.load(x_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)\n"
+        "weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)\n"
+        "mean = tl.sum(x * x, 0) / columns\n"
+        "tl.store(out_ptr + row * columns + column, x / tl.sqrt(mean + eps) * weight, mask=inside)",
     ),
     wrong=(
         _planted("divides the sum by BLOCK and not by the number of columns", "rms_mean_of_block"),
         _planted("forgets eps", "rms_without_eps"),
         _planted("adds eps after the root and not under it", "rms_eps_outside"),
         _planted("forgets the root", "rms_without_root"),
+        _planted("takes the sum of the squares and not their mean", "rms_sum_for_mean"),
         _planted("forgets the weight", "rms_without_weight"),
         _planted("looks for another weight in every row", "rms_weight_per_row"),
         _planted("squares in float16, where 300² is infinite", "rms_squares_in_half"),
@@ -220,19 +286,20 @@ _RMS_NORM = Exercise(
         _planted("takes the mean off first, which is LayerNorm", "rms_takes_mean_off"),
     ),
     diagnose=loads_without_mask,
+    otherwise=about_rows,
 )
 
 # ---------------------------------------------------------------------------------------------------------- dequantise
 
 
 def run_dequantise(
-    kernel: LazyKernel, codes: Tensor, scale: Tensor, rows_per_program: int, block: int
+    kernel: LazyKernel, codes: Tensor, scale: Tensor, rows_per_program: int, block: int, wall: bool = False
 ) -> dict[str, object]:
     """Launch codes `[rows, columns]` times scale `[rows]` → float32, `rows_per_program` rows to a program."""
     rows, columns = codes.shape
     inputs, out = [Fence.around(codes), Fence.around(scale)], Fence.empty((rows, columns), torch.float32)
     grid, full = (-(-rows // rows_per_program),), rows % rows_per_program == 0 and columns == block
-    return launch(kernel, grid, inputs, out, (rows, columns), full, ROWS=rows_per_program, BLOCK=block)
+    return launch(kernel, grid, inputs, out, (rows, columns), full, wall, ROWS=rows_per_program, BLOCK=block)
 
 
 def _dequantise_cases() -> list[Case]:
@@ -247,6 +314,7 @@ def _dequantise_cases() -> list[Case]:
         Case("five rows in tiles of two", (codes, scale, 2, 4)),
         Case("six columns in a block of eight", (six, scale[:2], 2, 8)),
         Case("large codes and a scale of 2", (torch.tensor([[127, -127, 100]]).to(torch.int8), scale[2:3], 1, 4)),
+        Case("every tensor ends where its memory ends", (codes[:3, :3], scale[:3], 2, 4, True)),
     ]
 
 
@@ -260,13 +328,29 @@ _DEQUANTISE = Exercise(
         "meet is one number. Which of the two does a scale depend on?",
         "row = tl.program_id(0) * ROWS + tl.arange(0, ROWS); place = row[:, None] * columns + column[None, :]; mask: "
         "(row < rows)[:, None] & (column < columns)[None, :]. Scales are loaded at scale_ptr + row, with a mask too.",
-        "codes.to(tl.float32) * scale.to(tl.float32)[:, None], with codes = tl.load(codes_ptr + place, mask=inside, "
-        "other=0) and scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0).",
+        "The shape of it:\n"
+        "row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)\n"
+        "column = tl.arange(0, BLOCK)\n"
+        "inside = (row < rows)[:, None] & (column < columns)[None, :]\n"
+        "place = row[:, None] * columns + column[None, :]\n"
+        "codes = tl.load(codes_ptr + place, mask=inside, other=0)\n"
+        "scale = tl.load(…, mask=…, other=0.0)\n"
+        "tl.store(out_ptr + place, …, mask=inside)",
+        "The whole of it:\n"
+        "row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)\n"
+        "column = tl.arange(0, BLOCK)\n"
+        "inside = (row < rows)[:, None] & (column < columns)[None, :]\n"
+        "place = row[:, None] * columns + column[None, :]\n"
+        "codes = tl.load(codes_ptr + place, mask=inside, other=0)\n"
+        "scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0)\n"
+        "tl.store(out_ptr + place, codes.to(tl.float32) * scale.to(tl.float32)[:, None], mask=inside)",
     ),
     wrong=(
         _planted("takes one scale for the whole tensor", "dequantise_per_tensor"),
         _planted("takes one scale for all rows of a tile", "dequantise_per_tile"),
         _planted("numbers the scales by program and not by row", "dequantise_scale_of_program"),
+        _planted("divides by the scale", "dequantise_divides"),
+        _planted("takes a scale per column and not per row", "dequantise_scale_per_column"),
         _planted("multiplies as int8, where 100 · 2 is -56", "dequantise_in_int8"),
         _planted("reads the codes as unsigned, so -1 becomes 255", "dequantise_unsigned"),
         _planted("masks columns and not rows", "dequantise_without_row_mask"),
@@ -275,6 +359,7 @@ _DEQUANTISE = Exercise(
         _planted("loads scales without a mask", "dequantise_loads_without_mask", says="has no mask: it reads beyond"),
     ),
     diagnose=loads_without_mask,
+    otherwise=about_rows,
 )
 
 EXERCISES = [_LANES, _COPY, _SOFTMAX, _RMS_NORM, _DEQUANTISE]

@@ -1,32 +1,20 @@
 """Lesson 09, paged attention in Triton: merge partial attentions, walk a block table, split the keys, read INT8.
 
-The kernels are in `_l09_kernels`, which is imported when one of them is launched and not before, because that imports
-Triton, and Triton decides on import whether it compiles or interprets.
+The kernels are in `_l09_kernels`; how they are launched, and how mistakes are planted in them, is in `_l09_launch`.
 """
 
 from __future__ import annotations
-
-import inspect
-import linecache
-import textwrap
-import traceback
-import warnings
-from copy import deepcopy
-from functools import cached_property, wraps
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.errors import LessonError
-from minillm.ops.dispatch import has_triton
 from minillm.ops.kv_quant import INT8_LEVELS, quantize_symmetric
-from minillm.teaching.exercise import Case, Exercise, Function, WrongVersion
-from minillm.teaching.exercises._l08_launch import interpreting
+from minillm.teaching.exercise import Attempt, Case, Exercise, Function, WrongVersion
+from minillm.teaching.exercises._facts import about_tensor
+from minillm.teaching.exercises._l09_launch import KernelByName, remembering, run_fenced
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Decode = tuple[Tensor, Tensor, Tensor, Tensor, list[int], int]
 
 # -------------------------------------------------------------------------------------------------------------- merge
 
@@ -35,11 +23,20 @@ def merge(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: 
     """Attention over two sets of keys from the attention over each (Milakov & Gimelshein 2018, section 3).
 
     Per query: `m` is the largest score, `l = Σ exp(score - m)`, `o = Σ exp(score - m) · value`. `m`, `l`:
-    `[num_queries]`; `o`: `[num_queries, head_dim]`. Returns the same three of both sets together.
+    `[num_queries]`; `o`: `[num_queries, head_dim]`. Returns the same three of both sets together. A set without keys is
+    m = -inf, l = 0, o = 0; so are two of them together.
     """
     m = torch.maximum(m_a, m_b)
-    keep_a, keep_b = torch.exp(m_a - m), torch.exp(m_b - m)
-    return m, l_a * keep_a + l_b * keep_b, o_a * keep_a[:, None] + o_b * keep_b[:, None]
+    factor_a, factor_b = (torch.where(x == m, 1.0, torch.exp(x - m)) for x in (m_a, m_b))  # exp(-inf + inf) is NaN
+    return m, l_a * factor_a + l_b * factor_b, o_a * factor_a[:, None] + o_b * factor_b[:, None]
+
+
+def _nan_for_nothing(
+    m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor
+) -> tuple[Tensor, ...]:
+    m = torch.maximum(m_a, m_b)
+    factor_a, factor_b = torch.exp(m_a - m), torch.exp(m_b - m)
+    return m, l_a * factor_a + l_b * factor_b, o_a * factor_a[:, None] + o_b * factor_b[:, None]
 
 
 def _adds(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
@@ -51,19 +48,43 @@ def _averages(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o
 
 
 def _first_maximum(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
-    keep = torch.exp(m_b - m_a)
-    return m_a, l_a + l_b * keep, o_a + o_b * keep[:, None]
+    factor = torch.exp(m_b - m_a)
+    return m_a, l_a + l_b * factor, o_a + o_b * factor[:, None]
 
 
-def _sum_only(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
+def _l_only(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
     m, total, _ = merge(m_a, l_a, o_a, m_b, l_b, o_b)
     return m, total, o_a + o_b
 
 
+def _o_only(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
+    m, _, out = merge(m_a, l_a, o_a, m_b, l_b, o_b)
+    return m, l_a + l_b, out
+
+
 def _upside_down(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
     m = torch.maximum(m_a, m_b)
-    keep_a, keep_b = torch.exp(m - m_a), torch.exp(m - m_b)
-    return m, l_a * keep_a + l_b * keep_b, o_a * keep_a[:, None] + o_b * keep_b[:, None]
+    factor_a, factor_b = torch.exp(m - m_a), torch.exp(m - m_b)
+    return m, l_a * factor_a + l_b * factor_b, o_a * factor_a[:, None] + o_b * factor_b[:, None]
+
+
+def _swaps_factors(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
+    m, total, out = merge(m_b, l_a, o_a, m_a, l_b, o_b)
+    return m, total, out
+
+
+def _smaller_maximum(
+    m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor
+) -> tuple[Tensor, ...]:
+    m = torch.minimum(m_a, m_b)
+    factor_a, factor_b = torch.exp(m_a - m), torch.exp(m_b - m)
+    return m, l_a * factor_a + l_b * factor_b, o_a * factor_a[:, None] + o_b * factor_b[:, None]
+
+
+def _base_two(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
+    m = torch.maximum(m_a, m_b)
+    factor_a, factor_b = (torch.where(x == m, 1.0, torch.exp2(x - m)) for x in (m_a, m_b))
+    return m, l_a * factor_a + l_b * factor_b, o_a * factor_a[:, None] + o_b * factor_b[:, None]
 
 
 def _divides(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor) -> tuple[Tensor, ...]:
@@ -75,11 +96,14 @@ def _merge_cases() -> list[Case]:
     def one(m: float, total: float, *out: float) -> tuple[Tensor, Tensor, Tensor]:
         return torch.tensor([m]), torch.tensor([total]), torch.tensor([out])
 
+    nothing = one(-torch.inf, 0.0, 0.0, 0.0)
     return [
         Case("two keys with equal scores", (*one(2.0, 1.0, 1.0, 0.0), *one(2.0, 1.0, 0.0, 4.0))),
         Case("the larger score comes second", (*one(0.0, 2.0, 2.0, 1.0), *one(1.0, 1.0, 3.0, 5.0))),
         Case("the larger score comes first", (*one(3.0, 1.5, 6.0, 1.0), *one(1.0, 2.0, 2.0, 2.0))),
-        Case("the first keys of all: nothing came before", (*one(-torch.inf, 0.0, 0.0, 0.0), *one(1.5, 2.0, 3.0, 4.0))),
+        Case("the first keys of all: nothing came before", (*nothing, *one(1.5, 2.0, 3.0, 4.0))),
+        Case("nothing comes after", (*one(1.5, 2.0, 3.0, 4.0), *nothing)),
+        Case("nothing and nothing", (*nothing, *nothing)),
         Case("scores far apart", (*one(-200.0, 1.0, 1.0, 1.0), *one(300.0, 1.0, 2.0, 3.0))),
         Case(
             "two queries at once",
@@ -91,158 +115,54 @@ def _merge_cases() -> list[Case]:
     ]
 
 
+def _about_sums(attempt: Attempt) -> str | None:
+    """Which of m, l and o is the first to be wrong."""
+    names = zip(("m", "l", "o"), attempt.expected, attempt.got, strict=True)
+    return next((said for name, right, got in names if (said := about_tensor(right, got, ("query",), name))), None)
+
+
 _MERGE = Exercise(
     name="l09.merge",
     reference=merge,
     cases=_merge_cases,
     hints=(
         "Both sums are relative to their own maximum. What must happen to them before they may be added?",
-        "m = the larger of the two maxima. A sum that was made with exp(score - m_a) becomes one made with "
-        "exp(score - m) if you multiply it by exp(m_a - m). The same factor holds for l and for o.",
-        "m = torch.maximum(m_a, m_b); keep_a = torch.exp(m_a - m); keep_b = torch.exp(m_b - m); l = l_a·keep_a + "
-        "l_b·keep_b; o the same with keep_a[:, None] and keep_b[:, None].",
+        "m is the larger of the two maxima (`torch.maximum`). A sum made with exp(score - m_a) becomes one made with "
+        "exp(score - m) if you multiply it by exp(m_a - m). The same factor holds for l and for o. If both maxima are "
+        "-inf their difference is NaN: where m_a equals m the factor is 1, and nothing need be computed.",
+        "The shape of it:\n"
+        "m = torch.maximum(m_a, m_b)\n"
+        "factor_a = torch.where(m_a == m, 1.0, torch.exp(…))\n"
+        "factor_b = torch.where(m_b == m, 1.0, torch.exp(…))\n"
+        "return m, l_a * factor_a + …, o_a * factor_a[:, None] + …",
+        "The whole of it:\n"
+        "m = torch.maximum(m_a, m_b)\n"
+        "factor_a = torch.where(m_a == m, 1.0, torch.exp(m_a - m))\n"
+        "factor_b = torch.where(m_b == m, 1.0, torch.exp(m_b - m))\n"
+        "return m, l_a * factor_a + l_b * factor_b, o_a * factor_a[:, None] + o_b * factor_b[:, None]",
     ),
     wrong=(
         WrongVersion("adds sums that are relative to different maxima", _adds),
         WrongVersion("averages the two parts", _averages),
         WrongVersion("keeps the first maximum, even if a larger score comes later or none came before", _first_maximum),
-        WrongVersion("corrects l and forgets to correct o", _sum_only),
-        WrongVersion("has the sign of the correction upside down: exp(m - m_a) instead of exp(m_a - m)", _upside_down),
+        WrongVersion("rescales l and forgets to rescale o", _l_only),
+        WrongVersion("rescales o and forgets to rescale l", _o_only),
+        WrongVersion("has the sign of the factor upside down: exp(m - m_a) instead of exp(m_a - m)", _upside_down),
+        WrongVersion("gives each part the factor of the other", _swaps_factors),
+        WrongVersion("takes the smaller of the two maxima", _smaller_maximum),
+        WrongVersion("computes powers of 2 and not of e", _base_two),
         WrongVersion("divides o by l already, and so cannot go on merging", _divides),
+        WrongVersion("gives NaN for nothing and nothing: -inf minus -inf is not 0", _nan_for_nothing),
     ),
+    otherwise=_about_sums,
 )
 
-# ----------------------------------------------------------------------------------------------- kernels and mistakes
-
-
-class KernelFailed(LessonError):
-    """A kernel cannot be launched, or stopped with an error; names its line where that is known."""
-
-
-class KernelByName:
-    """A kernel of `_l09_kernels`, perhaps with other words in its source; made when it is first used.
-
-    A planted mistake is a line or two of `changes`, from what is right to what is wrong, so it cannot drift from the
-    rest of the kernel. Launched as a kernel is: `kernel[grid](...)`.
-    """
-
-    def __init__(self, name: str, *changes: tuple[str, str]) -> None:
-        self.__name__ = name
-        self.changes = changes
-
-    @cached_property
-    def fn(self) -> Function:
-        """The Python function that the kernel is made from."""
-        return self.kernel.fn
-
-    @cached_property
-    def kernel(self) -> Any:
-        """What Triton makes of it. Raises `LessonError` if a line to change is not there."""
-        right = getattr(_kernels(), self.__name__)
-        if not self.changes:
-            return right
-        source = textwrap.dedent(inspect.getsource(right.fn))
-        for old, new in self.changes:
-            if old not in source:
-                raise LessonError(f"{old!r} is not in {self.__name__}; change its planted mistakes as well")
-            source = source.replace(old, new)
-        file = f"<{self.__name__} with a mistake, {id(self)}>"
-        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Triton reads the source
-        space = dict(vars(_kernels()))
-        with interpreting():
-            exec(compile(source, file, "exec"), space)
-        return space[self.__name__]
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.fn)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Function:
-        return self.kernel[grid]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises `KernelFailed`: a kernel has a grid."""
-        raise KernelFailed(f"a kernel is launched with a grid: {self.__name__}[grid](...)")
-
-
-def _kernels() -> Any:
-    """The module of kernels. Raises `LessonError` where there is no Triton, or one that was imported too early."""
-    if not has_triton():
-        raise LessonError("Triton is not installed; it exists for Linux and WSL (pip install triton) and on Colab")
-    with interpreting():
-        kernels, library = import_module("minillm.teaching.exercises._l09_kernels"), import_module("triton.language")
-    if type(kernels.decode_kernel) is not type(library.sum):  # which is a kernel too, made when Triton was imported
-        raise LessonError(
-            "Triton was imported before TRITON_INTERPRET=1 was set, and can now neither compile nor interpret; restart "
-            "the notebook's kernel and run it from its first cell"
-        )
-    return kernels
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
-    """Run a learner's kernel on `args`, which are on the GPU if there is one.
-
-    Raises `NotImplementedError` for a stub, `KernelFailed` for what is no kernel or stops with an error.
-    """
-    kernel = getattr(kernel, "kernel", kernel)
-    plain = getattr(kernel, "fn", kernel)
-    name = getattr(plain, "__name__", "this")
-    if "raise NotImplementedError" in _source_of(plain):
-        raise NotImplementedError(f"write {name} here, then run its check")
-    if not hasattr(kernel, "fn"):
-        raise KernelFailed(f"{name} is no kernel: put @triton.jit on the line above its def")
-    if type(kernel) is not type(_kernels().decode_kernel):
-        raise KernelFailed("TRITON_INTERPRET=1 was not set when this kernel was defined; run the notebook from the top")
-    failure = ""
-    with interpreting(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, about NaN
-        try:
-            kernel[grid](*args, **constants)
-        except Exception as error:
-            failure = _in_words(error, name)
-    if failure:
-        raise KernelFailed(failure)
-
-
-def _source_of(function: Function) -> str:
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
-
-
-def _in_words(error: BaseException, name: str) -> str:
-    """What stopped the kernel, and the last of its own lines that Python saw."""
-    own: list[traceback.FrameSummary] = []
-    while True:
-        own += [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == name and frame.line]
-        if error.__cause__ is None:
-            break
-        error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    where = f" (in the line `{own[-1].line}`)" if own else ""
-    return f"{type(error).__name__}: {lines[-1]}{where}"
-
-
-def _remembering(drive: Function) -> Function:
-    """`drive`, but a kernel of ours that has answered a case before is not interpreted again: it takes 10 ms a time."""
-    answers: dict[tuple[object, ...], Any] = {}
-
-    @wraps(drive)
-    def run(kernel: Function, *inputs: Any) -> Any:
-        if not isinstance(kernel, KernelByName):
-            return drive(kernel, *inputs)
-        key = id(kernel), *(repr(x.tolist() if isinstance(x, Tensor) else x) for x in inputs)
-        if key not in answers:
-            answers[key] = drive(kernel, *inputs)
-        return deepcopy(answers[key])
-
-    return run
+# -------------------------------------------------------------------------------------------- what kernels are given
 
 
 def _poisoned(
     seed: int, seq_lens: list[int], tables: list[list[int]], heads: int, num_kv: int, block_size: int = 4, dim: int = 4
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[int], int]:
+) -> Decode:
     """Queries, pools whose unused slots hold NaN, block tables padded with their first block, lengths."""
     generator = torch.Generator().manual_seed(seed)
     num_slots = (1 + max(map(max, tables))) * block_size
@@ -262,6 +182,19 @@ def _sizes(q: Tensor, num_kv: int, block_size: int) -> dict[str, int]:
     return {"NUM_KV": num_kv, "GROUP": group, "PAD_GROUP": pad_group, "DIM": q.shape[2], "BLOCK_SIZE": block_size}
 
 
+def _inputs(
+    q: Tensor, pools: dict[str, Tensor], tables: Tensor, seq_lens: list[int], block_size: int
+) -> dict[str, tuple[Tensor, float | None]]:
+    """Tensors with what lies around them: NaN, ids of a block that does not exist, requests of length 0."""
+    floats = {name: (x, None) for name, x in ({"q": q} | pools).items()}
+    beyond = next(iter(pools.values())).shape[0] // block_size
+    return floats | {"block_tables": (tables, beyond), "seq_lens": (torch.tensor(seq_lens), 0)}
+
+
+def _about_heads(attempt: Attempt) -> str | None:
+    return about_tensor(attempt.expected, attempt.got, ("request", "query head", "channel"))
+
+
 # ------------------------------------------------------------------------------------------------------ decode_kernel
 
 
@@ -273,14 +206,28 @@ def _run_decode(
     block_tables: Tensor,
     seq_lens: list[int],
     block_size: int,
+    wall: bool = False,
 ) -> Tensor:
     """Launch on a grid of requests by KV heads; what the kernel does not write stays NaN."""
-    q, keys, values, tables = (x.to(DEVICE) for x in (q, keys, values, block_tables))
-    out = torch.full_like(q, torch.nan)
     num_kv = keys.shape[1]
-    args = (q, keys, values, tables, torch.tensor(seq_lens, device=DEVICE), out, tables.stride(0), q.shape[2] ** -0.5)
-    launch(kernel, (len(q), num_kv), *args, **_sizes(q, num_kv, block_size))
-    return out.cpu()
+    inputs = _inputs(q, {"keys": keys, "values": values}, block_tables, seq_lens, block_size)
+    numbers = block_tables.stride(0), q.shape[2] ** -0.5
+    grid, sizes = (len(q), num_kv), _sizes(q, num_kv, block_size)
+    return run_fenced(kernel, grid, inputs, {"out": tuple(q.shape)}, numbers, wall, **sizes)["out"]
+
+
+def _falling(case: Decode) -> Decode:
+    """The keys of each block are the opposite of those before: scores of one sign, then of the other."""
+    q, keys, values, tables, lengths, block_size = case
+    keys = torch.nan_to_num(keys.abs() + 0.5)
+    keys[tables[0, 1::2].repeat_interleave(block_size) * block_size + torch.arange(block_size).repeat(1)] *= -1
+    return q.abs() + 100, keys, values, tables, lengths, block_size
+
+
+def _far_apart(case: Decode) -> Decode:
+    """The heads of a group have scores of several hundred, of about 1, and of several hundred below zero."""
+    q, keys, *rest = case
+    return q.abs() * torch.tensor([[400.0], [1.0], [-400.0]]), keys.abs() + 0.5, *rest
 
 
 def _decode_cases() -> list[Case]:
@@ -290,13 +237,30 @@ def _decode_cases() -> list[Case]:
         Case("the last block holds two of four", _poisoned(1, [6], [[2, 0]], 1, 1)),
         Case("two requests of different lengths", _poisoned(2, [3, 6], [[4], [2, 0]], 1, 1)),
         Case("three query heads share each of two KV heads", _poisoned(4, [3], [[1]], 6, 2)),
+        Case(
+            "two requests share a block: one sees three rows of it, the other four",
+            _poisoned(9, [3, 4], [[1], [1]], 1, 1),
+        ),
         Case("scores of several thousand", (large[0] * 4000, *large[1:])),
+        Case("the second block's scores are hundreds below the first's", _falling(_poisoned(6, [8], [[1, 0]], 1, 1))),
+        Case("heads of one group with scores hundreds apart", _far_apart(_poisoned(7, [4], [[0]], 3, 1))),
+        Case("every tensor ends where its memory ends", (*_everything(), True)),
     ]
 
 
-_SKIPS_SLOTS = "tl.load(k_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(k_ptr + at)"
-_SKIPS_VALUES = "tl.load(v_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(v_ptr + at)"
+def _everything() -> Decode:
+    """Padding heads, a block filled in part, and a last request that fills its blocks."""
+    return _poisoned(8, [6, 8], [[3, 0], [1, 2]], 6, 2)
+
+
+_ROWS = "((request * NUM_KV + kv_head) * GROUP + head[:, None])"
+_SUM_L, _SUM_O = "total * rescale", "out * rescale[:, None]"
 _NO_WHERE = 'tl.where(exists[None, :], score, float("-inf"))', "score"
+
+
+def _decode_wrong(mistake: str, *changes: tuple[str, str], says: str = "") -> WrongVersion:
+    return WrongVersion(mistake, KernelByName("decode_kernel", *changes), says)
+
 
 _DECODE = Exercise(
     name="l09.decode_kernel",
@@ -304,53 +268,106 @@ _DECODE = Exercise(
     cases=_decode_cases,
     hints=(
         "It is your merge, block by block: (m, l, o) of what came before, and the scores and values of one block more.",
-        "Turn number `first // BLOCK_SIZE` of the loop loads one block id from the table, then BLOCK_SIZE rows of k "
-        "and of v from slot block · BLOCK_SIZE + place on. Rows that do not exist need two masks: one for the loads, "
-        "and -inf for their scores.",
-        "score = tl.sum(q[:, None, :] * k[None, :, :], 2), then tl.where(exists[None, :], score, -inf); m_new = "
-        "tl.maximum(m, tl.max(score, 1)); weight = tl.exp(score - m_new[:, None]); keep = tl.exp(m - m_new); total = "
-        "total · keep + tl.sum(weight, 1); out = out · keep[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1).",
+        "Turn number first // BLOCK_SIZE of the loop loads one block id from the request's row of the table, then "
+        "BLOCK_SIZE rows of k and of v from slot block · BLOCK_SIZE + place on. Rows that do not exist need two masks: "
+        "one for the loads, and -inf for their scores.",
+        "The shape of it:\n"
+        "for first in range(0, length, BLOCK_SIZE):\n"
+        "    block = tl.load(table_ptr + …)\n"
+        "    exists = first + place < length\n"
+        "    at = ((block * BLOCK_SIZE + place) * NUM_KV + kv_head)[:, None] * DIM + channel[None, :]\n"
+        "    k = tl.load(k_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)\n"
+        "    v = …\n"
+        '    score = tl.where(exists[None, :], …, float("-inf"))\n'
+        "    m_new, weight, rescale = …  # as in your merge, with tl.maximum, tl.max(score, 1) and tl.exp\n"
+        "    total = …\n"
+        "    out = …\n"
+        "    m = m_new\n"
+        "tl.store(out_ptr + q_at, …, mask=is_head)",
+        "The whole of it:\n"
+        "for first in range(0, length, BLOCK_SIZE):\n"
+        "    block = tl.load(table_ptr + request * table_stride + first // BLOCK_SIZE)\n"
+        "    exists = first + place < length\n"
+        "    at = ((block * BLOCK_SIZE + place) * NUM_KV + kv_head)[:, None] * DIM + channel[None, :]\n"
+        "    k = tl.load(k_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)\n"
+        "    v = tl.load(v_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)\n"
+        '    score = tl.where(exists[None, :], tl.sum(q[:, None, :] * k[None, :, :], 2), float("-inf"))\n'
+        "    m_new = tl.maximum(m, tl.max(score, 1))\n"
+        "    weight = tl.exp(score - m_new[:, None])\n"
+        "    rescale = tl.exp(m - m_new)\n"
+        "    total = total * rescale + tl.sum(weight, 1)\n"
+        "    out = out * rescale[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], 1)\n"
+        "    m = m_new\n"
+        "tl.store(out_ptr + q_at, out / total[:, None], mask=is_head)",
     ),
     wrong=(
-        WrongVersion(
-            "gives weight to rows of the last block that do not exist: a score of 0 is not -inf",
-            KernelByName("decode_kernel", _NO_WHERE),
-        ),
-        WrongVersion(
+        _decode_wrong("gives weight to rows of the last block that do not exist: a score of 0 is not -inf", _NO_WHERE),
+        _decode_wrong(
             "loads slots that nobody has written; a weight of 0 does not help, for 0 · NaN is NaN",
-            KernelByName("decode_kernel", _SKIPS_VALUES),
+            ("tl.load(v_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(v_ptr + at)"),
         ),
-        WrongVersion(
+        _decode_wrong("lets one row too many in (<= length)", ("first + place < length", "first + place <= length")),
+        _decode_wrong(
+            "leaves out the last block if it is filled in part",
+            ("range(0, length, BLOCK_SIZE)", "range(0, length // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE)"),
+        ),
+        _decode_wrong("stops after the first block", ("range(0, length, BLOCK_SIZE)", "range(0, 1, BLOCK_SIZE)")),
+        _decode_wrong(
             "reads the blocks 0, 1, 2 … instead of those in the table",
-            KernelByName(
-                "decode_kernel",
-                ("tl.load(table_ptr + request * table_stride + first // BLOCK_SIZE)", "first // BLOCK_SIZE"),
-                # so that it reads numbers where it should not look at all, and not only NaN
-                ("* BLOCK_SIZE + place) *", "* BLOCK_SIZE + place) % 8 *"),
-            ),
+            ("tl.load(table_ptr + request * table_stride + first // BLOCK_SIZE)", "first // BLOCK_SIZE"),
+            # so that it reads numbers where it should not look at all, and not only NaN
+            ("* BLOCK_SIZE + place) *", "* BLOCK_SIZE + place) % 8 *"),
         ),
-        WrongVersion(
-            "reads the table of the first request for all of them",
-            KernelByName("decode_kernel", ("request * table_stride + ", "")),
+        _decode_wrong("reads the table of the first request for all of them", ("request * table_stride + ", "")),
+        _decode_wrong(
+            "rescales neither sum when a larger score turns up", ("tl.exp(m - m_new)", "tl.exp(m_new - m_new)")
         ),
-        WrongVersion(
-            "does not correct what it has summed when a larger score turns up",
-            KernelByName("decode_kernel", ("keep = tl.exp(m - m_new)", "keep = tl.where(m > m_new, m, 1.0)")),
+        _decode_wrong("rescales the sum of the weights and forgets that of the values", (_SUM_O, "out")),
+        _decode_wrong("rescales the sum of the values and forgets that of the weights", (_SUM_L, "total")),
+        _decode_wrong(
+            "has the sign of the factor upside down: exp(m_new - m) instead of exp(m - m_new)",
+            ("tl.exp(m - m_new)", "tl.exp(tl.where(m > -1e30, m_new - m, -1e9))"),
         ),
-        WrongVersion(
+        _decode_wrong(
             "takes no maximum, so a large score becomes infinite",
-            KernelByName("decode_kernel", ("tl.maximum(m, tl.max(score, 1))", "tl.max(score, 1) * 0.0")),
+            ("tl.maximum(m, tl.max(score, 1))", "tl.max(score, 1) * 0.0"),
         ),
-        WrongVersion(
-            "does not divide by the sum of the weights", KernelByName("decode_kernel", (" / total[:, None]", ""))
+        _decode_wrong(
+            "takes the maximum of this block only, so that the factor becomes infinite when scores fall",
+            ("tl.maximum(m, tl.max(score, 1))", "tl.max(score, 1)"),
         ),
-        WrongVersion("forgets the factor 1/√d of the scores", KernelByName("decode_kernel", (" * scale", ""))),
-        WrongVersion(
-            "reads KV head 0 for every query head",
-            KernelByName("decode_kernel", ("* NUM_KV + kv_head)[:, None]", "* NUM_KV)[:, None]")),
+        _decode_wrong(
+            "takes one maximum for all heads, so that a head with low scores has only weights of 0",
+            ("tl.max(score, 1)", "tl.max(score)"),
+        ),
+        _decode_wrong("computes powers of 2 and not of e", ("tl.exp(", "tl.exp2(")),
+        _decode_wrong("does not divide by the sum of the weights", (" / total[:, None]", "")),
+        _decode_wrong("leaves out the factor 1/√DIM of the scores", (" * scale", "")),
+        _decode_wrong(
+            "multiplies the result by 1/√DIM, and not the scores",
+            (" * scale", ""),
+            ("out / total[:, None]", "out / total[:, None] * scale"),
+        ),
+        _decode_wrong("reads KV head 0 for every query head", ("* NUM_KV + kv_head)[:, None]", "* NUM_KV)[:, None]")),
+        _decode_wrong(
+            "takes every NUM_KV-th head for a group; heads that share a KV head lie side by side",
+            (_ROWS, "(request * NUM_KV * GROUP + head[:, None] * NUM_KV + kv_head)"),
+        ),
+        _decode_wrong("forgets that a slot holds a row per KV head", ("* NUM_KV + kv_head)[:, None]", ")[:, None]")),
+        _decode_wrong("takes the keys for the values", ("tl.load(v_ptr + at", "tl.load(k_ptr + at")),
+        _decode_wrong(
+            "stores without a mask: the padding of a group overwrites the head behind it",
+            (", mask=is_head)", ")"),
+            says="beyond the end of",
+        ),
+        _decode_wrong(
+            "loads queries without a mask, the last of them beyond the end of q",
+            (", mask=is_head, other=0.0)", ")"),
+            says="beyond the end of",
         ),
     ),
-    drive=_remembering(_run_decode),
+    otherwise=_about_heads,
+    drive=remembering(_run_decode),
 )
 
 # ------------------------------------------------------------------------------------------------------- split_kernel
@@ -365,16 +382,30 @@ def _run_split(
     seq_lens: list[int],
     block_size: int,
     splits: int,
+    wall: bool = False,
 ) -> dict[str, Tensor]:
     """Launch on a grid of requests by KV heads by parts; what the kernel does not write stays NaN."""
-    q, keys, values, tables = (x.to(DEVICE) for x in (q, keys, values, block_tables))
-    part = torch.full((*q.shape[:2], splits, q.shape[2]), torch.nan, device=DEVICE)
-    lse = torch.full((*q.shape[:2], splits), torch.nan, device=DEVICE)
     num_kv = keys.shape[1]
-    lengths = torch.tensor(seq_lens, device=DEVICE)
-    args = (q, keys, values, tables, lengths, part, lse, tables.stride(0), q.shape[2] ** -0.5)
-    launch(kernel, (len(q), num_kv, splits), *args, **_sizes(q, num_kv, block_size), SPLITS=splits)
-    return {"part": part.cpu(), "lse": lse.cpu()}
+    inputs = _inputs(q, {"keys": keys, "values": values}, block_tables, seq_lens, block_size)
+    results = {"part": (*q.shape[:2], splits, q.shape[2]), "lse": (*q.shape[:2], splits)}
+    numbers = block_tables.stride(0), q.shape[2] ** -0.5
+    grid, sizes = (len(q), num_kv, splits), _sizes(q, num_kv, block_size)
+    return run_fenced(kernel, grid, inputs, results, numbers, wall, **sizes, SPLITS=splits)
+
+
+def _split_wrong(mistake: str, *changes: tuple[str, str], says: str = "") -> WrongVersion:
+    return WrongVersion(mistake, KernelByName("split_kernel", *changes), says)
+
+
+_BLOCKS_OF_A_PART = "tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS)"
+_BEGIN, _END = "begin = split * keys_of_a_part", "tl.minimum(begin + keys_of_a_part, length)"
+
+
+def _about_parts(attempt: Attempt) -> str | None:
+    axes = "request", "query head", "part", "channel"
+    return next(
+        (said for name, x in attempt.expected.items() if (said := about_tensor(x, attempt.got[name], axes, name))), None
+    )
 
 
 _SPLIT = Exercise(
@@ -384,77 +415,108 @@ _SPLIT = Exercise(
         Case("four blocks in two parts", (*_poisoned(1, [16], [[3, 0, 4, 1]], 1, 1), 2)),
         Case("three blocks in two parts, the last block filled in part", (*_poisoned(2, [10], [[2, 0, 3]], 1, 1), 2)),
         Case("one block in two parts: one has nothing to do", (*_poisoned(3, [3], [[1]], 1, 1), 2)),
-        Case(
-            "two requests, three query heads share a KV head",
-            (*_poisoned(4, [5, 3], [[4, 0], [1]], 3, 1), 2),
-        ),
+        Case("six blocks in four parts of two, two, two and none", (*_poisoned(6, [23], [[*range(6)]], 1, 1), 4)),
+        Case("two requests, three query heads share a KV head", (*_poisoned(4, [5, 3], [[4, 0], [1]], 3, 1), 2)),
+        Case("every tensor ends where its memory ends", (*_everything(), 2, True)),
     ],
     hints=(
-        "Start from your decode_kernel. Only where the loop begins and ends is new, and what is stored at the end.",
-        "Give every part the same whole number of blocks: tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS) of them, and "
-        "cut the last part at length. Store out / total, and beside it log Σ exp(score) = m + log(total).",
-        "begin = split · keys_of_a_part; end = tl.minimum(begin + keys_of_a_part, length). A part without keys has "
-        "total 0 and m -inf: divide by tl.where(total == 0, 1, total) and it stores 0 and -inf. Row r of part s lies "
-        "at (r · SPLITS + s) · DIM.",
+        "The loop over the blocks is given. Where does it begin and end for part `split`, and what is stored after it?",
+        "Give every part the same whole number of blocks: the number of blocks divided by SPLITS, rounded up, and cut "
+        "the last part at length. Store out / total, and beside it log Σ exp(score) = m + log(total).",
+        "The shape of it. A part without keys has total 0 and m -inf, and must store 0 and -inf:\n"
+        "keys_of_a_part = tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS) * BLOCK_SIZE\n"
+        "begin = …\n"
+        "end = tl.minimum(…, length)\n"
+        "… the loop …\n"
+        "divisor = tl.where(total == 0.0, 1.0, total)\n"
+        "part_row = …  # part s of row r is number r * SPLITS + s\n"
+        "tl.store(part_ptr + part_row[:, None] * DIM + channel[None, :], …, mask=head[:, None] < GROUP)\n"
+        "tl.store(lse_ptr + part_row, …, mask=head < GROUP)",
+        "The whole of it:\n"
+        "keys_of_a_part = tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS) * BLOCK_SIZE\n"
+        "begin = split * keys_of_a_part\n"
+        "end = tl.minimum(begin + keys_of_a_part, length)\n"
+        "… the loop …\n"
+        "divisor = tl.where(total == 0.0, 1.0, total)\n"
+        "part_row = row * SPLITS + split\n"
+        "tl.store(part_ptr + part_row[:, None] * DIM + channel[None, :], out / divisor[:, None], "
+        "mask=head[:, None] < GROUP)\n"
+        "tl.store(lse_ptr + part_row, m + tl.log(divisor), mask=head < GROUP)",
     ),
     wrong=(
-        WrongVersion(
-            "has every part walk over all keys",
-            KernelByName(
-                "split_kernel", ("begin = split * keys_of_a_part", "begin = 0"), ("begin + keys_of_a_part", "length")
-            ),
-        ),
-        WrongVersion(
+        _split_wrong("has every part walk over all keys", (_BEGIN, "begin = 0"), ("begin + keys_of_a_part", "length")),
+        _split_wrong(
             "rounds the size of a part down, so that the last blocks belong to nobody",
-            KernelByName(
-                "split_kernel",
-                ("tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS)", "tl.cdiv(length, BLOCK_SIZE) // SPLITS"),
-            ),
+            (_BLOCKS_OF_A_PART, "(tl.cdiv(length, BLOCK_SIZE) // SPLITS)"),
         ),
-        WrongVersion(
-            "stores the sum o instead of o / l",
-            KernelByName("split_kernel", ("out / divisor[:, None]", "out")),
+        _split_wrong(
+            "counts whole blocks only, so that a block filled in part belongs to nobody",
+            (_BLOCKS_OF_A_PART, "tl.cdiv(length // BLOCK_SIZE, SPLITS)"),
         ),
-        WrongVersion(
-            "stores the maximum alone, without the log of the sum",
-            KernelByName("split_kernel", ("m + tl.log(divisor)", "m")),
+        _split_wrong(
+            "cuts blocks in two: a part must begin at the beginning of a block",
+            (_BLOCKS_OF_A_PART + " * BLOCK_SIZE", "tl.cdiv(length, SPLITS)"),
         ),
-        WrongVersion(
-            "divides 0 by 0 in a part that has no keys",
-            KernelByName("split_kernel", ("tl.where(total == 0.0, 1.0, total)", "total")),
+        _split_wrong("lets every part run on to the end of the keys", (_END, "length")),
+        _split_wrong(
+            "has every part begin at the first key",
+            (_BEGIN, "begin = 0"),
+            (_END, "tl.minimum((split + 1) * keys_of_a_part, length)"),
         ),
-        WrongVersion(
-            "stores the parts of a head where those of another belong",
-            KernelByName(
-                "split_kernel", ("row * SPLITS + split", "split * (NUM_KV * GROUP * tl.num_programs(0)) + row")
-            ),
+        _split_wrong("stores the sum o instead of o / l", ("out / divisor[:, None]", "out")),
+        _split_wrong("stores the maximum alone, without the log of the sum", ("m + tl.log(divisor)", "m")),
+        _split_wrong(
+            "stores the log of the sum alone, without the maximum", ("m + tl.log(divisor)", "tl.log(divisor)")
+        ),
+        _split_wrong("takes the logarithm to base 2", ("tl.log(divisor)", "tl.log2(divisor)")),
+        _split_wrong("stores the sum itself and not its logarithm", ("m + tl.log(divisor)", "m + divisor")),
+        _split_wrong("divides 0 by 0 in a part that has no keys", ("tl.where(total == 0.0, 1.0, total)", "total")),
+        _split_wrong(
+            "stores part by part; the parts of one head must lie side by side",
+            ("row * SPLITS + split", "split * (NUM_KV * GROUP * tl.num_programs(0)) + row"),
+        ),
+        _split_wrong(
+            "stores without a mask: the padding of a group overwrites the head behind it",
+            (", mask=head[:, None] < GROUP)", ")"),
+            (", mask=head < GROUP)", ")"),
+            says="beyond the end of",
         ),
     ),
-    drive=_remembering(_run_split),
+    otherwise=_about_parts,
+    drive=remembering(_run_split),
 )
 
 # ------------------------------------------------------------------------------------------------------- merge_kernel
 
 
-def _run_merge(kernel: Function, part: Tensor, lse: Tensor) -> Tensor:
+def _run_merge(kernel: Function, part: Tensor, lse: Tensor, wall: bool = False) -> Tensor:
     """Launch one program per row."""
-    part, lse = part.to(DEVICE), lse.to(DEVICE)
-    out = torch.full((part.shape[0], part.shape[2]), torch.nan, device=DEVICE)
-    launch(kernel, (len(part),), part, lse, out, DIM=part.shape[2], SPLITS=part.shape[1])
-    return out.cpu()
+    shapes = {"out": (part.shape[0], part.shape[2])}
+    sizes = {"DIM": part.shape[2], "SPLITS": part.shape[1]}
+    inputs = {"part": (part, None), "lse": (lse, None)}
+    return run_fenced(kernel, (len(part),), inputs, shapes, (), wall, **sizes)["out"]
 
 
 def _merge_kernel_cases() -> list[Case]:
     part = torch.tensor([[[1.0, 0.0], [0.0, 8.0]]])
     four = torch.arange(16.0).view(2, 4, 2)
+    lse_of_four = torch.tensor([[0.0, 1.0, 2.0, 0.5], [3.0, -1.0, 0.0, 2.5]])
     return [
         Case("two parts that weigh the same", (part, torch.tensor([[1.0, 1.0]]))),
         Case("one part weighs three times the other", (part, torch.tensor([[2.0 + np.log(3.0).item(), 2.0]]))),
         Case("a part without keys", (part * torch.tensor([1.0, 0.0])[:, None], torch.tensor([[0.5, -torch.inf]]))),
         Case("scores of several hundred", (part, torch.tensor([[401.0, 400.0]]))),
-        Case("two rows of four parts", (four, torch.tensor([[0.0, 1.0, 2.0, 0.5], [3.0, -1.0, 0.0, 2.5]]))),
+        Case("scores of several hundred below zero", (part, torch.tensor([[-401.0, -400.0]]))),
+        Case("two rows of four parts", (four, lse_of_four)),
+        Case("every tensor ends where its memory ends", (four, lse_of_four, True)),
     ]
 
+
+def _merge_wrong(mistake: str, *changes: tuple[str, str]) -> WrongVersion:
+    return WrongVersion(mistake, KernelByName("merge_kernel", *changes))
+
+
+_WEIGHT = "tl.exp(lse - tl.max(lse, 0))"
 
 _MERGE_KERNEL = Exercise(
     name="l09.merge_kernel",
@@ -464,30 +526,41 @@ _MERGE_KERNEL = Exercise(
         "A part whose scores were larger has more of the whole softmax. Its lse says exactly how much.",
         "exp(lse) is the part's own sum of exp(score). The weights are those sums divided by their sum: a softmax over "
         "the parts. Subtract the largest lse first.",
-        "weight = tl.exp(lse - tl.max(lse, 0)); out = tl.sum(weight[:, None] * part, 0) / tl.sum(weight, 0).",
+        "The shape of it:\n"
+        "row = tl.program_id(0)\n"
+        "split, channel = tl.arange(0, SPLITS), tl.arange(0, DIM)\n"
+        "lse = tl.load(lse_ptr + row * SPLITS + split)\n"
+        "part = tl.load(part_ptr + …)  # [SPLITS, DIM]\n"
+        "weight = tl.exp(…)\n"
+        "out = tl.sum(weight[:, None] * part, 0) / …\n"
+        "tl.store(out_ptr + row * DIM + channel, out)",
+        "The whole of it:\n"
+        "row = tl.program_id(0)\n"
+        "split, channel = tl.arange(0, SPLITS), tl.arange(0, DIM)\n"
+        "lse = tl.load(lse_ptr + row * SPLITS + split)\n"
+        "part = tl.load(part_ptr + (row * SPLITS + split)[:, None] * DIM + channel[None, :])\n"
+        "weight = tl.exp(lse - tl.max(lse, 0))\n"
+        "out = tl.sum(weight[:, None] * part, 0) / tl.sum(weight, 0)\n"
+        "tl.store(out_ptr + row * DIM + channel, out)",
     ),
     wrong=(
-        WrongVersion(
+        _merge_wrong(
             "averages the parts, as if each held as much of the softmax as any other",
-            KernelByName("merge_kernel", ("tl.exp(lse - tl.max(lse, 0))", "tl.where(lse == lse, 1.0, 0.0)")),
+            (_WEIGHT, "tl.where(lse == lse, 1.0, 0.0)"),
         ),
-        WrongVersion(
-            "takes exp(lse) without subtracting the largest first",
-            KernelByName("merge_kernel", (" - tl.max(lse, 0)", "")),
+        _merge_wrong("takes exp(lse) without subtracting the largest first", (" - tl.max(lse, 0)", "")),
+        _merge_wrong("does not divide by the sum of the weights", (" / tl.sum(weight, 0)", "")),
+        _merge_wrong("weights by lse itself instead of exp(lse)", (_WEIGHT, "lse")),
+        _merge_wrong("computes powers of 2 and not of e", ("tl.exp(", "tl.exp2(")),
+        _merge_wrong(
+            "reads the parts of the first row in every program", ("(row * SPLITS + split)[:, None]", "split[:, None]")
         ),
-        WrongVersion(
-            "does not divide by the sum of the weights", KernelByName("merge_kernel", (" / tl.sum(weight, 0)", ""))
-        ),
-        WrongVersion(
-            "weights by lse itself instead of exp(lse)",
-            KernelByName("merge_kernel", ("tl.exp(lse - tl.max(lse, 0))", "lse")),
-        ),
-        WrongVersion(
-            "reads the parts of the first row in every program",
-            KernelByName("merge_kernel", ("part_ptr + (row * SPLITS + split)", "part_ptr + split")),
+        _merge_wrong(
+            "reads the lse of the first row in every program", ("lse_ptr + row * SPLITS + split", "lse_ptr + split")
         ),
     ),
-    drive=_remembering(_run_merge),
+    otherwise=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row", "channel")),
+    drive=remembering(_run_merge),
 )
 
 # -------------------------------------------------------------------------------------------------------- int8_kernel
@@ -503,23 +576,27 @@ def _run_int8(
     block_tables: Tensor,
     seq_lens: list[int],
     block_size: int,
+    wall: bool = False,
 ) -> Tensor:
     """Launch on a grid of requests by KV heads; what the kernel does not write stays NaN."""
-    pools = [x.to(DEVICE) for x in (key_codes, key_scales, value_codes, value_scales)]
-    q, tables = q.to(DEVICE), block_tables.to(DEVICE)
-    out = torch.full_like(q, torch.nan)
     num_kv = key_codes.shape[1]
-    args = (q, *pools, tables, torch.tensor(seq_lens, device=DEVICE), out, tables.stride(0), q.shape[2] ** -0.5)
-    launch(kernel, (len(q), num_kv), *args, **_sizes(q, num_kv, block_size))
-    return out.cpu()
+    pools = {"key_codes": key_codes, "key_scales": key_scales, "value_codes": value_codes, "value_scales": value_scales}
+    inputs = _inputs(q, pools, block_tables, seq_lens, block_size)
+    numbers = block_tables.stride(0), q.shape[2] ** -0.5
+    grid, sizes = (len(q), num_kv), _sizes(q, num_kv, block_size)
+    return run_fenced(kernel, grid, inputs, {"out": tuple(q.shape)}, numbers, wall, **sizes)["out"]
 
 
-def _int8_case(label: str, seed: int, seq_lens: list[int], tables: list[list[int]], heads: int, num_kv: int) -> Case:
-    """Scales of unused slots are NaN; rows differ in size, so that the scale of another row is wrong."""
-    q, keys, values, padded, _, block_size = _poisoned(seed, seq_lens, tables, heads, num_kv)
-    sizes = 1 + torch.arange(keys.shape[0] * num_kv).view(-1, num_kv, 1) % 5
+def _coded(case: Decode) -> tuple[object, ...]:
+    """The same in INT8. Scales of unused slots are NaN; rows differ in size, so that another row's scale is wrong."""
+    q, keys, values, *rest = case
+    sizes = 1 + torch.arange(keys.shape[0] * keys.shape[1]).view(-1, keys.shape[1], 1) % 5
     k, v = (quantize_symmetric(x * sizes, INT8_LEVELS) for x in (keys, values))
-    return Case(label, (q, *k, *v, padded, seq_lens, block_size))
+    return q, *k, *v, *rest
+
+
+def _int8_wrong(mistake: str, *changes: tuple[str, str]) -> WrongVersion:
+    return WrongVersion(mistake, KernelByName("int8_kernel", *changes))
 
 
 _K_SCALED, _V_SCALED = " * k_scale[None, :]", " * v_scale[:, None]"
@@ -528,42 +605,62 @@ _INT8 = Exercise(
     name="l09.int8_kernel",
     reference=KernelByName("int8_kernel"),
     cases=lambda: [
-        _int8_case("one request, one full block", 1, [4], [[1]], 1, 1),
-        _int8_case("the last block holds two of four", 2, [6], [[2, 0]], 1, 1),
-        _int8_case("two requests, two KV heads", 3, [3, 6], [[4], [2, 0]], 2, 2),
+        Case("one request, one full block", _coded(_poisoned(1, [4], [[1]], 1, 1))),
+        Case("the last block holds two of four", _coded(_poisoned(2, [6], [[2, 0]], 1, 1))),
+        Case("two requests, two KV heads", _coded(_poisoned(3, [3, 6], [[4], [2, 0]], 2, 2))),
+        Case("every tensor ends where its memory ends", (*_coded(_everything()), True)),
     ],
     hints=(
-        "Start from your decode_kernel. A code times its scale is a number; the rest does not change.",
-        "The scale of a row lies at slot · NUM_KV + kv_head: the same number as in `at`, without · DIM + channel. Load "
-        "BLOCK_SIZE of them for the keys and as many for the values, masked like the rows.",
-        "All channels of a key share one factor, so multiply the score by it: score = tl.sum(…, 2) * k_scale[None, :]. "
-        "The values: v = codes.to(tl.float32) * v_scale[:, None].",
+        "A code times its scale is a number; the rest does not change. Which scales belong to this block's rows?",
+        "The scale of a row lies at slot · NUM_KV + kv_head: the number that is called `slot` here. Load BLOCK_SIZE of "
+        "them for the keys and as many for the values, masked like the rows.",
+        "The shape of it:\n"
+        "k = tl.load(k_ptr + at, mask=exists[:, None], other=0).to(tl.float32)\n"
+        "v = …\n"
+        "k_scale = tl.load(k_scale_ptr + …, mask=exists, other=0.0).to(tl.float32)\n"
+        "v_scale = …\n"
+        "score = tl.sum(q[:, None, :] * k[None, :, :], 2) * …\n"
+        "m, total, out = add_block(score, v * …, exists, m, total, out)",
+        "The whole of it:\n"
+        "k = tl.load(k_ptr + at, mask=exists[:, None], other=0).to(tl.float32)\n"
+        "v = tl.load(v_ptr + at, mask=exists[:, None], other=0).to(tl.float32)\n"
+        "k_scale = tl.load(k_scale_ptr + slot, mask=exists, other=0.0).to(tl.float32)\n"
+        "v_scale = tl.load(v_scale_ptr + slot, mask=exists, other=0.0).to(tl.float32)\n"
+        "score = tl.sum(q[:, None, :] * k[None, :, :], 2) * k_scale[None, :]\n"
+        "m, total, out = add_block(score, v * v_scale[:, None], exists, m, total, out)",
     ),
     wrong=(
-        WrongVersion("forgets the scales of the keys", KernelByName("int8_kernel", (_K_SCALED, ""))),
-        WrongVersion("forgets the scales of the values", KernelByName("int8_kernel", (_V_SCALED, ""))),
-        WrongVersion(
+        _int8_wrong("leaves out the scales of the keys", (_K_SCALED, "")),
+        _int8_wrong("leaves out the scales of the values", (_V_SCALED, "")),
+        _int8_wrong(
+            "swaps the scales of keys and values",
+            ("k_scale_ptr +", "x_scale_ptr +"),
+            ("v_scale_ptr +", "k_scale_ptr +"),
+            ("x_scale_ptr +", "v_scale_ptr +"),
+        ),
+        _int8_wrong("divides by the scales instead of multiplying", (_K_SCALED, " / k_scale[None, :]")),
+        _int8_wrong(
             "takes the scales by position in the text instead of by slot",
-            KernelByName(
-                "int8_kernel",
-                ("k_scale_ptr + row", "k_scale_ptr + (first + place) * NUM_KV + kv_head"),
-                ("v_scale_ptr + row", "v_scale_ptr + (first + place) * NUM_KV + kv_head"),
-            ),
+            ("k_scale_ptr + slot", "k_scale_ptr + (first + place) * NUM_KV + kv_head"),
+            ("v_scale_ptr + slot", "v_scale_ptr + (first + place) * NUM_KV + kv_head"),
         ),
-        WrongVersion(
-            "takes the scale of KV head 0 for every head",
-            KernelByName("int8_kernel", ("_scale_ptr + row,", "_scale_ptr + row - kv_head,")),
+        _int8_wrong(
+            "takes the scale of KV head 0 for every head", ("_scale_ptr + slot,", "_scale_ptr + slot - kv_head,")
         ),
-        WrongVersion(
-            "takes one scale for the whole block",
-            KernelByName("int8_kernel", ("_scale_ptr + row,", "_scale_ptr + row - place * NUM_KV,")),
+        _int8_wrong(
+            "takes one scale for the whole block", ("_scale_ptr + slot,", "_scale_ptr + slot - place * NUM_KV,")
         ),
-        WrongVersion(
-            "gives weight to rows of the last block that do not exist: a score of 0 is not -inf",
-            KernelByName("int8_kernel", _NO_WHERE),
+        _int8_wrong(
+            "loads scales of rows that do not exist; a weight of 0 does not help, for 0 · NaN is NaN",
+            ("tl.load(v_scale_ptr + slot, mask=exists, other=0.0)", "tl.load(v_scale_ptr + slot)"),
+        ),
+        _int8_wrong(
+            "reads the codes as unsigned, so that -1 becomes 255",
+            (".to(tl.float32)\n", ".to(tl.uint8, bitcast=True).to(tl.float32)\n"),
         ),
     ),
-    drive=_remembering(_run_int8),
+    otherwise=_about_heads,
+    drive=remembering(_run_int8),
 )
 
 EXERCISES = [_MERGE, _DECODE, _SPLIT, _MERGE_KERNEL, _INT8]

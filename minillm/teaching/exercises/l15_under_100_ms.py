@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-import time
 from collections.abc import Callable
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -15,75 +16,17 @@ from numba.core.errors import NumbaError
 from torch import Tensor
 
 from minillm.errors import LessonError
-from minillm.llm import LLM
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.panels import pack
 from minillm.ops.cpu.simd import LANES, fma, load, splat, store
-from minillm.outputs import RequestOutput
-from minillm.sampling import SamplingParams
-from minillm.teaching.exercise import Case, Exercise, WrongVersion
-from minillm.trace import Event, StepRan
+from minillm.teaching.compare import close
+from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
+from minillm.teaching.exercises._facts import about_tensor
+from minillm.teaching.exercises._wall import check_against_walls, has_walls, walled
+from minillm.teaching.fence import Fences
+from minillm.teaching.latency import Marks
 
-Marks = list[tuple[float, str]]
 PARTS = ("tokenise", "queue", "prefill", "draft", "target", "python", "detokenise")
-
-# ------------------------------------------------------------------------------------------------- recording a request
-
-
-class _Watched:
-    """A detokenizer that says when it begins and when it is done."""
-
-    def __init__(self, inner: Any, mark: Callable[[str], None]) -> None:
-        self._inner, self._mark = inner, mark
-
-    def append(self, token_id: int) -> str:
-        """See `minillm.tokenizer.Detokenizer.append`."""
-        self._mark("Committing")
-        text: str = self._inner.append(token_id)
-        self._mark("Detokenised")
-        return text
-
-    def flush(self) -> str:
-        """See `minillm.tokenizer.Detokenizer.flush`."""
-        self._mark("Committing")
-        text: str = self._inner.flush()
-        self._mark("Detokenised")
-        return text
-
-
-def record(
-    llm: LLM, prompt: str, params: SamplingParams, clock: Callable[[], float] = time.perf_counter
-) -> tuple[Marks, RequestOutput]:
-    """Complete one prompt and note what the clock said at each event of the engine.
-
-    A mark is (seconds, what had just happened): `Start`; the names of the engine's events, of `StepRan` with the kind
-    of its work (`StepRan prefill`, `StepRan decode`, `StepRan verify`); `Committing` and `Detokenised` around each
-    token that becomes text; `End`. Raises `LessonError` for `n` above 1, whose steps belong to several completions.
-    """
-    if params.n != 1:
-        raise LessonError(f"n={params.n} completions share their steps, whose time cannot be told apart; use n=1")
-    marks: Marks = []
-
-    def mark(name: str) -> None:
-        marks.append((clock(), name))
-
-    def note(event: Event) -> None:
-        mark(f"StepRan {event.work[0].kind}" if isinstance(event, StepRan) else type(event).__name__)
-
-    llm.engine.listeners.append(note)
-    try:
-        mark("Start")
-        [request] = llm.submit(prompt, params)
-        if request.detokenizer is not None:
-            request.detokenizer = _Watched(request.detokenizer, mark)
-        while not request.finished:
-            llm.engine.step()
-        output = llm.llm_engine.output([request])
-        mark("End")
-    finally:
-        llm.engine.listeners.remove(note)
-    return marks, output
-
 
 # ---------------------------------------------------------------------------------------------------------- attribute
 
@@ -138,6 +81,27 @@ def _draft_is_target(marks: Marks) -> dict[str, float]:
     return {**parts, "target": parts["target"] + parts["draft"], "draft": 0.0}
 
 
+def _forgets_verification(marks: Marks) -> dict[str, float]:
+    return attribute([(at, "Other" if name == "StepRan verify" else name) for at, name in marks])
+
+
+def _from_the_start(marks: Marks) -> dict[str, float]:
+    parts = dict.fromkeys(PARTS, 0.0)
+    for ended, name in marks[1:]:
+        for part, seconds in attribute([(marks[0][0], "Start"), (ended, name)]).items():
+            parts[part] += seconds
+    return parts
+
+
+def _shares(marks: Marks) -> dict[str, float]:
+    parts, whole = attribute(marks), marks[-1][0] - marks[0][0]
+    return {part: seconds / whole if whole else 0.0 for part, seconds in parts.items()}
+
+
+def _only_parts_that_are_there(marks: Marks) -> dict[str, float]:
+    return {part: seconds for part, seconds in attribute(marks).items() if seconds}
+
+
 def _marks(*steps: tuple[float, str]) -> Marks:
     """Marks from the seconds that each took."""
     ends = itertools.accumulate(seconds for seconds, _ in steps)
@@ -146,6 +110,21 @@ def _marks(*steps: tuple[float, str]) -> Marks:
 
 _CALL = ((1.0, "RequestAdded"), (0.5, "StepStarted"))
 _TOKEN = ((0.25, "Committing"), (0.125, "Detokenised"), (0.25, "TokensCommitted"), (0.25, "StepFinished"))
+
+
+def _about_parts(attempt: Attempt) -> str | None:
+    """Which parts have too much or too little, and whether the parts sum to the whole."""
+    wanted, got, marks = attempt.expected, attempt.got, attempt.case.args[0]
+    if set(wanted) != set(got):
+        return f"the parts must be {', '.join(wanted)}, each of them also where it is 0.0"
+    less = [part for part in wanted if got[part] < wanted[part] - 1e-9]
+    more = [part for part in wanted if got[part] > wanted[part] + 1e-9]
+    told = [f"too little for {', '.join(less)}"] if less else []
+    told += [f"too much for {', '.join(more)}"] if more else []
+    whole, summed = marks[-1][0] - marks[0][0], sum(got.values())
+    told += [f"the parts sum to {summed:g} s of {whole:g}"] if abs(summed - whole) > 1e-9 else []
+    return "; ".join(told) or None
+
 
 _ATTRIBUTE = Exercise(
     name="l15.attribute",
@@ -196,8 +175,16 @@ _ATTRIBUTE = Exercise(
         "Look at two marks that follow each other. Which of the two says what the time between them was used for?",
         "The time before `StepRan decode` is the time of that forward. So: for each neighbouring pair, add (second "
         "minus first) to the part of the second's name. Names that are not in the table are python.",
-        "for (began, _), (ended, name) in itertools.pairwise(marks): "
-        'parts[PART_OF.get(name, "python")] += ended - began',
+        "The shape of it:\n"
+        'parts = dict.fromkeys(["tokenise", "queue", "prefill", "draft", "target", "python", "detokenise"], 0.0)\n'
+        "for (began, _), (ended, name) in itertools.pairwise(marks):\n"
+        "    parts[…] += …\n"
+        "return parts",
+        "The whole of it:\n"
+        'parts = dict.fromkeys(["tokenise", "queue", "prefill", "draft", "target", "python", "detokenise"], 0.0)\n'
+        "for (began, _), (ended, name) in itertools.pairwise(marks):\n"
+        '    parts[PART_OF.get(name, "python")] += ended - began\n'
+        "return parts",
     ),
     wrong=(
         WrongVersion(
@@ -207,7 +194,12 @@ _ATTRIBUTE = Exercise(
         WrongVersion("takes the first forward for the whole prompt, which may come in chunks", _first_forward_only),
         WrongVersion("keeps the last time of each part instead of adding them up", _last_wins),
         WrongVersion("counts drafting as part of the target", _draft_is_target),
+        WrongVersion("does not count verifying drafts as part of the target", _forgets_verification),
+        WrongVersion("measures every mark from the start, not from the mark before it", _from_the_start),
+        WrongVersion("gives shares of the whole instead of seconds", _shares),
+        WrongVersion("leaves out the parts that take no time; they are 0.0", _only_parts_that_are_there),
     ),
+    otherwise=_about_parts,
 )
 
 # ------------------------------------------------------------------------------------------------------- step_seconds
@@ -248,10 +240,45 @@ def _faster_of_both(
     return calls * seconds_per_call + min(num_bytes / bandwidth, operations / rate)
 
 
+def _swaps_limits(
+    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
+) -> float:
+    return calls * seconds_per_call + max(num_bytes / rate, operations / bandwidth)
+
+
+def _one_call(
+    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
+) -> float:
+    return seconds_per_call + max(num_bytes / bandwidth, operations / rate)
+
+
+def _operations_only(
+    num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
+) -> float:
+    return calls * seconds_per_call + operations / rate
+
+
 def _bytes_only(
     num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
 ) -> float:
     return calls * seconds_per_call + num_bytes / bandwidth
+
+
+def _about_step(attempt: Attempt) -> str | None:
+    """What the time is too short for, or that it is longer than all three one after the other."""
+    num_bytes, operations, calls, bandwidth, rate, seconds_per_call = attempt.case.args
+    alone = {
+        "the calls": calls * seconds_per_call,
+        "the bytes": num_bytes / bandwidth,
+        "the operations": operations / rate,
+    }
+    short = [what for what, seconds in alone.items() if attempt.got < seconds - 1e-9]
+    if short:
+        return f"{attempt.got:g} s is too short for {' and '.join(short)} alone"
+    if attempt.got > sum(alone.values()) + 1e-9:
+        return f"{attempt.got:g} s is longer than calls, bytes and operations one after the other"
+    way = "shorter" if attempt.got < attempt.expected else "longer"
+    return f"{attempt.got:g} s is {way} than the calls and then the slower of bytes and operations"
 
 
 _STEP = Exercise(
@@ -266,16 +293,21 @@ _STEP = Exercise(
     hints=(
         "Three times: for the bytes, for the operations, for the calls. Which of them happen at the same time?",
         "The processor fetches the next weights while it multiplies these: of bytes and operations the slower one "
-        "counts. A call is work of the same thread before it begins, so the calls come on top.",
+        "counts (`max`). A call is work of the same thread before it begins, so the calls are added.",
+        "return … * seconds_per_call + max(num_bytes / …, operations / …)",
         "return calls * seconds_per_call + max(num_bytes / bandwidth, operations / rate)",
     ),
     wrong=(
-        WrongVersion("forgets that every call costs something", _no_calls),
+        WrongVersion("leaves out the time of the calls", _no_calls),
+        WrongVersion("counts one call, however many there are", _one_call),
+        WrongVersion("divides bytes by operations per second, and operations by bytes per second", _swaps_limits),
+        WrongVersion("looks at operations only, though a decode step mostly waits for bytes", _operations_only),
         WrongVersion("adds moving and computing, which overlap", _adds_all),
         WrongVersion("lets calls overlap with the work, as on a GPU; here one thread does both", _calls_overlap),
         WrongVersion("takes the faster of bytes and operations; the slower one decides", _faster_of_both),
-        WrongVersion("looks at bytes only, though a prompt is short of arithmetic", _bytes_only),
+        WrongVersion("looks at bytes only, though arithmetic limits a prompt", _bytes_only),
     ),
+    otherwise=_about_step,
 )
 
 # ------------------------------------------------------------------------------------------------------ panel_product
@@ -351,45 +383,117 @@ def _adds_to_y(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
         store(y, panel * LANES, sums)
 
 
-GUARD = 4096
-"""Numbers around each array that belong to nobody: compiled code does not look where an array ends."""
+def _panel_per_output(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    columns = len(x)
+    for panel in range(y.shape[0]):
+        sums = splat(ZERO)
+        for k in range(columns):
+            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
+        store(y, panel * LANES, sums)
+
+
+def _stores_side_by_side(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    columns = len(x)
+    for panel in range(len(y) // LANES):
+        sums = splat(ZERO)
+        for k in range(columns):
+            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
+        store(y, panel, sums)
+
+
+def _leaves_the_last_panel(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    columns = len(x)
+    for panel in range(max(1, len(y) // LANES - 1)):
+        sums = splat(ZERO)
+        for k in range(columns):
+            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
+        store(y, panel * LANES, sums)
+
+
+def _leaves_the_last_column(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    columns = len(x)
+    for panel in range(len(y) // LANES):
+        sums = splat(ZERO)
+        for k in range(columns - 1):
+            sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)
+        store(y, panel * LANES, sums)
+
+
+def _columns_of_all_panels(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    for panel in range(len(y) // LANES):
+        sums = splat(ZERO)
+        for k in range(len(x)):
+            sums = fma(load(panels, (k * (len(y) // LANES) + panel) * LANES), splat(x[k]), sums)
+        store(y, panel * LANES, sums)
+
+
+def _vector_of_x(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
+    columns = len(x)
+    for panel in range(len(y) // LANES):
+        sums = splat(ZERO)
+        for k in range(columns):
+            sums = fma(load(panels, (panel * columns + k) * LANES), load(x, k), sums)
+        store(y, panel * LANES, sums)
 
 
 @lru_cache(maxsize=32)
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    if getattr(function, "__globals__", None) is globals():  # a planted mistake: compiling all of them takes too long
+        return FunctionType(function.__code__, globals() | _INTERPRETED, function.__name__)
     return function if hasattr(function, "py_func") else njit(**OPTIONS)(function)
 
 
-def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor) -> Tensor:
+def _at(array: np.ndarray, at: int) -> np.ndarray:
+    """Sixteen numbers of memory, also beyond the end of `array`, as compiled code sees them."""
+    return np.ctypeslib.as_array((ctypes.c_float * LANES).from_address(array.ctypes.data + 4 * at))
+
+
+def _store(array: np.ndarray, at: int, vector: np.ndarray) -> None:
+    _at(array, at)[:] = vector
+
+
+_INTERPRETED: dict[str, Callable[..., Any]] = {
+    "load": lambda array, at: _at(array, at).copy(),
+    "splat": lambda number: np.full(LANES, number, np.float32),
+    "fma": lambda a, b, sums: a * b + sums,
+    "store": _store,
+}
+"""The four words in Python."""
+
+
+def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, wall: bool = False) -> Tensor:
     """`x` Wᵀ by `function(panels, x, y)`: `weight` `[out, in]`, `x` `[rows, in]` → `[rows, out]`, float32.
 
-    Every array lies between guards, and what `y` held before is NaN. Raises `LessonError` if numba cannot compile the
-    function, and if it wrote beside `y`.
+    Every array stands in poison, wide enough for one panel per output; what `y` held before is NaN. With `wall` the
+    function runs once more, on arrays that end where memory ends. Raises `LessonError` if numba cannot compile it, and
+    `OutOfBoundsError` if it wrote beyond `y` or touched a wall.
     """
     plain = getattr(function, "py_func", function)
     if "NotImplementedError" in getattr(getattr(plain, "__code__", None), "co_names", ()):
         return plain(None, None, None)  # a stub; Python raises what it raises
-    out, columns = weight.shape
+    out = len(weight)
+    packed = torch.from_numpy(pack(weight.numpy()))
     padded = -(-out // LANES) * LANES
-    panels, row, y = (_guarded(size) for size in (padded * columns, columns, padded))
-    panels[GUARD:-GUARD] = pack(weight.numpy())
     rows = []
-    for i in range(len(x)):
-        row[GUARD:-GUARD] = x[i].numpy()
-        y[:] = np.nan
-        try:
-            _compiled(function)(*(a[GUARD:-GUARD] for a in (panels, row, y)))
-        except NumbaError as problem:
-            told = [line for line in str(problem).splitlines() if line.strip()][:4]
-            raise LessonError("numba cannot compile this: " + " ".join(told)) from None
-        if not (np.isnan(y[:GUARD]).all() and np.isnan(y[-GUARD:]).all()):
-            raise LessonError(f"it wrote outside of y, which holds {padded} numbers; look at what you give to store")
-        rows.append(torch.from_numpy(y[GUARD : GUARD + out].copy()))
+    for row in x:
+        fences = Fences(guard=max(4096, LANES * len(packed)))
+        given = fences.input("panels", packed), fences.input("x", row)
+        y = fences.output("y", (padded,), torch.float32)
+        _run(function, *given, y)
+        fences.check()
+        rows.append(y[:out].clone())
+    if wall and has_walls():
+        copies = [walled(each) for each in (*given, y)]
+        check_against_walls(lambda: _run(function, *copies))
     return torch.stack(rows)
 
 
-def _guarded(size: int) -> np.ndarray:
-    return np.full(size + 2 * GUARD, np.nan, np.float32)
+def _run(function: Callable[..., Any], *arrays: Tensor) -> None:
+    try:
+        _compiled(function)(*(array.numpy() for array in arrays))
+    except NumbaError as problem:
+        told = [line for line in str(problem).splitlines() if line.strip()][:4]
+        raise LessonError("numba cannot compile this: " + " ".join(told)) from None
 
 
 def _product_cases() -> list[Case]:
@@ -404,16 +508,11 @@ def _product_cases() -> list[Case]:
         Case("twenty outputs, the second panel filled in part", (numbers(20, 5), numbers(1, 5))),
         Case("two rows after each other", (numbers(33, 17), numbers(2, 17))),
         Case(
-            "a matrix of minicoder's size, random",
-            (torch.randn(515, 389, generator=draw), torch.randn(1, 389, generator=draw)),
+            "131 outputs, 97 numbers in, random",
+            (torch.randn(131, 97, generator=draw), torch.randn(1, 97, generator=draw)),
         ),
+        Case("every array ends where its memory ends", (numbers(20, 5), numbers(1, 5), True)),
     ]
-
-
-def _by_linear(expected: object, got: object) -> str | None:
-    from minillm.teaching.compare import values_match
-
-    return values_match(expected, got, rtol=1e-4, atol=1e-3)
 
 
 _PRODUCT = Exercise(
@@ -425,8 +524,20 @@ _PRODUCT = Exercise(
         "k of panel p begin?",
         "Column k of panel p begins at (p * columns + k) * LANES. Start each panel with sums = splat(ZERO), add "
         "load(panels, …) times splat(x[k]) with fma for every k, and store the sums at p * LANES.",
-        "sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums); after the loop over k: "
-        "store(y, panel * LANES, sums)",
+        "The shape of it. There are len(y) // LANES panels:\n"
+        "columns = len(x)\n"
+        "for panel in range(…):\n"
+        "    sums = splat(ZERO)\n"
+        "    for k in range(columns):\n"
+        "        sums = fma(load(panels, …), splat(…), sums)\n"
+        "    store(y, …, sums)",
+        "The whole of it:\n"
+        "columns = len(x)\n"
+        "for panel in range(len(y) // LANES):\n"
+        "    sums = splat(ZERO)\n"
+        "    for k in range(columns):\n"
+        "        sums = fma(load(panels, (panel * columns + k) * LANES), splat(x[k]), sums)\n"
+        "    store(y, panel * LANES, sums)",
     ),
     wrong=(
         WrongVersion("steps by one number from column to column; a column of a panel is sixteen", _rows_of_the_matrix),
@@ -435,8 +546,19 @@ _PRODUCT = Exercise(
         WrongVersion("reads the first panel for every output", _first_panel_again),
         WrongVersion("leaves out the last columns when their number is no multiple of sixteen", _whole_vectors_only),
         WrongVersion("adds to what y held before", _adds_to_y),
+        WrongVersion(
+            "takes a panel for every output; a panel is sixteen outputs", _panel_per_output, says="beyond the end of y"
+        ),
+        WrongVersion("stores panel p from y[p] on; it begins at y[p * LANES]", _stores_side_by_side),
+        WrongVersion("leaves out the last panel", _leaves_the_last_panel),
+        WrongVersion("leaves out the last column", _leaves_the_last_column),
+        WrongVersion(
+            "looks for column k of all panels in one place; panels lie one after the other", _columns_of_all_panels
+        ),
+        WrongVersion("multiplies by sixteen numbers of x; all lanes take the same one (splat)", _vector_of_x),
     ),
-    compare=_by_linear,
+    compare=close(1e-4, 1e-3),
+    otherwise=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row of x", "output")),
     drive=product_with,
 )
 
@@ -488,8 +610,39 @@ def _always_drafts(acceptance: float, draft_cost: float, verify_costs: list[floa
     return max(range(1, len(verify_costs)), key=speed_up) if len(verify_costs) > 1 else 0
 
 
+def _verifies_one_less(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
+    return choose_gamma(acceptance, draft_cost, [1.0, *verify_costs[:-1]])
+
+
+def _largest_of_equals(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
+    def speed_up(gamma: int) -> float:
+        return sum(acceptance**i for i in range(gamma + 1)) / (gamma * draft_cost + verify_costs[gamma])
+
+    return max(reversed(range(len(verify_costs))), key=speed_up)
+
+
+def _time_and_not_speed(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
+    return min(range(len(verify_costs)), key=lambda g: g * draft_cost + verify_costs[g])
+
+
+def _all_or_nothing(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
+    return max(
+        range(len(verify_costs)), key=lambda g: (1 + g * acceptance**g) / (g * draft_cost + verify_costs[g])
+    )  # fmt: skip
+
+
 def _most_tokens(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
     return len(verify_costs) - 1
+
+
+def _about_gamma(attempt: Attempt) -> str | None:
+    """How fast the chosen number is, beside the best."""
+    acceptance, draft_cost, verify_costs = attempt.case.args
+    if not 0 <= attempt.got < len(verify_costs):
+        return f"{attempt.got} drafts: verify_costs says what 0 to {len(verify_costs) - 1} drafts take"
+    speeds = [sum(acceptance**i for i in range(g + 1)) / (g * draft_cost + cost) for g, cost in enumerate(verify_costs)]
+    mine, best = speeds[attempt.got], speeds[attempt.expected]
+    return f"{attempt.got} drafts give {mine:.3g} tokens per plain step, {attempt.expected} give {best:.3g}"
 
 
 _FREE = [1.0] * 9
@@ -506,22 +659,40 @@ _GAMMA = Exercise(
         Case("drafts as dear as the target", (0.9, 1.0, _FREE)),
         Case("good drafts, but judging one doubles the step", (0.6, 0.1, [1.0, 2.0, 2.2, 2.4, 2.6])),
         Case("nothing can be verified", (0.9, 0.1, [1.0])),
+        Case("drafts that are never right and cost nothing: all are equal", (0.0, 0.0, _FREE)),
+        Case("drafts that are always right", (1.0, 0.05, _FREE)),
+        Case("six drafts are judged as fast as five", (0.85, 0.05, [1.0, 1.1, 1.2, 1.3, 1.4, 1.8, 1.8])),
     ],
     hints=(
         "How many tokens does a round of g drafts gain on average, and how long does it take, in plain steps?",
         "Tokens: 1 + a + a² + … + a^g, for draft i counts only if all before it were right, and the target always "
         "adds one. Time: g·c + v[g]. Compare tokens / time for every g from 0.",
-        "max(range(len(verify_costs)), key=lambda g: sum(acceptance**i for i in range(g + 1)) / (g * draft_cost + "
-        "verify_costs[g]))",
+        "The shape of it (`max` keeps the first of equals):\n"
+        "def speed_up(gamma):\n"
+        "    tokens = sum(… for i in range(gamma + 1))\n"
+        "    return tokens / (…)\n"
+        "return max(range(len(verify_costs)), key=speed_up)",
+        "The whole of it:\n"
+        "def speed_up(gamma):\n"
+        "    tokens = sum(acceptance**i for i in range(gamma + 1))\n"
+        "    return tokens / (gamma * draft_cost + verify_costs[gamma])\n"
+        "return max(range(len(verify_costs)), key=speed_up)",
     ),
     wrong=(
-        WrongVersion("forgets the token that the target adds to every round", _no_bonus),
+        WrongVersion("leaves out the token that the target adds to every round", _no_bonus),
+        WrongVersion("takes the cost of judging one draft less", _verifies_one_less),
+        WrongVersion(
+            "takes the largest of equals; more drafts for the same speed are not worth it", _largest_of_equals
+        ),
+        WrongVersion("takes the shortest round, however few tokens it gains", _time_and_not_speed),
+        WrongVersion("counts the drafts only if all of them are right", _all_or_nothing),
         WrongVersion("counts 1 + γ·acceptance tokens a round, as if a wrong draft did not end it", _linear_tokens),
         WrongVersion("takes verification for free", _free_verification),
         WrongVersion("takes drafts for free", _free_drafts),
         WrongVersion("drafts even where not drafting is faster", _always_drafts),
         WrongVersion("takes as many drafts as it can", _most_tokens),
     ),
+    otherwise=_about_gamma,
 )
 
 EXERCISES = [_ATTRIBUTE, _STEP, _PRODUCT, _GAMMA]

@@ -1,0 +1,48 @@
+"""What is wrong with an answer, as a fact: said when no planted mistake answers as the learner did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minillm.teaching.fence import BITS, CANARY
+
+
+def about_tensor(expected: Tensor, got: object, axes: Sequence[str], name: str = "the result") -> str | None:
+    """Which numbers are wrong, and what they have in common. `axes`: what each dimension counts ("row", "column")."""
+    if not isinstance(got, Tensor) or got.shape != expected.shape or not got.is_floating_point():
+        return None
+    wrong = ~torch.isclose(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if not wrong.any():
+        return None
+    unwritten = got.contiguous().view(BITS[got.dtype.itemsize]) == CANARY.get(got.dtype, 0)
+    if got.dtype in CANARY and unwritten.any():
+        return f"{int(unwritten.sum())} of {got.numel()} numbers of {name} are never written"
+    if (got.isnan() & ~expected.isnan()).any():
+        return f"{name} has NaN: a number beyond what is there was used, or 0 divided by 0, or infinity by infinity"
+    if (got.isinf() & ~expected.isinf()).any():
+        return f"{name} has infinities: an exponential overflows, or something is divided by 0"
+    return _common_factor(expected, got, name) or _one_side(wrong, axes, name)
+
+
+def _common_factor(expected: Tensor, got: Tensor, name: str) -> str | None:
+    some = (expected != 0) & expected.isfinite()
+    ratios = got[some] / expected[some]
+    if len(ratios) < 2 or not torch.allclose(ratios, ratios[0].expand_as(ratios), rtol=1e-3, atol=0):
+        return None
+    return f"every number of {name} is {ratios[0].item():.3g} times what it should be"
+
+
+def _one_side(wrong: Tensor, axes: Sequence[str], name: str) -> str:
+    """The dimension along which right and wrong can be told apart; else how many are wrong."""
+    for axis, what in enumerate(axes[: wrong.dim()]):
+        others = [i for i in range(wrong.dim()) if i != axis]
+        bad = wrong.any(dim=others) if others else wrong
+        if bad.any() and not bad.all():
+            numbers = ", ".join(map(str, bad.nonzero()[:, 0].tolist()[:8]))
+            return f"in {name} only {what} {numbers} is wrong, of {len(bad)} (counted from 0)"
+    if wrong.all():
+        return f"every number of {name} is wrong"
+    return f"in {name} {int(wrong.sum())} of {wrong.numel()} numbers are wrong, in every {' and every '.join(axes)}"

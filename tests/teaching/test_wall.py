@@ -1,0 +1,56 @@
+"""Arrays that end where their memory ends: every access beyond the end is seen, none inside is blamed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+import pytest
+import torch
+
+from minillm.teaching.exercises._wall import check_against_walls, has_walls, stopped_by, walled
+from minillm.teaching.fence import OutOfBoundsError
+
+pytestmark = pytest.mark.skipif(not has_walls(), reason="no memory protection here, or the kernels run on a GPU")
+
+
+def touch(x: torch.Tensor, byte: int) -> int:
+    """What compiled code would read: the byte so far from the beginning of `x`."""
+    return ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_uint8))[byte]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64])
+def test_a_walled_copy_holds_the_same_numbers_and_ends_at_the_wall(dtype: torch.dtype):
+    x = torch.arange(6).view(2, 3).to(dtype)
+    copy = walled(x)
+    assert torch.equal(copy, x) and copy.dtype is dtype
+    assert stopped_by(lambda: touch(copy, x.nbytes - 1)) == ""
+    assert stopped_by(lambda: touch(copy, x.nbytes)) == "SIGSEGV"
+
+
+def test_touching_the_wall_is_an_error_and_staying_inside_is_none():
+    copy = walled(torch.zeros(5))
+    check_against_walls(lambda: copy.add_(1))
+    with pytest.raises(OutOfBoundsError, match="beyond the end of an array"):
+        check_against_walls(lambda: touch(copy, copy.nbytes + 1000))
+
+
+def test_what_the_run_changes_or_raises_is_lost():
+    seen: list[int] = []
+    assert stopped_by(lambda: seen.append(1)) == "" and seen == []
+    assert stopped_by(lambda: 1 // 0) == ""
+
+
+def test_a_run_that_does_not_end_is_stopped():
+    assert stopped_by(lambda: time.sleep(60), patience_s=0.2) == "SIGKILL"
+
+
+def test_no_child_is_left_behind():
+    stopped_by(lambda: None)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_an_empty_array_has_a_wall_too():
+    assert walled(torch.zeros(0, 4)).shape == (0, 4)
