@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from nbformat import NotebookNode
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minillm.errors import LessonError
 from minillm.teaching.counted import difference

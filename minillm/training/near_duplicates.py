@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from datasketch import MinHash, MinHashLSH
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 PERMUTATIONS = 128
 """Hash functions of a sketch: the estimate of a similarity J has the standard deviation sqrt(J (1 − J) / 128)."""
