@@ -22,7 +22,7 @@ RIGHT = WIDTH - MARGIN
 ROWS_TOP, ROW, MAX_ROWS = 144, 28, 6
 COUNT, TABLE = 196, 206
 """Right edge of the tokens in the cache, left edge of the block tables."""
-HISTORY, LEGEND_HEIGHT = 44, 38
+HISTORY, LEGEND_HEIGHT = 44, 62
 
 
 def draw_narrow(state: CacheState) -> str:
@@ -33,7 +33,7 @@ def draw_narrow(state: CacheState) -> str:
     pages = [state.page(block_id) for block_id in chosen(state)]
     grid = PageGrid(pages, state.block_size or 1, indices, grid_top, narrow=True)
     legend, legend_height = draw_legend(pages, grid_top + grid.height + 8, RIGHT)
-    # Two lines of legend at least, so that the card does not jump as signs come and go.
+    # Three lines of legend at least, so that the card does not jump as signs come and go.
     history_top = grid_top + grid.height + max(legend_height, LEGEND_HEIGHT) + 46
     name = "places, one per request" if state.whole_sequences else "physical pages, one per block"
     return card(
