@@ -199,7 +199,7 @@ _OWN = Exercise(
     cases=[
         Case("a block of its own: nothing to do", ([0], 0, [1, 0, 0, 0, 1, 1])),
         Case("the last block is shared by two", ([0, 1], 1, [2, 2, 0, 0, 1, 1])),
-        Case("the first block is shared by three", ([2, 1], 0, [0, 1, 3, 0, 1, 1])),
+        Case("the first block is shared by three", ([0, 1], 0, [3, 1, 0, 0, 1, 1])),
         Case("the second entry is a block of its own, the first is shared", ([1, 2], 1, [0, 2, 1, 0, 1, 1])),
     ],
     hints=(
