@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +131,21 @@ def test_without_numba_the_engine_runs_in_pytorch_and_the_doctor_says_why(monkey
     monkeypatch.setattr(platform, "machine", lambda: "ARM64")
     row = checks.numba()
     assert "no numba for Windows on ARM64" in row.found and not row.fix
+
+
+def also_here() -> list[str]:
+    """Other processors whose instructions this one has."""
+    features = binding.get_host_cpu_features() if processor().is_x86 else {}
+    needed = {"haswell": ("avx2", "fma", "f16c"), "alderlake": ("avx2", "fma", "f16c", "avxvnni")}
+    return [name for name, those in needed.items() if all(features.get(feature) for feature in those)]
+
+
+@pytest.mark.parametrize("name", also_here())
+def test_products_that_are_compiled_for_another_processor_are_right(name: str) -> None:
+    environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": ""}
+    which = "bytes_are_multiplied_exactly"
+    command = [sys.executable, "-m", "pytest", "-q", "tests/ops/cpu/test_panels.py", "-k", which]
+    root = Path(checks.__file__).parents[1]
+    done = subprocess.run(command, check=False, env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert " passed" in done.stdout
