@@ -220,17 +220,16 @@ def models() -> Row:
 
 
 def widgets() -> Row:
-    """Knobs and replay."""
-    for package in ("ipywidgets", "anywidget"):
-        reason = problem(package)
-        if reason:
-            fix = f"pip install {package}"
-            return Row("widgets", "missing", reason, "Knobs and replay are absent; pictures still draw.", fix)
+    """Knobs."""
+    reason = problem("ipywidgets")
+    if reason:
+        meaning = "Knobs are absent; pictures and replays still work."
+        return Row("widgets", "missing", reason, meaning, "pip install ipywidgets")
     version = metadata.version("ipywidgets")
-    found = f"ipywidgets {version}, anywidget {metadata.version('anywidget')}"
+    found = f"ipywidgets {version}"
     if int(version.split(".")[0]) < 8:
         return Row("widgets", "ok", found, "The older protocol: lessons use only what 7.7 and 8 share.")
-    return Row("widgets", "ok", found, "Knobs and replay work.")
+    return Row("widgets", "ok", found, "Knobs work.")
 
 
 def charts() -> Row:

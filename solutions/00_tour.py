@@ -245,7 +245,7 @@ taus = []
 for temperature in temperatures:
     params = SamplingParams(temperature=temperature, max_tokens=48, seed=1, ignore_eos=True)
     taus.append(tokens_per_forward(llm.generate(prompts, params, use_tqdm=False)))
-claim("At temperature 1.5 a forward yields fewer tokens than at 0.", taus[-1] < taus[0], measured=True)
+claim("At temperature 1.5 a forward yields fewer tokens than at 0.", taus[-1] < taus[0])
 LineChart(
     "Tokens per target forward, four drafts a round",
     Axis("temperature", ticks=temperatures),

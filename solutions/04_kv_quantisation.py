@@ -344,8 +344,8 @@ for name, which in (("keys", 1), ("values", 2)):
     by_layer = [float(stripe(heard[layer][which]).max()) for layer in range(config.num_layers)]
     strongest[name] = max(by_layer)
     print(f"  {name:7}", " ".join(f"{one:.0f}" for one in by_layer))
-claim("The clearest stripe is one of the keys.", strongest["keys"] > strongest["values"], measured=True)
-claim("Its channel is a few times the median one, not more.", 3 < strongest["keys"] < 10, measured=True)
+claim("The clearest stripe is one of the keys.", strongest["keys"] > strongest["values"], of_model=True)
+claim("Its channel is a few times the median one, not more.", 3 < strongest["keys"] < 10, of_model=True)
 layer = max(range(config.num_layers), key=lambda i: float(stripe(heard[i][1]).max()))
 head = int(stripe(heard[layer][1]).argmax())
 keys, values = heard[layer][1][:, head], heard[layer][2][:, head]
@@ -434,7 +434,7 @@ for name, which in (("keys", 1), ("values", 2)):
     token, channel = (float(sum(f(x).mean() for x in rows)) for f in (errors_per_token, errors_per_channel))
     gains[name] = token / channel
     print(f"{name:7} error with a scale per token / with a scale per channel: {gains[name]:.1f}")
-claim("Scales per channel help keys more than values.", gains["keys"] > gains["values"] > 1, measured=True)
+claim("Scales per channel help keys more than values.", gains["keys"] > gains["values"] > 1, of_model=True)
 
 # %% [markdown]
 # Part of that gain comes from the zero point and not from the direction, which is why values gain as well. To see the
@@ -496,7 +496,7 @@ claim("No number is beyond its bound.", not any(found.beyond for found in tries.
 claim(
     "The largest error is less than half of its bound.",
     max(t.largest_share for t in tries.values()) < 0.5,
-    measured=True,
+    of_model=True,
 )
 
 # %% [markdown]
@@ -559,10 +559,10 @@ print("keys cost more than values at", ", ".join(map(str, more_for_keys)), "bits
 claim(
     "From 8 bits to 3, each bit less costs about four times the KL.",
     all(3 < times < 5.5 for times in each.values()),
-    measured=True,
+    of_model=True,
 )
-claim("From 8 bits to 4, keys cost more than values.", len(more_for_keys) == 5, measured=True)
-claim("From 3 bits to 2 the KL grows more than fivefold.", all(k[-1] > 5 * k[-2] for k in kl.values()), measured=True)
+claim("From 8 bits to 4, keys cost more than values.", len(more_for_keys) == 5, of_model=True)
+claim("From 3 bits to 2 the KL grows more than fivefold.", all(k[-1] > 5 * k[-2] for k in kl.values()), of_model=True)
 
 # %% tags=["expected", "nbval-ignore-output"] alt="Mean KL against bits, logarithmic: both lines rise about fourfold for each bit that is taken away, keys above values, and faster from three bits to two."
 LineChart(
@@ -857,12 +857,12 @@ for kind in (Right, ScaleOfZero, RowPerLayer, ScalePerStep, Truncates, Levels128
     print(f"{kind.__name__:16} {words[0]:13} {words[1]:8} {words[2]:8} {same} of {len(right_tokens)} texts")
     verdicts[kind.__name__] = (words.count("ok") == 3, same)
 unseen = [name for name, (_, same) in verdicts.items() if name != "Right" and same == len(right_tokens)]
-claim("Four of the six wrong caches write every text right.", len(unseen) == 4, measured=True)
+claim("Four of the six wrong caches write every text right.", len(unseen) == 4, of_model=True)
 claim("Each of these four fails one of the first three checks.", not any(verdicts[name][0] for name in unseen))
 claim(
     "RowPerLayer passes the first three checks and gets no text right.",
     verdicts["RowPerLayer"] == (True, 0),
-    measured=True,
+    of_model=True,
 )
 
 # %% [markdown]

@@ -186,7 +186,7 @@ print(f"{same} of {len(prompts)} texts of 32 tokens are those of float32")
 own = LLM(NAME, **PLAIN, quantization="int8")
 own.engine.runner.model.lm_head = model.lm_head  # the engine rounds this one as well; more about that below
 claim("The engine's own INT8 writes the same texts.", int8_tokens == written(own))
-claim("At most a few texts change.", same >= len(prompts) - 3, measured=True)
+claim("At most a few texts change.", same >= len(prompts) - 3, of_model=True)
 del own  # it holds its own copy of the weights
 
 # %% [markdown]
@@ -225,7 +225,7 @@ def show(label: str, bits: float, found: quality.Quality) -> None:
 print(f"{len(texts.targets)} tokens; KL in thousandths of a nat per token")
 row("float32", None)
 row("INT8, yours", Int8)
-claim("INT8 weights: a KL below 0.0004 nats per token.", table["INT8, yours"][1] < 4e-4, measured=True)
+claim("INT8 weights: a KL below 0.0004 nats per token.", table["INT8, yours"][1] < 4e-4, of_model=True)
 
 # %% [markdown]
 # Bits per byte do not even change in the second digit. For most uses, INT8 weights with a scale per row are enough.
@@ -278,7 +278,7 @@ class W8A8(Int8):
 row("W8A8, yours", W8A8)
 times = table["W8A8, yours"][1] / table["INT8, yours"][1]
 print(f"rounding the activations as well: {times:.0f} times the KL")
-claim("Rounding the activations costs several times as much KL as rounding the weights.", 3 < times < 15, measured=True)
+claim("Rounding the activations costs several times as much KL as rounding the weights.", 3 < times < 15, of_model=True)
 
 # %% [markdown]
 # The bits in memory are the same. In a row of weights the numbers are of similar size; in a token's activations they are
@@ -358,11 +358,11 @@ reveal("l05.bits", round(table["INT4, groups of 128"][0], 2))
 growth = table["INT4, groups of 128"][1] / table["INT8, yours"][1]
 reveal("l05.kl", round(growth, -1))
 by_groups = [table[f"INT4, groups of {size}"] for size in (128, 64, 32)]
-claim("From 8 bits to 4, the KL grows more than a hundredfold.", growth > 100, measured=True)
+claim("From 8 bits to 4, the KL grows more than a hundredfold.", growth > 100, of_model=True)
 claim(
     "Smaller groups have less KL and more bits.",
     by_groups == sorted(by_groups) and by_groups[2][1] < by_groups[1][1] < by_groups[0][1],
-    measured=True,
+    of_model=True,
 )
 
 # %% [markdown]
@@ -456,7 +456,7 @@ print("layers in which scaling helped on the sample:", helped, "of", len(chosen)
 claim(
     "On its sample, scaling helps in most layers; on held-out text the KL hardly changes.",
     helped > len(chosen) / 2 and abs(table["AWQ, yours"][1] / by_groups[0][1] - 1) < 0.15,
-    measured=True,
+    of_model=True,
 )
 
 # %% [markdown]
@@ -542,17 +542,17 @@ print(
 claim(
     "AWQ takes off less than a quarter, and hardly adds bits.",
     0 < 1 - awq[1] / plain[1] < 0.25 and awq[0] < plain[0] + 0.1,
-    measured=True,
+    of_model=True,
 )
 claim(
     "The sparse part takes off less than a third, and costs more bits than groups of 64.",
     0 < 1 - sparse[1] / plain[1] < 0.33 and sparse[0] > g64[0],
-    measured=True,
+    of_model=True,
 )
 claim(
     "SqueezeLLM needs more bits here than groups of 64, for no less KL.",
     squeeze[0] > g64[0] and squeeze[1] > 0.9 * g64[1],
-    measured=True,
+    of_model=True,
 )
 
 # %% [markdown]
@@ -615,7 +615,7 @@ others = max(error for part, error in w8a8.items() if part != worst)
 claim(
     f"Under W8A8, {worst} has at least twice the error of every other kind of layer.",
     w8a8[worst] > 2 * others,
-    measured=True,
+    of_model=True,
 )
 
 # %% tags=["expected"] alt="Relative output error of every layer for four kinds of linear under W8A8: qkv, o and gate_up stay near one percent in all layers, down rises to about three percent from the second layer on."
@@ -712,7 +712,7 @@ for label, linears in (("INT8", "INT8, yours"), ("INT4", "INT4, groups of 128"))
 claim(
     "Per weight, rounding the embedding costs about two to three times as much KL as rounding the linears.",
     all(1.4 < factor < 4 for factor in factors),
-    measured=True,
+    of_model=True,
 )
 
 # %% [markdown]
@@ -1010,9 +1010,9 @@ silent = [grown[name] for name in ("Int8Levels128", "ZeroScale", "AwqInverted")]
 claim(
     "One mistake ruins the model, five cost at least twice the KL.",
     grown["Int8Sum"] > 1000 and min(several) > 2,
-    measured=True,
+    of_model=True,
 )
-claim("Three mistakes cannot be told from the right version by KL.", max(silent) < 1.3, measured=True)
+claim("Three mistakes cannot be told from the right version by KL.", max(silent) < 1.3, of_model=True)
 claim("AwqInverted shows on a layer with an outlier channel.", upside_down > 2 * with_outlier[3])
 
 # %% [markdown]

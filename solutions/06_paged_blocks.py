@@ -407,14 +407,14 @@ claim("More than half of the prompt tokens were found.", found > asked / 2)
 # A trace can be drawn at any step. Here is the one in which the completions part.
 
 # %%
-from IPython.display import SVG, display
+from minillm.viz import show
 
 step = 0
 for event in trace:
     if isinstance(event, BlockCopied):
         break
     step = event.step if type(event).__name__ == "StepStarted" else step
-display(SVG(CachePagesView(trace).to_svg(step=step)))
+show(CachePagesView(trace), step=step)
 
 # %% [markdown]
 # And here are all of them. Press play, or click the picture and use the arrow keys; "as text" says each frame in words.
@@ -600,7 +600,7 @@ claim("The engine's own scheduler makes no mistake.", results["Scheduler"] == (T
 claim(
     "Four mistakes change tokens and leave the books in order.",
     all(results[name] == (False, True) for name in contents),
-    measured=True,
+    of_model=True,
 )
 claim("The leak changes no token, and only the books show it.", results["Leaks"] == (True, False))
 

@@ -499,7 +499,7 @@ claim(
     "In every pool, every request gets the same tokens.",
     all(p.same_tokens(reference) == len(reference) for p in pools.values()),
 )
-claim("The smaller the pool, the more is computed twice.", twice == sorted(set(twice)) and twice[0] == 0, measured=True)
+claim("The smaller the pool, the more is computed twice.", twice == sorted(set(twice)) and twice[0] == 0, of_model=True)
 
 # %% [markdown]
 # **Where continuous batching loses.** With one user there is nothing to batch. When all requests arrive together and have
@@ -540,19 +540,19 @@ for kind in (Scheduler, *BROKEN):
     print(f"{kind.__name__:14} {same:4} of {len(want)} {served.steps:9} {stall:15} {waited:20} {preemptions:13}")
 right = results["Scheduler"]
 wrong_tokens = [name for name, found in results.items() if found[0] < len(want)]
-claim("Only the scheduler that keeps its counter changes tokens.", wrong_tokens == ["KeepsCounter"], measured=True)
+claim("Only the scheduler that keeps its counter changes tokens.", wrong_tokens == ["KeepsCounter"], of_model=True)
 claim(
     "Overtaking makes the long prompt wait at least three times as long.",
     results["Overtakes"][2] >= 3 * right[2],
-    measured=True,
+    of_model=True,
 )
 claim(
     "Prompts first: some request gets no token for several steps.",
     results["PromptFirst"][1] > 3 > right[1],
-    measured=True,
+    of_model=True,
 )
 claim(
-    "Without asking for room there are many more preemptions.", results["NoRoomCheck"][3] > 3 * right[3], measured=True
+    "Without asking for room there are many more preemptions.", results["NoRoomCheck"][3] > 3 * right[3], of_model=True
 )
 
 # %% [markdown]

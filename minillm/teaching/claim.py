@@ -4,11 +4,13 @@ A lesson says "twice as fast" or "fewer than half"; the cell that prints the num
 
     claim("Continuous batching needs fewer steps.", continuous.steps < static.steps)
     claim("Decoding reads memory faster than prefill does.", decode_gbs > prefill_gbs, measured=True)
+    claim("INT4 changes more texts than INT8.", same_int4 < same_int8, of_model=True)
 
 What is counted is the same on every machine, so a sentence about counts that does not hold is an error everywhere. What
 is measured is not: there the sentence must hold where the solution is recorded (`minillm build`), and elsewhere the
 learner is told when their machine differs. So a measured claim prints differently on different machines: it belongs
-into a cell tagged `nbval-ignore-output`, and `minillm build` refuses it elsewhere.
+into a cell tagged `nbval-ignore-output`, and `minillm build` refuses it elsewhere. What depends on the weights
+(`of_model`) is the same on every machine, but not with another model: it may stand in any cell.
 
 A figure that was not measured here says whose it is:
 
@@ -25,18 +27,19 @@ RECORDING_VARIABLE = "MINILLM_RECORDING"
 """`1` while `minillm build` runs a solution and records its outputs."""
 
 
-def claim(sentence: str, holds: bool, measured: bool = False) -> None:
+def claim(sentence: str, holds: bool, measured: bool = False, of_model: bool = False) -> None:
     """Print `sentence` with a check mark if it `holds`.
 
-    With `measured`, a sentence that does not hold is printed as "Not so on this machine", unless the run is recorded.
+    With `measured`, a sentence that does not hold is printed as "Not so on this machine", with `of_model` as "Not so
+    with this model", unless the run is recorded.
 
     Raises:
         LessonError: the sentence is false, and it is about counts or the run is being recorded.
     """
     if holds:
         print(f"✓ {sentence}")
-    elif measured and os.environ.get(RECORDING_VARIABLE) != "1":
-        print(f"Not so on this machine: {sentence}")
+    elif (measured or of_model) and os.environ.get(RECORDING_VARIABLE) != "1":
+        print(f"Not so {'on this machine' if measured else 'with this model'}: {sentence}")
     else:
         raise LessonError(f"the lesson says {sentence!r}, and the numbers beside it say otherwise")
 

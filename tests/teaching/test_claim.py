@@ -79,3 +79,11 @@ def test_build_refuses_a_measured_claim_unless_its_cell_is_tagged(tmp_path):
     source.write_text(f"{head}# %%\n{claimed}")
     with pytest.raises(LessonError, match="92_claims, cell 3, line 1"):
         read_source(source)
+
+
+def test_false_sentence_about_the_weights_is_told_to_who_brings_another_model(capsys, monkeypatch):
+    claim("INT4 changes more texts.", False, of_model=True)
+    assert capsys.readouterr().out == "Not so with this model: INT4 changes more texts.\n"
+    monkeypatch.setenv("MINILLM_RECORDING", "1")
+    with pytest.raises(LessonError, match="changes more texts"):
+        claim("INT4 changes more texts.", False, of_model=True)
