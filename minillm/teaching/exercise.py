@@ -15,6 +15,7 @@ from minillm.errors import LessonError
 from minillm.teaching.compare import values_match
 
 Function = Callable[..., Any]
+NUM_HINTS = 4
 Compare = Callable[[object, object], "str | None"]
 
 
@@ -71,7 +72,7 @@ class Exercise:
         reference: the right answer. It must not change its inputs, `in_place` ones excepted.
         cases: the cases, or a function making them (so that importing the module builds no tensors).
         hints: four, each more specific than the one before: where to look, which operation, the shape of the code with
-            the decisive part left out, the whole solution. (Three, without the third, in lessons not yet revised.)
+            the decisive part left out, the whole solution.
             Prose with `code` and *emphasis*, and code between lines of three backticks.
         wrong: at least two planted mistakes, each told apart from the others by some case.
         compare: `(expected, got) -> None` if right, else a sentence that names the first difference. The default
@@ -96,12 +97,12 @@ class Exercise:
     name: str
     reference: Function
     cases: Sequence[Case] | Callable[[], Sequence[Case]]
-    hints: tuple[str, ...]
+    hints: tuple[str, str, str, str]
     wrong: tuple[WrongVersion, ...]
     compare: Compare = values_match
     diagnose: Diagnose | None = None
     otherwise: Diagnose | None = None
-    in_place: tuple[str, ...] = ()
+    in_place: tuple[str, str, str, str] = ()
     drive: Function | None = None
     draw: Callable[[object, object], tuple[object, object] | None] | None = None
     guarded: bool = True
@@ -110,8 +111,8 @@ class Exercise:
         lesson, _, function = self.name.partition(".")
         if not lesson.isidentifier() or not function.isidentifier():
             raise LessonError(f"exercise name {self.name!r}: write it as 'l02.append_kv' (lesson, dot, function name)")
-        if len(self.hints) not in (3, 4):
-            raise LessonError(f"exercise {self.name} has {len(self.hints)} hints; it needs 4")
+        if len(self.hints) != NUM_HINTS:
+            raise LessonError(f"exercise {self.name} has {len(self.hints)} hints; it needs {NUM_HINTS}")
         unknown = [name for name in self.in_place if name not in self.parameters]
         if unknown:
             raise LessonError(f"exercise {self.name}: in_place names {unknown}; the parameters are {self.parameters}")
@@ -122,7 +123,7 @@ class Exercise:
         return self.name.partition(".")[2]
 
     @property
-    def parameters(self) -> tuple[str, ...]:
+    def parameters(self) -> tuple[str, str, str, str]:
         """Names of the inputs of a case, in order: those of the reference, or of `drive` after its first."""
         names = tuple(inspect.signature(self.drive or self.reference).parameters)
         return names[1:] if self.drive else names

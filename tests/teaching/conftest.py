@@ -27,7 +27,7 @@ def append_exercise() -> Exercise:
             Case("one row into an empty cache", (torch.zeros(0, 2), torch.ones(1, 2))),
             Case("two rows after three", (torch.arange(6.0).reshape(3, 2), torch.tensor([[7.5, 8.0], [9.0, 9.5]]))),
         ],
-        hints=("Both belong in the answer.", "Look at torch.cat.", "return torch.cat([cache, new])"),
+        hints=("Both belong in the answer.", "Look at torch.cat.", "torch.cat([…])", "return torch.cat([cache, new])"),
         wrong=(
             WrongVersion("forgets the rows that were there before", lambda cache, new: new),
             WrongVersion("puts the new rows in front", lambda cache, new: torch.cat([new, cache])),

@@ -17,7 +17,7 @@ EXERCISE = Exercise(
     name="l90.double",
     reference=lambda numbers: [2 * n for n in numbers],
     cases=[Case("no numbers", ([],)), Case("two numbers", ([1, 3],))],
-    hints=("Think of pairs.", "Use a list comprehension.", "return [2 * n for n in numbers]"),
+    hints=("Think of pairs.", "Use a list comprehension.", "[… for n in numbers]", "return [2 * n for n in numbers]"),
     wrong=(
         WrongVersion("repeats the list instead of doubling its numbers", lambda numbers: numbers * 2),
         WrongVersion("squares", lambda numbers: [n * n for n in numbers]),

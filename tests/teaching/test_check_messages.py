@@ -123,7 +123,7 @@ def test_in_place_parameter_may_change_and_its_contents_are_compared():
         name="l90.write_row",
         reference=write_row,
         cases=[Case("a row", (torch.zeros(2, 2), torch.ones(2)))],
-        hints=("a", "b", "c"),
+        hints=("a", "b", "c", "d"),
         wrong=(),
         in_place=("buffer",),
     )
@@ -149,7 +149,7 @@ def test_drive_lets_a_class_be_an_exercise():
         name="l90.Counter",
         reference=Counter,
         cases=[Case("three calls", (3,))],
-        hints=("a", "b", "c"),
+        hints=("a", "b", "c", "d"),
         wrong=(WrongVersion("does not count on", Stuck),),
         drive=lambda make, times: [counter.add() for counter in [make()] for _ in range(times)],
     )
@@ -161,7 +161,7 @@ def test_drive_lets_a_class_be_an_exercise():
 
 
 def test_random_draws_are_the_same_for_learner_and_reference_and_leave_the_notebooks_generator_alone():
-    exercise = Exercise("l90.draw", lambda n: torch.rand(n), [Case("two", (2,))], ("a", "b", "c"), ())
+    exercise = Exercise("l90.draw", lambda n: torch.rand(n), [Case("two", (2,))], ("a", "b", "c", "d"), ())
     reports = []
     for seed in (7, 8):
         torch.manual_seed(seed)
@@ -177,7 +177,7 @@ def test_a_generator_passed_in_may_advance():
         name="l90.draw",
         reference=lambda n, generator: torch.rand(n, generator=generator),
         cases=[Case("two", (2, torch.Generator().manual_seed(3)))],
-        hints=("a", "b", "c"),
+        hints=("a", "b", "c", "d"),
         wrong=(),
     )
     assert grade(exercise, lambda n, generator: torch.rand(n, generator=generator)).passed
@@ -261,7 +261,11 @@ def test_of_a_large_answer_only_the_neighbourhood_of_the_first_difference_is_sho
         return out
 
     exercise = Exercise(
-        "l90.same", lambda x: x.clone(), [Case("large", (torch.arange(2000.0).view(2, 20, 50),))], ("a", "b", "c"), ()
+        "l90.same",
+        lambda x: x.clone(),
+        [Case("large", (torch.arange(2000.0).view(2, 20, 50),))],
+        ("a", "b", "c", "d"),
+        (),
     )
     text = str(grade(exercise, spoil))
     assert "around the first that differs, [1, 5:10, 18:23]" in text

@@ -16,7 +16,7 @@ MASK = Exercise(
     name="l90.mask",
     reference=lambda n: torch.ones(n, n).tril().bool(),
     cases=[Case("three tokens", (3,))],
-    hints=("a", "b", "c"),
+    hints=("a", "b", "c", "d"),
     wrong=(),
 )
 
@@ -93,7 +93,7 @@ def test_an_exercise_can_draw_what_is_no_grid_itself():
         name="l90.rows",
         reference=lambda x: x.clone(),
         cases=[Case("three rows", (rows,))],
-        hints=("a", "b", "c"),
+        hints=("a", "b", "c", "d"),
         wrong=(),
         draw=written,
     )

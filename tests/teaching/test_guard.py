@@ -34,7 +34,7 @@ EXERCISE = Exercise(
     name="l90.plus_one",
     reference=plus_one,
     cases=[Case("two ones", (torch.ones(2),)), Case("three zeros", (torch.zeros(3),))],
-    hints=("a", "b", "c"),
+    hints=("a", "b", "c", "d"),
     wrong=(WrongVersion("adds two", lambda x: x + 2), WrongVersion("adds nothing", lambda x: x)),
 )
 
@@ -139,7 +139,7 @@ def test_a_crash_in_compiled_code_is_survived():
         name="l90.fill",
         reference=lambda values, at: None,
         cases=[Case("far away", (np.zeros(4), 1 << 40))],
-        hints=("a", "b", "c"),
+        hints=("a", "b", "c", "d"),
         wrong=(),
     )
     assert "crashed (SIGSEGV)" in str(grade(exercise, writes_far_away, SHORT))
@@ -164,7 +164,7 @@ def out_of_bounds_exercise(guarded: bool) -> Exercise:
         name="l90.copy",
         reference=copy,
         cases=[Case("three numbers", (torch.arange(3.0),)), Case("five numbers", (torch.arange(5.0),))],
-        hints=("a", "b", "c"),
+        hints=("a", "b", "c", "d"),
         wrong=(),
         drive=drive,
         guarded=guarded,

@@ -15,7 +15,7 @@ EXERCISE = Exercise(
     name="l90.plus_one",
     reference=lambda x: x + 1,
     cases=[Case("two ones", (torch.ones(2),)), Case("three zeros", (torch.zeros(3),))],
-    hints=("Look at *every* number.", "`x + 1`", "c"),
+    hints=("Look at *every* number.", "`x + 1`", "c", "d"),
     wrong=(WrongVersion("adds two", lambda x: x + 2), WrongVersion("adds nothing", lambda x: x)),
 )
 """

@@ -17,7 +17,7 @@ def double(numbers):
     return [2 * n for n in numbers]
 
 EXERCISES = [
-    Exercise("l91.double", double, [Case("a pair", ([1, 3],))], ("h1", "h2", "h3"), ()),
+    Exercise("l91.double", double, [Case("a pair", ([1, 3],))], ("h1", "h2", "h3", "h4"), ()),
 ]
 """
 
@@ -91,9 +91,9 @@ def test_use_falls_back_to_the_reference_with_a_notice_and_never_raises(append_e
 def test_hints_come_one_by_one(lesson_91, capsys):
     hint("l91.double")
     hint("l91.double", 3)
-    assert capsys.readouterr().out == "Hint 1 of 3 for l91.double: h1\nHint 3 of 3 for l91.double: h3\n"
-    with pytest.raises(LessonError, match="there are 1 to 3"):
-        hint("l91.double", 4)
+    assert capsys.readouterr().out == "Hint 1 of 4 for l91.double: h1\nHint 3 of 4 for l91.double: h3\n"
+    with pytest.raises(LessonError, match="there are 1 to 4"):
+        hint("l91.double", 5)
 
 
 def test_a_hint_is_markdown_in_notebooks_and_plain_text_elsewhere():

@@ -96,7 +96,7 @@ def exercise_with(*cases: Case) -> Exercise:
         name="l90.largest",
         reference=largest,
         cases=cases,
-        hints=("a", "b", "c"),
+        hints=("a", "b", "c", "d"),
         wrong=(WrongVersion("forgets the limit", lambda numbers, at_least: max(numbers)),),
     )
 
