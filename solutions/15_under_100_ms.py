@@ -485,20 +485,22 @@ claim(f"It writes the same {NEW_TOKENS} tokens as plain PyTorch.", tokens == exp
 # %% [markdown]
 # Both parts gain, for different reasons. A decode step gains because it has fewer calls and bytes. The prompt's 200 rows
 # share their calls and bytes, so it gains mainly because the tiles compute faster than PyTorch's product of this shape. How
-# fast can this machine compute at all? A longer prompt tells: it keeps the tiles full, so its rate is one more measurement
-# of the limit.
+# fast can this machine compute at all? Prompts of other lengths tell: longer ones keep the tiles full, shorter ones keep
+# what is multiplied in the cache. The highest rate of all is one more measurement of the limit.
 
 # %% tags=["nbval-ignore-output"]
 
 
-def rate_of(llm: LLM, tokens: int = 512) -> float:
-    """Operations per second of a prompt of so many tokens: the fastest of five runs."""
-    blocks = list(range(-(-tokens // llm.engine.runner.block_size)))
-    long_prompt = Segment((ids * 3)[:tokens], 0, blocks)
-    work = operations(tokens, tokens * (tokens + 1) // 2)
+def rate_of(llm: LLM) -> float:
+    """Operations per second of prompts of four lengths, five runs each: the highest."""
     llm.reset_prefix_cache()
-    fastest = min(seconds_of(lambda: llm.engine.runner.run([long_prompt]), 1, 1) for _ in range(5))
-    return work / fastest
+    rates = []
+    for tokens in (96, 192, 256, 512):
+        blocks = list(range(-(-tokens // llm.engine.runner.block_size)))
+        one = [Segment((ids * 3)[:tokens], 0, blocks)]
+        fastest = min(seconds_of(lambda one=one: llm.engine.runner.run(one), 1, 1) for _ in range(5))
+        rates.append(operations(tokens, tokens * (tokens + 1) // 2) / fastest)
+    return max(rates)
 
 
 rates = {"float32": max(rate, rate_of(compiled))}
@@ -526,7 +528,7 @@ w8a8 = LLM(name, quantization="w8a8", **options)
 print(f"ready after {time.perf_counter() - began:.1f} s")
 seconds = race({"plain": plain, "compiled": compiled, "w8a8": w8a8})
 rates["W8A8"] = rate_of(w8a8)
-print(f"{rates['W8A8'] / 1e9:.0f} G operations/s over 512 tokens, in float32 {rates['float32'] / 1e9:.0f}")
+print(f"{rates['W8A8'] / 1e9:.0f} G operations/s at most, in float32 {rates['float32'] / 1e9:.0f}")
 claim(
     "W8A8 is faster than float32, for the prompt and for the new tokens.",
     all(seconds["w8a8"][part] < seconds["compiled"][part] for part in ("prefill", "target")),
