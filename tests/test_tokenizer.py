@@ -107,7 +107,7 @@ def test_control_tokens_are_in_the_text_only_if_asked_for() -> None:
     ids = [*BYTE_LEVEL.encode("a"), end]
     assert "".join(pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids) == "a"
     assert "".join(pieces(BYTE_LEVEL, ids, skip=False)) == BYTE_LEVEL.decode(ids, False) == "a<|im_end|>"
-    assert BYTE_LEVEL.special_ids == {0, end}
+    assert BYTE_LEVEL.special_ids == {0, 1, 2, 3, end}, "end of text, the three marks of a gap, and this one"
 
 
 def test_the_checkpoint_decides_what_stands_before_a_text() -> None:
