@@ -21,7 +21,8 @@ def check_new_file(option: str, file: Path) -> None:
         if isinstance(problem, ConfigError):
             raise
         reason = getattr(problem, "strerror", None) or problem
-        raise ConfigError(f"{option}: nothing can be written there ({reason}); name another file") from None
+        place = file.parent if len(file.name) > 255 else file
+        raise ConfigError(f"{option}: nothing can be written at {place} ({reason}); name another file") from None
 
 
 def check_writable(option: str, folder: Path) -> None:

@@ -92,11 +92,13 @@ def test_the_tokens_are_those_of_the_plain_engine(together: bool) -> None:
 
 
 def test_sampled_tokens_are_drawn_from_the_target(tiny: TinyPair) -> None:
-    """At temperature 0.01 the target says its likeliest token, so a rule that keeps any guess would be seen here; that
-    the rule keeps the distribution for drafts without chance is for `test_rejection_sampler`."""
+    """At temperature 0.0005 the target says its likeliest token, so a rule that keeps any guess would be seen here.
+
+    That the rule keeps the distribution for drafts without chance is for `test_rejection_sampler`.
+    """
     config = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, "num_speculative_tokens": 3}
     plain, drafted = LLM(str(tiny.target)), LLM(str(tiny.target), speculative_config=config)
-    params = SamplingParams(temperature=0.01, max_tokens=40, ignore_eos=True, seed=3)
+    params = SamplingParams(temperature=0.0005, max_tokens=40, ignore_eos=True, seed=3)
     prompts = ["def add(a, b):\n    return a", "for line in path:\n    for line in"]
     expected = [o.outputs[0].token_ids for o in plain.generate(prompts, params, use_tqdm=False)]
     with drafted.trace() as trace:
