@@ -28,7 +28,7 @@ def run_all(page: Page, lab: Lab, notebook: str) -> None:
     page.wait_for_function(CONNECTED, timeout=2 * MINUTES)
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-    page.wait_for_function(DONE, timeout=4 * MINUTES)
+    page.wait_for_function(DONE, timeout=8 * MINUTES)
 
 
 def check_lesson(browser: Browser, lab: Lab, lesson: str) -> None:
