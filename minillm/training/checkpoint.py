@@ -1,7 +1,6 @@
 """A stable run in a form that travels: weights in 8 bits, tokenizer, log. Another machine goes on from it.
 
-Momenta stay behind, and the weights are rounded to 1/127 of the largest of their row; both are forgotten within some
-tens of steps of a run whose rate is high.
+Momenta stay behind and build up again; the weights are rounded to whole steps of 1/127 of the largest of their row.
 """
 
 from __future__ import annotations
