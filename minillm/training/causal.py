@@ -13,8 +13,8 @@ SHORTEST_PART, MOST_PARTS = 256, 4
 class CausalAttention:
     """Plays the part of the KV cache for the decoder when nothing needs to be remembered.
 
-    On a CPU it is two matrix products and a softmax over parts of the queries: with PyTorch's fused kernel, its backward
-    was the largest part of a training step in a profile (bf16, rows of 512). On a GPU the fused kernel is used.
+    On a CPU it is two matrix products and a softmax over parts of the queries: in a profile with PyTorch's fused kernel
+    its backward was the largest part of a training step (bf16, rows of 512). On a GPU the fused kernel is used.
     """
 
     def __init__(self, length: int) -> None:

@@ -1,9 +1,9 @@
 """Training documents for fill in the middle: half of the files, cut into pieces, each with a gap.
 
 A file that is chosen is cut at line ends into pieces of 300 to 6,000 characters, and each piece becomes prefix, suffix,
-middle. A long piece is seen whole only in a long training row. Half of the gaps end where their line ends or a few lines later, as in an editor; the
-others lie between two random characters (Bavarian et al. 2022). The cuts are made in the text, so the tokens at the
-seams are those that a prompt will have.
+middle. A long piece is seen whole only in a long training row. Half of the gaps end where their line ends or a few
+lines later, as in an editor; the others lie between two random characters (Bavarian et al. 2022). The cuts are made in
+the text, so the tokens at the seams are those that a prompt will have.
 """
 
 from __future__ import annotations
