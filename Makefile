@@ -1,5 +1,6 @@
 # Every target makes its own environment first: a clone needs Python, git and make, nothing else.
 #   make demo   make lab   make test   make lessons   make nbval   make mutants   make dist   make lint   make clean
+#   make test-long                      what `make test` leaves out: every lesson in a browser, the long searches
 #   make test-lowest   make test-colab      the quick tests with the oldest versions allowed, and with Colab's
 # PYTHON names the interpreter that the environment is made with, PIP_ARGS what pip is told besides (another index),
 # CHROME a browser for the browser tests, PYTEST_ARGS what pytest is told besides, JOBS how many test files run at a time,
@@ -21,7 +22,7 @@ endif
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := demo
-.PHONY: demo lab lessons lint test nbval mutants test-lowest test-colab dist clean
+.PHONY: demo lab lessons lint test test-long nbval mutants test-lowest test-colab dist clean
 
 demo: $(STAMP)
 	$(BIN)/minillm demo
@@ -53,6 +54,11 @@ test: lint
 	$(BIN)/pytest $(SPREAD) --nbval-lax lessons/ $(PYTEST_ARGS)
 	$(BIN)/minillm build --check --run --jobs $(JOBS)
 	$(BIN)/pytest $(SPREAD) tests/ $(PYTEST_ARGS)
+
+# What repeats at full size what a quicker test does: for a schedule, or before a release.
+test-long: export OMP_NUM_THREADS := 1
+test-long: $(STAMP)
+	$(BIN)/pytest -m long $(PYTEST_ARGS) tests/
 
 # What a teacher runs over notebooks, here over all of ours. `make test` runs the solutions too, and compares more.
 nbval: export OMP_NUM_THREADS := 1

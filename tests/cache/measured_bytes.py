@@ -1,9 +1,9 @@
-"""Run as a program: how many bytes a cache layout really takes, told by the operating system.
+"""Run as a program: how many bytes each cache layout really takes, told by the operating system.
 
-    python -m tests.cache.measured_bytes paged int8
-    {"claimed": 70254592, "measured": 70500352, "promised": 70254592}
+    python -m tests.cache.measured_bytes
+    {"layout": "paged", "dtype": "int8", "claimed": 70254592, "measured": 70500352, "promised": 70254592}
 
-The cache is filled through `attend`, as the engine does, so that every page of memory it holds has been written to.
+Each layout has a line, and a process of its own: a fork of this one, which has imported PyTorch and nothing more. The cache is filled through `attend`, as the engine does, so that every page of memory it holds has been written to.
 `promised` is `bytes_per_block` times the number of blocks.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,4 +86,9 @@ def measure(layout: str, dtype: str) -> dict[str, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(measure(*sys.argv[1:])))
+    for layout, dtype in LAYOUTS:
+        if not (child := os.fork()):
+            print(json.dumps({"layout": layout, "dtype": dtype, **measure(layout, dtype)}), flush=True)
+            os._exit(0)
+        if status := os.waitpid(child, 0)[1]:
+            sys.exit(f"{layout} {dtype} ended with {status}")

@@ -12,7 +12,7 @@ from minillm.bench.prompts import held_out_prompts
 from minillm.models import bundled
 from minillm.trace import DraftProposed, RequestPreempted, StepRan
 
-NUM_PROMPTS = 104
+NUM_PROMPTS = 40
 NEW_TOKENS = 24
 DRAFT = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4}
 ROUGH_DRAFT = {**DRAFT, "quantization": "w8a8"}

@@ -50,13 +50,15 @@ def own_size(dims, longest):
     return max(SUMS_SIZE, scratch_size(longest, dims[HEAD_DIM])) + LANES
 
 
-@njit(**OPTIONS)
+@njit(inline="always", **OPTIONS)
 def forward(
     number, size, sync, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
     token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
 ):  # fmt: skip
-    """Thread `number`'s part of one forward. `wanted`: the rows whose logits go to `logits` (`[rows, outputs]`)."""
-    stay_whole()
+    """Thread `number`'s part of one forward. `wanted`: the rows whose logits go to `logits` (`[rows, outputs]`).
+
+    It is copied into `run`, so that it is compiled once and not for itself, too.
+    """
     n, hidden, head_dim, inter = len(token_ids), dims[HIDDEN], dims[HEAD_DIM], dims[INTERMEDIATE]
     num_heads, num_kv, eps = dims[HEADS], dims[KV_HEADS], vectors[EPS]
     q_size, heads_row = num_heads * head_dim, (num_heads + 2 * num_kv) * head_dim
@@ -229,26 +231,24 @@ def run(
     number, size = join(sync, threads)
     if number < 0:
         return
-    forward(
-        number, size, sync, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
-        token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
-    )  # fmt: skip
     count, outputs = requests.shape[0], matrices[4 * dims[LAYERS]][OUTPUTS]
-    for i in range(drafted.shape[1]):
+    tokens, steps = len(token_ids), drafted.shape[1]
+    for i in range(max(steps, 1)):
+        forward(
+            number, size, sync, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
+            token_ids[:tokens], requests, tables, wanted, scratch, own_floats, codes, logits,
+        )  # fmt: skip
+        if steps == 0:
+            break
         for r in range(number, count, size):
             drafted[r, i] = likeliest(logits, r * outputs, dims[VOCABULARY])
         meet(sync, size)
-        if i == drafted.shape[1] - 1:
-            break
         if number == 0:
             for r in range(count):
                 token_ids[r], wanted[r] = drafted[r, i], r
                 requests[r, 0], requests[r, 1], requests[r, 2] = r, 1, requests[r, 2] + 1
+        tokens = count
         meet(sync, size)
-        forward(
-            number, size, sync, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
-            token_ids[:count], requests, tables, wanted, scratch, own_floats, codes, logits,
-        )  # fmt: skip
 
 
 @njit(**OPTIONS)

@@ -1,25 +1,19 @@
 """Every lesson, untouched, opens in JupyterLab and runs from top to bottom; its pictures are there.
 
-A test file is run by one worker from its first test to its last, so the lessons are dealt out to four files:
-`test_lessons_1.py` to `test_lessons_4.py`.
+All lessons run without a browser in `make test`, and their pictures are looked at in one (`test_pictures.py`). So here
+one lesson is enough for every day; `make test-long` takes all.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
+import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.browser.conftest import ROOT, Lab
 from tests.browser.test_lesson_00 import CONNECTED, DONE, MINUTES
 
-FILES = 4
-NOTEBOOKS = sorted(path.name for path in (ROOT / "lessons").glob("*.ipynb") if not path.name.startswith("00"))
-
-
-def share(number: int) -> list[str]:
-    """Every fourth lesson, from the first, second, third or fourth on: those of file `number`."""
-    return [Path(name).stem for name in NOTEBOOKS[number - 1 :: FILES]]
+EVERY_DAY = "02_kv_cache"
+LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("*.ipynb") if not path.name.startswith("00"))
 
 
 def run_all(page: Page, lab: Lab, notebook: str) -> None:
@@ -31,8 +25,11 @@ def run_all(page: Page, lab: Lab, notebook: str) -> None:
     page.wait_for_function(DONE, timeout=8 * MINUTES)
 
 
-def check_lesson(browser: Browser, lab: Lab, lesson: str) -> None:
-    """Open `lesson` (`"02_kv_cache"`), run all of it, and look at the page."""
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "lesson", [pytest.param(name, marks=[pytest.mark.long] * (name != EVERY_DAY)) for name in LESSONS]
+)
+def test_a_lesson_runs_in_jupyterlab(browser: Browser, lab: Lab, lesson: str) -> None:
     page = browser.new_page(viewport={"width": 1360, "height": 1000})
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
