@@ -288,5 +288,5 @@ def _parse(line: str, number: int, path: str | Path) -> Event:
         if unknown:
             raise KeyError(", ".join(sorted(unknown)))
         return msgspec.convert(values, kind)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+    except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise TraceError(f"{path}, line {number}: not an event ({type(problem).__name__}: {problem})") from None

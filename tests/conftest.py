@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,12 @@ from minillm.training.tokenizer import save_tokenizer, train_tokenizer
 
 settings.register_profile("no clock", deadline=None)  # how long an example takes says nothing of a test
 settings.load_profile("no clock")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The checks of exercises first: they fork some thousands of times, which is quick while this process is small."""
+    items.sort(key=lambda item: "tests/teaching/" not in item.path.as_posix())
+
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n\n\nclass Stack:\n    def push(self, item):\n        self.items.append(item)\n",
@@ -55,6 +63,15 @@ def random_model(
             torch.nn.init.normal_(parameter, std=1.4 / parameter.shape[1] ** 0.5)
     torch.nn.init.normal_(model.embed_tokens.weight, std=1.0)
     return model
+
+
+@pytest.fixture
+def quick_gc() -> Iterator[None]:
+    """What is alive now is nothing for the garbage collector to look at, which takes it a second otherwise."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
