@@ -69,7 +69,7 @@ nbval: $(STAMP)
 # Both ends of what is promised, each in an environment of its own, which uv resolves: it can take the oldest versions
 # of what pyproject.toml names, and PyTorch without CUDA. They are long, so they are for a schedule and not for a commit.
 EDGES := .edges
-EDGE_TOOLS := 'hatchling>=1.25' 'hypothesis>=6.100' 'ipykernel>=6.17' 'jupytext>=1.16' 'nbclient>=0.10' 'nbformat>=5.10' \
+EDGE_TOOLS := 'hatchling>=1.27' 'hypothesis>=6.100' 'ipykernel>=6.17' 'jupytext>=1.16' 'nbclient>=0.10' 'nbformat>=5.10' \
 	'nbval>=0.11' 'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'scipy>=1.13'
 UV := $(EDGES)/uv/bin/uv
 $(UV):

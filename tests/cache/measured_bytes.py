@@ -3,7 +3,8 @@
     python -m tests.cache.measured_bytes
     {"layout": "paged", "dtype": "int8", "claimed": 25952256, "measured": 25968640, "promised": 25952256}
 
-Each layout has a line, and a process of its own: a fork of this one, which has imported PyTorch and nothing more. The cache is filled through `attend`, as the engine does, so that every page of memory it holds has been written to.
+Each layout has a line, and a process of its own: a fork of this one, which has imported PyTorch and nothing more. The
+cache is filled through `attend`, as the engine does, so that every page of memory it holds has been written to.
 `promised` is `bytes_per_block` times the number of blocks.
 """
 

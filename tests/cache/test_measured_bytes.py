@@ -11,7 +11,6 @@ import pytest
 
 from minillm.cache.layouts import LAYOUTS
 
-
 LINUX = pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells a process its own pages"
 )
