@@ -19,7 +19,7 @@ from minillm.viz.svg import MARGIN, MONO, card, element, fit_clauses, fit_mono, 
 
 WIDTH = 484
 RIGHT = WIDTH - MARGIN
-ROWS_TOP, ROW, MAX_ROWS = 144, 28, 6
+CHANGES, ROWS_TOP, ROW, MAX_ROWS = 116, 152, 28, 6
 COUNT, TABLE = 196, 206
 """Right edge of the tokens in the cache, left edge of the block tables."""
 HISTORY, LEGEND_HEIGHT = 44, 62
@@ -66,7 +66,7 @@ def _header(state: CacheState) -> str:
         MARGIN, 36, (title(state), {"font-size": 17, "font-weight": 650, "fill": INK}), (facts, {"dx": 10})
     ) + spans(
         MARGIN,
-        106,
+        CHANGES,
         ("This step", {"font-weight": 600}),
         (told, {"dx": 7, "fill": INK, "data-testid": "changes"}),
         size=12,

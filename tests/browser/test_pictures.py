@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page
 
+from minillm.trace import Trace
+from minillm.viz import AcceptanceStrip, CachePagesView, ReplayWidget
+from minillm.viz.replay_frames import spread
 from tests.browser.conftest import ROOT
 from tests.browser.text_boxes import Shown, faults, open_pictures, pictures_of
+from tests.viz.traces import busy, sharing, story
 
 SOLUTIONS = sorted((ROOT / "solutions").glob("*.ipynb"))
 WIDTHS, THEMES = (1400, 900), ("light", "dark")
@@ -38,6 +42,16 @@ def found_in(page: Page, shown: list[Shown], widths: tuple[int, ...] = WIDTHS) -
 def test_every_picture_of_a_lesson_can_be_read(page: Page, notebook: Path) -> None:
     shown = list(pictures_of(notebook))
     assert shown, "a lesson without pictures"
+    assert found_in(page, shown) == []
+
+
+@pytest.mark.parametrize("trace", [story, sharing, busy], ids=lambda make: make.__name__)
+def test_the_live_cards_can_be_read_in_every_step(page: Page, trace: Callable[[], Trace]) -> None:
+    recorded = trace()
+    replay = ReplayWidget(CachePagesView(recorded, narrow=True), AcceptanceStrip(recorded, narrow=True))
+    chosen = [replay.steps.index(step) for step in spread(replay.steps, 9)]
+    shown = [Shown(f"step {replay.steps[index]}", replay.frames[index]) for index in chosen]
+    assert len(shown) > 3 and all("<svg" in one.html for one in shown)
     assert found_in(page, shown) == []
 
 
