@@ -12,7 +12,8 @@ from tqdm import tqdm
 from minillm.config import reject_unknown
 from minillm.engine.engine import Engine
 from minillm.engine.request import Request
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, PromptError, UnsupportedError
+from minillm.fill_in_the_middle import FIM_TOKENS, fim_text
 from minillm.llm_engine import EngineArgs, LLMEngine, Prompt
 from minillm.outputs import RequestOutput
 from minillm.sampling import SamplingParams
@@ -169,6 +170,21 @@ class LLM:
         groups = self._prepare(prompts, sampling_params, priority)
         self.llm_engine.queue(groups)
         return list(chain.from_iterable(groups))
+
+    def fim_prompt(self, prefix: str, suffix: str) -> str:
+        """A prompt for the gap between `prefix` and `suffix`: the model writes the gap and ends (Bavarian et al. 2022).
+
+        Raises `UnsupportedError` if the tokenizer lacks a token of `FIM_TOKENS`, `PromptError` if a text contains one.
+        """
+        missing = [token for token in FIM_TOKENS if self.engine.tokenizer.backend.token_to_id(token) is None]
+        if missing:
+            raise UnsupportedError(
+                f"the tokenizer of {self.model!r} has no token {missing[0]}; take a model that was trained to fill gaps"
+            )
+        for name, text in (("prefix", prefix), ("suffix", suffix)):
+            if found := next((token for token in FIM_TOKENS if token in text), None):
+                raise PromptError(f"the {name} contains {found}, which marks the gap itself; remove it")
+        return fim_text(prefix, suffix)
 
     def trace(self) -> AbstractContextManager[Trace]:
         """Record everything the engine does inside the `with` block."""
