@@ -15,8 +15,9 @@
 # arithmetic is idle meanwhile. So store the weights in fewer bits: 8 instead of 32 is a quarter, 4 is an eighth. A model
 # still works when its weights change a little. How much can they change?
 #
-# You build five pieces, from plain rounding to the ideas of AWQ and SqueezeLLM. Each runs inside the real model in place
-# of its linear layers, and two numbers say what it did: bits per weight, and how far the model's predictions moved.
+# You build five pieces, from plain rounding to the ideas of [AWQ](glossary.md#awq) and
+# [SqueezeLLM](glossary.md#dense-and-sparse). Each runs inside the real model in place of its linear layers, and two
+# numbers say what it did: bits per weight, and how far the model's predictions moved.
 #
 # You need lesson 1 (what a linear layer does) and lesson 3 (why bytes are time). Everything runs on a laptop's CPU. The
 # engine runs its steps in plain PyTorch here (`enforce_eager=True`), so that its layers can be replaced by yours and what
@@ -69,12 +70,13 @@ claim("The linears are most of what a step reads.", linear_bytes > total / 2)
 #
 # Write a number for each before you measure.
 #
-# 1. Weights in 4 bits; every 128 of them share a scale of 16 bits and a zero point of 4. How many bits is one weight,
-#    all included?
-# 2. From 8 bits to 4, the steps between levels become 16 times as wide. How many times larger is the KL, the distance
-#    between the model's predictions and the original's?
-# 3. INT8 weights are a quarter of float32. One decode step in *plain PyTorch*, which dequantises the codes and then
-#    multiplies: how long does it take, as a multiple of the step in float32?
+# 1. Weights in 4 bits; every 128 of them share a scale of 16 bits and a [zero point](glossary.md#zero-point) of 4. How
+#    many bits is one weight, all included?
+# 2. From 8 bits to 4, the steps between levels become 16 times as wide. How many times larger is the
+#    [KL](glossary.md#kl-divergence), the distance between the model's predictions and the original's?
+# 3. INT8 weights are a quarter of float32. One decode step in *plain PyTorch*, which
+#    [dequantises](glossary.md#quantisation) the codes and then multiplies: how long does it take, as a multiple of the
+#    step in float32?
 
 # %%
 predict("l05.bits", None, unit="bits")
@@ -192,7 +194,8 @@ del own  # it holds its own copy of the weights
 # %% [markdown]
 # Not bit for bit the same model, but close to it. Whether a changed text is *worse* is another question, and the
 # measure for it is that of lesson 4: held-out text goes through the model, and its predictions are compared with those
-# of float32. The **KL** divergence is 0 when nothing has changed; bits per byte say how well the text is predicted.
+# of float32. The **KL** divergence is 0 when nothing has changed; [bits per byte](glossary.md#bits-per-byte) say how
+# well the text is predicted.
 
 # %%
 quality.CHUNK = 128  # half a row of text in one step
@@ -287,8 +290,8 @@ claim("Rounding the activations costs several times as much KL as rounding the w
 # ### Exercise 3: four bits, in groups
 #
 # With 4 bits there are 16 levels, and a single large weight makes them coarse for its whole row. So let fewer weights
-# share a scale: **groups** of neighbours along the input. And since a group need not be symmetric around 0, place the
-# levels between its own minimum and maximum, with a *zero point* $z$, the code that stands for 0:
+# share a scale: **[groups](glossary.md#group)** of neighbours along the input. And since a group need not be symmetric
+# around 0, place the levels between its own minimum and maximum, with a *zero point* $z$, the code that stands for 0:
 #
 # $$s = \frac{\max - \min}{15}, \qquad z = \operatorname{round}(-\min / s), \qquad
 # c = \operatorname{round}(w / s) + z \in 0 \dots 15, \qquad \hat w = (c - z)\,s$$
@@ -583,8 +586,8 @@ LineChart(
 # * **INT8 costs almost nothing.** At 4 bits the KL is more than a hundred times larger, and still bits per byte hardly
 #   move.
 # * **Groups are hard to beat here.** AWQ, with the engine's clipping, gains a little for hardly any bits. The sparse part
-#   gains more, but costs more bits than groups of 64, which do about as well. (Where each row has so few outliers, the
-#   list of row starts costs half as much as the outliers themselves.)
+#   gains more, but costs more bits than groups of 64, which do about as well. (Where each row has so few
+#   [outliers](glossary.md#outlier), the list of row starts costs half as much as the outliers themselves.)
 # * **SqueezeLLM loses on narrow layers.** Sixteen values of two bytes per row are 0.67 bits per weight when a row has 384
 #   weights. At 4096, the width of a 7B model, they are 0.06, and the sum is 4.2 bits instead of 4.8.
 #

@@ -12,18 +12,18 @@
 # **Question.** *Thirty-two users, one model, answers of every length: who runs in the next step?*
 #
 # Lesson 3 found that a step reads all weights once, whether one request uses them or eight. So a server runs many
-# requests together: a *batch*. The obvious way is to collect eight requests, run them until all are done, and take the
-# next eight: *static* batching. Deep learning has always batched like this. For text it wastes most of the machine,
-# because eight answers never end together.
+# requests together: a *[batch](glossary.md#batch)*. The obvious way is to collect eight requests, run them until all
+# are done, and take the next eight: *static* batching. Deep learning has always batched like this. For text it wastes
+# most of the machine, because eight answers never end together.
 #
-# *Continuous* batching decides again **before every step**. A request that is done leaves at once, and a waiting one
-# takes its seat. A long prompt is computed in pieces, beside the other requests. When memory runs out, a request is put
-# back in the queue. The part of an engine that decides this is the *scheduler*. You build its four decisions, they run
-# in the real engine, and you watch who runs when.
+# *[Continuous](glossary.md#continuous-batching)* batching decides again **before every step**. A request that is done
+# leaves at once, and a waiting one takes its seat. A long prompt is computed in pieces, beside the other requests. When
+# memory runs out, a request is put back in the queue. The part of an engine that decides this is the *scheduler*. You
+# build its four decisions, they run in the real engine, and you watch who runs when.
 #
-# You need lesson 6 (blocks and the pool). Everything runs on a laptop's CPU. The engine runs its steps in plain PyTorch
-# here (`enforce_eager=True`), so that a step is the one whose cost you counted in lesson 3. (By default the engine runs
-# a compiled step, which lesson 15 uses.)
+# You need lesson 6 ([blocks](glossary.md#block) and the pool). Everything runs on a laptop's CPU. The engine runs its
+# steps in plain PyTorch here (`enforce_eager=True`), so that a step is the one whose cost you counted in lesson 3. (By
+# default the engine runs a compiled step, which lesson 15 uses.)
 
 # %%
 import os
@@ -121,12 +121,13 @@ claim(
 #
 # ### Exercise 2: share the budget of a step
 #
-# A step may compute a limited number of tokens: the *budget* (vLLM's `max_num_batched_tokens`). A decoding request needs
-# one token of it. A request whose prompt is not computed yet could use hundreds. If it takes all, every other request
-# stands still, and users see their text stop. If it gets nothing, its own user waits forever.
+# A step may compute a limited number of tokens: the *[budget](glossary.md#token-budget)* (vLLM's
+# `max_num_batched_tokens`). A decoding request needs one token of it. A request whose prompt is not computed yet could
+# use hundreds. If it takes all, every other request stands still, and users see their text stop. If it gets nothing,
+# its own user waits forever.
 #
-# So prompts are computed in **chunks**: the most urgent request takes what it can use, but leaves at least one token to
-# every request behind it.
+# So prompts are computed in **[chunks](glossary.md#chunked-prefill)**: the most urgent request takes what it can use,
+# but leaves at least one token to every request behind it.
 
 
 # %%
@@ -192,9 +193,9 @@ check("l07.admit")
 # ### Exercise 4: who is preempted
 #
 # Requests grow while they run. Admission made room for the tokens a request had when it came, not for all that it will
-# write. When a running request needs a block and none is free, one request loses all of its blocks: *preemption*. Its
-# tokens are kept; its keys and values are not. When its turn comes again, they are recomputed like a long prompt.
-# Nothing is lost but time. Which request should it be?
+# write. When a running request needs a block and none is free, one request loses all of its blocks:
+# *[preemption](glossary.md#preempt)*. Its tokens are kept; its keys and values are not. When its turn comes again, they
+# are recomputed like a long prompt. Nothing is lost but time. Which request should it be?
 
 
 # %%
@@ -472,8 +473,8 @@ claim("The smaller the budget, the longer the eighth waits.", waits == sorted(wa
 # %% [markdown]
 # With a large budget the eighth is served at once, and everyone's text stops for the length of a 600-token forward. With a
 # small one the text keeps flowing, and the eighth waits. That no reader is ever left out is your exercise 2. Servers
-# that promise a *time per output token* choose the budget by it; those that promise a *time to first token* make it
-# large.
+# that promise a *[time per output token](glossary.md#tpot)* choose the budget by it; those that promise a *[time to
+# first token](glossary.md#ttft)* make it large.
 #
 # ### Preemption
 #

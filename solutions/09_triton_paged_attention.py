@@ -14,11 +14,12 @@
 #
 # Lesson 6 attended in two steps: gather the rows of a request into one tensor, then attend to that tensor. The result is
 # right, and every row moves three times: read from the pool, written to the copy, read from the copy. A kernel can follow
-# the block table itself and read each row where it lies.
+# the [block table](glossary.md#block-table) itself and read each row where it lies.
 #
 # One problem must be solved first. Softmax needs the largest score and the sum over *all* keys, and a kernel sees one
 # block at a time. Exercise 1 solves it. Then you write the kernel, split it so that a whole GPU works on one long text,
-# and make it read INT8 codes. Each of the kernels runs inside the real engine, which must write the same tokens.
+# and make it read INT8 [codes](glossary.md#quantisation). Each of the kernels runs inside the real engine, which must
+# write the same tokens.
 #
 # You need lesson 6 (block tables), lesson 4 for the last part, and lesson 8 (programs, masks, a softmax in one block).
 # Triton exists for Linux and WSL, and on Colab.
@@ -60,8 +61,8 @@ print("kernels are", "compiled for the GPU" if DEVICE == "cuda" else "interprete
 # 1. Gather first, then attend: how many times as many bytes move as if each key and value were read once?
 # 2. The cache holds INT8 codes with one scale (2 bytes) per row of 128 numbers. Attention gathers the rows and makes
 #    16-bit numbers of them first. How many times as many bytes move as with a 16-bit cache that is read in place?
-# 3. One user, a text of 4096 tokens, a model with 8 KV heads, a GPU with 132 processors, and one program per request and
-#    KV head. **How many of the processors have something to do?**
+# 3. One user, a text of 4096 tokens, a model with 8 KV heads, a GPU with 132 processors, and one
+#    [program](glossary.md#program) per request and KV head. **How many of the processors have something to do?**
 
 # %%
 predict("l09.gather", None, unit="times")
@@ -111,8 +112,8 @@ check("l09.merge")
 # %% [markdown]
 # Stuck? `hint("l09.merge", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
-# This is the whole of *online softmax*. Start with no keys and merge block after block; only one block of scores exists
-# at any time. It is not an approximation:
+# This is the whole of *[online softmax](glossary.md#online-softmax)*. Start with no keys and merge block after block;
+# only one block of scores exists at any time. It is not an approximation:
 
 # %%
 my_merge = use("l09.merge")
@@ -143,7 +144,8 @@ claim("Merged block by block (the last block has 6 of 16 keys), attention is wha
 # The first lines are given: which request and KV head this program has, and the queries of its heads. Write the loop and
 # the store. Three details of the language:
 #
-# * Sides of a tile must be powers of two, so a group of 3 heads is padded to 4 (`PAD_GROUP`), and `is_head` masks the fourth.
+# * Sides of a [tile](glossary.md#tile) must be powers of two, so a group of 3 heads is padded to 4 (`PAD_GROUP`), and
+#   `is_head` masks the fourth.
 # * The bounds of a loop may be numbers that were loaded: `range(0, length, BLOCK_SIZE)`.
 # * The product of queries and keys is written as a sum here: `tl.sum(q[:, None, :] * k[None, :, :], 2)` is
 #   `[PAD_GROUP, BLOCK_SIZE]`. There is also `tl.dot`, which can use tensor cores. With a group of 3 there is little
@@ -276,11 +278,11 @@ tiles_of(*seen[-1])
 #
 # There is one program per request and KV head, and no more. One user with a model of 8 KV heads keeps 8 processors busy; a
 # GPU has a hundred and more, and reads at full speed only if most of them ask for data. So split the keys of a request
-# into parts, one program each (*split-KV*, as in Flash-Decoding). Every part does what `decode_kernel` does, on its own
-# blocks.
+# into parts, one program each (*[split-KV](glossary.md#split-kv)*, as in Flash-Decoding). Every part does what
+# `decode_kernel` does, on its own blocks.
 #
 # The result of a part is not final. The part stores its own $o / l$ and one number that says how much of the softmax it
-# holds: the logarithm of its sum of $e^{score}$, called *LSE* (log-sum-exp).
+# holds: the logarithm of its sum of $e^{score}$, called *[LSE](glossary.md#lse)* (log-sum-exp).
 #
 # $$L = \log \sum_j e^{s_j} = m + \log l$$
 #

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -9,7 +10,7 @@ import pytest
 
 from minillm.errors import LessonError
 from minillm.teaching.build import build
-from minillm.teaching.glossary import page, terms
+from minillm.teaching.glossary import FILE, page, terms
 from minillm.teaching.lint import cited_but_absent, refuse_dead_links
 from minillm.teaching.notebook import for_learner, read_source
 
@@ -45,6 +46,13 @@ def test_entry_names_its_lesson_only_if_there_is_one():
 def test_lessons_of_the_glossary_exist():
     numbers = {int(path.stem[:2]) for path in (ROOT / "solutions").glob("[0-9]*.py")}
     assert {term.lesson for term in terms()} - {None} <= numbers
+
+
+@pytest.mark.parametrize("source", sorted((ROOT / "solutions").glob("[0-9]*.py")), ids=lambda path: path.stem)
+def test_lesson_links_its_important_words_each_once(source):
+    linked = re.findall(rf"\]\({FILE}#([\w-]+)\)", source.read_text(encoding="utf-8"))
+    assert len(linked) >= 5
+    assert len(set(linked)) == len(linked)
 
 
 def test_link_leads_to_the_page_from_the_lesson_and_from_the_solution(tmp_path):
