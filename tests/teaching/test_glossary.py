@@ -87,7 +87,7 @@ def test_lesson_that_is_cited_but_does_not_exist_is_found():
     assert found == [f"cell 1 speaks of lesson {n}, which does not exist" for n in (10, 13, 99)]
 
 
-def test_check_reports_a_cited_lesson_that_does_not_exist(course):
+def test_check_reports_a_cited_lesson_that_does_not_exist(course, no_kernel):
     source = course / "solutions" / "90_sample.py"
     source.write_text(source.read_text().replace("Everything the build", "As lesson 91 tells. Everything the build"))
     build(course)
