@@ -43,13 +43,17 @@ class SortedRows:
 
 
 def weighted_kmeans(values: Tensor, weights: Tensor, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
-    """Move `centroids` (`[rows, k]`) until they suit the `values`, each counted by its weight (`[rows, columns]`).
+    """`settle` for `values`, each counted by its weight; both `[rows, columns]`."""
+    return settle(SortedRows(values, weights), centroids, rounds)
+
+
+def settle(rows: SortedRows, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
+    """Move `centroids` (`[rows, k]`) until they suit the values of their rows.
 
     Returns the centroids `[rows, k]` in order, fp64, and the objective of each row before each round and after the
     last: `[rounds + 1, rows]`. A centroid that no weight is nearest to stays where it is. A row that a round leaves as
     it is would stay so in all later ones, so rows that have settled are left out of those.
     """
-    rows = SortedRows(values, weights)
     centroids = centroids.double().sort(dim=1).values
     objectives = centroids.new_empty(rounds + 1, len(centroids))
     active = torch.arange(len(centroids), device=centroids.device)
