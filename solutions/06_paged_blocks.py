@@ -251,7 +251,7 @@ mine = LLM(
 # The pool has only 40 blocks. Each request's block table is on top, the blocks of the pool below.
 
 # %% tags=["expected"] alt="Cache pages of four requests: each request's block table on top, the physical pages below in the colours of their owners, a usage bar and the wasted slots in numbers."
-with mine.trace() as trace, LiveView(CachePagesView(trace), pause=0.05):
+with mine.trace() as trace, LiveView(CachePagesView(trace), seconds=10):
     outputs = mine.generate(prompts[:4], greedy, use_tqdm=False)
 
 # %%
@@ -392,7 +392,7 @@ several = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=24, ignore_eos
 params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3 + [several]
 
 # %% tags=["expected"] alt="Cache pages: the pages of the common beginning carry the outlines of all owners and a reference count; the three completions of the last prompt share its pages except the last one, of which each has a copy."
-with sharing.trace() as trace, LiveView(CachePagesView(trace), pause=0.05):
+with sharing.trace() as trace, LiveView(CachePagesView(trace), seconds=10):
     outputs = sharing.generate([beginning + ending for ending in endings], params, use_tqdm=False)
 
 # %%
@@ -439,14 +439,16 @@ ReplayWidget(CachePagesView(trace))
 # ### What blocks waste, and what a size costs
 #
 # Every request wastes what is left of its last block. We run the 24 requests with different block sizes, and after
-# every step compare the slots that are allocated with the slots that are filled. This is counted, not timed.
+# every step compare the slots that are allocated with the slots that are filled. This is counted, not timed, so the
+# engine may run its [compiled step](glossary.md#compiled-step) here, which is quicker. (The first time on a machine it
+# has to be compiled, which takes up to two minutes behind a progress bar.)
 
 # %%
 sharing = MyScheduler.cache = None
 SIZES = (1, 4, 16, 64, 256)
 measured = {}
 for size in SIZES:
-    engine = LLM(NAME, **PLAIN, block_size=size, enable_prefix_caching=False)
+    engine = LLM(NAME, block_size=size, enable_prefix_caching=False)
     measured[size] = average_waste(engine, prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     del engine
 print("block size   wasted slots per request   filled")
@@ -537,11 +539,12 @@ alone = {
     "blocks of 1": LLM(NAME, **PLAIN, block_size=1, enable_prefix_caching=False, max_num_seqs=1),
 }
 clock = time.thread_time if os.name == "posix" else time.perf_counter
+brief = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 seconds = {label: [] for label in alone}
 for turn in range(6):
     for label, engine in alone.items():
         began = clock()
-        engine.generate(prompts[0], greedy, use_tqdm=False)
+        engine.generate(prompts[0], brief if turn else one, use_tqdm=False)
         if turn:
             seconds[label].append(clock() - began)
 speed = {
