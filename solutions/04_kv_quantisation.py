@@ -517,13 +517,18 @@ claim(
 # %%
 quality.CHUNK = 32
 few = quality.join(encoded[:8], 128, config.eos_token_ids[:1], tokenizer)  # rows of up to 128 tokens
-more = quality.join(encoded[:24], 512, config.eos_token_ids[:1], tokenizer)
+more = quality.join(encoded[:16], 512, config.eos_token_ids[:1], tokenizer)
 
 
-def logprobs(texts, whole=False, **options) -> Tensor:
-    """Log-probabilities of the next token after every token, with a cache of these options and room for all rows."""
+def runner_for(texts, whole=False, **options):
+    """The model with a cache of these options and room for all rows of the texts."""
     blocks = len(texts.rows) * (1 if whole else -(-llm.max_model_len // 16))
-    return quality.logprobs(LLM(NAME, num_kv_blocks=blocks, **PLAIN, **options).engine.runner, texts)
+    return LLM(NAME, num_kv_blocks=blocks, **PLAIN, **options).engine.runner
+
+
+def logprobs(texts, **options) -> Tensor:
+    """Log-probabilities of the next token after every token, with a cache of these options."""
+    return quality.logprobs(runner_for(texts, **options), texts)
 
 
 class FewerBits(PagedKVCache):
@@ -543,10 +548,11 @@ class FewerBits(PagedKVCache):
 reference = logprobs(few)
 BITS = (8, 7, 6, 5, 4, 3, 2)
 kl = {"keys": [], "values": []}
+fewer = runner_for(few, kv_cache_config={"layout": FewerBits})
 for name in kl:
     for bits in BITS:
         FewerBits.fewer, FewerBits.bits = name, bits
-        found = quality.judge(reference, logprobs(few, kv_cache_config={"layout": FewerBits}), few)
+        found = quality.judge(reference, quality.logprobs(fewer, few), few)
         kl[name].append(float(f"{found.mean_kl:.2g}"))
 print(f"{len(few.targets)} tokens\nbits     " + "".join(f"{bits:9}" for bits in BITS))
 for name, found in kl.items():
@@ -829,7 +835,7 @@ class NeighboursScale(MyInt8):
 
 # %%
 short = sorted(prompts, key=len)[4:9]
-brief = replace(greedy, max_tokens=16)
+brief = replace(greedy, max_tokens=8)
 
 
 def tokens_of(kind) -> list[list[int]]:
