@@ -539,7 +539,7 @@ from minillm.viz.attention_work import AttentionWorkView, ForwardWork
 from minillm.viz.live import LiveView
 
 trace = Trace()
-with LiveView(AttentionWorkView(trace, num_steps=NEW, max_tokens=len(prompt_ids) + NEW - 1), pause=0.05):
+with LiveView(AttentionWorkView(trace, num_steps=NEW, max_tokens=len(prompt_ids) + NEW - 1), seconds=10):
     watched_ids = generate(WatchedForward(forward, trace), prompt_ids, NEW, eos_id)
 forwards = trace.of(ForwardWork)
 seen = sum(event.num_rows for event in forwards), sum(event.pairs for event in forwards)
