@@ -557,7 +557,7 @@ policies = {"concat: r = 1": 1, "BMC: r = 8": 8, f"preallocated: r = {longest}":
 trace = Trace()
 caches = [KVCache(every, trace, policy) for policy, every in policies.items()]
 texts = [[] for _ in caches]
-with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=longest), pause=0.05):
+with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=longest), seconds=10):
     for step in range(len(plain_tokens)):
         for cache, tokens in zip(caches, texts, strict=True):
             tokens.append(int(forward(cache, tokens[-1:] or prompt_ids).argmax()))
@@ -572,7 +572,7 @@ claim("All three policies wrote the same tokens.", texts[0] == texts[1] == texts
 #
 # ### With and without the cache
 #
-# One step each, in turn, five times after a warm-up, at growing context. The cache is [rolled
+# One step each, in turn, three times after a warm-up, at growing context. The cache is [rolled
 # back](glossary.md#rollback) between rounds by lowering `length`; nothing is erased. (Speculative decoding rolls back
 # rejected draft tokens with the same one line.)
 
@@ -605,7 +605,7 @@ def step_cached(context: int) -> int:
 claim("The token is the same at every context.", all(step_plain(n) == step_cached(n) for n in contexts))
 
 # %% tags=["nbval-ignore-output"]
-seconds = in_turn({(kind, n): partial(kind, n) for n in contexts for kind in (step_plain, step_cached)})
+seconds = in_turn({(kind, n): partial(kind, n) for n in contexts for kind in (step_plain, step_cached)}, rounds=3)
 speedup = {n: ratio(seconds[step_plain, n], seconds[step_cached, n]) for n in contexts}
 counted = {n: work_plain(n) / work_cached(n) for n in contexts}
 reveal("l02.speedup", round(speedup[256].median, 1))
@@ -616,7 +616,7 @@ claim("From 16 tokens on it stays below the count.", all(speedup[n].median < cou
 LineChart(
     f"One step of {name} with the cache, against without, on this machine",
     Axis("context in tokens", log=True, ticks=tuple(contexts)),
-    Axis("times faster (median of 5, with the spread)", log=True),
+    Axis("times faster (median of 3, with the spread)", log=True),
     [
         Series("measured", contexts, *zip(*((s.median, s.low, s.high) for s in speedup.values()), strict=True)),
         Series("counted operations", contexts, list(counted.values()), style="modelled"),
