@@ -493,13 +493,13 @@ claim(f"It writes the same {NEW_TOKENS} tokens as plain PyTorch.", tokens == exp
 
 
 def rate_of(llm: LLM) -> float:
-    """Operations per second of prompts of four lengths, five runs each: the highest."""
+    """Operations per second of prompts of four lengths, three runs each: the highest."""
     llm.reset_prefix_cache()
     rates = []
     for tokens in (96, 192, 256, 512):
         blocks = list(range(-(-tokens // llm.engine.runner.block_size)))
         one = [Segment((ids * 3)[:tokens], 0, blocks)]
-        fastest = min(seconds_of(lambda one=one: llm.engine.runner.run(one), 1, 1) for _ in range(5))
+        fastest = min(seconds_of(lambda one=one: llm.engine.runner.run(one), 1, 1) for _ in range(3))
         rates.append(operations(tokens, tokens * (tokens + 1) // 2) / fastest)
     return max(rates)
 
