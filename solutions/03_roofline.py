@@ -519,6 +519,7 @@ Roofline(f"Whole steps of {name} on this machine", here, whole)
 # %% tags=["nbval-ignore-output"]
 from minillm.teaching.roofline_parts import of_width
 
+compiled = runs = None  # let go of their models and caches
 widths = (64, 192, 384, 576)
 sized = {width: model if width == config.hidden_size else of_width(config, width) for width in widths}
 took = medians(in_turn({width: decode_step(sized[width], 1, 256) for width in widths}))
@@ -667,9 +668,7 @@ longer = [16, *contexts]
 batches = (1, 8)
 took = {}
 for batch, context in itertools.product(batches, longer):  # one after the other, so that few caches are in memory
-    took |= medians(
-        in_turn({(n, batch, context): decode_step(each, batch, context) for n, each in family.items()}, rounds=7)
-    )
+    took |= medians(in_turn({(n, batch, context): decode_step(each, batch, context) for n, each in family.items()}))
 
 
 def gain(n: int, batch: int, context: int) -> float:
