@@ -12,8 +12,8 @@
 # **Question.** *What does an inference engine do between your prompt and its answer?*
 #
 # From outside, a language model is a function: text in, text out. Inside an engine three things happen at once, over
-# and over: memory pages fill up, a small model guesses ahead, and a large model decides which guesses stay. In this
-# lesson you watch all three on a real model, turn the knobs yourself, and count what they buy.
+# and over: memory [pages](glossary.md#block) fill up, a small model guesses ahead, and a large model decides which
+# guesses stay. In this lesson you watch all three on a real model, turn the knobs yourself, and count what they buy.
 #
 # There is nothing to build here. The lessons after this one take the engine apart; this one shows what the parts are
 # for.
@@ -42,12 +42,14 @@ greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 # ## Predict
 #
 # You are about to see three requests of 10 to 30 prompt tokens each, and 48 new tokens for every one of them. A
-# draft model guesses four tokens ahead in every round. Commit yourself before you look:
+# [draft model](glossary.md#draft) guesses four tokens ahead in every [round](glossary.md#round). Commit yourself before
+# you look:
 #
-# 1. The target model is the expensive one. With four guesses a round, **how many new tokens does each of its forwards
-#    yield** on average? (1 means that the guesses are useless, 5 that they are always right.)
-# 2. The memory for keys and values is handed out in pages of 16 tokens. At the busiest moment, **what share of the
-#    slots in used pages is empty**, in percent?
+# 1. The [target](glossary.md#target) model is the expensive one. With four guesses a round, **how many new tokens does
+#    each of its [forwards](glossary.md#forward) yield** on average? (1 means that the guesses are useless, 5 that they
+#    are always right.)
+# 2. The memory for [keys and values](glossary.md#kv-cache) is handed out in pages of 16 tokens. At the busiest moment,
+#    **what share of the slots in used pages is empty**, in percent?
 
 # %%
 predict("l00.tokens_per_forward", None, unit="tokens")
@@ -56,8 +58,9 @@ predict("l00.waste", None, unit="percent")
 # %% [markdown]
 # ## Set up
 #
-# First the engine. On a CPU it runs each step as one compiled function. The first time on a machine that function has
-# to be compiled, which takes up to two minutes behind a progress bar; after that it comes from disk.
+# First the engine. On a CPU it runs each step as one [compiled function](glossary.md#compiled-step). The first time on
+# a machine that function has to be compiled, which takes up to two minutes behind a progress bar; after that it comes
+# from disk.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -99,8 +102,9 @@ print(outputs[0].prompt + outputs[0].outputs[0].text)
 # %% [markdown]
 # ## Look closer: four moments
 #
-# A trace remembers everything, so any step can be drawn again. First the **prefill**: all prompt tokens of a request
-# go through the model together, because nothing has to be guessed about them. One step fills whole pages.
+# A trace remembers everything, so any step can be drawn again. First the **[prefill](glossary.md#prefill)**: all prompt
+# tokens of a request go through the model together, because nothing has to be guessed about them. One step fills whole
+# pages.
 
 # %%
 from minillm.trace import StepRan, StepStarted, TokensCommitted
@@ -128,8 +132,9 @@ show(AcceptanceStrip(trace, request_id=moment.request_id), step=moment.step)
 
 # %% [markdown]
 # And at the **end** no page has an owner: the dashed block tables are those that the requests had and gave back. Pages
-# that were full are ***cached***: they are free, but keep their keys and values until somebody needs the room. A new
-# request whose prompt starts with the same tokens takes them as they are, instead of computing them again.
+# that were full are ***[cached](glossary.md#cached)***: they are free, but keep their keys and values until somebody
+# needs the room. A new request whose prompt starts with the same tokens takes them as they are, instead of computing
+# them again.
 
 # %%
 state = CacheState().fold_all(trace)
@@ -235,9 +240,9 @@ LineChart(
 )
 
 # %% [markdown]
-# **Surprising text.** A guess pays only if the target accepts it. With a high temperature the two models agree less
-# often. (Sampled drafts are kept with probability $\min(1, p/q)$, which leaves the distribution of the output as it is;
-# Leviathan et al., cited below, prove it.)
+# **Surprising text.** A guess pays only if the target accepts it. With a high [temperature](glossary.md#temperature)
+# the two models agree less often. (Sampled drafts are kept with probability $\min(1, p/q)$, which leaves the
+# distribution of the output as it is; Leviathan et al., cited below, prove it.)
 
 # %% tags=["expected"] alt="A line: tokens per target forward fall as the temperature rises from 0 to 1.5, above a dashed line at 1, where guessing gains nothing."
 temperatures = (0.0, 0.5, 1.0, 1.5)
@@ -263,8 +268,8 @@ LineChart(
 # * **page size**: small pages waste fewer slots; large pages need shorter tables. Try 4 and 64.
 # * **drafts a round (γ)**: more guesses, of which the later ones are right less and less often.
 # * **requests**, 1 to 6: watch pages being handed out as requests start and end.
-# * **tokens in the pool**: with too few, a request loses all its pages and starts over (*preempted*). Its text does
-#   not change.
+# * **tokens in the pool**: with too few, a request loses all its pages and starts over
+#   (*[preempted](glossary.md#preempt)*). Its text does not change.
 #
 # Change the numbers in the last line, run the cell again, and compare. Do you prefer sliders? Call `knobs(tour)` in a
 # cell of your own.

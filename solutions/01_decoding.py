@@ -47,8 +47,9 @@ print(
 # %% [markdown]
 # ## Text is a list of numbers
 #
-# The numbers are **tokens**: pieces of text that occurred often when the vocabulary was made. Here a token is
-# about three characters of Python; a frequent word with the space before it is one, and so is a whole indent.
+# The numbers are **[tokens](glossary.md#token)**: pieces of text that occurred often when the vocabulary was made. Here
+# a token is about three characters of Python; a frequent word with the space before it is one, and so is a whole
+# indent.
 
 # %%
 prompt = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
@@ -88,8 +89,9 @@ for text in ("ö", "😀"):
 # ## From scores to the next token
 #
 # One run of the model over $n$ tokens gives $n$ rows of scores, one row for each token: *what comes after this one?*
-# To go on with a text only the last row matters. The scores are called **logits**. They can be any numbers, and only
-# their differences mean something. **Softmax** turns them into probabilities: $p_i = e^{z_i} / \sum_j e^{z_j}$.
+# To go on with a text only the last row matters. The scores are called **[logits](glossary.md#logits)**. They can be
+# any numbers, and only their differences mean something. **Softmax** turns them into probabilities:
+# $p_i = e^{z_i} / \sum_j e^{z_j}$.
 #
 # `CausalAttention` below is the attention that you will replace by your own.
 
@@ -123,9 +125,9 @@ claim("The model is more certain after the docstring than after 'for i in'.", un
 # tokens. After a docstring it is nearly certain of an indent (of four spaces: this vocabulary has a token for three,
 # and the word after it brings the fourth). After `for i in` many names would do.
 #
-# **Temperature** $T$ divides the logits before the softmax. Below 1 it widens the differences, so that the most
-# probable token takes all; above 1 it shrinks them, until every token of the vocabulary has a share. The order of the
-# tokens never changes.
+# **[Temperature](glossary.md#temperature)** $T$ divides the logits before the softmax. Below 1 it widens the
+# differences, so that the most probable token takes all; above 1 it shrinks them, until every token of the vocabulary
+# has a share. The order of the tokens never changes.
 
 # %% tags=["expected"] alt="Probability of the five most probable tokens after import os, newline, import, against the temperature: near 0 the first has everything; it falls steadily; at temperature 2 the five together have little."
 from minillm.viz.charts import Axis, LineChart, Series
@@ -175,12 +177,13 @@ predict("l01.drift", None, unit="completions")
 #
 # $$\text{out}_i = \sum_{j \le i} w_{ij}\, v_j, \qquad w_{i\cdot} = \text{softmax}_j\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right)$$
 #
-# * $j \le i$ is the **causal mask**: a token sees itself and what came before. It was trained to guess what comes
-#   next; it must not look.
+# * $j \le i$ is the **[causal mask](glossary.md#causal-mask)**: a token sees itself and what came before. It was
+#   trained to guess what comes next; it must not look.
 # * $\sqrt d$ with $d$ the width of a head: a sum of $d$ products grows like $\sqrt d$, and without it the softmax
 #   would pick one key and ignore the rest.
-# * There are several **heads** side by side. Here 6 query heads share 2 KV heads, in groups of *neighbours*: query
-#   heads 0, 1, 2 read KV head 0, and 3, 4, 5 read KV head 1 (grouped-query attention, GQA).
+# * There are several **[heads](glossary.md#head)** side by side. Here 6 query heads share 2 KV heads, in groups of
+#   *neighbours*: query heads 0, 1, 2 read KV head 0, and 3, 4, 5 read KV head 1 (grouped-query attention,
+#   [GQA](glossary.md#gqa)).
 
 
 # %%
@@ -229,9 +232,9 @@ print(f"same most probable next token at {int((mine.argmax(-1) == theirs.argmax(
 # %% [markdown]
 # ### Exercise 2: where a token stands
 #
-# Attention is a sum over a set: it does not know the order of the keys. **RoPE** (rotary position embedding, Su et
-# al. 2021) tells it by *rotating* queries and keys before their products are taken. The channels of a head are taken in pairs, a pair
-# is a point in the plane, and it is turned by
+# Attention is a sum over a set: it does not know the order of the keys. **[RoPE](glossary.md#rope)** (rotary position
+# embedding, Su et al. 2021) tells it by *rotating* queries and keys before their products are taken. The channels of a
+# head are taken in pairs, a pair is a point in the plane, and it is turned by
 #
 # $$\text{angle} = \text{position} \times \text{frequency of the pair}$$
 #
@@ -343,10 +346,11 @@ claim("None of them differs from minillm's own decoder by 0.001.", bool(differen
 #
 # ### Exercise 3: choose a token
 #
-# Greedy decoding takes the largest logit. Sampling draws. Between the two stand three knobs, applied in this order:
+# [Greedy decoding](glossary.md#greedy-decoding) takes the largest logit. Sampling draws. Between the two stand three
+# knobs, applied in this order:
 #
 # 1. **temperature**: divide the logits; 0 means greedy.
-# 2. **top-k**: keep the `k` most probable tokens.
+# 2. **[top-k](glossary.md#top-k-top-p)**: keep the `k` most probable tokens.
 # 3. **top-p** (nucleus sampling, Holtzman et al. 2020): of what is left, keep the most probable tokens until their
 #    sum *reaches* `p`. The token with which it does so stays.
 #
@@ -492,9 +496,9 @@ for label, options in (
 # %% [markdown]
 # ### Exercise 5: the bill
 #
-# Add up what your loop does. A forward over a text of $n$ tokens sends $n$ **rows** through every linear layer, and in
-# attention $n(n+1)/2$ **pairs** of a query and a key that it may see. Which texts go through the model until
-# `num_new` tokens are written?
+# Add up what your loop does. A [forward](glossary.md#forward) over a text of $n$ tokens sends $n$ **rows** through
+# every linear layer, and in attention $n(n+1)/2$ **pairs** of a query and a key that it may see. Which texts go through
+# the model until `num_new` tokens are written?
 
 
 # %%
@@ -535,7 +539,7 @@ from minillm.viz.attention_work import AttentionWorkView, ForwardWork
 from minillm.viz.live import LiveView
 
 trace = Trace()
-with LiveView(AttentionWorkView(trace, num_steps=NEW, max_tokens=len(prompt_ids) + NEW - 1), pause=0.05):
+with LiveView(AttentionWorkView(trace, num_steps=NEW, max_tokens=len(prompt_ids) + NEW - 1), seconds=10):
     watched_ids = generate(WatchedForward(forward, trace), prompt_ids, NEW, eos_id)
 forwards = trace.of(ForwardWork)
 seen = sum(event.num_rows for event in forwards), sum(event.pairs for event in forwards)
@@ -552,9 +556,9 @@ remembered = [ForwardWork(event.num_tokens, event.num_new, event.num_new) for ev
 AttentionWorkView(Trace(remembered))
 
 # %% [markdown]
-# That is the KV cache, and lesson 2 builds it. Note the last row of the triangle: the newest query is still
-# compared with every key. People say that "caching avoids recomputing attention"; it avoids recomputing *rows*. Lesson
-# 2 measures what is left.
+# That is the [KV cache](glossary.md#kv-cache), and lesson 2 builds it. Note the last row of the triangle: the newest
+# query is still compared with every key. People say that "caching avoids recomputing attention"; it avoids recomputing
+# *rows*. Lesson 2 measures what is left.
 #
 # ## Measure
 #

@@ -150,8 +150,8 @@ predict("l02.growth", None, unit="rows")
 # ### Which results may be kept at all?
 #
 # Before building a memory, check that what it remembers stays true. Let us feed 12 tokens, then the same 12 followed
-# by 4 more, and ask in each layer how many of the first 12 **keys** have changed. Once with the causal mask, and once
-# with every token seeing every other, as in an encoder such as BERT.
+# by 4 more, and ask in each layer how many of the first 12 **keys** have changed. Once with the [causal
+# mask](glossary.md#causal-mask), and once with every token seeing every other, as in an encoder such as BERT.
 
 # %%
 from minillm.teaching.caching import attention, changed_keys
@@ -172,15 +172,15 @@ claim("Without it only those of the first layer stay.", everyone[0] == 0 and all
 # Two details that matter later:
 #
 # * *Why not keep the queries too?* A query is used once, when its token is the newest, and never again.
-# * *The keys are stored after RoPE has rotated them.* A key's rotation depends only on its own position, and that
-#   never changes either. But it means that a new token must be told its true position, `past + i`, not its index in
-#   this call.
+# * *The keys are stored after [RoPE](glossary.md#rope) has rotated them.* A key's rotation depends only on its own
+#   position, and that never changes either. But it means that a new token must be told its true position, `past + i`,
+#   not its index in this call.
 #
 # ### Exercise 1: append
 #
 # The memory of one layer is two tables with a row per token, allocated once, mostly empty. Write the new rows where
 # they belong and give back the part that is valid. Several tokens may arrive at once: a whole prompt, a piece of one,
-# or the draft tokens of speculative decoding.
+# or the draft tokens of [speculative decoding](glossary.md#speculative-decoding).
 #
 # One trap is worth knowing before you fall into it: in PyTorch a slice beyond the end is silently shortened, and one
 # row assigned to *no* rows is not an error. `table[4:5] = row` on a table of 4 rows does nothing, without an error.
@@ -267,8 +267,8 @@ mask_for = use("l02.offset_mask")
 MaskGrid(mask_for(4, 7).tolist(), [tokenizer.token_text(i) for i in prompt_ids[:11]], past=7)
 
 # %% [markdown]
-# Try `mask_for(1, 7)`: a decode step needs no mask at all, because the newest token sees everything. Remember that: it
-# is why a wrong mask passes most tests.
+# Try `mask_for(1, 7)`: a [decode](glossary.md#decode) step needs no mask at all, because the newest token sees
+# everything. Remember that: it is why a wrong mask passes most tests.
 #
 # ### Exercise 3: what it costs
 #
@@ -354,8 +354,8 @@ LineChart(
 )
 
 # %% [markdown]
-# The formula counts query heads instead of KV heads. (The same text then proposes to set `num_key_value_heads = 8` on this
-# model, to save 8×. It already has 8.)
+# The formula counts query heads instead of [KV heads](glossary.md#gqa). (The same text then proposes to set
+# `num_key_value_heads = 8` on this model, to save 8×. It already has 8.)
 #
 # ### Exercise 4: growing
 #
@@ -557,7 +557,7 @@ policies = {"concat: r = 1": 1, "BMC: r = 8": 8, f"preallocated: r = {longest}":
 trace = Trace()
 caches = [KVCache(every, trace, policy) for policy, every in policies.items()]
 texts = [[] for _ in caches]
-with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=longest), pause=0.05):
+with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=longest), seconds=10):
     for step in range(len(plain_tokens)):
         for cache, tokens in zip(caches, texts, strict=True):
             tokens.append(int(forward(cache, tokens[-1:] or prompt_ids).argmax()))
@@ -572,8 +572,9 @@ claim("All three policies wrote the same tokens.", texts[0] == texts[1] == texts
 #
 # ### With and without the cache
 #
-# One step each, in turn, five times after a warm-up, at growing context. The cache is rolled back between rounds by
-# lowering `length`; nothing is erased. (Speculative decoding rolls back rejected draft tokens with the same one line.)
+# One step each, in turn, three times after a warm-up, at growing context. The cache is [rolled
+# back](glossary.md#rollback) between rounds by lowering `length`; nothing is erased. (Speculative decoding rolls back
+# rejected draft tokens with the same one line.)
 
 # %%
 import inspect
@@ -604,7 +605,7 @@ def step_cached(context: int) -> int:
 claim("The token is the same at every context.", all(step_plain(n) == step_cached(n) for n in contexts))
 
 # %% tags=["nbval-ignore-output"]
-seconds = in_turn({(kind, n): partial(kind, n) for n in contexts for kind in (step_plain, step_cached)})
+seconds = in_turn({(kind, n): partial(kind, n) for n in contexts for kind in (step_plain, step_cached)}, rounds=3)
 speedup = {n: ratio(seconds[step_plain, n], seconds[step_cached, n]) for n in contexts}
 counted = {n: work_plain(n) / work_cached(n) for n in contexts}
 reveal("l02.speedup", round(speedup[256].median, 1))
@@ -615,7 +616,7 @@ claim("From 16 tokens on it stays below the count.", all(speedup[n].median < cou
 LineChart(
     f"One step of {name} with the cache, against without, on this machine",
     Axis("context in tokens", log=True, ticks=tuple(contexts)),
-    Axis("times faster (median of 5, with the spread)", log=True),
+    Axis("times faster (median of 3, with the spread)", log=True),
     [
         Series("measured", contexts, *zip(*((s.median, s.low, s.high) for s in speedup.values()), strict=True)),
         Series("counted operations", contexts, list(counted.values()), style="modelled"),
@@ -795,13 +796,13 @@ claim("Only the second prompt shows NeverCleared.", found[NeverCleared] == [True
 #   may guess an easy token.
 # * **16 tokens** catch whatever goes wrong when there *is* a past.
 # * **`NoOffsetForMany`** passes both, and would pass any number of ordinary generations: whole prompts have past = 0,
-#   single tokens need no mask. It breaks only when *several tokens arrive after others*. That is chunked prefill
-#   (lesson 7) and the verification of draft tokens in speculative decoding: with one of those switched on, the model
-#   gets worse without any error.
+#   single tokens need no mask. It breaks only when *several tokens arrive after others*. That is [chunked
+#   prefill](glossary.md#chunked-prefill) (lesson 7) and the verification of draft tokens in speculative decoding: with
+#   one of those switched on, the model gets worse without any error.
 # * **`NeverCleared`** passes everything that uses a fresh cache. Only the second text shows it.
 #
 # And notice what is *not* a mistake: the right cache's `reset` erases nothing. Rows beyond `length` hold old data, which
-# is harmless as long as nothing reads it. The block pool of lesson 6 relies on that.
+# is harmless as long as nothing reads it. The [block](glossary.md#block) pool of lesson 6 relies on that.
 #
 # Toggle one yourself and read what it writes:
 

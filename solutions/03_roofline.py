@@ -20,7 +20,7 @@
 # picture that holds the two together. Then you use it: you take a trained model, merge its KV heads, run it in the
 # engine, and see what that saves and what it costs.
 #
-# You need to know what the KV cache stores (lesson 2). Everything runs on a laptop's CPU.
+# You need to know what the [KV cache](glossary.md#kv-cache) stores (lesson 2). Everything runs on a laptop's CPU.
 
 # %%
 import os
@@ -52,8 +52,8 @@ print(
 # %% [markdown]
 # ## The question, in numbers
 #
-# Two ways of using the same model. *Decoding* runs one new token through all layers. *Prefill* runs a whole prompt, here
-# 256 tokens. Count what each must do:
+# Two ways of using the same model. *[Decoding](glossary.md#decode)* runs one new token through all layers.
+# *[Prefill](glossary.md#prefill)* runs a whole prompt, here 256 tokens. Count what each must do:
 #
 # * **operations**: a weight is multiplied and added once per row, so 2 per weight and row. Attention takes
 #   $4 \cdot \text{width}$ for every query head and every key it looks at: half for the score, half for the value.
@@ -75,19 +75,20 @@ claim(
 )
 
 # %% [markdown]
-# Decoding does about **half an operation for every byte it fetches**, prefill more than a hundred. That last column is called *arithmetic intensity*, and it is a
-# property of the work. How many operations a machine can do in the time it fetches a byte is a property of the machine.
-# Comparing the two answers the question.
+# Decoding does about **half an operation for every byte it fetches**, prefill more than a hundred. That last column is
+# called *[arithmetic intensity](glossary.md#arithmetic-intensity)*, and it is a property of the work. How many
+# operations a machine can do in the time it fetches a byte is a property of the machine. Comparing the two answers the
+# question.
 #
 # ## Predict
 #
 # 1. You push more and more rows through one linear layer (4-byte weights). At first additional rows are free, because
 #    the time goes into fetching the weights. **From how many rows on does the arithmetic take longer** on this machine?
-# 2. *Model bandwidth utilisation* is the share of the memory's speed that decoding really uses. **How many percent**
-#    does this model reach here, one request at a time?
-# 3. minicoder needs about 1.2 bits for each byte of unseen Python; guessing uniformly among its 4096 tokens would take
-#    about 4. You replace the two KV heads of every layer by one, their average, without any training. **How many bits per
-#    byte** then?
+# 2. *[Model bandwidth utilisation](glossary.md#mbu)* is the share of the memory's speed that decoding really uses.
+#    **How many percent** does this model reach here, one request at a time?
+# 3. minicoder needs about 1.2 [bits for each byte](glossary.md#bits-per-byte) of unseen Python; guessing uniformly
+#    among its 4096 tokens would take about 4. You replace the two KV heads of every layer by one, their average,
+#    without any training. **How many bits per byte** then?
 
 # %%
 predict("l03.rows", None, unit="rows")
@@ -99,10 +100,11 @@ predict("l03.mqa", None, unit="bits per byte")
 #
 # ### Exercise 1: room for requests
 #
-# Lesson 2 counted the cache of one token: 2 · layers · KV heads · width · bytes. Three names for one idea: **MHA**
-# (multi-head attention) has a KV head for every query head; **GQA** (grouped-query attention) has one for every group of
-# query heads; **MQA** (multi-query attention) has a single one. The fewer there are, the more requests find room beside
-# the weights, and requests that run together share one reading of those. How many are that?
+# Lesson 2 counted the cache of one token: 2 · layers · KV heads · width · bytes. Three names for one idea:
+# **[MHA](glossary.md#mha-mqa)** (multi-head attention) has a KV head for every query head; **[GQA](glossary.md#gqa)**
+# (grouped-query attention) has one for every group of query heads; **MQA** (multi-query attention) has a single one.
+# The fewer there are, the more requests find room beside the weights, and requests that run together share one reading
+# of those. How many are that?
 
 
 # %%
@@ -272,11 +274,11 @@ def attainable(intensity: float, peak_rate: float, bandwidth: float) -> float:
 check("l03.attainable")
 
 # %% [markdown]
-# That is the whole **roofline model** (Williams, Waterman and Patterson 2009). On logarithmic axes it looks like a roof:
-# a slope where memory is the limit, a flat part where arithmetic is the limit, and a *ridge* between them. Here is a data centre
-# GPU, an H100, with the work of Llama-3-8B on it. Nothing here was measured: the roof is *quoted* from the data sheet
-# (dashed), and the points are *modelled* by your functions (hollow), so they lie on the roof by construction. What
-# counts is how far left or right they are.
+# That is the whole **[roofline model](glossary.md#roofline)** (Williams, Waterman and Patterson 2009). On logarithmic
+# axes it looks like a roof: a slope where memory is the limit, a flat part where arithmetic is the limit, and a
+# *[ridge](glossary.md#ridge)* between them. Here is a data centre GPU, an H100, with the work of Llama-3-8B on it.
+# Nothing here was measured: the roof is *quoted* from the data sheet (dashed), and the points are *modelled* by your
+# functions (hollow), so they lie on the roof by construction. What counts is how far left or right they are.
 
 # %% tags=["expected"] alt="Roofline of an H100, ridge at 295 operations per byte. On the slope, from left to right: attention with 32, 8 and 1 KV heads at 1, 4 and 32 operations per byte; linear layers of 1, 16, 64 and 256 rows; whole decode steps of 1 and 64 requests. Only 2048 rows of a prompt lie right of the ridge."
 from minillm.viz.roofline import Point, Roof, Roofline
@@ -442,9 +444,9 @@ check("l03.mbu")
 # ### Whole steps
 #
 # Decoding with one request and with eight, at two contexts, and the prefill of 256 tokens: in plain PyTorch, operation by
-# operation, and the same step as **one compiled function**, which is what the engine runs by default on a CPU
-# (`enforce_eager=True` above keeps it out; lesson 15 looks into it). It is compiled once, which takes some ten seconds.
-# Its weights stay in the 16 bits of the checkpoint, so it reads half the bytes.
+# operation, and the same step as **one [compiled function](glossary.md#compiled-step)**, which is what the engine runs
+# by default on a CPU (`enforce_eager=True` above keeps it out; lesson 15 looks into it). It is compiled once, which
+# takes some ten seconds. Its weights stay in the 16 bits of the checkpoint, so it reads half the bytes.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.teaching.roofline_parts import compiled_steps, decode_step, prefill
@@ -517,6 +519,7 @@ Roofline(f"Whole steps of {name} on this machine", here, whole)
 # %% tags=["nbval-ignore-output"]
 from minillm.teaching.roofline_parts import of_width
 
+compiled = runs = None  # let go of their models and caches
 widths = (64, 192, 384, 576)
 sized = {width: model if width == config.hidden_size else of_width(config, width) for width in widths}
 took = medians(in_turn({width: decode_step(sized[width], 1, 256) for width in widths}))
@@ -665,9 +668,7 @@ longer = [16, *contexts]
 batches = (1, 8)
 took = {}
 for batch, context in itertools.product(batches, longer):  # one after the other, so that few caches are in memory
-    took |= medians(
-        in_turn({(n, batch, context): decode_step(each, batch, context) for n, each in family.items()}, rounds=7)
-    )
+    took |= medians(in_turn({(n, batch, context): decode_step(each, batch, context) for n, each in family.items()}))
 
 
 def gain(n: int, batch: int, context: int) -> float:

@@ -13,11 +13,11 @@
 #
 # Lesson 2 traded memory for time, and lesson 3 showed what limits a decode step: bytes. So make the numbers smaller. In
 # float16 each number of a key or a value takes 16 bits. With 8 bits, the same memory holds almost twice the text; with 4,
-# almost four times as much. Almost: the missing part is the *scales*, and this lesson counts them.
+# almost four times as much. Almost: the missing part is the *[scales](glossary.md#scale)*, and this lesson counts them.
 #
 # You build the two ways in which caches are quantised in practice: a scale per token and head (INT8, INT4), and a scale
-# per channel (KIVI). Your functions then store the keys and values of a real model inside the engine, and two measures
-# say what changed: the tokens it generates, and how far its probabilities moved.
+# per channel ([KIVI](glossary.md#kivi)). Your functions then store the keys and values of a real model inside the
+# engine, and two measures say what changed: the tokens it generates, and how far its probabilities moved.
 #
 # You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU. The engine runs its steps in plain
 # PyTorch here (`enforce_eager=True`), so that its operations and yours are of one kind and what you count is what runs.
@@ -75,8 +75,8 @@ claim("At 131,072 tokens the cache of one text is larger than the model.", 131_0
 #    (An article says 2.)
 # 2. Keys and values in INT4, one scale per token and head. At how many of 100 places in a text is the most probable next
 #    token another one than in float32?
-# 3. An INT8 cache written in plain PyTorch dequantises its codes before it attends. How many bytes does the attention of
-#    one decode step move, as a multiple of the same step over a float16 cache?
+# 3. An INT8 cache written in plain PyTorch [dequantises](glossary.md#quantisation) its codes before it attends. How
+#    many bytes does the attention of one decode step move, as a multiple of the same step over a float16 cache?
 
 # %%
 predict("l04.smaller", None, unit="times")
@@ -362,8 +362,9 @@ ErrorMap(
 #
 # ### Exercise 5: one scale per channel
 #
-# So turn the direction. A scale per channel needs several tokens that share it: a **group** of tokens. And since a
-# channel may lie far from zero and vary little, spend the sixteen codes between its minimum and its maximum:
+# So turn the direction. A scale [per channel](glossary.md#per-channel) needs several tokens that share it: a
+# **[group](glossary.md#group)** of tokens. And since a channel may lie far from zero and vary little, spend the sixteen
+# codes between its minimum and its maximum:
 #
 # $$z = \min, \qquad s = \frac{\max - z}{15}, \qquad c = \operatorname{round}\!\left(\frac{x - z}{s}\right) \in 0 \dots 15,
 # \qquad \hat x = c \cdot s + z$$
@@ -437,9 +438,9 @@ for name, which in (("keys", 1), ("values", 2)):
 claim("Scales per channel help keys more than values.", gains["keys"] > gains["values"] > 1, of_model=True)
 
 # %% [markdown]
-# Part of that gain comes from the zero point and not from the direction, which is why values gain as well. To see the
-# direction alone, and stronger, here is a **made-up** key cache: noise of size 1, and two channels that are thirty times as
-# large. This picture is not from any model.
+# Part of that gain comes from the [zero point](glossary.md#zero-point) and not from the direction, which is why values
+# gain as well. To see the direction alone, and stronger, here is a **made-up** key cache: noise of size 1, and two
+# channels that are thirty times as large. This picture is not from any model.
 
 # %% tags=["expected"] alt="Made-up keys with two channels thirty times as large: with a scale per token the whole map is dark; with a scale per channel everything is light."
 torch.manual_seed(4)
@@ -509,19 +510,25 @@ claim(
 # ### How few bits?
 #
 # Now the question itself. Held-out text goes through the model in steps of 32 tokens, and after every token the
-# distribution of the next one is compared with that of the float32 cache: the *Kullback-Leibler divergence* (KL), 0 when
-# nothing has changed. First the keys alone get fewer bits, then the values alone; one scale per token and head.
+# distribution of the next one is compared with that of the float32 cache: the *[Kullback-Leibler
+# divergence](glossary.md#kl-divergence)* (KL), 0 when nothing has changed. First the keys alone get fewer bits, then
+# the values alone; one scale per token and head.
 
 # %%
 quality.CHUNK = 32
 few = quality.join(encoded[:8], 128, config.eos_token_ids[:1], tokenizer)  # rows of up to 128 tokens
-more = quality.join(encoded[:24], 512, config.eos_token_ids[:1], tokenizer)
+more = quality.join(encoded[:16], 512, config.eos_token_ids[:1], tokenizer)
 
 
-def logprobs(texts, whole=False, **options) -> Tensor:
-    """Log-probabilities of the next token after every token, with a cache of these options and room for all rows."""
+def runner_for(texts, whole=False, **options):
+    """The model with a cache of these options and room for all rows of the texts."""
     blocks = len(texts.rows) * (1 if whole else -(-llm.max_model_len // 16))
-    return quality.logprobs(LLM(NAME, num_kv_blocks=blocks, **PLAIN, **options).engine.runner, texts)
+    return LLM(NAME, num_kv_blocks=blocks, **PLAIN, **options).engine.runner
+
+
+def logprobs(texts, **options) -> Tensor:
+    """Log-probabilities of the next token after every token, with a cache of these options."""
+    return quality.logprobs(runner_for(texts, **options), texts)
 
 
 class FewerBits(PagedKVCache):
@@ -541,10 +548,11 @@ class FewerBits(PagedKVCache):
 reference = logprobs(few)
 BITS = (8, 7, 6, 5, 4, 3, 2)
 kl = {"keys": [], "values": []}
+fewer = runner_for(few, kv_cache_config={"layout": FewerBits})
 for name in kl:
     for bits in BITS:
         FewerBits.fewer, FewerBits.bits = name, bits
-        found = quality.judge(reference, logprobs(few, kv_cache_config={"layout": FewerBits}), few)
+        found = quality.judge(reference, quality.logprobs(fewer, few), few)
         kl[name].append(float(f"{found.mean_kl:.2g}"))
 print(f"{len(few.targets)} tokens\nbits     " + "".join(f"{bits:9}" for bits in BITS))
 for name, found in kl.items():
@@ -694,8 +702,8 @@ LineChart(
 # * **Much of that is the window.** With keys per token, at the same bytes, most of the gain is already there; scales per
 #   channel add to it. A comparison of a method that has a window with one that has none measures both at once. (The texts
 #   here are short pieces joined together, which favours any window. On long documents it would gain less.)
-# * **Bits per byte hardly change**, while KL tells the systems apart. Perplexity averages losses and gains. To ask whether
-#   it is still the same model, use KL.
+# * **[Bits per byte](glossary.md#bits-per-byte) hardly change**, while KL tells the systems apart.
+#   [Perplexity](glossary.md#perplexity) averages losses and gains. To ask whether it is still the same model, use KL.
 #
 # ### Where it loses: bytes moved
 #
@@ -827,7 +835,7 @@ class NeighboursScale(MyInt8):
 
 # %%
 short = sorted(prompts, key=len)[4:9]
-brief = replace(greedy, max_tokens=16)
+brief = replace(greedy, max_tokens=8)
 
 
 def tokens_of(kind) -> list[list[int]]:

@@ -15,8 +15,9 @@
 # arithmetic is idle meanwhile. So store the weights in fewer bits: 8 instead of 32 is a quarter, 4 is an eighth. A model
 # still works when its weights change a little. How much can they change?
 #
-# You build five pieces, from plain rounding to the ideas of AWQ and SqueezeLLM. Each runs inside the real model in place
-# of its linear layers, and two numbers say what it did: bits per weight, and how far the model's predictions moved.
+# You build five pieces, from plain rounding to the ideas of [AWQ](glossary.md#awq) and
+# [SqueezeLLM](glossary.md#dense-and-sparse). Each runs inside the real model in place of its linear layers, and two
+# numbers say what it did: bits per weight, and how far the model's predictions moved.
 #
 # You need lesson 1 (what a linear layer does) and lesson 3 (why bytes are time). Everything runs on a laptop's CPU. The
 # engine runs its steps in plain PyTorch here (`enforce_eager=True`), so that its layers can be replaced by yours and what
@@ -69,12 +70,13 @@ claim("The linears are most of what a step reads.", linear_bytes > total / 2)
 #
 # Write a number for each before you measure.
 #
-# 1. Weights in 4 bits; every 128 of them share a scale of 16 bits and a zero point of 4. How many bits is one weight,
-#    all included?
-# 2. From 8 bits to 4, the steps between levels become 16 times as wide. How many times larger is the KL, the distance
-#    between the model's predictions and the original's?
-# 3. INT8 weights are a quarter of float32. One decode step in *plain PyTorch*, which dequantises the codes and then
-#    multiplies: how long does it take, as a multiple of the step in float32?
+# 1. Weights in 4 bits; every 128 of them share a scale of 16 bits and a [zero point](glossary.md#zero-point) of 4. How
+#    many bits is one weight, all included?
+# 2. From 8 bits to 4, the steps between levels become 16 times as wide. How many times larger is the
+#    [KL](glossary.md#kl-divergence), the distance between the model's predictions and the original's?
+# 3. INT8 weights are a quarter of float32. One decode step in *plain PyTorch*, which
+#    [dequantises](glossary.md#quantisation) the codes and then multiplies: how long does it take, as a multiple of the
+#    step in float32?
 
 # %%
 predict("l05.bits", None, unit="bits")
@@ -169,7 +171,7 @@ class Int8(Replacement):
 
 
 prompts = [p.prompt for p in evaluation_prompts()[:12]]
-greedy = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def written(engine: LLM) -> list[list[int]]:
@@ -182,7 +184,7 @@ exact_tokens = written(llm)
 print(f"{install(Int8):.2f} bits per weight")
 int8_tokens = written(llm)
 same = sum(a == b for a, b in zip(int8_tokens, exact_tokens, strict=True))
-print(f"{same} of {len(prompts)} texts of 32 tokens are those of float32")
+print(f"{same} of {len(prompts)} texts of 24 tokens are those of float32")
 own = LLM(NAME, **PLAIN, quantization="int8")
 own.engine.runner.model.lm_head = model.lm_head  # the engine rounds this one as well; more about that below
 claim("The engine's own INT8 writes the same texts.", int8_tokens == written(own))
@@ -192,12 +194,13 @@ del own  # it holds its own copy of the weights
 # %% [markdown]
 # Not bit for bit the same model, but close to it. Whether a changed text is *worse* is another question, and the
 # measure for it is that of lesson 4: held-out text goes through the model, and its predictions are compared with those
-# of float32. The **KL** divergence is 0 when nothing has changed; bits per byte say how well the text is predicted.
+# of float32. The **KL** divergence is 0 when nothing has changed; [bits per byte](glossary.md#bits-per-byte) say how
+# well the text is predicted.
 
 # %%
 quality.CHUNK = 128  # half a row of text in one step
 encoded = [tokenizer.encode(prompt.prompt) for prompt in evaluation_prompts()]
-texts = quality.join(encoded[:20], 256, config.eos_token_ids[:1], tokenizer)
+texts = quality.join(encoded[:14], 256, config.eos_token_ids[:1], tokenizer)
 
 
 def measure(kind: type[Replacement] | None) -> tuple[float, quality.Quality]:
@@ -287,8 +290,8 @@ claim("Rounding the activations costs several times as much KL as rounding the w
 # ### Exercise 3: four bits, in groups
 #
 # With 4 bits there are 16 levels, and a single large weight makes them coarse for its whole row. So let fewer weights
-# share a scale: **groups** of neighbours along the input. And since a group need not be symmetric around 0, place the
-# levels between its own minimum and maximum, with a *zero point* $z$, the code that stands for 0:
+# share a scale: **[groups](glossary.md#group)** of neighbours along the input. And since a group need not be symmetric
+# around 0, place the levels between its own minimum and maximum, with a *zero point* $z$, the code that stands for 0:
 #
 # $$s = \frac{\max - \min}{15}, \qquad z = \operatorname{round}(-\min / s), \qquad
 # c = \operatorname{round}(w / s) + z \in 0 \dots 15, \qquad \hat w = (c - z)\,s$$
@@ -422,7 +425,7 @@ check("l05.awq_scale")
 my_awq = use("l05.awq_scale")
 calibration_ids = [tokenizer.encode(prompt.prompt) for prompt in calibration_prompts()]
 install(None)
-calibration = calibrate(model, calibration_ids[:12], "inputs", max_rows=256)
+calibration = calibrate(model, calibration_ids[:12], "inputs", max_rows=128)
 print(
     f"{calibration.num_tokens} calibration tokens; of each layer's inputs {len(calibration.layers[name].inputs)} are kept"
 )
@@ -511,31 +514,42 @@ row("dense + sparse, yours", DenseSparse)
 # %% [markdown]
 # ### The engine's own
 #
-# Two ideas are missing in yours. The engine's AWQ also **clips**: it tries narrower ranges for each group, which clips the
-# largest weights and makes all steps finer. And SqueezeLLM replaces equal steps by a **codebook** of 16 values per row,
-# found by k-means in which each weight is weighted by its squared gradient. (Gradients of four texts only, to be quick.)
+# Two ideas are missing in yours. The engine's AWQ also **clips**: it tries narrower ranges for each group, which clips
+# the largest weights and makes all steps finer. Below, your scales get its clipping. And SqueezeLLM replaces equal
+# steps by a **codebook** of 16 values per row, found by k-means in which each weight is weighted by its squared
+# gradient. (Gradients of four texts only, to be quick.)
 
 # %%
 from minillm.quantization.model import linear_bytes as bytes_of
 from minillm.quantization.model import quantize_model
 from minillm.quantization.schemes import make_scheme
 
-
-def engine_row(label: str, scheme: str, seen) -> None:
-    """Quantise the original as `minillm quantize` does, and measure."""
-    install(None)
-    quantize_model(model, make_scheme(scheme), seen)
-    found = quality.judge(reference, quality.logprobs(runner, texts), texts)
-    show(label, 8 * sum(bytes_of(model).values()) / num_weights, found)
+engine_awq = make_scheme("awq")
 
 
-engine_row("AWQ, engine", "awq", calibration)
+class AwqClipped(Replacement):
+    """Your scales, and then the range of each group as narrow as the engine finds best."""
+
+    def keep(self, weight):
+        inputs = calibration.layers[self.name].inputs
+        self.stored = engine_awq.clipped(weight, 1 / chosen[self.name][1], inputs)
+
+    def product(self, x):
+        return linear(x, engine_awq.dequantize(self.stored, x.shape[-1]))
+
+    def num_bits(self):
+        return sum(8 * part.nbytes for part in self.stored.values())
+
+
+row("AWQ, clipped", AwqClipped)
 install(None)
 gradients = calibrate(model, calibration_ids[:4], "gradients")
-engine_row("SqueezeLLM, engine", "squeezellm", gradients)
+quantize_model(model, make_scheme("squeezellm"), gradients)
 del gradients  # as many numbers as the weights
+found = quality.judge(reference, quality.logprobs(runner, texts), texts)
+show("SqueezeLLM, engine", 8 * sum(bytes_of(model).values()) / num_weights, found)
 plain, g64 = table["INT4, groups of 128"], table["INT4, groups of 64"]
-awq, sparse, squeeze = (table[name] for name in ("AWQ, engine", "dense + sparse, yours", "SqueezeLLM, engine"))
+awq, sparse, squeeze = (table[name] for name in ("AWQ, clipped", "dense + sparse, yours", "SqueezeLLM, engine"))
 print(
     f"of the KL of INT4 in groups of 128, AWQ takes off {1 - awq[1] / plain[1]:.0%}, the sparse part {1 - sparse[1] / plain[1]:.0%}"
 )
@@ -564,7 +578,7 @@ claim(
 ROUNDED = [f"INT4, groups of {size}" for size in (128, 64, 32)] + ["INT8, yours"]
 ALONE = {
     "W8A8": "W8A8, yours",
-    "AWQ": "AWQ, engine",
+    "AWQ": "AWQ, clipped",
     "sparse": "dense + sparse, yours",
     "SqueezeLLM": "SqueezeLLM, engine",
 }
@@ -583,8 +597,8 @@ LineChart(
 # * **INT8 costs almost nothing.** At 4 bits the KL is more than a hundred times larger, and still bits per byte hardly
 #   move.
 # * **Groups are hard to beat here.** AWQ, with the engine's clipping, gains a little for hardly any bits. The sparse part
-#   gains more, but costs more bits than groups of 64, which do about as well. (Where each row has so few outliers, the
-#   list of row starts costs half as much as the outliers themselves.)
+#   gains more, but costs more bits than groups of 64, which do about as well. (Where each row has so few
+#   [outliers](glossary.md#outlier), the list of row starts costs half as much as the outliers themselves.)
 # * **SqueezeLLM loses on narrow layers.** Sixteen values of two bytes per row are 0.67 bits per weight when a row has 384
 #   weights. At 4096, the width of a 7B model, they are 0.06, and the sum is 4.2 bits instead of 4.8.
 #
@@ -776,7 +790,7 @@ def step_seconds(engine: LLM, batch: int) -> float:
     requests = engine.submit([prompts[1]] * batch, long)
     engine.engine.step()
     took = []
-    for _ in range(5):
+    for _ in range(3):
         began = clock()
         engine.engine.step()
         took.append(clock() - began)
@@ -786,13 +800,12 @@ def step_seconds(engine: LLM, batch: int) -> float:
 
 
 def against_float32(engine: LLM) -> dict[int, float]:
-    """For each batch, how many times as long its step takes as that in float32; taken in turn, the first to warm up."""
+    """For each batch, how many times as long its step takes as that in float32; taken in turn, after a warm-up."""
+    step_seconds(engine, 1)
     ratios = {1: [], 32: []}
-    for turn in range(4):
+    for _ in range(3):
         for batch, found in ratios.items():
-            ratio = step_seconds(engine, batch) / step_seconds(llm, batch)
-            if turn:
-                found.append(ratio)
+            found.append(step_seconds(engine, batch) / step_seconds(llm, batch))
     return {batch: statistics.median(found) for batch, found in ratios.items()}
 
 

@@ -18,8 +18,8 @@
 # Operating systems met this problem sixty years ago and answered it with *pages*: memory is cut into small pieces of
 # one size, and a table per process says which piece comes after which. In this lesson you build that for keys and
 # values: the allocator, the table, and attention through the table. Tables make two more things possible: requests can
-# **share** blocks with equal contents, and a copy is made only **on writing**. Your code runs inside the engine while
-# you watch its blocks.
+# **share** blocks with equal contents, and a copy is made only **[on writing](glossary.md#copy-on-write)**. Your code
+# runs inside the engine while you watch its blocks.
 #
 # You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU. The engine runs its steps in plain
 # PyTorch here (`enforce_eager=True`), so that your attention can replace its own and both are compared on equal terms.
@@ -74,7 +74,8 @@ claim("Most of the reserved memory would never be used.", sum(lengths) < reserve
 #
 # Write a number for each before you measure.
 #
-# 1. With blocks of 16 tokens, how many slots does a request waste **on average** over its steps?
+# 1. With blocks of 16 tokens, how many [slots](glossary.md#slot) does a request [waste](glossary.md#waste) **on
+#    average** over its steps?
 # 2. Sixty-four requests begin with the same 512 tokens (a system prompt) and go on with 3 of their own. How many
 #    prompt tokens must go through the model in all?
 # 3. One user alone, nobody to share with: how many times faster does paging make the decoding of that one stream?
@@ -90,8 +91,9 @@ predict("l06.stream", None, unit="times")
 #
 # ### Exercises 1 and 2: the allocator
 #
-# The pool is a list of free block ids and, for every block, the number of its owners, its *reference count*. Why a
-# number, when each block is taken by one request? Because soon several requests will read the same block.
+# The pool is a list of free block ids and, for every block, the number of its owners, its *[reference
+# count](glossary.md#reference-count)*. Why a number, when each block is taken by one request? Because soon several
+# requests will read the same block.
 #
 # Two rules make an allocator correct: an allocation happens completely or not at all, and a block returns exactly when
 # its last owner releases it.
@@ -144,7 +146,8 @@ check("l06.release")
 # ### Exercise 3: where does token 9 live?
 #
 # All blocks lie side by side in one long tensor of *slots*; block `b` covers slots `b · block_size` up to
-# `(b + 1) · block_size - 1`. A request's **block table** lists its blocks in the order of its text. Translate.
+# `(b + 1) · block_size - 1`. A request's **[block table](glossary.md#block-table)** lists its blocks in the order of
+# its text. Translate.
 
 
 # %%
@@ -206,7 +209,8 @@ check("l06.gather_attention")
 #
 # The engine lets you replace each of these. `block_pool_cls` takes a class with `allocate` and `free`, and
 # `ops={"paged_attention": …}` takes a function that attends for a whole batch. Here both call your functions; the rest
-# of the engine is the real one: continuous batching, chunked prefill, preemption.
+# of the engine is the real one: [continuous batching](glossary.md#continuous-batching), [chunked
+# prefill](glossary.md#chunked-prefill), preemption.
 
 # %%
 from minillm.cache.block_pool import BlockPool
@@ -247,7 +251,7 @@ mine = LLM(
 # The pool has only 40 blocks. Each request's block table is on top, the blocks of the pool below.
 
 # %% tags=["expected"] alt="Cache pages of four requests: each request's block table on top, the physical pages below in the colours of their owners, a usage bar and the wasted slots in numbers."
-with mine.trace() as trace, LiveView(CachePagesView(trace), pause=0.05):
+with mine.trace() as trace, LiveView(CachePagesView(trace), seconds=10):
     outputs = mine.generate(prompts[:4], greedy, use_tqdm=False)
 
 # %%
@@ -267,7 +271,7 @@ claim("Your pool and attention change no token, and no block is lost.", all(same
 # tokens up to their own, so equal beginnings have equal keys and values, and **two tables may point to one block**.
 # The question is how to find it.
 #
-# Give every *full* block a hash of its contents *and of everything before it*:
+# Give every *full* block a [hash](glossary.md#block-hash) of its contents *and of everything before it*:
 #
 # $$\text{hash}_i = H(\text{hash}_{i-1},\ \text{tokens of block } i), \qquad \text{hash}_{-1} = H(\text{salt})$$
 #
@@ -388,7 +392,7 @@ several = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=24, ignore_eos
 params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3 + [several]
 
 # %% tags=["expected"] alt="Cache pages: the pages of the common beginning carry the outlines of all owners and a reference count; the three completions of the last prompt share its pages except the last one, of which each has a copy."
-with sharing.trace() as trace, LiveView(CachePagesView(trace), pause=0.05):
+with sharing.trace() as trace, LiveView(CachePagesView(trace), seconds=10):
     outputs = sharing.generate([beginning + ending for ending in endings], params, use_tqdm=False)
 
 # %%
@@ -425,23 +429,26 @@ from minillm.viz import ReplayWidget
 ReplayWidget(CachePagesView(trace))
 
 # %% [markdown]
-# The four requests arrived together, when nothing was cached, and still the beginning was computed once. How? A block can
-# be found as soon as it is *scheduled*, not only when it is computed, and every layer stores all new keys of the step
-# before it attends. So the second request reads, in the same forward, what the first one writes.
+# The four requests arrived together, when nothing was [cached](glossary.md#cached), and still the beginning was
+# computed once. How? A block can be found as soon as it is *scheduled*, not only when it is computed, and every layer
+# stores all new keys of the step before it attends. So the second request reads, in the same forward, what the first
+# one writes.
 #
 # ## Measure
 #
 # ### What blocks waste, and what a size costs
 #
 # Every request wastes what is left of its last block. We run the 24 requests with different block sizes, and after
-# every step compare the slots that are allocated with the slots that are filled. This is counted, not timed.
+# every step compare the slots that are allocated with the slots that are filled. This is counted, not timed, so the
+# engine may run its [compiled step](glossary.md#compiled-step) here, which is quicker. (The first time on a machine it
+# has to be compiled, which takes up to two minutes behind a progress bar.)
 
 # %%
 sharing = MyScheduler.cache = None
 SIZES = (1, 4, 16, 64, 256)
 measured = {}
 for size in SIZES:
-    engine = LLM(NAME, **PLAIN, block_size=size, enable_prefix_caching=False)
+    engine = LLM(NAME, block_size=size, enable_prefix_caching=False)
     measured[size] = average_waste(engine, prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     del engine
 print("block size   wasted slots per request   filled")
@@ -532,11 +539,12 @@ alone = {
     "blocks of 1": LLM(NAME, **PLAIN, block_size=1, enable_prefix_caching=False, max_num_seqs=1),
 }
 clock = time.thread_time if os.name == "posix" else time.perf_counter
+brief = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 seconds = {label: [] for label in alone}
 for turn in range(6):
     for label, engine in alone.items():
         began = clock()
-        engine.generate(prompts[0], greedy, use_tqdm=False)
+        engine.generate(prompts[0], brief if turn else one, use_tqdm=False)
         if turn:
             seconds[label].append(clock() - began)
 speed = {

@@ -12,18 +12,18 @@
 # **Question.** *Thirty-two users, one model, answers of every length: who runs in the next step?*
 #
 # Lesson 3 found that a step reads all weights once, whether one request uses them or eight. So a server runs many
-# requests together: a *batch*. The obvious way is to collect eight requests, run them until all are done, and take the
-# next eight: *static* batching. Deep learning has always batched like this. For text it wastes most of the machine,
-# because eight answers never end together.
+# requests together: a *[batch](glossary.md#batch)*. The obvious way is to collect eight requests, run them until all
+# are done, and take the next eight: *static* batching. Deep learning has always batched like this. For text it wastes
+# most of the machine, because eight answers never end together.
 #
-# *Continuous* batching decides again **before every step**. A request that is done leaves at once, and a waiting one
-# takes its seat. A long prompt is computed in pieces, beside the other requests. When memory runs out, a request is put
-# back in the queue. The part of an engine that decides this is the *scheduler*. You build its four decisions, they run
-# in the real engine, and you watch who runs when.
+# *[Continuous](glossary.md#continuous-batching)* batching decides again **before every step**. A request that is done
+# leaves at once, and a waiting one takes its seat. A long prompt is computed in pieces, beside the other requests. When
+# memory runs out, a request is put back in the queue. The part of an engine that decides this is the *scheduler*. You
+# build its four decisions, they run in the real engine, and you watch who runs when.
 #
-# You need lesson 6 (blocks and the pool). Everything runs on a laptop's CPU. The engine runs its steps in plain PyTorch
-# here (`enforce_eager=True`), so that a step is the one whose cost you counted in lesson 3. (By default the engine runs
-# a compiled step, which lesson 15 uses.)
+# You need lesson 6 ([blocks](glossary.md#block) and the pool). Everything runs on a laptop's CPU. The engine runs each
+# step as one [compiled function](glossary.md#compiled-step), as it does by default on a CPU (lesson 15 looks into it).
+# It is compiled the first time it runs on a machine, which takes up to two minutes behind a progress bar.
 
 # %%
 import os
@@ -43,7 +43,7 @@ from minillm.viz.charts import Axis, LineChart, Series
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
-PLAIN = {"enforce_eager": True, "enable_prefix_caching": False}  # plain PyTorch, and every prompt from its first token
+WHOLE = {"enable_prefix_caching": False}  # every prompt is computed from its first token
 
 SEATS = 8
 lengths = heavy_tailed_lengths(32)
@@ -121,12 +121,13 @@ claim(
 #
 # ### Exercise 2: share the budget of a step
 #
-# A step may compute a limited number of tokens: the *budget* (vLLM's `max_num_batched_tokens`). A decoding request needs
-# one token of it. A request whose prompt is not computed yet could use hundreds. If it takes all, every other request
-# stands still, and users see their text stop. If it gets nothing, its own user waits forever.
+# A step may compute a limited number of tokens: the *[budget](glossary.md#token-budget)* (vLLM's
+# `max_num_batched_tokens`). A decoding request needs one token of it. A request whose prompt is not computed yet could
+# use hundreds. If it takes all, every other request stands still, and users see their text stop. If it gets nothing,
+# its own user waits forever.
 #
-# So prompts are computed in **chunks**: the most urgent request takes what it can use, but leaves at least one token to
-# every request behind it.
+# So prompts are computed in **[chunks](glossary.md#chunked-prefill)**: the most urgent request takes what it can use,
+# but leaves at least one token to every request behind it.
 
 
 # %%
@@ -192,9 +193,9 @@ check("l07.admit")
 # ### Exercise 4: who is preempted
 #
 # Requests grow while they run. Admission made room for the tokens a request had when it came, not for all that it will
-# write. When a running request needs a block and none is free, one request loses all of its blocks: *preemption*. Its
-# tokens are kept; its keys and values are not. When its turn comes again, they are recomputed like a long prompt.
-# Nothing is lost but time. Which request should it be?
+# write. When a running request needs a block and none is free, one request loses all of its blocks:
+# *[preemption](glossary.md#preempt)*. Its tokens are kept; its keys and values are not. When its turn comes again, they
+# are recomputed like a long prompt. Nothing is lost but time. Which request should it be?
 
 
 # %%
@@ -262,20 +263,21 @@ class MyScheduler(Scheduler):
 # Twelve users arrive, one every two steps, at an engine with four seats.
 
 # %%
+LLM(NAME, **WHOLE).generate("x = ", SamplingParams(max_tokens=2), use_tqdm=False)  # compiles the step, if it has to
 small = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_kv_blocks": 128}
-mine = LLM(NAME, scheduler_cls=MyScheduler, **small, **PLAIN)
+mine = LLM(NAME, scheduler_cls=MyScheduler, **small, **WHOLE)
 few = [SamplingParams(temperature=0, max_tokens=max(4, n // 2), ignore_eos=True) for n in lengths[10:22]]
 
 # %% [markdown]
 # Rows are requests, columns are steps. Watch a seat change hands: where one row ends, another begins.
 
 # %% tags=["expected"] alt="Timeline: one row per request, one column per step. Prefill chunks, decode steps, waiting and the end of each request are told apart by pattern; below, how many seats each step used."
-with mine.trace() as trace, LiveView(TimelineView(trace), pause=0.05):
+with mine.trace() as trace, LiveView(TimelineView(trace), seconds=10):
     requests = serve(mine, prompts[:12], few, every=2)
 
 # %%
 mine = None  # let go of it: each engine holds its own copy of the weights
-alone = LLM(NAME, max_num_seqs=1, **PLAIN)
+alone = LLM(NAME, max_num_seqs=1, **WHOLE)
 vocabulary = alone.engine.runner.model.config.vocab_size
 expected = [
     alone.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(prompts[:12], few, strict=True)
@@ -293,7 +295,7 @@ claim("The other requests of a step change no token.", same == len(requests))
 
 # %%
 alone = None
-crowd = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, num_kv_blocks=128, **PLAIN)
+crowd = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, num_kv_blocks=128, **WHOLE)
 
 # %% tags=["expected"] alt="Two timelines above each other: continuous batching packs the seats tightly, static batching leaves most of each batch empty while its longest request runs."
 with crowd.trace() as trace:
@@ -355,7 +357,7 @@ import time
 
 crowd = None
 clock = time.thread_time if os.name == "posix" else time.perf_counter
-server = LLM(NAME, max_num_seqs=SEATS, num_kv_blocks=128, **PLAIN)
+server = LLM(NAME, max_num_seqs=SEATS, num_kv_blocks=128, **WHOLE)
 
 
 def run_static() -> None:
@@ -367,13 +369,13 @@ def run_continuous() -> None:
     server.generate(prompts, params, use_tqdm=False)
 
 
+server.generate(prompts[0], params[0], use_tqdm=False)  # to warm up
 seconds = {run_static: [], run_continuous: []}
-for turn in range(4):
+for _ in range(3):
     for run, took in seconds.items():
         began = clock()
         run()
-        if turn:
-            took.append(clock() - began)
+        took.append(clock() - began)
 pairs = [a / b for a, b in zip(seconds[run_static], seconds[run_continuous], strict=True)]
 faster = statistics.median(pairs)
 print(f"continuous batching is {faster:.2f} times as fast (from {min(pairs):.2f} to {max(pairs):.2f})")
@@ -382,9 +384,8 @@ claim(f"It gains less in seconds than in steps ({steps_ratio:.1f} times).", fast
 
 # %% [markdown]
 # Why less? Two thirds of the static batch were empty, and an empty seat costs nothing *in this engine*, which runs only
-# the requests that are there. What is saved is the fixed cost of a step: reading the weights, and the overhead of a few
-# hundred operations. A server that pads, so that every seat computes whether it is busy or not, saves as much time as
-# steps.
+# the requests that are there. What is saved is the fixed cost of a step: reading the weights, and the engine's own work
+# around them. A server that pads, so that every seat computes whether it is busy or not, saves as much time as steps.
 #
 # ### What a seat costs
 #
@@ -393,26 +394,31 @@ claim(f"It gains less in seconds than in steps ({steps_ratio:.1f} times).", fast
 # %% tags=["nbval-ignore-output"]
 SIZES = (1, 2, 4, 8, 16, 32)
 server = None
-wide = LLM(NAME, max_num_seqs=32, num_kv_blocks=256, **PLAIN)
+wide = LLM(NAME, max_num_seqs=32, num_kv_blocks=512, **WHOLE)
 long = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
-def step_seconds(batch: int) -> float:
-    """Median time of a decode step of `batch` requests."""
-    requests = wide.submit(prompts[:batch], long)
-    wide.engine.step()
-    took = []
-    for _ in range(7):
-        began = clock()
+def step_seconds() -> dict[int, float]:
+    """Median time of a decode step for each batch in SIZES: 32 requests decode, then all but 16 of them leave, …"""
+    requests = wide.submit(prompts, long)
+    while not all(request.num_output_tokens for request in requests):
         wide.engine.step()
-        took.append(clock() - began)
-    for request in requests:
-        wide.engine.abort(request.request_id)
-    return statistics.median(took)
+    medians = {}
+    for batch in reversed(SIZES):
+        while len(requests) > batch:
+            wide.engine.abort(requests.pop().request_id)
+        took = []
+        for _ in range(7):
+            began = clock()
+            wide.engine.step()
+            took.append(clock() - began)
+        medians[batch] = statistics.median(took)
+    wide.engine.abort(requests.pop().request_id)
+    return medians
 
 
-rounds = [[step_seconds(batch) for batch in SIZES] for _ in range(4)][1:]
-relative = [[row[i] / row[0] for row in rounds] for i in range(len(SIZES))]
+rounds = [step_seconds() for _ in range(4)][1:]
+relative = [[times[size] / times[1] for times in rounds] for size in SIZES]
 middle = [statistics.median(r) for r in relative]
 rate = [size / m for size, m in zip(SIZES, middle, strict=True)]
 reveal("l07.step16", round(middle[SIZES.index(16)], 1))
@@ -459,7 +465,7 @@ wide = None
 print("budget   largest step while seven read   steps until the eighth's first token   readers who ever stood still")
 seen = {}
 for budget in (2048, 256, 64, 16):
-    engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, num_kv_blocks=128, **PLAIN)
+    engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, num_kv_blocks=128, **WHOLE)
     seen[budget] = newcomer(engine, prompts[:7], reading, long_prompt)
     largest, waited, stood_still = seen[budget].largest_step, seen[budget].steps_waited, seen[budget].stood_still
     print(f"{budget:6} {largest:31} {waited:38} {stood_still:30}")
@@ -472,8 +478,8 @@ claim("The smaller the budget, the longer the eighth waits.", waits == sorted(wa
 # %% [markdown]
 # With a large budget the eighth is served at once, and everyone's text stops for the length of a 600-token forward. With a
 # small one the text keeps flowing, and the eighth waits. That no reader is ever left out is your exercise 2. Servers
-# that promise a *time per output token* choose the budget by it; those that promise a *time to first token* make it
-# large.
+# that promise a *[time per output token](glossary.md#tpot)* choose the budget by it; those that promise a *[time to
+# first token](glossary.md#ttft)* make it large.
 #
 # ### Preemption
 #
@@ -487,7 +493,7 @@ reference = [request.output_token_ids for request in crowd_requests]
 print("blocks   preemptions   tokens computed twice   steps   same tokens")
 pools = {}
 for blocks in (64, 28, 20, 14):
-    engine = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, num_kv_blocks=blocks, **PLAIN)
+    engine = LLM(NAME, scheduler_cls=MyScheduler, max_num_seqs=SEATS, num_kv_blocks=blocks, **WHOLE)
     served = pools[blocks] = serve_traced(engine, prompts, params)
     del engine
     print(
@@ -522,7 +528,7 @@ for kind in BROKEN:
 trickle = [prompts[i % 8] for i in range(24)]
 trickle[6] = {"prompt_token_ids": long_prompt["prompt_token_ids"][:300]}
 answers = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 24
-alone = LLM(NAME, max_num_seqs=1, **PLAIN)
+alone = LLM(NAME, max_num_seqs=1, **WHOLE)
 want = [alone.generate(p, s, use_tqdm=False)[0].outputs[0].token_ids for p, s in zip(trickle, answers, strict=True)]
 alone = None
 tight = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "num_kv_blocks": 26}
@@ -531,7 +537,7 @@ tight = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "num_kv_blocks": 26}
 print(f"{'':14} same tokens   steps   longest stall   long prompt waited   preemptions")
 results = {}
 for kind in (Scheduler, *BROKEN):
-    engine = LLM(NAME, scheduler_cls=kind, **tight, **PLAIN)
+    engine = LLM(NAME, scheduler_cls=kind, **tight, **WHOLE)
     served = serve_traced(engine, trickle, answers, every=2)
     del engine
     same, stall, preemptions = served.same_tokens(want), served.longest_stall(), len(served.preempted)

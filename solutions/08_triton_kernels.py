@@ -14,14 +14,15 @@
 #
 # Lessons 4 and 5 met the same limit. A quantised cache is smaller, but PyTorch dequantises it with several operations, and
 # each of them reads all of its input from memory and writes all of its output back. To read once and write once, you must
-# write yourself what happens between the load and the store. That is a *kernel*.
+# write yourself what happens between the load and the store. That is a *[kernel](glossary.md#kernel)*.
 #
-# Triton is a language for kernels that looks like Python. You write one **program**; the GPU runs thousands of copies of
-# it at once. A copy knows only its number. From that number it works out which **block** of the tensor is its own: it loads
-# the block, computes, and stores. Most mistakes in kernels are mistakes in working out the block.
+# Triton is a language for kernels that looks like Python. You write one **[program](glossary.md#program)**; the GPU
+# runs thousands of copies of it at once. A copy knows only its number. From that number it works out which **block** of
+# the tensor is its own: it loads the block, computes, and stores. Most mistakes in kernels are mistakes in working out
+# the block.
 #
-# You build four kernels of the kind that engines use: a copy of rows, softmax, RMSNorm, and dequantising INT8 codes. The
-# last two then run inside the real engine.
+# You build four kernels of the kind that engines use: a copy of rows, softmax, [RMSNorm](glossary.md#rmsnorm), and
+# [dequantising](glossary.md#quantisation) INT8 codes. The last two then run inside the real engine.
 #
 # You need lesson 4 (codes and scales). Triton exists for Linux, so also for WSL and Colab.
 #
@@ -356,7 +357,7 @@ print(f"{len(norms)} norms, {len(launched)} launches, {sum(launched)} programs")
 # ### Exercise 5: dequantise INT8 codes
 #
 # The keys of lesson 4: a row of codes (one signed byte each) per token and head, and one scale per row. A row has only 64
-# numbers, which is little for a program. So give each program a **tile** of several rows:
+# numbers, which is little for a program. So give each program a **[tile](glossary.md#tile)** of several rows:
 #
 # * `row` is a block of row numbers, `column` one of column numbers.
 # * `row[:, None]` is a column of them, `column[None, :]` a row. Together, `row[:, None] * columns + column[None, :]` is a

@@ -14,11 +14,12 @@
 #
 # Lesson 6 attended in two steps: gather the rows of a request into one tensor, then attend to that tensor. The result is
 # right, and every row moves three times: read from the pool, written to the copy, read from the copy. A kernel can follow
-# the block table itself and read each row where it lies.
+# the [block table](glossary.md#block-table) itself and read each row where it lies.
 #
 # One problem must be solved first. Softmax needs the largest score and the sum over *all* keys, and a kernel sees one
 # block at a time. Exercise 1 solves it. Then you write the kernel, split it so that a whole GPU works on one long text,
-# and make it read INT8 codes. Each of the kernels runs inside the real engine, which must write the same tokens.
+# and make it read INT8 [codes](glossary.md#quantisation). Each of the kernels runs inside the real engine, which must
+# write the same tokens.
 #
 # You need lesson 6 (block tables), lesson 4 for the last part, and lesson 8 (programs, masks, a softmax in one block).
 # Triton exists for Linux and WSL, and on Colab.
@@ -60,8 +61,8 @@ print("kernels are", "compiled for the GPU" if DEVICE == "cuda" else "interprete
 # 1. Gather first, then attend: how many times as many bytes move as if each key and value were read once?
 # 2. The cache holds INT8 codes with one scale (2 bytes) per row of 128 numbers. Attention gathers the rows and makes
 #    16-bit numbers of them first. How many times as many bytes move as with a 16-bit cache that is read in place?
-# 3. One user, a text of 4096 tokens, a model with 8 KV heads, a GPU with 132 processors, and one program per request and
-#    KV head. **How many of the processors have something to do?**
+# 3. One user, a text of 4096 tokens, a model with 8 KV heads, a GPU with 132 processors, and one
+#    [program](glossary.md#program) per request and KV head. **How many of the processors have something to do?**
 
 # %%
 predict("l09.gather", None, unit="times")
@@ -111,8 +112,8 @@ check("l09.merge")
 # %% [markdown]
 # Stuck? `hint("l09.merge", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
-# This is the whole of *online softmax*. Start with no keys and merge block after block; only one block of scores exists
-# at any time. It is not an approximation:
+# This is the whole of *[online softmax](glossary.md#online-softmax)*. Start with no keys and merge block after block;
+# only one block of scores exists at any time. It is not an approximation:
 
 # %%
 my_merge = use("l09.merge")
@@ -143,7 +144,8 @@ claim("Merged block by block (the last block has 6 of 16 keys), attention is wha
 # The first lines are given: which request and KV head this program has, and the queries of its heads. Write the loop and
 # the store. Three details of the language:
 #
-# * Sides of a tile must be powers of two, so a group of 3 heads is padded to 4 (`PAD_GROUP`), and `is_head` masks the fourth.
+# * Sides of a [tile](glossary.md#tile) must be powers of two, so a group of 3 heads is padded to 4 (`PAD_GROUP`), and
+#   `is_head` masks the fourth.
 # * The bounds of a loop may be numbers that were loaded: `range(0, length, BLOCK_SIZE)`.
 # * The product of queries and keys is written as a sum here: `tl.sum(q[:, None, :] * k[None, :, :], 2)` is
 #   `[PAD_GROUP, BLOCK_SIZE]`. There is also `tl.dot`, which can use tensor cores. With a group of 3 there is little
@@ -237,20 +239,19 @@ def my_paged_attention(q, keys, values, batch, window=None, kernel=my_decode):
 
 
 seen = []  # the batches that came by, and the number of KV heads
-prompts = ["try:\n    import json\nexcept", "class Point:\n    def __init__(self, x, y):\n        self.x"]
-greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+prompts = ["with open(path) as", "class Point:\n    def __init__(self, x"]
 PLAIN = {"enforce_eager": True, "dtype": "float32", "block_size": 8, "enable_prefix_caching": False}
 
 
-def written(n: int = 2, **options) -> list[list[int]]:
-    """The tokens that an engine with these options writes after the first n prompts."""
-    outputs = LLM(NAME, **PLAIN, **options).generate(prompts[:n], greedy, use_tqdm=False)
+def written(texts: list[str], num_tokens: int, **options) -> list[list[int]]:
+    """The tokens that an engine with these options writes after each text. Few, for the interpreter takes its time."""
+    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    outputs = LLM(NAME, **PLAIN, **options).generate(texts, greedy, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 
-expected = written()
-tokens = written(ops={"paged_attention": my_paged_attention})
-claim("The engine writes the same tokens with your kernel as with its own attention.", tokens == expected)
+tokens = written(prompts, 8, ops={"paged_attention": my_paged_attention})
+claim("The engine writes the same tokens with your kernel as with its own attention.", tokens == written(prompts, 8))
 print(f"{len(seen)} launches, {sum(batch.query_start[-1] for batch, _ in seen):,} rows")
 
 # %% [markdown]
@@ -276,11 +277,11 @@ tiles_of(*seen[-1])
 #
 # There is one program per request and KV head, and no more. One user with a model of 8 KV heads keeps 8 processors busy; a
 # GPU has a hundred and more, and reads at full speed only if most of them ask for data. So split the keys of a request
-# into parts, one program each (*split-KV*, as in Flash-Decoding). Every part does what `decode_kernel` does, on its own
-# blocks.
+# into parts, one program each (*[split-KV](glossary.md#split-kv)*, as in Flash-Decoding). Every part does what
+# `decode_kernel` does, on its own blocks.
 #
 # The result of a part is not final. The part stores its own $o / l$ and one number that says how much of the softmax it
-# holds: the logarithm of its sum of $e^{score}$, called *LSE* (log-sum-exp).
+# holds: the logarithm of its sum of $e^{score}$, called *[LSE](glossary.md#lse)* (log-sum-exp).
 #
 # $$L = \log \sum_j e^{s_j} = m + \log l$$
 #
@@ -411,16 +412,19 @@ def merge_kernel(
 check("l09.merge_kernel")
 
 # %% [markdown]
-# Both kernels run in the engine, with the keys split into four parts. The picture shows the same two requests as above.
+# Both kernels run in the engine, with the keys split into four parts. A prompt has programs enough without parts; here
+# the engine's own attention computes it. The picture shows the same two requests as above.
 
 # %% tags=["expected"] alt="The same two requests with the keys cut into four parts: sixteen programs. Each has one tile or none; the tiles of the other programs are outlined."
+from minillm.ops.paged_attention import paged_attention
+
 my_split, my_merge_kernel = use("l09.split_kernel"), use("l09.merge_kernel")
 
 
 def my_split_attention(q, keys, values, batch, window=None, splits=4, second=my_merge_kernel):
-    """Your two kernels when one token is decoded; a prompt has programs enough."""
+    """Your two kernels when one token is decoded."""
     if max(batch.query_lens) > 1:
-        return my_paged_attention(q, keys, values, batch)
+        return paged_attention(q, keys, values, batch, window)
     q, (tables, lengths), num_kv = q.contiguous(), rows_of(batch), keys.shape[1]
     out = torch.empty_like(q)
     part = torch.empty(*q.shape[:2], splits, q.shape[2], dtype=torch.float32, device=q.device)
@@ -432,8 +436,10 @@ def my_split_attention(q, keys, values, batch, window=None, splits=4, second=my_
 
 
 both = tiles_of(*seen[-1], parts=4)
-tokens = written(1, ops={"paged_attention": my_split_attention})
-claim("Split into four parts and merged, the engine writes the same tokens.", tokens == expected[:1])
+alone = prompts[:1]
+expected = written(alone, 5)
+tokens = written(alone, 5, ops={"paged_attention": my_split_attention})
+claim("Split into four parts and merged, the engine writes the same tokens.", tokens == expected)
 claim("In the picture no program has more than one tile.", both.longest == 1)
 both
 
@@ -510,7 +516,9 @@ my_int8 = use("l09.int8_kernel")
 
 
 def my_int8_attention(q, keys, values, batch, window=None):
-    """Your kernel on the pools of the engine's INT8 cache: codes and scales."""
+    """Your kernel on the pools of the engine's INT8 cache (codes and scales) when one token is decoded."""
+    if max(batch.query_lens) > 1:
+        return paged_attention(q, keys, values, batch, window)
     q, (tables, lengths), num_kv = q.contiguous(), rows_of(batch), keys.shape[1]
     out = torch.empty_like(q)
     args = (q, *keys.pools, *values.pools, tables, lengths, out, tables.stride(0), q.shape[2] ** -0.5)
@@ -518,8 +526,8 @@ def my_int8_attention(q, keys, values, batch, window=None):
     return out
 
 
-own = written(1, kv_cache_dtype="int8")
-tokens = written(1, kv_cache_dtype="int8", ops={"paged_attention": my_int8_attention})
+own = written(alone, 5, kv_cache_dtype="int8")
+tokens = written(alone, 5, kv_cache_dtype="int8", ops={"paged_attention": my_int8_attention})
 claim("The engine writes the tokens of its own INT8 cache.", tokens == own)
 
 # %% [markdown]
@@ -761,10 +769,10 @@ def averaged_attention(q, keys, values, batch, window=None):
     return my_split_attention(q, keys, values, batch, second=averaging)
 
 
-wrong_tokens = written(1, ops={"paged_attention": averaged_attention})[0]
+[wrong_tokens] = written(alone, 5, ops={"paged_attention": averaged_attention})
 tokenizer = LLM(NAME, **PLAIN).engine.tokenizer
 same = next((i for i, (a, b) in enumerate(zip(wrong_tokens, expected[0], strict=True)) if a != b), len(wrong_tokens))
-print(f"the first {same} of {len(wrong_tokens)} tokens are right")
+print(f"right tokens before the first wrong one: {same} of {len(wrong_tokens)}")
 claim("Averaging gives another text.", same < len(wrong_tokens))
 print("LSE:      ", repr(tokenizer.decode(expected[0])))
 print("averaging:", repr(tokenizer.decode(wrong_tokens)))

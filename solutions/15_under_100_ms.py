@@ -22,8 +22,8 @@
 # the largest part, change it, measure again. Most of the lessons before this one come back as one bar of a picture. One
 # change will not help at all, and one will help less than you may expect.
 #
-# The first run compiles two functions for your processor, which takes most of its time. They are kept on disk, and the
-# next run fetches them from there.
+# The first run [compiles two functions](glossary.md#compiled-step) for your processor, which takes most of its time.
+# They are kept on disk, and the next run fetches them from there.
 
 # %%
 import os
@@ -56,7 +56,7 @@ print("\n".join(prompt.splitlines()[-4:]) + "⟨" + output.outputs[0].text + "�
 # ## Predict
 #
 # 1. Plain PyTorch, cold. 200 tokens go through the model together, then 23 times one token. What share of the time is the
-#    *prompt*, in percent?
+#    *[prompt](glossary.md#prefill)*, in percent?
 # 2. How many PyTorch operations does one decode step call? (8 layers; each has norms, four matrices, RoPE, attention.)
 # 3. When you are done, how many times faster is the cold completion?
 
@@ -263,8 +263,8 @@ claim("For one token, bytes take longer than arithmetic.", moved / bandwidth > d
 #
 # ### Step 1: do not compute what you have computed
 #
-# **Predict**: the prompt was there a moment ago, and its keys and values are still in the pool (lesson 6). How much of
-# each part is left?
+# **Predict**: the prompt was there a moment ago, and its keys and values are [still in the
+# pool](glossary.md#prefix-caching) (lesson 6). How much of each part is left?
 
 # %% tags=["nbval-ignore-output"]
 seconds = race({"cold": plain, "warm": plain}, warm=("warm",))
@@ -325,8 +325,8 @@ del eager_int8
 # ### Exercise 3: your own product
 #
 # numba compiles a Python function to machine code. Two things decide whether that is fast: how many numbers an
-# instruction handles, and in which order memory is read. `minillm.ops.cpu` settles both with a layout. A **panel** is
-# sixteen rows of W with their columns interleaved:
+# instruction handles, and in which order memory is read. `minillm.ops.cpu` settles both with a layout. A
+# **[panel](glossary.md#panel)** is sixteen rows of W with their columns interleaved:
 
 # %%
 import numpy as np
@@ -446,13 +446,14 @@ claim(
 # innermost loop. What it adds:
 #
 # * **Tiles.** In your loop every multiply-add waits for the one before it, because there is one sum. The real loop keeps a
-#   *tile* of several rows × several panels of sums in vector registers (`simd.tile`). With one row, several panels hide the
-#   wait. With several rows, each weight that is loaded is used once per row: so arithmetic limits a prompt, and not loads.
-#   Every sum still runs over k in order, so a token's numbers do not depend on the other requests in the batch.
+#   *[tile](glossary.md#tile)* of several rows × several panels of sums in vector registers (`simd.tile`). With one row,
+#   several panels hide the wait. With several rows, each weight that is loaded is used once per row: so arithmetic
+#   limits a prompt, and not loads. Every sum still runs over k in order, so a token's numbers do not depend on the
+#   other requests in the batch.
 # * **Narrow weights.** minicoder's checkpoint holds 16-bit floats. `load` casts them to float32 in the register, so memory
 #   moves half the bytes and the result stays the same. (Step 2 lacked this: the conversion inside the loop.)
-# * **Everything between the products** (norms, RoPE, SiLU, attention that walks the block table) on the same vectors,
-#   without a call.
+# * **Everything between the products** (norms, RoPE, SiLU, attention that walks the [block
+#   table](glossary.md#block-table)) on the same vectors, without a call.
 # * **Barriers.** With several threads, each computes a part of the outputs, and several times per layer all must have
 #   finished before any may go on. `team.py` starts the threads once and lets them wait at a counter, which costs less than
 #   starting a parallel loop each time. (This lesson has one thread, which never waits.)
@@ -492,13 +493,13 @@ claim(f"It writes the same {NEW_TOKENS} tokens as plain PyTorch.", tokens == exp
 
 
 def rate_of(llm: LLM) -> float:
-    """Operations per second of prompts of four lengths, five runs each: the highest."""
+    """Operations per second of prompts of four lengths, three runs each: the highest."""
     llm.reset_prefix_cache()
     rates = []
     for tokens in (96, 192, 256, 512):
         blocks = list(range(-(-tokens // llm.engine.runner.block_size)))
         one = [Segment((ids * 3)[:tokens], 0, blocks)]
-        fastest = min(seconds_of(lambda one=one: llm.engine.runner.run(one), 1, 1) for _ in range(5))
+        fastest = min(seconds_of(lambda one=one: llm.engine.runner.run(one), 1, 1) for _ in range(3))
         rates.append(operations(tokens, tokens * (tokens + 1) // 2) / fastest)
     return max(rates)
 
@@ -516,11 +517,11 @@ print(f"in float32: PyTorch's product {rate / 1e9:.0f} G operations/s, the faste
 #
 # ### Step 4: W8A8
 #
-# Arithmetic limits the prompt, so do cheaper arithmetic. Round the activations to INT8 as well (lesson 5), and the
-# products become products of *bytes*. An instruction with 16 float lanes has 64 byte lanes (VNNI; without it the step still
-# runs, without this gain). That is a quarter of plain PyTorch's bytes per weight, and up to four times the products per
-# instruction. The price: it is lossy. (The weights of the logits are INT8 too, but their inputs are rounded to two bytes
-# each, which costs next to nothing in quality.)
+# Arithmetic limits the prompt, so do cheaper arithmetic. Round the [activations to INT8](glossary.md#w8a8) as well
+# (lesson 5), and the products become products of *bytes*. An instruction with 16 float lanes has 64 byte lanes
+# ([VNNI](glossary.md#vnni); without it the step still runs, without this gain). That is a quarter of plain PyTorch's
+# bytes per weight, and up to four times the products per instruction. The price: it is lossy. (The weights of the
+# logits are INT8 too, but their inputs are rounded to two bytes each, which costs next to nothing in quality.)
 
 # %% tags=["nbval-ignore-output"]
 began = time.perf_counter()
@@ -560,9 +561,9 @@ print(f"tokens before the first that differs: {first}")
 #
 # ### Step 5: a draft model on top
 #
-# Speculative decoding makes the number of steps smaller: a small *draft* model guesses γ tokens, and the target checks all
-# of them in one step and keeps those that it would have written itself (lesson 0 shows it). **Predict**: does it save time
-# here?
+# [Speculative decoding](glossary.md#speculative-decoding) makes the number of steps smaller: a small
+# *[draft](glossary.md#draft)* model guesses γ tokens, and the target checks all of them in one step and keeps those
+# that it would have written itself (lesson 0 shows it). **Predict**: does it save time here?
 #
 # Measure before you switch it on. Three numbers decide: how often a guess is right, what a guess costs, and how much longer
 # a step takes that checks several tokens instead of one.

@@ -8,6 +8,8 @@ to the other (Lloyd 1982).
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,6 +25,12 @@ class SortedRows:
         moments = (weights, weights * self.values, weights * self.values.square())
         self.sums = torch.stack([F.pad(moment.cumsum(1), (1, 0)) for moment in moments])
 
+    def only(self, chosen: Tensor) -> SortedRows:
+        """Those of the rows where `chosen` (`[rows]`, bool) is true."""
+        part = copy.copy(self)
+        part.values, part.sums = self.values[chosen], self.sums[:, chosen]
+        return part
+
     def clusters(self, centroids: Tensor) -> Tensor:
         """Σ weight, Σ weight·value, Σ weight·value² of the values nearest to each of `centroids` (`[rows, k]`).
 
@@ -35,20 +43,31 @@ class SortedRows:
 
 
 def weighted_kmeans(values: Tensor, weights: Tensor, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
-    """Move `centroids` (`[rows, k]`) until they suit the `values`, each counted by its weight (`[rows, columns]`).
+    """`settle` for `values`, each counted by its weight; both `[rows, columns]`."""
+    return settle(SortedRows(values, weights), centroids, rounds)
+
+
+def settle(rows: SortedRows, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
+    """Move `centroids` (`[rows, k]`) until they suit the values of their rows.
 
     Returns the centroids `[rows, k]` in order, fp64, and the objective of each row before each round and after the
-    last: `[rounds + 1, rows]`. A centroid that no weight is nearest to stays where it is.
+    last: `[rounds + 1, rows]`. A centroid that no weight is nearest to stays where it is. A row that a round leaves as
+    it is would stay so in all later ones, so rows that have settled are left out of those.
     """
-    rows = SortedRows(values, weights)
     centroids = centroids.double().sort(dim=1).values
-    objectives = []
-    for _ in range(rounds):
-        mass, first, second = rows.clusters(centroids)
-        objectives.append(_objective(centroids, mass, first, second))
-        centroids = torch.where(mass > 0, first / mass, centroids).sort(dim=1).values
-    objectives.append(_objective(centroids, *rows.clusters(centroids)))
-    return centroids, torch.stack(objectives)
+    objectives = centroids.new_empty(rounds + 1, len(centroids))
+    active = torch.arange(len(centroids), device=centroids.device)
+    for number in range(rounds):
+        own = centroids[active]
+        mass, first, second = rows.clusters(own)
+        objectives[number:, active] = _objective(own, mass, first, second)
+        centroids[active] = torch.where(mass > 0, first / mass, own).sort(dim=1).values
+        moved = (centroids[active] != own).any(dim=1)
+        if moved.sum() <= len(active) / 2:  # to pick rows costs about a round
+            rows, active = rows.only(moved), active[moved]
+    own = centroids[active]
+    objectives[rounds, active] = _objective(own, *rows.clusters(own))
+    return centroids, objectives
 
 
 def nearest(values: Tensor, centroids: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minillm.errors import CheckpointError, ConfigError
 from minillm.quantization.base import CODEBOOKS, SPARSE, WEIGHTS, LayerStatistics, Scheme, TensorSpec
-from minillm.quantization.kmeans import nearest, weighted_kmeans
+from minillm.quantization.kmeans import SortedRows, nearest, settle
 from minillm.quantization.packing import pack, packed_width, unpack
 
 LEAST_WEIGHT = 1.0
@@ -129,7 +129,8 @@ def fit_codebooks(weight: Tensor, counts: Tensor, num_centroids: int) -> Tensor:
         _equal_shares(weight, (counts > 0).double(), num_centroids),
         _equal_shares(weight, counts.double(), num_centroids),
     )
-    found = [weighted_kmeans(weight, counts, start) for start in starts]
+    rows = SortedRows(weight, counts)
+    found = [settle(rows, start) for start in starts]
     best = torch.stack([objectives[-1] for _, objectives in found]).argmin(dim=0)
     choices = torch.stack([centroids for centroids, _ in found])
     return choices[best, torch.arange(len(best), device=weight.device)]

@@ -108,7 +108,7 @@ def measure_growth(grow_to: NextCapacity, append: Append, num_steps: int, grid: 
         for r in grid
         for kernel in ("whole", "view")
     }
-    took = in_turn(runs)
+    took = in_turn(runs, rounds=3)
     row = torch.ones(1, HEADS, WIDTH)
     once = statistics.median(in_turn({"new": lambda: (_grown(row, 1, 0), _grown(row, 1, 0))}, rounds=200)["new"])
     slower = {key: ratio(seconds, took["view", num_steps]) for key, seconds in took.items()}

@@ -102,20 +102,26 @@ def race(
 ) -> dict[str, Parts]:
     """The parts of each engine's median run, by total time; in every round the engines complete the prompt in turn.
 
-    Engines in `warm` have just completed the same prompt, the others have never seen it. One more round comes first and
-    is not counted. Raises `LessonError` if the parts of a run do not sum to its time, or the number of tokens is wrong.
+    Engines in `warm` have just completed the same prompt, the others have never seen it. An engine that has not run yet
+    completes it once more, first, and that is not counted. Raises `LessonError` if the parts of a run do not sum to its
+    time, or the number of tokens is wrong.
     """
     runs: dict[str, list[Parts]] = {name: [] for name in engines}
-    for turn in range(rounds + 1):
+    for llm in engines.values():
+        if not llm.engine.num_steps:
+            llm.generate(prompt, params, use_tqdm=False)
+    for _ in range(rounds):
+        before: LLM | None = None
         for name, llm in engines.items():
-            llm.reset_prefix_cache()
-            if name in warm:
+            if name not in warm:
+                llm.reset_prefix_cache()
+            elif llm is not before:
                 llm.generate(prompt, params, use_tqdm=False)
             marks, output = record(llm, prompt, params, CLOCK)
             parts = attribute(marks)
             _must_be_whole(name, marks, parts, output, params, name in warm)
-            if turn:
-                runs[name].append(parts)
+            runs[name].append(parts)
+            before = llm
     return {name: sorted(each, key=lambda parts: sum(parts.values()))[rounds // 2] for name, each in runs.items()}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from minillm.errors import CheckpointError
 from minillm.quantization.base import LayerStatistics
 from minillm.quantization.groups import dequantize_groups, quantize_groups
-from minillm.quantization.kmeans import nearest, weighted_kmeans
+from minillm.quantization.kmeans import SortedRows, nearest, weighted_kmeans
 from minillm.quantization.schemes import make_scheme
 from minillm.quantization.squeezellm import LEAST_WEIGHT, SqueezeLLM, fit_codebooks, importance
 
@@ -45,6 +45,25 @@ def test_the_objective_never_rises_and_is_what_it_says() -> None:
     assert torch.allclose(objectives[-1], by_hand(x, counts, centroids), rtol=1e-9)
     assert (objectives.diff(dim=0) <= 1e-12 * objectives[0]).all()
     assert (objectives[-1] < 0.7 * objectives[0]).all()
+
+
+def test_rows_that_have_settled_are_left_out_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(3)
+    values, weights = torch.randn(40, 30, generator=draw), torch.rand(40, 30, generator=draw)
+    rows, start = SortedRows(values, weights), values[:, :5]
+    plain = [start.double().sort(dim=1).values]
+    for _ in range(30):
+        mass, first, _ = rows.clusters(plain[-1])
+        plain.append(torch.where(mass > 0, first / mass, plain[-1]).sort(dim=1).values)
+    asked, clusters = [], SortedRows.clusters
+    monkeypatch.setattr(SortedRows, "clusters", lambda own, c: asked.append(len(c)) or clusters(own, c))
+    centroids, objectives = weighted_kmeans(values, weights, start)
+    assert torch.equal(centroids, plain[-1])
+    for found, then in zip(objectives, plain, strict=True):
+        mass, first, second = clusters(rows, then)
+        by_hand = (second - 2 * then * first + then.square() * mass).sum(1).clamp_min(0)
+        assert torch.equal(found, by_hand)
+    assert sum(asked) < 40 * 31 / 2
 
 
 def test_each_centroid_ends_at_the_weighted_mean_of_its_values() -> None:

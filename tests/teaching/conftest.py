@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbformat import NotebookNode
 
 from minillm.teaching.build import build
+from minillm.teaching.execute import execute
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
+from minillm.teaching.notebook import read_source
 
 HERE = Path(__file__).parent
 
@@ -48,3 +53,25 @@ def sample_course(tmp_path_factory) -> Path:
 @pytest.fixture
 def course(sample_course, tmp_path) -> Path:
     return Path(shutil.copytree(sample_course, tmp_path / "course"))
+
+
+@pytest.fixture(scope="session")
+def second_run(sample_course) -> NotebookNode:
+    """The sample lesson, run once more as `minillm build --check --run` does."""
+    source = sample_course / "solutions" / "90_sample.py"
+    return execute(read_source(source), source.parent, recording=False)
+
+
+@pytest.fixture
+def no_kernel(monkeypatch, second_run) -> None:
+    """Wherever a lesson would be run, its cells get the outputs of `second_run`: for tests of what comes of a run."""
+
+    def carried(solution: NotebookNode, *_: object, **__: object) -> NotebookNode:
+        notebook = nbformat.from_dict(solution)
+        for cell, ran in zip(notebook.cells, second_run.cells, strict=True):
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = copy.deepcopy(ran.outputs), ran.execution_count
+        return notebook
+
+    monkeypatch.setattr("minillm.teaching.build.execute", carried)
+    monkeypatch.setattr("minillm.teaching.rerun.execute", carried)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -9,7 +10,7 @@ import pytest
 
 from minillm.errors import LessonError
 from minillm.teaching.build import build
-from minillm.teaching.glossary import page, terms
+from minillm.teaching.glossary import FILE, page, terms
 from minillm.teaching.lint import cited_but_absent, refuse_dead_links
 from minillm.teaching.notebook import for_learner, read_source
 
@@ -47,6 +48,13 @@ def test_lessons_of_the_glossary_exist():
     assert {term.lesson for term in terms()} - {None} <= numbers
 
 
+@pytest.mark.parametrize("source", sorted((ROOT / "solutions").glob("[0-9]*.py")), ids=lambda path: path.stem)
+def test_lesson_links_its_important_words_each_once(source):
+    linked = re.findall(rf"\]\({FILE}#([\w-]+)\)", source.read_text(encoding="utf-8"))
+    assert len(linked) >= 5
+    assert len(set(linked)) == len(linked)
+
+
 def test_link_leads_to_the_page_from_the_lesson_and_from_the_solution(tmp_path):
     (tmp_path / "92_links.py").write_text(SOURCE)
     (tmp_path / "02_kv_cache.py").touch()
@@ -79,7 +87,7 @@ def test_lesson_that_is_cited_but_does_not_exist_is_found():
     assert found == [f"cell 1 speaks of lesson {n}, which does not exist" for n in (10, 13, 99)]
 
 
-def test_check_reports_a_cited_lesson_that_does_not_exist(course):
+def test_check_reports_a_cited_lesson_that_does_not_exist(course, no_kernel):
     source = course / "solutions" / "90_sample.py"
     source.write_text(source.read_text().replace("Everything the build", "As lesson 91 tells. Everything the build"))
     build(course)

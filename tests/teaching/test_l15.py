@@ -205,6 +205,15 @@ def test_a_race_refuses_parts_that_leave_something_out(engine: LLM):
         race({"plain": engine}, prompt, PARAMS, lambda marks: {**attribute(marks), "target": 0.0}, rounds=1)
 
 
+def test_a_race_of_engines_that_have_run_needs_no_run_that_is_not_counted(engine: LLM, monkeypatch):
+    """The cold run of an engine is what makes its next run warm."""
+    prompt = engine.engine.tokenizer.decode(list(range(20, 40)))
+    engine.generate(prompt, PARAMS, use_tqdm=False)
+    monkeypatch.setattr(engine, "generate", lambda *_, **__: pytest.fail("one more run"))
+    parts = race({"plain": engine, "warm": engine}, prompt, PARAMS, attribute, warm=("warm",), rounds=2)
+    assert sum(parts["warm"].values()) > 0
+
+
 def test_operations_of_a_step_are_counted_by_name(engine: LLM):
     ids = list(range(30, 50))
     one, two = (operations_called(decode_step(engine, ids, width)) for width in (1, 2))

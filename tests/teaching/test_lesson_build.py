@@ -95,7 +95,7 @@ def test_building_again_gives_the_same_bytes_even_for_measured_cells(course):
     assert [i for i, pair in enumerate(zip(old["cells"], new["cells"], strict=True)) if pair[0] != pair[1]] == [8]
 
 
-def test_new_prose_does_not_replace_measurements(course):
+def test_new_prose_does_not_replace_measurements(course, no_kernel):
     [before] = outputs_of(read(course / SOLUTION), "print(measured)")
     edit(course / SOURCE, "Everything the build", "Hello. Everything the build")
     build(course)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from pathlib import Path
 
 import nbformat
 import pytest
 
+import minillm.teaching.rerun
 from minillm import cli
 from minillm.errors import LessonError
 from minillm.teaching.build import build
@@ -37,11 +40,11 @@ def change(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_fresh_solution_gives_what_was_recorded(course):
+def test_fresh_solution_gives_what_was_recorded(course, no_kernel):
     assert rerun(course) == []
 
 
-def test_stale_number_in_a_live_picture_is_found_although_the_quick_check_and_nbval_pass(course):
+def test_stale_number_in_a_live_picture_is_found_although_the_quick_check_and_nbval_pass(course, no_kernel):
     """The bytes of the lesson agree with the recorded picture, and nbval looks at no frame after the first."""
     change(course / SOLUTION, "Bars of [2, 6]", "Bars of [2, 7]")
     lesson = course / "lessons" / "90_sample.ipynb"
@@ -54,25 +57,31 @@ def test_stale_number_in_a_live_picture_is_found_although_the_quick_check_and_nb
     )
 
 
-def test_stale_print_is_found_and_the_command_fails(course, capsys):
+def test_stale_print_is_found_and_the_command_fails(course, no_kernel, capsys):
     change(course / SOLUTION, "loading 100%\\n", "loading 99%\\n")
     assert cli.main(["build", "--check", "--root", str(course)]) == 0
     assert cli.main(["build", "--check", "--run", "--jobs", "2", "--root", str(course)]) == 1
     assert "cell 8, run again: 'loading 99%' is recorded, 'loading 100%' is computed" in capsys.readouterr().err
 
 
-def test_lessons_run_side_by_side_and_are_told_in_order(tmp_path):
-    (tmp_path / "solutions").mkdir()
-    for number in (94, 95):
-        (tmp_path / "solutions" / f"{number}_sum.py").write_text(
-            f"# %% [markdown]\n# # A sum\n\n# %%\nprint({number} + 1)\n"
-        )
-    build(tmp_path)
-    for number in (94, 95):
-        change(tmp_path / "solutions" / f"{number}_sum.ipynb", f'"{number + 1}\\n"', '"7\\n"')
-    assert [stale.reason for stale in rerun(tmp_path, jobs=2)] == [
-        "cell 3, run again: '7' is recorded, '95' is computed",
-        "cell 3, run again: '7' is recorded, '96' is computed",
+def test_lessons_run_side_by_side_and_are_told_in_order(course, no_kernel, monkeypatch):
+    """The first lesson ends after the second has: run one after the other, they would never end."""
+    for suffix in (".py", ".ipynb"):
+        shutil.copy(course / SOURCE.with_suffix(suffix), course / "solutions" / f"91_late{suffix}")
+    for name in ("90_sample", "91_late"):
+        change(course / "solutions" / f"{name}.ipynb", "loading 100%", f"loading {name}")
+    run, second_is_done = minillm.teaching.rerun.execute, threading.Event()
+
+    def in_reverse(source: nbformat.NotebookNode, *args: object, **kwargs: object) -> nbformat.NotebookNode:
+        if source.metadata.minillm.lesson == "91_late":
+            second_is_done.set()
+        assert second_is_done.wait(60)
+        return run(source, *args, **kwargs)
+
+    monkeypatch.setattr("minillm.teaching.rerun.execute", in_reverse)
+    assert [stale.reason for stale in rerun(course, jobs=2)] == [
+        "cell 8, run again: 'loading 90_sample' is recorded, 'loading 100%' is computed",
+        "cell 8, run again: 'loading 91_late' is recorded, 'loading 100%' is computed",
     ]
 
 
