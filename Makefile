@@ -50,6 +50,7 @@ dist: $(STAMP)
 SPREAD := -n $(JOBS) --dist loadfile
 test: export OMP_NUM_THREADS := 1
 test: lint
+	$(BIN)/python -m compileall -q minillm  # once, where Python is told to write no bytecode: tests start many processes
 	$(BIN)/minillm build --check
 	$(BIN)/pytest $(SPREAD) --nbval-lax lessons/ $(PYTEST_ARGS)
 	$(BIN)/minillm build --check --run --jobs $(JOBS)
