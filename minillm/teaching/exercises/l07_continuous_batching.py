@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from minillm.teaching.exercise import Case, Exercise
+from minillm.teaching.exercises import _l07_slips as slips
 from minillm.teaching.exercises._l07_mistakes import ADMIT, BUDGET, STATIC, VICTIM
 from minillm.teaching.exercises._l07_reference import admit, choose_victim, share_budget, static_steps
 from minillm.teaching.exercises._solution import body
@@ -27,7 +28,7 @@ _STATIC = Exercise(
         "sum(… of lengths[i : i + batch_size] for i in range(0, len(lengths), batch_size)). What stands for the dots?",
         body(static_steps),
     ),
-    wrong=STATIC,
+    wrong=(*STATIC, *slips.STATIC),
 )
 
 _BUDGET = Exercise(
@@ -52,7 +53,7 @@ _BUDGET = Exercise(
         "that share. Two expressions are missing.",
         body(share_budget),
     ),
-    wrong=BUDGET,
+    wrong=(*BUDGET, *slips.BUDGET),
 )
 
 _ADMIT = Exercise(
@@ -84,7 +85,7 @@ _ADMIT = Exercise(
         "the budget. The three conditions are missing.",
         body(admit),
     ),
-    wrong=ADMIT,
+    wrong=(*ADMIT, *slips.ADMIT),
 )
 
 _VICTIM = Exercise(
