@@ -33,7 +33,7 @@ def about_tensor(expected: Tensor, got: object, axes: Sequence[str], name: str =
 def _unwritten(unwritten: Tensor, axes: Sequence[str], name: str) -> str:
     """How many numbers nobody has written, and where they are."""
     if unwritten.all():
-        return f"nothing is ever written into {name}"
+        return f"nothing is written into {name}, or only what was read from it"
     for axis, what in enumerate(axes[: unwritten.dim()]):
         others = [i for i in range(unwritten.dim()) if i != axis]
         never = unwritten.all(dim=others) if others else unwritten
