@@ -70,7 +70,8 @@ def _parts(pairs: Sequence[Pair], names: Sequence[str]) -> dict[str, list[Pair]]
 def _about_parts(parts: Mapping[str, list[Pair]], what: str) -> str:
     """Which parts are wrong, and of the first of them how."""
     wrong = {name: [pair for pair in each if values_match(*pair)] for name, each in parts.items()}
-    wrong = {name: each for name, each in wrong.items() if each}
+    shown_first = sorted(wrong, key=lambda name: values_match(*parts[name][0]) is None)  # the first case is shown
+    wrong = {name: wrong[name] for name in shown_first if wrong[name]}
     facts = (common_fact(each, what=name) for name, each in wrong.items())
     fact = next(filter(None, facts), "")
     if len(wrong) == 1 and len(parts) > 1:

@@ -242,6 +242,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
         r"expected Tensor as element \d+ in argument \d+, but got (\w+)",
         "one of the tensors to be joined is a value of type {0}",
     ),
+    ("TypeError", r"unhashable type: '(\w+)'", "a value of type {0} is looked up as a key, which it cannot be"),
     ("AttributeError", r"module '([\w.]+)' has no attribute '(\w+)'", "there is no {1} in {0}"),
     ("AttributeError", r"'(\w+)' object has no attribute '(\w+)'", "a value of type {0} has no {1}"),
 )

@@ -37,26 +37,32 @@ MERGE: Edits = {
     ),
 }
 
-_LOOP = "range(0, length, BLOCK_SIZE)"
 
-KEYS: Edits = {
-    "leaves out a last block that holds one row (the end of the range is one too small)": (
-        _LOOP,
-        "range(0, length - 1, BLOCK_SIZE)",
-    ),
-    "begins with the second block": (_LOOP, "range(BLOCK_SIZE, length, BLOCK_SIZE)"),
-    "takes the first block of the table every time": (" + first // BLOCK_SIZE)", ")"),
-    "loads the rows that do not exist, and not those that do": ("first + place < length", "first + place >= length"),
-    "compares the place within the block with the length, and forgets where the block begins": (
-        "first + place < length",
-        "place < length",
-    ),
-    "takes the values for the keys": ("tl.load(k_ptr + at", "tl.load(v_ptr + at"),
-    "exchanges the request and the KV head of the program": ("request, kv_head =", "kv_head, request ="),
-}
+def _loop(begin: str, end: str) -> Edits:
+    """Wrong ways through the blocks, for a kernel whose loop is `range(begin, end, BLOCK_SIZE)`."""
+    loop = f"range({begin}, {end}, BLOCK_SIZE)"
+    return {
+        "leaves out a last block that holds one row (the end of the range is one too small)": (
+            loop,
+            f"range({begin}, {end} - 1, BLOCK_SIZE)",
+        ),
+        "begins with the second block": (loop, f"range({begin} + BLOCK_SIZE, {end}, BLOCK_SIZE)"),
+        "takes the first block of the table every time": (" + first // BLOCK_SIZE)", ")"),
+        "loads the rows that do not exist, and not those that do": (
+            "first + place < length",
+            "first + place >= length",
+        ),
+        "compares the place within the block with the length, and forgets where the block begins": (
+            "first + place < length",
+            "place < length",
+        ),
+        "takes the values for the keys": ("tl.load(k_ptr + at", "tl.load(v_ptr + at"),
+    }
+
 
 DECODE: Edits = {
-    **KEYS,
+    **_loop("0", "length"),
+    "exchanges the request and the KV head of the program": ("request, kv_head =", "kv_head, request ="),
     "divides the queries by 1/√DIM instead of multiplying": ("* scale", "/ scale"),
     "divides the queries by the keys; a score is a product": ("q[:, None, :] * k", "q[:, None, :] / k"),
     "forgets the exponential of the scores": ("tl.exp(score - m_new[:, None])", "score - m_new[:, None]"),
@@ -66,14 +72,13 @@ DECODE: Edits = {
         "m_new[:, None] - score",
     ),
     "keeps the weights of the last block only": ("total * rescale + tl.sum(weight, 1)", "tl.sum(weight, 1)"),
-    "subtracts the weights of the block instead of adding them": (
+    "subtracts the weights of a block, or its values, instead of adding them": (
         "rescale + tl.sum(weight, 1)",
         "rescale - tl.sum(weight, 1)",
     ),
     "divides the sum of the weights by the factor": ("total * rescale", "total / rescale"),
     "adds the factor to the sum of the weights instead of multiplying": ("total * rescale", "total + rescale"),
     "keeps the values of the last block only": ("out * rescale[:, None] + tl.sum(", "tl.sum("),
-    "subtracts the values of the block instead of adding them": ("[:, None] + tl.sum(", "[:, None] - tl.sum("),
     "divides the values by their weights": ("weight[:, :, None] * v", "weight[:, :, None] / v"),
     "adds up the values without their weights": (
         "weight[:, :, None] * v[None, :, :]",
@@ -100,7 +105,7 @@ DECODE: Edits = {
 }
 
 SPLIT: Edits = {
-    **KEYS,
+    **_loop("begin", "end"),
     "begins every part where the second one belongs": ("begin = split * keys_of_a_part", "begin = keys_of_a_part"),
     "begins the parts one key after each other": ("begin = split * keys_of_a_part", "begin = split"),
     "ends every part at the end of the keys or beyond (maximum instead of minimum)": ("tl.minimum(", "tl.maximum("),
@@ -127,7 +132,7 @@ MERGE_KERNEL: Edits = {
 }
 
 INT8: Edits = {
-    **KEYS,
+    **_loop("0", "length"),
     "divides by the scales of the values instead of multiplying": ("v * v_scale", "v / v_scale"),
     "multiplies the result by the sum of the weights instead of dividing": ("out / total", "out * total"),
     "does not divide by the sum of the weights": ("out / total[:, None]", "out"),
