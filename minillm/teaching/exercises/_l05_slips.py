@@ -92,7 +92,7 @@ GROUPS = slips(
             "(-low / scale.float())",
             "(-low)",
         ),
-        "takes the zero point with the wrong sign, so that it is cut off at 0": ("-low", "low"),
+        "gives every group the zero point 0: look at its sign, its quotient and its limits": ("-low", "low"),
         "never gives the code 0 (the lower limit is 1)": ("None]).clamp(0, 15)", "None]).clamp(1, 15)"),
         "never gives the code 15 (the upper limit is 14)": ("None]).clamp(0, 15)", "None]).clamp(0, 14)"),
         "subtracts the zero point instead of adding it": ("+ zero[", "- zero["),
@@ -126,6 +126,7 @@ AWQ = slips(
 OUTLIERS = slips(
     split_outliers,
     {
+        "sets nothing apart, whatever the share is": ("int(share * weight.numel())", "0"),
         "takes all weights for outliers, whatever the share is": ("int(share * weight.numel())", "weight.numel()"),
         "takes the places within a row (topk without flatten) for places in the whole matrix": (".flatten()", ""),
         "leaves all weights in the sparse part": ("weight.masked_fill(~kept, 0.0)", "weight"),

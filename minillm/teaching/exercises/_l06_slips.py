@@ -22,6 +22,7 @@ ALLOCATE = slips(
         "refuses always": ("count > len(free)", "True"),
         "takes one block too many": ("range(count)", "range(count + 1)"),
         "takes one block too few": ("range(count)", "range(count - 1)"),
+        "gives each block two owners": ("] = 1", "] = 2"),
         "gives an owner only to the first block that it takes": ("in taken:", "in taken[:1]:"),
     },
 )

@@ -40,6 +40,8 @@ ADMIT = slips(
         "stops while seats are free, and goes on when none is": ("len(shares) == seats", "len(shares) != seats"),
         "stops when nothing has run out, and goes on when something has": (_ANY, f"not ({_ANY})"),
         "takes the first share off the budget again and again": ("shares[-1]", "shares[0]"),
+        "multiplies the tokens by block_size instead of dividing": ("-tokens // block_size", "-tokens * block_size"),
+        "never stops, whatever has run out": ("            break\n", "            pass\n"),
         "divides block_size by the tokens: the quotient is upside down": (
             "-tokens // block_size",
             "block_size // -tokens",

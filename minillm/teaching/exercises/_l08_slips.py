@@ -17,6 +17,27 @@ def _rows(verb: str, name: str, pointer: str, stride: str) -> Edits:
     }
 
 
+LANES: Edits = {
+    "returns the lanes first and the programs second": (
+        "programs, programs * block - rows * columns",
+        "programs * block - rows * columns, programs",
+    ),
+    "takes one program for each row": ("rows * -(-columns // block)", "rows"),
+    "counts the programs of one row only": ("rows * -(-columns", "-(-columns"),
+    "takes one program for each column": ("-(-columns // block)", "columns"),
+    "multiplies the columns by the block instead of dividing": ("columns // block", "columns * block"),
+    "adds the lanes that work instead of taking them off": ("block - rows", "block + rows"),
+    "counts all lanes, and does not take off those that work": (" - rows * columns", ""),
+    "takes all lanes off those that work, so that the rest is below 0": (
+        "programs * block - rows * columns",
+        "rows * columns - programs * block",
+    ),
+    "takes the programs for their lanes: each has block lanes": ("programs * block -", "programs -"),
+    "counts the lanes of one program": ("programs * block -", "block -"),
+    "takes off one working lane for each row": ("- rows * columns", "- rows"),
+    "takes off the working lanes of one row": ("- rows * columns", "- columns"),
+}
+
 MASKS: Edits = {
     "lets one lane too many in (<= instead of <)": ("column < columns", "column <= columns"),
     "switches off the lanes that have a column, and lets the others work": ("column < columns", "column >= columns"),
@@ -90,6 +111,7 @@ RMS_NORM: Edits = {
 DEQUANTISE: Edits = {
     **MASKS,
     "switches off the rows that are there, and lets the others work": ("(row < rows)[", "(row >= rows)["),
+    "lets one row too many in (<= instead of <)": ("(row < rows)[", "(row <= rows)["),
     "lets lanes work that are outside: | instead of &, or no mask in the store": (")[:, None] & (", ")[:, None] | ("),
     "counts the rows of a tile backwards": ("ROWS + tl.arange", "ROWS - tl.arange"),
     "begins each program one row after the one before; it must be ROWS rows": (

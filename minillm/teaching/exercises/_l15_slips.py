@@ -8,7 +8,7 @@ ATTRIBUTE: Edits = {
     "begins every part with a second instead of 0": ("(PARTS, 0.0)", "(PARTS, 1.0)"),
     "stops after the first two marks": ("itertools.pairwise(marks)", "itertools.pairwise(marks[:2])"),
     "adds nothing to the parts": ("+= ended - began", "+= 0.0"),
-    "subtracts the time instead of adding it: the earlier mark belongs off the later one": (
+    "subtracts times instead of adding them: what is added is the later mark minus the earlier one": (
         "ended - began",
         "began - ended",
     ),

@@ -26,6 +26,7 @@ _ALLOCATE = Exercise(
         Case("two of three free blocks", ([2, 1, 0], [0, 0, 0], 2)),
         Case("all that is left", ([4, 3], [1, 1, 2, 0, 0], 2)),
         Case("more than there are", ([1], [1, 0], 2)),
+        Case("one of two", ([1, 0], [0, 0], 1)),
         Case("none", ([1, 0], [0, 0], 0)),
     ],
     hints=(

@@ -76,6 +76,8 @@ _ADMIT = Exercise(
         Case("the second is cut, and nothing is left for the third", ([10, 10, 2], 16, 8, 16, 4)),
         Case("nothing left of the budget", ([4], 0, 8, 8, 4)),
         Case("the budget ends exactly after the first", ([16, 4], 16, 8, 8, 4)),
+        Case("one short request, and many free blocks", ([2], 16, 8, 9, 4)),
+        Case("seats, budget and blocks end together", ([4, 4], 4, 1, 1, 4)),
     ],
     hints=(
         "Three things can run out: seats, tokens of this step, blocks. Look at all three before admitting a request.",

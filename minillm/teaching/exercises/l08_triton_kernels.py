@@ -11,6 +11,7 @@ from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
 from minillm.teaching.exercises import _l08_slips
 from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.exercises._l08_launch import Fence, LazyKernel, launch
+from minillm.teaching.source import slips
 
 
 def _planted(mistake: str, kernel: str, says: str = "") -> WrongVersion:
@@ -106,8 +107,10 @@ _LANES = Exercise(
         WrongVersion("lets a block run on into the next row", _flat),
         WrongVersion("counts the masked lanes of one row only", _one_row_of_lanes),
         WrongVersion("counts the lanes that work, not those that are masked", _busy_lanes),
+        *slips(lanes, _l08_slips.LANES),
     ),
     otherwise=about_lanes,
+    parts=("programs", "lanes"),
 )
 
 # ---------------------------------------------------------------------------------------------------------------- copy
@@ -322,7 +325,7 @@ def _dequantise_cases() -> list[Case]:
     return [
         Case("one row", (codes[:1], scale[:1], 1, 4)),
         Case("two rows, each with its own scale", (codes[:2], scale[:2], 2, 4)),
-        Case("three rows in a tile of four", (codes[:3], scale[:3], 4, 4)),
+        Case("five rows in tiles of four", (codes, scale, 4, 4)),
         Case("five rows in tiles of two", (codes, scale, 2, 4)),
         Case("six columns in a block of eight", (six, scale[:2], 2, 8)),
         Case("large codes and a scale of 2", (torch.tensor([[127, -127, 100]]).to(torch.int8), scale[2:3], 1, 4)),

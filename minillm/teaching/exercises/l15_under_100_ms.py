@@ -701,11 +701,14 @@ _GAMMA = Exercise(
         WrongVersion(
             "takes the largest of equals; more drafts for the same speed are not worth it", _largest_of_equals
         ),
-        WrongVersion("takes the shortest round, however few tokens it gains", _time_and_not_speed),
+        WrongVersion(
+            "takes the shortest round: it leaves the tokens out, or counts every draft as a whole step",
+            _time_and_not_speed,
+        ),
         WrongVersion("counts the drafts only if all of them are right", _all_or_nothing),
         WrongVersion("counts 1 + γ·acceptance tokens a round, as if a wrong draft did not end it", _linear_tokens),
         WrongVersion("takes verification for free", _free_verification),
-        WrongVersion("takes drafts for free", _free_drafts),
+        WrongVersion("takes drafts for free, or all of them for the price of one", _free_drafts),
         WrongVersion("drafts even where not drafting is faster", _always_drafts),
         WrongVersion("takes as many drafts as it can", _most_tokens),
         *slips(choose_gamma, _l15_slips.GAMMA),
