@@ -33,7 +33,12 @@ from minillm.teaching.grade import grade
 from minillm.teaching.result import Status
 
 ROOT = Path(__file__).parents[2]
-CLEAN = {"numbers written beyond out": 0, "input numbers overwritten": 0, "blocks loaded without a mask": []}
+CLEAN = {
+    "numbers of out never written": 0,
+    "numbers written beyond out": 0,
+    "input numbers overwritten": 0,
+    "blocks loaded without a mask": [],
+}
 NAMES = ["copy_kernel", "softmax_kernel", "rms_norm_kernel", "dequantise_kernel"]
 SMALL = settings(max_examples=8, derandomize=True)
 SIZES = st.integers(1, 20)

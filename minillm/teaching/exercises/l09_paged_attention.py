@@ -630,6 +630,7 @@ _INT8 = Exercise(
     cases=lambda: [
         Case("one request, one full block", _coded(_poisoned(1, [4], [[1]], 1, 1))),
         Case("the last block holds one of four", _coded(_poisoned(2, [5], [[2, 0]], 1, 1))),
+        Case("two full blocks, the second of which lies first", _coded(_poisoned(5, [8], [[1, 0]], 1, 1))),
         Case("two requests, two KV heads of eight channels", _coded(_poisoned(3, [3, 6], [[4], [2, 0]], 2, 2, dim=8))),
         Case("every tensor ends where its memory ends", (*_coded(_everything()), True)),
     ],
