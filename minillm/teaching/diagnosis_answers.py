@@ -76,7 +76,7 @@ def _about_parts(parts: Mapping[str, list[Pair]], what: str) -> str:
     fact = next(filter(None, facts), "")
     if len(wrong) == 1 and len(parts) > 1:
         [name] = wrong
-        return f"{fact or name + ' is wrong'}; everything else is right"
+        return f"{fact.partition(';')[0] or name + ' is wrong'}; everything else is right"
     return fact or (f"{' and '.join(wrong)} are wrong; everything else is right" if len(wrong) < len(parts) else "")
 
 

@@ -122,7 +122,7 @@ def test_a_fact_must_hold_for_every_wrong_answer():
         ([([1, 2, 3], [2, 3])], "lacks its first entry"),
         ([([1, 2, 3], [1, 2, 3, 4])], "one entry too many at its end"),
         ([([1, 2, 3], [3, 2, 1])], "from last to first"),
-        ([([1, 2, 3], [2, 3, 4])], "every entry 1 too large"),
+        ([([1, 5, 3], [2, 6, 4])], "every entry 1 too large"),
         ([([1, 2, 3], [1, 2, 7])], "wrong only in its last entry"),
         ([([1, 2], []), ([4], [])], "is empty"),
         ([(3, 4), (9, 10)], "always 1 too large"),
