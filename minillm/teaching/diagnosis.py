@@ -1,8 +1,9 @@
 """Guess why a function is wrong: its signature, the exercise's own diagnosis, or a planted mistake that acts alike.
 
 A guess must fit every case that was tried: it explains each one that fails, and has nothing to say against those that
-pass. If none does, a property that the first failing answer breaks may be named (`Exercise.otherwise`), which is a fact
-and no guess; else nothing is said: a wrong cause sends the learner the wrong way.
+pass. If none does, a fact is told, which is no guess: what an error says of the failing line, a property that the first
+failing answer breaks (`Exercise.otherwise`), or what all wrong answers have in common. If there is none, nothing is
+said: a wrong cause sends the learner the wrong way.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ THREE, FOUR = torch.zeros(3), torch.zeros(4)
         (lambda: ROWS[: 3 / 2], "a slice begins or ends at what is no whole number"),
         (lambda: THREE.unflatten(0, (2, 2)), "dimension 0 has 3 entries, which cannot be cut into [2, 2]"),
         (lambda: ROWS + 1, "+ stands between a value of type list and one of type int"),
+        (lambda: THREE.masked_fill(0.0, THREE > 0), "masked_fill does not take (float, Tensor)"),
         (lambda: {"a": 1}["b"], "a key is looked up that is not there"),
         (lambda: list(zip(ROWS, EMPTY, strict=True)), "number 2 is shorter than number 1"),
     ],
@@ -73,6 +74,10 @@ def test_an_error_of_an_unknown_kind_gets_no_cause():
     [
         ("ValueError: arange's range must be a power of 2 (in the line `tl.arange(1, 4)`)", "2, 4, 8"),
         ("ValueError: Unsupported ptr type <['4'], int32> in `tl.load` (in the line `x`)", "tl.load is given numbers"),
+        (
+            "InterpreterError: ValueError(\"axis 1 out of bounds for shape ['constexpr[4]']\") (in the line `x`)",
+            "axis 1 is asked of a block of shape [4]",
+        ),
         (
             "IncompatibleTypeErrorImpl: invalid operands of type pointer<fp32> and triton.language.float32",
             "combined with a fraction",
