@@ -223,6 +223,7 @@ TRITON: tuple[Rule, ...] = (
         r"`other` cannot be provided without `mask`",
         "tl.load has no mask, and so nothing that `other` could stand for: does the block reach beyond the end?",
     ),
+    ("ValueError", r"axis (-?\d+) out of bounds for shape (\[.*)", "axis {0} is asked of a block of shape {1}"),
     (
         "TypeError",
         r"cannot add pointers together",
