@@ -43,14 +43,12 @@ def _unwritten(unwritten: Tensor, axes: Sequence[str], name: str) -> str:
     return f"{int(unwritten.sum())} of {unwritten.numel()} numbers of {name} are never written"
 
 
-def _one_side(wrong: Tensor, axes: Sequence[str], name: str) -> str:
-    """The dimension along which right and wrong can be told apart; else how many are wrong."""
+def _one_side(wrong: Tensor, axes: Sequence[str], name: str) -> str | None:
+    """The dimension along which right and wrong can be told apart; None if there is none."""
     for axis, what in enumerate(axes[: wrong.dim()]):
         others = [i for i in range(wrong.dim()) if i != axis]
         bad = wrong.any(dim=others) if others else wrong
         if bad.any() and not bad.all():
             numbers = ", ".join(map(str, bad.nonzero()[:, 0].tolist()[:8]))
             return f"in {name} only {what} {numbers} is wrong, of {len(bad)} (counted from 0)"
-    if wrong.all():
-        return f"every number of {name} is wrong"
-    return f"in {name} {int(wrong.sum())} of {wrong.numel()} numbers are wrong, in every {' and every '.join(axes)}"
+    return None
