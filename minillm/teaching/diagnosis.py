@@ -94,11 +94,21 @@ def _words(error: BaseException | None) -> str:
 def _by_error(first: Outcome, function: Function) -> str:
     """What the error alone tells."""
     if isinstance(first.error, OutOfBoundsError):
-        return PAST_THE_END
+        return _out_of_bounds(str(first.error))
     if out_of_memory(first.error):
         return "something grows without an end, or has one dimension too many"
     space = getattr(inspect.unwrap(function), "__globals__", None)
     return cause_of_error(first.error, lambda frame: frame.f_globals is space)
+
+
+def _out_of_bounds(message: str) -> str:
+    if "overwrote" in message:
+        return (
+            "numbers of an input are overwritten: does the store have the pointer of the result, and does it end there?"
+        )
+    if "before its first" in message:
+        return "an index lies before the beginning of an array: is something subtracted that should be added?"
+    return PAST_THE_END
 
 
 def _by_changed_input(outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from minillm.teaching.diagnosis_answers import common_fact
 from minillm.teaching.diagnosis_errors import cause_of_error
 from minillm.teaching.diagnosis_tensors import about_tensors
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
+from minillm.teaching.fence import OutOfBoundsError
 from minillm.teaching.grade import grade
 
 
@@ -158,3 +159,24 @@ def test_an_input_that_was_written_to_is_named():
     exercise = Exercise("l90.total", total, [Case("two", ([3, 4],)), Case("one", ([5],))], ("a", "b", "c", "d"), wrong)
     shown = grade(exercise, clears, key=AnswerKey(exercise)).counterexample
     assert shown.cause == "the answer is right, but your function writes into numbers: work on a copy"
+
+
+def reads_one() -> torch.Tensor:
+    return torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("overwrote 4 numbers of its input q", "numbers of an input are overwritten"),
+        ("wrote 2 numbers beyond the end of out, the first 2 before its first", "before the beginning of an array"),
+        ("wrote 2 numbers beyond the end of out, the first 1 after its last", "past the end of an array"),
+    ],
+)
+def test_a_store_outside_the_result_is_told_by_where_it_went(said: str, words: str):
+    def strays() -> torch.Tensor:
+        raise OutOfBoundsError(said)
+
+    wrong = (WrongVersion("a", lambda: torch.ones(1)), WrongVersion("b", lambda: torch.ones(2)))
+    exercise = Exercise("l90.reads_one", reads_one, [Case("one", ()), Case("again", ())], ("a", "b", "c", "d"), wrong)
+    assert words in grade(exercise, strays, key=AnswerKey(exercise)).counterexample.cause
