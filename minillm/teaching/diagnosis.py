@@ -1,8 +1,9 @@
 """Guess why a function is wrong: its signature, the exercise's own diagnosis, or a planted mistake that acts alike.
 
 A guess must fit every case that was tried: it explains each one that fails, and has nothing to say against those that
-pass. If none does, a property that the first failing answer breaks may be named (`Exercise.otherwise`), which is a fact
-and no guess; else nothing is said: a wrong cause sends the learner the wrong way.
+pass. If none does, a fact is told, which is no guess: what an error says of the failing line, a property that the first
+failing answer breaks (`Exercise.otherwise`), or what all wrong answers have in common. If there is none, nothing is
+said: a wrong cause sends the learner the wrong way.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 
 from minillm.teaching.accident import PAST_THE_END
 from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.diagnosis_answers import common_fact
+from minillm.teaching.diagnosis_errors import cause_of_error
 from minillm.teaching.exercise import Attempt, Diagnose, Exercise, Function
 from minillm.teaching.fence import OutOfBoundsError
 from minillm.teaching.trial import Outcome, difference, out_of_memory
@@ -27,8 +30,10 @@ def likely_cause(key: AnswerKey, function: Function, outcomes: Sequence[Outcome]
     return (
         _own_diagnosis(key, outcomes, problems)
         or _planted_mistake(key, outcomes, problems)
-        or _by_error(first)
+        or _by_error(first, function)
+        or _by_changed_input(outcomes, problems)
         or _said(key, key.exercise.otherwise, failed, first)
+        or _by_common_fact(key, outcomes, problems)
     )
 
 
@@ -86,15 +91,46 @@ def _words(error: BaseException | None) -> str:
     return re.sub(r" \(in the line `.*`\)$|'\w+'", "", lines[0])
 
 
-def _by_error(first: Outcome) -> str:
-    """What the kind of error alone tells."""
+def _by_error(first: Outcome, function: Function) -> str:
+    """What the error alone tells."""
     if isinstance(first.error, OutOfBoundsError):
-        return PAST_THE_END
-    if isinstance(first.error, RecursionError):
-        return "your function calls itself without an end"
+        return _out_of_bounds(str(first.error))
     if out_of_memory(first.error):
         return "something grows without an end, or has one dimension too many"
-    return ""
+    space = getattr(inspect.unwrap(function), "__globals__", None)
+    return cause_of_error(first.error, lambda frame: frame.f_globals is space)
+
+
+def _out_of_bounds(message: str) -> str:
+    if "overwrote" in message:
+        return (
+            "numbers of an input are overwritten: does the store have the pointer of the result, and does it end there?"
+        )
+    if "before its first" in message:
+        return "an index lies before the beginning of an array: is something subtracted that should be added?"
+    return PAST_THE_END
+
+
+def _by_changed_input(outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
+    """Whether right answers fail only because an input was written to."""
+    changed = {outcome.changed for outcome, problem in zip(outcomes, problems, strict=True) if problem}
+    if len(changed) != 1 or not all("changed its input" in problem for problem in problems if problem):
+        return ""
+    [names] = changed
+    return f"the answer is right, but your function writes into {' and '.join(names)}: work on a copy"
+
+
+def _by_common_fact(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
+    """What all answers that are wrong have in common, besides being wrong."""
+    pairs = [
+        (key.expected(index), outcome.value)
+        for index, (outcome, problem) in enumerate(zip(outcomes, problems, strict=True))
+        if problem and outcome.error is None
+    ]
+    try:
+        return common_fact(pairs, key.exercise.parts)
+    except Exception:  # answers too odd to be compared must still be reported
+        return ""
 
 
 def _signature_mismatch(exercise: Exercise, function: Function) -> str:

@@ -81,6 +81,7 @@ class Exercise:
             believed if it says the same (but for numbers) of every case that fails, and None of those that pass.
         otherwise: the same, asked of the first case that fails when no planted mistake answers as the learner did: a
             property that every right answer has and this one has not ("the weights do not sum to 1").
+        parts: what the parts of an answer are called if it is a tuple, for the report (`("codes", "scale")`).
         in_place: parameters that the function is meant to write to; their contents after the call are compared too.
         drive: how a case uses the function, if not by one call: `drive(function, *args, **kwargs) -> value to compare`.
             For classes, generators, several calls in a row, or statistics over many calls.
@@ -102,6 +103,7 @@ class Exercise:
     compare: Compare = values_match
     diagnose: Diagnose | None = None
     otherwise: Diagnose | None = None
+    parts: tuple[str, ...] = ()
     in_place: tuple[str, str, str, str] = ()
     drive: Function | None = None
     draw: Callable[[object, object], tuple[object, object] | None] | None = None

@@ -188,4 +188,5 @@ def _try_mutant(key: AnswerKey, mutant: Any) -> Trial:
     shown = result.counterexample
     if shown is None:
         return Trial(name, mutant.description, not result.passed, "", "", reason)
-    return Trial(name, mutant.description, True, shown.cause, shown.problem)
+    raised = f": {shown.got} {shown.where}".rstrip() if "raised an error" in shown.problem else ""
+    return Trial(name, mutant.description, True, shown.cause, shown.problem + raised)

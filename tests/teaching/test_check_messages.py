@@ -197,8 +197,10 @@ def test_own_diagnosis_that_also_accuses_a_right_answer_or_changes_its_mind_is_n
     plain = dataclasses.replace(append_exercise, wrong=())
     accuses_all = dataclasses.replace(plain, diagnose=lambda attempt: "you forgot the cache")
     assert "forgot the cache" not in str(grade(accuses_all, lambda cache, new: new))
-    by_length = dataclasses.replace(plain, diagnose=lambda attempt: "early" if len(attempt.got) == 1 else "late")
-    assert "likely" not in str(grade(by_length, lambda cache, new: new + 1))
+    by_length = dataclasses.replace(
+        plain, diagnose=lambda attempt: "began early" if len(attempt.got) == 1 else "began late"
+    )
+    assert "began" not in str(grade(by_length, lambda cache, new: new + 1))
 
 
 def test_a_planted_mistake_that_differs_in_another_case_is_not_named(append_exercise):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import cache
 
@@ -26,10 +27,8 @@ every_wrong_version = pytest.mark.parametrize(
 
 @cache
 def key_of(name: str) -> AnswerKey:
-    """All answers to one exercise, worked out here and not once more in every process that a check forks."""
-    key = AnswerKey(find(name))
-    key.fill()
-    return key
+    """The answers of one exercise, kept while its tests run; in this process, so that what is worked out stays."""
+    return AnswerKey(dataclasses.replace(find(name), guarded=False))
 
 
 def test_names_are_unique_and_found():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minillm.teaching.diagnosis_tensors import about_tensors
 from minillm.teaching.fence import BITS, CANARY
 
 
@@ -19,30 +20,35 @@ def about_tensor(expected: Tensor, got: object, axes: Sequence[str], name: str =
         return None
     unwritten = got.contiguous().view(BITS[got.dtype.itemsize]) == CANARY.get(got.dtype, 0)
     if got.dtype in CANARY and unwritten.any():
-        return f"{int(unwritten.sum())} of {got.numel()} numbers of {name} are never written"
+        return _unwritten(unwritten, axes, name)
     if (got.isnan() & ~expected.isnan()).any():
-        return f"{name} has NaN: a number beyond what is there was used, or 0 divided by 0, or infinity by infinity"
+        return f"{name} has NaN: a number was used that nobody has written, or 0 divided by 0, or infinity by infinity"
     if (got.isinf() & ~expected.isinf()).any():
         return f"{name} has infinities: an exponential overflows, or something is divided by 0"
-    return _common_factor(expected, got, name) or _one_side(wrong, axes, name)
+    if fact := about_tensors([(expected, got)]):
+        return f"{name} {fact}"
+    return _one_side(wrong, axes, name)
 
 
-def _common_factor(expected: Tensor, got: Tensor, name: str) -> str | None:
-    some = (expected != 0) & expected.isfinite()
-    ratios = got[some] / expected[some]
-    if len(ratios) < 2 or not torch.allclose(ratios, ratios[0].expand_as(ratios), rtol=1e-3, atol=0):
-        return None
-    return f"every number of {name} is {ratios[0].item():.3g} times what it should be"
+def _unwritten(unwritten: Tensor, axes: Sequence[str], name: str) -> str:
+    """How many numbers nobody has written, and where they are."""
+    if unwritten.all():
+        return f"nothing is written into {name}, or only what was read from it"
+    for axis, what in enumerate(axes[: unwritten.dim()]):
+        others = [i for i in range(unwritten.dim()) if i != axis]
+        never = unwritten.all(dim=others) if others else unwritten
+        if never.any() and int(unwritten.sum()) == int(never.sum()) * unwritten.numel() // len(never):
+            numbers = ", ".join(map(str, never.nonzero()[:, 0].tolist()[:8]))
+            return f"of {name} only some is written: {what} {numbers} never is (counted from 0, of {len(never)})"
+    return f"{int(unwritten.sum())} of {unwritten.numel()} numbers of {name} are never written"
 
 
-def _one_side(wrong: Tensor, axes: Sequence[str], name: str) -> str:
-    """The dimension along which right and wrong can be told apart; else how many are wrong."""
+def _one_side(wrong: Tensor, axes: Sequence[str], name: str) -> str | None:
+    """The dimension along which right and wrong can be told apart; None if there is none."""
     for axis, what in enumerate(axes[: wrong.dim()]):
         others = [i for i in range(wrong.dim()) if i != axis]
         bad = wrong.any(dim=others) if others else wrong
         if bad.any() and not bad.all():
             numbers = ", ".join(map(str, bad.nonzero()[:, 0].tolist()[:8]))
             return f"in {name} only {what} {numbers} is wrong, of {len(bad)} (counted from 0)"
-    if wrong.all():
-        return f"every number of {name} is wrong"
-    return f"in {name} {int(wrong.sum())} of {wrong.numel()} numbers are wrong, in every {' and every '.join(axes)}"
+    return None

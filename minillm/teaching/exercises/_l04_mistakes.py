@@ -350,8 +350,11 @@ def _codes_only(config: ModelConfig, bits: int) -> int:
 
 
 BYTES = (
-    WrongVersion("forgets the scales", lambda config, bits, size, each: _codes_only(config, bits)),
-    WrongVersion("counts only the scales", lambda config, bits, size, each: cache_bytes(config, 0, size, each)),
+    WrongVersion("counts no bytes for the scales", lambda config, bits, size, each: _codes_only(config, bits)),
+    WrongVersion(
+        "counts no bytes for the codes, and so only the scales",
+        lambda config, bits, size, each: cache_bytes(config, 0, size, each),
+    ),
     WrongVersion("counts the keys and forgets the values", _with_numbers(lambda config: 0.5)),
     WrongVersion(
         "counts every query head, though only the KV heads are stored",

@@ -323,7 +323,7 @@ AWQ = (
         _search(output=lambda w, x, q, s: (x * s) @ q(w / s).T),
     ),
     WrongVersion(
-        "scales only the weights or only x: the weights are multiplied by s, and x is divided by it",
+        "scales so that s does not cancel: the weights must be multiplied by s, and x divided by it",
         _search(output=lambda w, x, q, s: x @ q(w * s).T),
     ),
     WrongVersion("rounds the weights before scaling them", _search(output=lambda w, x, q, s: (x / s) @ (q(w) * s).T)),

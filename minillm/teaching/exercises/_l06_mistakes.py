@@ -336,7 +336,7 @@ PREFIX = (
     ),
     WrongVersion("takes block 0 for no block: 0 is a block id, and false in an `if`", _zero_is_false),
     WrongVersion("forgets the salt", lambda token_ids, known, size, salt: find_prefix(token_ids, known, size, "")),
-    WrongVersion("never looks beyond the first block", _of(lambda found: found[:1])),
+    WrongVersion("never finds more than the first block", _of(lambda found: found[:1])),
     WrongVersion("leaves out the last block that is known", _of(lambda found: found[:-1])),
     WrongVersion("returns the blocks from last to first", _of(lambda found: found[::-1])),
     WrongVersion("finds nothing, whatever is known", _of(lambda found: [])),

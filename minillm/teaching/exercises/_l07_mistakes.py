@@ -263,7 +263,10 @@ ADMIT = (
     ),
     WrongVersion("does not take a request's blocks away from the free ones", _admitting(takes_blocks=False)),
     WrongVersion("does not lower the budget by what it hands out", _admitting(takes_budget=False)),
-    WrongVersion("never asks whether there are free blocks", _admitting(stops=lambda need, free, tokens: False)),
+    WrongVersion(
+        "never finds too few free blocks: it does not ask, or the number of blocks it asks for is not above 0",
+        _admitting(stops=lambda need, free, tokens: False),
+    ),
     WrongVersion(
         "lets a request compute all its tokens, whatever is left of the budget",
         lambda waiting, budget, seats, free_blocks, block_size: waiting[

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import os
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -42,11 +43,13 @@ class KernelError(LessonError):
 class LazyKernel:
     """A kernel of `_l08_kernels`, looked up when it is used, because importing it imports Triton.
 
-    Launched as a kernel is: `kernel[grid](…)`.
+    Launched as a kernel is: `kernel[grid](…)`. `changes`: parts of its source and what stands in their place, which
+    makes it a planted mistake.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *changes: tuple[str, str]) -> None:
         self.__name__ = name
+        self.changes = changes
 
     def __getitem__(self, grid: tuple[int, ...]) -> Launch:
         return resolve(self)[grid]
@@ -60,9 +63,34 @@ class LazyKernel:
         """The Python function that the kernel is made from."""
         return resolve(self).fn
 
+    @cached_property
+    def kernel(self) -> Any:
+        """What Triton makes of it. Raises `LessonError` if a part to change is not there."""
+        right = getattr(_kernels(), self.__name__)
+        return changed_kernel(right, self.changes, vars(_kernels())) if self.changes else right
+
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.fn)
+
+
+def changed_kernel(right: Any, changes: Sequence[tuple[str, str]], space: Mapping[str, Any]) -> Any:
+    """The kernel `right`, of a module with the names of `space`, with parts of its source exchanged.
+
+    Raises `LessonError` if a part is not there, so that a planted mistake cannot drift from the kernel.
+    """
+    source = textwrap.dedent(inspect.getsource(right.fn))
+    name = right.fn.__name__
+    for old, new in changes:
+        if old not in source:
+            raise LessonError(f"{old!r} is not in {name}; change its planted mistakes as well")
+        source = source.replace(old, new)
+    file = f"<{name} with a mistake, {abs(hash(source))}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Triton reads the source
+    own = dict(space)
+    with interpreting():
+        exec(compile(source, file, "exec"), own)
+    return own[name]
 
 
 @contextmanager
@@ -100,7 +128,7 @@ def _kernels() -> Any:
 
 def resolve(function: Any) -> Any:
     """The Triton kernel behind `function`: itself, or the one that a `LazyKernel` names."""
-    return getattr(_kernels(), function.__name__) if isinstance(function, LazyKernel) else function
+    return function.kernel if isinstance(function, LazyKernel) else function
 
 
 class Fence:
@@ -135,6 +163,10 @@ class Fence:
         """A copy of the tensor, its strides kept, whose last number is the last of its memory."""
         size = 1 + sum((n - 1) * step for n, step in zip(self.tensor.shape, self.tensor.stride(), strict=True))
         return walled(self.buffer[GUARD : GUARD + size]).as_strided(self.tensor.shape, self.tensor.stride())
+
+    def num_unwritten(self) -> int:
+        """Numbers of a result that hold what they held before the launch."""
+        return int((self.tensor.contiguous().view(self.bits.dtype) == UNWRITTEN.get(self.tensor.dtype, 0)).sum())
 
     def num_changed(self, outside: bool) -> int:
         """Numbers that are not what they were: of the whole buffer, or only those `outside` the tensor."""
@@ -177,6 +209,7 @@ def launch(
             raise KernelError(_in_words(kernel, problem)) from problem
         found = {
             "out": out.tensor.cpu(),
+            "numbers of out never written": out.num_unwritten(),
             "numbers written beyond out": out.num_changed(outside=True),
             "input numbers overwritten": sum(fence.num_changed(outside=False) for fence in inputs),
             "blocks loaded without a mask": [] if full else unmasked_loads(tree),

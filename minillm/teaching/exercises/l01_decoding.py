@@ -513,9 +513,9 @@ def _what_the_loop_breaks(attempt: Attempt) -> str | None:
         return "your function hands the model another text than the prompt and all new tokens"
     if isinstance(got["new tokens"], list) and len(got["new tokens"]) != len(expected["new tokens"]):
         return "your function runs the model as it should, but returns another part of the list than the new tokens"
-    return (
-        "hands the model texts of the right length, but chooses other tokens: the largest logit of the last row counts"
-    )
+    if any(type(token) is not int for token in got["new tokens"]):
+        return "your function returns tokens that are no whole numbers: int() makes one of a tensor"
+    return "your function chooses other tokens, though it runs the model as it should: the last row's argmax counts"
 
 
 _GENERATE = Exercise(

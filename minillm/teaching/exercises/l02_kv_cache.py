@@ -84,7 +84,7 @@ def _what_append_breaks(attempt: Attempt) -> str | None:
         if got[part] != expected[part]:
             return f"your function leaves other rows in {what} than the old ones and, behind them, the new ones"
     if got["memory"] != expected["memory"]:
-        return "your function returns copies, not views of the caches"
+        return "your function returns copies, or not keys and then values: one view of each cache is wanted"
     return "your function writes the right rows, but returns others than all that are valid"
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from minillm.teaching.exercise import Case, Exercise
+from minillm.teaching.exercises import _l04_slips as slips
 from minillm.teaching.exercises._l04_mistakes import BOUND, BYTES, PACK, PER_CHANNEL, SYMMETRIC, UNPACK
 from minillm.teaching.exercises._l04_reference import (
     cache_bytes,
@@ -53,7 +54,8 @@ _SYMMETRIC = Exercise(
         "int8. The scale needs a last dimension to divide x: scale.float()[..., None].",
         body(quantise_symmetric),
     ),
-    wrong=SYMMETRIC,
+    wrong=(*SYMMETRIC, *slips.SYMMETRIC),
+    parts=("codes", "scale"),
 )
 
 _PACK = Exercise(
@@ -75,7 +77,7 @@ _PACK = Exercise(
         "nibbles = codes.to(torch.uint8) & …; return nibbles[..., ::2] | (… << …).",
         body(pack_int4),
     ),
-    wrong=PACK,
+    wrong=(*PACK, *slips.PACK),
 )
 
 _UNPACK = Exercise(
@@ -95,7 +97,7 @@ _UNPACK = Exercise(
         "nibbles = torch.stack((…, …), dim=-1).flatten(-2).to(torch.int8); return torch.where(…, …, nibbles).",
         body(unpack_int4),
     ),
-    wrong=UNPACK,
+    wrong=(*UNPACK, *slips.UNPACK),
 )
 
 
@@ -129,7 +131,8 @@ _PER_CHANNEL = Exercise(
         "a dimension: zero.float()[:, None].",
         body(quantise_per_channel),
     ),
-    wrong=PER_CHANNEL,
+    wrong=(*PER_CHANNEL, *slips.PER_CHANNEL),
+    parts=("codes", "scale", "zero"),
 )
 
 _BYTES = Exercise(
@@ -152,7 +155,7 @@ _BYTES = Exercise(
         "numbers = 2 * …; return numbers * … // 8 + numbers // … * ….",
         body(cache_bytes),
     ),
-    wrong=BYTES,
+    wrong=(*BYTES, *slips.BYTES),
 )
 
 _BOUND = Exercise(
@@ -170,7 +173,7 @@ _BOUND = Exercise(
         "…[:, None] · scale[None, :] / (…): one number per query, as a column, times one per key, as a row.",
         body(score_error_bound),
     ),
-    wrong=BOUND,
+    wrong=(*BOUND, *slips.BOUND),
 )
 
 EXERCISES = [_SYMMETRIC, _PACK, _UNPACK, _PER_CHANNEL, _BYTES, _BOUND]

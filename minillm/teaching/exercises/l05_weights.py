@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minillm.teaching.compare import values_match
 from minillm.teaching.exercise import Attempt, Case, Exercise
+from minillm.teaching.exercises import _l05_slips as slips
 from minillm.teaching.exercises._l05_mistakes import AWQ, GROUPS, LINEAR, OUTLIERS, ROWS
 from minillm.teaching.exercises._l05_reference import (
     awq_scale,
@@ -55,7 +56,8 @@ _ROWS = Exercise(
         "dots are yours.",
         body(quantise_rows),
     ),
-    wrong=ROWS,
+    wrong=(*ROWS, *slips.ROWS),
+    parts=("codes", "scale"),
 )
 
 
@@ -85,7 +87,7 @@ _LINEAR = Exercise(
         "x_codes, x_scale = …; return (… @ codes.float().T) times the two scales, one shaped [tokens, 1], one [out].",
         body(w8a8_linear),
     ),
-    wrong=LINEAR,
+    wrong=(*LINEAR, *slips.LINEAR),
 )
 
 _GROUPS = Exercise(
@@ -118,7 +120,8 @@ _GROUPS = Exercise(
         "are yours.",
         body(quantise_groups),
     ),
-    wrong=GROUPS,
+    wrong=(*GROUPS, *slips.GROUPS),
+    parts=("codes", "scale", "zero"),
 )
 
 
@@ -149,6 +152,7 @@ def _awq_cases() -> list[Case]:
         case("the exponents from the largest to the smallest", 9, 1.0, steps, GRID[::-1]),
         case("a = 0 is not among the exponents", 7, 1.0, one_large, GRID[1:]),
         case("channels of all sizes, and a is 0.5 at least", 19, 1.0, steps, GRID[2:]),
+        case("large inputs, so that even the least error is large", 21, 1.0, 300 * steps, GRID),
     ]
 
 
@@ -165,7 +169,8 @@ _AWQ = Exercise(
         "exact).square().sum(); keep (a, s) if the error is less than the least so far.",
         body(awq_scale),
     ),
-    wrong=AWQ,
+    wrong=(*AWQ, *slips.AWQ),
+    parts=("a", "s"),
 )
 
 
@@ -198,6 +203,7 @@ _OUTLIERS = Exercise(
         Case("two of three that are equally large", (torch.tensor([[0.5, -0.5], [0.5, 0.1]]), 0.5)),
         Case("a share that is no whole number of weights: 1.2 of 6", (torch.tensor([[1.0, 5, 2], [4, 3, 0.5]]), 0.2)),
         Case("2% of a larger matrix", (_random(10, 20, seed=17), 0.02)),
+        Case("half of a matrix of 400", (_random(20, 20, seed=17), 0.5)),
         Case("none at all", (torch.tensor([[0.1, 0.9], [0.3, -0.2]]), 0.0)),
     ],
     hints=(
@@ -209,7 +215,8 @@ _OUTLIERS = Exercise(
         "Then two calls of weight.masked_fill, one with kept and one with ~kept.",
         body(split_outliers),
     ),
-    wrong=OUTLIERS,
+    wrong=(*OUTLIERS, *slips.OUTLIERS),
+    parts=("dense", "sparse"),
 )
 
 

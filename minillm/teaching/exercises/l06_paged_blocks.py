@@ -6,6 +6,7 @@ import torch
 
 from minillm.cache.prefix import block_name, root_name
 from minillm.teaching.exercise import Case, Exercise, Function
+from minillm.teaching.exercises import _l06_slips as slips
 from minillm.teaching.exercises._l06_mistakes import ALLOCATE, ATTENTION, OWN, PREFIX, RELEASE, SLOTS
 from minillm.teaching.exercises._l06_reference import (
     allocate,
@@ -25,6 +26,7 @@ _ALLOCATE = Exercise(
         Case("two of three free blocks", ([2, 1, 0], [0, 0, 0], 2)),
         Case("all that is left", ([4, 3], [1, 1, 2, 0, 0], 2)),
         Case("more than there are", ([1], [1, 0], 2)),
+        Case("one of two", ([1, 0], [0, 0], 1)),
         Case("none", ([1, 0], [0, 0], 0)),
     ],
     hints=(
@@ -35,7 +37,7 @@ _ALLOCATE = Exercise(
         "ref_counts. What stands for the dots?",
         body(allocate),
     ),
-    wrong=ALLOCATE,
+    wrong=(*ALLOCATE, *slips.ALLOCATE),
     in_place=("free", "ref_counts"),
 )
 
@@ -56,7 +58,7 @@ _RELEASE = Exercise(
         "for block in block_ids: lower ref_counts[block] by one; if …: free.append(block). What is the condition?",
         body(release),
     ),
-    wrong=RELEASE,
+    wrong=(*RELEASE, *slips.RELEASE),
     in_place=("free", "ref_counts"),
 )
 
@@ -79,7 +81,7 @@ _SLOTS = Exercise(
         "missing.",
         body(slot_mapping),
     ),
-    wrong=SLOTS,
+    wrong=(*SLOTS, *slips.SLOTS),
 )
 
 
@@ -111,7 +113,7 @@ _ATTENTION = Exercise(
         "if j <= that position: mask is [num_new, seq_len]. Then attention(q, keys[slots], values[slots], mask).",
         body(gather_attention),
     ),
-    wrong=ATTENTION,
+    wrong=(*ATTENTION, *slips.ATTENTION),
 )
 
 TEXT = [11, 12, 13, 14, 21, 22, 23, 24, 31, 32, 33, 34]
@@ -173,7 +175,7 @@ _PREFIX = Exercise(
         "known[parent]. The range must end before the block with the last token.",
         body(find_prefix),
     ),
-    wrong=PREFIX,
+    wrong=(*PREFIX, *slips.PREFIX),
     drive=_use_find,
 )
 
@@ -210,7 +212,7 @@ _OWN = Exercise(
         "values; block_table[index] = new; release(…). Block b covers slots b · block_size … (b + 1) · block_size - 1.",
         body(own_block),
     ),
-    wrong=OWN,
+    wrong=(*OWN, *slips.OWN),
     drive=_use_own,
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from minillm.teaching.exercise import Case, Exercise
+from minillm.teaching.exercises import _l07_slips as slips
 from minillm.teaching.exercises._l07_mistakes import ADMIT, BUDGET, STATIC, VICTIM
 from minillm.teaching.exercises._l07_reference import admit, choose_victim, share_budget, static_steps
 from minillm.teaching.exercises._solution import body
@@ -27,7 +28,7 @@ _STATIC = Exercise(
         "sum(… of lengths[i : i + batch_size] for i in range(0, len(lengths), batch_size)). What stands for the dots?",
         body(static_steps),
     ),
-    wrong=STATIC,
+    wrong=(*STATIC, *slips.STATIC),
 )
 
 _BUDGET = Exercise(
@@ -52,7 +53,7 @@ _BUDGET = Exercise(
         "that share. Two expressions are missing.",
         body(share_budget),
     ),
-    wrong=BUDGET,
+    wrong=(*BUDGET, *slips.BUDGET),
 )
 
 _ADMIT = Exercise(
@@ -75,6 +76,8 @@ _ADMIT = Exercise(
         Case("the second is cut, and nothing is left for the third", ([10, 10, 2], 16, 8, 16, 4)),
         Case("nothing left of the budget", ([4], 0, 8, 8, 4)),
         Case("the budget ends exactly after the first", ([16, 4], 16, 8, 8, 4)),
+        Case("one short request, and many free blocks", ([2], 16, 8, 9, 4)),
+        Case("seats, budget and blocks end together", ([4, 4], 4, 1, 1, 4)),
     ],
     hints=(
         "Three things can run out: seats, tokens of this step, blocks. Look at all three before admitting a request.",
@@ -84,7 +87,7 @@ _ADMIT = Exercise(
         "the budget. The three conditions are missing.",
         body(admit),
     ),
-    wrong=ADMIT,
+    wrong=(*ADMIT, *slips.ADMIT),
 )
 
 _VICTIM = Exercise(

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
+from minillm.teaching.exercises import _l08_slips
 from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.exercises._l08_launch import Fence, LazyKernel, launch
+from minillm.teaching.source import slips
 
 
 def _planted(mistake: str, kernel: str, says: str = "") -> WrongVersion:
     return WrongVersion(mistake, LazyKernel(kernel), says)
+
+
+def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
+    """A planted mistake for each edit of a right kernel."""
+    return tuple(WrongVersion(mistake, LazyKernel(kernel, edit)) for mistake, edit in edits.items())
 
 
 def loads_without_mask(attempt: Attempt) -> str | None:
@@ -29,7 +38,7 @@ def about_rows(attempt: Attempt) -> str | None:
     """Where else the kernel was, else which rows or columns are wrong."""
     for name in ("numbers written beyond out", "input numbers overwritten"):
         if attempt.got[name]:
-            return f"{attempt.got[name]} {name}: a store reaches beyond its own rows"
+            return f"{attempt.got[name]} {name}: look at the address and the mask of the store"
     return about_tensor(attempt.expected["out"], attempt.got["out"], ("row", "column"), "out")
 
 
@@ -98,8 +107,10 @@ _LANES = Exercise(
         WrongVersion("lets a block run on into the next row", _flat),
         WrongVersion("counts the masked lanes of one row only", _one_row_of_lanes),
         WrongVersion("counts the lanes that work, not those that are masked", _busy_lanes),
+        *slips(lanes, _l08_slips.LANES),
     ),
     otherwise=about_lanes,
+    parts=("programs", "lanes"),
 )
 
 # ---------------------------------------------------------------------------------------------------------------- copy
@@ -162,6 +173,7 @@ _COPY = Exercise(
         _planted("takes the number of columns for the distance between rows", "copy_columns_for_stride"),
         _planted("takes the stride of x for the stride of out", "copy_one_stride"),
         _planted("swaps the two program ids", "copy_swapped_ids"),
+        *_slips("copy_kernel", _l08_slips.COPY),
     ),
     diagnose=loads_without_mask,
     otherwise=about_rows,
@@ -185,6 +197,7 @@ _SOFTMAX = Exercise(
         Case("three columns in a block of four", (torch.tensor([[1.0, 2.0, 3.0]]), 4)),
         Case("three rows of five columns", (_grid_of(3, 5) * torch.tensor([1.0, -2.0, 3.0, 1.0, -1.0]), 8)),
         Case("large scores: e^1000 is infinite", (torch.tensor([[1000.0, 999.0, 998.0]]), 4)),
+        Case("large scores in a block that is full", (torch.tensor([[1000.0, 0.0, 999.0, 998.0]]), 4)),
         Case("scores far below zero: e^-200 is zero", (torch.tensor([[-200.0, -201.0, -200.5]]), 4)),
         Case("a key that must not be seen", (torch.tensor([[0.5, -float("inf"), 1.5]]), 4)),
         Case("every tensor ends where its memory ends", (_grid_of(2, 5), 8, True)),
@@ -218,6 +231,7 @@ _SOFTMAX = Exercise(
         _planted("takes BLOCK for the distance between rows", "softmax_rows_of_block"),
         _planted("computes powers of 2 and not of e", "softmax_base_two"),
         _planted("does not divide by the sum (or by the maximum, which is 1)", "softmax_undivided"),
+        *_slips("softmax_kernel", _l08_slips.SOFTMAX),
     ),
     diagnose=loads_without_mask,
     otherwise=about_rows,
@@ -284,6 +298,7 @@ _RMS_NORM = Exercise(
         _planted("squares in float16, where 300² is infinite", "rms_squares_in_half"),
         _planted("loads without a mask, so that what lies behind the row is in the sum", "rms_without_mask"),
         _planted("takes the mean off first, which is LayerNorm", "rms_takes_mean_off"),
+        *_slips("rms_norm_kernel", _l08_slips.RMS_NORM),
     ),
     diagnose=loads_without_mask,
     otherwise=about_rows,
@@ -310,7 +325,7 @@ def _dequantise_cases() -> list[Case]:
     return [
         Case("one row", (codes[:1], scale[:1], 1, 4)),
         Case("two rows, each with its own scale", (codes[:2], scale[:2], 2, 4)),
-        Case("three rows in a tile of four", (codes[:3], scale[:3], 4, 4)),
+        Case("five rows in tiles of four", (codes, scale, 4, 4)),
         Case("five rows in tiles of two", (codes, scale, 2, 4)),
         Case("six columns in a block of eight", (six, scale[:2], 2, 8)),
         Case("large codes and a scale of 2", (torch.tensor([[127, -127, 100]]).to(torch.int8), scale[2:3], 1, 4)),
@@ -357,6 +372,7 @@ _DEQUANTISE = Exercise(
         _planted("masks rows and not columns", "dequantise_without_column_mask"),
         _planted("does the first tile in every program", "dequantise_first_tile"),
         _planted("loads scales without a mask", "dequantise_loads_without_mask", says="has no mask: it reads beyond"),
+        *_slips("dequantise_kernel", _l08_slips.DEQUANTISE),
     ),
     diagnose=loads_without_mask,
     otherwise=about_rows,

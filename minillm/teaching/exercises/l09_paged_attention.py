@@ -5,14 +5,18 @@ The kernels are in `_l09_kernels`; how they are launched, and how mistakes are p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.ops.kv_quant import INT8_LEVELS, quantize_symmetric
 from minillm.teaching.exercise import Attempt, Case, Exercise, Function, WrongVersion
+from minillm.teaching.exercises import _l09_slips
 from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.exercises._l09_launch import KernelByName, remembering, run_fenced
+from minillm.teaching.source import slips
 
 Decode = tuple[Tensor, Tensor, Tensor, Tensor, list[int], int]
 
@@ -115,12 +119,6 @@ def _merge_cases() -> list[Case]:
     ]
 
 
-def _about_sums(attempt: Attempt) -> str | None:
-    """Which of m, l and o is the first to be wrong."""
-    names = zip(("m", "l", "o"), attempt.expected, attempt.got, strict=True)
-    return next((said for name, right, got in names if (said := about_tensor(right, got, ("query",), name))), None)
-
-
 _MERGE = Exercise(
     name="l09.merge",
     reference=merge,
@@ -153,8 +151,9 @@ _MERGE = Exercise(
         WrongVersion("computes powers of 2 and not of e", _base_two),
         WrongVersion("divides o by l already, and so cannot go on merging", _divides),
         WrongVersion("gives NaN for nothing and nothing: -inf minus -inf is not 0", _nan_for_nothing),
+        *slips(merge, _l09_slips.MERGE),
     ),
-    otherwise=_about_sums,
+    parts=("m", "l", "o"),
 )
 
 # -------------------------------------------------------------------------------------------- what kernels are given
@@ -189,6 +188,11 @@ def _inputs(
     floats = {name: (x, None) for name, x in ({"q": q} | pools).items()}
     beyond = next(iter(pools.values())).shape[0] // block_size
     return floats | {"block_tables": (tables, beyond), "seq_lens": (torch.tensor(seq_lens), 0)}
+
+
+def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
+    """A planted mistake for each edit of a right kernel."""
+    return tuple(WrongVersion(mistake, KernelByName(kernel, edit)) for mistake, edit in edits.items())
 
 
 def _about_heads(attempt: Attempt) -> str | None:
@@ -234,16 +238,22 @@ def _decode_cases() -> list[Case]:
     large = _poisoned(5, [4], [[1]], 1, 1)
     return [
         Case("one request, one full block", _poisoned(1, [4], [[1]], 1, 1)),
-        Case("the last block holds two of four", _poisoned(1, [6], [[2, 0]], 1, 1)),
+        Case("the last block holds one of four", _poisoned(1, [5], [[2, 0]], 1, 1)),
         Case("two requests of different lengths", _poisoned(2, [3, 6], [[4], [2, 0]], 1, 1)),
-        Case("three query heads share each of two KV heads", _poisoned(4, [3], [[1]], 6, 2)),
+        Case(
+            "three query heads of eight channels share each of two KV heads",
+            _poisoned(4, [3], [[1]], 6, 2, dim=8),
+        ),
         Case(
             "two requests share a block: one sees three rows of it, the other four",
             _poisoned(9, [3, 4], [[1], [1]], 1, 1),
         ),
         Case("scores of several thousand", (large[0] * 4000, *large[1:])),
         Case("the second block's scores are hundreds below the first's", _falling(_poisoned(6, [8], [[1, 0]], 1, 1))),
-        Case("heads of one group with scores hundreds apart", _far_apart(_poisoned(7, [4], [[0]], 3, 1))),
+        Case(
+            "heads of one group with scores hundreds apart, three of four rows in the block",
+            _far_apart(_poisoned(7, [3], [[0]], 3, 1)),
+        ),
         Case("every tensor ends where its memory ends", (*_everything(), True)),
     ]
 
@@ -365,6 +375,7 @@ _DECODE = Exercise(
             (", mask=is_head, other=0.0)", ")"),
             says="beyond the end of",
         ),
+        *_slips("decode_kernel", _l09_slips.DECODE),
     ),
     otherwise=_about_heads,
     drive=remembering(_run_decode),
@@ -413,10 +424,13 @@ _SPLIT = Exercise(
     reference=KernelByName("split_kernel"),
     cases=lambda: [
         Case("four blocks in two parts", (*_poisoned(1, [16], [[3, 0, 4, 1]], 1, 1), 2)),
-        Case("three blocks in two parts, the last block filled in part", (*_poisoned(2, [10], [[2, 0, 3]], 1, 1), 2)),
+        Case("three blocks in two parts, one row in the last block", (*_poisoned(2, [9], [[2, 0, 3]], 1, 1), 2)),
         Case("one block in two parts: one has nothing to do", (*_poisoned(3, [3], [[1]], 1, 1), 2)),
         Case("six blocks in four parts of two, two, two and none", (*_poisoned(6, [23], [[*range(6)]], 1, 1), 4)),
-        Case("two requests, three query heads share a KV head", (*_poisoned(4, [5, 3], [[4, 0], [1]], 3, 1), 2)),
+        Case(
+            "two requests, three query heads of eight channels share a KV head",
+            (*_poisoned(4, [5, 3], [[4, 0], [1]], 3, 1, dim=8), 2),
+        ),
         Case("every tensor ends where its memory ends", (*_everything(), 2, True)),
     ],
     hints=(
@@ -481,6 +495,7 @@ _SPLIT = Exercise(
             (", mask=head < GROUP)", ")"),
             says="beyond the end of",
         ),
+        *_slips("split_kernel", _l09_slips.SPLIT),
     ),
     otherwise=_about_parts,
     drive=remembering(_run_split),
@@ -558,6 +573,7 @@ _MERGE_KERNEL = Exercise(
         _merge_wrong(
             "reads the lse of the first row in every program", ("lse_ptr + row * SPLITS + split", "lse_ptr + split")
         ),
+        *_slips("merge_kernel", _l09_slips.MERGE_KERNEL),
     ),
     otherwise=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row", "channel")),
     drive=remembering(_run_merge),
@@ -606,8 +622,9 @@ _INT8 = Exercise(
     reference=KernelByName("int8_kernel"),
     cases=lambda: [
         Case("one request, one full block", _coded(_poisoned(1, [4], [[1]], 1, 1))),
-        Case("the last block holds two of four", _coded(_poisoned(2, [6], [[2, 0]], 1, 1))),
-        Case("two requests, two KV heads", _coded(_poisoned(3, [3, 6], [[4], [2, 0]], 2, 2))),
+        Case("the last block holds one of four", _coded(_poisoned(2, [5], [[2, 0]], 1, 1))),
+        Case("two full blocks, the second of which lies first", _coded(_poisoned(5, [8], [[1, 0]], 1, 1))),
+        Case("two requests, two KV heads of eight channels", _coded(_poisoned(3, [3, 6], [[4], [2, 0]], 2, 2, dim=8))),
         Case("every tensor ends where its memory ends", (*_coded(_everything()), True)),
     ],
     hints=(
@@ -658,6 +675,7 @@ _INT8 = Exercise(
             "reads the codes as unsigned, so that -1 becomes 255",
             (".to(tl.float32)\n", ".to(tl.uint8, bitcast=True).to(tl.float32)\n"),
         ),
+        *_slips("int8_kernel", _l09_slips.INT8),
     ),
     otherwise=_about_heads,
     drive=remembering(_run_int8),

@@ -21,10 +21,12 @@ from minillm.ops.cpu.panels import pack
 from minillm.ops.cpu.simd import LANES, fma, load, splat, store
 from minillm.teaching.compare import close
 from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
+from minillm.teaching.exercises import _l15_slips
 from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.exercises._wall import check_against_walls, has_walls, walled
-from minillm.teaching.fence import Fences
+from minillm.teaching.fence import CANARY, Fences
 from minillm.teaching.latency import Marks
+from minillm.teaching.source import edited, slips
 
 PARTS = ("tokenise", "queue", "prefill", "draft", "target", "python", "detokenise")
 
@@ -198,6 +200,7 @@ _ATTRIBUTE = Exercise(
         WrongVersion("measures every mark from the start, not from the mark before it", _from_the_start),
         WrongVersion("gives shares of the whole instead of seconds", _shares),
         WrongVersion("leaves out the parts that take no time; they are 0.0", _only_parts_that_are_there),
+        *slips(attribute, _l15_slips.ATTRIBUTE),
     ),
     otherwise=_about_parts,
 )
@@ -306,6 +309,7 @@ _STEP = Exercise(
         WrongVersion("lets calls overlap with the work, as on a GPU; here one thread does both", _calls_overlap),
         WrongVersion("takes the faster of bytes and operations; the slower one decides", _faster_of_both),
         WrongVersion("looks at bytes only, though arithmetic limits a prompt", _bytes_only),
+        *slips(step_seconds, _l15_slips.STEP),
     ),
     otherwise=_about_step,
 )
@@ -436,7 +440,12 @@ def _vector_of_x(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
         store(y, panel * LANES, sums)
 
 
-@lru_cache(maxsize=32)
+def _panel_with(edit: tuple[str, str]) -> Callable[..., Any]:
+    """`panel_product` with one part exchanged, not compiled."""
+    return edited(panel_product.py_func, edit).py_func
+
+
+@lru_cache(maxsize=64)
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     if getattr(function, "__globals__", None) is globals():  # a planted mistake: compiling all of them takes too long
         return FunctionType(function.__code__, globals() | _INTERPRETED, function.__name__)
@@ -461,12 +470,16 @@ _INTERPRETED: dict[str, Callable[..., Any]] = {
 """The four words in Python."""
 
 
+HELD = 1e6
+"""What y holds before it is written: a number that no sum of the cases comes to."""
+
+
 def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, wall: bool = False) -> Tensor:
     """`x` Wᵀ by `function(panels, x, y)`: `weight` `[out, in]`, `x` `[rows, in]` → `[rows, out]`, float32.
 
-    Every array stands in poison, wide enough for one panel per output; what `y` held before is NaN. With `wall` the
-    function runs once more, on arrays that end where memory ends. Raises `LessonError` if numba cannot compile it, and
-    `OutOfBoundsError` if it wrote beyond `y` or touched a wall.
+    Every array stands in poison, wide enough for one panel per output; `y` holds `HELD` before, and what is not written
+    is NaN. With `wall` the function runs once more, on arrays that end where memory ends. Raises `LessonError` if numba
+    cannot compile it, and `OutOfBoundsError` if it wrote beyond `y` or touched a wall.
     """
     plain = getattr(function, "py_func", function)
     if "NotImplementedError" in getattr(getattr(plain, "__code__", None), "co_names", ()):
@@ -478,9 +491,10 @@ def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, wall: 
     for row in x:
         fences = Fences(guard=max(4096, LANES * len(packed)))
         given = fences.input("panels", packed), fences.input("x", row)
-        y = fences.output("y", (padded,), torch.float32)
+        y = fences.output("y", (padded,), torch.float32).fill_(HELD)
         _run(function, *given, y)
         fences.check()
+        y.view(torch.int32)[y == HELD] = CANARY[torch.float32]
         rows.append(y[:out].clone())
     if wall and has_walls():
         copies = [walled(each) for each in (*given, y)]
@@ -556,6 +570,7 @@ _PRODUCT = Exercise(
             "looks for column k of all panels in one place; panels lie one after the other", _columns_of_all_panels
         ),
         WrongVersion("multiplies by sixteen numbers of x; all lanes take the same one (splat)", _vector_of_x),
+        *(WrongVersion(mistake, _panel_with(edit)) for mistake, edit in _l15_slips.PANEL.items()),
     ),
     compare=close(1e-4, 1e-3),
     otherwise=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row of x", "output")),
@@ -661,6 +676,8 @@ _GAMMA = Exercise(
         Case("nothing can be verified", (0.9, 0.1, [1.0])),
         Case("drafts that are never right and cost nothing: all are equal", (0.0, 0.0, _FREE)),
         Case("drafts that are always right", (1.0, 0.05, _FREE)),
+        Case("drafts that cost nothing, and judging two is faster than judging one", (0.1, 0.0, [1.0, 1.5, 1.1])),
+        Case("judging takes far longer with every draft", (0.9, 0.0, [1.0, 8.0, 27.0, 64.0])),
         Case("six drafts are judged as fast as five", (0.85, 0.05, [1.0, 1.1, 1.2, 1.3, 1.4, 1.8, 1.8])),
     ],
     hints=(
@@ -684,13 +701,17 @@ _GAMMA = Exercise(
         WrongVersion(
             "takes the largest of equals; more drafts for the same speed are not worth it", _largest_of_equals
         ),
-        WrongVersion("takes the shortest round, however few tokens it gains", _time_and_not_speed),
+        WrongVersion(
+            "takes the shortest round: it leaves the tokens out, or counts every draft as a whole step",
+            _time_and_not_speed,
+        ),
         WrongVersion("counts the drafts only if all of them are right", _all_or_nothing),
         WrongVersion("counts 1 + γ·acceptance tokens a round, as if a wrong draft did not end it", _linear_tokens),
         WrongVersion("takes verification for free", _free_verification),
-        WrongVersion("takes drafts for free", _free_drafts),
+        WrongVersion("takes drafts for free, or all of them for the price of one", _free_drafts),
         WrongVersion("drafts even where not drafting is faster", _always_drafts),
         WrongVersion("takes as many drafts as it can", _most_tokens),
+        *slips(choose_gamma, _l15_slips.GAMMA),
     ),
     otherwise=_about_gamma,
 )

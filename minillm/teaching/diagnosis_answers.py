@@ -1,0 +1,180 @@
+"""What wrong answers have in common with the right ones: which part is wrong, and how.
+
+Asked when no planted mistake answers as the learner did. What is said is a fact about every wrong answer, and so it
+cannot be the wrong cause; it says where to look (`only ref_counts is wrong: its entries are one too small`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from minillm.teaching.compare import values_match
+from minillm.teaching.diagnosis_tensors import about_tensors
+
+Pair = tuple[object, object]
+"""What the reference answered and what the learner's function did."""
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+
+
+def common_fact(pairs: Sequence[Pair], names: Sequence[str] = (), what: str = "the answer") -> str:
+    """A sentence about `what` that is true of every pair of a right and a wrong answer; "" if none is known.
+
+    `names`: what the parts of an answer are called that is a tuple (`codes`, `scale`).
+    """
+    pairs = [(e, g) for e, g in pairs if values_match(e, g) is not None]
+    if not pairs:
+        return ""
+    if all(got is None and expected is not None for expected, got in pairs):
+        return f"{what} is None: a path through the function ends without what it should return"
+    if all(expected is None for expected, _ in pairs):
+        return f"{what} is there where it should be None"
+    parts = _parts(pairs, names)
+    if parts is not None:
+        return _about_parts(parts, what)
+    kinds = {type(value) for pair in pairs for value in pair}
+    if kinds <= {int, float, bool}:
+        return _subject(what, _about_numbers(pairs))
+    if all(isinstance(e, list) and isinstance(g, list) for e, g in pairs):
+        return _subject(what, _about_lists(pairs))
+    if all(isinstance(e, Tensor) and isinstance(g, Tensor) for e, g in pairs):
+        return _subject(what, about_tensors(pairs))
+    types = {(type(e).__name__, type(g).__name__) for e, g in pairs}
+    if len(types) == 1 and len(set(*types)) == 2:
+        [(expected, got)] = types
+        return f"{what} is of type {got}, where {expected} is wanted"
+    return ""
+
+
+def _subject(what: str, fact: str) -> str:
+    return f"{what} {fact}" if fact else ""
+
+
+def _parts(pairs: Sequence[Pair], names: Sequence[str]) -> dict[str, list[Pair]] | None:
+    """The pairs part by part, if every answer is a dict of the same names or a tuple of the same length."""
+    found: dict[str, list[Pair]] = {}
+    for expected, got in pairs:
+        if isinstance(expected, Mapping) and isinstance(got, Mapping) and expected.keys() == got.keys():
+            named = {f"`{name}`": (value, got[name]) for name, value in expected.items()}
+        elif isinstance(expected, tuple) and isinstance(got, tuple) and len(expected) == len(got) > 1:
+            called = [f"`{name}`" for name in names] or [f"the {ordinal} value" for ordinal in ORDINALS]
+            named = dict(zip(called, zip(expected, got, strict=True), strict=False))
+        else:
+            return None
+        for name, both in named.items():
+            found.setdefault(name, []).append(both)
+    return found if all(len(each) == len(pairs) for each in found.values()) else None
+
+
+def _about_parts(parts: Mapping[str, list[Pair]], what: str) -> str:
+    """Which parts are wrong, and of the first of them how."""
+    wrong = {name: [pair for pair in each if values_match(*pair)] for name, each in parts.items()}
+    shown_first = sorted(wrong, key=lambda name: values_match(*parts[name][0]) is None)  # the first case is shown
+    wrong = {name: wrong[name] for name in shown_first if wrong[name]}
+    facts = (common_fact(each, what=name) for name, each in wrong.items())
+    fact = next(filter(None, facts), "")
+    if len(wrong) == 1 and len(parts) > 1:
+        [name] = wrong
+        return f"{fact.partition(';')[0] or name + ' is wrong'}; everything else is right"
+    return fact or (f"{' and '.join(wrong)} are wrong; everything else is right" if len(wrong) < len(parts) else "")
+
+
+# ------------------------------------------------------------------------------------------------------------- numbers
+
+
+def _about_numbers(pairs: Sequence[Pair]) -> str:
+    numbers = [(e, g) for e, g in pairs]
+    if all(isinstance(g, float) and not isinstance(e, float) for e, g in numbers):
+        return "is a fraction (float), where a whole number is wanted: / makes fractions, // does not"
+    if all(g == 0 for _, g in numbers):
+        return "is 0"
+    if all(g == -e for e, g in numbers):
+        return "has the wrong sign"
+    if len(numbers) > 1 and len({g - e for e, g in numbers}) == 1:
+        difference = numbers[0][1] - numbers[0][0]
+        return f"is always {abs(difference):g} too {'large' if difference > 0 else 'small'}"
+    factors = [g / e if e else None for e, g in numbers]
+    if len(numbers) > 1 and None not in factors and max(factors) - min(factors) <= 1e-6 * abs(max(factors)):
+        return f"is always {factors[0]:.4g} times what it should be"
+    if all(g < 0 <= e for e, g in numbers):
+        return "is below 0"
+    if len(numbers) > 1 and all(g > e for e, g in numbers):
+        return "is too large in every case that fails"
+    if len(numbers) > 1 and all(g < e for e, g in numbers):
+        return "is too small in every case that fails"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------------------- lists
+
+
+def _about_lists(pairs: Sequence[tuple[list, list]]) -> str:
+    for says, holds in LISTS:
+        if all(holds(e, g) for e, g in pairs):
+            return says
+    return _entries(pairs) or _first_wrong(pairs)
+
+
+def _is_permuted(e: list, g: list) -> bool:
+    return len(e) == len(g) and all(x in e for x in g) and all(e.count(x) == g.count(x) for x in e)
+
+
+LISTS = (
+    ("is empty", lambda e, g: not g),
+    ("lacks its last entry; the others are right", lambda e, g: g == e[:-1]),
+    ("lacks its first entry; the others are right", lambda e, g: g == e[1:]),
+    ("has only the first entry of several", lambda e, g: len(e) > 1 and g == e[:1]),
+    ("ends too early; the entries that it has are right", lambda e, g: len(g) < len(e) and g == e[: len(g)]),
+    ("lacks entries at its beginning; those that it has are right", lambda e, g: len(g) < len(e) and g == e[-len(g) :]),
+    ("has one entry too many at its end; the others are right", lambda e, g: g[:-1] == e),
+    ("has one entry too many at its beginning; the others are right", lambda e, g: g[1:] == e),
+    ("goes on after its end; the entries up to there are right", lambda e, g: len(g) > len(e) and g[: len(e)] == e),
+    ("begins too early; the entries after that are right", lambda e, g: len(g) > len(e) and g[-len(e) :] == e and e),
+    ("holds the right entries from last to first", lambda e, g: g == e[::-1]),
+    ("holds the right entries in another order", _is_permuted),
+    ("is one place late: its entries stand one further back", lambda e, g: len(e) == len(g) > 2 and g[1:] == e[:-1]),
+    ("is one place early: its entries stand one further front", lambda e, g: len(e) == len(g) > 2 and g[:-1] == e[1:]),
+    ("has entries of type float, where whole numbers are wanted", lambda e, g: g and all(type(x) is float for x in g)),
+)
+
+
+def _entries(pairs: Sequence[tuple[list, list]]) -> str:
+    """Lists of numbers of the right length: what all entries have in common."""
+    if not all(len(e) == len(g) and all(type(x) in (int, float) for x in e + g) for e, g in pairs):
+        return _lengths(pairs)
+    numbers = [both for e, g in pairs for both in zip(e, g, strict=True)]
+    if len(numbers) > 1 and len({g - e for e, g in numbers}) == 1:
+        difference = numbers[0][1] - numbers[0][0]
+        return f"has every entry {abs(difference):g} too {'large' if difference > 0 else 'small'}"
+    if all(len(e) > 1 and e[:-1] == g[:-1] for e, g in pairs):
+        return "is wrong only in its last entry"
+    if all(len(e) > 1 and e[1:] == g[1:] for e, g in pairs):
+        return "is wrong only in its first entry"
+    if all(g < 0 for e, g in numbers if e != g):
+        return "has entries below 0"
+    if all(g == 0 for e, g in numbers if e != g):
+        return "has 0 where other entries should be; its others are right"
+    off = {g - e for e, g in numbers if e != g}
+    if len(off) == 1 and len(numbers) > 2:
+        [difference] = off
+        return (
+            f"has some entries {abs(difference):g} too {'large' if difference > 0 else 'small'}; its others are right"
+        )
+    return ""
+
+
+def _lengths(pairs: Sequence[tuple[list, list]]) -> str:
+    if all(len(g) > len(e) for e, g in pairs):
+        return "has too many entries"
+    if all(len(g) < len(e) for e, g in pairs):
+        return "has too few entries"
+    return ""
+
+
+def _first_wrong(pairs: Sequence[tuple[list, list]]) -> str:
+    """Where the mistake begins."""
+    same = [len(e) == len(g) and len(e) > 1 for e, g in pairs]
+    if all(same) and all(e[0] == g[0] for e, g in pairs):
+        return "is right in its first entry, and goes wrong after it"
+    return ""

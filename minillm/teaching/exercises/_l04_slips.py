@@ -1,0 +1,161 @@
+"""Lesson 04, slips in one place of the right answer, planted so that a check can name them."""
+
+from __future__ import annotations
+
+from minillm.teaching.exercises._l04_reference import (
+    cache_bytes,
+    pack_int4,
+    quantise_per_channel,
+    quantise_symmetric,
+    score_error_bound,
+    unpack_int4,
+)
+from minillm.teaching.source import slips
+
+SYMMETRIC = slips(
+    quantise_symmetric,
+    {
+        "gives rows of zeros the scale 0, and all others the scale 1: the condition is the wrong way round": (
+            "amax == 0",
+            "amax != 0",
+        ),
+        "divides levels by the largest number: the scale is upside down": ("amax / levels", "levels / amax"),
+        "multiplies the largest number by levels instead of dividing": ("amax / levels", "amax * levels"),
+        "rounds x without dividing it by the scale": ("(x / scale.float()[..., None])", "x"),
+        "divides the scale by x, where x is divided by the scale": (
+            "x / scale.float()[..., None]",
+            "scale.float()[..., None] / x",
+        ),
+        "gives a row of zeros a scale other than 1": ("0, 1.0", "0, 2.0"),
+        "cuts the largest code off: the limits are one level too narrow": (
+            "clamp(-levels, levels)",
+            "clamp(1 - levels, levels - 1)",
+        ),
+        "cuts all negative codes off: the lower limit is -levels": ("clamp(-levels", "clamp(0"),
+    },
+)
+
+PACK = slips(
+    pack_int4,
+    {
+        "sets the lowest four bits of every code (| 15), where & 15 keeps them": ("& 15", "| 15"),
+        "masks with 16, which is one bit; four bits are 15": ("& 15", "& 16"),
+        "loses the lowest bit of each code (& 14); four bits are 15": ("& 15", "& 14"),
+        "shifts by five bits instead of four": ("<< 4", "<< 5"),
+        "takes the even codes for both halves": ("1::2", "::2"),
+        "joins the halves by &, which keeps only bits that both have": ("| (nibbles", "& (nibbles"),
+    },
+)
+
+UNPACK = slips(
+    unpack_int4,
+    {
+        "sets the lowest four bits of every byte (| 15), where & 15 keeps them": ("packed & 15", "packed | 15"),
+        "masks the low half with 16, which is one bit; four bits are 15": ("& 15", "& 16"),
+        "loses the lowest bit of the low half (& 14); four bits are 15": ("& 15", "& 14"),
+        "shifts the high half down by five bits instead of four": (">> 4", ">> 5"),
+        "shifts the high half down by three bits instead of four": (">> 4", ">> 3"),
+        "shifts the high half up instead of down": ("packed >> 4", "packed << 4"),
+        "does not shift the high half down": ("packed >> 4", "packed"),
+        "adds 16 to the codes above 7 instead of taking 16 off": ("nibbles - 16", "nibbles + 16"),
+        "takes 17 off the codes above 7 instead of 16": ("nibbles - 16", "nibbles - 17"),
+        "takes the codes above 7 from 16, so that they lose their sign": ("nibbles - 16", "16 - nibbles"),
+        "puts all low halves before all high halves": ("dim=-1", "dim=0"),
+        "counts in uint8, where nothing is below 0: the codes must become int8 first": (".to(torch.int8)", ""),
+    },
+)
+
+PER_CHANNEL = slips(
+    quantise_per_channel,
+    {
+        "exchanges minimum and maximum": (
+            "grouped.amin(1), grouped.amax(1)",
+            "grouped.amax(1), grouped.amin(1)",
+        ),
+        "takes the maximum for both limits": ("grouped.amin(1)", "grouped.amax(1)"),
+        "takes the minimum for both limits": ("grouped.amax(1)", "grouped.amin(1)"),
+        "multiplies the range by 15 instead of dividing": ("/ 15", "* 15"),
+        "forgets to divide the range by 15": (" / 15", ""),
+        "divides 15 by the range: the scale is upside down": (
+            "(high - zero.float()) / 15",
+            "15 / (high - zero.float())",
+        ),
+        "adds the zero point to the maximum; the range is their difference": ("high - zero", "high + zero"),
+        "takes the maximum for the range, without taking the minimum off": ("high - zero.float()", "high"),
+        "takes the maximum off the minimum, so that no range is above 0": (
+            "high - zero.float()",
+            "zero.float() - high",
+        ),
+        "divides by 14: sixteen codes have fifteen steps between them": ("/ 15", "/ 14"),
+        "gives the scale 1 to channels that change, and 0 to those that do not": (
+            "torch.where(scale > 0, scale, 1.0)",
+            "torch.where(scale > 0, 1.0, scale)",
+        ),
+        "takes scales up to 1 for zero": ("scale > 0", "scale > 1"),
+        "gives a channel that never changes a scale other than 1": ("scale, 1.0", "scale, 2.0"),
+        "never gives the code 0 (the lower limit is 1)": ("clamp(0, 15)", "clamp(1, 15)"),
+        "lets codes fall to -1, which uint8 keeps as 255": ("clamp(0, 15)", "clamp(-1, 15)"),
+        "lets codes rise to 16, which four bits do not hold": ("clamp(0, 15)", "clamp(0, 16)"),
+        "never gives the code 15 (the upper limit is 14)": ("clamp(0, 15)", "clamp(0, 14)"),
+        "multiplies by the scale where it should divide": (
+            "(grouped - zero.float()[:, None]) / scale",
+            "(grouped - zero.float()[:, None]) * scale",
+        ),
+        "subtracts the zero point and does not divide by the scale": (
+            "((grouped - zero.float()[:, None]) / scale.float()[:, None])",
+            "(grouped - zero.float()[:, None])",
+        ),
+        "divides the scale by the distance from the zero point: the quotient is upside down": (
+            "((grouped - zero.float()[:, None]) / scale.float()[:, None])",
+            "(scale.float()[:, None] / (grouped - zero.float()[:, None]))",
+        ),
+        "adds the zero point where it should be subtracted": (
+            "grouped - zero.float()[:, None]",
+            "grouped + zero.float()[:, None]",
+        ),
+        "subtracts x from the zero point, so that every distance is negative": (
+            "grouped - zero.float()[:, None]",
+            "zero.float()[:, None] - grouped",
+        ),
+    },
+)
+
+BYTES = slips(
+    cache_bytes,
+    {
+        "subtracts the bytes of the groups instead of adding them": (" + numbers", " - numbers"),
+        "multiplies the bits by 8 instead of dividing: a byte has 8 bits": ("bits // 8", "bits * 8"),
+        "leaves out the width of a head": (" * config.head_dim", ""),
+        "leaves out layers, heads, keys and values: it counts one head": (
+            "2 * config.num_layers * config.num_kv_heads * config.head_dim",
+            "config.head_dim",
+        ),
+        "counts the keys of one layer: it leaves out the layers and the values": (
+            "2 * config.num_layers * config.num_kv_heads * config.head_dim",
+            "config.num_kv_heads * config.head_dim",
+        ),
+        "counts one bit for each code, whatever bits is": ("numbers * bits // 8", "numbers // 8"),
+        "counts the bits of one code, and not of all": ("numbers * bits // 8", "bits // 8"),
+        "counts three vectors of each token; there are a key and a value": ("2 * config", "3 * config"),
+        "multiplies by group_size, as if every number had so many groups": (
+            "numbers // group_size",
+            "numbers * group_size",
+        ),
+        "takes one of group_size and group_bytes for the other, so that every number has a byte more": (
+            "* group_bytes",
+            "* group_size",
+        ),
+    },
+)
+
+BOUND = slips(
+    score_error_bound,
+    {
+        "multiplies by 2 √d instead of dividing": ("/ (2", "* (2"),
+        "forgets to divide by 2 √d": (" / (2 * q.shape[-1] ** 0.5)", ""),
+        "divides by the scales of the keys; a coarser key is further off": ("* scale[None, :]", "/ scale[None, :]"),
+        "divides by 3 √d instead of 2 √d": ("(2 *", "(3 *"),
+        "takes the number of queries for d": ("q.shape[-1]", "q.shape[0]"),
+        "takes half of d for its root (* 0.5 instead of ** 0.5)": ("** 0.5", "* 0.5"),
+    },
+)

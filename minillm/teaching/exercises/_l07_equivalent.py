@@ -1,0 +1,13 @@
+"""Spoilt references of lesson 7 that answer as the reference does, and why (see `minillm.teaching.mutants`)."""
+
+SAME_LENGTH = "both lists have one entry per request"
+
+_BOTH = "range(len(wanted) - 1, -1, -1), wanted"
+_LOOP = f"for behind, tokens in zip({_BOTH}, strict=True):"
+
+EQUIVALENT = {
+    "l07.share_budget": {
+        f"{_LOOP} [zip({_BOTH}, strict=True) -> zip({_BOTH})]": SAME_LENGTH,
+        f"{_LOOP} [True -> False]": SAME_LENGTH,
+    },
+}

@@ -1,0 +1,182 @@
+"""What is said of an answer that no planted mistake explains is a fact: about the error, or about all wrong answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.diagnosis_answers import common_fact
+from minillm.teaching.diagnosis_errors import cause_of_error
+from minillm.teaching.diagnosis_tensors import about_tensors
+from minillm.teaching.exercise import Case, Exercise, WrongVersion
+from minillm.teaching.fence import OutOfBoundsError
+from minillm.teaching.grade import grade
+
+
+def said_of(function: Callable[[], object]) -> str:
+    """What is said of the error that `function` raises."""
+    try:
+        function()
+    except Exception as error:
+        return cause_of_error(error, lambda frame: frame.f_globals is globals())
+    raise AssertionError("this must raise")
+
+
+def _late_name() -> None:
+    if not bool:
+        late = 1
+    print(late)
+
+
+ROWS, EMPTY = [1, 2, 3], []
+THREE, FOUR = torch.zeros(3), torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda: ROWS[3], "(ROWS[3]: index 3, of 3 entries)"),
+        (lambda: EMPTY[-1], "(EMPTY[-1]: index -1, of 0 entries)"),
+        (lambda: max(EMPTY[:1]), "max of nothing is taken (EMPTY[:1] is empty)"),
+        (lambda: 1 / len(EMPTY), "divided by 0"),
+        (lambda: 1 / (ROWS[0] - 1), "divided by 0 in this case (ROWS[0] - 1)"),
+        (_late_name, "nothing is called late yet"),
+        (lambda: THREE + FOUR, "3 and 4 entries in dimension 0"),
+        (lambda: THREE.__setitem__(slice(0, 2), FOUR), "numbers of shape [4] do not fit into a place of shape [2]"),
+        (lambda: torch.zeros(2, 3) @ torch.zeros(2, 3), "2×3 times 2×3"),
+        (lambda: THREE.amax(1), "dimension 1 is asked of a tensor that has 1"),
+        (lambda: ROWS[: 3 / 2], "a slice begins or ends at what is no whole number"),
+        (lambda: THREE.unflatten(0, (2, 2)), "dimension 0 has 3 entries, which cannot be cut into [2, 2]"),
+        (lambda: ROWS + 1, "+ stands between a value of type list and one of type int"),
+        (lambda: THREE.masked_fill(0.0, THREE > 0), "masked_fill does not take (float, Tensor)"),
+        (lambda: {"a": 1}["b"], "a key is looked up that is not there"),
+        (lambda: list(zip(ROWS, EMPTY, strict=True)), "number 2 is shorter than number 1"),
+    ],
+)
+def test_an_error_is_told_in_terms_of_the_line(function: Callable[[], object], words: str):
+    assert words in said_of(function)
+
+
+def test_an_index_is_looked_up_only_where_that_changes_nothing():
+    taken = list(ROWS)
+    assert said_of(lambda: EMPTY[taken.pop()]) == "an index reaches past the end of a list"
+    assert taken == [1, 2]
+
+
+def test_an_error_of_an_unknown_kind_gets_no_cause():
+    assert said_of(lambda: (_ for _ in ()).throw(RuntimeError("something else"))) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("ValueError: arange's range must be a power of 2 (in the line `tl.arange(1, 4)`)", "2, 4, 8"),
+        ("ValueError: Unsupported ptr type <['4'], int32> in `tl.load` (in the line `x`)", "tl.load is given numbers"),
+        (
+            "InterpreterError: ValueError(\"axis 1 out of bounds for shape ['constexpr[4]']\") (in the line `x`)",
+            "axis 1 is asked of a block of shape [4]",
+        ),
+        (
+            "IncompatibleTypeErrorImpl: invalid operands of type pointer<fp32> and triton.language.float32",
+            "combined with a fraction",
+        ),
+    ],
+)
+def test_what_triton_says_of_a_kernel_is_told_too(message: str, words: str):
+    assert words in cause_of_error(ValueError(message), lambda frame: False)
+
+
+RIGHT = torch.tensor([[1.0, 2.0, 4.0], [3.0, 5.0, 9.0]])
+
+
+@pytest.mark.parametrize(
+    ("got", "words"),
+    [
+        (RIGHT.T, "is transposed"),
+        (RIGHT.flip(-1), "reverse order along the last dimension"),
+        (RIGHT * 3, "is 3 times what it should be"),
+        (RIGHT - 2, "differs by -2 everywhere"),
+        (-RIGHT, "opposite sign"),
+        (1 / RIGHT, "inverse"),
+        (RIGHT.int(), "the right numbers as int32 instead of float32"),
+        (RIGHT * torch.tensor([[2.0], [3.0]]), "a factor that each row"),
+        (RIGHT.index_fill(0, torch.tensor(1), 7.0), "wrong only in its last row"),
+        (RIGHT[:, :2], "another length along the second dimension: [2, 2] instead of [2, 3]"),
+        (RIGHT.flatten(), "the right numbers in another shape"),
+        (RIGHT.index_fill(0, torch.tensor(1), torch.nan), "has NaN"),
+        (torch.tensor([[1.0, 3.0, 8.0], [2.0, 2.0, 3.0]]), ""),
+    ],
+)
+def test_what_a_wrong_tensor_has_in_common_with_the_right_one(got: torch.Tensor, words: str):
+    said = about_tensors([(RIGHT, got)])
+    assert words in said and bool(words) == bool(said)
+
+
+def test_a_fact_must_hold_for_every_wrong_answer():
+    other = torch.tensor([[7.0, 1.0, 2.0], [0.5, 4.0, 2.0]])
+    assert "3 times" in about_tensors([(RIGHT, RIGHT * 3), (other, other * 3)])
+    assert "3 times" not in about_tensors([(RIGHT, RIGHT * 3), (other, other * 2)])
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ([([1, 2, 3], [1, 2])], "lacks its last entry"),
+        ([([1, 2, 3], [2, 3])], "lacks its first entry"),
+        ([([1, 2, 3], [1, 2, 3, 4])], "one entry too many at its end"),
+        ([([1, 2, 3], [3, 2, 1])], "from last to first"),
+        ([([1, 5, 3], [2, 6, 4])], "every entry 1 too large"),
+        ([([1, 2, 3], [1, 2, 7])], "wrong only in its last entry"),
+        ([([1, 2], []), ([4], [])], "is empty"),
+        ([(3, 4), (9, 10)], "always 1 too large"),
+        ([(3, 6), (9, 18)], "always 2 times"),
+        ([(3, 3.5)], "a fraction"),
+        ([([1], None)], "is None"),
+        ([((1, [2, 3]), (1, [2])), ((5, [4, 3]), (5, [4]))], "`table` lacks its last entry; everything else is right"),
+        ([({"free": [1], "counts": [0]}, {"free": [1], "counts": [0, 0]})], "`counts` has one entry too many"),
+        ([([1, 2, 3], [1, 9, 8]), ([4, 5], [7, 1])], ""),
+    ],
+)
+def test_what_wrong_answers_have_in_common_with_the_right_ones(pairs: list[tuple[object, object]], words: str):
+    said = common_fact(pairs, ("index", "table"))
+    assert words in said and bool(words) == bool(said)
+
+
+def total(numbers: list[int]) -> int:
+    return sum(numbers)
+
+
+def test_an_input_that_was_written_to_is_named():
+    def clears(numbers: list[int]) -> int:
+        answer = sum(numbers)
+        numbers.clear()
+        return answer
+
+    wrong = (WrongVersion("a", lambda numbers: 0), WrongVersion("b", len))
+    exercise = Exercise("l90.total", total, [Case("two", ([3, 4],)), Case("one", ([5],))], ("a", "b", "c", "d"), wrong)
+    shown = grade(exercise, clears, key=AnswerKey(exercise)).counterexample
+    assert shown.cause == "the answer is right, but your function writes into numbers: work on a copy"
+
+
+def reads_one() -> torch.Tensor:
+    return torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("overwrote 4 numbers of its input q", "numbers of an input are overwritten"),
+        ("wrote 2 numbers beyond the end of out, the first 2 before its first", "before the beginning of an array"),
+        ("wrote 2 numbers beyond the end of out, the first 1 after its last", "past the end of an array"),
+    ],
+)
+def test_a_store_outside_the_result_is_told_by_where_it_went(said: str, words: str):
+    def strays() -> torch.Tensor:
+        raise OutOfBoundsError(said)
+
+    wrong = (WrongVersion("a", lambda: torch.ones(1)), WrongVersion("b", lambda: torch.ones(2)))
+    exercise = Exercise("l90.reads_one", reads_one, [Case("one", ()), Case("again", ())], ("a", "b", "c", "d"), wrong)
+    assert words in grade(exercise, strays, key=AnswerKey(exercise)).counterexample.cause
