@@ -111,7 +111,7 @@ def test_chunked_prefill_of_seven_tokens(expected: list[list[int]], speculative:
 
 @pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])
 def test_pool_so_small_that_requests_are_preempted(expected: list[list[int]], speculative: dict | None) -> None:
-    llm = LLM("minicoder", block_size=4, num_kv_blocks=76, speculative_config=speculative)
+    llm = LLM("minicoder", block_size=4, num_kv_blocks=67, speculative_config=speculative)
     with llm.trace() as trace:
         assert tokens_of(llm, prompts()) == expected
     assert len(trace.of(RequestPreempted)) >= 10

@@ -93,7 +93,7 @@ NOT_COMPARED = ("class", "ValueError")
 
 OWN_OPTIONS = {"device", "kv_cache_config", "num_kv_blocks", "ops", "block_pool_cls"}
 """Options of `LLM` that vLLM does not have."""
-OWN_METHODS = {"engine", "max_model_len", "model", "stream", "submit", "trace"}
+OWN_METHODS = {"engine", "fim_prompt", "max_model_len", "model", "stream", "submit", "trace"}
 """Of `LLM`."""
 REFUSED_FIELDS = {
     *("allowed_token_ids", "bad_words", "extra_args", "flat_logprobs", "logit_bias", "logprob_token_ids"),
