@@ -1,6 +1,6 @@
 # Every target makes its own environment first: a clone needs Python, git and make, nothing else.
 #   make demo   make lab   make test   make lessons   make nbval   make mutants   make dist   make lint   make clean
-#   make test-long                      what `make test` leaves out: every lesson in a browser, the long searches
+#   make test-long                      what `make test` leaves out: every lesson in a browser
 #   make test-lowest   make test-colab      the quick tests with the oldest versions allowed, and with Colab's
 # PYTHON names the interpreter that the environment is made with, PIP_ARGS what pip is told besides (another index),
 # CHROME a browser for the browser tests, PYTEST_ARGS what pytest is told besides, JOBS how many test files run at a time,

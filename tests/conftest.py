@@ -19,12 +19,6 @@ from minillm.training.tokenizer import save_tokenizer, train_tokenizer
 settings.register_profile("no clock", deadline=None)  # how long an example takes says nothing of a test
 settings.load_profile("no clock")
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The checks of exercises first: they fork some thousands of times, which is quick while this process is small."""
-    items.sort(key=lambda item: "tests/teaching/" not in item.path.as_posix())
-
-
 TEXTS = [
     "def add(a, b):\n    return a + b\n\n\nclass Stack:\n    def push(self, item):\n        self.items.append(item)\n",
     "for line in path.read_text().splitlines():\n    if not line.strip():\n        continue\n    print(line)\n",

@@ -15,8 +15,8 @@ BEFORE, AFTER = 1500, 750
 """Most characters of a file that stand before and after a gap."""
 SHORTEST = 4
 """Fewest characters of a gap."""
-MOST_TOKENS = 48
-"""Of an answer: more than any rest of a line that is asked for."""
+MOST_TOKENS = 96
+"""Most tokens of an answer."""
 LONGEST = 64
 """Most characters of a gap."""
 

@@ -243,6 +243,8 @@ def run(
         for r in range(number, count, size):
             drafted[r, i] = likeliest(logits, r * outputs, dims[VOCABULARY])
         meet(sync, size)
+        if i == steps - 1:
+            break
         if number == 0:
             for r in range(count):
                 token_ids[r], wanted[r] = drafted[r, i], r
