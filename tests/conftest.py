@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.terminal import TerminalReporter
 from hypothesis import settings
 
 from minillm.models.config import ModelConfig, RopeConfig
@@ -18,6 +19,28 @@ from minillm.training.tokenizer import save_tokenizer, train_tokenizer
 
 settings.register_profile("no clock", deadline=None)  # how long an example takes says nothing of a test
 settings.load_profile("no clock")
+
+SLOW_S = 60
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Say at once what failed or was slow: of a run that is ended from outside nothing else would be known."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        config.pluginmanager.register(_AtOnce(terminal))
+
+
+class _AtOnce:
+    def __init__(self, terminal: TerminalReporter) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or report.duration > SLOW_S:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = str(crash or report.longrepr)[:300] if report.failed else "slow"
+            self.terminal.write_line(f"\n{report.nodeid} ({report.when}, {report.duration:.0f} s): {why}")
+
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n\n\nclass Stack:\n    def push(self, item):\n        self.items.append(item)\n",
