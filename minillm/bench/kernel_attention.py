@@ -168,7 +168,7 @@ def _compiled(p: Pools, q: Tensor, context: int, copies: int) -> Implementation:
     length = context + tokens
     tables = p.tables(length, copies)
     requests = np.array([(0, tokens, length, copy * tables.shape[1]) for copy in range(copies)], np.int64)
-    out, scratch = np.empty(q.numel(), np.float32), np.zeros(scratch_size(length, dim), np.float32)
+    out, scratch = np.empty(q.numel(), np.float32), np.zeros(scratch_size(dim), np.float32)
     arguments = (
         q.numpy().reshape(-1), np.array([heads, num_kv, dim, BLOCK_SIZE], np.int64), requests,
         tables.reshape(-1).numpy(), *p.arrays, out, scratch,

@@ -27,8 +27,10 @@ from minillm.bench.kernel_cases import (
     Setting,
     from_dispatch,
 )
-from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, NIBBLES, pack_nibbles, row_size
-from minillm.ops.cpu.panels import GROUP, MATRIX_FIELDS, NONE, SCALES, SUMS, SUMS_SIZE, pack, pack_pairs
+from minillm.ops.cpu.matrix_fields import GROUP, MATRIX_FIELDS, NONE, SCALES, SUMS
+from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, NIBBLES, pack_nibbles
+from minillm.ops.cpu.panels import SUMS_SIZE, pack, pack_floats, pack_pairs
+from minillm.ops.cpu.rounding import codes_size
 from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, TWICE_PAIRED, has_byte_products
 from minillm.ops.linear import PACKED_ROWS, Linear
 from minillm.quantization.base import Scheme
@@ -90,7 +92,7 @@ class Weights:
             weight = self.tensors["weight"]
             bits = {2: torch.int16, 4: torch.float32}[weight.itemsize]
             view = weight.view(bits).numpy()
-            panels = pack(view.view({"float32": np.float32, "float16": HALF, "bfloat16": BFLOAT}[self.kind]))
+            panels = pack_floats(view.view({"float32": np.float32, "float16": HALF, "bfloat16": BFLOAT}[self.kind]))
         elif isinstance(self.scheme, Int4):
             panels, line[GROUP] = self._pack_groups(self.scheme), self.scheme.group_size
         else:
@@ -176,8 +178,7 @@ def _compiled(w: Weights, x: Tensor) -> Implementation:
     room = np.zeros(rows + SUMS_SIZE + LANES, np.float32)
     scratch = np.concatenate([x.numpy().reshape(-1), room])
     columns, group = w.columns, int(lines[0, GROUP])
-    row_bytes = 2 * columns if group == NONE else row_size.py_func(columns, group)
-    codes, out = np.zeros(rows * row_bytes, np.uint8), np.empty((rows, outputs), np.float32)
+    codes, out = np.zeros(codes_size(rows, columns, group), np.uint8), np.empty((rows, outputs), np.float32)
 
     def loop(count: int, first: int, copies: int) -> None:
         kernels_cpu.multiply_loop(count, first, copies, panels, lines, vectors, scratch, codes, rows, out.reshape(-1))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from minillm.ops.cpu.attention import attend
 from minillm.ops.cpu.compiled import entry_point
+from minillm.ops.cpu.matrix_fields import COLUMNS, OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
-from minillm.ops.cpu.panels import COLUMNS, OUTPUTS, multiply
+from minillm.ops.cpu.panels import multiply
 from minillm.ops.cpu.rounding import round_row
 from minillm.ops.cpu.rows import write_row
 from minillm.ops.cpu.simd import LANES
@@ -19,10 +20,10 @@ from minillm.ops.cpu.step import likeliest
 
 @entry_point()
 def multiply_loop(count, first, copies, w, matrices, vectors, scratch, codes, rows, out):
-    """A linear layer over panels, for weights of whole numbers with the rounding of its inputs.
+    """A linear layer over panels, with the rounding of its inputs if the weights want it.
 
-    `matrices`: one line for each copy (see `panels`). `scratch`: x, a scale for each row, room for sums. `codes`: two
-    bytes for each number of x and what `nibbles.row_size` asks for beside them, should they be wanted.
+    `matrices`: one line for each copy (see `panels`). `scratch`: x, a scale for each row, room for sums. `codes`:
+    `codes_size` bytes.
     """
     for i in range(count):
         matrix = matrices[(first + i) % copies]

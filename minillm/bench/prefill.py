@@ -18,7 +18,7 @@ from minillm.bench.tables import speed_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-LENGTHS = (128, 512, 1000)
+LENGTHS, LARGE_LENGTHS = (128, 512, 1000), (512, 1000, 4000)
 ROUNDS = 7
 FP32, BF16 = "transformers fp32", "transformers bf16"
 BUNDLED: dict[str, tuple[str, ...]] = {
@@ -46,7 +46,7 @@ def run(
     shape: str | None = None,
     systems: Sequence[str] | None = None,
     rounds: int = ROUNDS,
-    lengths: Sequence[int] = LENGTHS,
+    lengths: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Every system in turn, `rounds` times for each length; returns the result as JSON values.
 
@@ -55,6 +55,7 @@ def run(
     import torch
 
     known = LARGE if shape in SHAPES else BUNDLED
+    lengths = lengths or (LARGE_LENGTHS if shape in SHAPES else LENGTHS)
     names = choose(list(known), systems)
     model = model if shape is None else str(shape_folder(shape))
     missing = left_out(names, None)

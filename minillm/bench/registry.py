@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 BENCHMARKS = {
     "decode": "one request, tokens one after the other, beside transformers and llama.cpp",
-    "prefill": "one prompt of 128, 512 or 1000 tokens until its first new token",
+    "prefill": "one prompt of 128, 512 or 1000 tokens (with --shape up to 4000) until its first new token",
     "latency": "24 tokens of code after 200: how long one completion takes, prompt unseen and seen before",
     "verify": "one forward over five tokens against one over a single token",
     "kernels": "every op by itself: microseconds, bytes, and how near that is to what the machine can do",

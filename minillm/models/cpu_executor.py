@@ -21,10 +21,9 @@ from minillm.errors import UnsupportedError
 from minillm.hardware import usable_processors
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.ops.cpu import step
+from minillm.ops.cpu import amx, step
 from minillm.ops.cpu.compiled import showing_progress
-from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, LONGEST_GROUP, NIBBLES, pack_nibbles, panel_size, row_size
-from minillm.ops.cpu.panels import (
+from minillm.ops.cpu.matrix_fields import (
     BIAS,
     COLUMNS,
     GROUP,
@@ -35,10 +34,11 @@ from minillm.ops.cpu.panels import (
     PANEL,
     SCALES,
     SUMS,
-    pack,
-    pack_pairs,
 )
+from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, LONGEST_GROUP, NIBBLES, pack_nibbles, panel_size
+from minillm.ops.cpu.panels import pack, pack_floats, pack_pairs, packed_columns
 from minillm.ops.cpu.processor import processor
+from minillm.ops.cpu.rounding import codes_size
 from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, TWICE_PAIRED, has_byte_products
 from minillm.ops.cpu.team import new_sync
 from minillm.ops.cpu.threads import ThreadChoice
@@ -190,10 +190,8 @@ class CpuExecutor:
         self.thread_choice = ThreadChoice()
         self.usable_processors = usable_processors()
         self.scratch, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
-        # The most bytes that a row of inputs becomes, whatever it is multiplied by: nibbles take the most.
-        self.widest = max(
-            row_size.py_func(int(c), int(g) if g != NONE else int(c)) for c, g in self.matrices[:, [COLUMNS, GROUP]]
-        )
+        self.widest = max(codes_size(amx.ROWS, int(c), int(g)) for c, g in self.matrices[:, [COLUMNS, GROUP]])
+        """Bytes that sixteen rows of inputs become at most."""
         self._compile()
 
     def _compile(self) -> None:
@@ -202,6 +200,7 @@ class CpuExecutor:
 
         with showing_progress():
             self.run([Segment([0], 0, [0])])
+        self.thread_choice = ThreadChoice()  # that one took long: it says nothing of the number of threads
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""
@@ -224,8 +223,7 @@ class CpuExecutor:
         kind = len(token_ids).bit_length(), drafted.shape[1]
         limit = min(torch.get_num_threads(), NUMBA_NUM_THREADS, self.usable_processors)
         threads = self.thread_choice.threads(kind, limit)
-        longest = max(r[2] for r in requests) + drafted.shape[1]
-        own = self._make_room(len(token_ids), longest, threads)
+        own = self._make_room(len(token_ids), threads)
         logits = torch.empty((len(wanted), int(self.matrices[-1, OUTPUTS])))
         self.sync[:] = 0
         arguments = (
@@ -237,15 +235,15 @@ class CpuExecutor:
         self.thread_choice.took(kind, threads, _time_step(arguments, threads))
         return logits
 
-    def _make_room(self, tokens: int, longest: int, threads: int) -> int:
+    def _make_room(self, tokens: int, threads: int) -> int:
         """Let the scratch memory be large enough for a step; returns the part that each thread has for itself."""
-        longest = -(-longest // 256) * 256
-        own = step.own_size(self.dims, longest)
+        own = step.own_size(self.dims)
         needed = int(step.areas.py_func(self.dims, tokens)[-1] + threads * own)
         if len(self.scratch) < needed:
-            self.scratch = np.zeros(needed, np.float32)
-        if len(self.codes) < tokens * self.widest:
-            self.codes = np.zeros(tokens * self.widest, np.uint8)
+            self.scratch = _whole_lines(needed, np.dtype(np.float32))
+        bytes_needed = -(-tokens // amx.ROWS) * self.widest
+        if len(self.codes) < bytes_needed:
+            self.codes = _whole_lines(bytes_needed, np.dtype(np.uint8))
         return int(own)
 
 
@@ -289,7 +287,8 @@ def _pack_all(model: Decoder, names: Sequence[str], matrices: np.ndarray, vector
     """
     linears = [model.get_submodule(name) for name in names]
     narrow = None if isinstance(linears[0], QuantizedLinear) else _narrow([m.weight for m in linears])
-    total = sum(_packed_size(m) for m in linears)
+    kind = None if narrow is None else narrow(linears[0].weight[:1]).dtype
+    total = sum(_packed_size(m, kind) for m in linears)
     flat, at = None, 0
     for name, matrix in zip(names, matrices, strict=True):
         linear = linears.pop(0)
@@ -315,12 +314,12 @@ def _whole_lines(size: int, dtype: np.dtype[Any]) -> np.ndarray:
     return memory[first : first + size]
 
 
-def _packed_size(linear: nn.Linear | QuantizedLinear) -> int:
-    """Numbers that the panels of a layer consist of."""
+def _packed_size(linear: nn.Linear | QuantizedLinear, floats: np.dtype[Any] | None) -> int:
+    """Numbers that the panels of a layer consist of; `floats`: what those of a layer that is not quantised are."""
     panels, columns = -(-linear.out_features // LANES), linear.in_features
     if isinstance(linear, QuantizedLinear) and isinstance(linear.scheme, Int4):
         return panels * panel_size.py_func(columns, linear.scheme.group_size)
-    return panels * columns * LANES
+    return panels * (columns if floats is None else packed_columns(columns, floats)) * LANES
 
 
 def _packing(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vectors) -> Callable[[slice], np.ndarray]:
@@ -342,7 +341,7 @@ def _packing(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vectors) -> 
 
 
 def _packing_of_floats(weight: np.ndarray) -> Callable[[slice], np.ndarray]:
-    return lambda rows: pack(weight[rows])
+    return lambda rows: pack_floats(weight[rows])
 
 
 def _packing_of_groups(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vectors) -> Callable[[slice], np.ndarray]:

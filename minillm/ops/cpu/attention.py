@@ -5,13 +5,14 @@
 A task is one KV head of one request and up to `ROWS` query rows: the query heads that share the KV head (GQA), for one
 or several new tokens. So decoding, verifying and prefill differ only in how many tasks they make. Keys come by sixteen,
 are made floats once for all rows of the task, if they are not, and turned on their side, so that sixteen scores are the
-lanes of one vector; values need no turning, and floats are read where they lie. The scores of a row fit into memory as
-a whole (4 bytes per position), so this is the softmax of the textbook: the largest, the exponentials, their sum. Each
-row is summed up in the order of positions, whatever else the task holds.
+lanes of one vector; values need no turning, and floats are read where they lie.
 
-Bytes moved: 2 · positions · (bytes of a row), once per task; nothing is gathered first, as PyTorch must. The scores of
-a full task outgrow a second cache of 1 MB at some 10 000 positions; from there on a tiled running softmax, which keeps
-no scores, should be the better way.
+Keys come in blocks of `KEYS`, with a softmax that goes on from block to block (`softmax.py`), so that scores stay in
+the caches nearest to the processor. Blocks that no row of the task may see are left out. Blocks begin at fixed
+positions, and each row is summed up in the order of positions; so its numbers are the same whatever else the task
+holds.
+
+Bytes moved: 2 · positions · (bytes of a row), once per task; nothing is gathered first, as PyTorch must.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from numba.extending import overload
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.panels import tiles
 from minillm.ops.cpu.rows import read_row
-from minillm.ops.cpu.simd import LANES, exp, largest, load, maximum, splat, stay_whole, store, total, transpose
+from minillm.ops.cpu.simd import LANES, load, splat, stay_whole, store, transpose
+from minillm.ops.cpu.softmax import finish_row, start_row, weigh_block
 
-ROWS = 24
-"""Query rows of a task: four tiles."""
+ROWS = 96
+"""Query rows of a task, at most: sixteen tiles."""
+FEW = 6
+"""Rows of one tile."""
+KEYS = 128
+"""Positions of a block, which begins at a multiple of them: so the numbers of a row do not depend on its task."""
 GROUPS = 4
 """Times sixteen keys that are scored together, so that few rows make enough sums at a time to hide their waits."""
-ZERO, NOTHING = np.float32(0), np.float32(-np.inf)
 
 
-def scratch_size(longest: int, head_dim: int) -> int:
-    """Floats that a thread needs for sequences of up to `longest` tokens: scores, queries, results, sixteen rows, and
-    `GROUPS` times sixteen turned ones."""
-    return ROWS * _padded(longest) + (2 * ROWS + (1 + GROUPS) * LANES) * head_dim
-
-
-def _padded(count: int) -> int:
-    return (count // LANES + 2) * LANES
+def scratch_size(head_dim: int) -> int:
+    """Floats that a thread needs: of each row its largest score, the scores of a block, the query and the sums; then a
+    block of values, or sixteen keys and `GROUPS` times sixteen turned ones."""
+    return ROWS * (1 + KEYS + 2 * head_dim + LANES) + max(KEYS, (1 + GROUPS) * LANES) * head_dim
 
 
 @njit(**OPTIONS)
@@ -84,104 +85,109 @@ def _task(
     request, tables, block_size, layer_row, keys, values, out, out_at, scratch, at,
 ):  # fmt: skip
     stay_whole()
-    token, count, seq_len, table = request
-    start = seq_len - count
-    low = max(0, start + first // group - window + 1) // LANES * LANES if window else 0
+    token, count, seq_len, table = request[0], request[1], request[2], request[3]
+    start, size = seq_len - count, head_dim + LANES
+    low = max(0, start + first // group - window + 1) // KEYS * KEYS if window else 0
     high = start + (first + rows - 1) // group + 1  # the last row sees most
-    width = (high - low + LANES - 1) // LANES * LANES
-    queries = at + rows * width
-    results = queries + rows * head_dim
-    copied = results + rows * head_dim
-    turned = copied + LANES * head_dim
+    scores = at + ROWS
+    queries = scores + rows * KEYS
+    sums = queries + rows * head_dim
+    spare = sums + rows * size
 
     scale = splat(np.float32(1 / math.sqrt(head_dim)))
     for r in range(rows):
         place = heads_at + (token + (first + r) // group) * heads_row + (head * group + (first + r) % group) * head_dim
         for i in range(0, head_dim, LANES):
             store(scratch, queries + r * head_dim + i, load(heads, place + i) * scale)
-            store(scratch, results + r * head_dim + i, splat(ZERO))
+        start_row(scratch, at + r, scratch, sums + r * size, head_dim)
+    for block in range(low, high, KEYS):
+        seen = min(KEYS, high - block)
+        _score(
+            block, seen, keys, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
+            queries, rows, scores,
+        )  # fmt: skip
+        width = (seen + LANES - 1) // LANES * LANES
+        for r in range(rows):
+            last = start + (first + r) // group + 1
+            unseen = max(0, last - window - block) if window else 0
+            weigh_block(
+                scratch, scores + r * KEYS, width, unseen, min(last - block, width), scratch, at + r, scratch,
+                sums + r * size, head_dim,
+            )  # fmt: skip
+        _add_values(
+            block, seen, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
+            scores, rows, sums,
+        )  # fmt: skip
+    for r in range(rows):
+        row, query_head = token + (first + r) // group, head * group + (first + r) % group
+        finish_row(scratch, sums + r * size, head_dim, out, out_at + (row * num_heads + query_head) * head_dim)
 
-    (all_keys,), (all_values,) = _where(keys, block_size, scratch), _where(values, block_size, scratch)
-    j = low
-    while j < high:
-        groups = GROUPS if high - j > (GROUPS - 1) * LANES else 1
+
+@njit(**OPTIONS)
+def _score(
+    block, count, keys, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare, queries,
+    rows, scores,
+):  # fmt: skip
+    """The scores of `count` keys, from position `block` on, for all rows."""
+    (pool,) = _where(keys, block_size, scratch)
+    turned, step = spare + LANES * head_dim, LANES * head_dim
+    for j in range(0, count, GROUPS * LANES):
+        groups = GROUPS if count - j > (GROUPS - 1) * LANES else (count - j + LANES - 1) // LANES
         for g in range(groups):
-            first_key = j + g * LANES
-            source_at, row, _ = _find(
-                keys, first_key, min(LANES, high - first_key), tables, table, block_size, layer_row, num_kv_heads, head,
-                head_dim, scratch, copied,
+            key = j + g * LANES
+            source, row, _ = _find(
+                keys, block + key, min(LANES, count - key), tables, table, block_size, layer_row, num_kv_heads, head,
+                head_dim, scratch, spare,
             )  # fmt: skip
             for i in range(0, head_dim, LANES):
-                transpose(all_keys, source_at + i, row, scratch, turned + (g * head_dim + i) * LANES)
-        scores, step = at + j - low, LANES * head_dim
+                transpose(pool, source + i, row, scratch, turned + g * step + i * LANES)
         if groups == GROUPS:
             tiles(
-                scratch,
-                turned,
-                step,
-                LANES,
-                scratch,
-                queries,
-                head_dim,
-                head_dim,
-                scratch,
-                scores,
-                width,
-                rows,
-                False,
-                4,
-            )
+                scratch, turned, step, LANES, scratch, queries, head_dim, head_dim, scratch, scores + j, KEYS, rows,
+                False, 4,
+            )  # fmt: skip
         else:
-            tiles(
-                scratch,
-                turned,
-                step,
-                LANES,
-                scratch,
-                queries,
-                head_dim,
-                head_dim,
-                scratch,
-                scores,
-                width,
-                rows,
-                False,
-                1,
-            )
-        j += groups * LANES
-    for r in range(rows):
-        seen = start + (first + r) // group + 1
-        unseen = max(0, seen - window) if window else 0
-        _softmax(scratch, at + r * width, width, unseen - low, seen - low)
-    j = low
-    while j < high:
-        source_at, row, here = _find(
-            values, j, high - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, copied
-        )
-        weights = at + j - low
-        p = 0
-        while p < head_dim:
-            if head_dim - p >= 4 * LANES:
+            for g in range(groups):
                 tiles(
-                    all_values, source_at + p, LANES, row, scratch, weights, width, here,
-                    scratch, results + p, head_dim, rows, True, 4,
+                    scratch, turned + g * step, step, LANES, scratch, queries, head_dim, head_dim, scratch,
+                    scores + j + g * LANES, KEYS, rows, False, 1,
                 )  # fmt: skip
-                p += 4 * LANES
-            else:
-                tiles(
-                    all_values, source_at + p, LANES, row, scratch, weights, width, here,
-                    scratch, results + p, head_dim, rows, True, 2,
-                )  # fmt: skip
-                p += 2 * LANES
+
+
+@njit(**OPTIONS)
+def _add_values(
+    block, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare, weights,
+    rows, sums,
+):  # fmt: skip
+    """Add `count` weighted values, from position `block` on, to the sums of all rows."""
+    if rows > FEW:  # they are read in every tile: side by side they fit into the first cache
+        for j in range(0, count, LANES):
+            _copy_sixteen(
+                values, block + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim,
+                scratch, spare + j * head_dim,
+            )  # fmt: skip
+        _add_rows(scratch, spare, head_dim, count, head_dim, scratch, weights, rows, sums)
+        return
+    (pool,) = _where(values, block_size, scratch)
+    j = 0
+    while j < count:
+        source, row, here = _find(
+            values, block + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch,
+            spare,
+        )  # fmt: skip
+        _add_rows(pool, source, row, here, head_dim, scratch, weights + j, rows, sums)
         j += here
-    for r in range(rows):
-        place = (
-            out_at
-            + (token + (first + r) // group) * num_heads * head_dim
-            + (head * group + (first + r) % group) * head_dim
-        )
-        for i in range(0, head_dim, LANES):
-            store(out, place + i, load(scratch, results + r * head_dim + i))
+
+
+@njit(**OPTIONS)
+def _add_rows(values, at, row, count, head_dim, scratch, weights, rows, sums):
+    """Add `count` weighted values, `row` numbers apart."""
+    size = head_dim + LANES
+    for p in range(0, head_dim, 4 * LANES):
+        if head_dim - p >= 4 * LANES:
+            tiles(values, at + p, LANES, row, scratch, weights, KEYS, count, scratch, sums + p, size, rows, True, 4)
+        else:
+            tiles(values, at + p, LANES, row, scratch, weights, KEYS, count, scratch, sums + p, size, rows, True, 2)
 
 
 def _where(pool, block_size, spare):
@@ -239,24 +245,3 @@ def _typed_find(pool, j, most, tables, table, block_size, layer_row, num_kv_head
     return lambda pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at: (
         find(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at)
     )
-
-
-@njit(**OPTIONS)
-def _softmax(scores, at, width, first, last):
-    """Softmax over `scores[at + first : at + last]`, in place; 0 elsewhere in `width`, a multiple of sixteen."""
-    for j in range(first):
-        scores[at + j] = NOTHING
-    for j in range(last, width):
-        scores[at + j] = NOTHING
-    high = load(scores, at)
-    for j in range(LANES, width, LANES):
-        high = maximum(high, load(scores, at + j))
-    peak = splat(largest(high))
-    sums = splat(ZERO)
-    for j in range(0, width, LANES):
-        e = exp(load(scores, at + j) - peak)
-        sums = sums + e
-        store(scores, at + j, e)
-    whole = splat(total(sums))
-    for j in range(0, width, LANES):
-        store(scores, at + j, load(scores, at + j) / whole)

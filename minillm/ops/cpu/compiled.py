@@ -25,6 +25,8 @@ from numba.core import event
 from numba.core.registry import cpu_target
 from tqdm import tqdm
 
+from minillm.ops.cpu.processor import has_amx
+
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
 """For every function compiled here: dividing by zero gives infinity, and other threads go on meanwhile."""
 PREFIX = "minillm-step-"
@@ -51,7 +53,7 @@ def cache_folder() -> Path:
     """Where steps of these sources are kept, as this numba compiles them for this processor."""
     _, name, _ = target = cpu_target.target_context.codegen().magic_tuple()
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    digest = sha256(sources + repr((target, llvm_version)).encode()).hexdigest()[:16]
+    digest = sha256(sources + repr((target, llvm_version, has_amx())).encode()).hexdigest()[:16]
     root = _root()
     folder = root / f"{PREFIX}numba{numba_version}-{name or 'generic'}-{digest}"
     with suppress(OSError):

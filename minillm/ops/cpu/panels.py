@@ -26,10 +26,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, types
 from numba.extending import overload
+from numba.np.numpy_support import from_dtype as numba_type
 
+from minillm.ops.cpu.amx import DEPTH
+from minillm.ops.cpu.amx_products import AMX_SUMS_SIZE, multiply_tiles, pack_tiles, tiled_panel_size
 from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, GROUP, NONE, PANEL, SCALES, SUMS
 from minillm.ops.cpu.nibbles import float_nibble_tiles, nibble_tiles, panel_size, row_size
-from minillm.ops.cpu.processor import processor
+from minillm.ops.cpu.processor import has_amx, processor
 from minillm.ops.cpu.simd import (
     FITS_ALL,
     LANES,
@@ -37,6 +41,7 @@ from minillm.ops.cpu.simd import (
     fma,
     load,
     load_sums,
+    number,
     splat,
     stay_whole,
     store,
@@ -50,15 +55,10 @@ BYTE_ROWS = 4 if processor().byte_products == "vpmaddwd" else 6
 """Rows of the largest tile of bytes: `vpmaddwd` needs registers for the even and the odd ones."""
 CHUNK = 48
 """Rows of x that are carried through the matrix together: they stay in the second cache."""
-SUMS_SIZE = 2 * CHUNK * LANES * PANELS
+TILED = (types.uint16,) if has_amx() else ()
+"""Kinds of weights that are multiplied in AMX's tiles."""
+SUMS_SIZE = max(2 * CHUNK * LANES * PANELS, AMX_SUMS_SIZE if TILED else 0)
 """Numbers that `multiply` needs room for."""
-PANEL, COLUMNS, OUTPUTS, SCALES, SUMS, BIAS, GROUP, INPUTS = range(8)
-"""A matrix is a row of these numbers: where its panels begin among all weights, its columns, its rows (a multiple of
-sixteen), where its scales, its sums of codes and its bias begin among the vectors; and for nibbles, how many columns
-share a scale, and where what its inputs are multiplied by begins among the vectors."""
-MATRIX_FIELDS = 8
-NONE = -1
-"""In the place of an offset: there is none."""
 BYTE = np.float32(256)
 """What a unit of the first of two bytes counts."""
 
@@ -79,6 +79,16 @@ def pack_pairs(codes: np.ndarray, kind: type = PAIRED) -> np.ndarray:
     padded[:out] = codes
     fours = padded.reshape(-1, LANES, columns // 4, 4).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(fours).view(kind).reshape(-1)
+
+
+def pack_floats(weight: np.ndarray) -> np.ndarray:
+    """`[out, in]` in any of the kinds that `simd.load` reads → what `multiply` wants, flat."""
+    return pack_tiles(weight) if numba_type(weight.dtype) in TILED else pack(weight)
+
+
+def packed_columns(columns: int, kind: np.dtype) -> int:
+    """How many columns there are after `pack_floats`."""
+    return -(-columns // DEPTH) * DEPTH if numba_type(kind) in TILED else columns
 
 
 @njit(**OPTIONS)
@@ -252,11 +262,43 @@ def multiply(
 ):
     """Panels `first` to `last - 1` of one linear layer, for `rows` rows: out (+)= x Wᵀ + b.
 
-    `w`: the weights of all layers; `matrix`: which of them, as above. x: `[rows, columns]` at `scratch[x_at]`, or for
-    weights in bytes `codes` (see `rounding.round_row`) and their scales at `scratch[scales_at]`. Row r of the result
-    lies at `out[out_at + r · out_row]`. `add`: add to what is there. At `scratch[sums_at]` is room for `SUMS_SIZE`
-    numbers that no other thread uses.
+    `w`: the weights of all layers; `matrix`: which of them (see `matrix_fields`). x: `[rows, columns]` at
+    `scratch[x_at]`, or for weights in bytes or `TILED` ones `codes` (see `rounding.round_row`), and for bytes their
+    scales at `scratch[scales_at]`. Row r of the result lies at `out[out_at + r · out_row]`. `add`: add to what is
+    there. At `scratch[sums_at]` is room for `SUMS_SIZE` numbers that no other thread uses.
     """
+    _multiply(
+        w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
+    )
+
+
+def _multiply(
+    w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
+):
+    """`multiply`, by the kind of weights."""
+    raise NotImplementedError
+
+
+@overload(_multiply, jit_options=OPTIONS)
+def _typed_multiply(
+    w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
+):
+    if w.dtype not in TILED:
+        return multiply_vectors.py_func  # type: ignore[no-any-return]
+
+    def in_tiles(
+        w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
+    ):
+        multiply_tiles(w, matrix, vectors, codes, rows, first, last, out, out_at, out_row, add, scratch, sums_at)
+
+    return in_tiles
+
+
+@njit(**OPTIONS)
+def multiply_vectors(
+    w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
+):
+    """`multiply` in vectors of sixteen."""
     stay_whole()
     panel, wide = _panel_size(w, matrix), PANELS * LANES
     for start in range(0, rows, CHUNK):
@@ -282,3 +324,26 @@ def multiply(
                         y = load(out, at) + y
                     store(out, at, y)
             p += together
+
+
+def unpack_row(w, columns, row, out, out_at):
+    """`out[out_at : out_at + columns]` = row `row` of the matrix that begins at `w[0]`, as floats."""
+    raise NotImplementedError
+
+
+@overload(unpack_row, jit_options=OPTIONS)
+def _typed_unpack_row(w, columns, row, out, out_at):
+    if w.dtype in TILED:
+
+        def unpack(w, columns, row, out, out_at):
+            first = row // LANES * tiled_panel_size(columns) + row % LANES * 2
+            for i in range(columns):
+                out[out_at + i] = number(w, first + i // 2 * 2 * LANES + i % 2)
+    else:
+
+        def unpack(w, columns, row, out, out_at):
+            first = row // LANES * columns * LANES + row % LANES
+            for i in range(columns):
+                out[out_at + i] = number(w, first + i * LANES)
+
+    return unpack

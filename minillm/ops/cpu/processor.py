@@ -7,6 +7,8 @@ right as well where `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` ask for another pr
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -43,6 +45,11 @@ INSTRUCTIONS = (("vpdpbusd", r"vpdpbusd"), ("sdot", r"sdot"), ("vpmaddwd", r"vpm
 """Those that add up products of bytes, the best first: four products a lane of unsigned by signed bytes, of signed by
 signed ones, and two products a lane of 16-bit numbers (at least 256 bits wide)."""
 
+AMX_FEATURES = {"+amx-tile", "+amx-bf16", "+avx512bw"}
+"""LLVM's names of what `amx.py` and `amx_parts.py` need."""
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
+"""The system call of x86-64, and what it is asked: that this process may use a part of the registers, and which."""
+
 
 @dataclass(frozen=True)
 class Processor:
@@ -60,6 +67,8 @@ class Processor:
     """One of `INSTRUCTIONS`; None: there is none."""
     byte_lanes: int
     """Sums that one such instruction makes, 32 bits each."""
+    amx: bool = False
+    """Multiplies tiles of bfloat16. LLVM is asked for its features here: what it cannot compile ends the process."""
 
     @property
     def is_x86(self) -> bool:
@@ -89,6 +98,14 @@ def processor() -> Processor:
     from numba.core.registry import cpu_target
 
     return examine(*cpu_target.target_context.codegen().magic_tuple())
+
+
+@cache
+def has_amx() -> bool:
+    """Whether the processor has AMX and this process may use it: Linux wants to be asked, once for all threads."""
+    if not processor().amx or platform.system() != "Linux":
+        return False
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
 
 
 def findings() -> dict[str, str | None]:
@@ -123,4 +140,5 @@ def examine(triple: str, name: str, features: str = "") -> Processor:
         32 if widest == 16 else (16 if is_x86 else 32) * widest // 16,
         instruction,
         0 if instruction is None else 16 if "zmm" in line else 8 if "ymm" in line else 4,
+        set(features.split(",")) >= AMX_FEATURES,
     )

@@ -10,9 +10,12 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from minillm.ops.cpu.amx import ROWS
+from minillm.ops.cpu.amx_products import split_row, split_size
 from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.matrix_fields import COLUMNS, GROUP, INPUTS, NONE
 from minillm.ops.cpu.nibbles import row_size, store_whole
-from minillm.ops.cpu.panels import BYTE, COLUMNS, GROUP, INPUTS, NONE
+from minillm.ops.cpu.panels import BYTE, TILED
 from minillm.ops.cpu.simd import (
     LANES,
     MIDDLE,
@@ -34,13 +37,20 @@ LARGEST_OF_TWO = np.float32(127 * 256 + 127)
 """The largest number whose two bytes are signed both. `UPWARDS`: halves go up, so that the second is at most 127."""
 
 
+def codes_size(rows: int, columns: int, group: int) -> int:
+    """Bytes that `rows` rows of inputs become, whatever they are multiplied by. `group`: of nibbles, else `NONE`."""
+    nibbles = row_size.py_func(columns, columns if group == NONE else group)
+    return -(-rows // ROWS) * ROWS * max(nibbles, split_size.py_func(columns))
+
+
 def round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
     """Make the numbers at `x[x_at]` ready to be multiplied by `matrix`, as row `row`.
 
     For weights `w` that are multiplied as bytes: the codes and their scale. `PAIRED` ones take a byte per number, moved
     up by `MIDDLE`; `TWICE_PAIRED` two, in rows 2 · `row` and the next: code = 256 · first + second, both moved up so;
     `NIBBLES` two signed ones and sums (see `nibbles.row_size`). For nibbles of either kind x is first multiplied, in
-    place, by the matrix' input scales, if it has such. For other weights nothing.
+    place, by the matrix' input scales, if it has such. For `TILED` weights: its parts (see `amx_products.split_row`).
+    For other weights nothing.
     """
     raise NotImplementedError
 
@@ -124,4 +134,8 @@ def _typed_round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
         return ready
     if w.dtype == types.int32:
         return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _scale_inputs(matrix, vectors, x, x_at)
+    if w.dtype in TILED:
+        return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: split_row(
+            x, x_at, matrix[COLUMNS], codes, row
+        )
     return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: None

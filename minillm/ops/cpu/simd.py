@@ -404,11 +404,16 @@ ONE = np.float32(1)
 
 @njit(**OPTIONS)
 def exp(x):
-    """e^x, off by at most 2 units in the last place; 0 below -87, and above 88 what e^88 is.
+    """e^x, off by at most 2 units in the last place; 0 below -87, and above 88 what e^88 is."""
+    return exp_within(x, minimum(maximum(x, splat(LOWEST)), splat(HIGHEST)))
+
+
+@njit(**OPTIONS)
+def exp_within(x, bounded):
+    """`exp`, if `bounded` is x between `LOWEST` and `HIGHEST`.
 
     x = n ln 2 + r with |r| ≤ ln 2 / 2, then 2^n times a polynomial in r (Cephes, `expf`; Moshier 1989).
     """
-    bounded = minimum(maximum(x, splat(LOWEST)), splat(HIGHEST))
     n = rint(bounded * splat(LOG2_E))
     r = fma(n, splat(-LN2_LOW), fma(n, splat(-LN2_HIGH), bounded))
     p = fma(splat(C0), r, splat(C1))

@@ -12,12 +12,12 @@ from numba.extending import overload
 
 from minillm.ops.cpu.attention import attend, scratch_size
 from minillm.ops.cpu.compiled import OPTIONS, entry_point
+from minillm.ops.cpu.matrix_fields import COLUMNS, NONE, OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
-from minillm.ops.cpu.panels import COLUMNS, NONE, OUTPUTS, SUMS_SIZE, multiply
+from minillm.ops.cpu.panels import SUMS_SIZE, TILED, multiply, unpack_row
 from minillm.ops.cpu.rounding import round_row
 from minillm.ops.cpu.rows import write_row
 from minillm.ops.cpu.simd import LANES, load, stay_whole, store
-from minillm.ops.cpu.simd import number as number_at
 from minillm.ops.cpu.team import join, meet, share
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, BLOCK_SIZE, SLOTS, FINAL_NORM, TIED, VOCABULARY = range(11)
@@ -45,9 +45,9 @@ def areas(dims, tokens):
     return x, normed, heads, attended, gate_up, gated, scales, own
 
 
-def own_size(dims, longest):
+def own_size(dims):
     """Floats that each thread needs for itself."""
-    return max(SUMS_SIZE, scratch_size(longest, dims[HEAD_DIM])) + LANES
+    return max(SUMS_SIZE, scratch_size(dims[HEAD_DIM])) + LANES
 
 
 @njit(inline="always", **OPTIONS)
@@ -190,9 +190,7 @@ def embed(embedding, head, dims, token, out, at):
     """The token's row of the embedding; if that is tied to the unembedding, it is gathered from its panels."""
     hidden = dims[HIDDEN]
     if dims[TIED]:
-        first = token // LANES * hidden * LANES + token % LANES
-        for i in range(hidden):
-            out[at + i] = number_at(head, first + i * LANES)
+        unpack_row(head, hidden, token, out, at)
     else:
         for i in range(0, hidden, LANES):
             store(out, at + i, load(embedding, token * hidden + i))
@@ -206,7 +204,7 @@ def round_rows(w, number, size, matrix, n, vectors, scratch, x_at, codes, scales
 
 @overload(round_rows, jit_options=OPTIONS)
 def _typed_round_rows(w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync):
-    if w.dtype not in (types.uint8, types.boolean, types.uint32, types.int32):
+    if w.dtype not in (types.uint8, types.boolean, types.uint32, types.int32, *TILED):
         return lambda w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync: None
 
     def together(w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync):

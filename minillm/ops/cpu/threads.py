@@ -20,7 +20,7 @@ TURN = 4
 """Steps of a trial."""
 JUDGED = 8
 """The latest steps with a number of threads, by which it is judged."""
-HOPELESS = 3.0
+HOPELESS = 1.25
 """A trial that is so many times slower ends at once."""
 
 Step = tuple[int, float]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from minillm.ops.cpu.attention import attend, scratch_size
+from minillm.ops.cpu.attention import KEYS, attend, scratch_size
 from minillm.ops.paged_attention import paged_attention
 from tests.ops.test_paged_attention import MIXES, random_step
 
@@ -22,7 +22,7 @@ def run(q, keys, values, batch, window=None, threads: int = 1) -> torch.Tensor:
     pools = [(np.where(np.abs(p := pool.numpy().reshape(-1)) == 1e4, np.nan, p),) for pool in (keys, values)]
     out = np.full(q.numel(), np.nan, np.float32)
     for number in range(threads):
-        scratch = np.full(scratch_size(max(batch.seq_lens), dim), np.nan, np.float32)
+        scratch = np.full(scratch_size(dim), np.nan, np.float32)
         attend(
             number, threads, q.numpy().reshape(-1), 0, heads * dim, heads, keys.shape[1], dim, window or 0,
             np.array(requests), np.array(tables), batch.block_size, 0, *pools, out, 0, scratch, 0,
@@ -54,3 +54,24 @@ def test_large_scores_do_not_overflow() -> None:
     right = paged_attention(q * 1000, keys, values, batch)
     got = run(q * 1000, keys, values, batch)
     assert float((got - right).norm() / right.norm()) < 1e-4  # the difference of scores near 1000 has fewer digits
+
+
+def test_a_prompt_of_several_blocks_is_that_of_the_reference_and_the_same_however_it_is_cut() -> None:
+    """Keys come in blocks: a softmax that forgot to shrink its sums for a larger score would be off from the second."""
+    q, keys, values, batch, _ = random_step(7, 16, (6, 2), 64, [2 * KEYS + 40])
+    q = q * torch.linspace(0.5, 3, len(q))[:, None, None]
+    for window in (None, KEYS - 5, KEYS + 9):
+        batch.plans.clear()
+        right = paged_attention(q, keys, values, batch, window)
+        whole = run(q, keys, values, batch, window)
+        assert float((whole - right).norm() / right.norm()) < 1e-6, window
+        for threads in (3, 200):  # few rows a task, and one
+            assert torch.equal(run(q, keys, values, batch, window, threads), whole), window
+
+
+def test_a_later_token_that_is_nan_is_not_seen_by_earlier_blocks() -> None:
+    q, keys, values, batch, _ = random_step(9, 16, (2, 1), 32, [2 * KEYS])
+    clean = run(q, keys, values, batch)
+    slots = batch.block_tables[0, -1] * 16 + 15
+    keys[slots] = float("nan")
+    assert torch.equal(run(q, keys, values, batch)[: KEYS // 2], clean[: KEYS // 2])

@@ -11,6 +11,7 @@ from numba import njit
 
 from minillm.ops.cpu import simd
 from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, GROUP, MATRIX_FIELDS, NONE, OUTPUTS, PANEL
 from minillm.ops.cpu.nibbles import (
     FLOAT_NIBBLES,
     LONGEST_GROUP,
@@ -20,7 +21,7 @@ from minillm.ops.cpu.nibbles import (
     panel_size,
     row_size,
 )
-from minillm.ops.cpu.panels import BIAS, COLUMNS, GROUP, MATRIX_FIELDS, NONE, OUTPUTS, PANEL, SUMS_SIZE, multiply
+from minillm.ops.cpu.panels import SUMS_SIZE, multiply
 from minillm.ops.cpu.processor import Processor
 from minillm.ops.cpu.rounding import round_row
 from minillm.ops.cpu.simd import LANES

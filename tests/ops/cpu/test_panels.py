@@ -8,24 +8,19 @@ import torch
 from numba import njit
 
 from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, MATRIX_FIELDS, NONE, OUTPUTS, PANEL, SCALES, SUMS
 from minillm.ops.cpu.panels import (
-    BIAS,
-    COLUMNS,
-    MATRIX_FIELDS,
-    NONE,
-    OUTPUTS,
-    PANEL,
-    SCALES,
-    SUMS,
     SUMS_SIZE,
     multiply,
     narrow_byte_tiles,
     narrow_tiles,
     pack,
+    pack_floats,
     pack_pairs,
     wide_byte_tiles,
     wide_tiles,
 )
+from minillm.ops.cpu.rounding import codes_size, round_row
 from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, PAIRED, TWICE_PAIRED
 from minillm.quantization.int8 import quantize_rows
 from minillm.quantization.w8a8 import integer_product
@@ -66,7 +61,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
     else:
         meant = {"float32": weight, "half": weight.half(), "bfloat": weight.bfloat16()}[kind]
         bits = meant.view({4: torch.float32, 2: torch.int16}[meant.itemsize]).numpy()
-        panels = pack(bits.view({"float32": np.float32, "half": HALF, "bfloat": BFLOAT}[kind]))
+        panels = pack_floats(bits.view({"float32": np.float32, "half": HALF, "bfloat": BFLOAT}[kind]))
         meant = meant.float()
     if bias is not None:
         keep(BIAS, bias.numpy())
@@ -77,6 +72,9 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
         unsigned, scales_x = two_bytes(x)
     unsigned = unsigned.numpy().reshape(-1)
     scratch = np.concatenate([x.numpy().reshape(-1), scales_x.numpy(), np.zeros(SUMS_SIZE)]).astype("f")
+    if kind == "bfloat":
+        unsigned = np.full(codes_size(rows, columns, NONE), 0xFF, np.uint8)
+        made_ready(panels, matrix, np.zeros(0, np.float32), scratch, rows, unsigned)
     out = np.full((rows, padded), 0.5 if add else np.nan, np.float32)
     multiply(
         panels, matrix, np.concatenate([*vectors, np.zeros(LANES)]).astype("f"), scratch, 0, unsigned, rows * columns,
@@ -88,6 +86,12 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
     else:
         right = x.double() @ meant.double().T
     return y, right if bias is None else right + bias
+
+
+@njit(**OPTIONS)
+def made_ready(w, matrix, vectors, x, rows, codes):
+    for r in range(rows):
+        round_row(w, matrix, vectors, x, r * matrix[COLUMNS], codes, r, x, 0)
 
 
 def relative(y: torch.Tensor, right: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from minillm.models import cpu_executor
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
 from minillm.models.runner import ModelRunner, Segment
+from minillm.ops.cpu import processor as processor_module
 from minillm.ops.cpu.processor import Processor, examine, processor
 
 X86, MAC, LINUX_ARM = "x86_64-unknown-linux-gnu", "arm64-apple-macosx14.0.0", "aarch64-unknown-linux-gnu"
@@ -86,6 +88,24 @@ def test_this_processor_is_the_one_that_numba_compiles_for() -> None:
     triple, name, features = cpu_target.target_context.codegen().magic_tuple()
     assert processor() == examine(triple, name, features)
     assert cpu_executor.processor is processor
+
+
+def test_amx_is_used_where_the_processor_has_it_and_the_system_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = "+amx-tile,+amx-bf16,+avx512bw"
+    assert examine(X86, "sapphirerapids", features).amx
+    assert not examine(X86, "sapphirerapids", "+avx512bw").amx
+    with_it, without = (replace(processor(), amx=amx) for amx in (True, False))
+    for found, system, answer, expected in (
+        (with_it, "Linux", 0, True),
+        (with_it, "Linux", -1, False),
+        (with_it, "Windows", 0, False),
+        (without, "Linux", 0, False),
+    ):
+        monkeypatch.setattr(processor_module, "processor", lambda found=found: found)
+        monkeypatch.setattr(processor_module.platform, "system", lambda system=system: system)
+        libc = SimpleNamespace(syscall=lambda *numbers, answer=answer: answer)
+        monkeypatch.setattr(processor_module.ctypes, "CDLL", lambda name, libc=libc: libc)
+        assert processor_module.has_amx.__wrapped__() is expected
 
 
 def test_the_executor_refuses_what_the_processor_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

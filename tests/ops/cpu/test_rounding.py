@@ -7,8 +7,8 @@ import pytest
 from numba import njit
 
 from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.matrix_fields import COLUMNS, GROUP, INPUTS, MATRIX_FIELDS, NONE
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, NIBBLES, row_size
-from minillm.ops.cpu.panels import COLUMNS, GROUP, INPUTS, MATRIX_FIELDS, NONE
 from minillm.ops.cpu.rounding import round_row
 from minillm.ops.cpu.simd import HALF, MIDDLE, PAIRED, TWICE_PAIRED
 

@@ -65,6 +65,10 @@ def test_with_processors_to_itself_a_step_keeps_all_threads() -> None:
     assert threads.count(8) > 0.95 * STEPS and set(threads) == {8, 4}
 
 
+def test_to_have_tried_fewer_threads_costs_one_step() -> None:
+    assert [n for n, _ in played(quiet, 2)[:100]].count(1) == 1
+
+
 def test_a_trial_that_is_hopeless_ends_after_one_step() -> None:
     recent = [(1, 1.0)] * TURN
     assert choose(recent, 2) == 2

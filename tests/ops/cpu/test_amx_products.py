@@ -1,0 +1,95 @@
+"""Products through AMX's tiles: as exact as any product in float32, and the same however rows are grouped."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numba import njit
+
+from minillm.ops.cpu.amx import PARTS, ROW_BYTES, ROWS
+from minillm.ops.cpu.amx_products import BLOCK, CHUNK, SLAB, multiply_tiles, pack_tiles, split_row, split_size
+from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, MATRIX_FIELDS, NONE, OUTPUTS, PANEL
+from minillm.ops.cpu.panels import SUMS_SIZE
+from minillm.ops.cpu.processor import has_amx
+from minillm.ops.cpu.rounding import codes_size
+from minillm.ops.cpu.simd import LANES
+
+needs_amx = pytest.mark.skipif(not has_amx(), reason="this processor has no AMX: test_panels.py has what runs instead")
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """The upper halves."""
+    return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def floats(upper: np.ndarray) -> np.ndarray:
+    return (upper.astype(np.uint32) << 16).view(np.float32)
+
+
+@njit(**OPTIONS)
+def split_rows(x, rows, columns, codes):
+    for r in range(rows):
+        split_row(x, r * columns, columns, codes, r)
+
+
+def product(
+    weight: np.ndarray, x: np.ndarray, bias: np.ndarray | None = None, start: np.ndarray | None = None
+) -> np.ndarray:
+    """x Wᵀ (+ b) (+ start) by `multiply_tiles`; `weight` as bits."""
+    (outputs, columns), rows = weight.shape, len(x)
+    matrix = np.full(MATRIX_FIELDS, NONE, np.int64)
+    matrix[[PANEL, COLUMNS, OUTPUTS]] = 0, columns, outputs
+    vectors = np.zeros(outputs, np.float32)
+    if bias is not None:
+        matrix[BIAS], vectors = 0, bias
+    codes = np.full(codes_size(rows, columns, NONE), 0xFF, np.uint8)  # NaN wherever nothing is written
+    split_rows(x.reshape(-1), rows, columns, codes)
+    out = np.full((rows, outputs), np.nan, np.float32) if start is None else start.copy()
+    own = np.full(SUMS_SIZE, np.nan, np.float32)
+    multiply_tiles(
+        pack_tiles(weight), matrix, vectors, codes, rows, 0, outputs // LANES, out.reshape(-1), 0, outputs,
+        start is not None, own, 0,
+    )  # fmt: skip
+    return out
+
+
+def test_the_three_parts_of_a_number_add_up_to_it() -> None:
+    """Also without AMX: only ordinary instructions cut it."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((20, 48)) * 10.0 ** rng.integers(-20, 20, (20, 48))).astype(np.float32)
+    codes = np.zeros(codes_size(20, 48, NONE), np.uint8)
+    split_rows(x.reshape(-1), 20, 48, codes)
+    steps = 2
+    tiles = codes[: 2 * ROWS * split_size.py_func(48)].view(np.uint16).reshape(2, steps, PARTS, ROWS, ROW_BYTES // 2)
+    parts = floats(tiles).transpose(2, 0, 3, 1, 4).reshape(PARTS, 2 * ROWS, steps * ROW_BYTES // 2)
+    assert np.array_equal(parts[:, :20, :48].astype(np.float64).sum(0), x.astype(np.float64))
+    assert not parts[:, :20, 48:].any()  # no column of another row
+
+
+@needs_amx
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 31, 32, 33, 50, CHUNK + 20])
+def test_products_are_as_exact_as_in_float32(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    wide = (BLOCK + 1) * 32
+    for outputs, columns in ((16, 32), (64, 48), (112, 64), ((SLAB + 3) * LANES, 32), (48, wide + 16)):
+        weight, x = bits(rng.standard_normal((outputs, columns))), rng.standard_normal((rows, columns)).astype("f")
+        bias, start = rng.standard_normal(outputs).astype("f"), rng.standard_normal((rows, outputs)).astype("f")
+        right = x.astype(np.float64) @ floats(weight).astype(np.float64).T
+        for got, expected in (
+            (product(weight, x), right),
+            (product(weight, x, bias), right + bias),
+            (product(weight, x, bias, start), right + bias + start),
+        ):
+            error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+            assert error < 3e-7, (outputs, columns)  # two parts instead of three would be off by 1e-6 and more
+
+
+@needs_amx
+def test_a_row_is_the_same_to_the_last_bit_whoever_is_beside_it() -> None:
+    rng = np.random.default_rng(1)
+    columns = (BLOCK + 2) * 32
+    weight, x = bits(rng.standard_normal((80, columns))), rng.standard_normal((CHUNK + 40, columns)).astype("f")
+    together = product(weight, x)
+    for first, last in ((0, 1), (3, 5), (10, 26), (10, 27), (20, 60), (100, CHUNK + 40)):
+        assert np.array_equal(product(weight, x[first:last]), together[first:last]), (first, last)
