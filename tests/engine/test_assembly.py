@@ -143,6 +143,7 @@ def test_the_weights_are_never_there_twice(
 
     before("_pack_all", cpu_executor, find)
     before("pack", cpu_executor, count_left)
+    before("pack_floats", cpu_executor, count_left)
     before("pack_pairs", cpu_executor, count_left)
     before("_compile", CpuExecutor, count_left)
     LLM(str(folders["target bfloat16"]), device="cpu", quantization=quantization)
