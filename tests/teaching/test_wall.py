@@ -46,10 +46,13 @@ def test_a_run_that_does_not_end_is_stopped():
     assert stopped_by(lambda: time.sleep(60), patience_s=0.2) == "SIGKILL"
 
 
-def test_no_child_is_left_behind():
+def test_no_child_is_left_behind(monkeypatch: pytest.MonkeyPatch):
+    fork, children = os.fork, []
+    monkeypatch.setattr(os, "fork", lambda: children.append(fork()) or children[-1])
     stopped_by(lambda: None)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    [child] = children
+    with pytest.raises(ChildProcessError):  # not of any child: other tests of this process have theirs
+        os.waitpid(child, os.WNOHANG)
 
 
 def test_an_empty_array_has_a_wall_too():
