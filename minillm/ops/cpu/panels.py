@@ -18,7 +18,8 @@ Sixteen bits spread over the range of a row are off by 1/65 000 of its largest n
 times as much on that one, float32 loses less. Two bytes are two rows: twice the arithmetic of W8A8, the same weights
 read, and half the time of turning weights into floats and multiplying those, which is what other processors do.
 
-INT4 weights in groups have panels of their own, of 4.25 bits a weight: `nibbles.py`.
+INT4 weights in groups have panels of their own, of 4.25 bits a weight: `nibbles.py`. So have weights in bfloat16 where
+the processor has AMX: `amx_products.py`.
 """
 
 from __future__ import annotations
