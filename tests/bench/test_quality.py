@@ -63,7 +63,7 @@ def test_rows_fill_the_context_and_never_exceed_it(texts: Texts) -> None:
 def test_the_reference_is_transformers(tiny: TinyPair, texts: Texts) -> None:
     """Whole rows at once there, chunks through the paged cache here."""
     got = logprobs(Builder(str(tiny.target), len(texts.rows)).build(of("kv auto")).runner, texts)
-    peer = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32).eval()
+    peer = AutoModelForCausalLM.from_pretrained(tiny.target).float().eval()
     expected = []
     for row, own in zip(texts.rows, texts.scored, strict=True):
         with torch.inference_mode():

@@ -120,7 +120,7 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
         use_tqdm=False,
     )[0]
     ids = [*out.prompt_token_ids, *out.outputs[0].token_ids]
-    peer = AutoModelForCausalLM.from_pretrained(llm.model, dtype=torch.float32)
+    peer = AutoModelForCausalLM.from_pretrained(llm.model).float()
     with torch.inference_mode():
         expected = peer(torch.tensor([ids])).logits[0].log_softmax(-1)
     start = len(out.prompt_token_ids)

@@ -30,7 +30,7 @@ def expected() -> list[list[int]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = bundled.path("minicoder")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path).float().eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
     out = []
     for prompt in prompts():
