@@ -250,13 +250,13 @@ def limited(seconds: float) -> Iterator[None]:
         try:
             over.set()
             watcher.join()
-            _nothing()
+            _raise_what_is_pending()
         except OutOfTime:  # it came when the block had ended
             over.set()
             watcher.join()
 
 
-def _nothing() -> None:
+def _raise_what_is_pending() -> None:
     """An exception that waits for this thread is raised here: Python looks for one at the start of a function.
 
     Taking it back is no way out. `PyThreadState_SetAsyncExc(thread, None)` leaves Python 3.11 looking for it for ever:

@@ -250,7 +250,6 @@ def test_a_check_works_after_the_process_has_used_many_threads():
 def test_a_time_limit_leaves_python_as_it_was(work: str) -> None:
     """An exception that was taken back instead of raised let Python 3.11 hang in the next function that is traced."""
     program = f"""
-import subprocess
 import sys
 from minillm.teaching.guard import OutOfTime, limited
 for _ in range(20):

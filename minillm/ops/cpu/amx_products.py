@@ -6,16 +6,18 @@ A float32 has 24 significant bits, a bfloat16 eight. So a number x is cut into t
 
 and x · w = first · w + middle · w + last · w, where each product fits into a float32 (8 + 8 bits): nothing is rounded
 but the sums, as in any float32 product. So results are as good as those of `panels.py`, though not the same to the last
-bit; processors without AMX multiply there. Numbers below 2^-126 in size count as zero, and an infinite one gives NaN.
+bit; processors without AMX multiply there. Tiles count numbers below 2^-126 as zero, and an infinite one gives
+NaN.
 
 Operations: three tiles multiplied where rounding x to bfloat16, as others do, would take one. That leaves 171
-multiply-adds a cycle, against 32 of two units for vectors of sixteen floats. Seen with 128 rows on one core of a Xeon
-with neighbours: 180 to 258 G multiply-adds a second, or 65 to 75 while they were busy; in vectors 54, or 38.
+multiply-adds a cycle, against 32 of two units for vectors of sixteen floats. Seen with 128 rows on one core of a
+virtual machine (Xeon), whose speed changes: 180 to 258 G multiply-adds a second at its best times, 65 to 75 at others;
+in vectors 54 and 38.
 
 Bytes: the matrix once per `CHUNK` rows of x. Those rows go through `BLOCK` · 32 columns of all panels before the next,
-so that x stays in the second cache; the sums wait where results go. A tile takes as long for one row as for sixteen, so
-up to `FEW` rows are multiplied in vectors, which make the same sums in the same order: reading the matrix is what
-counts there.
+so that x stays in the second cache; the sums wait where results go. A tile takes nearly as long for one row as for
+sixteen, so up to `FEW` rows are multiplied in vectors, which make the same sums in the same order (and keep numbers
+below 2^-126): reading the matrix is what counts there.
 """
 
 from __future__ import annotations

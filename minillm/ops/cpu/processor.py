@@ -46,7 +46,7 @@ INSTRUCTIONS = (("vpdpbusd", r"vpdpbusd"), ("sdot", r"sdot"), ("vpmaddwd", r"vpm
 signed ones, and two products a lane of 16-bit numbers (at least 256 bits wide)."""
 
 AMX_FEATURES = {"+amx-tile", "+amx-bf16", "+avx512bw"}
-"""LLVM's names of what `amx.py` and `amx_parts.py` need."""
+"""LLVM's names of what `amx.py` needs."""
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 """The system call of x86-64, and what it is asked: that this process may use a part of the registers, and which."""
 

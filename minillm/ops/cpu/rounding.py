@@ -40,7 +40,7 @@ LARGEST_OF_TWO = np.float32(127 * 256 + 127)
 def codes_size(rows: int, columns: int, group: int) -> int:
     """Bytes that `rows` rows of inputs become, whatever they are multiplied by. `group`: of nibbles, else `NONE`."""
     nibbles = row_size.py_func(columns, columns if group == NONE else group)
-    return -(-rows // ROWS) * ROWS * max(nibbles, split_size.py_func(columns))
+    return -(-rows // ROWS) * ROWS * max(nibbles, split_size.py_func(columns) if TILED else 0)
 
 
 def round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):

@@ -58,10 +58,10 @@ def test_the_three_parts_of_a_number_add_up_to_it() -> None:
     """Also without AMX: only ordinary instructions cut it."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((20, 48)) * 10.0 ** rng.integers(-20, 20, (20, 48))).astype(np.float32)
-    codes = np.zeros(codes_size(20, 48, NONE), np.uint8)
+    codes = np.zeros(2 * ROWS * split_size.py_func(48), np.uint8)
     split_rows(x.reshape(-1), 20, 48, codes)
     steps = 2
-    tiles = codes[: 2 * ROWS * split_size.py_func(48)].view(np.uint16).reshape(2, steps, PARTS, ROWS, ROW_BYTES // 2)
+    tiles = codes.view(np.uint16).reshape(2, steps, PARTS, ROWS, ROW_BYTES // 2)
     parts = floats(tiles).transpose(2, 0, 3, 1, 4).reshape(PARTS, 2 * ROWS, steps * ROW_BYTES // 2)
     assert np.array_equal(parts[:, :20, :48].astype(np.float64).sum(0), x.astype(np.float64))
     assert not parts[:, :20, 48:].any()  # no column of another row
