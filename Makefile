@@ -40,6 +40,7 @@ mutants: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 
 # The wheel, models and lessons included: what to upload where nothing is published.
 dist: $(STAMP)

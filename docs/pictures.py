@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from minillm import LLM, SamplingParams
-from minillm.demo import PROMPTS
+from minillm.commands.side_by_side import PROMPTS
 from minillm.trace import RequestFinished, StepFinished, StepRan, TokensCommitted, Trace
 from minillm.viz import AcceptanceStrip, CachePagesView
 

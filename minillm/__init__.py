@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# Not on first use like the others: importing the module of the same name would then put it in the function's place.
-from minillm.doctor import doctor
+# Not lazy like the others: importing the subpackage `minillm.doctor` later would overwrite the function of that name.
+from minillm.doctor.report import doctor
+from minillm.version import __version__
 
 if TYPE_CHECKING:
+    from minillm.config import EngineArgs
     from minillm.llm import LLM
-    from minillm.llm_engine import EngineArgs, LLMEngine
+    from minillm.llm_engine import LLMEngine
     from minillm.outputs import CompletionOutput, RequestOutput
     from minillm.sampling import SamplingParams
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "LLMEngine", "EngineArgs", "CompletionOutput", "RequestOutput", "SamplingParams", "doctor"]
+__all__ = [
+    "LLM",
+    "LLMEngine",
+    "EngineArgs",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "doctor",
+]
 
 _HOMES = {
     "LLM": "minillm.llm",
     "LLMEngine": "minillm.llm_engine",
-    "EngineArgs": "minillm.llm_engine",
+    "EngineArgs": "minillm.config",
     "CompletionOutput": "minillm.outputs",
     "RequestOutput": "minillm.outputs",
     "SamplingParams": "minillm.sampling",

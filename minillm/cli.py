@@ -1,6 +1,6 @@
-"""The `minillm` command: runs one command, and puts whatever goes wrong into one line and an exit code.
+"""The `minillm` command: runs one subcommand and turns errors into one line and an exit code.
 
-Nothing is imported here that takes time, so that an interrupt finds `main` at work almost from the start.
+This module imports nothing slow, so that `main` handles an interrupt almost from the start.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ ERROR, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns its exit code, 2 for what cannot be done (said in one line), 130 if it was interrupted.
+    """Run one command. Returns its exit code, 2 after an error (printed as one line), 130 after an interrupt.
 
-    A reader that has seen enough (`| head`) is no error. A mistake of minillm's own keeps its traceback.
+    A closed pipe (`| head`) is not an error. A bug in minillm keeps its traceback.
     """
     try:
         return _run(argv)
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    from minillm.streams import check_streams
+    from minillm.commands.streams import check_streams
 
     check_streams()
     from minillm.commands.parser import parser
@@ -41,15 +41,15 @@ def _run(argv: Sequence[str] | None) -> int:
         args = parser().parse_args(argv)
         code: int = args.run(args)
     finally:
-        sys.stdout.flush()  # here a full disk can still be told of; at exit it could not
+        sys.stdout.flush()  # a full disk is reported here; at interpreter exit it could not be
     return code
 
 
 def _end(message: str, code: int) -> int:
-    """Say why it ends, if there is anyone to say it to. Nothing more may be written, not even at exit."""
+    """Print `message` to standard error if it is open. Return `code`. Nothing more is written, not even at exit."""
     from contextlib import suppress
 
-    from minillm.streams import close_quietly
+    from minillm.commands.streams import close_quietly
 
     close_quietly(sys.stdout)
     try:

@@ -1,10 +1,10 @@
-"""The options of an engine, checked once, before anything is loaded. Names and defaults follow vLLM."""
+"""The options of an engine, checked before anything is loaded. Names and defaults follow vLLM."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from minillm.errors import ConfigError, UnknownOptionError
@@ -14,13 +14,26 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """How the engine batches, and how much it keeps in its cache."""
+class EngineArgs:
+    """All options of an engine, for `LLM(model, ...)` and `LLMEngine.from_engine_args`."""
 
+    model: str
+    """A bundled name (`minicoder`), a local Hugging Face folder, or a hub id."""
+    dtype: str = "auto"
+    """`auto`: float32 on a CPU; on a GPU the checkpoint's dtype (float16 if the GPU has no bfloat16)."""
+    device: str = "auto"
+    """`auto`: a GPU if there is one, else the CPU."""
+    seed: int = 0
+    quantization: str | None = None
+    """How weights are stored: `int8`, `w8a8`, `int4`, `awq`, `squeezellm`; None: as in the checkpoint."""
+    kv_cache_dtype: str = "auto"
+    """How keys and values are stored: `int8`, `int4`; `auto`: in `dtype`."""
+    kv_cache_config: Mapping[str, Any] | None = None
+    """A cache layout and its options, such as `{"layout": "sinks", "window": 252}`: see `minillm.cache.layouts`."""
     block_size: int | None = None
-    """Tokens per cache block; None: 16, or whatever the cache layout needs."""
+    """Tokens per cache block; None: 16, or the size that the cache layout needs."""
     num_kv_blocks: int | None = None
-    """Size of the pool in blocks; None: from `kv_cache_memory_bytes`, or what the device has to spare."""
+    """Size of the block pool; None: from `kv_cache_memory_bytes`, or from the free memory of the device."""
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     max_model_len: int | None = None
@@ -28,16 +41,28 @@ class EngineConfig:
     max_num_seqs: int = 64
     """Most requests that run at once."""
     max_num_batched_tokens: int = 2048
-    """Most tokens that go through the model in one step."""
+    """Token budget of one step."""
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool | None = None
-    """Keep full blocks of finished requests and share them by content; None: wherever the cache layout can."""
+    """Keep full blocks of finished requests and share them by content; None: if the cache layout can."""
     long_prefill_token_threshold: int = 0
-    """Most prompt tokens that one request may compute in a step, so that others get in beside it; 0: no such limit."""
+    """Most prompt tokens that one request may prefill in a step, which leaves budget for others; 0: no limit."""
     scheduling_policy: str = "fcfs"
     """`fcfs`: first come, first served; `priority`: lower `priority` first, then order of arrival."""
 
+    enforce_eager: bool = False
+    """Run each step in plain PyTorch. Otherwise an executor runs it: compiled on a CPU, kernels and graphs on a GPU."""
+    speculative_config: Mapping[str, Any] | None = None
+    """How tokens are drafted, with vLLM's option names: see `minillm.speculative.config`."""
+    scheduler_cls: type | None = None
+    block_pool_cls: type | None = None
+    """Classes that replace `Scheduler` and `BlockPool`."""
+    ops: Mapping[str, Callable[..., Any]] | None = None
+    """Functions that replace the cache layout's operations: `{"paged_attention": function}`."""
+
     def __post_init__(self) -> None:
+        if not isinstance(self.enforce_eager, bool):
+            raise ConfigError(f"enforce_eager={self.enforce_eager!r} must be True or False")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             at_least(name, getattr(self, name), 1)
         at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -65,7 +90,7 @@ class EngineConfig:
             )
 
     def check_against_context(self, context: int) -> int:
-        """The engine's context in tokens, given the model's. Raises `ConfigError` if the options do not fit it."""
+        """The engine's `max_model_len` for a model with this `context`. Raises `ConfigError` if options do not fit."""
         length = self.max_model_len or context
         if length > context:
             raise ConfigError(f"max_model_len={length} is over the model's context of {context} tokens; lower it")
@@ -76,17 +101,23 @@ class EngineConfig:
             )
         return length
 
+    @classmethod
+    def from_options(cls, model: str, options: Mapping[str, Any]) -> EngineArgs:
+        """Raises `UnknownOptionError` for an unknown option, `ConfigError` for an invalid value."""
+        reject_unknown("LLM", options, {f.name for f in fields(cls)} - {"model"})
+        return cls(model, **options)
+
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How keys and values are kept: `kv_cache_dtype` and `kv_cache_config`. The second is minillm's own."""
+    """How keys and values are stored: `kv_cache_dtype` (as in vLLM) and `kv_cache_config` (minillm's own)."""
 
     layout: str | type = "paged"
     """A name of `minillm.cache.layouts.LAYOUTS`, or a `KVCache` class."""
     dtype: str = "auto"
     """`auto`: the model's; `int8` or `int4`: quantised."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the layout's class is built with besides."""
+    """Further arguments of the layout's class."""
 
     @property
     def name(self) -> str:
@@ -96,7 +127,7 @@ class CacheConfig:
 
     @classmethod
     def from_options(cls, kv_cache_dtype: str, kv_cache_config: Mapping[str, Any] | None) -> CacheConfig:
-        """Read the two options of `LLM`: `{"layout": "sinks", "window": 252}` names a layout, the rest is its own."""
+        """Read the two options of `LLM`. All keys of `kv_cache_config` except `layout` are options of the layout."""
         options = dict(kv_cache_config or {})
         return cls(options.pop("layout", "paged"), kv_cache_dtype, options)
 
@@ -115,9 +146,7 @@ def at_least(name: str, value: Any, limit: int) -> None:
 
 
 def in_range(name: str, value: Any, most: float | None) -> None:
-    """Raise `ConfigError` unless `value` is None or a number from 0 on, up to `most` if that is given."""
-    if value is None:
-        return
+    """Raise `ConfigError` unless `value` is a number >= 0, and <= `most` if that is given."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf or (most is not None and value > most):
         raise ConfigError(f"{name}={value!r} must be a number of at least 0" + (f" and at most {most}" if most else ""))

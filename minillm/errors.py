@@ -1,4 +1,4 @@
-"""Every way minillm says no. All are `ValueError`s that name the value, the limit and the fix."""
+"""All errors that minillm raises on purpose. Each is a `ValueError` that names the value, the limit and the fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class MinillmError(ValueError):
 
 
 class ConfigError(MinillmError):
-    """An option of `LLM(...)`, `SamplingParams(...)` or `speculative_config` has a value that makes no sense."""
+    """An option of `LLM(...)`, `SamplingParams(...)` or `speculative_config` has an invalid value."""
 
 
 class UnknownOptionError(ConfigError):
@@ -16,7 +16,7 @@ class UnknownOptionError(ConfigError):
 
 
 class UnsupportedError(ConfigError):
-    """A known option, or a combination of options, that this version or this machine cannot do."""
+    """An option, or a combination of options, that this version or this machine does not support."""
 
 
 class PromptError(MinillmError):
@@ -32,15 +32,15 @@ class CheckpointError(MinillmError):
 
 
 class TokenizerMismatchError(CheckpointError):
-    """The draft model does not speak the target's tokens."""
+    """The draft model and the target have different vocabularies."""
 
 
 class NonFiniteLogitsError(MinillmError):
-    """The model produced NaN or infinity; no token can be chosen from that."""
+    """The model's logits contain NaN or infinity, so no token can be sampled."""
 
 
 class DraftError(MinillmError):
-    """Drafts that contradict themselves: wrong shapes, unknown tokens, or a token its own distribution rules out."""
+    """Invalid drafts: wrong shapes, unknown tokens, or a token that has probability 0 in its own distribution."""
 
 
 class TraceError(MinillmError):
@@ -48,16 +48,16 @@ class TraceError(MinillmError):
 
 
 class TrainingError(MinillmError):
-    """A training stage that lacks its input, or whose saved state was made from other inputs."""
+    """A training stage whose input is missing, or whose saved state belongs to other inputs."""
 
 
 class LessonError(MinillmError):
-    """A lesson or an exercise that is written wrongly, or a lesson cell that failed while the notebooks were built."""
+    """A malformed lesson or exercise, or a lesson cell that failed while the notebooks were built."""
 
 
 class UnknownExerciseError(LessonError):
-    """A name that no exercise has."""
+    """No exercise has this name."""
 
 
 class ExerciseFailed(LessonError):
-    """A check that did not pass, raised only when `MINILLM_STRICT=1`."""
+    """A learner's solution failed a check. Raised only with `MINILLM_STRICT=1`."""

@@ -1,9 +1,9 @@
-"""Fill in the middle: a prompt that holds what comes before and after a gap, so that the model writes the gap.
+"""Fill in the middle: a prompt with the text before and after a gap, so that the model writes the gap.
 
     <|fim_prefix|>  before the gap  <|fim_suffix|>  after the gap  <|fim_middle|>  →  the gap, then end of text
 
-This is the order prefix, suffix, middle (PSM) of Bavarian et al. 2022, in Qwen's spelling, which editors' templates
-know.
+This is the order prefix, suffix, middle (PSM) of Bavarian et al. 2022, with Qwen's token names, which the templates of
+editors support.
 """
 
 from __future__ import annotations

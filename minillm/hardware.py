@@ -1,4 +1,4 @@
-"""What this machine is made of: processor, memory, GPU. Facts only; what they mean is the doctor's business."""
+"""The processor, memory and GPU of this machine. Facts only: `minillm.doctor` says what they mean for the engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SIMD = (
 
 @dataclass(frozen=True)
 class Cpu:
-    """The processor as the operating system shows it to this process."""
+    """The processor, as the operating system reports it to this process."""
 
     name: str
     physical_cores: int
     usable_cores: int
     """See `usable_processors`."""
     simd: tuple[str, ...]
-    """Those of `SIMD` that the processor has; empty where the operating system does not tell."""
+    """The members of `SIMD` that the processor has; empty if the operating system does not report them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Memory:
 
     total: int
     free: int
-    """What can be allocated before something is swapped out or killed."""
+    """Bytes that can be allocated without swapping or an out-of-memory kill."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ def cpu() -> Cpu:
 
 
 def usable_processors() -> int:
-    """Logical cores that this process may keep busy: fewer than there are under `taskset`, or in a container whose
-    share of time is limited. Half a core counts as one."""
+    """The number of logical cores that this process may use. `taskset` and a container's CPU quota lower it; half a
+    core counts as one."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 
 
 def memory() -> Memory:
-    """Main memory, or the container's share of it where that is smaller."""
+    """Main memory, or the container's memory limit if that is smaller."""
     import psutil
 
     host = psutil.virtual_memory()
@@ -94,7 +94,7 @@ def gpu() -> Gpu | None:
 
 
 def describe() -> dict[str, Any]:
-    """All of it as plain values, for the `hardware` field of a benchmark's JSON."""
+    """Processor, memory and GPU as plain values, for the `hardware` field of a benchmark's JSON."""
     device = gpu()
     return {
         "platform": platform.platform(terse=True),
@@ -105,7 +105,7 @@ def describe() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's lines of `/proc/cpuinfo`; empty on other systems."""
+    """The first processor's entries of `/proc/cpuinfo`; empty if there is no such file."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -115,9 +115,10 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Processors' worth of time that control groups allow this process, version 1 or 2; None without a limit.
+    """This process's CPU quota in processors, from control groups of version 1 or 2; None without a limit.
 
-    A limit of any group above its own counts as well. `own` tells the groups: lines of `number:controllers:path`.
+    The limits of parent groups count as well. `own` is the file that lists the process's groups, one
+    `number:controllers:path` a line.
     """
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
@@ -135,7 +136,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
 
 
 def _quota_of(group: Path) -> float | None:
-    """What one control group allows; None if it says nothing."""
+    """The quota of one control group in processors; None if it sets none."""
     try:
         text = (group / "cpu.max").read_text().split()  # version 2: "max 100000" or "50000 100000"
     except OSError:

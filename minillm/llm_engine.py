@@ -1,91 +1,43 @@
-"""`LLMEngine`: requests in, steps, outputs out. For servers and schedulers of one's own; `LLM` is built on it.
+"""`LLMEngine`: add requests, run steps, collect outputs. For servers and custom loops; `LLM` is built on it.
 
 The names are vLLM's: `LLMEngine.from_engine_args(EngineArgs(model=...))`, `add_request`, `step`, `abort_request`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from minillm.config import CacheConfig, EngineConfig, reject_unknown
+from minillm.config import CacheConfig, EngineArgs, reject_unknown
 from minillm.engine.assembly import assemble
 from minillm.engine.engine import Engine
-from minillm.engine.request import Request, request_seed
 from minillm.errors import ConfigError, MinillmError, PromptError
-from minillm.metrics import MetricsWatcher, group_of
 from minillm.outputs import CompletionOutput, RequestOutput
+from minillm.request import Request, request_seed
 from minillm.sampling import SamplingParams
 from minillm.speculative.config import SpeculativeConfig
 from minillm.tokenizer import Detokenizer
 from minillm.trace import EngineStarted, Trace
+from minillm.trace.request_metrics import MetricsWatcher, group_of
 
 Prompt = str | Mapping[str, Any]
 """Text, or `{"prompt_token_ids": [...]}`, or `{"prompt": "text"}`; a mapping may add a `cache_salt`."""
 
 
-@dataclass(frozen=True)
-class EngineArgs:
-    """Everything an engine is made from; see `LLM` for what each option means."""
-
-    model: str
-    dtype: str = "auto"
-    device: str = "auto"
-    seed: int = 0
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    kv_cache_config: Mapping[str, Any] | None = None
-    block_size: int | None = None
-    num_kv_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    enable_prefix_caching: bool | None = None
-    enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0
-    scheduling_policy: str = "fcfs"
-    enforce_eager: bool = False
-    speculative_config: Mapping[str, Any] | None = None
-    scheduler_cls: type | None = None
-    block_pool_cls: type | None = None
-    ops: Mapping[str, Callable[..., Any]] | None = None
-
-    def engine_config(self) -> EngineConfig:
-        """The part that decides how the engine batches. Raises `ConfigError`."""
-        if not isinstance(self.enforce_eager, bool):
-            raise ConfigError(f"enforce_eager={self.enforce_eager!r} must be True or False")
-        return EngineConfig(
-            block_size=self.block_size,
-            num_kv_blocks=self.num_kv_blocks,
-            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            enable_prefix_caching=self.enable_prefix_caching,
-            enable_chunked_prefill=self.enable_chunked_prefill,
-            long_prefill_token_threshold=self.long_prefill_token_threshold,
-            scheduling_policy=self.scheduling_policy,
-        )
-
-
 class LLMEngine:
-    """A model with its cache and its queues, moved one step at a time by whoever holds it.
+    """A model with its KV cache and request queues. The caller runs it one step at a time.
 
-    Requests may be added and aborted by any thread. An output is returned once, by the `step` that made it, so let one
-    thread call `step`, or have those who do hand on what is another's.
+    Any thread may add and abort requests. Each output is returned once, by the `step` that produced it. Call `step`
+    from one thread, or route the outputs to the threads that wait for them.
     """
 
     def __init__(self, args: EngineArgs) -> None:
         speculative = SpeculativeConfig.from_dict(args.speculative_config) if args.speculative_config else None
         cache = CacheConfig.from_options(args.kv_cache_dtype, args.kv_cache_config)
-        built = assemble(args, args.engine_config(), cache, speculative)
+        built = assemble(args, cache, speculative)
         self.engine: Engine = built.engine
         self.max_model_len = built.max_model_len
         self.metrics = MetricsWatcher()
@@ -95,21 +47,21 @@ class LLMEngine:
         self._started = EngineStarted(
             model=args.model,
             draft_model=speculative.model if speculative else None,
-            block_size=built.config.block_size,
+            block_size=built.args.block_size,
             num_blocks=self.engine.pool.num_blocks,
             bytes_per_block=built.bytes_per_block,
             num_speculative_tokens=speculative.max_drafts if speculative else 0,
             cache_layout=cache.name,
-            prefix_caching=bool(built.config.enable_prefix_caching),
-            max_num_seqs=built.config.max_num_seqs,
-            max_num_batched_tokens=built.config.max_num_batched_tokens,
+            prefix_caching=bool(built.args.enable_prefix_caching),
+            max_num_seqs=built.args.max_num_seqs,
+            max_num_batched_tokens=built.args.max_num_batched_tokens,
             speculative_method=speculative.method_name if speculative else None,
         )
         self.engine.listeners.append(self.metrics)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
-        """As in vLLM. Raises subclasses of `ValueError`."""
+        """Build an engine, as in vLLM. Raises subclasses of `ValueError`."""
         return cls(args)
 
     def add_request(
@@ -120,9 +72,10 @@ class LLMEngine:
         *,
         priority: int = 0,
     ) -> None:
-        """Queue a prompt under an id of your choice; `priority` counts if `scheduling_policy="priority"`.
+        """Queue a prompt under an id of your choice; `priority` has an effect if `scheduling_policy="priority"`.
 
-        Raises `PromptError`, `RequestTooLargeError`, or `MinillmError` if the id is in use; then nothing was queued.
+        Raises `PromptError`, `RequestTooLargeError`, or `MinillmError` if the id is in use. On an error nothing is
+        queued.
         """
         if not isinstance(request_id, str) or not request_id or "#" in request_id:
             raise MinillmError(f"request id {request_id!r} must be a non-empty string without '#'")
@@ -134,42 +87,59 @@ class LLMEngine:
                 self.queue([group])
                 self._groups[request_id] = group
             except BaseException:
-                self.drop(group)  # an interrupt may have come when half of them were queued
+                self.drop(group)  # an interrupt may have arrived after some of the requests were queued
                 raise
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the output so far of every request added here that gained tokens or ended.
+        """Run one step. Returns the output so far of every request from `add_request` that gained tokens or finished.
 
-        What ended in a step that was interrupted is returned by the next one.
+        A request that finished in an interrupted step is returned by the next step.
         """
         with self.engine.lock:
-            moved = {group_of(request.request_id) for request in self.engine.step()}
+            updated = {group_of(request.request_id) for request in self.engine.step()}
             outputs = []
             for request_id, group in list(self._groups.items()):
-                if request_id in moved or (group[0].finished and all(request.finished for request in group)):
+                if request_id in updated or (group[0].finished and all(request.finished for request in group)):
                     outputs.append(self.output(group))
                     if outputs[-1].finished:
                         del self._groups[request_id]
             return outputs
 
+    def run(self, groups: Sequence[Sequence[Request]]) -> Generator[int, None, None]:
+        """Queue prepared requests and step until all have ended; yields after each step how many groups are left.
+
+        When the generator ends or is closed, requests that still run are aborted and the metrics of all are dropped; so
+        the caller takes outputs at the last yield.
+        """
+        left = list(groups)
+        try:
+            self.queue(groups)
+            while left:
+                self.engine.step()
+                left = [group for group in left if not all(request.finished for request in group)]
+                yield len(left)
+        finally:
+            for group in groups:
+                self.drop(group)
+
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests now, whatever they are doing; ids that are unknown (or have just ended) are ignored."""
+        """End requests now, in any state. Unknown ids, including those that have just finished, are ignored."""
         with self.engine.lock:
             for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
                 self.drop(self._groups.pop(request_id, []))
 
     def reset_prefix_cache(self) -> None:
-        """Forget the contents of all blocks that no request holds, as in vLLM."""
+        """Evict all cached blocks that no request holds, as in vLLM."""
         with self.engine.lock:
-            self.engine.pool.forget_cached()
+            self.engine.pool.evict_cached()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether another `step` has anything to do, if only to return what ended in an interrupted one."""
+        """Whether requests are left to run, or finished in an interrupted step and are not returned yet."""
         return self.engine.has_requests or bool(self._groups)
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record everything the engine does inside the `with` block, for whichever thread it does it."""
+        """Record everything the engine does inside the `with` block, for all threads."""
         trace = Trace([self._started])
         with self.engine.lock:
             self.engine.listeners.append(trace.append)
@@ -182,7 +152,7 @@ class LLMEngine:
     def prepare(
         self, prompt: Prompt, params: SamplingParams, priority: int = 0, request_id: str | None = None
     ) -> list[Request]:
-        """One request per completion of the prompt, checked but not queued."""
+        """Check a prompt. Returns one unqueued request per completion."""
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError(f"priority={priority!r} must be an integer; lower runs first")
         text, token_ids, salt = self._read_prompt(prompt)
@@ -194,7 +164,7 @@ class LLMEngine:
                 f"{self.max_model_len}; shorten the prompt or lower max_tokens"
             )
         self._check_against_model(params, max_tokens)
-        number = self._take_number(request_id is None)
+        number = self._next_number(is_request_id=request_id is None)
         name = str(number) if request_id is None else request_id
         tokenizer = self.engine.tokenizer
         eos = frozenset(self.engine.runner.model.config.eos_token_ids)
@@ -220,20 +190,20 @@ class LLMEngine:
             group.append(request)
         return group
 
-    def _take_number(self, names_it: bool) -> int:
-        """The number of the next prompt; one that is to be its name, too, is the name of no other."""
+    def _next_number(self, is_request_id: bool) -> int:
+        """The number of the next prompt. If it also becomes the request id, ids in use are skipped."""
         with self.engine.lock:
-            while names_it and str(self._num_requests) in self._groups:
+            while is_request_id and str(self._num_requests) in self._groups:
                 self._num_requests += 1
             self._num_requests += 1
             return self._num_requests - 1
 
     def _check_against_model(self, params: SamplingParams, max_tokens: int) -> None:
-        """Raise `ConfigError` for what only the model and the prompt can tell of `params`."""
+        """Raise `ConfigError` if `params` do not fit the model's vocabulary or `max_tokens`."""
         vocab_size = self.engine.runner.model.config.vocab_size
-        beyond = [token for token in params.stop_token_ids or () if token >= vocab_size]
-        if beyond:
-            raise ConfigError(f"stop_token_ids has {beyond[0]}; ids must be integers from 0 to {vocab_size - 1}")
+        unknown = [token for token in params.stop_token_ids or () if token >= vocab_size]
+        if unknown:
+            raise ConfigError(f"stop_token_ids has {unknown[0]}; ids must be integers from 0 to {vocab_size - 1}")
         if params.min_tokens > max_tokens:
             raise ConfigError(
                 f"min_tokens={params.min_tokens}: the prompt leaves room for {max_tokens} tokens; lower it or shorten "
@@ -241,7 +211,7 @@ class LLMEngine:
             )
 
     def queue(self, groups: Sequence[Sequence[Request]]) -> None:
-        """Hand prepared requests to the scheduler, in order: all of them, or none if one is larger than the pool."""
+        """Queue prepared requests in order. Queues none of them if one is larger than the block pool."""
         with self.engine.lock:
             for request in chain.from_iterable(groups):
                 self.engine.check_request(request)
@@ -249,17 +219,17 @@ class LLMEngine:
                 self.engine.add_request(request)
 
     def drop(self, group: Sequence[Request]) -> None:
-        """End what still runs of these requests and forget their figures."""
+        """Abort those of these requests that are unfinished, and discard their metrics."""
         with self.engine.lock:
             for request in group:
                 if self.engine.requests.get(request.request_id) is request:
                     self.engine.abort(request.request_id)
-            # An id that was refused because it is in use is somebody else's, and so are its figures.
+            # If `add_request` refused this id because it is in use, the metrics belong to the other request.
             if group and not any(request.request_id in self.engine.requests for request in group):
                 self.metrics.pop(group_of(group[0].request_id))
 
     def output(self, group: Sequence[Request]) -> RequestOutput:
-        """What the completions of one prompt have come to; when all have ended, their figures are forgotten here."""
+        """The output so far of all completions of one prompt. Once all have finished, their metrics are discarded."""
         first = group[0]
         name = group_of(first.request_id)
         finished = all(request.finished for request in group)
@@ -279,7 +249,7 @@ class LLMEngine:
         )
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str, list[int], str]:
-        """The prompt as text and as ids, checked, and its salt."""
+        """Check a prompt. Returns its text, its token ids and its cache salt."""
         tokenizer = self.engine.tokenizer
         text, token_ids, salt = prompt, None, ""
         if isinstance(prompt, Mapping):
@@ -306,13 +276,13 @@ class LLMEngine:
 
 
 def _completion(request: Request) -> CompletionOutput:
-    wanted = request.params.logprobs is not None
+    with_logprobs = request.params.logprobs is not None
     return CompletionOutput(
         index=request.index,
         text=request.text,
         token_ids=request.output_token_ids,
-        cumulative_logprob=request.cumulative_logprob if wanted else None,
-        logprobs=list(request.logprobs) if wanted else None,
+        cumulative_logprob=request.cumulative_logprob if with_logprobs else None,
+        logprobs=list(request.logprobs) if with_logprobs else None,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
     )

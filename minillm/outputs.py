@@ -1,11 +1,12 @@
-"""What a user gets back, under vLLM's names."""
+"""The outputs of generation, under vLLM's names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from minillm.metrics import RequestMetrics
+from minillm.trace.request_metrics import RequestMetrics
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Logprob:
 
     logprob: float
     rank: int
-    """1 is the likeliest token."""
+    """1 is the most likely token."""
     decoded_token: str
 
 
@@ -26,15 +27,15 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over the completion; None unless `logprobs` was asked for."""
+    """Sum over the completion; None unless `logprobs` was requested."""
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
-    """None while it runs. `stop`: end of text, a stop token or a stop string. `length`: `max_tokens`."""
+    """None while unfinished. `stop`: end of text, a stop token or a stop string. `length`: `max_tokens` reached."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for end of text."""
 
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether the completion has ended."""
         return self.finish_reason is not None
 
 
@@ -49,5 +50,11 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values were found in the cache."""
+    """Number of prompt tokens whose keys and values were found in the prefix cache."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+def tokens_per_forward(outputs: Sequence[RequestOutput]) -> float:
+    """Output tokens of all requests, divided by the target's decode forwards for them."""
+    forwards = sum(output.metrics.num_decode_forwards for output in outputs)
+    return sum(output.metrics.num_output_tokens for output in outputs) / forwards

@@ -1,4 +1,4 @@
-"""Text to token ids and back: the checkpoint's own fast tokenizer, and a detokenizer for text that still grows."""
+"""Text to token ids and back: the checkpoint's fast tokenizer, and an incremental detokenizer."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, folder: Path) -> None:
         self.backend = backend
         self.folder = folder
-        # Lengths are the engine's business: what a checkpoint was trained to cut off or pad must not reach a prompt.
+        # The engine handles lengths: a checkpoint's settings for truncation and padding must not alter prompts.
         backend.no_truncation()
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        """Ids of control tokens, which `skip_special_tokens` leaves out of the text."""
+        """Ids of control tokens, which `skip_special_tokens` removes from the text."""
         self._texts: dict[int, str] = {}
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read `tokenizer.json`, or what transformers can make of an older format.
+        """Read `tokenizer.json`, or convert an older format with transformers.
 
-        Raises `CheckpointError` if there is no tokenizer in `folder`, or it cannot be read.
+        Raises `CheckpointError` if `folder` has no tokenizer that can be read.
         """
         file = Path(folder) / "tokenizer.json"
         if not file.is_file():
             return cls(_convert(Path(folder)), Path(folder))
         try:
             return cls(tokenizers.Tokenizer.from_file(str(file)), Path(folder))
-        except BaseException as problem:  # tokenizers raises nothing narrower, and its panics are no `Exception`
+        except BaseException as problem:  # tokenizers raises bare `Exception`s, and its Rust panics are not even those
             if isinstance(problem, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             raise CheckpointError(f"{file} is truncated or corrupt ({problem}); fetch it again") from None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the checkpoint puts around a text (as vLLM does).
+        """Token ids of `text`, with the special tokens that the checkpoint's tokenizer adds (as in vLLM).
 
-        Raises `PromptError` for text that is no valid Unicode.
+        Raises `PromptError` for text that is not valid Unicode.
         """
         try:
             text.encode("utf-8")
@@ -64,18 +64,18 @@ class Tokenizer:
         return self.backend.encode(text).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; ids without a token stand for nothing."""
+        """The text of `token_ids`. Ids outside the vocabulary add nothing."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included. A model may have spare rows beyond."""
+        """Number of tokens, added ones included. The model's embedding may have more rows (padding)."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def token_text(self, token_id: int) -> str:
-        """What one token stands for, to be shown: its text with spaces and newlines as they are.
+        """The printable text of one token, with spaces, tabs and newlines unchanged.
 
-        A byte that is no whole character and a control character are shown as `\\xe2`, an id without a token as `<7>`.
+        Incomplete UTF-8 and control characters are shown as `\\xe2`, an id outside the vocabulary as `<7>`.
         """
         text = self._texts.get(token_id)
         if text is None:
@@ -89,11 +89,11 @@ class Tokenizer:
         return "".join(c if c.isprintable() or c in " \n\t" else ascii(c)[1:-1] for c in text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for in UTF-8, perhaps only a part of a character. Empty for an id without a token."""
-        held = self._bytes.get(token_id)
-        if held is None:
-            held = self._bytes[token_id] = self._read_bytes(token_id)
-        return held
+        """The UTF-8 bytes of one token, perhaps only part of a character. Empty for an id outside the vocabulary."""
+        cached = self._bytes.get(token_id)
+        if cached is None:
+            cached = self._bytes[token_id] = self._read_bytes(token_id)
+        return cached
 
     def _read_bytes(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id) or ""
@@ -105,7 +105,7 @@ class Tokenizer:
 
     @cached_property
     def is_byte_level(self) -> bool:
-        """Whether tokens are spelled in GPT-2's alphabet of bytes, so that text is the tokens' bytes in a row."""
+        """Whether tokens use GPT-2's byte alphabet, so that a text is the concatenation of its tokens' bytes."""
         decoder = self.backend.decoder
         return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
 
@@ -114,46 +114,46 @@ class Tokenizer:
         return not self.is_byte_level and BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
-        """Whether every id means the same token in both, as a draft model must have it."""
+        """Whether every id is the same token in both. A draft model needs that."""
         return self.backend.get_vocab() == other.backend.get_vocab()
 
     def hf(self) -> PreTrainedTokenizerBase:
-        """The same tokenizer as transformers has it, with chat template and all; loaded at the first call."""
+        """The same tokenizer as a transformers object, with its chat template; loaded at the first call."""
         return self._hf
 
     @cached_property
     def _hf(self) -> Any:
-        from transformers import AutoTokenizer  # slow to import, and the engine does without
+        from transformers import AutoTokenizer  # slow to import, and the engine does not need it
 
         try:
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-        except Exception as problem:  # any file of the tokenizer may be wrong in its own way
+        except Exception as problem:  # transformers raises many types of errors for broken files
             reason = " ".join(str(problem).split())
             raise CheckpointError(
                 f"{self.folder}: transformers cannot read the tokenizer ({type(problem).__name__}: {reason}); fetch "
-                "tokenizer_config.json and what lies beside it again"
+                "tokenizer_config.json and the other tokenizer files again"
             ) from None
 
 
 class Detokenizer:
-    """The text of one request as it grows. The pieces together are the text of all tokens decoded at once.
+    """An incremental detokenizer for one request. Its pieces concatenated equal all tokens decoded at once.
 
-    A byte-level vocabulary is a stream of bytes, of which whole characters are given out. Of any other (SentencePiece)
-    the last token is kept, because how a token reads depends on the one before it; a run of raw bytes is held back
-    until it ends, because a run with one invalid byte is invalid as a whole.
+    With a byte-level vocabulary it buffers bytes until a character is complete. With any other (SentencePiece) it keeps
+    the last token, because the text of a token depends on the one before it. A run of raw byte tokens is held back
+    until it ends, because one invalid byte makes the whole run invalid.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
-        """`prompt_ids`: what the text goes on from; a SentencePiece word then keeps the space before it."""
+        """`prompt_ids`: the prompt that the text continues; it makes a SentencePiece word keep the space before it."""
         self.tokenizer = tokenizer
         self.skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         plain = (i for i in reversed(prompt_ids) if i not in tokenizer.special_ids and not tokenizer.is_byte(i))
         self._ids = [i for i in (next(plain, None),) if i is not None]
-        self._given = tokenizer.decode(self._ids)
+        self._emitted = tokenizer.decode(self._ids)
 
     def append(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty while a character is incomplete."""
+        """Add a token. Returns the text that it completes; empty while a character is incomplete."""
         if token_id in self.skipped:
             return ""
         if self.tokenizer.is_byte_level:
@@ -164,13 +164,13 @@ class Detokenizer:
         return "" if self.tokenizer.is_byte(token_id) else self._take()
 
     def flush(self) -> str:
-        """What was held back, at the end of the text; incomplete characters read U+FFFD."""
+        """Return the text that was held back, at the end of a request. Incomplete characters become U+FFFD."""
         return self._characters.decode(b"", final=True) if self.tokenizer.is_byte_level else self._take()
 
     def _take(self) -> str:
-        piece = self._decode(self._ids)[len(self._given) :]
+        piece = self._decode(self._ids)[len(self._emitted) :]
         self._ids = self._ids[-1:]
-        self._given = self._decode(self._ids)
+        self._emitted = self._decode(self._ids)
         return piece
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -178,7 +178,7 @@ class Detokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 characters are themselves, the others follow from U+0100 on."""
+    """GPT-2's byte alphabet: printable Latin-1 characters map to themselves, the other bytes to U+0100 and up."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -188,7 +188,7 @@ BYTE_OF = _byte_alphabet()
 
 
 def _convert(folder: Path) -> tokenizers.Tokenizer:
-    """What transformers makes of a folder without `tokenizer.json`. Code in the folder is never run."""
+    """Convert the tokenizer of a folder without `tokenizer.json`. Code in the folder is never run."""
     fix = "transformers' AutoTokenizer.from_pretrained(…).save_pretrained(folder) writes one"
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
@@ -198,7 +198,7 @@ def _convert(folder: Path) -> tokenizers.Tokenizer:
 
     try:
         backend = getattr(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), "backend_tokenizer", None)
-    except Exception as problem:  # any converter may fail in its own way
+    except Exception as problem:  # converters raise many types of errors
         reason = " ".join(str(problem).split())
         raise CheckpointError(f"{folder} has no tokenizer.json, and none can be made: {reason}; {fix}") from None
     if backend is None:

@@ -11,12 +11,12 @@
 #
 # **Question.** *How does a list of numbers become the next word, and why does the naive loop cost so much?*
 #
-# A language model never sees a word. It sees a list of whole numbers, and answers with one score for every number
+# A language model does not read words. Its input is a list of integers, and its output is one score for every integer
 # that could come next. The rest (choosing one, the loop, the text on your screen) is a few dozen lines around it.
 #
-# In this lesson you write those lines: attention, rotary positions, sampling and the loop. They run inside a real
-# model of 12 million parameters and write code. Then you count exactly what the loop costs, see that nearly all of it
-# is work done before, and break the model in nine ways, and some of them *improve* its loss.
+# In this lesson you write those lines: attention, rotary positions, sampling and the loop. They run inside a real model
+# of 12 million parameters and write code. Then you count what the loop costs, see that nearly all of this work is
+# repeated, and break the model in nine ways. Some of them *improve* its loss.
 #
 # You need Python and a little PyTorch. Everything runs on a laptop's CPU.
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.bench.prompts import held_out_prompts
+from minillm.models.held_out import held_out_prompts
 from minillm.models.loading import load_model, resolve
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.tokenizer import Tokenizer
@@ -47,9 +47,9 @@ print(
 # %% [markdown]
 # ## Text is a list of numbers
 #
-# The numbers are **[tokens](glossary.md#token)**: pieces of text that occurred often when the vocabulary was made. Here
-# a token is about three characters of Python; a frequent word with the space before it is one, and so is a whole
-# indent.
+# Each number stands for a **[token](glossary.md#token)**: a piece of text that occurred often when the vocabulary was
+# made. Here a token is about three characters of Python; a frequent word with the space before it is one token, and so
+# is a whole indent.
 
 # %%
 prompt = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
@@ -59,18 +59,18 @@ print("tokens:", [tokenizer.token_text(i) for i in prompt_ids])
 print(f"{len(prompt)} characters, {len(prompt_ids)} tokens")
 
 # %% [markdown]
-# How is a text cut? The vocabulary was made by **byte-pair encoding** (BPE, Sennrich et al. 2016): begin with single
-# bytes, find the pair of neighbours that occurs most often, make it a token, and repeat until there are enough. What
-# is kept is the list of merges in the order in which they were learned. To cut a new word, apply them: *the pair that
-# was learned first is merged first*. (In the vocabulary file every byte is spelled as a printable character; a space is
+# How is a text split? The vocabulary was made by **byte-pair encoding** (BPE, Sennrich et al. 2016): begin with single
+# bytes, find the pair of neighbours that occurs most often, make it a token, and repeat until there are enough. The
+# result is a list of merges in the order in which they were learned. To split a new word, apply them: *the pair that
+# was learned first is merged first*. (In the vocabulary file every byte is written as a printable character; a space is
 # `Ġ`.)
 #
 # Two facts to remember for later:
 #
 # * **Every byte is a token**, so no text is unknown. A character that was rare in training takes several tokens, and
-#   one of them alone is not a character.
-# * **The same text has many spellings in tokens.** `encode` always gives one of them. Nothing makes the model write
-#   that one.
+#   each of them alone is not a character.
+# * **The same text can be split into tokens in many ways.** `encode` always returns one of them. A model can generate
+#   any of them.
 
 # %%
 from minillm.teaching.byte_pairs import BytePairs, same_cuts  # a page of code; open it if you like
@@ -78,25 +78,28 @@ from minillm.teaching.byte_pairs import BytePairs, same_cuts  # a page of code; 
 bundled = Tokenizer.from_folder(resolve("minicoder"))
 for parts in BytePairs.of(bundled).steps("Ġreturning"):
     print("  ".join(parts))
-claim("Merging in this order cuts every held-out text as the tokenizer does.", same_cuts(bundled, texts) == len(texts))
+claim(
+    "Merging in this order splits every held-out text exactly as the tokenizer does.",
+    same_cuts(bundled, texts) == len(texts),
+)
 print()
 for text in ("ö", "😀"):
     ids = tokenizer.encode(text)
     parts = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
-    print(f"{text}: {len(ids)} tokens; read one by one they say {parts}")
+    print(f"{text}: {len(ids)} tokens; the text after each of them: {parts}")
 
 # %% [markdown]
 # ## From scores to the next token
 #
-# One run of the model over $n$ tokens gives $n$ rows of scores, one row for each token: *what comes after this one?*
-# To go on with a text only the last row matters. The scores are called **[logits](glossary.md#logits)**. They can be
-# any numbers, and only their differences mean something. **Softmax** turns them into probabilities:
-# $p_i = e^{z_i} / \sum_j e^{z_j}$.
+# One run of the model over $n$ tokens is a **[forward](glossary.md#forward)**. It gives $n$ rows of scores: row $i$
+# scores every candidate for the token after token $i$. To continue a text only the last row is needed. The scores are
+# called **[logits](glossary.md#logits)**. They can be any numbers, and only their differences matter. **Softmax** turns
+# them into probabilities: $p_i = e^{z_i} / \sum_j e^{z_j}$.
 #
-# `CausalAttention` below is the attention that you will replace by your own.
+# `CausalAttention` below is the built-in attention, which you will replace by your own.
 
 # %%
-from minillm.training.causal import CausalAttention
+from minillm.models.causal import CausalAttention
 
 
 def next_logits(text: str) -> Tensor:
@@ -107,27 +110,27 @@ def next_logits(text: str) -> Tensor:
 
 
 def entropy(probs: Tensor) -> float:
-    """How undecided a distribution is, in bits: 0 when it is certain, log2(n) when n tokens are equally likely."""
+    """Entropy in bits: 0 when one token is certain, log2(n) when n tokens are equally probable."""
     return float(-(probs * probs.clamp_min(1e-30).log2()).sum())
 
 
-undecided = {}
+entropies = {}
 for text in (prompt, "import os\nimport", "for i in"):
     probs = next_logits(text).softmax(-1)
-    undecided[text] = entropy(probs)
+    entropies[text] = entropy(probs)
     print(f"after {text.splitlines()[-1]!r}: entropy {entropy(probs):.1f} bits")
     for p, i in zip(*probs.topk(5), strict=True):
         print(f"   {p:6.1%}  {'█' * round(40 * float(p)):40}  {tokenizer.token_text(int(i))!r}")
-claim("The model is more certain after the docstring than after 'for i in'.", undecided[prompt] < undecided["for i in"])
+claim("The model is more certain after the docstring than after 'for i in'.", entropies[prompt] < entropies["for i in"])
 
 # %% [markdown]
-# **Entropy** measures how undecided the model is, in bits: as undecided as among $2^{\text{bits}}$ equally probable
+# **Entropy** measures the model's uncertainty in bits: $b$ bits are the uncertainty among $2^b$ equally probable
 # tokens. After a docstring it is nearly certain of an indent (of four spaces: this vocabulary has a token for three,
-# and the word after it brings the fourth). After `for i in` many names would do.
+# and the word after it begins with the fourth). After `for i in` many names are possible.
 #
-# **[Temperature](glossary.md#temperature)** $T$ divides the logits before the softmax. Below 1 it widens the
-# differences, so that the most probable token takes all; above 1 it shrinks them, until every token of the vocabulary
-# has a share. The order of the tokens never changes.
+# **[Temperature](glossary.md#temperature)** $T$ divides the logits before the softmax. Below 1 it enlarges the
+# differences, so that the most probable token gets nearly all of the probability; above 1 it shrinks them, until every
+# token of the vocabulary gets a share. The order of the tokens never changes.
 
 # %% tags=["expected"] alt="Probability of the five most probable tokens after import os, newline, import, against the temperature: near 0 the first has everything; it falls steadily; at temperature 2 the five together have little."
 from minillm.viz.charts import Axis, LineChart, Series
@@ -150,15 +153,16 @@ LineChart(
 # %% [markdown]
 # ## Predict
 #
-# Write a number for each before you go on. Nobody sees it, and being wrong is how the surprise is remembered.
+# Write a number for each before you go on. Only you see it, and a wrong guess makes the answer easier to remember.
 #
-# 1. The loop hands the whole text to the model for every new token. To write **100 tokens** after a prompt of a single
-#    token, how many token rows go through the model in all?
-# 2. Attention compares all pairs of tokens, so its work grows with the square of the length. In Llama-3-8B, **from
-#    how many tokens on** does attention need more arithmetic than everything else?
+# 1. The loop runs the whole text through the model for every new token, one **row** (the vector of one token) for each
+#    token of the text. To write **100 tokens** after a prompt of a single token, how many rows go through the model in
+#    all?
+# 2. Attention compares all pairs of tokens, so its work grows with the square of the length. In Llama-3-8B, **from how
+#    many tokens on** does attention need more arithmetic than all other operations together?
 # 3. A text of 256 tokens is 16 times as long as one of 16. **How many times longer** does its forward take here?
 # 4. A program keeps its text as a string and encodes it again for every token. In how many of **48** sampled
-#    completions of 16 tokens does the model then get other tokens than it wrote?
+#    completions of 16 tokens does the model then receive other tokens than it generated?
 
 # %%
 predict("l01.rows", None, unit="rows")
@@ -171,24 +175,24 @@ predict("l01.drift", None, unit="completions")
 #
 # ### Exercise 1: attention
 #
-# In each layer every token makes three vectors: a **query** (what am I looking for?), a **key** (what do I
-# offer?) and a **value** (what do I hand over if chosen?). A token's result is a mixture of values, weighted by how
-# well its query fits the keys:
+# In each layer every token produces three vectors: a **query** (what am I looking for?), a **key** (what do I contain?)
+# and a **value** (what do I pass on?). The output for a token is an average of values, weighted by how well its query
+# matches their keys:
 #
 # $$\text{out}_i = \sum_{j \le i} w_{ij}\, v_j, \qquad w_{i\cdot} = \text{softmax}_j\!\left(\frac{q_i \cdot k_j}{\sqrt{d}}\right)$$
 #
-# * $j \le i$ is the **[causal mask](glossary.md#causal-mask)**: a token sees itself and what came before. It was
-#   trained to guess what comes next; it must not look.
-# * $\sqrt d$ with $d$ the width of a head: a sum of $d$ products grows like $\sqrt d$, and without it the softmax
-#   would pick one key and ignore the rest.
-# * There are several **[heads](glossary.md#head)** side by side. Here 6 query heads share 2 KV heads, in groups of
-#   *neighbours*: query heads 0, 1, 2 read KV head 0, and 3, 4, 5 read KV head 1 (grouped-query attention,
-#   [GQA](glossary.md#gqa)).
+# * $j \le i$ is the **[causal mask](glossary.md#causal-mask)**: a token sees itself and the tokens before it. The model
+#   is trained to predict the next token, so it must not see it.
+# * $\sqrt d$, where $d$ is the width of a head, scales the scores: a sum of $d$ products grows like $\sqrt d$, and
+#   without the division the softmax would pick one key and ignore the rest.
+# * There are several **[heads](glossary.md#head)**, computed side by side. Here 6 query heads share 2 KV heads, in
+#   groups of *neighbours*: query heads 0, 1, 2 read KV head 0, and 3, 4, 5 read KV head 1. This is grouped-query
+#   attention (**[GQA](glossary.md#gqa)**).
 
 
 # %%
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What every token gets from itself and the tokens before it.
+    """Return causal attention: for each token, the weighted mean of its own value and those of the tokens before it.
 
     q:       [num_tokens, num_heads, head_dim]
     k, v:    [num_tokens, num_kv_heads, head_dim]; query head h reads KV head h // (num_heads // num_kv_heads)
@@ -215,9 +219,9 @@ check("l01.causal_attention")
 # Stuck? `hint("l01.causal_attention", 1)`, then 2, 3 and 4: where to look, which operation, the shape of the code, the
 # solution.
 #
-# In every layer the model calls the `attend` method of an object that it is given; it accepts any object that has one.
-# So your function can run inside it right away. Compare its scores with those of the built-in attention, at every
-# position of the prompt:
+# In every layer the model calls the `attend` method of an object that is passed to it, and it accepts any object with
+# such a method. So your function can run inside the model right away. Compare its scores with those of the built-in
+# attention, at every position of the prompt:
 
 # %%
 from minillm.teaching.decoding import FunctionAttention
@@ -230,27 +234,27 @@ claim("All logits are within 0.001 of the built-in attention's.", bool((mine - t
 print(f"same most probable next token at {int((mine.argmax(-1) == theirs.argmax(-1)).sum())} of {len(ids)} positions")
 
 # %% [markdown]
-# ### Exercise 2: where a token stands
+# ### Exercise 2: the position of a token
 #
-# Attention is a sum over a set: it does not know the order of the keys. **[RoPE](glossary.md#rope)** (rotary position
-# embedding, Su et al. 2021) tells it by *rotating* queries and keys before their products are taken. The channels of a
-# head are taken in pairs, a pair is a point in the plane, and it is turned by
+# Attention is a sum over a set: it does not depend on the order of the keys. **[RoPE](glossary.md#rope)** (rotary
+# position embedding, Su et al. 2021) adds the order by *rotating* queries and keys before their products are taken. The
+# channels of a head form pairs. Each pair is a point in the plane and is rotated by
 #
 # $$\text{angle} = \text{position} \times \text{frequency of the pair}$$
 #
-# Turning $(a, b)$ by $\varphi$ gives $(a\cos\varphi - b\sin\varphi,\; b\cos\varphi + a\sin\varphi)$. The first pair
-# turns by one radian per position, the last by about one in ten thousand, like the hands of a clock.
+# Rotating $(a, b)$ by $\varphi$ gives $(a\cos\varphi - b\sin\varphi,\; b\cos\varphi + a\sin\varphi)$. The first pair
+# rotates by one radian per position, the last by about one in ten thousand, like the hands of a clock.
 #
-# *Which channels are a pair?* Two conventions exist, and they do not mix. Here, as in all Llama checkpoints in Hugging
-# Face format, pair $i$ is channel $i$ and channel $i + d/2$: the first half holds all $a$'s, the second all $b$'s.
+# *Which channels are a pair?* There are two incompatible conventions. Here, as in all Llama checkpoints in Hugging Face
+# format, pair $i$ is channel $i$ and channel $i + d/2$: the first half holds all $a$'s, the second all $b$'s.
 
 
 # %%
 def apply_rope(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    """Turn every pair of channels by its angle.
+    """Rotate every pair of channels by its angle.
 
-    x:         [num_tokens, num_heads, head_dim], queries or keys; left as it is
-    positions: [num_tokens], where each token stands in the text
+    x:         [num_tokens, num_heads, head_dim], queries or keys; not changed
+    positions: [num_tokens], the position of each token in the text
     freqs:     [head_dim / 2], radians per position of pair i, which is (channel i, channel i + head_dim / 2)
     returns:   a new tensor like x
 
@@ -268,8 +272,9 @@ def apply_rope(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
 check("l01.apply_rope")
 
 # %% [markdown]
-# What is it good for? Turn the query at position $m$ and the key at position $n$: their product depends on the angle
-# *between* them, and that is $(m - n) \times$ frequency. The score knows the **distance**, not the place.
+# Why rotate? Rotate the query at position $m$ and the key at position $n$. Their product depends on the difference of
+# the two angles, which is $(m - n) \times$ frequency. So the score depends on the **distance** of the two tokens, not
+# on their positions.
 
 # %%
 from minillm.models.rope import inverse_frequencies
@@ -283,41 +288,41 @@ query, key = torch.randn(2, 1, 1, config.head_dim, generator=generator)
 
 
 def score(query_at: int, key_at: int) -> float:
-    """q·k after both were turned to their places."""
+    """q·k after both were rotated by their positions."""
     return float((rope(query, torch.tensor([query_at]), freqs) * rope(key, torch.tensor([key_at]), freqs)).sum())
 
 
-places = (5, 105, 905)
-scores = {distance: [score(place, place - distance) for place in places] for distance in (0, 1, 2, 5)}
-print("\ndistance   " + "".join(f"query at {place:<6}" for place in places))
+query_positions = (5, 105, 905)
+scores = {distance: [score(at, at - distance) for at in query_positions] for distance in (0, 1, 2, 5)}
+print("\ndistance   " + "".join(f"query at {at:<6}" for at in query_positions))
 for distance, each in scores.items():
     print(f"{distance:8}   " + "".join(f"{one:<15.2f}" for one in each))
 claim("Each line is constant.", all(max(each) - min(each) < 0.01 for each in scores.values()))
 
 # %% [markdown]
-# Moved by 100 or by 900 positions, the same pair has the same score. This is why a text means the same wherever it
-# stands, and why cached keys can be *moved* to another position by rotating them once more.
+# Moved by 100 or by 900 positions, the same query and key have the same score. This is why a text means the same at any
+# position, and why cached keys can be *moved* to another position by rotating them once more.
 #
 # ### See: the whole model on one page
 #
-# Here is the whole decoder from token ids to logits, over the checkpoint's own matrices, with
-# your attention and your rotation. Every layer adds two things to each token's row `x`: what the token gathered from
-# the others, and what a small network (the MLP) makes of it.
+# Here is the whole decoder from token ids to logits. It uses the checkpoint's own matrices, your attention and your
+# rotation. Every layer adds two results to each token's row `x`: the output of attention, and the output of a small
+# network (the **MLP**).
 
 
 # %%
-def linear(x: Tensor, part: torch.nn.Module) -> Tensor:
+def linear(x: Tensor, module: torch.nn.Module) -> Tensor:
     """x·Wᵀ + b: `[rows, in]` → `[rows, out]`."""
-    return F.linear(x, part.weight, part.bias)
+    return F.linear(x, module.weight, module.bias)
 
 
-def rms_norm(x: Tensor, part: torch.nn.Module) -> Tensor:
-    """Rows brought to a root mean square of 1, then weighted channel by channel."""
-    return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * part.weight
+def rms_norm(x: Tensor, module: torch.nn.Module) -> Tensor:
+    """Scale every row to a root mean square of 1, then multiply each channel by its weight."""
+    return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * module.weight
 
 
 def forward(ids: list[int], *, attend=attend, rope_q=rope, rope_k=rope, rope_v=None, first_position=0) -> Tensor:
-    """Logits `[len(ids), vocab]`; row i scores the token after ids[i]. What is passed by name can be broken later."""
+    """Logits `[len(ids), vocab]`; row i scores the token after ids[i]. *Break it* replaces the keyword arguments."""
     positions = first_position + torch.arange(len(ids))
     x = model.embed_tokens.weight[torch.tensor(ids)]  # one row per token
     for layer in model.layers:
@@ -337,35 +342,36 @@ long_ids = tokenizer.encode(texts[0])
 reference = model.logits(model(torch.tensor(long_ids), torch.arange(len(long_ids)), CausalAttention(len(long_ids))))
 difference = (forward(long_ids) - reference).abs().max()
 print(f"{len(long_ids)} tokens, {reference.numel():,} logits")
-claim("None of them differs from minillm's own decoder by 0.001.", bool(difference < 1e-3))
+claim("All of them are within 0.001 of those of minillm's own decoder.", bool(difference < 1e-3))
 
 # %% [markdown]
-# That is a complete Llama. minillm's own decoder is the same with fewer and larger operations, and the project's
-# tests hold that one to the `transformers` implementation, family by family (importing it takes seconds and hundreds
-# of megabytes, so it stays out of this page).
+# That is a complete Llama. minillm's own decoder computes the same with fewer and larger operations. The project's
+# tests compare that decoder with the `transformers` implementation, model family by model family. (Importing
+# `transformers` takes seconds and hundreds of megabytes, so this lesson does without.)
 #
 # ### Exercise 3: choose a token
 #
-# [Greedy decoding](glossary.md#greedy-decoding) takes the largest logit. Sampling draws. Between the two stand three
-# knobs, applied in this order:
+# **[Greedy decoding](glossary.md#greedy-decoding)** takes the largest logit. **Sampling** draws a token at random, by
+# probability. Three settings change the probabilities, in this order:
 #
 # 1. **temperature**: divide the logits; 0 means greedy.
 # 2. **[top-k](glossary.md#top-k-top-p)**: keep the `k` most probable tokens.
-# 3. **top-p** (nucleus sampling, Holtzman et al. 2020): of what is left, keep the most probable tokens until their
-#    sum *reaches* `p`. The token with which it does so stays.
+# 3. **top-p** (nucleus sampling, Holtzman et al. 2020): of these, keep the most probable tokens until their sum
+#    *reaches* `p`. The token that makes the sum reach `p` is kept.
 #
-# Then draw. To be testable the function gets its random number, `uniform`, from outside: lay the kept tokens side by
-# side in the order of their ids, each as long as its probability, and take the one on whose piece the number falls.
+# Then draw. The function takes its random number, `uniform`, as an argument, so that it can be tested. Place the kept
+# tokens side by side on the line from 0 to 1, in the order of their ids, each with a length proportional to its
+# probability. Return the token on whose part of the line `uniform` falls.
 
 
 # %%
 def sample_next(logits: Tensor, uniform: float, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> int:
-    """The token that `uniform`, a number in [0, 1), stands for.
+    """Return the token that `uniform`, a random number from [0, 1), selects.
 
-    logits:      [vocab]; left as they are
+    logits:      [vocab]; not changed
     temperature: 0 takes the largest logit
-    top_k:       0, or as many as there are or more, keeps all tokens; the kept ones are divided by their sum
-    top_p:       1 keeps all tokens; of equal ones the lower id comes first
+    top_k:       0, or the size of the vocabulary or more, keeps all tokens; the kept ones are divided by their sum
+    top_p:       1 keeps all tokens; of equally probable tokens the lower id comes first
 
     Example: logits = log([0.1, 0.6, 0.3]). uniform 0.05 gives token 0, 0.5 gives 1, 0.95 gives 2.
     With top_k = 2 tokens 1 and 2 are left with 2/3 and 1/3, so 0.05 and 0.5 give 1, and 0.95 gives 2.
@@ -390,14 +396,14 @@ def sample_next(logits: Tensor, uniform: float, temperature: float = 1.0, top_k:
 check("l01.sample_next")
 
 # %% [markdown]
-# The engine makes its probabilities with one function, `minillm.sampling.probs_from_logits`, whatever it needs them
-# for. Yours must draw the same tokens from real logits, number by number:
+# The engine computes all its probabilities with one function, `minillm.sampling.probs_from_logits`. With the same
+# random numbers and real logits, your function must draw the same tokens as the engine:
 
 # %%
 from minillm.sampling import Draw, SamplingParams, SamplingRow, probs_from_logits, sample, uniform
 
 choose = use("l01.sample_next")
-knobs = [
+settings = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 20},
     {"temperature": 0.9, "top_p": 0.9},
@@ -406,31 +412,32 @@ knobs = [
 same = tried = 0
 for text in texts[:5]:
     logits = next_logits(text)
-    for options in knobs:
+    for options in settings:
         probs = probs_from_logits(logits[None], [SamplingRow(SamplingParams(**options))])
         for i in range(20):
             u = uniform(seed=0, index=i, purpose=Draw.SAMPLE)
             same += choose(logits, u, **options) == int(sample(probs, torch.tensor([u])))
             tried += 1
 print(f"the engine's token in {same} of {tried} draws")
-claim("Your draws are the engine's.", same == tried)
+claim("Your function draws the same tokens as the engine.", same == tried)
 
 # %% [markdown]
 # ### Exercise 4: the loop
 #
-# Now write text. `forward(ids)` gives logits for a list of ids; hand it the whole text, take the largest logit of the
-# *last* row, append, repeat. The model has a token that means "here the text ends"; when it is chosen, stop.
+# Now write text. `forward(ids)` gives logits for a list of ids. Pass it the whole text, take the largest logit of the
+# *last* row, append that token, repeat. One token of the vocabulary means "here the text ends" (**end of text**, EOS).
+# When it is chosen, stop.
 
 
 # %%
 def generate_naive(forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    """Greedy decoding without any memory.
+    """Greedy decoding without a cache.
 
     forward:    forward(ids) gives logits [len(ids), vocab]; row i scores the token after ids[i]
-    prompt_ids: left as they are; they may hold eos_id too, which ends nothing
-    returns:    the new tokens, max_tokens of them; or fewer, and the last is eos_id
+    prompt_ids: not changed; an eos_id inside the prompt does not stop the loop
+    returns:    max_tokens new tokens; or fewer if eos_id is chosen, which is then the last of them
 
-    Example: with a model that always counts on, prompt [3, 4], max_tokens = 3 and eos_id = 6 give [5, 6].
+    Example: with a model that counts up, prompt [3, 4], max_tokens = 3 and eos_id = 6 give [5, 6].
     """
     ### BEGIN SOLUTION
     ids = list(prompt_ids)
@@ -446,9 +453,9 @@ def generate_naive(forward, prompt_ids: list[int], max_tokens: int, eos_id: int)
 check("l01.generate_naive")
 
 # %% [markdown]
-# Your attention, your rotation, your loop, the model's weights. The engine of the later lessons is given the same
-# prompt beside it. It runs its steps in plain PyTorch here (`enforce_eager=True`), as your functions do, so that the two
-# differ only in what they remember; lesson 15 uses its compiled step.
+# Your attention, your rotation, your loop, the model's weights. The engine of the later lessons gets the same prompt.
+# Here it runs its steps in plain PyTorch (`enforce_eager=True`), as your functions do, so that the only difference is
+# its cache; lesson 15 uses its compiled step.
 
 # %%
 from minillm import LLM
@@ -468,13 +475,13 @@ llm = LLM(
 )
 [output] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=NEW), use_tqdm=False)
 print()
-claim(f"These are the engine's {len(new_ids)} tokens.", new_ids == list(output.outputs[0].token_ids))
+claim(f"The engine generates the same {len(new_ids)} tokens.", new_ids == list(output.outputs[0].token_ids))
 
 # %% [markdown]
 # It looks like Python, and it repeats itself. The most probable token at every step does not make the most probable
-# text, and once a phrase has been repeated, repeating it again becomes probable. Sampling breaks the loop, at the price
-# of an occasional token from the long tail of improbable ones; top-p cuts that tail off. Three settings, same random
-# numbers (change the seed and see):
+# text, and once a phrase has been repeated, repeating it again becomes probable. Sampling breaks the loop, but
+# sometimes draws one of the many improbable tokens; top-p removes those. Here are three settings with the same random
+# numbers (change the seed and compare):
 
 
 # %%
@@ -494,16 +501,16 @@ for label, options in (
     print(f"--- {label}\n{sampled(1, **options)}\n")
 
 # %% [markdown]
-# ### Exercise 5: the bill
+# ### Exercise 5: count the work
 #
-# Add up what your loop does. A [forward](glossary.md#forward) over a text of $n$ tokens sends $n$ **rows** through
-# every linear layer, and in attention $n(n+1)/2$ **pairs** of a query and a key that it may see. Which texts go through
-# the model until `num_new` tokens are written?
+# Count what your loop does. A forward over a text of $n$ tokens sends $n$ rows through every linear layer, and its
+# attention computes $n(n+1)/2$ **pairs** of a query and a key that it may see. Which texts go through the model until
+# `num_new` tokens are written?
 
 
 # %%
 def total_work(num_prompt: int, num_new: int) -> tuple[int, int]:
-    """(rows, pairs) of all forwards of the naive loop together, for one layer and one head.
+    """Return (rows, pairs), summed over all forwards of the naive loop, for one layer and one head.
 
     Example: a prompt of 2 and 2 new tokens take two forwards, over 2 and 3 tokens: 5 rows, 3 + 6 = 9 pairs.
     """
@@ -524,18 +531,18 @@ for new in (10, 100, 1000, 10_000):
 
 # %% [markdown]
 # From a prompt of one token the rows are $1 + 2 + \dots + n = n(n+1)/2$, and the pairs grow with the *cube* of the
-# length. Each forward is quadratic in attention, and there are $n$ of them.
+# length: attention is quadratic in each forward, and there are $n$ forwards.
 #
 # ## See
 #
-# Is all that work really repeated? Watch. After every forward, `WatchedForward` compares the logits of each row with
-# those of the forward before: a row whose logits are the same was computed for nothing. The picture is drawn from these
-# comparisons, while your functions write the text.
+# Is all that work really repeated? After every forward, `WatchedForward` compares the logits of each row with those of
+# the previous forward. If they are the same, the row was computed for nothing. The picture is drawn from these
+# comparisons while your functions write the text.
 
 # %% tags=["expected"] alt="After 32 forwards: on the left 32 columns, each a little longer than the one before, hatched (redone) but for the lowest cell; in the middle the triangle of attention, hatched but for its last row; on the right more than a thousand rows, most of them redone."
 from minillm.teaching.decoding import WatchedForward
 from minillm.trace import Trace
-from minillm.viz.attention_work import AttentionWorkView, ForwardWork
+from minillm.viz.tensors.attention_work import AttentionWorkView, ForwardWork
 from minillm.viz.live import LiveView
 
 trace = Trace()
@@ -543,26 +550,26 @@ with LiveView(AttentionWorkView(trace, num_steps=NEW, max_tokens=len(prompt_ids)
     watched_ids = generate(WatchedForward(forward, trace), prompt_ids, NEW, eos_id)
 forwards = trace.of(ForwardWork)
 seen = sum(event.num_rows for event in forwards), sum(event.pairs for event in forwards)
-claim("Rows and pairs are those that you counted.", seen == work(len(prompt_ids), len(watched_ids)))
+claim("Rows and pairs are as you counted.", seen == work(len(prompt_ids), len(watched_ids)))
 claim("After the prompt, one row of each forward is new.", {event.num_new for event in forwards[1:]} == {1})
 
 # %% [markdown]
-# Everything hatched was known already. Behind the causal mask a token's row depends only on the tokens before it, and
-# those do not change, so its logits come out the same every time. If the results of the old rows were *kept*, only
-# the dark ones would have to run:
+# All hatched work was done before. With the causal mask, a token's row depends only on itself and the tokens before it,
+# and those do not change, so its logits are the same every time. If the results of the old rows were *kept*, only the
+# dark rows would have to run:
 
-# %% tags=["expected"] alt="The same picture if old rows were remembered: the columns are hollow but for the newest row, the triangle is hollow but for its last row, and 48 rows instead of more than a thousand went through the model."
-remembered = [ForwardWork(event.num_tokens, event.num_new, event.num_new) for event in forwards]
-AttentionWorkView(Trace(remembered))
+# %% tags=["expected"] alt="The same picture if old rows were kept: the columns are hollow but for the newest row, the triangle is hollow but for its last row, and 48 rows instead of more than a thousand went through the model."
+with_cache = [ForwardWork(event.num_tokens, event.num_new, event.num_new) for event in forwards]
+AttentionWorkView(Trace(with_cache))
 
 # %% [markdown]
-# That is the [KV cache](glossary.md#kv-cache), and lesson 2 builds it. Note the last row of the triangle: the newest
-# query is still compared with every key. People say that "caching avoids recomputing attention"; it avoids recomputing
-# *rows*. Lesson 2 measures what is left.
+# That is the **[KV cache](glossary.md#kv-cache)**, and lesson 2 builds it. Note the last row of the triangle: the
+# newest query is still compared with every key. It is often said that "caching avoids recomputing attention"; it avoids
+# recomputing *rows*. Lesson 2 measures what is left.
 #
 # ## Measure
 #
-# ### What the square is worth
+# ### When attention dominates
 #
 # "Attention is quadratic" is true and often misunderstood. Count the arithmetic of one forward over $n$ tokens: the linear
 # layers need $2 \cdot \text{weights}$ operations for each of $n$ rows, attention $4 \cdot \text{layers} \cdot
@@ -593,14 +600,13 @@ reveal("l01.crossing", crossing["Llama-3-8B"])
 claim("The wider model crosses later.", crossing["Llama-3-8B"] > crossing[name])
 
 # %% [markdown]
-# In short texts the waste of the naive loop is hardly attention: it is the same rows going through the same *matrices*,
-# again and again. (Counted are pairs that may be seen. Your function computes
-# all $n^2$ and hides half of them, as most plain implementations do; kernels like FlashAttention skip what the mask
-# hides.)
+# In short texts attention is a small part of the repeated work of the naive loop: the same rows go through the same
+# *matrices*, again and again. (Only visible pairs are counted. Your function computes all $n^2$ and hides half of them,
+# as most plain implementations do; kernels like FlashAttention skip what the mask hides.)
 #
-# ### What a forward takes
+# ### How long a forward takes
 #
-# Now with a clock, in turn, five times after a warm-up. The dashed line is the count.
+# Now measure the time: all lengths in turn, five times after a warm-up. The dashed line is the counted work.
 
 # %%
 from minillm.bench.timing import in_turn, ratio
@@ -627,7 +633,9 @@ print(
 )
 claim("16 tokens take less than 8 times as long as one.", times[16].median < 8, measured=True)
 claim(
-    "At every length the time grows less than the count.", all(times[n].median < counts[n] for n in contexts[1:]), True
+    "At every length the time grows less than the counted work.",
+    all(times[n].median < counts[n] for n in contexts[1:]),
+    True,
 )
 claim(f"{longest} tokens take more than 10 times as long as one.", times[longest].median > 10, measured=True)
 LineChart(
@@ -647,10 +655,10 @@ LineChart(
 # starting a few hundred operations from Python, whatever their size. For an answer of one token (a classification, a
 # score) there is nothing to save, and a cache would only cost memory.
 #
-# **Where it loses most:** at the right. The rows of a long text keep the processor busy, so more of them take longer,
-# and that is the price of *each* token.
+# **Where it loses most:** at the right. The rows of a long text keep the processor busy, so the time grows with their
+# number, and *each* new token takes that long.
 #
-# Both of these write the same 16 tokens; the engine remembers, your loop does not:
+# Now both generate the same 16 tokens. The engine has a cache, your loop does not:
 
 # %% tags=["nbval-ignore-output"]
 sixteen = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -664,7 +672,7 @@ seconds = in_turn(
 )
 gain = ratio(seconds["your loop"], seconds["the engine"])
 print(f"your loop takes {gain} times as long as the engine")
-claim("Without a memory the same tokens take longer.", gain.median > 1, measured=True)
+claim("Without a cache the same tokens take longer.", gain.median > 1, measured=True)
 
 # %% [markdown]
 # The gain grows with every token of the text: that is the first chart of lesson 2.
@@ -672,33 +680,35 @@ claim("Without a memory the same tokens take longer.", gain.median > 1, measured
 # ## Stay in tokens
 #
 # Your loop keeps a list of ids and decodes at the end. Many programs keep a *string*: they decode each new token, add
-# it to the text, and encode the text again for the next call. One tutorial's speculative loop hands the tokens of its
-# draft model to the target model in this way, through text. Is that the same?
+# it to the text, and encode the text again for the next call. In one tutorial on speculative decoding, the draft model
+# passes its tokens to the target model in this way, as text. Does the target get the same tokens?
 #
-# Remember that a text has many spellings in tokens. `drift` takes completions from the engine and asks, after every new
-# token, whether decoding and encoding gives back the ids that the model has written.
+# Remember that the same text can be split into tokens in many ways. `drift` takes completions from the engine and
+# checks, after every new token, whether decoding and encoding gives back the ids that the model generated.
 
 # %%
 from minillm.teaching.decoding import drift, in_common
 
 held_out = texts[:48]
 greedy_drift, sampled_drift = drift(llm, held_out, 0.0), drift(llm, held_out, 1.0)
-kept = sum(tokenizer.encode(tokenizer.decode(tokenizer.encode(text))) == tokenizer.encode(text) for text in held_out)
-print(f"prompts: {kept} of {len(held_out)} come back as they were")
+unchanged = sum(
+    tokenizer.encode(tokenizer.decode(tokenizer.encode(text))) == tokenizer.encode(text) for text in held_out
+)
+print(f"prompts: the same ids after decoding and encoding in {unchanged} of {len(held_out)}")
 for label, changed in (("greedy", greedy_drift), ("temperature 1", sampled_drift)):
-    print(f"{label}: other ids after the trip in {len(changed)} of {len(held_out)} completions of up to 16 tokens")
+    print(f"{label}: other ids after decoding and encoding in {len(changed)} of {len(held_out)} completions")
 reveal("l01.drift", len(sampled_drift))
-claim("Every prompt comes back, not every completion.", kept == len(held_out) and len(sampled_drift) > 0)
+claim("Every prompt keeps its ids, not every completion does.", unchanged == len(held_out) and len(sampled_drift) > 0)
 
 number, written, returned = (greedy_drift or sampled_drift)[0]
 split = in_common(written, returned)
-print("\nthe model wrote     ", [tokenizer.token_text(i) for i in written[split:]])
-print("the text comes back ", [tokenizer.token_text(i) for i in returned[split:]])
+print("\nthe model generated    ", [tokenizer.token_text(i) for i in written[split:]])
+print("after decode and encode", [tokenizer.token_text(i) for i in returned[split:]])
 
 # %% [markdown]
-# The prompts survive because `encode` made them. What a *model* writes need not. How often it strays depends on the
-# model, and this one is small; that it happens with large ones too is told in the field notes below. Now let two loops
-# go on from that text, one over ids and one through the text:
+# The prompts keep their ids because `encode` made them. The tokens that a *model* generates may change. How often they
+# do depends on the model, and this one is small; *In the field* below shows that it happens with large ones too. Now
+# let two loops continue that text, one over ids and one through text:
 
 # %%
 by_ids = generate(forward, tokenizer.encode(held_out[number]), 16, eos_id)
@@ -709,23 +719,23 @@ print("loop over ids:      ", repr(tokenizer.decode(by_ids)))
 print("loop through text:  ", repr(made[len(held_out[number]) :]))
 
 # %% [markdown]
-# The same characters can be another list of numbers, and to the model the list is all there is: from there on it may
-# write something else. Whatever depends on the ids goes wrong with it: a cache whose rows belong to other tokens, draft
-# probabilities that were given for tokens that no longer exist, counts of tokens that do not add up. And a character
-# that is half written (the emoji above) comes back as a replacement sign.
+# The same characters can be another list of ids. The model sees only the ids, so from there on it may write something
+# else. Everything that depends on the ids goes wrong too: a cache holds rows of other tokens, draft probabilities
+# belong to tokens that are no longer in the text, and token counts do not add up. An incomplete character (as with the
+# emoji above) is replaced by a replacement character.
 #
 # **Rule: encode the prompt once, stay in ids, decode for the reader only.**
 #
 # ## Break it
 #
-# Ten decoders. One is right, nine have a mistake that people really make; most are the reference with one edit. And
-# five things that you might check:
+# Here are ten decoders. One is right, and nine contain a mistake that people really make; most are the reference with
+# one edit. Five checks test each of them:
 #
 # 1. **runs**: the shapes fit and nothing is NaN;
-# 2. **no peeking**: what comes later in a text changes no logits before it;
-# 3. **shift**: moved by 100 positions, the text gets the same logits (RoPE knows distances only);
+# 2. **no peeking**: later tokens do not change earlier logits;
+# 3. **shift**: with all positions moved by 100, the logits stay the same (RoPE depends on distances only);
 # 4. **loss**: how many bits the model needs per token of held-out code, on average. Lower is better;
-# 5. **12 tokens**: the same greedy tokens as the right one.
+# 5. **12 tokens**: it generates the same greedy tokens as the right decoder.
 #
 # **Before running the cells, guess:** how many mistakes does the loss reveal? Which check finds the most?
 
@@ -737,30 +747,30 @@ from minillm.teaching.exercises import l01_decoding as references
 from minillm.teaching.source import edited
 
 
-def attending(old: str, new: str):
-    """The decoder with the reference attention, in which `old` is replaced by `new`."""
+def edited_attention(old: str, new: str):
+    """Return the decoder whose attention is the reference with `old` replaced by `new` in its source."""
     return partial(forward, attend=edited(references.causal_attention, (old, new)))
 
 
-def not_turned(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    """No position at all, or all positions 0."""
+def no_rotation(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
+    """Return `x` as it is: what RoPE does if all positions are 0."""
     return x
 
 
 decoders = {
     "right": forward,
-    "no mask": attending(".triu(1)", ".triu(num_tokens)"),
-    "mask one token late": attending(".triu(1)", ".triu(2)"),
-    "hidden scores are 0": attending("-torch.inf", "0.0"),
-    "no scale": attending(" / head_dim**0.5", ""),
-    "softmax over queries": attending(".softmax(-1)", ".softmax(-2)"),
-    "heads shared in turn": attending(
+    "no mask": edited_attention(".triu(1)", ".triu(num_tokens)"),
+    "mask one token late": edited_attention(".triu(1)", ".triu(2)"),
+    "hidden scores are 0": edited_attention("-torch.inf", "0.0"),
+    "no scale": edited_attention(" / head_dim**0.5", ""),
+    "softmax over queries": edited_attention(".softmax(-1)", ".softmax(-2)"),
+    "KV heads alternate": edited_attention(
         "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
         "k.repeat(1, group, 1), v.repeat(1, group, 1)",
     ),
-    "positions all 0": partial(forward, rope_q=not_turned, rope_k=not_turned),
+    "positions all 0": partial(forward, rope_q=no_rotation, rope_k=no_rotation),
     "neighbours paired": partial(forward, rope_q=references.interleaved_rope, rope_k=references.interleaved_rope),
-    "values turned too": partial(forward, rope_v=rope),
+    "values rotated too": partial(forward, rope_v=rope),
 }
 
 # %%
@@ -778,34 +788,34 @@ for label, each in found.items():
     tokens = "same" if each.tokens == want else f"{in_common(each.tokens, want)} same"
     print(f"{label:22} {runs:>4} {peeks:>12} {shift:>9} {each.bits:>13.2f} {tokens:>11}")
 better = [label for label, each in wrong.items() if each.bits < right.bits]
-print("\nwrong, and their loss is better than the right decoder's:", ", ".join(better))
-print("wrong, and they write the same 12 tokens:", ", ".join(label for label in wrong if wrong[label].tokens == want))
+print("\nwrong, with a better loss than the right decoder:", ", ".join(better))
+print("wrong, with the same 12 tokens:", ", ".join(label for label in wrong if wrong[label].tokens == want))
 claim("Every wrong decoder runs.", all(each.runs for each in wrong.values()))
 claim(
-    "The loss prefers a decoder without a mask, or with one that hides too little.",
+    "The loss is better without a mask, and with a mask that hides too little.",
     {"no mask", "mask one token late"} <= {*better},
 )
 claim(
-    "'positions all 0' and 'no scale' pass both properties.",
+    "'positions all 0' and 'no scale' pass 'no peeking' and 'shift'.",
     all(wrong[label].no_peeking and wrong[label].shift for label in ("positions all 0", "no scale")),
 )
 
 # %% [markdown]
-# Read it by columns.
+# Read the table by columns.
 #
-# * **Runs** catches nothing. Shapes are the easy part.
-# * **The loss can prefer a mistake.** Without a mask, or with a mask that hides too little, it is *better* than the
-#   right decoder's: the model sees the answer, or something made from it. In training a leak looks like a breakthrough.
-#   When generating there is no future text, so the advantage disappears.
+# * **Runs** finds no mistake. Right shapes prove little.
+# * **The loss can be better with a mistake.** Without a mask, or with a mask that hides too little, it is *better* than
+#   the right decoder's: the model sees the answer, or something computed from it. In training such a leak looks like a
+#   breakthrough. During generation there is no future text, so the advantage disappears.
 # * **12 tokens** can miss a mistake too (the line below the table says which). With `hidden scores are 0` the newest
 #   token has no future to hide, so its own row is right; only older rows are wrong, and that need not change its choice.
 #   *No peeking* sees it.
-# * **No peeking** and **shift** need no reference at all, only a property that must hold. Each sees its own kind of
-#   mistake and is blind to the rest: `positions all 0` passes both.
-# * **No scale** passes both properties as well, and costs little loss here. Only a comparison with a decoder that is
-#   right shows it.
+# * **No peeking** and **shift** need no reference, only a property that must hold. Each finds its own kind of mistake
+#   and misses the others: `positions all 0` passes both.
+# * **No scale** passes both properties as well, and makes the loss only a little worse here. Only a comparison with a
+#   right decoder shows it.
 #
-# Toggle one yourself and read what it writes:
+# Choose one and read what it writes:
 
 # %%
 BROKEN = "hidden scores are 0"  # or any other name in the table
@@ -814,8 +824,8 @@ print(f"{'right':22}", repr(tokenizer.decode(want)))
 print(f"{BROKEN:22}", repr(tokenizer.decode(generate(decoders[BROKEN], prompt_ids, 12, eos_id))))
 
 # %% [markdown]
-# Most of them write something that looks like Python. You cannot see from the text that a model is broken; you can
-# see from a comparison that it is not the same model.
+# Most of them write something that looks like Python. The text does not show that a model is broken. A comparison shows
+# that it is not the same model.
 #
 # ## In the field
 #
@@ -823,36 +833,36 @@ print(f"{BROKEN:22}", repr(tokenizer.decode(generate(decoders[BROKEN], prompt_id
 # |---|---|---|---|
 # | heads shared | `repeat_kv`: neighbours, as you did | inside the kernel, nothing is copied | inside the kernel |
 # | RoPE pairs | halves (`rotate_half`) | both, `is_neox_style=True` means halves | neighbours for Llama: the converter reorders the rows of the Q and K matrices to fit |
-# | order of the knobs | temperature, top-k, top-p | temperature, then top-k and top-p | top-k, top-p first, *temperature last* by default |
-# | memory | a cache by default; `use_cache=False` is your loop | always a paged cache | always a cache |
-# | text | `generate` stays in ids | ids inside; `return_token_ids` hands them out | ids inside |
+# | order of the sampling settings | temperature, top-k, top-p | temperature, then top-k and top-p | top-k, top-p first, *temperature last* by default |
+# | cache | by default; `use_cache=False` is your loop | always, paged | always |
+# | text | `generate` stays in ids | ids inside; `return_token_ids` returns them | ids inside |
 #
 # The same numbers for temperature, top-k and top-p therefore mean different distributions in llama.cpp and in vLLM.
 # And loading the same Q and K matrices with the other pairing is the line "neighbours paired" of your table.
 #
-# The trouble with text has a name, *retokenization drift*. It was found the hard way in reinforcement learning, where
-# a trainer that re-encodes a sampled answer computes probabilities of tokens that were never sampled; TRL, SGLang and
-# vLLM have each added a way to stay in tokens from end to end (TRL issue 5224, SGLang pull request 26555).
+# The problem of *Stay in tokens* is called **retokenization drift**. It was found in reinforcement learning: a trainer
+# that re-encodes a sampled answer computes probabilities of tokens that were never sampled. TRL, SGLang and vLLM have
+# each added a way to stay in tokens from end to end (TRL issue 5224, SGLang pull request 26555).
 #
-# **Claims, and what is so.**
+# **Claims, checked.**
 #
-# | claim | what is so | tested where |
+# | claim | what holds | tested where |
 # |---|---|---|
-# | a sample speculative loop hands draft tokens to the target as text: decode, concatenate, encode | the target may get other tokens than were drafted; how often with this model is printed there | Stay in tokens |
+# | a sample speculative loop passes draft tokens to the target as text: decode, concatenate, encode | the target may get other tokens than were drafted; the cell prints how often with this model | Stay in tokens |
 # | "caching avoids recomputing the entire attention matrix" | what is repeated are rows, through all layers; the newest query is compared with every key with a cache too | See; measured in lesson 2 |
-# | "attention is quadratic, so it dominates" | in Llama-3-8B from 53,247 tokens on | What the square is worth (counted) |
+# | "attention is quadratic, so it dominates" | in Llama-3-8B from 53,247 tokens on | When attention dominates (counted) |
 #
 # **Papers.** Attention: Vaswani et al. 2017. GQA: Ainslie et al. 2023. RoPE: Su et al. 2021. BPE for text: Sennrich et
 # al. 2016; on bytes: Radford et al. 2019 (GPT-2). Top-p: Holtzman et al. 2020.
 #
 # ## Recap
 #
-# 1. Text becomes ids, ids become rows, and each layer adds to every row what it gathers from the rows before it.
-# 2. The last row's logits, divided by the temperature and narrowed by top-k and top-p, are the distribution that the
-#    next token is drawn from.
-# 3. RoPE turns queries and keys, so a score depends on the distance of two tokens and not on their places.
-# 4. Without a memory $n$ tokens cost $n(n+1)/2$ rows and about $n^3/6$ pairs, and all but the newest row of each
-#    forward is a repetition.
+# 1. Text becomes ids, ids become rows, and each layer adds to every row what attention collects from earlier rows.
+# 2. The last row's logits, divided by the temperature and restricted by top-k and top-p, give the distribution of the
+#    next token.
+# 3. RoPE rotates queries and keys, so a score depends on the distance of two tokens and not on their positions.
+# 4. Without a cache, $n$ tokens cost $n(n+1)/2$ rows and about $n^3/6$ pairs. In each forward all rows but the newest
+#    are repeated.
 # 5. Loss, shapes and readable output do not show that a decoder is right; properties and a comparison do.
 #
-# **Next:** lesson 2 keeps what the old rows leave behind.
+# **Next:** lesson 2 keeps the keys and values of the old rows.

@@ -11,12 +11,13 @@
 #
 # **Question.** *Why does the 1000th token cost more than the first, and what does the cache change?*
 #
-# A language model writes one token at a time, and each token depends on all the tokens before it. The plain way to do
-# this is to hand the model the whole text again for every new token. It works, and almost everything it computes was
-# computed a moment ago.
+# A language model generates one token at a time, and each token depends on all the tokens before it. The plain way is
+# to run the whole text through the model again for every new token. It works, but it repeats almost all of its
+# computation at every token.
 #
-# In this lesson you build the memory that makes the repetition unnecessary, run it inside a real model, count what it
-# costs in bytes, measure what it gains, and then break it in six ways to learn which test notices which mistake.
+# In this lesson you build the **KV cache**, which makes the repetition unnecessary. You run it inside a real model,
+# count its bytes, and measure how much time it saves. Then you break it in six ways to learn which test finds which
+# mistake.
 #
 # You need to know what a query, a key and a value are (lesson 1 builds them). Everything runs on a laptop's CPU.
 
@@ -46,15 +47,15 @@ print(
 # ## The question, in numbers
 #
 # Here is the plain loop. `model(token_ids, positions, attention)` runs a list of tokens through all layers; in each
-# layer it asks `attention` what every token gets from the others. `CausalAttention` remembers nothing: it sees
-# exactly the tokens of this one call.
+# layer it calls `attention`, which computes what every token gets from the others. `CausalAttention` has no cache: it
+# sees exactly the tokens of this one call. One token's vector on its way through the layers is called a **row**.
 
 # %%
-from minillm.training.causal import CausalAttention
+from minillm.models.causal import CausalAttention
 
 
 def generate_plain(prompt_ids: list[int], num_tokens: int) -> tuple[list[int], int]:
-    """Greedy decoding without any memory. Returns the new tokens, and how many token rows went through the model."""
+    """Greedy decoding without a cache. Returns the new tokens, and how many rows went through the model."""
     ids, rows = list(prompt_ids), 0
     while len(ids) < len(prompt_ids) + num_tokens:
         hidden = model(torch.tensor(ids), torch.arange(len(ids)), CausalAttention(len(ids)))
@@ -70,31 +71,32 @@ print(f"\n{len(prompt_ids)} prompt tokens + {len(plain_tokens)} new ones; {plain
 claim("Most of these rows are repetitions.", plain_rows > 10 * (len(prompt_ids) + len(plain_tokens)))
 
 # %% [markdown]
-# The token at position $n$ costs $n$ rows. Two kinds of work grow differently, so let us count both, in arithmetic operations, for the token at position $n$:
+# The token at position $n$ costs $n$ rows. Two kinds of work grow differently. Count both, in arithmetic operations,
+# for the token at position $n$:
 #
 # * **linear layers** do the same for every row that goes through: $2 \cdot \text{weights}$ operations a row;
 # * **attention** compares every query with every key before it: $4 \cdot \text{layers} \cdot \text{heads} \cdot
 #   \text{width}$ operations for each pair.
 
-# %% tags=["expected"] alt="Work for one token against its position, logarithmic on both axes: without memory it rises from 1 to more than 1000 times the first token's work at position 1000; a dashed line for one row per token stays below 2."
+# %% tags=["expected"] alt="Work for one token against its position, logarithmic on both axes: without a cache it rises from 1 to more than 1000 times the first token's work at position 1000; a dashed line for one row per token stays below 2."
 from minillm.viz.charts import Axis, LineChart, Series
 
 weights_per_row = sum(p.numel() for layer in model.layers for p in layer.parameters() if p.ndim == 2)
 
 
 def operations(rows: int, pairs: int) -> int:
-    """Operations for one token: `rows` through the layers, `pairs` of query and key, one row of logits."""
+    """Operations for one token: `rows` rows through the layers, `pairs` pairs of query and key, one row of logits."""
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
     return 2 * weights_per_row * rows + attention + 2 * config.vocab_size * config.hidden_size
 
 
 def work_plain(n: int) -> int:
-    """Everything again: n rows, and every pair of them."""
+    """Without a cache: n rows, and every pair of them."""
     return operations(rows=n, pairs=n * (n + 1) // 2)
 
 
 def work_cached(n: int) -> int:
-    """Only the newest row, which still looks at n keys."""
+    """With a cache: only the newest row, compared with n keys."""
     return operations(rows=1, pairs=n)
 
 
@@ -104,7 +106,7 @@ chart = LineChart(
     Axis("position of the token", log=True, ticks=positions),
     Axis("times the work of the first token", log=True),
     [
-        Series("without memory: all rows again", positions, [work_plain(n) / work_plain(1) for n in positions]),
+        Series("without a cache: all rows again", positions, [work_plain(n) / work_plain(1) for n in positions]),
         Series(
             "if only the newest row had to run",
             positions,
@@ -112,7 +114,7 @@ chart = LineChart(
             style="modelled",
         ),
     ],
-    "Without memory the work grows a thousandfold until token 1000; with one row per token it grows little.",
+    "Without a cache the work grows a thousandfold until token 1000; with one row per token it grows little.",
 )
 print(
     f"token 1000 costs {work_plain(1000) / work_plain(1):,.0f} times the first; "
@@ -125,19 +127,19 @@ claim(
 chart
 
 # %% [markdown]
-# The dashed line is the aim of this lesson. It is not flat: the newest token is still compared with every key before it.
-# **A cache removes the repeated rows. It does not remove attention's growth with the length of the text.** That is
-# one half of the answer; the other half is about bytes, and comes below.
+# The dashed line is the aim of this lesson. It is not flat: the newest token is still compared with every key before
+# it. **A cache removes the repeated rows. It does not remove attention's growth with the length of the text.** That is
+# the part of the answer about arithmetic; the part about bytes comes below.
 #
 # ## Predict
 #
-# Write a number for each, before you measure. Nobody sees it, and being wrong is how the surprise is remembered.
+# Write a number for each before you measure. Only you see it, and a wrong guess makes the answer easier to remember.
 #
 # 1. How many bytes does the cache of this model need **per token**, with 4-byte numbers?
-# 2. At 256 tokens of text, how many times faster is one step with the cache than without?
-# 3. A cache can start small and grow by `r` rows whenever it is full. Each growth copies everything; each unused row
-#    costs a little in every step. For a text of 384 tokens, which `r` is fastest? (1 = grow at every token,
-#    384 = allocate everything at once.)
+# 2. At 256 tokens of text, how many times faster is one step with the cache than without it?
+# 3. A cache can start small and grow by `r` rows whenever it is full. Each growth copies all rows; each empty row costs
+#    a little time in every step. For a text of 384 tokens, which `r` is fastest? (1 = grow at every token, 384 =
+#    allocate everything at once.)
 
 # %%
 predict("l02.bytes", None, unit="bytes")
@@ -147,11 +149,12 @@ predict("l02.growth", None, unit="rows")
 # %% [markdown]
 # ## Build
 #
-# ### Which results may be kept at all?
+# ### Which results may be kept?
 #
-# Before building a memory, check that what it remembers stays true. Let us feed 12 tokens, then the same 12 followed
-# by 4 more, and ask in each layer how many of the first 12 **keys** have changed. Once with the [causal
-# mask](glossary.md#causal-mask), and once with every token seeing every other, as in an encoder such as BERT.
+# Before building a cache, check that what it stores stays correct. Run 12 tokens, then the same 12 followed by 4 more,
+# and count in each layer how many of the first 12 **keys** have changed. Do this once with the **[causal
+# mask](glossary.md#causal-mask)**, which hides later tokens from earlier ones, and once with every token seeing every
+# other, as in an encoder such as BERT.
 
 # %%
 from minillm.teaching.caching import attention, changed_keys
@@ -162,33 +165,33 @@ print("layer   keys changed, causal   keys changed, everyone sees everyone")
 for layer in range(config.num_layers):
     print(f"{layer:5} {causal[layer]:13} of 12 {everyone[layer]:20} of 12")
 claim("With the causal mask no key changes.", not any(causal))
-claim("Without it only those of the first layer stay.", everyone[0] == 0 and all(everyone[1:]))
+claim("Without it only the keys of the first layer stay the same.", everyone[0] == 0 and all(everyone[1:]))
 
 # %% [markdown]
-# With the causal mask nothing that comes later can reach back, so **keys and values of old tokens never change**:
-# they may be kept. Without it, all layers but the first change at every step (the first sees only its own token), and
-# nothing can be kept. The KV cache exists because of the mask.
+# With the causal mask a later token cannot change an earlier one, so **keys and values of old tokens never change**:
+# they may be kept. Without it, all layers but the first change at every step (the keys of the first layer depend on
+# their own token only), and nothing can be kept. The KV cache is possible because of the mask.
 #
 # Two details that matter later:
 #
 # * *Why not keep the queries too?* A query is used once, when its token is the newest, and never again.
-# * *The keys are stored after [RoPE](glossary.md#rope) has rotated them.* A key's rotation depends only on its own
-#   position, and that never changes either. But it means that a new token must be told its true position, `past + i`,
-#   not its index in this call.
+# * *The keys are stored after **[RoPE](glossary.md#rope)** has rotated them by their position.* A token's position
+#   never changes, so its rotation does not either. But a new token must get its true position, `past + i`, not its
+#   index in this call.
 #
 # ### Exercise 1: append
 #
-# The memory of one layer is two tables with a row per token, allocated once, mostly empty. Write the new rows where
-# they belong and give back the part that is valid. Several tokens may arrive at once: a whole prompt, a piece of one,
-# or the draft tokens of [speculative decoding](glossary.md#speculative-decoding).
+# The cache of one layer is two tables with one row per token. They are allocated once and start empty. Write the new
+# rows after the old ones and return the part that is in use. Several tokens may arrive at once: a whole prompt, a piece
+# of one, or the draft tokens of [speculative decoding](glossary.md#speculative-decoding).
 #
-# One trap is worth knowing before you fall into it: in PyTorch a slice beyond the end is silently shortened, and one
-# row assigned to *no* rows is not an error. `table[4:5] = row` on a table of 4 rows does nothing, without an error.
+# Beware of one property of PyTorch: a slice beyond the end is shortened silently, and assigning one row to *no* rows is
+# not an error. `table[4:5] = row` on a table of 4 rows does nothing.
 
 
 # %%
 def append_kv(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
-    """Write new rows after the `past` rows that are there, in place, and return views of all valid rows.
+    """Write new rows after the first `past` rows, in place, and return views of all valid rows.
 
     cache_k, cache_v: [capacity, num_kv_heads, head_dim]; rows from `past` on are unused
     new_k, new_v:     [num_new, num_kv_heads, head_dim]
@@ -214,12 +217,12 @@ check("l02.append_kv")
 # %% [markdown]
 # Stuck? `hint("l02.append_kv", 1)`, then 2, 3 and 4: where to look, which operation, the shape of the code, the solution.
 #
-# Below, your function fills a buffer of 12 rows with 4 tokens, then 1, 1, 1 and 3. The picture is drawn from what
-# changed in the buffer.
+# Below, your function fills a buffer of 12 rows with 4 tokens, then 1, 1, 1 and 3. The picture shows which rows changed
+# in the buffer.
 
 # %% tags=["expected"] alt="A buffer of 12 rows over 5 steps. Step 1 writes rows 0 to 3, steps 2 to 4 one row each, step 5 rows 7 to 9. Earlier rows stay where they are, two rows remain empty."
 from minillm.trace import StepFinished, Trace
-from minillm.viz.cache_rows import CacheRowsView, RowsWritten
+from minillm.viz.pages.cache_rows import CacheRowsView, RowsWritten
 
 append = use("l02.append_kv")
 cache_k, cache_v, past, trace = torch.zeros(12, 2, 64), torch.zeros(12, 2, 64), 0, Trace()
@@ -234,10 +237,10 @@ CacheRowsView(trace)
 # %% [markdown]
 # ### Exercise 2: the mask, with an offset
 #
-# Queries now come from the new tokens only, while keys come from all of them. The mask is no longer a square: one row
-# per *new* token, one column per key. The first new token sits at position `past`.
+# Queries now come from the new tokens only, while keys come from all of them. So the mask is not a square any more: it
+# has one row per *new* token and one column per key. The first new token is at position `past`.
 #
-# PyTorch's `is_causal=True` will not help: when there are fewer queries than keys, its triangle starts in the *top
+# PyTorch's `is_causal=True` does not help: when there are fewer queries than keys, its triangle starts in the *top
 # left* corner, as if the new tokens were the first ones.
 
 
@@ -261,25 +264,25 @@ def offset_mask(num_new: int, past: int) -> Tensor:
 check("l02.offset_mask")
 
 # %% tags=["expected"] alt="Attention mask of 4 new tokens after 7 cached ones: every new token sees the 7 cached keys and the new ones up to itself."
-from minillm.viz.mask_grid import MaskGrid
+from minillm.viz.tensors.mask_grid import MaskGrid
 
 mask_for = use("l02.offset_mask")
 MaskGrid(mask_for(4, 7).tolist(), [tokenizer.token_text(i) for i in prompt_ids[:11]], past=7)
 
 # %% [markdown]
-# Try `mask_for(1, 7)`: a [decode](glossary.md#decode) step needs no mask at all, because the newest token sees
-# everything. Remember that: it is why a wrong mask passes most tests.
+# Try `mask_for(1, 7)`: a **[decode](glossary.md#decode)** step, which runs one new token, needs no mask, because the
+# newest token sees everything. This is why a wrong mask passes most tests.
 #
 # ### Exercise 3: what it costs
 #
-# The cache trades memory for time. How much memory? Count what is stored for **one token**.
+# The cache trades memory for time. How much memory? Count the bytes that are stored for **one token**.
 
 # %%
 from minillm.models.config import ModelConfig
 
 
 def kv_bytes_per_token(config: ModelConfig, bytes_per_value: int) -> int:
-    """Bytes that one token adds to the cache, over all layers.
+    """Return the bytes that one token adds to the cache, over all layers.
 
     config: has num_layers, hidden_size, num_heads (of the queries), num_kv_heads and head_dim; you need only some
 
@@ -298,10 +301,10 @@ kv_bytes = use("l02.kv_bytes_per_token")
 reveal("l02.bytes", kv_bytes(config, 4))
 
 # %% [markdown]
-# Now with larger models. The last two columns are the second half of the answer to our question: each decode step must
-# *read* all weights once and the whole cache of each request once, and in large models reading is what decoding spends
-# its time on. Where the cache has as many bytes as the weights, a step reads twice what the first one did. A batch of 64
-# shares one reading of the weights, but has 64 caches.
+# Now the same for larger models. The last two columns give the second part of the answer: each decode step must *read*
+# all weights once and the whole cache of each request once, and in large models reading takes most of the time of
+# decoding. Where the cache has as many bytes as the weights, a step reads twice as much as the first step did. A batch
+# of 64 shares one reading of the weights, but has 64 caches.
 
 # %%
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, LLAMA_3_8B, QWEN_3_06B
@@ -323,12 +326,18 @@ for label, shape, billions, width, longest in models:
         f"{label:13} {per_token:16,} {per_token * 4096 / GIB:20.2f} {crossing[label]:14,.0f} "
         f"{crossing[label] / 64:15,.0f} {longest:10,}"
     )
-claim("One request of Llama-2-70B stays below that for its whole context.", crossing["Llama-2-70B"] > 4096)
-claim("64 requests of Llama-3-8B reach it well within its context.", crossing["Llama-3-8B"] / 64 < 8192 / 4)
+claim(
+    "The cache of one request of Llama-2-70B stays smaller than the weights for its whole context.",
+    crossing["Llama-2-70B"] > 4096,
+)
+claim(
+    "The caches of 64 requests of Llama-3-8B reach the size of the weights well within its context.",
+    crossing["Llama-3-8B"] / 64 < 8192 / 4,
+)
 
 # %% [markdown]
-# This is why serving engines care about the cache more than about most other things, and why lessons 4 (fewer bytes) and 6
-# (no wasted rows) exist.
+# This is why the cache matters so much in serving engines. Lesson 4 makes its numbers smaller, and lesson 6 avoids
+# wasted rows.
 #
 # A tutorial that is often cited gives the size as $2 \cdot \text{layers} \cdot \text{heads} \cdot
 # (\text{hidden}/\text{heads}) \cdot 2$ and says that Llama-2-70B needs "roughly 80 GB" at 4096 tokens. Test it:
@@ -354,23 +363,23 @@ LineChart(
 )
 
 # %% [markdown]
-# The formula counts query heads instead of [KV heads](glossary.md#gqa). (The same text then proposes to set
-# `num_key_value_heads = 8` on this model, to save 8×. It already has 8.)
+# The formula counts query heads instead of **[KV heads](glossary.md#gqa)**, which several query heads share. (The same
+# text then proposes to set `num_key_value_heads = 8` on this model, to save 8×. The model already has 8.)
 #
 # ### Exercise 4: growing
 #
-# Allocating the longest possible text at once wastes memory when texts turn out short. So caches grow. When one is
-# full, a larger buffer is allocated and the old rows are copied. How much larger is the policy, and one number `r`
-# covers all: capacities are multiples of `r`.
+# Allocating the cache for the longest possible text wastes memory when texts are short. So caches grow: when one is
+# full, a larger buffer is allocated and the old rows are copied. How much larger is the **growth policy**. One number
+# `r` describes all policies here: capacities are multiples of `r`.
 #
 # * `r = 1`: a new buffer for every token. This is what `torch.cat` does.
 # * `r` = the longest text: one allocation, no copies.
-# * in between: *balancing memory and compute*, **BMC** (Ramachandran et al. 2025), which allocates every `r` tokens.
+# * in between: *balancing memory and compute*, **BMC** (Ramachandran et al. 2025): a new buffer every `r` tokens.
 
 
 # %%
 def next_capacity(capacity: int, past: int, num_new: int, every: int) -> tuple[int, int]:
-    """The capacity needed before `num_new` rows go in after `past`, and how many rows are copied to get there.
+    """Return the capacity needed to add `num_new` rows after `past`, and how many rows are copied to reach it.
 
     capacity: rows of the buffer now (0 at the start); past: how many of them are in use
     every:    r; a new buffer has the smallest multiple of `every` rows that holds past + num_new
@@ -394,7 +403,7 @@ grow_to = use("l02.next_capacity")
 
 
 def grow(policy: str, every: int, chunks: list[int]) -> list[RowsWritten]:
-    """What happens to a cache that gets these numbers of tokens, one after the other."""
+    """Return the events of a cache to which chunks of these numbers of tokens are added in turn."""
     events, capacity, past = [], 0, 0
     for num_new in chunks:
         capacity, copied = grow_to(capacity, past, num_new, every)
@@ -410,21 +419,21 @@ CacheRowsView(Trace(grow("a prompt of 21 tokens, then 27 one by one, r = 8", 8, 
 #
 # A small `r` copies much: about $N^2/(2r)$ rows in a text of $N$ tokens. A large `r` leaves about $r/2$ rows empty in
 # each of $N$ steps, and **if the attention kernel works on the whole buffer**, empty rows cost time as well. Each of
-# the $N/r$ allocations has a price of its own:
+# the $N/r$ allocations has a fixed cost:
 #
 # $$\text{cost}(r) = \frac{N^2}{2r}\,c_\text{copy} + \frac{N r}{2}\,c_\text{pad} + \frac{N}{r}\,c_\text{allocation}$$
 #
-# Find the `r` where the sum is smallest. Think about the ends: what if empty rows cost nothing?
+# Find the `r` for which the sum is smallest. Consider the extremes: what if empty rows cost nothing?
 
 # %%
 import math
 
 
 def best_r(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: float) -> float:
-    """The r, kept between 1 and num_tokens, that makes cost(r) smallest.
+    """Return the r between 1 and num_tokens for which cost(r) is smallest.
 
-    copy_cost: of moving one row; pad_cost: of one empty row in one step; allocation_cost: of one allocation.
-    All in the same unit; pad_cost may be 0.
+    copy_cost: cost of copying one row; pad_cost: of one empty row in one step; allocation_cost: of one allocation.
+    All are in the same unit; pad_cost may be 0.
 
     Example: best_r(100, 1.0, 1.0, 0.0) is 10.0.
     """
@@ -465,13 +474,13 @@ LineChart(
 )
 
 # %% [markdown]
-# So whether BMC gains anything depends on the kernel: does it work on empty rows? We will measure both kinds.
+# So whether BMC gains anything depends on whether the kernel works on empty rows. You will measure both kinds of
+# kernel.
 #
 # ## See
 #
-# Now put your functions together. This is the whole cache; `attend` is the method that every layer of the model
-# calls. Note what the state is: the rows, and **one** number, `length`. It advances once per forward, after all
-# layers are done.
+# Now put your functions together. This is the whole cache; `attend` is the method that every layer of the model calls.
+# Its state is the rows and **one** number, `length`, which advances once per forward, after all layers are done.
 
 
 # %%
@@ -483,7 +492,7 @@ class KVCache:
         self.length, self.every, self.trace, self.policy = 0, every, trace, policy
 
     def reserve(self, num_new: int) -> None:
-        """Make room for `num_new` more rows, by your policy."""
+        """Make room for `num_new` more rows, with your `next_capacity`."""
         capacity, copied = grow_to(self.keys.shape[1], self.length, num_new, self.every)
         if capacity > self.keys.shape[1]:
             self.keys, self.values = (self._grown(old, capacity, copied) for old in (self.keys, self.values))
@@ -496,14 +505,14 @@ class KVCache:
         return new
 
     def positions(self, num_new: int) -> Tensor:
-        """Where the new tokens stand in the text."""
+        """Positions of the new tokens in the text."""
         return self.length + torch.arange(num_new)
 
     def mask(self, num_new: int) -> Tensor:
         return mask_for(num_new, self.length)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:
-        """Store k and v (`[num_new, num_kv_heads, head_dim]`), return what the queries get from all valid rows."""
+        """Store k and v (`[num_new, num_kv_heads, head_dim]`), and return attention over all valid rows."""
         keys, values = append(self.keys[layer], self.values[layer], self.length, k, v)
         return attention(q, keys, values, self.mask(len(q)))
 
@@ -511,12 +520,12 @@ class KVCache:
         self.length += num_new
 
     def reset(self) -> None:
-        """Ready for another text. The old rows stay where they are; nothing beyond `length` is read."""
+        """Start another text. Old rows are not erased, because nothing beyond `length` is read."""
         self.length = 0
 
 
 def forward(cache: KVCache, token_ids: list[int]) -> Tensor:
-    """Run only these new tokens; logits `[vocab]` of the last."""
+    """Run only these new tokens; return logits `[vocab]` of the last."""
     cache.reserve(len(token_ids))
     hidden = model(torch.tensor(token_ids), cache.positions(len(token_ids)), cache)
     cache.advance(len(token_ids))
@@ -540,14 +549,14 @@ claim(f"All {len(plain_tokens)} tokens are the same as without a cache.", same =
 print(f"rows through the model: {cache.length} with the cache, {plain_rows} without")
 
 # %% [markdown]
-# The same tokens, from a small part of the rows. (The last token was chosen but never fed back, so it has no
-# row: a text of prompt + 32 tokens needs prompt + 31 rows.)
+# The tokens are the same, from a small part of the rows. (The last token was chosen but never went through the model,
+# so it has no row: prompt + 32 tokens need prompt + 31 rows.)
 #
-# *Why "the same tokens" and not "the same bits"?* A product of one row and a product of fifty rows may add in a
+# *Why "the same tokens" and not "the same bits"?* A matrix product of one row and one of fifty rows may add in a
 # different order, so logits differ in the last digits. In fp32 that almost never changes the largest one.
 #
-# Now watch three growth policies write the same text, in step with each other. Your `next_capacity` decides, your
-# `append_kv` writes, your `offset_mask` hides.
+# Now watch three growth policies generate the same text side by side. Your `next_capacity` chooses the capacity, your
+# `append_kv` writes the rows, your `offset_mask` hides later tokens.
 
 # %% tags=["expected"] alt="Three panels after 32 steps. Concat: nearly the whole triangle is copied rows. Every 8 rows: four or five copied columns, a few empty rows below. Preallocated: no copies, a large triangle of empty rows."
 from minillm.viz.live import LiveView
@@ -565,16 +574,16 @@ with LiveView(CacheRowsView(trace, num_steps=len(plain_tokens), max_rows=longest
 claim("All three policies wrote the same tokens.", texts[0] == texts[1] == texts[2] == plain_tokens)
 
 # %% [markdown]
-# Orange is copying, hollow is wasted, dark is the only work that was needed. Change `8` above to 4 or 16 and run it
-# again.
+# Orange rows are copied, hollow rows are empty, and dark rows are new: only these had to be written. Change `8` above
+# to 4 or 16 and run it again.
 #
 # ## Measure
 #
 # ### With and without the cache
 #
-# One step each, in turn, three times after a warm-up, at growing context. The cache is [rolled
-# back](glossary.md#rollback) between rounds by lowering `length`; nothing is erased. (Speculative decoding rolls back
-# rejected draft tokens with the same one line.)
+# For contexts of growing length, one step with and one without the cache are timed in turn, three times after a
+# warm-up. Between the rounds the cache is **[rolled back](glossary.md#rollback)**: its last tokens are removed by
+# lowering `length`, and nothing is erased. (Speculative decoding removes rejected draft tokens with the same line.)
 
 # %%
 import inspect
@@ -591,13 +600,13 @@ forward(full, code_ids)
 
 
 def step_plain(context: int) -> int:
-    """The next token after `context` tokens, everything again."""
+    """Return the next token after `context` tokens, without a cache."""
     hidden = model(torch.tensor(code_ids[:context]), torch.arange(context), CausalAttention(context))
     return int(model.logits(hidden[-1]).argmax())
 
 
 def step_cached(context: int) -> int:
-    """The same token, with all rows but the newest in the cache."""
+    """Return the same token, with all rows but the newest in the cache."""
     full.length = context - 1
     return int(forward(full, code_ids[context - 1 : context]).argmax())
 
@@ -612,7 +621,11 @@ reveal("l02.speedup", round(speedup[256].median, 1))
 print("times faster with the cache: " + ", ".join(f"{n} tokens {s.median:.1f}" for n, s in speedup.items()))
 claim("For the first token the cache gains nothing.", speedup[1].median < 1.3, measured=True)
 claim("At the longest context it gains more than ten times.", speedup[longest].median > 10, measured=True)
-claim("From 16 tokens on it stays below the count.", all(speedup[n].median < counted[n] for n in contexts[2:]), True)
+claim(
+    "From 16 tokens on the gain stays below the counted one.",
+    all(speedup[n].median < counted[n] for n in contexts[2:]),
+    True,
+)
 LineChart(
     f"One step of {name} with the cache, against without, on this machine",
     Axis("context in tokens", log=True, ticks=tuple(contexts)),
@@ -625,26 +638,27 @@ LineChart(
 )
 
 # %% [markdown]
-# Three things to see.
+# Three observations:
 #
-# * **Where it does not help:** at the left end. The first token has nothing to reuse, and a *prompt* is one pass over
-#   rows that are all new. A cache does not shorten the time to the first token (reusing the rows of an earlier prompt
-#   does; lesson 6). Scoring a text without generating gains nothing either, and pays for the memory.
-# * **Why it stays below the count:** many rows at once are cheaper per row than one alone. One row reads every weight to
-#   use it once; a thousand share the reading. So a thousand times the work is less than a thousand times the time.
-# * **Why it grows at all:** the plain step grows with the context; the cached one grows little at these lengths.
+# * **Where it does not help:** at the left end. The first token has no rows to reuse, and all rows of a *prompt* are
+#   new. A cache does not shorten the time to the first token (reusing the rows of an earlier prompt does; lesson 6).
+#   Scoring a text without generating gains nothing either, and uses the memory for nothing.
+# * **Why it stays below the count:** many rows at once cost less per row than one alone. One row reads every weight to
+#   use it once; a thousand rows share the reading. So a thousand times the work takes less than a thousand times as
+#   long.
+# * **Why it grows:** the plain step takes longer as the context grows; the cached step changes little at these lengths.
 #
 # ### Concat, every r rows, preallocate
 #
-# Now the growth policies, with the shape of one layer of Llama-3-8B (8 KV heads of 128; four queries share each), for
-# 384 decode steps of attention alone. Two kernels:
+# Now the growth policies, with the shape of one layer of Llama-3-8B (8 KV heads of width 128, each shared by four query
+# heads), for 384 decode steps of attention alone. There are two kernels:
 #
-# * **whole buffer**: attention runs over all `capacity` rows, and the empty ones are masked. This is the regime that
-#   BMC assumes, and the regime of every compiled graph with fixed shapes.
+# * **whole buffer**: attention runs over all `capacity` rows, and the empty ones are masked. BMC assumes this case, and
+#   every compiled graph with fixed shapes works this way.
 # * **valid rows**: attention runs over `buffer[:, :length]`, a *view*. No copy, no padding.
 #
-# The two ends calibrate the model ($r=1$ only copies, $r=N$ only pads); the points between test it.
-# (`minillm/teaching/caching.py` holds the loop, `decode_layer`: one page.)
+# The two extremes calibrate the cost model ($r=1$ only copies, $r=N$ only pads); the values between them test it. (The
+# loop is `decode_layer` in `minillm/teaching/caching.py`, one page.)
 
 # %%
 from minillm.teaching.caching import measure_growth
@@ -656,12 +670,10 @@ costs = measure_growth(grow_to, append, N, grid)
 slower, prices = costs.slower, (costs.copy, costs.pad, costs.allocation)
 concat, middle = slower["whole", 1].median, slower["whole", costs.best("whole")].median
 reveal("l02.growth", costs.best("whole"))
-print(f"whole buffer: the model says r* = {best(N, *prices):.0f}; measured r = {costs.best('whole')}")
+print(f"whole buffer: the cost model gives r* = {best(N, *prices):.0f}; measured r = {costs.best('whole')}")
 print(f"              within 10% of the best: r = {costs.near_best('whole')}")
 print(f"valid rows:   within 10% of the best: r = {costs.near_best('view')}")
-print(
-    f"against preallocate + view: concat takes {concat:.1f} times as long, the best r of the whole buffer {middle:.1f} times"
-)
+print(f"against preallocate + view: concat takes {concat:.1f} times as long, whole buffer at its best r {middle:.1f}")
 claim("Concatenating is slower than preallocate + view.", concat > 1.05, measured=True)
 claim("With the whole buffer no r beats preallocate + view by more than 10%.", middle > 0.9, measured=True)
 LineChart(
@@ -670,7 +682,7 @@ LineChart(
     Axis("times as long"),
     [
         Series(title, grid, *zip(*((s.median, s.low, s.high) for s in (slower[kernel, r] for r in grid)), strict=True))
-        for title, kernel in (("whole buffer (BMC's regime)", "whole"), ("valid rows only (a view)", "view"))
+        for title, kernel in (("whole buffer (BMC's case)", "whole"), ("valid rows only (a view)", "view"))
     ]
     + [
         Series(
@@ -684,22 +696,23 @@ LineChart(
 )
 
 # %% [markdown]
-# **Where BMC wins, and where it loses.** With a kernel that works on the whole buffer, both ends are bad and a middle
-# `r` wins: that is the U of your model, and $\sqrt N$ is a fair guess for its bottom. With a view there is no U, because
-# empty rows cost nothing, and fewer copies are never worse: *preallocate + view*.
+# **Where BMC wins, and where it loses.** With a kernel that works on the whole buffer, both extremes are slow and a
+# middle `r` wins: your cost model has the shape of a U, and $\sqrt N$ is a fair guess for its minimum. With a view
+# there is no U: empty rows cost nothing, so fewer copies are never worse, and the best policy is *preallocate + view*.
 #
 # BMC reports up to 3.2× over the transformers baseline (quoted), and that baseline concatenates. The last line printed
-# is how much of such a gain comes from not concatenating alone, here, with this shape and length: it needs no BMC. The
-# idea is for places where a view is impossible: graphs compiled for fixed shapes, accelerators that need them, memory
-# that cannot be reserved in advance. Where you must pad anyway, the spare rows are also a place for the draft tokens of
-# speculative decoding ($r \ge \gamma + 1$), which BMC uses. And growing *without* copying is lesson 6: blocks.
+# shows how much is gained here, with this shape and length, only by not concatenating: that part needs no BMC. The idea
+# is useful where a view is impossible: graphs compiled for fixed shapes, accelerators that need them, memory that
+# cannot be reserved in advance. Where padding is unavoidable, the empty rows can also hold the draft tokens of
+# speculative decoding ($r \ge \gamma + 1$ for $\gamma$ drafts), which BMC uses. Lesson 6 grows *without* copying, with
+# blocks.
 #
-# How much does all this matter for a whole step? Here attention ran alone. In a model the linear layers run too, and
-# for a small cache they hide most of the difference; with long texts and large batches nothing hides it.
+# How much does this matter for a whole step? Here attention ran alone. In a model the linear layers run too. With a
+# small cache their time hides most of the difference; with long texts and large batches it does not.
 #
 # ## Break it
 #
-# Six caches with a mistake that people really make. Each changes one method of yours.
+# Here are six caches, each with a mistake that people really make. Each changes one method of yours.
 
 
 # %%
@@ -719,14 +732,14 @@ class StalePosition(KVCache):
 
 
 class PositionsFromZero(KVCache):
-    """RoPE is told the index within this call instead of the position in the text."""
+    """RoPE gets the index within this call instead of the position in the text."""
 
     def positions(self, num_new):
         return torch.arange(num_new)
 
 
 class NoOffset(KVCache):
-    """The triangle starts in the top left corner: what `is_causal=True` does."""
+    """The triangle starts in the top left corner, as with `is_causal=True`."""
 
     def mask(self, num_new):
         return torch.ones(num_new, self.length + num_new, dtype=torch.bool).tril()
@@ -756,8 +769,8 @@ class NeverCleared(KVCache):
 
 
 # %% [markdown]
-# And four checks that you might write, each comparing tokens with those of the plain loop. **Before running the cell,
-# guess:** which mistake passes the most checks? Which check would you keep if you could keep one?
+# And here are four checks. Each compares tokens with those of the plain loop. **Before running the cell, guess:** which
+# mistake passes the most checks? Which check would you keep if you could keep only one?
 
 # %%
 second_ids = tokenizer.encode(
@@ -786,25 +799,25 @@ claim(
     "The right cache passes all four checks, and no wrong one does.",
     [*map(all, found.values())] == [True] + 6 * [False],
 )
-claim("Only the prompt in pieces shows NoOffsetForMany.", found[NoOffsetForMany] == [True, True, False, True])
-claim("Only the second prompt shows NeverCleared.", found[NeverCleared] == [True, True, True, False])
+claim("Only the prompt in pieces reveals NoOffsetForMany.", found[NoOffsetForMany] == [True, True, False, True])
+claim("Only the second prompt reveals NeverCleared.", found[NeverCleared] == [True, True, True, False])
 
 # %% [markdown]
-# Read it by columns.
+# Read the table by columns.
 #
-# * **The first token proves little**: most mistakes need a past to go wrong, and even a cache that is wrong already
-#   may guess an easy token.
-# * **16 tokens** catch whatever goes wrong when there *is* a past.
+# * **The first token proves little**: most mistakes need cached tokens to have an effect, and even a wrong cache may
+#   predict an easy token.
+# * **16 tokens** find every mistake that has an effect as soon as there *are* cached tokens.
 # * **`NoOffsetForMany`** passes both, and would pass any number of ordinary generations: whole prompts have past = 0,
-#   single tokens need no mask. It breaks only when *several tokens arrive after others*. That is [chunked
-#   prefill](glossary.md#chunked-prefill) (lesson 7) and the verification of draft tokens in speculative decoding: with
-#   one of those switched on, the model gets worse without any error.
-# * **`NeverCleared`** passes everything that uses a fresh cache. Only the second text shows it.
+#   single tokens need no mask. It fails only when *several tokens arrive after others*. That happens in **[chunked
+#   prefill](glossary.md#chunked-prefill)** (a prompt in pieces, lesson 7) and when draft tokens are verified in
+#   speculative decoding: with one of those switched on, the model gets worse without any error.
+# * **`NeverCleared`** passes every check that uses a fresh cache. Only the second text reveals it.
 #
-# And notice what is *not* a mistake: the right cache's `reset` erases nothing. Rows beyond `length` hold old data, which
-# is harmless as long as nothing reads it. The [block](glossary.md#block) pool of lesson 6 relies on that.
+# Note what is *not* a mistake: `reset` of the right cache erases nothing. Rows beyond `length` hold old data, which is
+# harmless as long as they are not read. The pool of [blocks](glossary.md#block) in lesson 6 relies on that.
 #
-# Toggle one yourself and read what it writes:
+# Choose one and read what it writes:
 
 # %%
 BROKEN = NoOffsetForMany  # or StalePosition, PositionsFromZero, NoOffset, SeesEmptyRows, NeverCleared
@@ -813,12 +826,12 @@ print(f"{'without a cache':20}", repr(tokenizer.decode(first_want)))
 print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(every=512), prompt_ids, 16, chunk=7))))
 
 # %% [markdown]
-# A broken cache does not crash: it writes something *else*. It may be nonsense, or it may look like a poor model. Only a
-# comparison with the plain loop tells that it is neither.
+# A broken cache does not crash: it writes *other* text. The text may be nonsense, or may look like the work of a weak
+# model. Only a comparison with the plain loop shows that the cache is the cause.
 #
 # ## In the field
 #
-# | system | how rows get in | how it grows | r in our terms |
+# | system | how rows are written | how it grows | r |
 # |---|---|---|---|
 # | transformers, `DynamicCache` (the default of `generate`) | `torch.cat` in `DynamicLayer.update` | a new buffer for every token | 1 |
 # | transformers, `StaticCache` | `index_copy_` in `StaticLayer.update`, which returns the *whole* buffer | never | N, whole buffer: the price of compiled graphs |
@@ -826,18 +839,18 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 # | vLLM | `reshape_and_cache_flash` scatters by a `slot_mapping` into a pool of blocks | by one block (16 tokens is usual), nothing is copied | lesson 6 |
 # | SGLang | `MHATokenToKVPool.set_kv_buffer` writes to slots that `ReqToTokenPool` maps | slots from a pool, shared by a radix tree | lesson 6 |
 #
-# Look at llama.cpp's 256 once more: it is BMC's idea without BMC's copies.
+# llama.cpp's rounding to 256 is BMC's idea without BMC's copies.
 #
-# **Claims, and what is so.**
+# **Claims, checked.**
 #
-# | claim | what is so | tested where |
+# | claim | what holds | tested where |
 # |---|---|---|
-# | "caching avoids recomputing the entire attention matrix" | it avoids re-encoding old tokens; the newest query is still compared with every key | first chart: the dashed line rises |
+# | "caching avoids recomputing the entire attention matrix" | it avoids recomputing the rows of old tokens; the newest query is still compared with every key | first chart: the dashed line rises |
 # | KV bytes = 2 · layers · heads · (hidden / heads) · 2; Llama-2-70B at 4096 tokens needs 80 GB | KV heads, not query heads: 1.34 GB | exercise 3 |
 # | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer but the first reads rows that were never written, and a buffer for 1024 tokens is full after 1024 / L | `StalePosition` |
 # | BMC: up to 3.2× over the transformers baseline | its baseline concatenates; preallocate + view needs neither copies nor padding, and is the baseline to compare with | second measurement |
 #
-# **Find the mistakes.** One of those tutorials decodes like this (retold in our words):
+# **Find the mistakes.** One of those tutorials decodes like this (paraphrased):
 #
 # ```python
 # cache = init_cache(max_length)
@@ -855,26 +868,25 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 #
 # 1. The rows are appended twice: by the model, and again by `update`.
 # 2. The cache has `max_length` rows, but prompt + `max_length` tokens go in.
-# 3. The tokens are never collected; `decode` gets the logits of one step.
-# 4. The first token is never checked for end of text, and so is fed on even if it is one.
+# 3. The tokens are never collected; `decode` gets the logits of the last step.
+# 4. The first token is never checked for end of text, so generation goes on after it.
 #
 # </details>
 #
-# **Papers.** The cache is as old as the Transformer's fast decoding (Shazeer 2019, *Fast Transformer Decoding: One
-# Write-Head is All You Need*, is about its bytes). Growth: Ramachandran et al. 2025, *Striking the Right Balance
-# between Compute and Copy*. Blocks: Kwon et al. 2023, *PagedAttention*.
+# **Papers.** The cache is as old as fast decoding with Transformers; Shazeer 2019, *Fast Transformer Decoding: One
+# Write-Head is All You Need*, is about its bytes. Growth: Ramachandran et al. 2025, *Striking the Right Balance between
+# Compute and Copy*. Blocks: Kwon et al. 2023, *PagedAttention*.
 #
 # ## Recap
 #
-# 1. Behind a causal mask old keys and values never change, so each token needs one new row per layer, not the whole
-#    text.
+# 1. With a causal mask old keys and values never change, so each token needs one new row per layer, not the whole text.
 # 2. Attention still reads every row: token 1000 costs more than token 1, in operations and in bytes, though far from
 #    1000×.
-# 3. A token costs 2 · layers · KV heads · width · bytes. With many requests the caches can outweigh the weights.
-# 4. State is the rows and one length: advance once per forward, offset the mask and the positions by it, reset by
-#    setting it.
-# 5. Growing by copying is worth considering only for kernels that pay for empty rows; preallocate + view pays for
-#    neither.
+# 3. A token needs 2 · layers · KV heads · width · (bytes per number) bytes. With many requests the caches can be larger
+#    than the weights.
+# 4. The state is the rows and one length. Advance the length once per forward, offset the mask and the positions by it,
+#    and reset it to 0 for a new text.
+# 5. Growing by copying helps only for kernels that spend time on empty rows. Preallocate + view needs neither copies
+#    nor padding.
 #
-# **Next:** lesson 3 asks what limits a step, arithmetic or bytes, and what fewer KV heads
-# save.
+# **Next:** lesson 3 asks whether arithmetic or bytes limit a step, and what fewer KV heads save.

@@ -9,16 +9,16 @@
 # %% [markdown]
 # # 3. Heads, bytes and the roofline
 #
-# **Question.** *What limits this machine when it writes a token, arithmetic or memory? And what do fewer KV heads
+# **Question.** *What limits this machine when it generates a token, arithmetic or memory? And what do fewer KV heads
 # gain?*
 #
-# A processor does two things at once: it fetches numbers from memory and it computes with them. Whichever takes longer
-# decides the time, and the other one waits. So before making anything faster, find out which one it is. Halving the
-# arithmetic of work that waits for memory gains nothing.
+# A processor does two things at the same time: it fetches numbers from memory and computes with them. The slower of the
+# two decides the time. So before you make anything faster, find out which one it is. If a computation waits for memory,
+# halving its arithmetic gains nothing.
 #
-# In this lesson you count both for every part of a model, measure what your machine can do at most, and draw the one
-# picture that holds the two together. Then you use it: you take a trained model, merge its KV heads, run it in the
-# engine, and see what that saves and what it costs.
+# In this lesson you count both for every part of a model, measure the limits of your machine, and draw both in one
+# chart, the **roofline**. Then you take a trained model, merge its KV heads, run it in the engine, and see what that
+# saves and what it costs.
 #
 # You need to know what the [KV cache](glossary.md#kv-cache) stores (lesson 2). Everything runs on a laptop's CPU.
 
@@ -52,13 +52,14 @@ print(
 # %% [markdown]
 # ## The question, in numbers
 #
-# Two ways of using the same model. *[Decoding](glossary.md#decode)* runs one new token through all layers.
-# *[Prefill](glossary.md#prefill)* runs a whole prompt, here 256 tokens. Count what each must do:
+# A model runs in two ways. **[Decode](glossary.md#decode)** runs one new token through all layers.
+# **[Prefill](glossary.md#prefill)** runs a whole prompt, here 256 tokens. Count what each must do:
 #
-# * **operations**: a weight is multiplied and added once per row, so 2 per weight and row. Attention takes
-#   $4 \cdot \text{width}$ for every query head and every key it looks at: half for the score, half for the value.
-#   (Norms, RoPE and the softmax are small beside these and are left out in the whole lesson.)
-# * **bytes**: every weight must be fetched once, and so must the cache. With 4-byte numbers.
+# * **operations**: every weight is multiplied and added once per row (the vector of one token), so 2 operations per
+#   weight and row. Attention takes $4 \cdot \text{width}$ operations for every query head and every key it is compared
+#   with: half for the score, half for the value. (Norms, RoPE and the softmax are small beside these and are left out
+#   in the whole lesson.)
+# * **bytes**: every weight and every number in the cache must be fetched once, at 4 bytes each.
 
 # %%
 from minillm.teaching.roofline_parts import kv_bytes, operations, weight_bytes, weights_per_row
@@ -75,17 +76,17 @@ claim(
 )
 
 # %% [markdown]
-# Decoding does about **half an operation for every byte it fetches**, prefill more than a hundred. That last column is
-# called *[arithmetic intensity](glossary.md#arithmetic-intensity)*, and it is a property of the work. How many
-# operations a machine can do in the time it fetches a byte is a property of the machine. Comparing the two answers the
-# question.
+# Decoding does about **half an operation for every byte it fetches**, prefill more than a hundred. This ratio (the last
+# column) is the **[arithmetic intensity](glossary.md#arithmetic-intensity)**. It is a property of the computation. How
+# many operations a machine can do in the time in which it fetches a byte is a property of the machine. Comparing the
+# two answers the question.
 #
 # ## Predict
 #
-# 1. You push more and more rows through one linear layer (4-byte weights). At first additional rows are free, because
-#    the time goes into fetching the weights. **From how many rows on does the arithmetic take longer** on this machine?
-# 2. *[Model bandwidth utilisation](glossary.md#mbu)* is the share of the memory's speed that decoding really uses.
-#    **How many percent** does this model reach here, one request at a time?
+# 1. You run more and more rows through one linear layer (4-byte weights). At first additional rows are free, because
+#    fetching the weights takes all the time. **From how many rows on does the arithmetic take longer** on this machine?
+# 2. **[Model bandwidth utilisation](glossary.md#mbu)** (MBU) is the share of the memory bandwidth that decoding really
+#    uses. **How many percent** does this model reach here, one request at a time?
 # 3. minicoder needs about 1.2 [bits for each byte](glossary.md#bits-per-byte) of unseen Python; guessing uniformly
 #    among its 4096 tokens would take about 4. You replace the two KV heads of every layer by one, their average,
 #    without any training. **How many bits per byte** then?
@@ -100,18 +101,18 @@ predict("l03.mqa", None, unit="bits per byte")
 #
 # ### Exercise 1: room for requests
 #
-# Lesson 2 counted the cache of one token: 2 · layers · KV heads · width · bytes. Three names for one idea:
-# **[MHA](glossary.md#mha-mqa)** (multi-head attention) has a KV head for every query head; **[GQA](glossary.md#gqa)**
-# (grouped-query attention) has one for every group of query heads; **MQA** (multi-query attention) has a single one.
-# The fewer there are, the more requests find room beside the weights, and requests that run together share one reading
-# of those. How many are that?
+# Lesson 2 counted the cache of one token: 2 · layers · KV heads · width · bytes. The number of KV heads has three
+# cases: **[MHA](glossary.md#mha-mqa)** (multi-head attention) has a KV head for every query head;
+# **[GQA](glossary.md#gqa)** (grouped-query attention) has one for every group of query heads; **MQA** (multi-query
+# attention) has a single one. With fewer KV heads, more requests fit into memory beside the weights, and requests that
+# run together share one reading of the weights. How many requests fit?
 
 
 # %%
 def requests_that_fit(memory: int, weight_bytes: int, kv_bytes_per_token: int, num_tokens: int) -> int:
-    """How many requests of num_tokens tokens each find room for their keys and values beside the weights.
+    """Return how many requests of num_tokens tokens each fit into memory with their caches, beside the weights.
 
-    memory, weight_bytes, kv_bytes_per_token: in bytes; the weights are there once
+    memory, weight_bytes, kv_bytes_per_token: in bytes; all requests share the weights
     returns: whole requests only; 0 if not even the weights fit
 
     Example: 100 bytes, 40 of them weights, 3 tokens of 10 bytes each: two requests take 60 bytes, so 2.
@@ -129,8 +130,8 @@ check("l03.requests_that_fit")
 # Stuck? `hint("l03.requests_that_fit", 1)`, then 2, 3 and 4: where to look, which operation, the shape of the code, the
 # solution.
 #
-# Compare with the engine's own pool of blocks, and then see what the number of KV heads decides on one GPU of 80 GB (a
-# quoted size) with Llama-3-8B in bf16:
+# Compare with the engine's own pool of blocks. Then see how many requests fit on one GPU of 80 GB (a quoted size) with
+# Llama-3-8B in bf16, for several numbers of KV heads:
 
 # %%
 from dataclasses import replace
@@ -158,12 +159,12 @@ claim("A quarter of the KV heads makes room for about four times the requests.",
 # ### Exercise 2: intensity of a linear layer
 #
 # $y = xW^\top$ for `rows` rows at once. Count the operations, count the bytes that must be moved at least once (the
-# weights, the input, the output), divide.
+# weights, the input, the output), and divide.
 
 
 # %%
 def arithmetic_intensity(rows: int, in_features: int, out_features: int, bytes_per_value: int) -> float:
-    """Operations per byte of y = x·Wᵀ; a multiplication and an addition are two operations.
+    """Return the operations per byte of y = x·Wᵀ; a multiplication and an addition are two operations.
 
     x: [rows, in_features], W: [out_features, in_features], y: [rows, out_features]
 
@@ -204,22 +205,24 @@ LineChart(
 
 # %% [markdown]
 # With few rows it is simply $2 \cdot \text{rows} / \text{bytes}$: one row of fp32 does half an operation per byte,
-# whatever the size of the layer. **Rows are what a batch adds**: eight requests decoding together are eight rows over
-# one reading of the weights. So are the 256 tokens of a prompt, and the draft tokens of speculative decoding.
+# whatever the size of the layer. **A batch adds rows**: eight requests decoding together are eight rows that share one
+# reading of the weights. The 256 tokens of a prompt are also rows that share it, and so are the draft tokens of
+# speculative decoding.
 #
 # ### Exercise 3: intensity of attention
 #
-# Now the other part of the bytes. One new token of one request looks at its whole cache. Per cached token and KV head,
-# a key and a value are fetched: `2 · head_dim` numbers. How many operations are done with them? Every query that shares
-# this KV head makes a score (a product of `head_dim` numbers) and adds a share of the value (again `head_dim`).
+# Now the bytes of the cache. One new token of one request is compared with its whole cache. Per cached token and KV
+# head, a key and a value are fetched: `2 · head_dim` numbers. How many operations use them? Every query that shares
+# this KV head computes a score (a product of `head_dim` numbers) and adds a share of the value (again `head_dim`
+# numbers).
 
 
 # %%
 def attention_intensity(num_heads: int, num_kv_heads: int, num_new: int, bytes_per_value: int) -> float:
-    """Operations per byte of attention over a long cache.
+    """Return the operations per byte of attention over a long cache.
 
-    num_new: new tokens of a request that look at the same cache in one step: 1 when decoding, γ + 1 when γ drafts are
-    verified. Leave out the softmax, and the bytes of the queries: both are small beside a long cache.
+    num_new: new tokens of a request that share one reading of its cache in a step: 1 when decoding, γ + 1 when γ draft
+    tokens are verified. Leave out the softmax and the bytes of the queries: both are small beside a long cache.
 
     Example: one new token, MHA, 4 bytes a number: 0.5.
     """
@@ -246,20 +249,20 @@ for label, heads, kv_heads, width in kinds:
     print(f"{label:35} {attention_of(heads, kv_heads, 1, width):13.1f} {attention_of(heads, kv_heads, 5, width):16.1f}")
 
 # %% [markdown]
-# Look at what is **not** among the parameters of your function: the length of the context, and the batch. Twice the
+# Note what is **not** among the parameters of your function: the length of the context, and the batch. Twice the
 # context is twice the operations over twice the bytes. Another request brings another cache, which is not shared. A
-# batch raises the intensity of the linear layers and not that of attention. Only three things raise it: query heads that
-# share a KV head, new tokens that share a reading, and smaller numbers.
+# batch raises the intensity of the linear layers and not that of attention. Only three things raise that: query heads
+# that share a KV head, new tokens that share a reading, and smaller numbers.
 #
 # ### Exercise 4: the roof
 #
-# A machine moves `bandwidth` bytes per second and does `peak_rate` operations per second, both at the same time. Work
-# comes with an intensity. How many operations per second can it reach?
+# A machine moves `bandwidth` bytes per second and does `peak_rate` operations per second, both at the same time. How
+# many operations per second can a computation of a given intensity reach?
 
 
 # %%
 def attainable(intensity: float, peak_rate: float, bandwidth: float) -> float:
-    """Operations per second that work of this intensity can reach at most.
+    """Return the most operations per second that a computation of this intensity can reach.
 
     intensity: operations per byte; peak_rate: operations per second; bandwidth: bytes per second
 
@@ -275,36 +278,41 @@ check("l03.attainable")
 
 # %% [markdown]
 # That is the whole **[roofline model](glossary.md#roofline)** (Williams, Waterman and Patterson 2009). On logarithmic
-# axes it looks like a roof: a slope where memory is the limit, a flat part where arithmetic is the limit, and a
-# *[ridge](glossary.md#ridge)* between them. Here is a data centre GPU, an H100, with the work of Llama-3-8B on it.
-# Nothing here was measured: the roof is *quoted* from the data sheet (dashed), and the points are *modelled* by your
-# functions (hollow), so they lie on the roof by construction. What counts is how far left or right they are.
+# axes it looks like a roof: a slope where memory is the limit, a flat part where arithmetic is the limit, and between
+# them the **[ridge](glossary.md#ridge)**, the intensity at which both limits are equal. Here is a data centre GPU, an
+# H100, with the parts of Llama-3-8B. Nothing here was measured: the roof is *quoted* from the data sheet (dashed), and
+# the points are *modelled* by your functions (hollow), so they lie on the roof by construction. Only their position
+# from left to right matters.
 
 # %% tags=["expected"] alt="Roofline of an H100, ridge at 295 operations per byte. On the slope, from left to right: attention with 32, 8 and 1 KV heads at 1, 4 and 32 operations per byte; linear layers of 1, 16, 64 and 256 rows; whole decode steps of 1 and 64 requests. Only 2048 rows of a prompt lie right of the ridge."
-from minillm.viz.roofline import Point, Roof, Roofline
+from minillm.viz.charts.roofline import Point, Roof, Roofline
 
 roof_of = use("l03.attainable")
 
 
 def modelled(group: str, label: str, intensity: float) -> Point:
-    """A point that reaches the H100's roof."""
+    """Return a point on the H100's roof."""
     return Point(label, intensity, roof_of(intensity, H100_RATE, H100_BANDWIDTH), "modelled", group)
 
 
 def whole_step(batch: int, context: int) -> float:
-    """Operations per byte of one decode step of Llama-3-8B: 8 billion weights in bf16, and every request's cache."""
+    """Return the operations per byte of one decode step of Llama-3-8B: 8 billion bf16 weights and all caches."""
     attention = 4 * 32 * 32 * 128 * context * batch
     return (2 * 8e9 * batch + attention) / (2 * 8e9 + kv_bytes(LLAMA_3_8B, context, batch, 2))
 
 
 ridge = H100_RATE / H100_BANDWIDTH
 print(
-    f"ridge: {ridge:.0f} operations per byte; 64 requests move a step {whole_step(64, 4096) / whole_step(1, 4096):.0f} times to the right"
+    f"ridge: {ridge:.0f} operations per byte; a step of 64 requests has "
+    f"{whole_step(64, 4096) / whole_step(1, 4096):.0f} times the intensity of a step of one"
 )
 claim("A decode step of 64 requests is still left of the ridge.", whole_step(64, 4096) < ridge)
-claim("64 caches of 4096 tokens are twice the weights.", 1.9 < kv_bytes(LLAMA_3_8B, 4096, 64, 2) / 16e9 < 2.3)
+claim(
+    "64 caches of 4096 tokens have twice the bytes of the weights.",
+    1.9 < kv_bytes(LLAMA_3_8B, 4096, 64, 2) / 16e9 < 2.3,
+)
 Roofline(
-    "Llama-3-8B on an H100: where the work lies",
+    "The parts of Llama-3-8B on an H100",
     Roof("H100 (data sheet)", H100_BANDWIDTH, H100_RATE, "quoted"),
     [modelled("attention, by KV heads", f"{n} KV heads", attention_of(32, n, 1, 2)) for n in (32, 8, 1)]
     + [
@@ -315,24 +323,25 @@ Roofline(
 )
 
 # %% [markdown]
-# On an H100 fetching one byte takes as long as **295 operations**. One request at a time uses a three-hundredth of its
-# arithmetic units, and everything that decoding does, even 64 requests together, lies on the slope. That is why so much of
-# this course is about bytes. Note also that 64 requests do not move the whole step 64 times as far to the right: at 4096
-# tokens each, their caches have twice the bytes of the weights, and caches are not shared.
+# On an H100, fetching one byte takes as long as **295 operations**. Decoding one request at a time uses a
+# three-hundredth of its arithmetic units, and all parts of decoding, even for 64 requests together, lie on the slope.
+# That is why so much of this course is about bytes. Note also that 64 requests do not move the whole step 64 times as
+# far to the right: at 4096 tokens each, their caches have twice the bytes of the weights, and caches are not shared.
 #
-# Your machine is another machine. Measure it.
+# Your machine has other limits. Measure them.
 #
 # ## See
 #
-# ### The ceilings of this machine
+# ### The limits of this machine
 #
-# Never from a data sheet, and never from one kernel alone: a roof is what the *fastest* kernel reaches that the engine can
-# use. For the bytes, a large copy and a large sum are timed; for the arithmetic, `torch.mm`, oneDNN with packed weights
-# (which the engine's linear layers use from 4 rows on) and the tiles of its compiled step. The best of each counts. This
-# is what `minillm doctor --measure` does. One thread, because everything below runs on one.
+# Measure the roof: do not take it from a data sheet or from one kernel alone. The roof is what the *fastest* kernel
+# reaches that the engine can use. For the bytes, a large copy and a large sum are timed. For the arithmetic, three
+# kernels are timed: `torch.mm`, oneDNN with packed weights (which the engine's linear layers use from 4 rows on) and
+# the tiles of the compiled step. The best of each counts. `minillm doctor --measure` does the same. It uses one thread
+# here, because everything below runs on one.
 
 # %% tags=["nbval-ignore-output"]
-from minillm.ceilings import matmul_rate, memory_bandwidth
+from minillm.doctor.machine_limits import matmul_rate, memory_bandwidth
 
 bandwidth = memory_bandwidth("cpu", repeats=5, num_bytes=2**27)
 rate = matmul_rate("cpu", torch.float32, repeats=5)
@@ -344,19 +353,18 @@ claim("The ridge of this core is far left of an H100's.", here.ridge < ridge / 4
 reveal("l03.rows", round(here.ridge * 4 / 2, 1))  # intensity = 2 · rows / 4 bytes
 
 # %% [markdown]
-# A CPU core has far less arithmetic per byte than a GPU, so bytes are its limit for a much shorter stretch: a batch of 64,
-# which is left of the ridge on an H100, is right of it here. **The answer to our question depends on the machine; measure
-# it.**
+# A CPU core does far fewer operations per byte than a GPU, so its ridge is at a lower intensity. A batch of 64 is left
+# of the ridge on an H100, and right of it here. **The answer to our question depends on the machine, so measure it.**
 #
 # ### Measured points
 #
 # Now the model's own layers, in the engine's own code:
 #
-# * its linear layers, with 1 to 64 rows. There are several copies of them, one after the other, so that the weights come
-#   from memory and not from the processor's cache;
-# * its attention, 8 requests decoding, with 64 to 512 tokens behind them.
+# * its linear layers, with 1 to 64 rows. Several copies of them run one after the other, so that the weights come from
+#   memory and not from the processor's cache;
+# * its attention, with 8 requests decoding, at contexts of 64 to 512 tokens.
 #
-# The place of a point from left to right is counted by your functions. Only its height is measured.
+# The position of a point from left to right is counted by your functions. Only its height is measured.
 
 # %%
 import itertools
@@ -367,12 +375,12 @@ from minillm.teaching.roofline_parts import attention_only, linear_shapes, time_
 
 
 def linear_bytes(rows: int) -> float:
-    """Bytes that all linear layers must move, by your function."""
+    """Return the bytes that all linear layers must move, by your function."""
     return sum(2 * rows * a * b / intensity_of(rows, b, a, 4) for a, b in linear_shapes(model))
 
 
 def attention_point(shape, batch: int, context: int, seconds: float, label: str) -> Point:
-    """Where a measured attention lies: left to right by your function, up by the clock."""
+    """Return a measured point of attention: its intensity by your function, its rate from the measured time."""
     work = 4 * shape.num_layers * shape.num_heads * shape.head_dim * context * batch
     intensity = attention_of(shape.num_heads, shape.num_kv_heads, 1, 4)
     return Point(label, intensity, work / seconds, group="attention of 8 requests")
@@ -400,30 +408,30 @@ claim(
 Roofline(f"The parts of {name} on this machine", here, linear_points + attention_points)
 
 # %% [markdown]
-# What to see, from left to right:
+# What the picture shows, from left to right:
 #
-# * **The linear layers climb along the slope.** The first few additional rows cost little: read the line above the
-#   picture. There memory is the limit. Right of the ridge every further row has its price, and there arithmetic is the
-#   limit. (Around the ridge a point is often far from the roof: both limits nearly apply there, and real code overlaps them
-#   less than perfectly.)
-# * **Attention stands still.** Its three points lie exactly above each other. A longer context moves none of them to
-#   the right, as you counted.
-# * **Attention is far below the roof.** The dotted line is what is lost. Its bytes are few, but in plain PyTorch it first
-#   gathers every request's blocks into one tensor (it writes and reads them once more), and then makes many small
-#   products. A roof says what is possible. That a point is far below it says: *here is something to gain, and it is not
-#   less arithmetic*. (Lesson 9 builds the kernel that walks the blocks in place.)
+# * **The linear layers follow the slope.** The first few additional rows cost little (see the line above the picture):
+#   memory is the limit. Right of the ridge every further row takes more time: arithmetic is the limit. (Near the ridge
+#   a point is often far below the roof: both limits nearly apply there, and real code does not overlap memory and
+#   arithmetic perfectly.)
+# * **Attention does not move to the right.** Its three points lie exactly above each other. A longer context does not
+#   raise their intensity, as you counted.
+# * **Attention is far below the roof.** The dotted line is what is lost. Its bytes are few, but in plain PyTorch it
+#   first gathers every request's blocks into one tensor (it writes and reads them once more), and then makes many small
+#   products. A point far below the roof shows that there is time to gain, and not by less arithmetic. (Lesson 9 builds
+#   the kernel that reads the blocks in place.)
 #
 # ### Exercise 5: model bandwidth utilisation
 #
-# Now a whole step. If memory limits decoding, one number says how well an engine does it: of all bytes that could have
-# been fetched in the time of a step, how many *had to be*?
+# Now a whole step. If memory limits decoding, one number says how good an engine is at it: of all bytes that could have
+# been fetched in the time of a step, what share *had to be* fetched?
 
 
 # %%
 def mbu(
     weight_bytes: float, kv_bytes_per_request: float, batch: int, seconds_per_step: float, bandwidth: float
 ) -> float:
-    """Model bandwidth utilisation of one decode step for `batch` requests, between 0 and 1.
+    """Return the model bandwidth utilisation of one decode step for `batch` requests, between 0 and 1.
 
     weight_bytes: of the whole model; kv_bytes_per_request: of one request's cache; bandwidth: bytes per second
 
@@ -443,10 +451,11 @@ check("l03.mbu")
 #
 # ### Whole steps
 #
-# Decoding with one request and with eight, at two contexts, and the prefill of 256 tokens: in plain PyTorch, operation by
-# operation, and the same step as **one [compiled function](glossary.md#compiled-step)**, which is what the engine runs
-# by default on a CPU (`enforce_eager=True` above keeps it out; lesson 15 looks into it). It is compiled once, which
-# takes some ten seconds. Its weights stay in the 16 bits of the checkpoint, so it reads half the bytes.
+# The next cell times decoding with one request and with eight, at two contexts, and the prefill of 256 tokens. All of
+# them run in plain PyTorch, operation by operation. One decode step and the prefill also run as **one [compiled
+# function](glossary.md#compiled-step)** each, which is what the engine uses by default on a CPU (`enforce_eager=True`
+# above turns it off; lesson 15 looks into it). Compiling takes some ten seconds, once. The compiled weights stay in the
+# 16 bits of the checkpoint, so a step reads half the bytes.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.teaching.roofline_parts import compiled_steps, decode_step, prefill
@@ -462,8 +471,8 @@ else:
     runs |= {shapes[-1]: compiled.decode, "prefill, compiled": compiled.prefill}
 
 
-def read_by(label: str) -> int:
-    """Bytes of the weights that a step reads."""
+def weight_bytes_of(label: str) -> int:
+    """Return the bytes of the weights that a step reads, plain or compiled."""
     return compiled.weight_bytes if label.endswith("compiled") else weight_bytes(model)
 
 
@@ -474,15 +483,15 @@ print("                             million bytes      ms   bandwidth used (MBU)
 for shape in shapes:
     batch, context, how = shape
     per_request, seconds = kv_bytes(config, context), took[shape]
-    work, needed = operations(model, batch, batch * context, batch), read_by(how) + batch * per_request
-    used[shape] = utilisation(read_by(how), per_request, batch, seconds, here.bandwidth)
+    work, needed = operations(model, batch, batch * context, batch), weight_bytes_of(how) + batch * per_request
+    used[shape] = utilisation(weight_bytes_of(how), per_request, batch, seconds, here.bandwidth)
     whole.append(Point(f"{batch} × {context}", work / needed, work / seconds, group=f"decode step, {how}"))
     label = f"{batch} × {context} tokens, {how}"
     print(
         f"{label:26} {needed / 1e6:15.1f} {1000 * seconds:7.1f} {used[shape]:18.0%} {work / seconds / here.rate:21.0%}"
     )
 for label in [key for key in runs if isinstance(key, str)]:
-    needed, rate_reached = read_by(label) + kv_bytes(config, 256), prefill_work / took[label]
+    needed, rate_reached = weight_bytes_of(label) + kv_bytes(config, 256), prefill_work / took[label]
     whole.append(Point("256", prefill_work / needed, rate_reached, group=label))
     print(f"{label:26} {needed / 1e6:15.1f} {1000 * took[label]:7.1f} {'':18} {rate_reached / here.rate:21.0%}")
 reveal("l03.mbu", round(100 * used[1, 256, "plain"]))
@@ -508,18 +517,18 @@ if (1, 256, "compiled") in took:
 Roofline(f"Whole steps of {name} on this machine", here, whole)
 
 # %% [markdown]
-# Prefill is the nearest to the flat part: arithmetic is its limit, and everything that saves bytes does not speed it up.
-# (An MBU above 100% means that bytes came from elsewhere: a processor with a large cache keeps a model this small in it.)
-# Decoding in plain PyTorch reaches neither limit. So what limits it?
+# Prefill is closest to the flat part: arithmetic is its limit, so saving bytes does not speed it up. (An MBU above 100%
+# means that bytes came from elsewhere: a processor with a large cache keeps a model this small in it.) Decoding in
+# plain PyTorch reaches neither limit. So what limits it?
 #
-# The roofline knows two limits. A step has a third cost that is neither: it makes some five hundred calls into PyTorch,
-# and each takes microseconds to start, however little it does. The compiled step makes one call. To
-# see the price of the calls alone, keep the number of layers and change the width (random weights do for timing):
+# The roofline has two limits. A step has a third cost: it makes some five hundred calls into PyTorch, and each takes
+# microseconds to start, however little it does. The compiled step makes one call. To see the cost of the calls alone,
+# keep the number of layers and change the width (random weights do for timing):
 
 # %% tags=["nbval-ignore-output"]
 from minillm.teaching.roofline_parts import of_width
 
-compiled = runs = None  # let go of their models and caches
+compiled = runs = None  # free their models and caches
 widths = (64, 192, 384, 576)
 sized = {width: model if width == config.hidden_size else of_width(config, width) for width in widths}
 took = medians(in_turn({width: decode_step(sized[width], 1, 256) for width in widths}))
@@ -541,20 +550,20 @@ LineChart(
 )
 
 # %% [markdown]
-# There is the third limit. **A small model in an interpreter is limited neither by arithmetic nor by bytes: it waits for
-# operations to be started.** The remedy is to start fewer of them: fused kernels, compiled steps, CUDA graphs. Only when
-# that is done, or the model is large, is MBU near what the memory can do, and then bytes are what counts. (On an A100,
-# gpt-fast reports 72% for a 7B model in bf16, compiled. Quoted, not measured here.)
+# This is the third limit. **A small model in an interpreter is limited neither by arithmetic nor by bytes: it waits for
+# operations to be started.** The remedy is to start fewer of them: fused kernels, compiled steps, CUDA graphs. Only
+# then, or if the model is large, does MBU come near what the memory can do, and then bytes decide the time. (On an
+# A100, gpt-fast reports 72% for a 7B model in bf16, compiled. Quoted, not measured here.)
 #
-# So the answer has three parts. *Prefill*: arithmetic. *Decoding a large model*: bytes. *Decoding a small one without
-# fusing anything*: neither.
+# So the answer has three parts. *Prefill*: arithmetic. *Decoding a large model*: bytes. *Decoding a small model without
+# fused operations*: neither.
 #
 # ### Exercise 6: fewer heads
 #
-# Fewer KV heads are fewer bytes in the cache and a higher intensity of attention. Can you take them away from a model
-# that is already trained? The recipe of the GQA paper (Ainslie et al. 2023): replace each group of KV heads by
-# their **mean**. A projection's matrix holds its heads one after the other, `head_dim` rows each. Query head `h` will read
-# KV head `h // (num_heads / num_kv_heads)`, so a group is made of neighbours.
+# Fewer KV heads mean fewer bytes in the cache and a higher intensity of attention. Can you remove them from a model
+# that is already trained? The recipe of the GQA paper (Ainslie et al. 2023): replace each group of KV heads by their
+# **mean**. A projection's matrix holds its heads one after the other, `head_dim` rows each. Query head `h` will read KV
+# head `h // (num_heads / num_kv_heads)`, so a group consists of neighbours.
 
 
 # %%
@@ -562,7 +571,7 @@ from torch import Tensor
 
 
 def mean_pool_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    """The matrix of a key or value projection with fewer heads: each new head is the mean of a group of old ones.
+    """Return a key or value projection with fewer heads: each new head is the mean of a group of old ones.
 
     weight:  [num_heads * head_dim, hidden], head after head; num_kv_heads divides num_heads
     returns: [num_kv_heads * head_dim, hidden]
@@ -579,9 +588,9 @@ def mean_pool_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor
 check("l03.mean_pool_heads")
 
 # %% [markdown]
-# Your function now makes real checkpoints: a folder with `config.json` and weights, which the engine loads like any
-# other. First the case where nothing may be lost. Give every query head a KV head of its own by *repeating* the ones it
-# has: that is a true MHA checkpoint of 6 KV heads, three of them equal each time. Pool it back to 2.
+# Your function now makes real checkpoints: folders with `config.json` and weights, which the engine loads like any
+# other. First a case in which nothing may be lost. Give every query head a KV head of its own by *repeating* the KV
+# heads: that is a real MHA checkpoint with 6 KV heads, in two groups of three equal ones. Pool it back to 2.
 
 # %%
 import tempfile
@@ -592,12 +601,12 @@ from minillm.teaching import roofline_parts as parts
 from minillm.teaching.roofline_parts import bits_per_byte, checkpoint, repeat_heads, with_kv_heads, write
 
 pool = use("l03.mean_pool_heads")
-workshop = tempfile.TemporaryDirectory()
+folders = tempfile.TemporaryDirectory()
 
 
 def engine(model: Decoder, folder: str) -> LLM:
-    """An engine that runs `model` from a folder."""
-    return LLM(str(checkpoint(model, name, Path(workshop.name) / folder)), **options)
+    """Save `model` as a checkpoint in `folder` and return an engine that runs it."""
+    return LLM(str(checkpoint(model, name, Path(folders.name) / folder)), **options)
 
 
 mha = with_kv_heads(model, config.num_heads, repeat_heads)
@@ -611,7 +620,8 @@ del back
 
 # %% [markdown]
 # Equal heads pool without loss. Now heads that differ: minicoder's 2 KV heads become 1, which all 6 query heads share.
-# Beside your mean, three other ways: keep the first head of each group, add the heads up, and start with random numbers.
+# Beside your mean, try three other ways: keep the first head of each group, add the heads up, and start with random
+# numbers.
 
 # %%
 print(f"{'':30} KV bytes per token   bits per byte")
@@ -630,12 +640,12 @@ claim(
 )
 
 # %% [markdown]
-# **Half the bytes, and a much worse model.** The order is the paper's. But it is a *start*. The paper goes on training for
-# 5% of the original steps after pooling, and only then reports quality close to the original. Here nothing was trained, and
-# the result is of no use. (The sum is a mistake, and its number looks like that of a slightly worse recipe. Remember it for
-# *Break it*.)
+# **Half the bytes, and a much worse model.** The order of the recipes is the paper's. But pooling is only a *start*:
+# the paper then trains for 5% of the original steps, and only after that reports quality close to the original. Here
+# nothing was trained, and the result is useless. (The sum is a mistake, but its number looks like that of a slightly
+# worse recipe. Remember it for *Break it*.)
 #
-# So fewer heads are a decision for those who train a model. What does it gain for those who run it?
+# So fewer heads are a decision for training. What do they gain at inference?
 #
 # ### What fewer heads gain
 #
@@ -656,12 +666,12 @@ claim("Fewer KV heads make attention faster.", attended[1] < attended[config.num
 Roofline("The same attention with fewer KV heads, on this machine", here, points)
 
 # %% [markdown]
-# The points move to the right, and up: the same operations over fewer bytes. (The gain can exceed the ratio of
-# the bytes: this kernel copies what it gathers and makes one product per KV head, and the smallest cache may fit into the
-# processor's own.)
+# The points move to the right, and up: the same operations over fewer bytes. (The gain can exceed the ratio of the
+# bytes: this kernel copies the keys and values that it gathers and makes one product per KV head, and the smallest KV
+# cache may fit into the processor's cache.)
 #
 # Now the whole step, where attention is only a part. Each line is the time with 6 KV heads divided by the time with
-# fewer. Dashed: what the bytes alone would give.
+# fewer. The dashed line is the ratio of the bytes.
 
 # %% tags=["nbval-ignore-output"]
 longer = [16, *contexts]
@@ -672,12 +682,12 @@ for batch, context in itertools.product(batches, longer):  # one after the other
 
 
 def gain(n: int, batch: int, context: int) -> float:
-    """How many times faster a step is with n KV heads than with one for each query head."""
+    """Return how many times faster a step is with n KV heads than with one for each query head."""
     return took[config.num_heads, batch, context] / took[n, batch, context]
 
 
 def byte_gain(n: int, batch: int, context: int) -> float:
-    """The same, if bytes were all that counts."""
+    """Return the same if only the bytes mattered."""
     large, small = (weight_bytes(m) + kv_bytes(m.config, context, batch) for m in (mha, family[n]))
     return large / small
 
@@ -698,27 +708,28 @@ LineChart(
 # %% [markdown]
 # **Where fewer heads win, and where they lose.**
 #
-# * They win where the cache is most of the bytes: many requests, long contexts. Since a batch shares the weights but not
-#   the caches, the larger the batch, the more of the bytes are cache.
-# * They gain next to nothing for one short request: there nearly all bytes are weights. Nor for prefill, whose limit is
-#   arithmetic, and that is the same with any number of KV heads.
-# * They also make *room*, whatever the speed (exercise 1). Often that is the larger gain (lesson 7).
-# * Past the ridge they gain nothing more. Count: with `group = num_heads / num_kv_heads` and 5 tokens to verify, fp32
-#   attention of minicoder as MQA has an intensity of 15, on this kind of CPU far right of the ridge.
-# * They cost quality, which must be trained back, and at one KV head they cannot be split over several GPUs: each gets
+# * They win where the cache is most of the bytes: many requests, long contexts. A batch shares the weights but not the
+#   caches, so the larger the batch, the larger the share of the caches.
+# * They gain next to nothing for one short request, because nearly all its bytes are weights. They gain nothing for
+#   prefill either: its limit is arithmetic, which does not depend on the number of KV heads.
+# * They also make *room* for more requests, whatever the speed (exercise 1). Often that is the larger gain (lesson 7).
+# * Past the ridge they gain nothing more. An example: with `group = num_heads / num_kv_heads` and 5 tokens to verify,
+#   fp32 attention of minicoder as MQA has an intensity of 15, on this kind of CPU far right of the ridge.
+# * They cost quality, which must be restored by training. And one KV head cannot be split over several GPUs: each gets
 #   a copy.
 #
 # ## Break it
 #
 # ### A point above the roof
 #
-# Here is the sum of two vectors, written to a third: one operation for 12 bytes, far left on the slope. Once with vectors
-# of 32 MB, and once with vectors of 128 KB, again and again. **Guess** where the second point will lie.
+# Here is the sum of two vectors, written to a third: one operation for 12 bytes, far left on the slope. It is timed
+# with vectors of 32 MB, and then with vectors of 128 KB that are added repeatedly. **Guess** where the second point
+# will lie.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.teaching.roofline_parts import additions
 
-sizes = {"32 MB": (2**23, 1), "128 KB, again and again": (2**15, 2**9)}
+sizes = {"32 MB": (2**23, 1), "128 KB, repeatedly": (2**15, 2**9)}
 took = medians(in_turn({label: additions(*size) for label, size in sizes.items()}))
 points = [
     Point(label, 1 / 12, length * repeats / took[label], group="a + b") for label, (length, repeats) in sizes.items()
@@ -727,18 +738,19 @@ claim("The small vectors lie above the roof.", points[1].rate > here.attainable(
 Roofline("The same work twice", here, points)
 
 # %% [markdown]
-# The small vectors never leave the processor's own cache, so the slope, which was measured in main memory, does not hold
-# for them. Whoever times one layer in a loop measures *this*, and then finds in the whole model, where other weights
-# push it out in between, a fraction of that speed. That is why the measurement above took several copies of the layers.
-# **A point well above the roof means that one of three numbers is wrong**: the bytes (they came from elsewhere), the
-# time, or the roof. The roof is the usual suspect: measured with one library's product, it lies below what another kernel
-# reaches, and that is why three were tried above. (A few percent above it are noise: a roof is a measurement too.)
+# The small vectors stay in the processor's cache, so the slope, which was measured in main memory, does not hold for
+# them. A benchmark of one layer in a loop has the same flaw: in the whole model, the other weights evict this layer
+# from the processor's cache, and it reaches only a fraction of that speed. That is why the measurement above used
+# several copies of the layers. **A point well above the roof means that one of three numbers is wrong**: the bytes
+# (they came from elsewhere), the time, or the roof. Most often it is the roof: measured with one library's product, it
+# lies below what another kernel reaches. That is why three were tried above. (A few percent above it are noise: a roof
+# is a measurement too.)
 #
 # ### Wrong ways to pool
 #
-# Five conversions of heads; the first is right. Three checks that you might write: the checkpoint loads and runs; the
-# lossless case (6 equal heads in threes, pooled to 2) writes the same 24 tokens; the bits per byte of the real
-# conversion, 2 → 1. **Guess** which of the wrong ones passes which check.
+# Here are five conversions of heads; the first is right. There are three checks: the checkpoint loads and runs; the
+# lossless case (6 KV heads in two groups of three equal ones, pooled to 2) writes the same 24 tokens; the bits per byte
+# of the real conversion, 2 → 1. **Guess** which of the wrong ones passes which check.
 
 # %%
 for label, conversion in {"strided groups": parts.strided_groups, "neighbouring rows": parts.neighbouring_rows}.items():
@@ -755,23 +767,23 @@ for label in ("mean", "first head", "sum", "strided groups", "neighbouring rows"
     print(f"{label:20} {'yes':>7} {'same' if tokens_of[label] == original else 'DIFFERS':>25} {after[label]:27.2f}")
 passed = [label for label, tokens in tokens_of.items() if tokens == original]
 claim("Of the wrong ones, only the first head passes the lossless case.", passed == ["mean", "first head"])
-claim("Strided groups of a single group are the mean.", abs(after["strided groups"] - after["mean"]) < 1e-6)
+claim("With a single group, strided groups give the mean.", abs(after["strided groups"] - after["mean"]) < 1e-6)
 
 # %% [markdown]
-# * **It runs** proves nothing: every one has the right shape.
-# * **The lossless case** catches what mixes the wrong things or the wrong scale. It cannot catch *first head*: of equal
-#   heads, any one is the mean.
+# * **It runs** proves nothing: all results have the right shape.
+# * **The lossless case** catches conversions that mix the wrong rows or have the wrong scale. It cannot catch *first
+#   head*: the mean of equal heads is each of them.
 # * **The real conversion** catches *first head*, but not *strided groups*: with a single group there is nothing to
-#   confuse. And a number alone would not have told that *sum* is wrong.
+#   confuse. And without a comparison, the number of *sum* would not show that it is wrong.
 #
-# No single check catches all four. The exercise's own check compares every number with the reference, and tells them
-# apart.
+# No single check catches all four. The exercise's own check compares every number with the reference, so it catches all
+# four and tells them apart.
 #
 # ### Fewer heads by editing a number
 #
-# The tutorial that lesson 2 tested sets `config.num_key_value_heads = 8` ("Original: 64") before it loads Llama-2-70B, and reports
-# eightfold savings. Two tests: what does that model have to begin with, and what happens to a true MHA checkpoint when
-# only the number is changed?
+# The tutorial that lesson 2 tested sets `config.num_key_value_heads = 8` ("Original: 64") before it loads Llama-2-70B,
+# and reports eightfold savings. Test two things: how many KV heads does that model have, and what happens to a real MHA
+# checkpoint when only this number is changed?
 
 # %%
 import json
@@ -782,25 +794,25 @@ from minillm.models.loading import load_model
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B
 
 print(f"Llama-2-70B: {LLAMA_2_70B.num_heads} query heads, {LLAMA_2_70B.num_kv_heads} KV heads")
-folder = checkpoint(mha, name, Path(workshop.name) / "edited")
+folder = checkpoint(mha, name, Path(folders.name) / "edited")
 stored = json.loads((folder / "config.json").read_text())
 (folder / "config.json").write_text(json.dumps({**stored, "num_key_value_heads": config.num_kv_heads}))
 try:
     load_model(folder, torch.float32)
 except CheckpointError as problem:
     print(f"CheckpointError: {problem}".replace(str(folder), "the edited checkpoint"))
-workshop.cleanup()
+folders.cleanup()
 
 # %% [markdown]
 # It already has 8, so setting 8 changes nothing and saves nothing. (The line that prints the saving divides two numbers
-# of the configuration, 8 by 64; it would print 12.50% in any case.) And on a model that does have a KV head per query
-# head, the matrices do not fit. transformers stops there too; with `ignore_mismatched_sizes=True` it goes on and fills the
+# of the configuration, 8 by 64; it prints 12.50% in any case.) And in a model that does have a KV head per query head,
+# the matrices do not fit. transformers stops there too; with `ignore_mismatched_sizes=True` it goes on and fills the
 # matrices with random numbers. You have seen what a model with random heads does.
 #
 # ### "Sub-100 ms inference"
 #
-# Another tutorial promises it in its title and never says what is meant: the first token, every token, or a whole
-# answer? A roofline gives a lower limit for one token at least: the bytes of the weights, divided by the bandwidth.
+# Another tutorial promises it in its title and never says what it means: the first token, every token, or a whole
+# answer? A roofline gives at least a lower limit for one token: the bytes of the weights divided by the bandwidth.
 # *Quoted* bandwidths, *modelled* times, one request, an empty cache:
 
 # %%
@@ -811,8 +823,9 @@ for label, size in (("Llama-3-8B, bf16", 16e9), ("Llama-2-70B, fp16", 138e9), ("
     print(f"{label:27}" + "".join(f"{floor:12.1f}" for floor in floors) + f"{100 / floors[-1]:20.1f}")
 
 # %% [markdown]
-# With a 70B model at 16 bits and the bandwidth of one GPU (into which it does not even fit), 100 ms are two tokens. Say
-# *time to first token* and *time per output token*, for how many tokens of prompt, on which machine; lesson 15 does.
+# With a 70B model at 16 bits and the bandwidth of one H100 (on which it does not even fit), 100 ms are two tokens.
+# State *time to first token* and *time per output token*, for how many prompt tokens, and on which machine; lesson 15
+# does.
 #
 # ## In the field
 #
@@ -820,20 +833,20 @@ for label, size in (("Llama-3-8B, bf16", 16e9), ("Llama-2-70B, fp16", 138e9), ("
 # |---|---|
 # | Llama-2-70B, Llama-3, Mistral, Qwen2 and 3 | trained with GQA, most of them with 8 KV heads: `num_key_value_heads` in `config.json` |
 # | vLLM | `ModelConfig.get_num_kv_heads`: per GPU, KV heads / tensor-parallel size, and never less than 1: with more GPUs than KV heads they are copied |
-# | FlashAttention, FlashInfer | all query heads of a group in one tile, so that the group really shares one reading; our `paged_attention` packs them into one product |
-# | transformers, eager attention | `repeat_kv` writes the repeated heads out before the product: the cache is small, the bytes moved are not |
+# | FlashAttention, FlashInfer | all query heads of a group are in one tile, so that the group really shares one reading; our `paged_attention` packs them into one product |
+# | transformers, eager attention | `repeat_kv` writes the repeated heads to memory before the product: the cache is small, the bytes moved are not |
 # | llama.cpp | `attention.head_count_kv` in the GGUF file |
-# | gpt-fast | prints the bandwidth achieved after each run: MBU without the division |
-# | DeepSeek's MLA | goes the other way: all heads, made from one small latent per token (a low-rank form of the cache) |
+# | gpt-fast | prints the bandwidth achieved after each run: MBU before the division by the machine's bandwidth |
+# | DeepSeek's MLA | keeps all heads, and computes their keys and values from one small latent vector per token (a low-rank form of the cache) |
 #
 # **Papers.** Williams, Waterman and Patterson 2009, *Roofline: An Insightful Visual Performance Model for Multicore
 # Architectures*. Shazeer 2019, *Fast Transformer Decoding: One Write-Head is All You Need* (MQA, and the count of
 # exercise 3). Ainslie et al. 2023, *GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
 # Checkpoints*. MBU: Agarwal et al. 2023, *LLM Inference Performance Engineering: Best Practices*.
 #
-# **Claims, and what is so.**
+# **Claims, checked.**
 #
-# | claim | what is so | tested where |
+# | claim | what holds | tested where |
 # |---|---|---|
 # | Llama-2-70B: 80 GB of cache at 4096 tokens, often more than the weights | 1.34 GB; 10.7 GB with all query heads; 80 GiB for 64 texts; the weights have 138 GB | lesson 2 |
 # | `num_key_value_heads = 8` on it saves 8× | it has 8; on an MHA checkpoint the shapes do not fit | Fewer heads by editing a number |
@@ -842,13 +855,15 @@ for label, size in (("Llama-3-8B, bf16", 16e9), ("Llama-2-70B, fp16", 138e9), ("
 #
 # ## Recap
 #
-# 1. Work has an intensity (operations per byte), a machine has a ridge. Left of it memory is the limit, right of it
-#    arithmetic.
-# 2. A linear layer has $2 \cdot \text{rows} / \text{bytes}$: batches, prompts and draft tokens move it to the right. Attention
-#    has $2 \cdot \text{group} \cdot \text{new tokens} / \text{bytes}$: neither context nor batch moves it.
-# 3. Prefill is limited by arithmetic, decoding by bytes; and a small model by neither, as long as every operation is
-#    started on its own.
-# 4. MBU says how much of the bandwidth a step really uses. Measure the bandwidth, count weights once and every cache.
-# 5. Fewer KV heads save cache bytes where the cache is most of the bytes, and quality must be trained back.
+# 1. A computation has an intensity (operations per byte), a machine has a ridge. Left of the ridge memory is the limit,
+#    right of it arithmetic.
+# 2. A linear layer has an intensity of $2 \cdot \text{rows} / \text{bytes}$: batches, prompts and draft tokens move it
+#    to the right. Attention has $2 \cdot \text{group} \cdot \text{new tokens} / \text{bytes}$: neither context nor
+#    batch moves it.
+# 3. Prefill is limited by arithmetic, decoding a large model by bytes, and decoding a small one by neither, as long as
+#    every operation is started on its own.
+# 4. MBU says how much of the bandwidth a step really uses. Measure the bandwidth; count the weights once and the cache
+#    of every request.
+# 5. Fewer KV heads help where the cache is most of the bytes. They cost quality, which must be restored by training.
 #
 # **Next:** lesson 4 keeps all heads and makes the numbers themselves smaller.

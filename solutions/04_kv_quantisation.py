@@ -9,18 +9,20 @@
 # %% [markdown]
 # # 4. INT8 and INT4 KV
 #
-# **Question.** *How few bits can a key have before the model notices?*
+# **Question.** *How few bits can a key have before the model gets worse?*
 #
-# Lesson 2 traded memory for time, and lesson 3 showed what limits a decode step: bytes. So make the numbers smaller. In
-# float16 each number of a key or a value takes 16 bits. With 8 bits, the same memory holds almost twice the text; with 4,
-# almost four times as much. Almost: the missing part is the *[scales](glossary.md#scale)*, and this lesson counts them.
+# Lesson 2 traded memory for time, and lesson 3 showed what limits a decode step: bytes. So store each number in fewer
+# bits. In float16 each number of a key or a value takes 16 bits. With 8 bits, the same memory holds almost twice the
+# text; with 4, almost four times as much. It is only almost, because the integer codes need
+# **[scales](glossary.md#scale)**, the factors between codes and numbers, and scales take memory too. This lesson counts
+# them.
 #
 # You build the two ways in which caches are quantised in practice: a scale per token and head (INT8, INT4), and a scale
 # per channel ([KIVI](glossary.md#kivi)). Your functions then store the keys and values of a real model inside the
-# engine, and two measures say what changed: the tokens it generates, and how far its probabilities moved.
+# engine, and two measures show what changed: the tokens it generates, and how far its probabilities moved.
 #
 # You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU. The engine runs its steps in plain
-# PyTorch here (`enforce_eager=True`), so that its operations and yours are of one kind and what you count is what runs.
+# PyTorch here (`enforce_eager=True`), so that your functions can replace its own and every operation can be counted.
 # (By default the engine runs a compiled step, which lesson 15 uses.)
 
 # %%
@@ -31,14 +33,14 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.bench import quality
-from minillm.bench.prompts import evaluation_prompts
+from minillm.models.held_out import evaluation_prompts
 from minillm.models.config import ModelConfig
-from minillm.models.runner import Segment
+from minillm.batch import Segment
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_3_8B
 from minillm.teaching.workshop.l04_bounds import try_bounds
 from minillm.viz.charts import Axis, LineChart, Series
-from minillm.viz.error_map import ErrorMap
+from minillm.viz.tensors.error_map import ErrorMap
 
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
 torch.set_grad_enabled(False)
@@ -52,7 +54,7 @@ print(f"{NAME}: {config.num_layers} layers, {config.num_kv_heads} KV heads of wi
 # %% [markdown]
 # ## The question, in numbers
 #
-# A model of eight billion weights, in float16, beside the cache of *one* text. (Arithmetic, from the shape of
+# Compare a model of eight billion weights in float16 with the cache of *one* text. (Arithmetic, from the shape of
 # Llama 3 8B.)
 
 # %%
@@ -73,8 +75,8 @@ claim("At 131,072 tokens the cache of one text is larger than the model.", 131_0
 #
 # 1. INT8 codes, and one scale of two bytes per token and head, heads of width 64. How many times smaller than float16?
 #    (An article says 2.)
-# 2. Keys and values in INT4, one scale per token and head. At how many of 100 places in a text is the most probable next
-#    token another one than in float32?
+# 2. Keys and values in INT4, one scale per token and head. At how many of 100 positions in a text does the most
+#    probable next token (the argmax) differ from that of float32?
 # 3. An INT8 cache written in plain PyTorch [dequantises](glossary.md#quantisation) its codes before it attends. How
 #    many bytes does the attention of one decode step move, as a multiple of the same step over a float16 cache?
 
@@ -88,7 +90,7 @@ predict("l04.moved", None, unit="times")
 #
 # ### Exercise 1: one scale per token and head
 #
-# An integer code $c$ stands for the number $c \cdot s$. Choose the scale $s$ so that the largest absolute number of the
+# An integer code $c$ stands for the number $c \cdot s$. Choose the scale $s$ so that the largest absolute value of the
 # row gets the largest code:
 #
 # $$s = \frac{\max_i |x_i|}{\text{levels}}, \qquad c_i = \operatorname{round}(x_i / s), \qquad
@@ -96,18 +98,18 @@ predict("l04.moved", None, unit="times")
 #
 # with 127 levels for 8 bits and 7 for 4 bits. Two details decide whether the bound holds:
 #
-# * A row of zeros has $s = 0$, and $0/0$ is not a number. Give it the scale 1.
-# * The scale is stored too, in two bytes. The reader multiplies by the *stored* scale, so divide by the stored one. It is
-#   stored in bfloat16, which has the range of float32: in float16, scales below about 3e-8 become 0.
+# * A row of zeros has $s = 0$, and $0/0$ is NaN. Give it the scale 1.
+# * The scale is stored in two bytes. Dequantising multiplies by the *stored* scale, so divide by the stored scale too.
+#   It is stored in bfloat16, which has the range of float32; in float16, scales below about 3e-8 would become 0.
 
 
 # %%
 def quantise_symmetric(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """One scale per token and head.
+    """Quantise with one scale per token and head.
 
     x:       [tokens, heads, dim] float32
     levels:  the largest code: 127 or 7
-    returns: codes [tokens, heads, dim] int8, none beyond ±levels; scale [tokens, heads] bfloat16, 1 for a row of zeros
+    returns: codes [tokens, heads, dim] int8, within ±levels; scale [tokens, heads] bfloat16, 1 for a row of zeros
 
     Example: x = [[[1, -2.1, 0.3, 4]]], levels = 7: 4 / 7 is 0.5703 in bfloat16, and the codes are [[[2, -4, 1, 7]]].
     """
@@ -138,7 +140,7 @@ my_quantise = use("l04.quantise_symmetric")
 
 
 def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
-    """[tokens, heads, dim] from codes and one scale per token and head."""
+    """Return the numbers [tokens, heads, dim] of these codes, given one scale per token and head."""
     return codes.float() * scale.float()[..., None]
 
 
@@ -163,11 +165,13 @@ def written(engine: LLM) -> list[list[int]]:
 
 
 def compare(label: str, tokens: list[list[int]]) -> int:
-    """Print and return how many texts are those of float32, and print at which token the others differ first."""
+    """Return and print how many texts equal those of float32, and print at which token the others first differ."""
     pairs = [list(zip(a, b, strict=True)) for a, b in zip(tokens, exact_tokens, strict=True)]
     firsts = [next((i for i, (a, b) in enumerate(pair) if a != b), None) for pair in pairs]
-    parted = ", ".join(str(i + 1) for i in sorted(i for i in firsts if i is not None)) or "nowhere"
-    print(f"{label}: {firsts.count(None)} of {len(firsts)} texts are those of float32; first other token: {parted}")
+    where = ", ".join(str(i + 1) for i in sorted(i for i in firsts if i is not None)) or "nowhere"
+    print(
+        f"{label}: {firsts.count(None)} of {len(firsts)} texts equal those of float32; first different token: {where}"
+    )
     return firsts.count(None)
 
 
@@ -177,22 +181,24 @@ same_int8 = compare("INT8", int8_tokens)
 claim("With INT8 all texts, or all but a few, stay the same.", same_int8 >= 20, measured=True)
 
 # %%
-claim("The engine's own INT8 writes the same texts.", int8_tokens == written(LLM(NAME, **PLAIN, kv_cache_dtype="int8")))
+claim(
+    "The engine's own INT8 generates the same texts.", int8_tokens == written(LLM(NAME, **PLAIN, kv_cache_dtype="int8"))
+)
 
 # %% [markdown]
-# Which texts change depends on the last bits of your processor's sums. Sometimes two tokens are nearly equally probable,
-# the smallest change decides, and from there on the texts differ. It does not follow that they are *worse*. And equal
-# tokens do not mean that no probability changed. A finer measure follows below.
+# Which texts change depends on the rounding of sums on your processor. Sometimes two tokens are nearly equally
+# probable. Then the smallest error decides between them, and the texts differ from there on. A different text need not
+# be *worse*, and equal texts do not mean equal probabilities. A finer measure follows below.
 #
 # ### Exercises 2 and 3: two codes in one byte
 #
-# There is no four-bit tensor. Two codes share a byte: the even ones in its low half, the odd ones in its high half.
-# Negative codes are written in two's complement, as the machine does with eight bits: -1 is `1111`, -8 is `1000`.
+# There is no four-bit tensor, so two codes share a byte: codes 0, 2, 4 … lie in the low halves, codes 1, 3, 5 … in the
+# high halves. Negative codes are in two's complement, as in int8 but with four bits: -1 is `1111`, -8 is `1000`.
 
 
 # %%
 def pack_int4(codes: Tensor) -> Tensor:
-    """Two signed codes to a byte.
+    """Pack two signed codes into each byte.
 
     codes:   [..., n] int8, each -8 … 7, n even
     returns: [..., n / 2] uint8; codes 0, 2, 4 … in the low halves, codes 1, 3, 5 … in the high ones
@@ -228,8 +234,8 @@ def unpack_int4(packed: Tensor) -> Tensor:
 check("l04.unpack_int4")
 
 # %% [markdown]
-# With these and `levels = 7` you have an INT4 cache. The layout tells the engine what one row consists of (`row`); the
-# bytes follow from that.
+# With these functions and `levels = 7` you have an INT4 cache. The layout's `row` declares what is stored for one token
+# and head; the engine computes the bytes from it.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.cache.paged_quantized import Field, PagedQuantizedKVCache
@@ -238,7 +244,7 @@ my_pack, my_unpack = use("l04.pack_int4"), use("l04.unpack_int4")
 
 
 class MyInt4(PagedQuantizedKVCache):
-    """Your codes, seven levels, two to a byte, one scale per token and head."""
+    """Your codes with seven levels, two to a byte, and one scale per token and head."""
 
     @classmethod
     def row(cls, head_dim):
@@ -258,8 +264,8 @@ claim("INT4 changes many more texts than INT8.", same_int4 < same_int8 - 4, meas
 # %% [markdown]
 # ### Exercise 4: what it costs
 #
-# Codes are not all there is to store. Count a token of any quantised cache: `bits` per number, and beside each group
-# of `group_size` numbers `group_bytes` for its scale, or its scale and zero point.
+# A quantised cache stores more than codes. Count the bytes of one token: `bits` per number, and `group_bytes` for each
+# group of `group_size` numbers, which hold its scale, or its scale and zero point.
 
 
 # %%
@@ -298,57 +304,57 @@ claim("The engine allocates as many bytes as you count.", allocated == my_bytes(
 print(f"INT4 with a scale and a zero point for every 32 numbers: {4 + 8 * 4 / 32:.0f} bits per number")
 
 # %% [markdown]
-# Nearly, with wide heads. The narrower the head, the larger the part of its scale. Finer groups cost more again, and INT4
-# needs them.
+# With wide heads the claim is nearly right. The narrower the head, the larger the share of its scale. Smaller groups
+# need more scales, and INT4 needs smaller groups.
 #
 # ### Are the large numbers in rows or in columns?
 #
-# A scale must cover the largest number of all that share it. If the large numbers are in a few **channels**, the same for
-# every token, then they decide each token's scale, and all other channels are left with few codes. A scale per *channel*
-# would not have that problem. Are there such channels? Look at the keys and the values of the layer where they are
-# clearest.
+# A scale must cover the largest of the numbers that share it. A **channel** is one position in the vectors of a head, a
+# column when each token is a row. If the large numbers are in a few channels, the same for every token, then they
+# determine each token's scale, and all other channels use only a few codes. A scale per *channel* would not have that
+# problem. Are there such channels? Look at the keys and the values of the layer where they are clearest.
 
 # %% tags=["expected"] alt="Heat maps of keys and values of one head, 64 tokens by 64 channels: the keys have vertical stripes, channels that are large for every token; the values have no clear stripes."
 from minillm.cache.paged import PagedKVCache
 
 
-heard = {}  # layer → (queries, keys, values)
+recorded = {}  # layer → (queries, keys, values)
 
 
-class Listener(PagedKVCache):
-    """The plain cache, which also remembers what it was given."""
+class RecordingCache(PagedKVCache):
+    """The plain cache, which also records the queries, keys and values of each layer."""
 
     def attend(self, layer, q, k, v, batch):
-        heard[layer] = (q, k, v)
+        recorded[layer] = (q, k, v)
         return super().attend(layer, q, k, v, batch)
 
 
 tokenizer = llm.engine.tokenizer
 encoded = [tokenizer.encode(prompt.prompt) for prompt in evaluation_prompts()]
 token_ids = [i for ids in encoded for i in ids][:128]
-listening = LLM(NAME, **PLAIN, kv_cache_config={"layout": Listener}).engine.runner
-blocks = list(range(-(-len(token_ids) // listening.block_size)))
-listening.run([Segment(token_ids, 0, blocks)])
-del listening  # it holds a copy of the weights, and has heard enough
+recorder = LLM(NAME, **PLAIN, kv_cache_config={"layout": RecordingCache}).engine.runner
+blocks = list(range(-(-len(token_ids) // recorder.block_size)))
+recorder.run([Segment(token_ids, 0, blocks)])
+del recorder  # it holds a copy of the weights
 
 
 def stripe(x: Tensor) -> Tensor:
-    """The strongest channel of each head over the median channel, by mean absolute value."""
+    """For each head, the strongest channel divided by the median channel, by mean absolute value."""
     size = x.abs().mean(0)
     return size.amax(-1) / size.median(-1).values
 
 
 strongest = {}
-print("strongest channel over the median channel, the clearest head of each layer:")
+print("strongest channel divided by the median channel, for the clearest head of each layer:")
 for name, which in (("keys", 1), ("values", 2)):
-    by_layer = [float(stripe(heard[layer][which]).max()) for layer in range(config.num_layers)]
+    by_layer = [float(stripe(recorded[layer][which]).max()) for layer in range(config.num_layers)]
     strongest[name] = max(by_layer)
     print(f"  {name:7}", " ".join(f"{one:.0f}" for one in by_layer))
 claim("The clearest stripe is one of the keys.", strongest["keys"] > strongest["values"], of_model=True)
-claim("Its channel is a few times the median one, not more.", 3 < strongest["keys"] < 10, of_model=True)
-layer = max(range(config.num_layers), key=lambda i: float(stripe(heard[i][1]).max()))
-head = int(stripe(heard[layer][1]).argmax())
-keys, values = heard[layer][1][:, head], heard[layer][2][:, head]
+claim("Its channel is a few times the median channel, not more.", 3 < strongest["keys"] < 10, of_model=True)
+layer = max(range(config.num_layers), key=lambda i: float(stripe(recorded[i][1]).max()))
+head = int(stripe(recorded[layer][1]).argmax())
+keys, values = recorded[layer][1][:, head], recorded[layer][2][:, head]
 ErrorMap(
     {"keys": keys[:64], "values": values[:64]},
     title=f"Keys and values, layer {layer}, head {head}",
@@ -356,27 +362,27 @@ ErrorMap(
 )
 
 # %% [markdown]
-# The keys of this head have stripes, its values have none. (Values of other layers have weak ones.) But be exact about
-# size: here the strongest channel is a few times the median one. In the KIVI paper's pictures of Llama 2 a few channels
-# are far above all others (quoted, not measured here). This model has the pattern, but weakly.
+# The keys of this head have stripes, its values have none. (Values of other layers have weak ones.) But the strongest
+# channel is only a few times the median channel here. In the KIVI paper's pictures of Llama 2 a few channels are far
+# above all others (quoted, not measured here). This model has the pattern, but weakly.
 #
 # ### Exercise 5: one scale per channel
 #
-# So turn the direction. A scale [per channel](glossary.md#per-channel) needs several tokens that share it: a
-# **[group](glossary.md#group)** of tokens. And since a channel may lie far from zero and vary little, spend the sixteen
-# codes between its minimum and its maximum:
+# So change the direction. A scale **[per channel](glossary.md#per-channel)** is shared by the numbers of one channel in
+# several tokens: a **[group](glossary.md#group)** of tokens. A channel may lie far from zero and vary little, so the
+# sixteen codes cover the range from its minimum to its maximum:
 #
 # $$z = \min, \qquad s = \frac{\max - z}{15}, \qquad c = \operatorname{round}\!\left(\frac{x - z}{s}\right) \in 0 \dots 15,
 # \qquad \hat x = c \cdot s + z$$
 #
-# $z$ and $s$ are stored in float16, and again the stored ones count. Where float16 rounds the zero point *above* the
-# minimum, a code would be -1, and in an unsigned byte that is 255. Clamp. (The engine rounds the zero point down and the
-# scale up, so that its bound needs no exception.)
+# The zero point $z$ and the scale $s$ are stored in float16. Again, compute the codes with the stored values. Where
+# float16 rounds the zero point *above* the minimum, a code would be -1, which an unsigned byte stores as 255. So clamp
+# the codes. (The engine rounds the zero point down and the scale up, so that its bound needs no exception.)
 
 
 # %%
 def quantise_per_channel(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A scale and a zero point per channel, for each group of `group_size` tokens.
+    """Quantise with a scale and a zero point per channel, for each group of `group_size` tokens.
 
     x:       [tokens, heads, dim] float32; tokens is a multiple of group_size
     returns: codes [tokens, heads, dim] uint8, each 0 … 15; scale and zero, both [groups, heads, dim] float16
@@ -401,7 +407,7 @@ check("l04.quantise_per_channel")
 # %% [markdown]
 # ### See: where the errors go
 #
-# The same keys, four bits each, by both of your functions.
+# The same keys, quantised to four bits by each of your two functions.
 
 # %% tags=["expected"] alt="Errors of the keys, one scale per token against one scale per channel, on one colour scale: the left map is dark in most cells, the right one is light except in the columns of the strongest channels."
 my_per_channel = use("l04.quantise_per_channel")
@@ -431,7 +437,7 @@ ErrorMap(
 # %%
 gains = {}
 for name, which in (("keys", 1), ("values", 2)):
-    rows = [heard[i][which][:, h] for i in range(config.num_layers) for h in range(config.num_kv_heads)]
+    rows = [recorded[i][which][:, h] for i in range(config.num_layers) for h in range(config.num_kv_heads)]
     token, channel = (float(sum(f(x).mean() for x in rows)) for f in (errors_per_token, errors_per_channel))
     gains[name] = token / channel
     print(f"{name:7} error with a scale per token / with a scale per channel: {gains[name]:.1f}")
@@ -439,7 +445,7 @@ claim("Scales per channel help keys more than values.", gains["keys"] > gains["v
 
 # %% [markdown]
 # Part of that gain comes from the [zero point](glossary.md#zero-point) and not from the direction, which is why values
-# gain as well. To see the direction alone, and stronger, here is a **made-up** key cache: noise of size 1, and two
+# gain as well. To show the direction alone, and more clearly, here is a **made-up** key cache: noise of size 1, and two
 # channels that are thirty times as large. This picture is not from any model.
 
 # %% tags=["expected"] alt="Made-up keys with two channels thirty times as large: with a scale per token the whole map is dark; with a scale per channel everything is light."
@@ -461,7 +467,7 @@ ErrorMap(
 
 # %%
 def score_error_bound(q: Tensor, scale: Tensor) -> Tensor:
-    """Most that the scores q · k / √d can move when each number of key j is off by at most scale[j] / 2.
+    """Return how far the scores q · k / √d can move if each number of key j is off by at most scale[j] / 2.
 
     q:       [queries, dim]
     scale:   [keys]
@@ -478,9 +484,10 @@ def score_error_bound(q: Tensor, scale: Tensor) -> Tensor:
 check("l04.score_error_bound")
 
 # %% [markdown]
-# Three bounds, tried on every score, probability and output of one head per layer. If no score of a row moves by more
-# than $\varepsilon$, no probability changes by more than a factor of $e^{2\varepsilon}$. And an attention output is a
-# weighted mean of values, so it moves by no more than half of the largest scale among them.
+# Three bounds are tested, on every score, probability and output of one head per layer. The first is yours. The second:
+# if no score of a row moves by more than $\varepsilon$, no probability changes by more than a factor of
+# $e^{2\varepsilon}$. The third: an attention output is a weighted mean of values, so it moves by at most half of the
+# largest scale among them.
 
 # %%
 my_bound = use("l04.score_error_bound")
@@ -488,7 +495,7 @@ my_bound = use("l04.score_error_bound")
 
 tries = {}
 for label, levels in (("INT8", 127), ("INT4", 7)):
-    found = tries[label] = try_bounds(heard, levels, my_quantise, my_bound)
+    found = tries[label] = try_bounds(recorded, levels, my_quantise, my_bound)
     print(
         f"{label}: {found.tested:,} numbers, {found.beyond} beyond their bound; "
         f"score errors: mean {found.mean_share:.0%} of the bound, largest {found.largest_share:.0%}"
@@ -501,7 +508,7 @@ claim(
 )
 
 # %% [markdown]
-# The bound is far from being reached: it assumes that every rounding error has the sign that hurts this query most.
+# The bound is far from being reached: it assumes that every rounding error has the sign that moves this score most.
 # Rounding errors behave like noise of size $s/\sqrt{12}$ and mostly cancel, so models tolerate quantisation far better
 # than the worst case suggests.
 #
@@ -509,10 +516,10 @@ claim(
 #
 # ### How few bits?
 #
-# Now the question itself. Held-out text goes through the model in steps of 32 tokens, and after every token the
-# distribution of the next one is compared with that of the float32 cache: the *[Kullback-Leibler
-# divergence](glossary.md#kl-divergence)* (KL), 0 when nothing has changed. First the keys alone get fewer bits, then
-# the values alone; one scale per token and head.
+# Now the question itself. Held-out text goes through the model in steps of 32 tokens. After every token, the
+# distribution of the next token is compared with that of a float32 cache. The measure is the **[Kullback-Leibler
+# divergence](glossary.md#kl-divergence)** (KL), which is 0 if nothing has changed. First only the keys get fewer bits,
+# then only the values, with one scale per token and head.
 
 # %%
 quality.CHUNK = 32
@@ -563,13 +570,13 @@ each = {name: (found[BITS.index(3)] / found[BITS.index(8)]) ** (1 / 5) for name,
 for name, times in each.items():
     print(f"{name}: each bit less, from 8 to 3, multiplies KL by about {times:.0f}")
 more_for_keys = [bits for bits, a, b in zip(BITS, *kl.values(), strict=True) if bits >= 4 and a > b]
-print("keys cost more than values at", ", ".join(map(str, more_for_keys)), "bits")
+print("keys cost more KL than values at", ", ".join(map(str, more_for_keys)), "bits")
 claim(
-    "From 8 bits to 3, each bit less costs about four times the KL.",
+    "From 8 bits to 3, each bit less multiplies the KL by about four.",
     all(3 < times < 5.5 for times in each.values()),
     of_model=True,
 )
-claim("From 8 bits to 4, keys cost more than values.", len(more_for_keys) == 5, of_model=True)
+claim("From 8 bits to 4, keys cost more KL than values.", len(more_for_keys) == 5, of_model=True)
 claim("From 3 bits to 2 the KL grows more than fivefold.", all(k[-1] > 5 * k[-2] for k in kl.values()), of_model=True)
 
 # %% tags=["expected", "nbval-ignore-output"] alt="Mean KL against bits, logarithmic: both lines rise about fourfold for each bit that is taken away, keys above values, and faster from three bits to two."
@@ -578,21 +585,21 @@ LineChart(
     Axis("bits per number", ticks=BITS),
     Axis("mean KL to float32, nats per token", log=True),
     [Series(f"{name} alone", BITS, found) for name, found in kl.items()],
-    "Each bit less costs about four times the KL, and the last one more; keys lose more than values.",
+    "Each bit less multiplies the KL by about four, the last one by more; keys lose more than values.",
 )
 
 # %% [markdown]
-# There is no number of bits at which the model suddenly "notices", until the last bit: each bit less doubles the error, and
-# KL grows with its square, so about **four times per bit**. How much KL is acceptable is a choice, so a claim of "no loss"
-# without a measure says nothing.
+# There is no number of bits at which the model suddenly gets worse, until the last bit. Each bit less doubles the
+# error, and KL grows with the square of the error, so about **four times per bit**. How much KL is acceptable is a
+# choice, so a claim of "no loss" without a measure says nothing.
 #
 # ### Bytes against KL
 #
-# Now real layouts, with all bytes that they store for each token of a float16 model. KIVI's keys are yours, through the
-# engine's layout, which keeps the newest tokens in float16 until their group of 32 is full.
+# Now real layouts, with all bytes that they store for each token of a float16 model. KIVI runs in the engine's layout,
+# with keys quantised by your function. This layout keeps the newest tokens in float16 until their group of 32 is full.
 #
 # That window of unquantised tokens helps too, and has nothing to do with channels. To separate the two effects, the same
-# layout runs a second time with its keys *per token*.
+# layout runs a second time with its keys quantised *per token*.
 
 # %%
 from minillm.cache.kivi import Int4Groups, KiviKVCache
@@ -616,7 +623,7 @@ class MyGroups(Int4Groups):
 
 
 class MyKivi(KiviKVCache):
-    """The engine's KIVI layout; `groups` and `dim` say who quantises keys, and in which direction."""
+    """The engine's KIVI layout; `groups` is the class that quantises keys, `dim` the direction of its groups."""
 
     groups, dim = MyGroups, 1
 
@@ -628,7 +635,7 @@ class MyKivi(KiviKVCache):
 
 
 class WindowOnly(MyKivi):
-    """The same window and bytes, but keys per token."""
+    """The same window and bytes, but keys quantised per token."""
 
     groups, dim = Int4Groups, 4
 
@@ -645,7 +652,7 @@ SYSTEMS = {
 }
 CONTEXT = llm.max_model_len
 table, bits_per_byte, reference = {}, {}, logprobs(more)
-print(f"{'':19} bytes/token   smaller   mean KL   bits per byte   same most probable token")
+print(f"{'':19} bytes/token   smaller   mean KL   bits per byte   same argmax token")
 for name, (layout, options) in SYSTEMS.items():
     if layout is None:
         size = my_bytes(config, 4, 16, 4)
@@ -656,13 +663,13 @@ for name, (layout, options) in SYSTEMS.items():
     bits_per_byte[name] = found.bits_per_byte
     print(
         f"{name:19} {size:11.0f} {my_bytes(config, 16, DIM, 0) / size:8.2f}x {found.mean_kl:9.1e} "
-        f"{found.bits_per_byte:15.2f} {found.top1:26.0%}"
+        f"{found.bits_per_byte:15.2f} {found.top1:19.0%}"
     )
 reveal("l04.changed", round(100 * (1 - table["INT4, yours"][2])))
 groups, window, kivi = (table[name] for name in ("INT4, groups of 16", "window, per token", "KIVI, yours"))
 lossy = [value for _, value, _ in table.values() if value]
 claim(
-    "INT8 changes the most probable token at less than 2 places in 100, INT4 at 5 to 15.",
+    "INT8 changes the argmax token at less than 2 positions in 100, INT4 at 5 to 15.",
     1 - table["INT8, yours"][2] < 0.02 and 0.05 < 1 - table["INT4, yours"][2] < 0.15,
     measured=True,
 )
@@ -672,11 +679,11 @@ claim(
     measured=True,
 )
 claim(
-    "The window alone removes at least a third of that KL, with scales per token.",
+    "The window alone, with scales per token, removes at least a third of the KL of groups of 16.",
     window[1] < 0.67 * groups[1],
     measured=True,
 )
-claim("Scales per channel remove more: 15 to 50% of what is left.", 0.5 < kivi[1] / window[1] < 0.85, measured=True)
+claim("Scales per channel remove another 15 to 50% of what is left.", 0.5 < kivi[1] / window[1] < 0.85, measured=True)
 claim(
     "KL differs by a factor of 100, bits per byte by less than 2%.",
     max(lossy) > 100 * min(lossy) and max(bits_per_byte.values()) < 1.02 * min(bits_per_byte.values()),
@@ -699,16 +706,17 @@ LineChart(
 
 # %% [markdown]
 # * **KIVI is better than finer groups**: fewer bytes than INT4 with groups of 16, and less KL.
-# * **Much of that is the window.** With keys per token, at the same bytes, most of the gain is already there; scales per
-#   channel add to it. A comparison of a method that has a window with one that has none measures both at once. (The texts
-#   here are short pieces joined together, which favours any window. On long documents it would gain less.)
-# * **[Bits per byte](glossary.md#bits-per-byte) hardly change**, while KL tells the systems apart.
-#   [Perplexity](glossary.md#perplexity) averages losses and gains. To ask whether it is still the same model, use KL.
+# * **Much of that is the window.** With keys quantised per token, at the same bytes, most of the gain is already there;
+#   scales per channel add to it. A comparison of a method that has a window with one that has none measures both at
+#   once. (The texts here are short pieces joined together, which favours any window. On long documents it would gain
+#   less.)
+# * **[Bits per byte](glossary.md#bits-per-byte) hardly change**, while KL separates the systems.
+#   [Perplexity](glossary.md#perplexity) averages losses and gains. To test whether it is still the same model, use KL.
 #
 # ### Where it loses: bytes moved
 #
-# Decoding is slow because bytes must be moved, and a smaller cache has fewer. So is it faster? Count what one decode step
-# moves in PyTorch: for every operation of one layer's attention, the bytes that it reads and writes.
+# Decoding is slow because bytes must be moved, and a smaller cache has fewer. Is it therefore faster? Count what one
+# decode step moves in PyTorch: for every operation of one layer's attention, the bytes that it reads and writes.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -716,7 +724,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class BytesMoved(TorchDispatchMode):
-    """Adds up what operations read and write. Views move nothing; a row put into a pool moves only that row."""
+    """Counts bytes that operations read and write. Views move nothing; writing a row to a pool moves only that row."""
 
     total = 0
 
@@ -752,11 +760,11 @@ reveal("l04.moved", round(moved["INT8"] / moved["float16"]))
 claim("INT8 and INT4 move several times the bytes of float16.", 5 * moved["float16"] < moved["INT8"] < moved["INT4"])
 
 # %% [markdown]
-# **Dequantising everything at every step moves more bytes, not fewer.** Codes are read once; then they become numbers, in
-# float32 on the way, which are written and read again. In PyTorch a quantised cache saves *room* (more requests, longer
-# texts) and costs time. To save time as well, the attention kernel must read the codes itself and dequantise them in
-# registers. Lesson 9 builds such a kernel, and the engine's compiled step has one for the CPU. Then the bytes moved are
-# the bytes stored.
+# **Dequantising everything at every step moves more bytes, not fewer.** Codes are read once. They are dequantised
+# through float32, and the resulting numbers are written and read again. In PyTorch a quantised cache saves *memory*
+# (more requests, longer texts) and costs time. To save time as well, the attention kernel must read the codes itself
+# and dequantise them in registers. Lesson 9 builds such a kernel, and the engine's compiled step has one for the CPU.
+# Then the bytes moved are the bytes stored.
 #
 # It also loses where heads are narrow (the table of exercise 4), where contexts are short (KIVI's window is then most
 # of the cache), and where text must not change: INT8 is not exact.
@@ -765,12 +773,12 @@ claim("INT8 and INT4 move several times the bytes of float16.", 5 * moved["float
 #
 # An article's sample of an INT8 cache, in our own words: it divides by `amax / 127` even if that is 0; it keeps one row
 # counter and advances it at the end of *every layer's* update; and it stores one row per update, so a prompt cannot be
-# stored at once. Two of its mistakes are below, with four that are made elsewhere.
+# stored at once. Two of its mistakes are below, with four from elsewhere.
 #
-# Four checks look at each. `half a step`: is $|x - \hat x| \le s/2$ everywhere? `zeros`: can a row of zeros be
-# stored, with a scale that one can divide by? `pieces`: does a prompt in two pieces give the same codes as in one? `tokens`:
-# in the engine, are the tokens those of the right INT8 cache? **Guess first:** which mistakes do the tokens not
-# notice?
+# Each gets four checks. `half a step`: is $|x - \hat x| \le s/2$ everywhere? `zeros`: does a row of zeros get a scale
+# that one can divide by? `pieces`: does a prompt in several pieces give the same codes as in one? `tokens`: does the
+# engine generate the same tokens as with the right INT8 cache? **Guess first:** which mistakes leave the tokens
+# unchanged?
 
 
 # %%
@@ -779,7 +787,7 @@ class Right(MyInt8):
 
 
 class ScaleOfZero(MyInt8):
-    """The sample's division: nothing is done about rows of zeros."""
+    """The sample's division, without a special case for rows of zeros."""
 
     def encode(self, x):
         scale = (x.abs().amax(-1) / 127).bfloat16()
@@ -839,16 +847,16 @@ brief = replace(greedy, max_tokens=8)
 
 
 def tokens_of(kind) -> list[list[int]]:
-    """One request after the other, which is all that the sample's single counter allows."""
+    """The tokens of each text, one request after the other: the sample's single counter allows no more."""
     options = {"max_num_seqs": 1, "enable_prefix_caching": False, "num_kv_blocks": 128}
     engine = LLM(NAME, **PLAIN, **options, kv_cache_config={"layout": kind})
     return [output.outputs[0].token_ids for output in engine.generate(short, brief, use_tqdm=False)]
 
 
-def look_at(kind) -> tuple[bool, bool, bool]:
-    """Half a step, zeros, pieces: on real keys and a row of zeros, without any engine."""
+def check_codes(kind) -> tuple[bool, bool, bool]:
+    """Whether the checks half a step, zeros and pieces pass, on real keys and a row of zeros, without an engine."""
     cache = kind(config, 1, 16, torch.float32, torch.device("cpu"))
-    x = heard[0][1]
+    x = recorded[0][1]
     back, step = cache.decode(*cache.encode(x)), cache.encode(x)[1].float()[..., None]
     within = bool(((back - x).abs() <= 0.5 * step * (1 + 1e-5)).all())
     scale = cache.encode(torch.zeros_like(x[:1]))[1]
@@ -860,12 +868,12 @@ def look_at(kind) -> tuple[bool, bool, bool]:
 right_tokens, verdicts = tokens_of(Right), {}
 print(f"{'':16} half a step   zeros    pieces   tokens")
 for kind in (Right, ScaleOfZero, RowPerLayer, ScalePerStep, Truncates, Levels128, NeighboursScale):
-    words = ["ok" if passed else "WRONG" for passed in look_at(kind)]
+    words = ["ok" if passed else "WRONG" for passed in check_codes(kind)]
     same = sum(a == b for a, b in zip(tokens_of(kind), right_tokens, strict=True))
     print(f"{kind.__name__:16} {words[0]:13} {words[1]:8} {words[2]:8} {same} of {len(right_tokens)} texts")
     verdicts[kind.__name__] = (words.count("ok") == 3, same)
 unseen = [name for name, (_, same) in verdicts.items() if name != "Right" and same == len(right_tokens)]
-claim("Four of the six wrong caches write every text right.", len(unseen) == 4, of_model=True)
+claim("Four of the six wrong caches generate every text right.", len(unseen) == 4, of_model=True)
 claim("Each of these four fails one of the first three checks.", not any(verdicts[name][0] for name in unseen))
 claim(
     "RowPerLayer passes the first three checks and gets no text right.",
@@ -874,21 +882,21 @@ claim(
 )
 
 # %% [markdown]
-# For quantisation, tests that compare tokens are at their weakest. Its mistakes make numbers a little worse, and the model
-# tolerates that. The bound of half a step, three lines of test, finds what reading hours of output would not. The counter
-# is the opposite: each number is as exact as it should be, only in the wrong *place*, and no text is right.
+# Tests that compare tokens are at their weakest for quantisation. Its mistakes make numbers a little worse, and the
+# model tolerates that. The bound of half a step, three lines of test, finds what reading hours of output would not. The
+# row counter is the opposite: each number is as exact as it should be, but in the wrong *place*, and no text is right.
 #
-# What does a scale of zero do? $0/0$ is NaN, and then NaN becomes an integer, for which no result is defined:
+# What does a scale of zero do? $0/0$ is NaN. Then NaN is cast to an integer, and the result of that cast is undefined:
 
 # %%
 row = torch.zeros(4)
 quotient = row / (row.abs().amax() / 127)
 print("0 / 0 before the cast:", quotient.tolist())
-print("kept as numbers (an fp8 cache, or one that only pretends to quantise):", float((quotient * 0).sum()))
+print("kept in floating point (an fp8 cache, or simulated quantisation):", float((quotient * 0).sum()))
 
 # %% [markdown]
-# Many CPUs turn NaN into code 0, and 0 · 0 is 0 again: there the sample works by luck, and on another machine it may not.
-# A NaN that is kept makes the whole softmax NaN, and with it every token after it.
+# Many CPUs cast NaN to code 0, and 0 · 0 is 0 again: there the sample works by luck, and on another machine it may not.
+# A NaN that is kept makes the whole softmax NaN, and with it every later token.
 #
 # ## In the field
 #
@@ -900,12 +908,12 @@ print("kept as numbers (an fp8 cache, or one that only pretends to quantise):", 
 # | llama.cpp | `-ctk q8_0`, `-ctv q4_0`: blocks of 32 numbers along the head with one float16 scale, for keys and values separately |
 # | transformers | `QuantizedCache` (HQQ or quanto, 2, 4 or 8 bits): groups, and a residual window as in KIVI |
 #
-# **Claims, and what is so.**
+# **Claims, checked.**
 #
-# | claim | what is so | tested where |
+# | claim | what holds | tested where |
 # |---|---|---|
 # | INT8 2×, INT4 4× | 1.97× and 3.88× at width 128, 1.88× and 3.56× at width 32; less again with groups | exercise 4 |
-# | "zero quality loss", "nearly lossless" | INT8 changes the most probable token at less than 2 places in 100; INT4 without groups at 5 to 15 | bytes against KL |
+# | "zero quality loss", "nearly lossless" | INT8 changes the argmax token at less than 2 positions in 100; INT4 without groups at 5 to 15 | bytes against KL |
 # | a smaller cache is a faster cache | a smaller cache is a *smaller* cache; in PyTorch it moves several times the bytes | bytes moved |
 # | per-channel scales are needed for quality | at four bits they remove a part of the KL here, the window more; at eight bits KL is small without them | bytes against KL |
 # | the sample INT8 cache | divides by zero, writes one row per layer and token, takes one token at a time | break it |
@@ -918,9 +926,9 @@ print("kept as numbers (an fp8 cache, or one that only pretends to quantise):", 
 #
 # 1. A code times a stored scale: every number is off by at most half a step, if you divide by what you store.
 # 2. Scales are bytes too: INT8 saves 1.97× and not 2×, and less with narrow heads.
-# 3. Each bit less costs about four times the KL. Keys lose more than values, because their large numbers are in channels:
-#    give those their own scales, and measure how much of the gain is the window's.
-# 4. Test quantisation by its bound; tokens hide nearly every mistake.
-# 5. Dequantising in PyTorch saves room and costs time. Saving both needs a kernel that reads codes.
+# 3. Each bit less multiplies the KL by about four. Keys lose more than values, because their large numbers are in
+#    channels: give those their own scales, and measure how much of the gain is the window's.
+# 4. Test quantisation by its bound; comparing tokens misses most mistakes.
+# 5. Dequantising in PyTorch saves memory and costs time. Saving both needs a kernel that reads codes.
 #
-# **Next:** lesson 5 takes bits from the weights, which every step reads as well.
+# **Next:** lesson 5 stores the weights in fewer bits, which every step reads as well.

@@ -12,16 +12,16 @@
 # **Question.** *The weights are most of what a step reads. What happens if we read a quarter of them?*
 #
 # Lesson 3 showed what limits a decode step of a small batch: every weight is read, to be used once or a few times, and
-# arithmetic is idle meanwhile. So store the weights in fewer bits: 8 instead of 32 is a quarter, 4 is an eighth. A model
-# still works when its weights change a little. How much can they change?
+# the arithmetic units are idle meanwhile. So store the weights in fewer bits: 8 instead of 32 is a quarter, 4 is an
+# eighth. A model still works when its weights change a little. How much can they change?
 #
 # You build five pieces, from plain rounding to the ideas of [AWQ](glossary.md#awq) and
 # [SqueezeLLM](glossary.md#dense-and-sparse). Each runs inside the real model in place of its linear layers, and two
-# numbers say what it did: bits per weight, and how far the model's predictions moved.
+# numbers show its effect: bits per weight, and how far the model's predictions moved.
 #
 # You need lesson 1 (what a linear layer does) and lesson 3 (why bytes are time). Everything runs on a laptop's CPU. The
-# engine runs its steps in plain PyTorch here (`enforce_eager=True`), so that its layers can be replaced by yours and what
-# you count is what runs. (By default the engine runs a compiled step, which lesson 15 uses.)
+# engine runs its steps in plain PyTorch here (`enforce_eager=True`), so that your layers can replace its own and every
+# operation can be counted. (By default the engine runs a compiled step, which lesson 15 uses.)
 
 # %%
 import os
@@ -31,10 +31,10 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.bench import quality
-from minillm.bench.prompts import calibration_prompts, evaluation_prompts
+from minillm.models.held_out import calibration_prompts, evaluation_prompts
 from minillm.ops.linear import linear
-from minillm.quantization.calibration import calibrate
-from minillm.quantization.model import decoder_linears
+from minillm.models.calibration import calibrate
+from minillm.models.quantize import decoder_linears
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.viz.charts import Axis, LineChart, Series
 
@@ -47,14 +47,16 @@ runner = llm.engine.runner
 model, config, tokenizer = runner.model, runner.model.config, llm.engine.tokenizer
 original = dict(decoder_linears(model))
 num_weights = sum(layer.weight.numel() for layer in original.values())
-print(f"{NAME}: {config.num_layers} layers, {len(original)} linears in them with {num_weights / 1e6:.1f}M weights")
+print(
+    f"{NAME}: {config.num_layers} layers, {len(original)} linear layers in them with {num_weights / 1e6:.1f}M weights"
+)
 for name, layer in list(original.items())[:4]:
     print(f"  {name:24} {list(layer.weight.shape)}  (outputs, inputs)")
 
 # %% [markdown]
 # ## The question, in numbers
 #
-# Bytes that one decode step of one user must read, with a text of 512 tokens before it. (Arithmetic, from the shapes;
+# Bytes that one decode step of one request must read, with 512 tokens in its cache. (Arithmetic, from the shapes;
 # float32 for all, as on this CPU.)
 
 # %%
@@ -63,7 +65,7 @@ cache_bytes = 512 * 2 * config.num_layers * config.kv_size * 4
 total = linear_bytes + embedding_bytes + cache_bytes
 for label, size in (("linears", linear_bytes), ("logits", embedding_bytes), ("KV cache", cache_bytes)):
     print(f"{label:10} {size / 1e6:5.1f} MB  {size / total:4.0%}")
-claim("The linears are most of what a step reads.", linear_bytes > total / 2)
+claim("The linear layers are most of what a step reads.", linear_bytes > total / 2)
 
 # %% [markdown]
 # ## Predict
@@ -71,11 +73,11 @@ claim("The linears are most of what a step reads.", linear_bytes > total / 2)
 # Write a number for each before you measure.
 #
 # 1. Weights in 4 bits; every 128 of them share a scale of 16 bits and a [zero point](glossary.md#zero-point) of 4. How
-#    many bits is one weight, all included?
+#    many bits does one weight take in all?
 # 2. From 8 bits to 4, the steps between levels become 16 times as wide. How many times larger is the
 #    [KL](glossary.md#kl-divergence), the distance between the model's predictions and the original's?
-# 3. INT8 weights are a quarter of float32. One decode step in *plain PyTorch*, which
-#    [dequantises](glossary.md#quantisation) the codes and then multiplies: how long does it take, as a multiple of the
+# 3. INT8 weights are a quarter of float32. In *plain PyTorch*, one decode step
+#    [dequantises](glossary.md#quantisation) the codes and then multiplies. How long does it take, as a multiple of the
 #    step in float32?
 
 # %%
@@ -92,22 +94,22 @@ predict("l05.step", None, unit="times as long")
 #
 # $$y_i = \sum_j W_{ij}\,x_j \approx \sum_j c_{ij}\,s_i\,x_j = s_i \sum_j c_{ij}\,x_j$$
 #
-# With one scale per row, the scale leaves the sum and costs one product per output. With a scale per *column* it could
-# not. The largest weight of the row gets the code 127:
+# With one scale per row, the scale can be moved out of the sum and costs one multiplication per output. With a scale
+# per *column* it could not. The largest weight of the row gets the code 127:
 #
 # $$s_i = \frac{\max_j |W_{ij}|}{127}, \qquad c_{ij} = \operatorname{round}(W_{ij} / s_i), \qquad
 # |W_{ij} - c_{ij}s_i| \le \frac{s_i}{2}$$
 #
-# Two details: int8 goes from -128 to 127, so 128 is no code; and a row of zeros (pruned models have them) must not be
-# divided by zero. Give it the scale 1.
+# Two details: int8 goes from -128 to 127, so there is no code 128; and a row of zeros (pruned models have them) must
+# not be divided by zero. Give it the scale 1.
 
 
 # %%
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """One symmetric INT8 scale per output channel.
+    """Quantise to INT8, symmetrically, with one scale per output channel.
 
     weight:  [out, in] float32
-    returns: codes [out, in] int8, none beyond ±127; scale [out] float32, 1 for a row of zeros
+    returns: codes [out, in] int8, within ±127; scale [out] float32, 1 for a row of zeros
 
     Example: weight = [[12.7, -3.04, 0.26]] gives codes [[127, -30, 3]] and scale [0.1].
     """
@@ -127,7 +129,7 @@ check("l05.quantise_rows")
 # ### See: your codes in the engine
 #
 # A `Replacement` takes the place of a linear layer. `keep` is called once with the weight, `product` at every step; the
-# weight itself is not stored. Below, all linears of the running engine are replaced, and it generates.
+# weight itself is not stored. Below, all linear layers of the running engine are replaced, and it generates.
 
 
 # %%
@@ -145,7 +147,7 @@ class Replacement(torch.nn.Module):
 
 
 def install(kind: type[Replacement] | None) -> float:
-    """Put `kind` in the place of every linear (None: the originals). Returns bits per weight, everything counted."""
+    """Replace every linear layer by a `kind` (None: the originals). Return bits per weight, with all that is stored."""
     bits = 0
     for name, layer in original.items():
         new = layer if kind is None else kind(name, layer)
@@ -158,7 +160,7 @@ my_rows = use("l05.quantise_rows")
 
 
 class Int8(Replacement):
-    """Your codes; the product is taken with codes times scale."""
+    """Your codes, dequantised for every product."""
 
     def keep(self, weight):
         self.codes, self.scale = my_rows(weight)
@@ -175,8 +177,8 @@ greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def written(engine: LLM) -> list[list[int]]:
-    """The tokens that the engine writes after each prompt."""
-    engine.reset_prefix_cache()  # keys and values of other weights
+    """The tokens that the engine generates after each prompt."""
+    engine.reset_prefix_cache()  # it holds keys and values of other weights
     return [output.outputs[0].token_ids for output in engine.generate(prompts, greedy, use_tqdm=False)]
 
 
@@ -184,15 +186,15 @@ exact_tokens = written(llm)
 print(f"{install(Int8):.2f} bits per weight")
 int8_tokens = written(llm)
 same = sum(a == b for a, b in zip(int8_tokens, exact_tokens, strict=True))
-print(f"{same} of {len(prompts)} texts of 24 tokens are those of float32")
+print(f"{same} of {len(prompts)} texts of 24 tokens equal those of float32")
 own = LLM(NAME, **PLAIN, quantization="int8")
 own.engine.runner.model.lm_head = model.lm_head  # the engine rounds this one as well; more about that below
-claim("The engine's own INT8 writes the same texts.", int8_tokens == written(own))
+claim("The engine's own INT8 generates the same texts.", int8_tokens == written(own))
 claim("At most a few texts change.", same >= len(prompts) - 3, of_model=True)
 del own  # it holds its own copy of the weights
 
 # %% [markdown]
-# Not bit for bit the same model, but close to it. Whether a changed text is *worse* is another question, and the
+# The model is not bit for bit the same, but close. Whether a changed text is *worse* is another question, and the
 # measure for it is that of lesson 4: held-out text goes through the model, and its predictions are compared with those
 # of float32. The **KL** divergence is 0 when nothing has changed; [bits per byte](glossary.md#bits-per-byte) say how
 # well the text is predicted.
@@ -204,7 +206,7 @@ texts = quality.join(encoded[:14], 256, config.eos_token_ids[:1], tokenizer)
 
 
 def measure(kind: type[Replacement] | None) -> tuple[float, quality.Quality]:
-    """Bits per weight, and the quality of the model with `kind` in the place of its linears."""
+    """Bits per weight, and the quality of the model with its linear layers replaced by `kind`."""
     bits = install(kind)
     return bits, quality.judge(reference, quality.logprobs(runner, texts), texts)
 
@@ -215,12 +217,12 @@ table = {}
 
 
 def row(label: str, kind: type[Replacement] | None) -> None:
-    """Measure `kind`, remember it in `table`, print it."""
+    """Measure `kind`, store the result in `table` and print it."""
     show(label, *measure(kind))
 
 
 def show(label: str, bits: float, found: quality.Quality) -> None:
-    """Two digits of KL are more than so few tokens can be trusted for: differences of a tenth mean nothing."""
+    """Store a result in `table` and print it. With so few tokens, a KL that differs by a tenth means nothing."""
     table[label] = (bits, float(f"{found.mean_kl:.1e}"))
     print(f"{label:22} {bits:5.2f} bits   KL {1000 * found.mean_kl:6.2g}   bits per byte {found.bits_per_byte:.2f}")
 
@@ -234,25 +236,27 @@ claim("INT8 weights: a KL below 0.0004 nats per token.", table["INT8, yours"][1]
 # Bits per byte do not even change in the second digit. For most uses, INT8 weights with a scale per row are enough.
 # (With one scale per *tensor*, rows of small weights would get few codes; that mistake is in the table at the end.)
 #
-# ### Exercise 2: multiply whole numbers
+# ### Exercise 2: multiply integers
 #
-# The product above was still one of floats. Processors with instructions for it multiply 8-bit integers two to four times
-# as fast (data sheets; not measured here). For that the activations must be codes too. They are not known in advance, so
-# they are rounded at every step: *dynamic* quantisation. Each **token** gets a scale of its own:
+# The product above was still computed in floats. Processors with instructions for it multiply 8-bit integers two to
+# four times as fast (data sheets; not measured here). For that the activations must be codes too:
+# **[W8A8](glossary.md#w8a8)**, weights and activations both in 8 bits. Activations are not known in advance, so they
+# are rounded at every step, which is called **dynamic quantisation**. Each **token** gets a scale of its own:
 #
 # $$y_{ti} = \sum_j (c^x_{tj}\,s^x_t)\,(c^w_{ij}\,s^w_i) = s^x_t\, s^w_i \sum_j c^x_{tj}\, c^w_{ij}$$
 #
-# The sum is of whole numbers, and exact if there is room: a single product may be $127 \cdot 127$, and int8 ends at 127.
-# On a processor one adds in int32. In PyTorch on a CPU, `.float()` does as well and is faster: float32 holds every whole
-# number up to $2^{24}$, enough for 1040 such products.
+# The sum is over integers, and exact if its type is wide enough: a single product may be $127 \cdot 127$, and int8 ends
+# at
+# 127. Processors accumulate in int32. In PyTorch on a CPU, `.float()` works as well and is faster: float32 represents
+#      every integer up to $2^{24}$ exactly, enough for 1040 such products.
 
 
 # %%
 def w8a8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """Round each token by its own scale, multiply whole numbers, rescale.
+    """Round each token by its own scale, multiply integers, rescale.
 
     x:       [tokens, in] float32
-    codes:   [out, in] int8 and scale: [out] float32, a weight as quantise_rows keeps it
+    codes:   [out, in] int8 and scale: [out] float32, a weight as quantise_rows returns it
     returns: [tokens, out] float32
 
     Example: x = [[1, -0.37]] becomes codes [[127, -47]] with scale 1/127. With codes = [[127, 40]], scale = [0.01]
@@ -272,7 +276,7 @@ my_w8a8 = use("l05.w8a8_linear")
 
 
 class W8A8(Int8):
-    """The same weights; activations become codes at every step."""
+    """The same weights; activations are quantised at every step."""
 
     def product(self, x):
         return my_w8a8(x, self.codes, self.scale)
@@ -289,20 +293,20 @@ claim("Rounding the activations costs several times as much KL as rounding the w
 #
 # ### Exercise 3: four bits, in groups
 #
-# With 4 bits there are 16 levels, and a single large weight makes them coarse for its whole row. So let fewer weights
-# share a scale: **[groups](glossary.md#group)** of neighbours along the input. And since a group need not be symmetric
-# around 0, place the levels between its own minimum and maximum, with a *zero point* $z$, the code that stands for 0:
+# With 4 bits there are 16 levels, and a single large weight makes them coarse for its whole row. So fewer weights share
+# a scale: **[groups](glossary.md#group)** of neighbouring weights in a row. A group need not be symmetric around 0, so
+# its levels lie between its own minimum and maximum, with a **zero point** $z$, the code that stands for 0:
 #
 # $$s = \frac{\max - \min}{15}, \qquad z = \operatorname{round}(-\min / s), \qquad
 # c = \operatorname{round}(w / s) + z \in 0 \dots 15, \qquad \hat w = (c - z)\,s$$
 #
 # 0 must be a level (a weight of zero stays zero), so a range that does not contain 0 is extended until it does. The scale
-# is *stored* in float16; divide by the stored one. This is *round to nearest*, RTN, the baseline of every paper.
+# is *stored* in float16; divide by the stored scale. This is **round to nearest** (RTN), the baseline of every paper.
 
 
 # %%
 def quantise_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """16 levels; each group_size neighbours of a row share a scale and a zero point.
+    """Quantise to 16 levels; every group_size neighbours in a row share a scale and a zero point.
 
     weight:  [out, in] float32; in is a multiple of group_size
     returns: codes [out, in] uint8, each 0 … 15; scale [out, groups] float16, 1 where it would be 0;
@@ -336,7 +340,7 @@ def restored(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 class Int4(Replacement):
-    """Your groups. Codes lie one to a byte here and would lie two to a byte in a file; four bits are counted."""
+    """Your groups. Here each code takes a byte; in a file two would share a byte, so four bits are counted."""
 
     group_size = GROUP
 
@@ -370,21 +374,21 @@ claim(
 
 # %% [markdown]
 # Why so much? Steps are 16 times as wide, errors 16 times as large, and KL grows with the *square* of the error:
-# $16^2 = 256$. Groups and zero points win a part of that back. Every further method must do better than smaller groups
+# $16^2 = 256$. Groups and zero points win back a part of that. Every further method must do better than smaller groups
 # do at the same number of bits.
 #
 # ### Exercise 4: AWQ
 #
 # RTN treats all weights alike. But a weight's error is multiplied by the activation, and some input channels
-# are much larger than others. *Activation-aware weight quantisation* makes the important columns of $W$ larger before
-# rounding, and $x$ smaller by the same factor:
+# are much larger than others. **Activation-aware weight quantisation** (AWQ) makes the important columns of $W$ larger
+# before rounding, and $x$ smaller by the same factors:
 #
 # $$W x = (W \operatorname{diag}(s))\,(x / s) \quad\text{exactly}, \qquad
 # \text{after rounding the error of column } j \text{ is divided by } s_j$$
 #
 # as long as the column does not extend the range of its group. Which $s$? AWQ tries $s_j = (\operatorname{mean}_t |x_{tj}|)^a$ for
 # several $a$, and keeps the one whose outputs on a sample of inputs are nearest to the original's. $a = 0$ is plain
-# rounding, so on that sample it never does worse.
+# rounding, so on that sample AWQ is never worse.
 
 # %%
 from collections.abc import Callable, Sequence
@@ -393,11 +397,11 @@ from collections.abc import Callable, Sequence
 def awq_scale(
     weight: Tensor, x: Tensor, rounded: Callable[[Tensor], Tensor], exponents: Sequence[float]
 ) -> tuple[float, Tensor]:
-    """The exponent a, and s = mean|x|^a per input channel, with the least ‖Q(W s)(x / s) − W x‖².
+    """Return the exponent a, and s = mean|x|^a per input channel, with the least ‖Q(W s)(x / s) − W x‖².
 
     weight:    [out, in] float32
     x:         [tokens, in] float32, a sample of the layer's inputs
-    rounded:   Q: takes [out, in], returns it as quantising leaves it
+    rounded:   the function Q: quantises a matrix [out, in] and dequantises it again
     exponents: the values of a to try
     returns:   the best a, and its s [in] (at least 1e-4, for channels that are never active)
 
@@ -419,7 +423,7 @@ def awq_scale(
 check("l05.awq_scale")
 
 # %% [markdown]
-# The sample comes from *calibration* text: held-out code that quality is not measured on. No source file is in both.
+# The sample comes from **calibration** text: held-out code on which quality is not measured. No source file is in both.
 
 # %%
 my_awq = use("l05.awq_scale")
@@ -435,7 +439,7 @@ chosen = {}  # layer → (a, s), so that each is searched for once
 
 
 class Awq(Int4):
-    """Your search, your groups. The layer keeps 1/s and multiplies its input by it."""
+    """Your search and your groups. The layer stores 1/s and multiplies its input by it."""
 
     def keep(self, weight):
         if self.name not in chosen:
@@ -465,14 +469,14 @@ claim(
 # %% [markdown]
 # ### Exercise 5: dense and sparse
 #
-# The other way to deal with a few large weights: do not round them at all. *SqueezeLLM* keeps the largest half percent
-# in a sparse matrix, exactly, and rounds the rest, whose ranges are now narrow. The price is 16 bits for the value and
-# 16 for its column: $0.5\% \cdot 32 = 0.16$ bits per weight.
+# Another way to deal with a few large weights is not to round them at all. *SqueezeLLM* stores the largest half percent
+# exactly in a sparse matrix and rounds the rest, whose ranges are now narrow. This costs 16 bits for each value and 16
+# for its column: $0.5\% \cdot 32 = 0.16$ bits per weight.
 
 
 # %%
 def split_outliers(weight: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Set the int(share · numel) weights of the largest magnitude apart.
+    """Separate the int(share · numel) weights of the largest magnitude from the others.
 
     weight:  [out, in] float32
     returns: dense and sparse, both [out, in]: dense has 0 in the places of the outliers, sparse has 0 everywhere else
@@ -495,7 +499,7 @@ my_split = use("l05.split_outliers")
 
 
 class DenseSparse(Int4):
-    """Half a percent exactly (in float16), the rest in your groups."""
+    """Half a percent of the weights in float16, the rest in your groups."""
 
     def keep(self, weight):
         dense, sparse = my_split(weight, 0.005)
@@ -512,23 +516,23 @@ class DenseSparse(Int4):
 row("dense + sparse, yours", DenseSparse)
 
 # %% [markdown]
-# ### The engine's own
+# ### The engine's versions
 #
-# Two ideas are missing in yours. The engine's AWQ also **clips**: it tries narrower ranges for each group, which clips
-# the largest weights and makes all steps finer. Below, your scales get its clipping. And SqueezeLLM replaces equal
-# steps by a **codebook** of 16 values per row, found by k-means in which each weight is weighted by its squared
-# gradient. (Gradients of four texts only, to be quick.)
+# Your versions lack two ideas. The engine's AWQ also **clips**: it tries narrower ranges for each group, which clips
+# the largest weights and makes all steps finer. Below, its clipping is applied with your scales. And SqueezeLLM
+# replaces equal steps by a **codebook** of 16 values per row, found by k-means in which each weight is weighted by its
+# squared gradient. (Gradients of four texts only, to be quick.)
 
 # %%
-from minillm.quantization.model import linear_bytes as bytes_of
-from minillm.quantization.model import quantize_model
+from minillm.models.quantize import linear_bytes as bytes_of
+from minillm.models.quantize import quantize_model
 from minillm.quantization.schemes import make_scheme
 
 engine_awq = make_scheme("awq")
 
 
 class AwqClipped(Replacement):
-    """Your scales, and then the range of each group as narrow as the engine finds best."""
+    """Your scales, with the range of each group clipped as the engine finds best."""
 
     def keep(self, weight):
         inputs = calibration.layers[self.name].inputs
@@ -551,15 +555,16 @@ show("SqueezeLLM, engine", 8 * sum(bytes_of(model).values()) / num_weights, foun
 plain, g64 = table["INT4, groups of 128"], table["INT4, groups of 64"]
 awq, sparse, squeeze = (table[name] for name in ("AWQ, clipped", "dense + sparse, yours", "SqueezeLLM, engine"))
 print(
-    f"of the KL of INT4 in groups of 128, AWQ takes off {1 - awq[1] / plain[1]:.0%}, the sparse part {1 - sparse[1] / plain[1]:.0%}"
+    f"of the KL of INT4 in groups of 128, AWQ removes {1 - awq[1] / plain[1]:.0%}, "
+    f"the sparse part {1 - sparse[1] / plain[1]:.0%}"
 )
 claim(
-    "AWQ takes off less than a quarter, and hardly adds bits.",
+    "AWQ removes less than a quarter of that KL, and adds hardly any bits.",
     0 < 1 - awq[1] / plain[1] < 0.25 and awq[0] < plain[0] + 0.1,
     of_model=True,
 )
 claim(
-    "The sparse part takes off less than a third, and costs more bits than groups of 64.",
+    "The sparse part removes less than a third of it, and costs more bits than groups of 64.",
     0 < 1 - sparse[1] / plain[1] < 0.33 and sparse[0] > g64[0],
     of_model=True,
 )
@@ -594,21 +599,21 @@ LineChart(
 )
 
 # %% [markdown]
-# * **INT8 costs almost nothing.** At 4 bits the KL is more than a hundred times larger, and still bits per byte hardly
-#   move.
+# * **INT8 costs almost nothing.** At 4 bits the KL is more than a hundred times larger, and bits per byte still hardly
+#   change.
 # * **Groups are hard to beat here.** AWQ, with the engine's clipping, gains a little for hardly any bits. The sparse part
 #   gains more, but costs more bits than groups of 64, which do about as well. (Where each row has so few
 #   [outliers](glossary.md#outlier), the list of row starts costs half as much as the outliers themselves.)
 # * **SqueezeLLM loses on narrow layers.** Sixteen values of two bytes per row are 0.67 bits per weight when a row has 384
-#   weights. At 4096, the width of a 7B model, they are 0.06, and the sum is 4.2 bits instead of 4.8.
+#   weights. At 4096, the width of a 7B model, they are 0.06, and the total is 4.2 bits instead of 4.8.
 #
 # The papers report larger gains, on models of billions of weights (quoted). Why not here? AWQ gains where some input
-# channels are much larger than others. Look for them, and for the layers where the errors are:
+# channels are much larger than others. Look for such channels, and for the layers where the errors are:
 
 # %%
 KINDS = {"INT8": Int8, "W8A8": W8A8, "INT4": Int4, "AWQ": Awq, "sparse": DenseSparse}
 errors = {}
-print("mean |x| of the strongest input channel over the median one, by layer; AWQ needs this to be large")
+print("mean |x| of the strongest input channel divided by that of the median one, by layer; AWQ needs this to be large")
 for part in dict.fromkeys(name.split(".")[-1] for name in original):
     names = [name for name in original if name.endswith(part)]
     size = [calibration.layers[name].inputs.abs().mean(0) for name in names]
@@ -651,11 +656,11 @@ LineChart(
 # to round as the others (column INT8). INT8 activations fail first where one number of a token is much larger than the
 # rest.
 #
-# ### The outlier channel, made by hand
+# ### An artificial outlier channel
 #
 # Large models have input channels that are 20 to 100 times larger than the others, the same ones for every token (quoted
 # from the LLM.int8() and SmoothQuant papers). Build a layer with one. SmoothQuant uses AWQ's algebra with another aim:
-# divide the channel of $x$ by $s_j$, and multiply the column of $W$ by it, until both ranges are balanced:
+# divide the channel of $x$ by $s_j$, and multiply the column of $W$ by it, so that both ranges are balanced:
 # $s_j = \sqrt{\max|x_j| / \max|W_j|}$.
 
 # %%
@@ -700,7 +705,7 @@ claim("With an outlier channel, AWQ removes more than half of INT4's error.", wi
 # ### Why the embedding comes last
 #
 # The embedding (the table of token vectors) is an eighth of the model's weights here, and none of your schemes touched it.
-# Round it, and nothing else:
+# Round only this table:
 
 # %%
 install(None)
@@ -720,20 +725,21 @@ for label, linears in (("INT8", "INT8, yours"), ("INT4", "INT4, groups of 128"))
     per_weight = (alone / vectors.numel()) / (table[linears][1] / num_weights)
     factors.append(per_weight)
     print(
-        f"{label}: KL {1000 * alone:5.2g} from the embedding alone, {1000 * table[linears][1]:5.2g} from all linears; per weight {per_weight:.0f} times as much"
+        f"{label}: KL {1000 * alone:5.2g} from the embedding alone, {1000 * table[linears][1]:5.2g} from all linear "
+        f"layers; per weight {per_weight:.0f} times as much"
     )
 
 claim(
-    "Per weight, rounding the embedding costs about two to three times as much KL as rounding the linears.",
+    "Per weight, rounding the embedding costs about two to three times as much KL as rounding the linear layers.",
     all(1.4 < factor < 4 for factor in factors),
     of_model=True,
 )
 
 # %% [markdown]
-# Per weight it costs more than a linear does, because this one matrix is both the first and the last: an error there goes
-# straight into every logit, and no later layer can absorb it. And rounding it saves less: looking up a token reads *one
-# row*, not the table. Only the logits read all of it. In a model of 7B weights it is 2 to 4% of the bytes, so most systems
-# leave it in 16 bits, or use 6 to 8. In a small model it is more, and at 8 bits its cost is small: with
+# Per weight it costs more than a linear layer does, because this matrix is both the first and the last: an error there
+# goes straight into every logit, and no later layer can absorb it. And rounding it saves less: looking up a token reads
+# *one row*, not the table. Only the logits read all of it. In a model of 7B weights it is 2 to 4% of the bytes, so most
+# systems leave it in 16 bits, or use 6 to 8. In a small model it is more, and at 8 bits its cost is small: with
 # `quantization="int8"` or `"w8a8"` the engine computes logits from a copy in INT8, and looks tokens up in the original
 # table. With INT4 it leaves both alone.
 #
@@ -748,7 +754,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class BytesMoved(TorchDispatchMode):
-    """Adds up what operations read and write. Views move nothing."""
+    """Counts bytes that operations read and write. Views move nothing."""
 
     total = 0
 
@@ -774,8 +780,8 @@ claim("Fewer bits in memory, and more bytes moved.", moved["float32"] < moved["I
 
 # %% [markdown]
 # **Dequantising at every step moves more bytes than float32 did.** The codes are read once; then they become floats, which
-# are written and read again. Now in time: the engine's own schemes in plain PyTorch, one decode step of one request and
-# of 32.
+# are written and read again. Now measure the time: the engine's own schemes in plain PyTorch, one decode step of one
+# request and of 32.
 
 # %% tags=["nbval-ignore-output"]
 import statistics
@@ -800,7 +806,7 @@ def step_seconds(engine: LLM, batch: int) -> float:
 
 
 def against_float32(engine: LLM) -> dict[int, float]:
-    """For each batch, how many times as long its step takes as that in float32; taken in turn, after a warm-up."""
+    """For each batch size, the time of a step as a multiple of float32's; measured alternately, after a warm-up."""
     step_seconds(engine, 1)
     ratios = {1: [], 32: []}
     for _ in range(3):
@@ -809,7 +815,7 @@ def against_float32(engine: LLM) -> dict[int, float]:
     return {batch: statistics.median(found) for batch, found in ratios.items()}
 
 
-print("times as long as the step in float32 (measured here; bytes are of the decoder's linears)")
+print("times as long as the step in float32 (measured here; bytes are of the decoder's linear layers)")
 print("          bytes   batch 1   batch 32\nfloat32    1.00       1.0        1.0")
 slower = {}
 for scheme in ("int8", "w8a8", "int4"):
@@ -832,18 +838,19 @@ claim(
 )
 
 # %% [markdown]
-# A quarter and an eighth of the bytes, and **slower**. What INT8 and INT4 weights give in plain PyTorch is *room*: a model
+# A quarter or an eighth of the bytes, and **slower**. In plain PyTorch, INT8 and INT4 weights save *memory*: a model
 # that did not fit in memory fits. The speed comes from kernels that read the codes and dequantise them in registers, so
 # that the bytes moved are the bytes stored. Lessons 8 and 9 write such kernels, and the engine's compiled step has them
 # for the CPU (lesson 15).
 #
-# W8A8 is the one that differs: its product reads codes, where the processor has instructions for that. Then it can be as
-# fast as float32 even here, or faster, but far from four times: rounding the activations is extra work, and in a model
-# this small the overhead of each call costs more than its bytes. (On a processor without such instructions the engine
-# computes the exact product in floats, and is slower.)
+# W8A8 differs: its product reads the codes, if the processor has instructions for that. Then it can be as fast as
+# float32 even here, or faster, but not nearly four times as fast: rounding the activations is extra work, and in a
+# model this small the overhead of each call costs more than its bytes. (On a processor without such instructions the
+# engine computes the exact product in floats, and is slower.)
 #
-# With such kernels, where would it win? *Modelled*: time is bytes over bandwidth or operations over rate, whichever is
-# longer, with the numbers from an H100's data sheet (*quoted*: 3.35 TB/s, 989 T operations a second in bf16, 1979 in INT8).
+# With such kernels, where would quantised weights win? The chart is *modelled*: time is bytes divided by bandwidth or
+# operations divided by rate, whichever is longer, with the numbers from an H100's data sheet (*quoted*: 3.35 TB/s, 989
+# T operations a second in bf16, 1979 in INT8).
 
 # %% tags=["expected"] alt="Modelled speed-up over bf16 weights against batch size on an H100: INT4 weights start at nearly 4 and fall from about 75 tokens on, reaching 1 at about 300; INT8 weights with bf16 products start at 2, fall from about 150 on and reach 1 at about 300; W8A8 is 2 at every batch."
 BANDWIDTH, BF16, INT8_RATE = 3.35e12, 989e12, 1979e12
@@ -876,14 +883,14 @@ LineChart(
 #   unpacking costs. Prefill is such a step. Only W8A8 still gains there, if the hardware multiplies INT8 faster.
 # * *Tiny models.* Their weights fit into a processor's cache, and their steps are mostly overhead.
 # * *Outlier activations*, for W8A8.
-# * *Exactness.* Speculative decoding and caching keep the model's distribution; this changes the model.
+# * *Exactness.* Speculative decoding and caching keep the model's distribution; quantisation changes the model.
 #
 # ## Break it
 #
-# Nine mistakes. Four checks look at each: `half a step`: is $|W - \hat W| \le s/2$ in a real layer? `zeros`: is a layer
-# with a row of zeros, and a token of zeros, all finite? `alone`: does a token get the same answer alone as beside a
-# token that is a hundred times as large? `KL`: how many times that of the right version, on the text above? **Guess
-# first:** which would you never find by reading the model's text?
+# Here are nine mistakes, and each gets four checks. `half a step`: is $|W - \hat W| \le s/2$ in a real layer? `zeros`:
+# is the output finite for a layer with a row of zeros, and for a token of zeros? `alone`: does a token get the same
+# output alone as beside a token that is a hundred times as large? `KL`: how many times the KL of the right version, on
+# the text above? **Guess first:** which mistakes would you never find by reading the model's text?
 
 
 # %%
@@ -896,7 +903,7 @@ class Int8PerTensor(Int8):
 
 
 class Int8Levels128(Int8):
-    """s = amax / 128, and the code 128 is cut to 127."""
+    """s = amax / 128, and the code 128 is clamped to 127."""
 
     def keep(self, weight):
         self.scale = (weight.abs().amax(1) / 128).clamp_min(1e-30)
@@ -928,7 +935,7 @@ class OneTokenScale(W8A8):
 
 
 class Int8Sum(W8A8):
-    """Adds up in int8: what does not fit wraps around."""
+    """Accumulates in int8: a sum that does not fit wraps around."""
 
     def product(self, x):
         x_codes, x_scale = my_rows(x)
@@ -1021,19 +1028,19 @@ print(
 several = [grown[name] for name in ("Int8PerTensor", "Int8Truncates", "OneTokenScale", "AwqForgetsX", "OutliersTwice")]
 silent = [grown[name] for name in ("Int8Levels128", "ZeroScale", "AwqInverted")]
 claim(
-    "One mistake ruins the model, five cost at least twice the KL.",
+    "One mistake ruins the model, five at least double the KL.",
     grown["Int8Sum"] > 1000 and min(several) > 2,
     of_model=True,
 )
-claim("Three mistakes cannot be told from the right version by KL.", max(silent) < 1.3, of_model=True)
-claim("AwqInverted shows on a layer with an outlier channel.", upside_down > 2 * with_outlier[3])
+claim("KL does not distinguish three mistakes from the right version.", max(silent) < 1.3, of_model=True)
+claim("AwqInverted is visible on a layer with an outlier channel.", upside_down > 2 * with_outlier[3])
 
 # %% [markdown]
-# `Int8Sum` ruins the text. `AwqForgetsX` and `OutliersTwice` multiply a KL that was large already, and a careful reader may
-# notice. Three others multiply the tiny KL of INT8 and W8A8, and nobody sees that in a text. The last three (the code that
-# is clipped, the token of zeros, the inverted scales in a model without outlier channels) are as good as the right ones
-# on ordinary text. So test the *parts*: the bound of half a step, rows and tokens of zeros, a token alone and beside
-# others, and a layer built to have an outlier channel.
+# `Int8Sum` ruins the text. `AwqForgetsX` and `OutliersTwice` multiply a KL that was large already, and a careful reader
+# may notice. Three others multiply the tiny KL of INT8 and W8A8, which is invisible in a text. The last three (the code
+# that is clipped, the token of zeros, the inverted scales in a model without outlier channels) are as good as the right
+# ones on ordinary text. So test the *parts*: the bound of half a step, rows and tokens of zeros, a token alone and
+# beside others, and a layer built to have an outlier channel.
 #
 # ## In the field
 #
@@ -1049,9 +1056,9 @@ claim("AwqInverted shows on a layer with an outlier channel.", upside_down > 2 *
 # *Marlin* is a kernel for 4-bit weights with 16-bit activations. Its authors report nearly four times float16's speed up to
 # batches of 16 to 32, and less beyond (quoted, not measured here): the first line of the chart above in practice.
 #
-# **Claims, and what is so.**
+# **Claims, checked.**
 #
-# | claim | what is so | tested where |
+# | claim | what holds | tested where |
 # |---|---|---|
 # | INT8 is 2× and INT4 4× smaller than 16 bits | 1.98× and 3.85× with scales and zero points, here; and the embedding stays | exercises 1 and 3 |
 # | "no quality loss" | INT8: a KL below 0.0004, and at most a few texts of twelve change. INT4: more than a hundred times the KL | exercises 1 and 3 |
@@ -1066,11 +1073,11 @@ claim("AwqInverted shows on a layer with an outlier channel.", upside_down > 2 *
 #
 # 1. One scale per output row can be multiplied in after the sum, so INT8 weights cost one product per output and almost no
 #    quality.
-# 2. W8A8 also rounds each token by its own scale and multiplies whole numbers; one large activation makes the steps
+# 2. W8A8 also rounds each token by its own scale and multiplies integers; one large activation makes the steps
 #    coarse for its whole token.
-# 3. At 4 bits the steps are 16 times as wide: groups, scaled channels, sparse outliers and codebooks each win a part back,
-#    for bits. Count the bits, and look for outlier channels before you choose a method against them.
+# 3. At 4 bits the steps are 16 times as wide: groups, scaled channels, sparse outliers and codebooks each win back a
+#    part and cost bits. Count the bits, and look for outlier channels before you choose a method against them.
 # 4. Fewer bytes save time only if the kernel reads the codes, and only while bytes are the limit.
-# 5. Models forgive wrong rounding. Test the bound, the zeros and the neighbours, not the text.
+# 5. Models tolerate wrong rounding. Test the bound, zeros, and a token beside others, not the text.
 #
 # **Next:** lesson 6 stores the keys and values of many texts in blocks, like the pages of a computer's memory.

@@ -9,17 +9,18 @@
 # %% [markdown]
 # # 7. Continuous batching
 #
-# **Question.** *Thirty-two users, one model, answers of every length: who runs in the next step?*
+# **Question.** *Thirty-two requests with completions of every length share one model. Which of them run in the next
+# step?*
 #
 # Lesson 3 found that a step reads all weights once, whether one request uses them or eight. So a server runs many
-# requests together: a *[batch](glossary.md#batch)*. The obvious way is to collect eight requests, run them until all
-# are done, and take the next eight: *static* batching. Deep learning has always batched like this. For text it wastes
-# most of the machine, because eight answers never end together.
+# requests together, as a **[batch](glossary.md#batch)**. The obvious way is to collect eight requests, run them until
+# all are done, and take the next eight: **static batching**. Deep learning has always batched like this. For text it
+# wastes most of the machine, because eight completions never end together.
 #
-# *[Continuous](glossary.md#continuous-batching)* batching decides again **before every step**. A request that is done
-# leaves at once, and a waiting one takes its seat. A long prompt is computed in pieces, beside the other requests. When
-# memory runs out, a request is put back in the queue. The part of an engine that decides this is the *scheduler*. You
-# build its four decisions, they run in the real engine, and you watch who runs when.
+# **[Continuous batching](glossary.md#continuous-batching)** decides before every step which requests run. A request
+# that is done leaves at once, and a waiting one takes its seat. A long prompt is computed in pieces, in the same steps
+# as other requests. When memory runs out, a request is put back into the queue. The part of an engine that decides this
+# is the **scheduler**. You build its three decisions, run them in the real engine, and watch which request runs when.
 #
 # You need lesson 6 ([blocks](glossary.md#block) and the pool). Everything runs on a laptop's CPU. The engine runs each
 # step as one [compiled function](glossary.md#compiled-step), as it does by default on a CPU (lesson 15 looks into it).
@@ -31,8 +32,8 @@ import os
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.bench.prompts import held_out_prompts
-from minillm.step_metrics import step_metrics
+from minillm.models.held_out import held_out_prompts
+from minillm.trace.step_metrics import step_metrics
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.teaching.exercises.l07_continuous_batching import heavy_tailed_lengths
 from minillm.teaching.workshop.l07_serving import newcomer, serve, serve_traced, starts_and_ends
@@ -51,25 +52,27 @@ prompts = [p.prompt for p in held_out_prompts(80) if len(p.prompt) < 260][:32]
 params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
 print(f"{len(lengths)} requests; output lengths: {', '.join(map(str, lengths))}")
 print(
-    f"{sum(lengths)} tokens in all; half of the requests want at most {sorted(lengths)[15]}, the longest {max(lengths)}"
+    f"{sum(lengths)} tokens in all; half of the completions have at most {sorted(lengths)[15]}, the longest {max(lengths)}"
 )
-claim("The longest answer is more than ten times as long as the middle one.", max(lengths) > 10 * sorted(lengths)[15])
+claim(
+    "The longest completion is more than ten times as long as the median one.", max(lengths) > 10 * sorted(lengths)[15]
+)
 
 # %% [markdown]
 # ## The question, in numbers
 #
-# Those lengths are *heavy-tailed*: most are short, a few very long. Real traffic looks like that, and no length is known
-# before the answer has ended.
+# These lengths are **heavy-tailed**: most are short, a few very long. Real traffic looks like that, and no length is
+# known before the completion has ended.
 #
-# The engine has eight seats: at most eight requests run in one step. If every seat were busy in every step, the work
-# would take `tokens / 8` steps. The share of seats that are busy is the **slot utilisation**; everything below is about
-# that number.
+# The engine has eight **seats**: at most eight requests run in one step (`max_num_seqs`). If every seat were busy in
+# every step, the work would take `tokens / 8` steps. The share of seats that are busy is the **slot utilisation** (a
+# slot of the batch is a seat, not a slot of the cache). Everything below is about that number.
 #
 # ## Predict
 #
 # 1. *Static* batching: batches of eight in the order given, each as long as its longest request. What is the slot
 #    utilisation, in percent?
-# 2. Deciding before every step: how many times fewer steps for the same 32 requests?
+# 2. *Continuous* batching: how many times fewer steps does it need for the same 32 requests?
 # 3. On your machine: how many times longer does a decode step of 16 requests take than a step of one?
 
 # %%
@@ -82,13 +85,13 @@ predict("l07.step16", None, unit="times longer")
 #
 # ### Exercise 1: steps of static batching
 #
-# Count the steps of static batching. Count one step per output token, and leave the prompts out. (The run below has
-# them in, and they change nothing: the last step of a prompt gives the first output token.)
+# Count the steps of static batching: one step per output token, without the prompts. (The run below computes the
+# prompts, too. That does not change the count: the last step of a prompt gives the first output token.)
 
 
 # %%
 def static_steps(lengths: list[int], batch_size: int) -> int:
-    """Steps until all are done: batches of batch_size in the order given, nobody joins a running batch.
+    """Return the steps until all are done, in batches of batch_size in the order given; none joins a running batch.
 
     lengths: output tokens of each request
 
@@ -111,30 +114,30 @@ busy_share = {size: sum(lengths) / (size * count_static(lengths, size)) for size
 print("slot utilisation by batch size:", ", ".join(f"{size}: {share:.0%}" for size, share in busy_share.items()))
 claim("About two seats of three are empty.", 0.6 < 1 - busy_share[8] < 0.73)
 claim(
-    "The larger the batch, the more seats are empty.",
+    "The larger the batch, the larger the share of empty seats.",
     sorted(busy_share.values(), reverse=True) == [*busy_share.values()],
 )
 
 # %% [markdown]
-# The empty seats belong to requests that are done and wait for the longest of their batch. Larger batches make it
-# worse: the longest of 32 is longer than the longest of 8.
+# The empty seats belong to requests that are done, while the longest request of their batch still runs. Larger batches
+# make it worse: the longest of 32 is longer than the longest of 8.
 #
 # ### Exercise 2: share the budget of a step
 #
-# A step may compute a limited number of tokens: the *[budget](glossary.md#token-budget)* (vLLM's
+# A step may compute a limited number of tokens, the **[token budget](glossary.md#token-budget)** (vLLM's
 # `max_num_batched_tokens`). A decoding request needs one token of it. A request whose prompt is not computed yet could
-# use hundreds. If it takes all, every other request stands still, and users see their text stop. If it gets nothing,
-# its own user waits forever.
+# use hundreds. If it takes the whole budget, every other request stalls, and users see their text stop. If it gets
+# nothing, its own user waits forever.
 #
-# So prompts are computed in **[chunks](glossary.md#chunked-prefill)**: the most urgent request takes what it can use,
-# but leaves at least one token to every request behind it.
+# So prompts are computed in **[chunks](glossary.md#chunked-prefill)**, over several steps. The most urgent request
+# takes as many tokens as it can use, but leaves at least one token for every request behind it.
 
 
 # %%
 def share_budget(wanted: list[int], budget: int) -> list[int]:
-    """Tokens that each running request computes in this step; everybody gets at least one.
+    """Return the tokens that each running request computes in this step; each gets at least one.
 
-    wanted: tokens that each could compute now, most urgent first: 1 while it decodes, the rest of its prompt before
+    wanted: tokens that each could compute now, most urgent first: the rest of its prompt, or 1 once it decodes
     budget: tokens of the step; at least len(wanted)
 
     Example: share_budget([100, 1, 1], 8) is [6, 1, 1].
@@ -156,22 +159,22 @@ check("l07.share_budget")
 #
 # What is left of the budget goes to the waiting requests. Three things can run out: seats, tokens and blocks.
 #
-# * Blocks are required for **all** of a request's tokens, though only a chunk is computed now. Otherwise the request is
-#   admitted, finds no room for its second chunk, and is preempted with its work undone.
-# * The first in line that cannot be admitted **holds up those behind it**. Letting a short one overtake looks clever:
-#   it fills an empty seat. But short ones keep coming, and the long one never finds enough free blocks.
+# * A request is admitted only if blocks are free for **all** of its tokens, though only a chunk is computed now.
+#   Otherwise it is admitted, finds no blocks for its second chunk, is preempted, and its work is lost.
+# * The first request in the queue that cannot be admitted **blocks those behind it**. Letting a short one overtake
+#   would fill an empty seat. But short requests keep arriving, and the long one would never find enough free blocks.
 
 
 # %%
 def admit(waiting: list[int], budget: int, seats: int, free_blocks: int, block_size: int) -> list[int]:
-    """Tokens that the first waiting requests compute in this step: one number for each that is admitted.
+    """Return the tokens that each admitted request computes in this step, for the first requests in the queue.
 
-    waiting:     tokens each has to compute, first in line first
+    waiting:     tokens that each request has to compute, in the order of the queue
     budget:      tokens left of this step
     seats:       how many more requests may run
     free_blocks: blocks of block_size tokens in the pool; a request is admitted only if all its tokens would fit
 
-    Example: admit([40, 3], budget=16, seats=8, free_blocks=16, block_size=4) is [16]: a first chunk, and nothing is left.
+    Example: admit([40, 3], budget=16, seats=8, free_blocks=16, block_size=4) is [16]: a chunk, and no budget is left.
     """
     ### BEGIN SOLUTION
     shares = []
@@ -192,17 +195,18 @@ check("l07.admit")
 # %% [markdown]
 # ### Exercise 4: who is preempted
 #
-# Requests grow while they run. Admission made room for the tokens a request had when it came, not for all that it will
-# write. When a running request needs a block and none is free, one request loses all of its blocks:
-# *[preemption](glossary.md#preempt)*. Its tokens are kept; its keys and values are not. When its turn comes again, they
-# are recomputed like a long prompt. Nothing is lost but time. Which request should it be?
+# Requests grow while they run. Admission checked the blocks for the tokens that a request had then, not for all that it
+# will generate. When a running request needs a block and none is free, one request is
+# **[preempted](glossary.md#preempt)**: it loses all of its blocks and returns to the queue. Its tokens are kept; its
+# keys and values are not. When it is admitted again, they are recomputed like those of a long prompt. Only time is
+# lost. Which request should it be?
 
 
 # %%
 def choose_victim(running: list[tuple[int, int]]) -> int:
-    """Index of the request that loses its blocks: the least urgent.
+    """Return the index of the request that is preempted: the least urgent.
 
-    running: (priority, number of arrival) of each; a lower priority number is more urgent, then who came first
+    running: (priority, arrival number) of each; a lower priority number is more urgent, then a lower arrival number
 
     Example: choose_victim([(5, 0), (0, 1), (0, 2)]) is 0.
     """
@@ -217,9 +221,9 @@ check("l07.choose_victim")
 # %% [markdown]
 # ## See
 #
-# The engine's scheduler is a class (`scheduler_cls`), and this is a complete one, made of your decisions. It inherits the
-# two queues, `_extend` (give a request the blocks for its next tokens; false if there are too few) and `_preempt` (take
-# all its blocks back and put it in line again).
+# The engine's scheduler is a class (`scheduler_cls`), and this is a complete one, with your decisions. It inherits the
+# two queues, `_extend` (give a request the blocks for its next tokens; false if too few are free) and `_preempt` (free
+# all blocks of a request and put it back into the queue).
 
 # %%
 from minillm.engine.scheduler import Scheduled, Scheduler
@@ -250,9 +254,9 @@ class MyScheduler(Scheduler):
         return scheduled, self.config.max_num_batched_tokens - sum(item.num_tokens for item in scheduled), preempted
 
     def _schedule_waiting(self, scheduled, budget):
-        line, seats = list(self.waiting), self.config.max_num_seqs - len(self.running)
-        shares = my_admit([r.num_tokens for r in line], budget, seats, self.pool.num_free, self.pool.block_size)
-        for request, share in zip(line, shares, strict=False):
+        queue, seats = list(self.waiting), self.config.max_num_seqs - len(self.running)
+        shares = my_admit([r.num_tokens for r in queue], budget, seats, self.pool.num_free, self.pool.block_size)
+        for request, share in zip(queue, shares, strict=False):
             self._extend(request, 0, share)
             self.running.append(request)
             self.waiting.remove(request)
@@ -260,23 +264,23 @@ class MyScheduler(Scheduler):
 
 
 # %% [markdown]
-# Twelve users arrive, one every two steps, at an engine with four seats.
+# Twelve requests arrive, one every two steps, at an engine with four seats.
 
 # %%
-LLM(NAME, **WHOLE).generate("x = ", SamplingParams(max_tokens=2), use_tqdm=False)  # compiles the step, if it has to
+LLM(NAME, **WHOLE).generate("x = ", SamplingParams(max_tokens=2), use_tqdm=False)  # compiles the step if needed
 small = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_kv_blocks": 128}
 mine = LLM(NAME, scheduler_cls=MyScheduler, **small, **WHOLE)
 few = [SamplingParams(temperature=0, max_tokens=max(4, n // 2), ignore_eos=True) for n in lengths[10:22]]
 
 # %% [markdown]
-# Rows are requests, columns are steps. Watch a seat change hands: where one row ends, another begins.
+# Rows are requests, columns are steps. Watch how seats are reused: where one row ends, another begins.
 
 # %% tags=["expected"] alt="Timeline: one row per request, one column per step. Prefill chunks, decode steps, waiting and the end of each request are told apart by pattern; below, how many seats each step used."
 with mine.trace() as trace, LiveView(TimelineView(trace), seconds=10):
     requests = serve(mine, prompts[:12], few, every=2)
 
 # %%
-mine = None  # let go of it: each engine holds its own copy of the weights
+mine = None  # free it: each engine holds its own copy of the weights
 alone = LLM(NAME, max_num_seqs=1, **WHOLE)
 vocabulary = alone.engine.runner.model.config.vocab_size
 expected = [
@@ -287,11 +291,11 @@ print(f"{same} of {len(requests)} requests have the same tokens as each one alon
 claim("The other requests of a step change no token.", same == len(requests))
 
 # %% [markdown]
-# (In float32, that is. In bfloat16 the last bits of a sum depend on the other requests in the batch, and may decide
+# (This holds in float32. In bfloat16 the last bits of a sum depend on the other requests in the batch, and may decide
 # between two tokens of nearly equal probability.)
 #
-# Now all 32 requests at once, and below them what static batching would have done with the same requests. The upper
-# half was run. The lower half is *modelled*, counted from the same lengths.
+# Now all 32 requests arrive at once. The upper half of the picture shows this run. The lower half is *modelled*: static
+# batching of the same requests, counted from their lengths.
 
 # %%
 alone = None
@@ -317,9 +321,9 @@ claim("Continuous batching needs a little more than half of the steps.", 1.75 < 
 # %% [markdown]
 # ### Where the tail comes from
 #
-# With every seat busy in every step it would be 75 steps. It was 128, because the queue was empty long before the last
-# request was done. Which request was the last, and could another order have helped? A free seat goes to the next in
-# line, so the steps can be counted without an engine:
+# With every seat busy in every step, the run would take 75 steps. It took 128, because the queue was empty long before
+# the last request was done. Which request was the last, and could another order have helped? A free seat goes to the
+# next request in the queue, so the steps can be counted without an engine:
 
 # %%
 spans = starts_and_ends(lengths, SEATS)
@@ -327,7 +331,7 @@ last = max(range(len(spans)), key=lambda i: spans[i][1])
 start, end = spans[last]
 print(f"the count says {end} steps, the engine ran {steps_run}")
 print(f"the last to finish: request {last + 1}, {lengths[last]} tokens, admitted at step {start}, done at step {end}")
-orders = {"as they came": lengths, "shortest first": sorted(lengths), "longest first": sorted(lengths, reverse=True)}
+orders = {"as given": lengths, "shortest first": sorted(lengths), "longest first": sorted(lengths, reverse=True)}
 needed = {name: max(end for _, end in starts_and_ends(order, SEATS)) for name, order in orders.items()}
 print("steps by order of submission:", ", ".join(f"{name} {steps}" for name, steps in needed.items()))
 claim("The count agrees with the engine.", end == steps_run)
@@ -341,15 +345,15 @@ claim("With the shortest first, it takes the most steps.", max(needed, key=neede
 # %% [markdown]
 # The last to finish had to wait for a seat until a third of the steps were over. A scheduler that starts long requests
 # first would have ended 32 steps earlier. No order can do better than the longest request: it needs one step per token.
-# But a server does not know which request will be long, so it takes them as they come. (Some servers predict the length.
-# A server that cares about the average wait and not about the end would start the *short* ones first.)
+# But a server does not know which request will be long, so it takes them in order of arrival. (Some servers predict the
+# length. A server that minimises the average wait and not the total time would start the *short* ones first.)
 #
 # ## Measure
 #
 # ### In seconds
 #
-# Steps are not seconds: a fuller step takes longer. Both ways run on the same engine, alternately. For static batching
-# it gets eight prompts, and the next eight only when all are done.
+# Steps are not seconds: a fuller step takes longer. Both methods run on the same engine, alternately. For static
+# batching the engine gets eight prompts, and the next eight only when all are done.
 
 # %% tags=["nbval-ignore-output"]
 import statistics
@@ -383,9 +387,9 @@ claim("Continuous batching takes less time.", faster > 1, measured=True)
 claim(f"It gains less in seconds than in steps ({steps_ratio:.1f} times).", faster < steps_ratio, measured=True)
 
 # %% [markdown]
-# Why less? Two thirds of the static batch were empty, and an empty seat costs nothing *in this engine*, which runs only
-# the requests that are there. What is saved is the fixed cost of a step: reading the weights, and the engine's own work
-# around them. A server that pads, so that every seat computes whether it is busy or not, saves as much time as steps.
+# Why less? Two thirds of the static batch were empty, and an empty seat costs nothing *in this engine*, which computes
+# only busy seats. What is saved is the fixed cost of a step: reading the weights, and the overhead of the engine. A
+# server that pads, so that every seat computes whether it is busy or not, saves as much time as steps.
 #
 # ### What a seat costs
 #
@@ -445,46 +449,48 @@ LineChart(
 )
 
 # %% [markdown]
-# On a GPU the first line stays nearly flat up to a hundred requests or more: decoding waits for memory there, and the
-# arithmetic of more requests is almost free (lesson 3's ridge). On a CPU the ridge comes earlier, so each further
-# request costs more. Tokens per second are what the operator pays for; the time of a step is what each user feels. A
-# larger batch gives more of the first and a worse second.
+# On a GPU the first line stays nearly flat up to a hundred requests or more: decoding is limited by memory there, and
+# the arithmetic of more requests is almost free (lesson 3's ridge). On a CPU the ridge comes earlier, so each further
+# request costs more. The operator wants many tokens per second (**throughput**); each user wants short steps
+# (**latency**). A larger batch improves throughput and worsens latency.
 #
-# ### Chunks: who waits?
+# ### Chunks: which request waits?
 #
-# Seven users are reading their answers when an eighth brings a prompt of 600 tokens. The budget decides what happens.
-# Counted, in tokens computed: the largest step that the seven sit through, and how many steps the eighth waits for its
+# Seven requests are decoding when an eighth arrives with a prompt of 600 tokens. The budget decides what happens. Two
+# things are counted: the tokens of the largest step while the seven decode, and the steps until the eighth has its
 # first token.
 
 # %%
-reading = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)] * 7
+decode_params = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)] * 7
 long_prompt = {"prompt_token_ids": [7 + i * 31 % (vocabulary - 8) for i in range(600)]}
 wide = None
 
 
-print("budget   largest step while seven read   steps until the eighth's first token   readers who ever stood still")
+print(
+    "budget   largest step while seven decode   steps until the eighth's first token   most requests left out of a step"
+)
 seen = {}
 for budget in (2048, 256, 64, 16):
     engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, num_kv_blocks=128, **WHOLE)
-    seen[budget] = newcomer(engine, prompts[:7], reading, long_prompt)
-    largest, waited, stood_still = seen[budget].largest_step, seen[budget].steps_waited, seen[budget].stood_still
-    print(f"{budget:6} {largest:31} {waited:38} {stood_still:30}")
+    seen[budget] = newcomer(engine, prompts[:7], decode_params, long_prompt)
+    largest, waited, left_out = seen[budget].largest_step, seen[budget].steps_waited, seen[budget].stood_still
+    print(f"{budget:6} {largest:33} {waited:38} {left_out:34}")
     del engine
 largest, waits = ([getattr(one, name) for one in seen.values()] for name in ("largest_step", "steps_waited"))
-claim("No reader is ever left out of a step.", not any(one.stood_still for one in seen.values()))
+claim("No decoding request is ever left out of a step.", not any(one.stood_still for one in seen.values()))
 claim("The smaller the budget, the smaller the largest step.", largest == sorted(largest, reverse=True))
 claim("The smaller the budget, the longer the eighth waits.", waits == sorted(waits))
 
 # %% [markdown]
-# With a large budget the eighth is served at once, and everyone's text stops for the length of a 600-token forward. With a
-# small one the text keeps flowing, and the eighth waits. That no reader is ever left out is your exercise 2. Servers
-# that promise a *[time per output token](glossary.md#tpot)* choose the budget by it; those that promise a *[time to
-# first token](glossary.md#ttft)* make it large.
+# With a large budget the eighth request is served at once, and the text of all others stops for the length of a
+# 600-token forward. With a small budget the others continue in short steps, and the eighth waits. Your `share_budget`
+# ensures that no decoding request is left out. Servers that promise a **[time per output token](glossary.md#tpot)**
+# choose the budget by it; those that promise a **[time to first token](glossary.md#ttft)** make it large.
 #
 # ### Preemption
 #
-# The same 32 requests, in pools of different sizes. The cost is counted in tokens whose keys and values were computed
-# twice.
+# The same 32 requests run in pools of different sizes. The cost is counted in tokens whose keys and values were
+# computed twice.
 
 # %%
 reference = [request.output_token_ids for request in crowd_requests]
@@ -508,14 +514,15 @@ claim(
 claim("The smaller the pool, the more is computed twice.", twice == sorted(set(twice)) and twice[0] == 0, of_model=True)
 
 # %% [markdown]
-# **Where continuous batching loses.** With one user there is nothing to batch. When all requests arrive together and have
-# the same length (scoring a data set, say), static batches are already full and the decisions before every step are
-# overhead. And when the pool is too small for the seats, work is done twice.
+# **Where continuous batching loses.** With one request there is nothing to batch. When all requests arrive together and
+# have the same length (scoring a data set, say), static batches are already full and the decisions before every step
+# are overhead. And when the pool is too small for the seats, work is done twice.
 #
 # ## Break it
 #
-# Five schedulers with one mistake each. Short requests arrive one after the other, with one long prompt among them, in a
-# small pool. **Guess first:** which mistakes change tokens? (Think about what a scheduler can possibly break.)
+# Here are five schedulers with one mistake each. Short requests arrive one after the other, with one long prompt among
+# them, in a small pool. **Guess first:** which mistakes change tokens? (Think about what a scheduler can possibly
+# break.)
 
 
 # %%
@@ -558,18 +565,21 @@ claim(
     of_model=True,
 )
 claim(
-    "Without asking for room there are many more preemptions.", results["NoRoomCheck"][3] > 3 * right[3], of_model=True
+    "Without the check for free blocks there are many more preemptions.",
+    results["NoRoomCheck"][3] > 3 * right[3],
+    of_model=True,
 )
 
 # %% [markdown]
-# A scheduler decides *when*, not *what*. Most of its mistakes leave every token right and show only in the waiting time of
-# some request, so a test that compares tokens does not see them. `PreemptsFirst` shows in none of these columns but the
-# number of steps. Such mistakes need tests that count: how long a request got no token, how long the unlucky one waited,
-# how much was computed twice. Only the mistake about *state* (what is in the cache) changes text.
+# A scheduler decides *when* a token is computed, not *which* token it is. Most of its mistakes leave every token right
+# and only make some request wait, so a test that compares tokens does not detect them. Of these columns,
+# `PreemptsFirst` changes only the number of steps. Such mistakes need tests that count: how long a request got no
+# token, how long it waited to start, how much was computed twice. Only the mistake about *state* (what is in the cache)
+# changes text.
 #
 # ## In the field
 #
-# | system | who decides | chunks | when memory runs dry |
+# | system | scheduling | chunks | when memory runs out |
 # |---|---|---|---|
 # | vLLM (V1) | one token budget per step, running requests first | always; `long_prefill_token_threshold` caps one prompt | preempt the last by recompute |
 # | SGLang | prefill batches are preferred; chunked prefill can be mixed in | `chunked_prefill_size` | retract running requests, lowest progress first |
@@ -577,15 +587,15 @@ claim(
 # | llama.cpp server | fixed slots (`--parallel`) that share one batch | `--ubatch-size` | slots are bounded, contexts are shifted |
 # | transformers `generate_batch` | its own continuous batching over a paged cache | by token budget | evicts and re-queues |
 #
-# **Claims, and what is so.**
+# **Claims, checked.**
 #
-# | claim | what is so | tested where |
+# | claim | what holds | tested where |
 # |---|---|---|
 # | paging and continuous batching alone give 2–3× over naive serving | for these lengths, continuous batching needs 1.9 times fewer steps than static batching, and saves less than that in seconds, because an empty seat costs little here. Without lengths, seats and machine the number says nothing | the picture of 32 requests, in seconds |
 # | "In continuous batching everyone gets faster" | tokens per second rise; each step takes longer, so a single user's text comes *slower* than alone | what a seat costs |
 # | preemption loses work | it loses time, never a token | the table of pools |
 #
-# **Papers.** Yu et al. 2022, *Orca* (scheduling by iteration). Kwon et al. 2023, *PagedAttention* (preemption by
+# **Papers.** Yu et al. 2022, *Orca* (iteration-level scheduling). Kwon et al. 2023, *PagedAttention* (preemption by
 # recompute). Agrawal et al. 2024, *Sarathi-Serve* (chunked prefill against stalls).
 #
 # ## Recap
@@ -593,9 +603,10 @@ claim(
 # 1. A static batch takes as many steps as its longest request; with heavy-tailed lengths most seats stand empty.
 # 2. Deciding before every step keeps all seats busy as long as a request waits. After that, the end depends on when the
 #    long requests were started.
-# 3. One budget is shared by decoding and pieces of prompts, so no text stops. A small budget delays first tokens, a
+# 3. One budget is shared by decoding and chunks of prompts, so no request stalls. A small budget delays first tokens, a
 #    large one makes long steps.
-# 4. Admit with room for the whole request, let none overtake, preempt the least urgent: time is lost, never tokens.
-# 5. Tests that only compare tokens do not see most scheduling mistakes. Count waits.
+# 4. Admit a request only with free blocks for all its tokens, let none overtake, preempt the least urgent: time is
+#    lost, never tokens.
+# 5. Tests that only compare tokens miss most scheduling mistakes. Count waiting times.
 #
 # **Next:** lesson 8 goes below PyTorch, to your first GPU kernels.

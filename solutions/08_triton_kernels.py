@@ -9,27 +9,27 @@
 # %% [markdown]
 # # 8. Triton, first kernels
 #
-# **Question.** *Thirteen numbers, and programs that work on eight at a time. Which program touches which number, and what
-# do the last three lanes do?*
+# **Question.** *A tensor has thirteen elements, and each program handles eight. Which program touches which element, and
+# what does the second program do with the three positions past the end?*
 #
 # Lessons 4 and 5 met the same limit. A quantised cache is smaller, but PyTorch dequantises it with several operations, and
 # each of them reads all of its input from memory and writes all of its output back. To read once and write once, you must
-# write yourself what happens between the load and the store. That is a *[kernel](glossary.md#kernel)*.
+# write everything between the load and the store yourself. That is a *[kernel](glossary.md#kernel)*.
 #
 # Triton is a language for kernels that looks like Python. You write one **[program](glossary.md#program)**; the GPU
-# runs thousands of copies of it at once. A copy knows only its number. From that number it works out which **block** of
-# the tensor is its own: it loads the block, computes, and stores. Most mistakes in kernels are mistakes in working out
-# the block.
+# runs thousands of copies of it at once. Each copy knows only its **program id**, a number. From this id it computes which
+# **block** of the tensor it handles. Then it loads the block, computes, and stores the result. Most mistakes in kernels
+# are mistakes in computing the block.
 #
 # You build four kernels of the kind that engines use: a copy of rows, softmax, [RMSNorm](glossary.md#rmsnorm), and
 # [dequantising](glossary.md#quantisation) INT8 codes. The last two then run inside the real engine.
 #
-# You need lesson 4 (codes and scales). Triton exists for Linux, so also for WSL and Colab.
+# You need lesson 4 (codes and scales). Triton exists for Linux, which includes WSL and Colab.
 #
 # **With or without a GPU.** The cells are the same. With a GPU, Triton compiles your kernels for it. Without one, Triton's
-# *interpreter* runs the programs in Python, one after the other, with NumPy arrays for blocks. It gives the same results, up
-# to the last bits, and says nothing about speed. `TRITON_INTERPRET=1` asks for it, and must be set **before Triton is
-# imported**: parts of Triton are kernels too (`tl.sum` is one), and they are made on import.
+# *interpreter* runs the programs in Python, one after the other, with NumPy arrays for blocks. Its results are the same up
+# to the last bits; its times say nothing about a GPU. `TRITON_INTERPRET=1` switches it on. Set it **before Triton is
+# imported**: some of Triton's own functions are kernels too (`tl.sum` is one), and they are created on import.
 
 # %%
 import os
@@ -47,7 +47,7 @@ import triton.language as tl
 from minillm import LLM, SamplingParams
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.viz.charts import Axis, LineChart, Series
-from minillm.viz.kernel_tiles import touched
+from minillm.viz.tensors.kernel_tiles import touched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
@@ -61,11 +61,12 @@ print("kernels are", "compiled for the GPU" if DEVICE == "cuda" else "interprete
 #
 # Write a number for each before you measure.
 #
-# 1. A row of 384 numbers, one program per row, and a block must be a power of two. What percentage of the lanes is idle?
-# 2. A softmax made of five PyTorch operations (maximum, difference, exponential, sum, quotient), and one kernel that does
-#    all of it. How many times as many bytes do the five move?
-# 3. Four kernels are right whenever the block divides the row. A test with a row that does *not* fill its block compares
-#    the results. In how many of the four does it find the mistake?
+# 1. A block has one **lane** per element, and its size must be a power of two. One program handles a row of 384 elements
+#    as one block. What percentage of its lanes is idle?
+# 2. Softmax can be five PyTorch operations (maximum, difference, exponential, sum, quotient) or one kernel. How many times
+#    as many bytes do the five operations move?
+# 3. Four kernels have one mistake each, and are right whenever the block size divides the row length. A test compares
+#    their results on a row that does *not* fill its block. In how many of the four does it find the mistake?
 
 # %%
 predict("l08.idle", None, unit="%")
@@ -77,15 +78,15 @@ predict("l08.found", None, unit="of 4")
 #
 # ### A whole kernel to begin with
 #
-# Each program writes its own number into its places. Read it line by line; the other kernels differ only in what they
-# compute.
+# Each program writes its program id into its elements of `out`. Read it line by line; the other kernels differ only in
+# what they compute.
 #
-# * `@triton.jit` makes a kernel of the function. Tensors arrive as *pointers*: the address of their first number.
-# * `tl.program_id(0)` is the number of this copy.
-# * `tl.arange(0, BLOCK)` is the block 0, 1, … BLOCK - 1, one number per **lane**. Its length must be a power of two, known
+# * `@triton.jit` turns the function into a kernel. A tensor arrives as a *pointer*: the address of its first element.
+# * `tl.program_id(0)` is the id of this program.
+# * `tl.arange(0, BLOCK)` is the block 0, 1, … BLOCK - 1, one number per lane. Its length must be a power of two, known
 #   when the kernel is compiled: hence `tl.constexpr`.
 # * `out_ptr + place` is a block of addresses.
-# * `mask` switches lanes off. A lane that is off loads nothing and stores nothing.
+# * `mask` says which lanes are on. The others are **masked**: they load nothing and store nothing.
 #
 # A kernel is launched with a **grid**, the number of programs, in square brackets.
 
@@ -93,7 +94,7 @@ predict("l08.found", None, unit="of 4")
 # %%
 @triton.jit
 def stamp_kernel(out_ptr, size, BLOCK: tl.constexpr):
-    """Every number of out becomes the number of the program that wrote it."""
+    """Write to every element of out the id of the program that writes it."""
     program = tl.program_id(0)
     place = program * BLOCK + tl.arange(0, BLOCK)
     tl.store(out_ptr + place, program, mask=place < size)
@@ -104,26 +105,27 @@ stamp_kernel[(2,)](out, 13, BLOCK=8)
 print(out.tolist())
 
 # %% [markdown]
-# The same as a picture. To find out which program wrote what, it launches grids of one program, of two, and so on, and
-# looks at what has changed. So it works for any kernel, also for yours.
+# Here is the same as a picture. `touched` launches the kernel with a grid of one program, then of two, and so on. What is
+# new after a launch was written by the program that was added. So it works for any kernel, including yours.
 
-# %% tags=["expected"] alt="Thirteen numbers in a row and two programs of eight lanes: program 0 writes numbers 0 to 7, program 1 writes 8 to 12, and its last three lanes are hatched, for they are masked."
-touched(lambda grid, out: stamp_kernel[(grid[1],)](out, 13, BLOCK=8), (1, 13), (1, 8), "stamp_kernel, 13 numbers")
+# %% tags=["expected"] alt="Thirteen elements in a row and two programs of eight lanes: program 0 writes elements 0 to 7, program 1 writes 8 to 12; its last three lanes are masked and therefore hatched."
+touched(lambda grid, out: stamp_kernel[(grid[1],)](out, 13, BLOCK=8), (1, 13), (1, 8), "stamp_kernel, 13 elements")
 
 # %% [markdown]
-# The last three lanes exist. They take time like the others, and without a mask they would write behind the tensor's end,
-# into the memory of something else.
+# The last three lanes exist. They take time like the others, and without a mask they would write past the end of the
+# tensor, into memory that holds something else.
 #
-# ### Exercise 1: count them
+# ### Exercise 1: count programs and masked lanes
 #
-# A tensor of rows. Each program gets `block` columns of *one* row: blocks do not run on into the next row.
+# Cut the rows of a tensor into blocks. Each program handles `block` columns of *one* row: a block never continues in the
+# next row.
 
 
 # %%
 def lanes(rows: int, columns: int, block: int) -> tuple[int, int]:
-    """(programs, lanes that the mask switches off) for a tensor of rows × columns.
+    """Return (programs, masked lanes) for a tensor of rows × columns.
 
-    Example: 1 row of 13 columns in blocks of 8: 2 programs with 16 lanes, 3 of them off: (2, 3).
+    Example: 1 row of 13 columns in blocks of 8: 2 programs with 16 lanes, 3 of them masked: (2, 3).
     """
     ### BEGIN SOLUTION
     programs = rows * -(-columns // block)
@@ -137,24 +139,27 @@ check("l08.lanes")
 # %% [markdown]
 # Stuck? `hint("l08.lanes", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
-# When a program must see its whole row (softmax and RMSNorm must: they sum over it), the block is the next power of two.
-# How much is wasted depends on the width alone:
+# Softmax and RMSNorm sum over a row, so one program must see the whole row. Its block size is the number of columns,
+# rounded up to a power of two. The share of idle lanes depends on the number of columns alone:
 
-# %% tags=["expected"] alt="Share of idle lanes against row width, one block per row: zero at powers of two, just under half right after each of them, 25 percent at 384."
+# %% tags=["expected"] alt="Share of idle lanes against columns per row, one block per row: zero at powers of two, just under half right after each of them, 25 percent at 384."
 my_lanes = use("l08.lanes")
 
 
 def idle(columns: int) -> float:
-    """Per cent of the lanes of a row that do nothing."""
+    """Percentage of the lanes of a row that are idle."""
     block = triton.next_power_of_2(columns)
     return 100 * my_lanes(1, columns, block)[1] / block
 
 
 widths = range(16, 1025, 8)
 reveal("l08.idle", round(idle(384)))
-claim("No lane is idle at a power of two, a quarter of them at 384.", idle(256) == idle(512) == 0 and idle(384) == 25)
+claim(
+    "No lane is idle at a power of two; a quarter of the lanes are idle at 384.",
+    idle(256) == idle(512) == 0 and idle(384) == 25,
+)
 LineChart(
-    "One block per row: lanes that do nothing",
+    "One block per row: idle lanes",
     Axis("columns of a row", ticks=(64, 128, 256, 384, 512, 768, 1024)),
     Axis("idle lanes, per cent"),
     [Series("next power of two", widths, [idle(width) for width in widths], style="modelled")],
@@ -166,20 +171,21 @@ LineChart(
 #
 # ### Exercise 2: copy rows
 #
-# Rows are seldom packed. The keys of a batch are a *slice* of what one matrix product made for queries, keys and values
-# together: rows of 5 columns may lie 12 numbers apart. That distance is the **stride**, and `x.stride(0)` is what it is.
-# Here the grid has two dimensions: `program_id(0)` is the row, `program_id(1)` the block in that row.
+# The rows of a tensor are often not **contiguous**: there are gaps between them. For example, one matrix product computes
+# the queries, keys and values of a batch, and the keys are a *slice* of its result: rows of 5 columns may begin 12 elements
+# apart. That distance is the **stride** of the rows, `x.stride(0)`. Here the grid has two dimensions: `program_id(0)` is the
+# row, `program_id(1)` the block in that row.
 
 
 # %%
 @triton.jit
 def copy_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constexpr):
-    """Program (r, b) copies columns b · BLOCK … of row r, those that exist.
+    """Copy x to out. Program (r, b) copies block b of row r: the columns from b · BLOCK on, at most BLOCK of them.
 
-    x_ptr, out_ptr:        first number of each tensor; rows lie x_stride and out_stride numbers apart
-    columns:               of a row; not always a multiple of BLOCK
-    grid:                  (rows, blocks that a row needs)
-    Example: BLOCK 4, columns 6: program (2, 1) copies columns 4 and 5 of row 2, and two of its lanes are off.
+    x_ptr, out_ptr:        first element of each tensor; rows begin x_stride and out_stride elements apart
+    columns:               columns of a row; not always a multiple of BLOCK
+    grid:                  (rows, blocks per row)
+    Example: BLOCK 4, columns 6: program (2, 1) copies columns 4 and 5 of row 2, and two of its lanes are masked.
     """
     ### BEGIN SOLUTION
     row = tl.program_id(0)
@@ -194,29 +200,30 @@ def copy_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constex
 check("l08.copy_kernel")
 
 # %% [markdown]
-# The check puts NaN around each tensor, and into the result before your kernel runs. So `nan` in what you *got* is a number
-# that was never written, and *numbers written beyond out* overwrote other memory.
+# The check puts NaN around each tensor, and into the result before your kernel runs. So `nan` in what you *got* is an
+# element that was never written, and *numbers written beyond out* counts the elements of other memory that you overwrote.
 #
 # ### See: your programs on a tensor
 #
-# Four rows of 13 columns, out of a wider tensor. Programs are numbered row by row.
+# `x` is four rows of 13 columns, a slice of a wider tensor. The picture numbers the programs row by row.
 
-# %% tags=["expected"] alt="Four rows of thirteen numbers, eight programs of eight lanes: two programs per row, the last three lanes of every second one are hatched."
+# %% tags=["expected"] alt="Four rows of thirteen elements, eight programs of eight lanes: two programs per row, the last three lanes of every second one are hatched."
 my_copy = use("l08.copy_kernel")
 wide = torch.arange(4 * 20.0, device=DEVICE).view(4, 20)
-keys = wide[:, 5:18]  # 13 columns, rows 20 apart
+keys = wide[:, 5:18]  # 13 columns; the stride of the rows is 20
 
 
 def launch_copy(grid: tuple[int, int], out: Tensor) -> None:
-    """Your kernel on the slice, with any grid."""
+    """Launch your kernel on the slice, with any grid."""
     my_copy[grid](keys, out, 13, keys.stride(0), out.stride(0), BLOCK=8)
 
 
 touched(launch_copy, (4, 13), (1, 8), "copy_kernel, 4 rows of 13 columns")
 
 # %% [markdown]
-# No program waits for another, and none reads what another writes. That is the contract of a grid: any order, or all at
-# once. The interpreter always takes them in order. So a kernel that relies on the order passes here and fails on a GPU.
+# No program waits for another, and none reads what another writes. That is the contract of a grid: its programs may run in
+# any order, or all at once. The interpreter always runs them in order. So a kernel that relies on the order passes here and
+# fails on a GPU.
 #
 # ### Exercise 3: softmax
 #
@@ -224,17 +231,17 @@ touched(launch_copy, (4, 13), (1, 8), "copy_kernel, 4 rows of 13 columns")
 #
 # $$y_i = \frac{e^{x_i - m}}{\sum_j e^{x_j - m}}, \qquad m = \max_j x_j$$
 #
-# Now the lanes are combined: `tl.max(x, 0)` and `tl.sum(x, 0)` run over **all** lanes of a block, the masked ones too. You
-# choose what those hold: `tl.load(…, mask=…, other=…)`. (Without `other` it is undefined: the interpreter has zeros there, a
-# GPU may have anything.)
+# Now the lanes are combined by **reductions**: `tl.max(x, 0)` and `tl.sum(x, 0)` run over **all** lanes of a block, the
+# masked ones too. You choose the value of the masked lanes: `tl.load(…, mask=…, other=…)`. (Without `other` it is undefined:
+# the interpreter has zeros there, a GPU may have anything.)
 
 
 # %%
 @triton.jit
 def softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
-    """Program r: the softmax of row r. x and out are packed: row r begins at r · columns.
+    """Softmax of each row: program r handles row r. x and out are contiguous: row r begins at r · columns.
 
-    columns: at most BLOCK. Scores may be ±1000, or -inf for a key that must not be seen.
+    columns: at most BLOCK. Scores may be ±1000, or -inf for a key that attention must not see.
     grid:    (rows,)
     Example: the row 1, 2, 3 with BLOCK 4 gives 0.0900, 0.2447, 0.6652; the fourth lane adds nothing to the sum.
     """
@@ -256,7 +263,7 @@ my_softmax = use("l08.softmax_kernel")
 
 
 def softmax(x: Tensor) -> Tensor:
-    """[rows, columns] → the same, by your kernel."""
+    """Softmax of each row of x [rows, columns], by your kernel."""
     out = torch.empty_like(x)
     my_softmax[(len(x),)](x, out, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
     return out
@@ -265,7 +272,8 @@ def softmax(x: Tensor) -> Tensor:
 torch.manual_seed(8)
 scores = 5 * torch.randn(6, 100, device=DEVICE)
 claim(
-    "It differs from torch.softmax by less than 1e-6.", bool((softmax(scores) - scores.softmax(-1)).abs().max() < 1e-6)
+    "Your softmax differs from torch.softmax by less than 1e-6.",
+    bool((softmax(scores) - scores.softmax(-1)).abs().max() < 1e-6),
 )
 
 # %% [markdown]
@@ -273,14 +281,14 @@ claim(
 #
 # $$y_i = \frac{x_i}{\sqrt{\frac1n \sum_j x_j^2 + \varepsilon}} \cdot w_i$$
 #
-# It stands before every attention and every MLP. The row may be float16: 300 is a modest activation, and 300² does not fit
-# into float16. Square in float32 (`.to(tl.float32)`). Storing rounds to the type of `out` by itself.
+# It stands before every attention and every MLP. The row may be float16: 300 is a modest activation, and 300² overflows in
+# float16. So cast to float32 (`.to(tl.float32)`) before you square. `tl.store` casts the result to the dtype of `out`.
 
 
 # %%
 @triton.jit
 def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, columns, eps, BLOCK: tl.constexpr):
-    """Program r: the RMSNorm of row r. x and out are packed, float32 or float16; sums are float32.
+    """RMSNorm of each row: program r handles row r. x and out are contiguous, float32 or float16; sums are float32.
 
     weight_ptr: one row of `columns` weights, the same for all programs
     grid:       (rows,)
@@ -303,8 +311,9 @@ check("l08.rms_norm_kernel")
 # %% [markdown]
 # ### See: your kernel beside the engine's, and in the engine
 #
-# `minillm.ops.triton` holds this project's own kernels. Same inputs, yours and theirs; then every norm of the model is
-# replaced by yours, and it writes a text. (`enforce_eager=True`: the engine runs plain PyTorch layers, which can be replaced.)
+# `minillm.ops.triton` holds the engine's own kernels. First, your RMSNorm and the engine's get the same inputs. Then your
+# kernel replaces every norm of the model, and the engine completes a prompt. (With `enforce_eager=True` the engine runs
+# plain PyTorch layers, which can be replaced.)
 
 # %%
 from minillm.models.layers import RMSNorm
@@ -312,70 +321,70 @@ from minillm.ops.triton.rms_norm import rms_norm as engines_rms_norm
 
 PLAIN = {"dtype": "float32", "enforce_eager": True, "num_kv_blocks": 64}
 my_rms_norm = use("l08.rms_norm_kernel")
-launched = []
+grid_sizes = []  # programs of each launch
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[rows, columns] → the same, by your kernel."""
+    """RMSNorm of each row of x [rows, columns], by your kernel."""
     x, out, columns = x.contiguous(), torch.empty_like(x), x.shape[-1]
-    launched.append(x.numel() // columns)
-    my_rms_norm[(launched[-1],)](x, weight, out, columns, eps, BLOCK=triton.next_power_of_2(columns))
+    grid_sizes.append(x.numel() // columns)
+    my_rms_norm[(grid_sizes[-1],)](x, weight, out, columns, eps, BLOCK=triton.next_power_of_2(columns))
     return out
 
 
 x, weight = torch.randn(3, 384, device=DEVICE), torch.rand(384, device=DEVICE)
 difference = (rms_norm(x, weight, 1e-5) - engines_rms_norm(x, weight, 1e-5)).abs().max()
-claim("It differs from the engine's own kernel by less than 1e-6.", bool(difference < 1e-6))
+claim("Your RMSNorm differs from the engine's own kernel by less than 1e-6.", bool(difference < 1e-6))
 
 # %%
 prompt = "def is_even(n):\n    "
 greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def written(engine: LLM) -> list[int]:
-    """The tokens that the engine writes after the prompt."""
+def completion(engine: LLM) -> list[int]:
+    """The tokens that the engine generates after the prompt."""
     return engine.generate([prompt], greedy, use_tqdm=False)[0].outputs[0].token_ids
 
 
 plain = LLM(NAME, **PLAIN)
-expected = written(plain)
+expected = completion(plain)
 with_kernel = LLM(NAME, **PLAIN)
 norms = [module for module in with_kernel.engine.runner.model.modules() if isinstance(module, RMSNorm)]
 for norm in norms:
     norm.forward = lambda x, norm=norm: rms_norm(x, norm.weight, norm.eps)
-launched.clear()
-tokens = written(with_kernel)
-print("the text:", repr(plain.engine.tokenizer.decode(tokens)))
-claim("With your kernel the engine writes the same tokens.", tokens == expected)
-claim("More than half of the launches have one program.", launched.count(1) > len(launched) / 2)
-print(f"{len(norms)} norms, {len(launched)} launches, {sum(launched)} programs")
+grid_sizes.clear()
+tokens = completion(with_kernel)
+print("the completion:", repr(plain.engine.tokenizer.decode(tokens)))
+claim("With your kernel the engine generates the same tokens.", tokens == expected)
+claim("More than half of the launches have one program.", grid_sizes.count(1) > len(grid_sizes) / 2)
+print(f"{len(norms)} norms, {len(grid_sizes)} launches, {sum(grid_sizes)} programs")
 
 # %% [markdown]
-# Most launches belong to decode steps, and each of those has **one** program: one token, one row. A GPU with a hundred
-# processors would keep one of them busy. *Where it loses* comes back to this.
+# Most launches belong to decode steps, and each of those has **one** program: one token, one row. A large GPU has a hundred
+# **multiprocessors**, the units that run programs, and would keep one of them busy. *Where it loses* comes back to this.
 #
 # ### Exercise 5: dequantise INT8 codes
 #
-# The keys of lesson 4: a row of codes (one signed byte each) per token and head, and one scale per row. A row has only 64
-# numbers, which is little for a program. So give each program a **[tile](glossary.md#tile)** of several rows:
+# In the cache of lesson 4, each token and head has one row of codes (one signed byte each) and one scale. A row has only 64
+# elements, which is little for a program. So give each program a **[tile](glossary.md#tile)** of several rows:
 #
-# * `row` is a block of row numbers, `column` one of column numbers.
-# * `row[:, None]` is a column of them, `column[None, :]` a row. Together, `row[:, None] * columns + column[None, :]` is a
-#   *two-dimensional* block of places: a tile.
-# * The mask has two dimensions too: one for the rows that exist, one for the columns.
+# * `row` is a block of row indices, `column` a block of column indices.
+# * `row[:, None]` has the shape [ROWS, 1] and `column[None, :]` the shape [1, BLOCK]. They broadcast, so
+#   `row[:, None] * columns + column[None, :]` is a *two-dimensional* block of offsets, [ROWS, BLOCK]: a tile.
+# * The mask has two dimensions too: a lane is on if both its row and its column exist.
 #
-# And mind the type. A code is an INT8. 100 · 2 in INT8 is not 200 but -56.
+# And mind the dtype. A code is INT8, and in INT8 100 · 2 is not 200 but -56.
 
 
 # %%
 @triton.jit
 def dequantise_kernel(codes_ptr, scale_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program i: rows i · ROWS …, all columns: out = code · scale of the row, in float32.
+    """Dequantise: out = code · scale of its row, in float32. Program i handles ROWS rows, from row i · ROWS on.
 
-    codes_ptr: [rows, columns] int8, packed
+    codes_ptr: [rows, columns] int8, contiguous
     scale_ptr: [rows] float32 or bfloat16
-    out_ptr:   [rows, columns] float32, packed
-    grid:      (rows / ROWS, rounded up,); columns is at most BLOCK
+    out_ptr:   [rows, columns] float32, contiguous
+    grid:      (⌈rows / ROWS⌉,); columns is at most BLOCK
     Example: codes 1, -2 with scale 0.5 and codes 3, 4 with scale 2 give 0.5, -1 and 6, 8.
     """
     ### BEGIN SOLUTION
@@ -392,23 +401,23 @@ def dequantise_kernel(codes_ptr, scale_ptr, out_ptr, rows, columns, ROWS: tl.con
 # %%
 check("l08.dequantise_kernel")
 
-# %% tags=["expected"] alt="Seven rows of twelve numbers in tiles of four rows and sixteen columns: program 0 has rows 0 to 3, program 1 rows 4 to 6; four columns on the right and one row below are hatched."
+# %% tags=["expected"] alt="Seven rows of twelve elements in tiles of four rows and sixteen columns: program 0 has rows 0 to 3, program 1 rows 4 to 6; four columns on the right and one row below are hatched."
 my_dequantise = use("l08.dequantise_kernel")
 seven = torch.ones(7, 12, dtype=torch.int8, device=DEVICE), torch.ones(7, device=DEVICE)
 
 
 def launch_tiles(grid: tuple[int, int], out: Tensor) -> None:
-    """Your kernel on seven packed rows of twelve codes."""
+    """Launch your kernel on seven contiguous rows of twelve codes."""
     my_dequantise[(grid[0],)](*seven, out, 7, 12, ROWS=4, BLOCK=16)
 
 
 touched(launch_tiles, (7, 12), (4, 16), "dequantise_kernel, tiles of 4 × 16 lanes", gaps=False)
 
 # %% [markdown]
-# ### Use: an INT8 cache that your kernel reads
+# ### Use: an INT8 cache that your kernel dequantises
 #
-# As in lesson 4, a cache layout has two methods. `encode` stays the engine's. `decode`, which dequantises, is yours: it is
-# called once for the keys and once for the values, in every layer and every step.
+# As in lesson 4, a cache layout has two methods. `encode` stays the engine's. `decode` dequantises, with your kernel. The
+# engine calls it once for the keys and once for the values, in every layer and every step.
 
 # %%
 from minillm.cache.paged_int8 import PagedInt8KVCache
@@ -417,7 +426,7 @@ tiles = []
 
 
 class MyInt8(PagedInt8KVCache):
-    """The engine's INT8 layout, read by your kernel."""
+    """The engine's INT8 layout, dequantised by your kernel."""
 
     def decode(self, codes, scale):
         rows, columns = scale.numel(), codes.shape[-1]
@@ -428,21 +437,22 @@ class MyInt8(PagedInt8KVCache):
         return out.to(self.dtype)
 
 
-tokens = written(LLM(NAME, **PLAIN, kv_cache_config={"layout": MyInt8}))
-own = written(LLM(NAME, **PLAIN, kv_cache_dtype="int8"))
-claim("The engine writes the tokens of its own INT8 cache.", tokens == own)
+tokens = completion(LLM(NAME, **PLAIN, kv_cache_config={"layout": MyInt8}))
+own = completion(LLM(NAME, **PLAIN, kv_cache_dtype="int8"))
+claim("The engine generates the same tokens as with its own INT8 cache.", tokens == own)
 print(f"{len(tiles)} launches, {sum(tiles)} programs")
 
 # %% [markdown]
-# The kernel makes one product and one rounding per number, as PyTorch does. So the numbers are equal to the last bit, and
-# the tokens must be equal.
+# The kernel does one multiplication and one rounding per element, as PyTorch does. So the results are equal to the last
+# bit, and the tokens must be equal.
 #
 # ## Measure
 #
 # ### Bytes and launches
 #
-# What is gained? Count, as in lesson 4: for each PyTorch operation, the bytes it reads and the bytes it writes. Your kernels
-# read each number once and write each result once, as their source shows.
+# What does a kernel gain? Count the bytes that each PyTorch operation reads and writes, as in lesson 4. Your kernels read
+# each element once and write each result once, as their source shows. Such a kernel is **fused**: it does the work of
+# several operations in one.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -453,7 +463,7 @@ from minillm.ops.rms_norm import rms_norm as reference_rms_norm
 
 
 class Moved(TorchDispatchMode):
-    """Counts operations, and adds up what they read and write. Views move nothing."""
+    """Count operations and the bytes that they read and write. Views move nothing."""
 
     launches = total = 0
 
@@ -465,8 +475,8 @@ class Moved(TorchDispatchMode):
         return result
 
 
-def softmax_in_parts(x: Tensor) -> Tensor:
-    """Five operations."""
+def unfused_softmax(x: Tensor) -> Tensor:
+    """Softmax as five PyTorch operations."""
     e = (x - x.amax(-1, keepdim=True)).exp()
     return e / e.sum(-1, keepdim=True)
 
@@ -480,10 +490,10 @@ kernel_bytes = {
     "INT8 to float32": codes.nbytes + scale.nbytes + x.nbytes,
 }
 calls = [
-    ("softmax", "in parts", lambda: softmax_in_parts(x)),
+    ("softmax", "unfused", lambda: unfused_softmax(x)),
     ("softmax", "torch.softmax", lambda: x.softmax(-1)),
-    ("RMSNorm", "in parts", lambda: reference_rms_norm(x, weight, 1e-5)),
-    ("INT8 to float32", "in parts", lambda: dequantize_symmetric(codes, scale)),
+    ("RMSNorm", "unfused", lambda: reference_rms_norm(x, weight, 1e-5)),
+    ("INT8 to float32", "unfused", lambda: dequantize_symmetric(codes, scale)),
 ]
 ratios = {}
 print(f"{rows} rows of {columns}     PyTorch          launches       KiB   your kernel   PyTorch / yours")
@@ -496,31 +506,31 @@ for name, way, call in calls:
         f"{counter.total / yours:13.1f}x"
     )
     ratios[name, way] = counter.total / yours
-reveal("l08.moved", round(ratios["softmax", "in parts"], 1))
+reveal("l08.moved", round(ratios["softmax", "unfused"], 1))
 claim(
-    "In parts, every operation moves at least twice the bytes.",
-    min(r for (_, way), r in ratios.items() if way == "in parts") > 2,
+    "Unfused, each of the three moves more than twice the bytes of your kernel.",
+    min(r for (_, way), r in ratios.items() if way == "unfused") > 2,
 )
 claim("torch.softmax moves as many bytes as your kernel.", ratios["softmax", "torch.softmax"] == 1)
 claim(
-    "Most bytes that the INT8 kernel moves are the float32 numbers it writes.",
+    "Most of the bytes that the INT8 kernel moves are the float32 results it writes.",
     2 * x.nbytes > kernel_bytes["INT8 to float32"],
 )
 
 # %% [markdown]
 # Three things follow from this table.
 #
-# * **The gain is in what is not written.** Between load and store everything stays in registers. The five operations made
-#   four intermediate tensors.
-# * **`torch.softmax` is no worse.** It *is* one kernel. Where PyTorch has the whole operation, your own kernel saves no bytes.
-#   It saves them where PyTorch has only the parts.
+# * **The gain comes from what is not written.** Between load and store everything stays in registers. The five operations
+#   write four intermediate tensors.
+# * **`torch.softmax` is no worse.** It *is* one kernel. Where PyTorch has a fused operation, your own kernel saves no bytes.
+#   It saves them where PyTorch has only separate operations.
 # * **The INT8 kernel still writes float32**, four bytes for each byte it reads. The attention kernel of lesson 9 uses the
-#   numbers at once, in registers, and then only the codes move.
+#   dequantised values while they are in registers, so only the codes move.
 #
 # ### Where it loses
 #
-# Every launch takes a few microseconds, most of it in Python and in the driver. Below is arithmetic, not a measurement: 5 µs
-# per launch (an assumption), and two memory bandwidths from NVIDIA's data sheets (quoted: T4 320 GB/s, H100 SXM
+# Every **kernel launch** takes a few microseconds, most of it in Python and in the driver. The table below is calculated, not
+# measured. It assumes 5 µs per launch and two memory bandwidths from NVIDIA's data sheets (quoted: T4 320 GB/s, H100 SXM
 # 3,350 GB/s).
 
 # %%
@@ -534,24 +544,26 @@ for label, rows, columns in shapes:
     shares = "".join(f"{time:18,.0f} times" if time > 10 else f"{time:18.2f} times" for time in times)
     print(f"{label:26} {size:12,}{shares}")
 claim(
-    "For one token the launch takes longer than the work on both GPUs, for 4096 tokens less.",
+    "On both GPUs the launch takes longer than the work for one token, and less time for 4096 tokens.",
     min(shares_of["Llama 3 8B, one token"]) > 1 > max(shares_of["Llama 3 8B, 4096 tokens"]),
 )
 for gpu, speed in BANDWIDTH.items():
-    print(f"{gpu}: work takes as long as its launch at {LAUNCH * speed / 1e6:.1f} MB")
+    print(f"{gpu}: the work takes as long as the launch at {LAUNCH * speed / 1e6:.1f} MB")
 
 # %% [markdown]
-# In decoding, nearly all of a norm's time is the launch. A better kernel gains nothing there; **fewer launches** do: one
-# kernel for the norm and the addition before it, or all launches of a step recorded once and replayed (CUDA graphs). With
+# In decoding, nearly all of a norm's time is the launch. A better kernel gains nothing there. **Fewer launches** help: fuse
+# the norm with the addition before it, or record all launches of a step once and replay them (**CUDA graphs**). With
 # thousands of tokens the work takes longer than the launch, and then bytes decide.
 #
-# A kernel also loses where a row is too long for the registers of one program (it must then loop over blocks), where rows
-# are so short that a program has little to do (hence tiles), and on a machine without a GPU: the interpreter is for finding
-# mistakes, and the engine uses PyTorch or compiled CPU code there.
+# A kernel also loses in three other cases:
+#
+# * A row is too long for the registers of one program. The program must then loop over blocks.
+# * Rows are so short that a program has little to do. Hence tiles.
+# * The machine has no GPU. The interpreter is for finding mistakes; the engine uses PyTorch or compiled CPU code there.
 #
 # ### On your GPU
 #
-# If there is one: the measured bytes per second of a plain copy, and what share of that each of your kernels reaches.
+# If there is one, this cell measures the bytes per second of a plain copy, and what share of it each kernel reaches.
 
 # %% tags=["nbval-ignore-output"]
 if DEVICE == "cuda":
@@ -569,7 +581,7 @@ if DEVICE == "cuda":
         "copy_kernel": (2 * x.nbytes, lambda: my_copy[(rows, 4)](x, out, columns, columns, columns, BLOCK=1024)),
         "softmax_kernel": (2 * x.nbytes, lambda: my_softmax[(rows,)](x, out, columns, BLOCK=4096)),
         "torch.softmax": (2 * x.nbytes, lambda: x.softmax(-1)),
-        "softmax in parts": (2 * x.nbytes, lambda: softmax_in_parts(x)),
+        "unfused softmax": (2 * x.nbytes, lambda: unfused_softmax(x)),
         "rms_norm_kernel": (2 * x.nbytes, lambda: my_rms_norm[(rows,)](x, weight, out, columns, 1e-5, BLOCK=4096)),
         "dequantise_kernel": (
             codes.nbytes + x.nbytes,
@@ -580,16 +592,18 @@ if DEVICE == "cuda":
     for name, speed in speeds.items():
         print(f"{name:18} {speed:7,.0f} GB/s of useful bytes, {speed / speeds['torch copy']:4.0%} of the copy")
 else:
-    print("No GPU here, so nothing is timed. The seconds of the interpreter say nothing about a kernel.")
+    print("No GPU here, so nothing is timed. The interpreter's time says nothing about a kernel.")
 
 # %% [markdown]
 # ## Break it
 #
-# Four kernels with one mistake each. All four are right whenever the block divides the row. There are three tests:
+# Here are four kernels with one mistake each. All four are right whenever the block size divides the row length. Three
+# tests compare their results with the right ones:
 #
-# * `full`: 8 columns in a block of 8, results compared.
-# * `remainder`: 5 columns in a block of 8, results compared; the memory around the tensors happens to hold zeros.
-# * `poison`: the same, but the memory around the input is NaN, and that around the result is 7 and must be 7 afterwards.
+# * `full`: 8 columns in a block of 8.
+# * `remainder`: 5 columns in a block of 8. The memory around the tensors happens to hold zeros.
+# * `poison`: 5 columns in a block of 8. The memory around the input holds NaN. The memory around the result holds 7, and
+#   must hold 7 afterwards.
 #
 # **Guess first:** which test finds which mistake?
 
@@ -597,14 +611,14 @@ else:
 # %%
 @triton.jit
 def copy_no_mask(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
-    """Loads and stores all lanes."""
+    """Copy without a mask: all lanes load and store."""
     column = tl.arange(0, BLOCK)
     tl.store(out_ptr + column, tl.load(x_ptr + column))
 
 
 @triton.jit
 def softmax_zeros(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
-    """Masked lanes are 0, and e to the power of 0 is 1."""
+    """Softmax whose masked lanes hold 0 instead of -inf, so that they count in the sum."""
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + column, mask=column < columns, other=0.0)
     e = tl.exp(x - tl.max(x, 0))
@@ -613,7 +627,7 @@ def softmax_zeros(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def square_mean_of_block(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
-    """Divides by BLOCK, not by columns."""
+    """RMSNorm that divides the sum of squares by BLOCK, not by columns."""
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + column, mask=column < columns, other=0.0)
     tl.store(out_ptr + column, x / tl.sqrt(tl.sum(x * x, 0) / BLOCK), mask=column < columns)
@@ -621,24 +635,24 @@ def square_mean_of_block(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def norm_loads_all(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
-    """Stores with a mask, and loads without one."""
+    """RMSNorm that stores with a mask, and loads without one."""
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + column)
     tl.store(out_ptr + column, x / tl.sqrt(tl.sum(x * x, 0) / columns), mask=column < columns)
 
 
 def copied(x: Tensor) -> Tensor:
-    """What copy_no_mask should give."""
+    """The right result of copy_no_mask."""
     return x
 
 
 def normalised(x: Tensor) -> Tensor:
-    """What the two norms should give."""
+    """The right result of square_mean_of_block and norm_loads_all."""
     return x / x.square().mean().sqrt()
 
 
 def passes(kernel, right, columns: int, around_x: float = 0.0, around_out: float | None = None) -> bool:
-    """Whether the result is right and, if around_out is given, the memory around it is what it was."""
+    """Whether the result is right and, if around_out is given, the memory after it is unchanged."""
     memory = torch.full((24,), around_x, device=DEVICE)
     results = torch.full((24,), around_out or 0.0, device=DEVICE)
     x, out = memory[8 : 8 + columns], results[8 : 8 + columns]
@@ -659,18 +673,20 @@ for kernel, right in broken:
     print(f"{kernel.__name__:22} {words[0]:8} {words[1]:11} {words[2]}")
 caught = [sum(not passed for passed in column) for column in zip(*verdicts, strict=True)]
 reveal("l08.found", caught[1])
-claim("Full blocks find none of the four mistakes, a remainder two, poison all.", caught == [0, 2, 4])
+claim(
+    "Full blocks find none of the four mistakes, a remainder finds two, and poison finds all four.", caught == [0, 2, 4]
+)
 
 # %% [markdown]
 # Widths of 64, 128 and 4096 fill every usual block, so such mistakes survive if tests use only full blocks. The first and the
-# last mistake pass the second test as well: the results *are* right, as long as the memory behind the row holds zeros or is
+# last mistake pass the second test as well: the results *are* right, as long as the memory after the row holds zeros or is
 # not used. In an engine it holds other data. That is why the tests of this project's kernels put NaN wherever a kernel must
-# not read: a NaN stays NaN in sums and products, and so cannot be missed. (Around the *result* it must be something else: a
+# not read: a NaN stays NaN in sums and products, and so cannot be missed. (Around the *result* the value must not be NaN: a
 # copy without a mask reads NaN and writes NaN over NaN, which changes nothing.)
 #
-# The copy without a mask, seen from above, on four rows:
+# This is the copy without a mask on four rows:
 
-# %% tags=["expected"] alt="Four rows of thirteen numbers: the last three lanes of every second program are crossed out in vermillion, because they wrote beyond the end of their row."
+# %% tags=["expected"] alt="Four rows of thirteen elements: the last three lanes of every second program are crossed out in vermillion, because they wrote beyond the end of their row."
 
 
 @triton.jit
@@ -682,14 +698,14 @@ def copy_rows_no_mask(x_ptr, out_ptr, x_stride, out_stride, BLOCK: tl.constexpr)
 
 
 def launch_broken(grid: tuple[int, int], out: Tensor) -> None:
-    """The broken kernel on rows that have room behind them."""
+    """Launch the broken kernel on rows that have room after them."""
     copy_rows_no_mask[grid](wide, out, wide.stride(0), out.stride(0), BLOCK=8)
 
 
 touched(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 columns")
 
 # %% [markdown]
-# What poison does *not* find: a load without a mask whose lanes are never stored. The result is right and nothing is
+# Poison does *not* find a load without a mask whose lanes are never stored. The result is right and nothing is
 # overwritten, but a GPU may stop with an illegal memory access when the tensor lies at the end of its memory. So the checks of
 # this lesson also run your kernels on tensors that end exactly where their memory ends.
 #
@@ -699,19 +715,19 @@ touched(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 columns")
 # |---|---|
 # | vLLM | norms and activations in hand-written CUDA; attention also in Triton, the same source on NVIDIA and AMD |
 # | SGLang | Triton kernels for attention, norms and samplers beside CUDA ones |
-# | PyTorch | `torch.compile` writes Triton for you: it fuses a chain like *softmax in parts* into one kernel |
+# | PyTorch | `torch.compile` writes Triton for you: it fuses a chain of operations, like the unfused softmax, into one kernel |
 # | Liger Kernel | RMSNorm, RoPE, SwiGLU and cross entropy for training, in Triton |
 # | llama.cpp | hand-written CUDA, Metal and Vulkan: no compiler to ship |
-# | minillm | `minillm/ops/triton`: each operation beside its PyTorch reference, tested in the interpreter, with NaN around |
+# | minillm | `minillm/ops/triton`: each kernel beside its PyTorch reference, tested in the interpreter, with NaN around its tensors |
 #
-# **Claims, and what is so.**
+# **Claims, checked.**
 #
-# | claim | what is so | tested where |
+# | claim | what holds | tested where |
 # |---|---|---|
 # | "use optimised kernels to reduce memory bandwidth" (quoted from an article on caches) | fewer *bytes* is right, by the factors in the table. But PyTorch's own softmax is such a kernel already | bytes and launches |
-# | a fused kernel is faster | if bytes take the time. For one token's norm the launch does | where it loses (modelled) |
+# | a fused kernel is faster | only where the bytes take most of the time. For the norm of one token the launch does | where it loses (modelled) |
 # | it passes the tests, so it is right | right for multiples of the block; two of four mistakes pass a test with a remainder too | break it |
-# | tested in the interpreter, so it runs on a GPU | the results are; races, undefined lanes and illegal reads do not show there | exercises 2 and 3, in words |
+# | tested in the interpreter, so it runs on a GPU | its results are tested; races, undefined values in masked lanes and illegal reads do not show there | exercises 2 and 3 explain it |
 #
 # **Papers.** Tillet, Kung and Cox 2019, *Triton: an intermediate language and compiler for tiled neural network
 # computations*. Milakov and Gimelshein 2018, *Online normalizer calculation for softmax* (the step from this lesson to the
@@ -719,11 +735,12 @@ touched(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 columns")
 #
 # ## Recap
 #
-# 1. A program knows its number. From that it works out its block, loads it, computes, and stores it.
-# 2. Blocks are powers of two and tensors are not: a mask for every load and every store, and an `other` that changes no sum
-#    and no maximum.
-# 3. Rows have a stride, codes have a scale per row, and sums are taken in float32.
+# 1. A program knows its program id. From the id it computes its block, loads the block, computes, and stores the result.
+# 2. Block sizes are powers of two and tensor sizes are not: mask every load and every store, and choose an `other` that
+#    changes neither the sum nor the maximum.
+# 3. Rows have a stride, codes have a scale per row, and sums are computed in float32.
 # 4. A kernel wins by what it does not write to memory. It loses where there is little to move: a launch takes microseconds.
 # 5. Test with a row that does not fill its block, and with NaN around every tensor.
 #
-# **Next:** lesson 9 walks a block table with these tools: attention over pages in one pass, and codes read where they lie.
+# **Next:** lesson 9 walks a block table with these tools: attention over blocks in one pass, and INT8 codes dequantised in
+# registers.

@@ -9,24 +9,24 @@
 # %% [markdown]
 # # 9. Triton, paged attention
 #
-# **Question.** *To decode one token, every cached key and value must be read once. How near can a kernel come to reading
-# each of them once, when they lie in blocks all over the memory?*
+# **Question.** *To decode one token, attention must read every cached key and value at least once. Can a kernel read each of
+# them exactly once, although they lie in blocks all over memory?*
 #
-# Lesson 6 attended in two steps: gather the rows of a request into one tensor, then attend to that tensor. The result is
-# right, and every row moves three times: read from the pool, written to the copy, read from the copy. A kernel can follow
-# the [block table](glossary.md#block-table) itself and read each row where it lies.
+# Lesson 6 computed attention in two steps: gather the rows of a request into one tensor, then attend to that tensor. The
+# result is right, but every row moves three times: read from the pool, written to the copy, read from the copy. A kernel
+# can follow the [block table](glossary.md#block-table) itself and read each row in place.
 #
 # One problem must be solved first. Softmax needs the largest score and the sum over *all* keys, and a kernel sees one
-# block at a time. Exercise 1 solves it. Then you write the kernel, split it so that a whole GPU works on one long text,
+# block at a time. Exercise 1 solves it. Then you write the kernel, split it so that a whole GPU works on one long request,
 # and make it read INT8 [codes](glossary.md#quantisation). Each of the kernels runs inside the real engine, which must
-# write the same tokens.
+# generate the same tokens.
 #
 # You need lesson 6 (block tables), lesson 4 for the last part, and lesson 8 (programs, masks, a softmax in one block).
 # Triton exists for Linux and WSL, and on Colab.
 #
 # **With or without a GPU.** The cells are the same. Without one, Triton's *interpreter* runs the programs in Python, one
-# after the other: the results are right, and the speed says nothing. `TRITON_INTERPRET=1` asks for it, and must be set
-# **before the first import of Triton**. The interpreter is slow, so the texts are short here.
+# after the other: the results are right, and the speed says nothing. `TRITON_INTERPRET=1` switches it on, and must be set
+# **before the first import of Triton**. The interpreter is slow, so the prompts and completions are short here.
 
 # %%
 import os
@@ -43,11 +43,13 @@ import triton.language as tl
 
 from minillm import LLM, SamplingParams
 from minillm.teaching import check, claim, hint, predict, reveal, use
-from minillm.viz.attention_tiles import AttentionTiles
+from minillm.viz.tensors.attention_tiles import AttentionTiles
 from minillm.viz.charts import Axis, LineChart, Series
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # head size a power of two, no sliding window
+NAME = os.environ.get(
+    "MINILLM_MODEL", "minicoder"
+)  # or a checkpoint with a power of two as head size, without sliding window
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
 np.seterr(all="ignore")  # the interpreter computes with NumPy, which warns of infinities; a GPU does not
@@ -59,10 +61,10 @@ print("kernels are", "compiled for the GPU" if DEVICE == "cuda" else "interprete
 # Write a number for each before you go on.
 #
 # 1. Gather first, then attend: how many times as many bytes move as if each key and value were read once?
-# 2. The cache holds INT8 codes with one scale (2 bytes) per row of 128 numbers. Attention gathers the rows and makes
-#    16-bit numbers of them first. How many times as many bytes move as with a 16-bit cache that is read in place?
-# 3. One user, a text of 4096 tokens, a model with 8 KV heads, a GPU with 132 processors, and one
-#    [program](glossary.md#program) per request and KV head. **How many of the processors have something to do?**
+# 2. The cache holds INT8 codes with one scale (2 bytes) per row of 128. Attention first dequantises the rows into a 16-bit
+#    copy. How many times as many bytes move as with a 16-bit cache that is read in place?
+# 3. One request of 4096 tokens, a model with 8 KV heads, a GPU with 132 **multiprocessors** (the units that run programs),
+#    and one [program](glossary.md#program) per request and KV head. **How many of the multiprocessors have work?**
 
 # %%
 predict("l09.gather", None, unit="times")
@@ -74,26 +76,26 @@ predict("l09.busy", None, unit="of 132")
 #
 # ### Exercise 1: softmax in pieces
 #
-# For one query, three numbers say all that is needed of a set of keys: the largest score $m$, the sum $l$ of the weights
-# relative to it, and the weighted sum $o$ of the values (a vector).
+# For one query, a set of keys is summarised by three quantities: the largest score $m$, the sum $l$ of the weights relative
+# to $m$, and the weighted sum $o$ of the values (a vector).
 #
 # $$m = \max_j s_j \qquad l = \sum_j e^{s_j - m} \qquad o = \sum_j e^{s_j - m}\, v_j$$
 #
 # The attention output is $o / l$. Now take two sets of keys, each with its own $(m, l, o)$. What are $m$, $l$ and $o$ of
-# both sets together? The keys themselves are not needed, only these six.
+# both sets together? You need only these six quantities, not the keys.
 
 
 # %%
 def merge(
     m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention over two sets of keys, from m, l and o of each.
+    """Merge the attention over two sets of keys, given m, l and o of each.
 
     m, l:    [num_queries]; o: [num_queries, head_dim], not divided by l
-    returns: m, l and o of both
+    returns: m, l and o of both sets together
 
-    A set without keys is m = -inf, l = 0, o = 0. Two such sets together are one such set (and not NaN: mind that
-    -inf minus -inf is NaN).
+    A set without keys has m = -inf, l = 0, o = 0. Two such sets together must give the same, not NaN (-inf minus -inf
+    is NaN).
 
     Example: m = 0, l = 2, o = [2, 1] and m = 1, l = 1, o = [3, 5]
     give m = 1, l = 2/e + 1, o = [2/e + 3, 1/e + 5].
@@ -112,8 +114,8 @@ check("l09.merge")
 # %% [markdown]
 # Stuck? `hint("l09.merge", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
-# This is the whole of *[online softmax](glossary.md#online-softmax)*. Start with no keys and merge block after block;
-# only one block of scores exists at any time. It is not an approximation:
+# This is all of *[online softmax](glossary.md#online-softmax)*. Start with no keys and merge block after block; only one
+# block of scores exists at any time. The result is exact, not an approximation:
 
 # %%
 my_merge = use("l09.merge")
@@ -127,45 +129,46 @@ for first in range(0, 70, 16):
     so_far = my_merge(*so_far, s.amax(1), weights.sum(1), weights @ v[first : first + 16])
 whole = torch.softmax(scores, dim=1) @ v
 same = torch.allclose(so_far[2] / so_far[1][:, None], whole, atol=1e-12)
-claim("Merged block by block (the last block has 6 of 16 keys), attention is what it is over all keys at once.", same)
+claim("Merged block by block (the last has 6 of 16 keys), attention is the same as over all keys at once.", same)
 
 # %% [markdown]
 # ### Exercise 2: a kernel that walks the block table
 #
-# One program per request and KV head. It loads the queries of the heads that share its KV head, and walks over the
-# request's blocks: look up the block, load its keys and values, score, merge. Only the result is stored.
+# The kernel has one program per request and KV head. A program loads the queries of the heads that share its KV head, then
+# loops over the request's blocks: look up the block id, load the keys and values, compute the scores, merge. It stores only
+# the result.
 #
 # ```text
 # block table of the request   7      2      9
 # turn of the loop             1      2      3
-# rows read               112…127  32…47  144…148    the rest of block 9 holds no token of this request
+# rows read               112…127  32…47  144…148    the other slots of block 9 hold no token
 # ```
 #
-# The first lines are given: which request and KV head this program has, and the queries of its heads. Write the loop and
-# the store. Three details of the language:
+# The first lines are given: the request and KV head of this program, and the queries of its heads. Write the loop and the
+# store. Three details of Triton:
 #
 # * Sides of a [tile](glossary.md#tile) must be powers of two, so a group of 3 heads is padded to 4 (`PAD_GROUP`), and
 #   `is_head` masks the fourth.
-# * The bounds of a loop may be numbers that were loaded: `range(0, length, BLOCK_SIZE)`.
+# * The bounds of a loop may be values that the kernel has loaded: `range(0, length, BLOCK_SIZE)`.
 # * The product of queries and keys is written as a sum here: `tl.sum(q[:, None, :] * k[None, :, :], 2)` is
-#   `[PAD_GROUP, BLOCK_SIZE]`. There is also `tl.dot`, which can use tensor cores. With a group of 3 there is little
-#   for them to do, and a decode step waits for memory, not for arithmetic.
+#   `[PAD_GROUP, BLOCK_SIZE]`. There is also `tl.dot`, which can use **tensor cores**, the GPU's units for matrix products.
+#   With a group of 3 they have little to do, and a decode step waits for memory, not for arithmetic.
 
 
 # %%
 @triton.jit
 def decode_kernel(
     q_ptr,  # [requests, heads, DIM]
-    k_ptr,  # [slots, NUM_KV, DIM], everybody's
+    k_ptr,  # [slots, NUM_KV, DIM], shared by all requests
     v_ptr,
     table_ptr,  # [requests, table_stride] block ids
-    length_ptr,  # [requests]: cached tokens of each, the newest included
+    length_ptr,  # [requests]: cached tokens of each, including the newest
     out_ptr,  # like q
     table_stride,
     scale,  # 1 / √DIM
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share a KV head: heads kv_head · GROUP + 0, 1, …
-    PAD_GROUP: tl.constexpr,  # GROUP, filled up to a power of two
+    PAD_GROUP: tl.constexpr,  # GROUP, rounded up to a power of two
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -207,9 +210,10 @@ check("l09.decode_kernel")
 # %% [markdown]
 # ### Use: the engine on your kernel
 #
-# `ops={"paged_attention": …}` replaces the engine's own attention by your function. A step may bring several new tokens per
-# request (a prompt, or drafts to verify), and your kernel takes one query. So each new token becomes a row of its own: the
-# token at position p has the block table of its request and p + 1 keys. No causal mask is needed then.
+# `ops={"paged_attention": …}` replaces the engine's own attention by your function. A step may contain several new tokens
+# per request (a prompt, or drafts to verify), but your kernel takes one query per request. So pass each new token as a
+# request of its own: the token at position p has the block table of its request and p + 1 keys. Then no causal mask is
+# needed.
 
 # %%
 my_decode = use("l09.decode_kernel")
@@ -223,13 +227,13 @@ def sizes(q: Tensor, num_kv: int, block_size: int) -> dict[str, int]:
 
 
 def rows_of(batch) -> tuple[Tensor, Tensor]:
-    """Block table and number of keys of every new token."""
+    """The block table and the number of keys of every new token."""
     counts = torch.tensor(batch.query_lens, device=batch.block_tables.device)
     return batch.block_tables.repeat_interleave(counts, 0), batch.positions + 1
 
 
 def my_paged_attention(q, keys, values, batch, window=None, kernel=my_decode):
-    """Your kernel for every new token of a step."""
+    """Attention of every new token of a step, by your kernel."""
     q, (tables, lengths) = q.contiguous(), rows_of(batch)
     out = torch.empty_like(q)
     args = (q, keys, values, tables, lengths, out, tables.stride(0), q.shape[2] ** -0.5)
@@ -238,32 +242,35 @@ def my_paged_attention(q, keys, values, batch, window=None, kernel=my_decode):
     return out
 
 
-seen = []  # the batches that came by, and the number of KV heads
+seen = []  # the batch and the number of KV heads of each launch
 prompts = ["with open(path) as", "class Point:\n    def __init__(self, x"]
 PLAIN = {"enforce_eager": True, "dtype": "float32", "block_size": 8, "enable_prefix_caching": False}
 
 
-def written(texts: list[str], num_tokens: int, **options) -> list[list[int]]:
-    """The tokens that an engine with these options writes after each text. Few, for the interpreter takes its time."""
+def completions(texts: list[str], num_tokens: int, **options) -> list[list[int]]:
+    """The tokens that an engine with these options generates after each prompt. The interpreter is slow: ask for few."""
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     outputs = LLM(NAME, **PLAIN, **options).generate(texts, greedy, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 
-tokens = written(prompts, 8, ops={"paged_attention": my_paged_attention})
-claim("The engine writes the same tokens with your kernel as with its own attention.", tokens == written(prompts, 8))
-print(f"{len(seen)} launches, {sum(batch.query_start[-1] for batch, _ in seen):,} rows")
+tokens = completions(prompts, 8, ops={"paged_attention": my_paged_attention})
+claim(
+    "With your kernel the engine generates the same tokens as with its own attention.",
+    tokens == completions(prompts, 8),
+)
+print(f"{len(seen)} launches, {sum(batch.query_start[-1] for batch, _ in seen):,} queries")
 
 # %% [markdown]
 # ### See: tiles
 #
-# The last step of that run, as your kernel saw it. A row is a program, a column is eight positions of the text, and a tile
-# says which physical block was read and in which turn of the loop.
+# The picture shows the last step of that run. A row is a program. A column is eight token positions of the request, one
+# logical block. A tile names the physical block that the program reads there, and the turn of the loop.
 
 
-# %% tags=["expected"] alt="Four programs, one for each of two requests and two KV heads. Each walks the blocks of its request from left to right, one a turn; the end of the last block is hatched, because no token is there."
+# %% tags=["expected"] alt="Four programs, one for each of two requests and two KV heads. Each walks the blocks of its request from left to right, one per turn; the end of the last block is hatched, because no token is there."
 def tiles_of(batch, num_kv: int, parts: int = 1) -> AttentionTiles:
-    """What one step of decoding looks like to the kernel."""
+    """The tiles that each program of the kernel reads in one decode step."""
     return AttentionTiles(batch.seq_lens, batch.block_tables.tolist(), batch.block_size, num_kv, parts)
 
 
@@ -271,28 +278,28 @@ tiles_of(*seen[-1])
 
 # %% [markdown]
 # The two KV heads of a request read the same blocks but not the same bytes: a slot of a block holds one key per KV head.
-# So no key is read twice, and only the hatched slots are left out.
+# So no key is read twice, and only the hatched slots are not read.
 #
 # ### Exercise 3: more programs than KV heads
 #
-# There is one program per request and KV head, and no more. One user with a model of 8 KV heads keeps 8 processors busy; a
-# GPU has a hundred and more, and reads at full speed only if most of them ask for data. So split the keys of a request
-# into parts, one program each (*[split-KV](glossary.md#split-kv)*, as in Flash-Decoding). Every part does what
-# `decode_kernel` does, on its own blocks.
+# There is one program per request and KV head, and no more. One request to a model with 8 KV heads keeps 8 multiprocessors
+# busy. A large GPU has more than a hundred, and reaches its full bandwidth only if most of them load data. So split the keys
+# of a request into parts, one program each (*[split-KV](glossary.md#split-kv)*, as in Flash-Decoding). The program of a part
+# does what `decode_kernel` does, on the blocks of its part.
 #
-# The result of a part is not final. The part stores its own $o / l$ and one number that says how much of the softmax it
-# holds: the logarithm of its sum of $e^{score}$, called *[LSE](glossary.md#lse)* (log-sum-exp).
+# The result of a part is not final. Its program stores its own $o / l$ and one number that says how much of the softmax the
+# part holds: the logarithm of its sum of $e^{score}$, called *[LSE](glossary.md#lse)* (log-sum-exp).
 #
 # $$L = \log \sum_j e^{s_j} = m + \log l$$
 #
-# What you have written need not be written again. Here are two functions made of the lines of `decode_kernel`; a kernel may
-# call another `@triton.jit` function.
+# You need not write the same lines again. Here are two functions made of lines of `decode_kernel`; a kernel may call another
+# `@triton.jit` function.
 
 
 # %%
 @triton.jit
 def load_queries(q_ptr, scale, NUM_KV: tl.constexpr, GROUP: tl.constexpr, PAD_GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Rows, and queries times scale, of the heads that share this program's KV head: [PAD_GROUP] and [PAD_GROUP, DIM]."""
+    """Row indices [PAD_GROUP] and scaled queries [PAD_GROUP, DIM] of the heads that share this program's KV head."""
     head, channel = tl.arange(0, PAD_GROUP), tl.arange(0, DIM)
     row = (tl.program_id(0) * NUM_KV + tl.program_id(1)) * GROUP + head
     q_at = row[:, None] * DIM + channel[None, :]
@@ -360,7 +367,7 @@ def split_kernel(
         k = tl.load(k_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)
         v = tl.load(v_ptr + at, mask=exists[:, None], other=0.0).to(tl.float32)
         m, total, out = add_block(tl.sum(q[:, None, :] * k[None, :, :], 2), v, exists, m, total, out)
-    # What is stored, and where? `row` numbers the query heads of all requests: [PAD_GROUP].
+    # What is stored, and where? `row` [PAD_GROUP]: the index of each query head among those of all requests.
     ### BEGIN SOLUTION
     divisor = tl.where(total == 0.0, 1.0, total)
     part_row = row * SPLITS + split
@@ -393,7 +400,7 @@ def merge_kernel(
     DIM: tl.constexpr,
     SPLITS: tl.constexpr,  # a power of two
 ):
-    """The attention of one query head from that of its parts. Grid: (rows,).
+    """Merge the parts of one query head (a row). Grid: (rows,).
 
     Example: parts [4, 0] and [0, 4] with lse log 3 and log 1 give [3, 1].
     """
@@ -412,8 +419,8 @@ def merge_kernel(
 check("l09.merge_kernel")
 
 # %% [markdown]
-# Both kernels run in the engine, with the keys split into four parts. A prompt has programs enough without parts; here
-# the engine's own attention computes it. The picture shows the same two requests as above.
+# Now both kernels run in the engine, with the keys split into four parts. A prompt has enough programs without parts, so the
+# engine's own attention computes it. The picture shows the same two requests as above.
 
 # %% tags=["expected"] alt="The same two requests with the keys cut into four parts: sixteen programs. Each has one tile or none; the tiles of the other programs are outlined."
 from minillm.ops.paged_attention import paged_attention
@@ -421,8 +428,8 @@ from minillm.ops.paged_attention import paged_attention
 my_split, my_merge_kernel = use("l09.split_kernel"), use("l09.merge_kernel")
 
 
-def my_split_attention(q, keys, values, batch, window=None, splits=4, second=my_merge_kernel):
-    """Your two kernels when one token is decoded."""
+def my_split_attention(q, keys, values, batch, window=None, splits=4, merge_parts=my_merge_kernel):
+    """Your two kernels for decode steps, and the engine's attention for prompts."""
     if max(batch.query_lens) > 1:
         return paged_attention(q, keys, values, batch, window)
     q, (tables, lengths), num_kv = q.contiguous(), rows_of(batch), keys.shape[1]
@@ -431,34 +438,35 @@ def my_split_attention(q, keys, values, batch, window=None, splits=4, second=my_
     lse = torch.empty(*q.shape[:2], splits, dtype=torch.float32, device=q.device)
     args = (q, keys, values, tables, lengths, part, lse, tables.stride(0), q.shape[2] ** -0.5)
     my_split[(len(q), num_kv, splits)](*args, **sizes(q, num_kv, batch.block_size), SPLITS=splits)
-    second[(q.shape[0] * q.shape[1],)](part, lse, out, DIM=q.shape[2], SPLITS=splits)
+    merge_parts[(q.shape[0] * q.shape[1],)](part, lse, out, DIM=q.shape[2], SPLITS=splits)
     return out
 
 
 both = tiles_of(*seen[-1], parts=4)
 alone = prompts[:1]
-expected = written(alone, 5)
-tokens = written(alone, 5, ops={"paged_attention": my_split_attention})
-claim("Split into four parts and merged, the engine writes the same tokens.", tokens == expected)
+expected = completions(alone, 5)
+tokens = completions(alone, 5, ops={"paged_attention": my_split_attention})
+claim("With the keys split into four parts and merged, the engine generates the same tokens.", tokens == expected)
 claim("In the picture no program has more than one tile.", both.longest == 1)
 both
 
 # %% [markdown]
 # There are as many tiles as before, in more programs, so the longest program takes fewer turns. The *order* of the sums
 # has changed, and with it the last bits of the result. Engines choose the number of parts by how busy the GPU is (minillm
-# does), so the last bits of a request's numbers depend on the other requests in the batch. *Batch-invariant* kernels avoid
-# that: they split every text of one length in the same way.
+# does), so the last bits of a request's results depend on the other requests in the batch. **Batch-invariant** kernels avoid
+# that: they split all requests of the same length in the same way.
 #
 # ### Exercise 5: INT8 inside
 #
 # The INT8 cache of lesson 4 keeps one scale per token and KV head. Attention in PyTorch dequantises all rows first and
-# writes them to memory; so the cache is small, and a step moves *more* bytes than with a plain cache. A kernel loads the
-# codes and dequantises them in registers, where no memory is involved.
+# writes them to memory. So the cache is smaller, but a step moves *more* bytes than with an unquantised cache. A kernel can
+# load the codes and dequantise them in registers, so that only the codes move.
 #
-# All channels of a key share one scale, so it is a factor of the *score*: $q \cdot (s\,c) = s\,(q \cdot c)$. Multiply
-# BLOCK_SIZE scores instead of BLOCK_SIZE · DIM numbers. For the values, multiply the rows (or their weights).
+# All channels of a key share one scale, so the scale is a factor of the *score*: $q \cdot (s\,c) = s\,(q \cdot c)$. Multiply
+# BLOCK_SIZE scores by their scales, instead of BLOCK_SIZE · DIM elements of the keys. For the values, multiply the rows (or
+# their weights).
 #
-# The rest is given again. Write the five or six lines between finding the rows and storing the result.
+# The rest is given again. Write the five or six lines between computing the addresses and storing the result.
 
 
 # %%
@@ -467,7 +475,7 @@ def int8_kernel(
     q_ptr,
     k_ptr,  # [slots, NUM_KV, DIM] int8
     k_scale_ptr,  # [slots, NUM_KV] bfloat16: the key is code · scale
-    v_ptr,  # as the keys
+    v_ptr,  # like the keys
     v_scale_ptr,
     table_ptr,
     length_ptr,
@@ -480,9 +488,9 @@ def int8_kernel(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """As `decode_kernel`, over codes and scales. Grid: (requests, NUM_KV).
+    """Like `decode_kernel`, for keys and values that are codes with scales. Grid: (requests, NUM_KV).
 
-    Example: the key of slot 5, KV head 1 of 2 has the scale at k_scale_ptr + 11.
+    Example: with 2 KV heads, the scale of the key in slot 5, KV head 1 lies at k_scale_ptr + 11.
     """
     request, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(length_ptr + request)
@@ -516,7 +524,7 @@ my_int8 = use("l09.int8_kernel")
 
 
 def my_int8_attention(q, keys, values, batch, window=None):
-    """Your kernel on the pools of the engine's INT8 cache (codes and scales) when one token is decoded."""
+    """Your kernel on the engine's INT8 pools (codes and scales) for decode steps, the engine's attention for prompts."""
     if max(batch.query_lens) > 1:
         return paged_attention(q, keys, values, batch, window)
     q, (tables, lengths), num_kv = q.contiguous(), rows_of(batch), keys.shape[1]
@@ -526,18 +534,18 @@ def my_int8_attention(q, keys, values, batch, window=None):
     return out
 
 
-own = written(alone, 5, kv_cache_dtype="int8")
-tokens = written(alone, 5, kv_cache_dtype="int8", ops={"paged_attention": my_int8_attention})
-claim("The engine writes the tokens of its own INT8 cache.", tokens == own)
+own = completions(alone, 5, kv_cache_dtype="int8")
+tokens = completions(alone, 5, kv_cache_dtype="int8", ops={"paged_attention": my_int8_attention})
+claim("On its INT8 cache the engine generates the same tokens with your kernel as without it.", tokens == own)
 
 # %% [markdown]
 # ## Measure
 #
 # ### Bytes moved against the limit
 #
-# Attention must read each stored key and value at least once: that is the limit. How many bytes each way moves beyond it
-# can be counted from the shapes. Eight requests of 4096 tokens, one layer of a model with 8 KV heads of 128 numbers,
-# 32 query heads, 16-bit numbers, blocks of 16:
+# Attention must read each stored key and value at least once: that is the limit. The bytes that each way moves follow from
+# the shapes. Take eight requests of 4096 tokens and one layer of a model with 8 KV heads of 128 channels, 32 query heads,
+# 16-bit elements and blocks of 16:
 
 # %%
 REQUESTS, TOKENS, KV_HEADS, HEADS, WIDE, BLOCK, PARTS = 8, 4096, 8, 32, 128, 16, 8
@@ -550,36 +558,37 @@ moved = {
     "gather, then attend": rows * 3 * PLAIN_ROW + queries,
     "walk the table": rows * PLAIN_ROW + table + queries,
     f"walk it in {PARTS} parts": rows * PLAIN_ROW + table + queries + parts,
-    "INT8, decoded first": rows * (INT8_ROW + 2 * PLAIN_ROW) + queries,
+    "INT8, dequantised first": rows * (INT8_ROW + 2 * PLAIN_ROW) + queries,
     "INT8, in the kernel": rows * INT8_ROW + table + queries,
 }
 limit = rows * PLAIN_ROW
-print(f"the limit: {limit / 2**20:.0f} MiB, all keys and values once as 16-bit numbers\n")
+print(f"the limit: {limit / 2**20:.0f} MiB, all keys and values read once, with 16-bit elements\n")
 for way, count in moved.items():
-    print(f"{way:22} {count / 2**20:6.1f} MiB   {count / limit:.3f} of the limit")
+    print(f"{way:24} {count / 2**20:6.1f} MiB   {count / limit:.3f} of the limit")
 reveal("l09.gather", round(moved["gather, then attend"] / limit, 2))
-reveal("l09.int8", round(moved["INT8, decoded first"] / limit, 2))
+reveal("l09.int8", round(moved["INT8, dequantised first"] / limit, 2))
 extra = {way: count / moved["walk the table"] - 1 for way, count in moved.items()}
-claim("The block table costs a tenth of a percent.", 0.0005 < table / limit < 0.0015)
-claim(f"{PARTS} parts add less than 2%.", 0 < extra[f"walk it in {PARTS} parts"] < 0.02)
+claim("Reading the block table adds a tenth of a percent.", 0.0005 < table / limit < 0.0015)
+claim(f"Splitting into {PARTS} parts adds less than 2%.", 0 < extra[f"walk it in {PARTS} parts"] < 0.02)
 claim(
-    "INT8 decoded first moves 2.5 times the bytes of a 16-bit cache.", 2.4 < moved["INT8, decoded first"] / limit < 2.6
+    "INT8 dequantised first moves 2.5 times the bytes of a 16-bit cache.",
+    2.4 < moved["INT8, dequantised first"] / limit < 2.6,
 )
 
 # %% [markdown]
 # Looking up blocks is cheap, copying rows is not. And a quantised cache saves time only if the kernel reads the codes.
 #
-# ### How many processors are busy
+# ### How many multiprocessors are busy
 #
-# One user, and a text that grows. Without parts the number of programs does not grow with it. The model below is rough
-# (every turn takes the same time, and each processor runs one program at a time), but it shows why Flash-Decoding exists.
+# Take one request that grows. Without parts the number of programs does not grow with it. The model below is rough (every
+# turn takes the same time, and each multiprocessor runs one program at a time), but it shows why Flash-Decoding exists.
 
 # %%
 PROCESSORS = 132
 
 
 def turns(tokens: int, num_parts: int) -> int:
-    """Turns of the loop that follow each other, until all programs of one request are done."""
+    """Turns of the loop that run one after the other, until all programs of one request are done."""
     picture = AttentionTiles([tokens], [range(-(-tokens // BLOCK))], BLOCK, KV_HEADS, num_parts)
     waves = -(-KV_HEADS * num_parts // PROCESSORS)
     return picture.longest * waves
@@ -587,35 +596,37 @@ def turns(tokens: int, num_parts: int) -> int:
 
 lengths = [256, 512, 1024, 2048, 4096, 8192, 16384]
 LineChart(
-    "One user: turns one after the other, per layer",
+    "One request: turns that run one after the other, per layer",
     Axis("tokens in the cache", log=True, ticks=tuple(lengths)),
     Axis("turns", log=True, ticks=(1, 4, 16, 64, 256, 1024)),
     [
         Series(f"{n} {'part' if n == 1 else 'parts'}", lengths, [turns(t, n) for t in lengths], style="modelled")
         for n in (1, 4, 16)
     ],
-    summary="Turns that follow each other, for 1, 4 and 16 parts: 16 parts need a sixteenth of the turns of 1.",
+    summary="Turns that run one after the other, for 1, 4 and 16 parts: 16 parts need a sixteenth of the turns of 1.",
 )
 
 # %%
 busy = len(AttentionTiles([4096], [range(256)], BLOCK, KV_HEADS).programs())
 for num_parts in (1, 4, 16):
-    print(f"{num_parts:2} parts: {min(busy * num_parts, PROCESSORS):3} of {PROCESSORS} processors have a program")
+    print(f"{num_parts:2} parts: {min(busy * num_parts, PROCESSORS):3} of {PROCESSORS} multiprocessors have a program")
 reveal("l09.busy", busy)
-claim("With 16 parts, a text of 16384 tokens needs a sixteenth of the turns.", 16 * turns(16384, 16) == turns(16384, 1))
+claim(
+    "With 16 parts, a request of 16384 tokens needs a sixteenth of the turns.", 16 * turns(16384, 16) == turns(16384, 1)
+)
 
 # %% [markdown]
 # ### On a GPU: achieved bandwidth
 #
-# The bytes of the limit, divided by the time, beside what a plain copy reaches on the same machine. Without a GPU this
-# cell measures nothing: the interpreter's time is Python's.
+# This cell divides the bytes that must be read by the measured time, and compares the result with a plain copy on the same
+# machine. Without a GPU it measures nothing: the interpreter's time is Python's.
 
 # %% tags=["nbval-ignore-output"]
 from torch.nn import functional as F
 
 
 def bytes_per_second(run, num_bytes: int) -> float:
-    """`num_bytes` over the median time of 20 runs, after 5 that warm up."""
+    """`num_bytes` divided by the median time of 20 runs, after 5 warm-up runs."""
     times = []
     for _ in range(25):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -628,7 +639,7 @@ def bytes_per_second(run, num_bytes: int) -> float:
 
 
 def on_gpu(num_requests: int) -> None:
-    """All four ways, for requests of 4096 tokens in blocks that are scattered at random."""
+    """Time four ways, for requests of 4096 tokens whose blocks are scattered at random."""
     per_request = TOKENS // BLOCK
     tables = torch.randperm(num_requests * per_request, device="cuda").view(num_requests, per_request)
     keys, values = torch.randn(2, num_requests * TOKENS, KV_HEADS, WIDE, device="cuda").half()
@@ -667,7 +678,7 @@ def on_gpu(num_requests: int) -> None:
 
 
 if DEVICE == "cuda":
-    from minillm.ceilings import copy_bandwidth
+    from minillm.doctor.machine_limits import copy_bandwidth
     from minillm.ops.kv_quant import quantize_symmetric
 
     copy = copy_bandwidth("cuda")
@@ -680,8 +691,8 @@ else:
 # %% [markdown]
 # **Where this kernel loses.**
 #
-# - *Prompts.* Every new token is a row with programs of its own, and each of them reads all keys before it. So a prompt of
-#   n tokens reads n (n + 1) / 2 keys per head, where n would be enough:
+# - *Prompts.* Every new token has programs of its own, and each of them reads all keys up to that token. So a prompt of n
+#   tokens reads n (n + 1) / 2 keys per head, where n would be enough:
 
 # %%
 for tokens_in_prompt in (16, 512, 4096):
@@ -691,8 +702,8 @@ for tokens_in_prompt in (16, 512, 4096):
 # %% [markdown]
 #   The engine's own kernel puts several queries into one tile, and so does FlashAttention: a tile of 64 queries reads each
 #   key once for all of them.
-# - *Short texts.* With a few hundred tokens the launch takes longer than the reading, and parts add a second launch.
-# - *Many users.* With 32 requests and 8 KV heads there are 256 programs already, and parts only add bytes.
+# - *Short requests.* With a few hundred tokens the launch takes longer than the reading, and parts add a second launch.
+# - *Many requests.* With 32 requests and 8 KV heads there are 256 programs already, and parts only add bytes.
 # - *Tensor cores.* `tl.sum` of products uses none. As long as few queries share a key, reading is the bottleneck and that
 #   does not matter. When several queries share each key (a group of 8, or drafts to verify), `tl.dot` on a tile of queries
 #   is better, and the engine's kernel does that. Triton (3.6 to 3.9) takes a `tl.dot` of any number of rows, 1 and 4
@@ -703,9 +714,9 @@ for tokens_in_prompt in (16, 512, 4096):
 #
 # ### Forget the mask of the last block
 #
-# Two lines deal with slots that hold no token: the mask of the loads, and -inf for the scores. Below are two kernels that
-# lack one of them (the check compares yours with them). **Guess first:** for which lengths is the result still right, and
-# does it matter what the rest of the block holds?
+# Two lines deal with slots that hold no token: the mask of the loads, and -inf for the scores. Each of the two kernels below
+# lacks one of them (the check compares your kernel with both). **Guess first:** for which lengths is the result still right,
+# and does it matter what the unused slots of the block hold?
 
 # %%
 from minillm.teaching.registry import find
@@ -714,12 +725,12 @@ planted = {wrong.mistake: wrong.function for wrong in find("l09.decode_kernel").
 broken = {
     "yours": my_decode,
     "scores without -inf": next(kernel for name, kernel in planted.items() if "is not -inf" in name),
-    "values without a mask": next(kernel for name, kernel in planted.items() if "nobody has written" in name),
+    "values without a mask": next(kernel for name, kernel in planted.items() if "never written" in name),
 }
 
 
 def error_at(length: int, rest: float, kernel) -> float:
-    """Largest error of a kernel on a text of `length` tokens, if unused slots hold `rest`."""
+    """Largest error of a kernel on a request of `length` tokens, if unused slots hold `rest`."""
     torch.manual_seed(length)
     used = torch.randn(2, length, 1, 64)
     pool = torch.full((2, 32, 1, 64), rest)
@@ -743,44 +754,47 @@ for name, kernel in broken.items():
 
 # %%
 full = [error for errors in found.values() for error in (errors[0], errors[3])]
-claim("Both broken kernels are right where the text fills its blocks.", max(full) < 1e-5)
+claim("Both broken kernels are right where the request fills its blocks.", max(full) < 1e-5)
 unmasked = {rest: errors for (name, rest), errors in found.items() if name == "values without a mask"}
 numbers = [error for rest, errors in unmasked.items() if rest == rest for error in errors]
-claim("Without a mask for the values, the result is right while the slots hold numbers.", max(numbers) < 1e-5)
-claim("It is NaN where they hold NaN and the last block is not full.", np.isnan(unmasked[torch.nan][1:3]).all())
+claim("Without a mask for the values, the result is right while the unused slots hold numbers.", max(numbers) < 1e-5)
+claim(
+    "It is NaN where the unused slots hold NaN and the last block is not full.",
+    np.isnan(unmasked[torch.nan][1:3]).all(),
+)
 
 # %% [markdown]
-# A test with lengths of 16 and 32 finds neither mistake. The second is right even at 17, as long as the memory holds
-# numbers: a weight of 0 removes them. When the pool holds a NaN there (fresh memory, or the result of an overflow), 0 · NaN
-# is NaN, and a request fails because of what another request left behind. Hence a rule for testing such kernels: fill
-# everything that must not be read with NaN.
+# A test with lengths of 16 and 32 finds neither mistake. The second kernel is right even at 17, as long as the unused slots
+# hold numbers: their weight of 0 removes them. When the pool holds a NaN there (fresh memory, or the result of an overflow),
+# 0 · NaN is NaN, and a request fails because of what another request left in the block. Hence a rule for testing such
+# kernels: fill everything that must not be read with NaN.
 #
 # ### Merge by averaging
 #
-# Now a mistake in the merge: the parts are averaged, as if each held the same share of the softmax. The shapes are right
-# and nothing is NaN.
+# Now a mistake in the merge: average the parts, as if each held the same share of the softmax. The shapes are right and
+# nothing is NaN.
 
 # %%
 averaging = next(wrong.function for wrong in find("l09.merge_kernel").wrong if "averages" in wrong.mistake)
 
 
 def averaged_attention(q, keys, values, batch, window=None):
-    """Split in four and averaged."""
-    return my_split_attention(q, keys, values, batch, second=averaging)
+    """Attention split into four parts, which are averaged."""
+    return my_split_attention(q, keys, values, batch, merge_parts=averaging)
 
 
-[wrong_tokens] = written(alone, 5, ops={"paged_attention": averaged_attention})
+[wrong_tokens] = completions(alone, 5, ops={"paged_attention": averaged_attention})
 tokenizer = LLM(NAME, **PLAIN).engine.tokenizer
 same = next((i for i, (a, b) in enumerate(zip(wrong_tokens, expected[0], strict=True)) if a != b), len(wrong_tokens))
 print(f"right tokens before the first wrong one: {same} of {len(wrong_tokens)}")
-claim("Averaging gives another text.", same < len(wrong_tokens))
+claim("Averaging gives another completion.", same < len(wrong_tokens))
 print("LSE:      ", repr(tokenizer.decode(expected[0])))
 print("averaging:", repr(tokenizer.decode(wrong_tokens)))
 
 # %% [markdown]
 # A part without keys counts as a zero vector here, and a part of one key counts as much as a part of fifteen. A test on
-# *random* keys in equal parts would find only a small error and might accept it. So compare closely with the reference,
-# also at lengths that leave parts empty.
+# *random* keys in equal parts would find only a small error and might accept it. So compare with the reference at a small
+# tolerance, and also at lengths that leave parts empty.
 #
 # ## In the field
 #
@@ -789,17 +803,17 @@ print("averaging:", repr(tokenizer.decode(wrong_tokens)))
 # | vLLM, Triton unified attention (`triton_unified_attention`) | one kernel for prompts and decoding, the queries of a group packed into one tile; a variant with split-KV and a second kernel that merges the segments (pull requests 16828 and 19152). On NVIDIA GPUs the default is FlashAttention |
 # | vLLM, `paged_attention_v1` and `v2` | the CUDA kernels of the PagedAttention paper: a thread block per request and query head walks the block table; v2 adds parts of 512 tokens. Not used by default since vLLM 0.8 (its maintainers in pull request 15353) |
 # | Flash-Decoding | split-KV with an LSE per part, for FlashAttention; later versions take a block table and choose the number of parts |
-# | FlashInfer | plans how the keys of a ragged batch are cut before a step, and has a function that merges two (output, LSE) pairs |
-# | minillm, `ops/triton/paged_attention.py` | your three kernels in one, with several queries per tile, trees, INT4, and powers of 2 instead of e |
+# | FlashInfer | plans before each step how to split the keys of a ragged batch, and has a function that merges two (output, LSE) pairs |
+# | minillm, `ops/triton/paged_attention.py` | your three kernels in one, with several queries per tile, token trees, INT4, and powers of 2 instead of e |
 #
-# **Claims, and what is so.** One article says that kernels "like FlashAttention … reduce memory bandwidth usage". Another's
+# **Claims, checked.** One article says that kernels "like FlashAttention … reduce memory bandwidth usage". Another's
 # table gives INT8 keys and values "1.0× (memory only)" (both quoted). The bytes show how far each is right. The model has
 # the shape of Llama 3 8B: 16 GB of 16-bit weights, 32 layers.
 
 # %%
 scores = HEADS * 4 * 4  # bytes per key: fp32 scores written, read, weights written, read: what a fused kernel saves
 print(
-    f"decoding: scores that never leave the chip are {scores / (scores + KV_HEADS * 2 * PLAIN_ROW):.0%} of the bytes of an unfused step"
+    f"decoding: the scores that a fused kernel keeps on the chip are {scores / (scores + KV_HEADS * 2 * PLAIN_ROW):.0%} of the bytes of an unfused step"
 )
 
 WEIGHTS, LAYERS = 16e9, 32
@@ -810,23 +824,23 @@ for users, context in ((1, 512), (1, 4096), (64, 4096)):
     best, worst = ((WEIGHTS + plain) / (WEIGHTS + x) for x in (inside, outside))
     speeds[users, context] = best, worst
     print(
-        f"{users:2} users of {context:4} tokens: INT8 in the kernel {best:.2f}×, decoded first {worst:.2f}× the speed"
+        f"{users:2} users of {context:4} tokens: INT8 in the kernel {best:.2f}×, dequantised first {worst:.2f}× the speed"
     )
 
 claim(
-    "With many users INT8 in the kernel gains half again, and decoded first it loses.",
+    "With many users, INT8 in the kernel gains more than 40%, and dequantised first it loses.",
     speeds[64, 4096][0] > 1.4 and speeds[64, 4096][1] < 1,
 )
-claim("With one user and a short text it gains less than 1%.", speeds[1, 512][0] < 1.01)
+claim("With one user and a short context it gains less than 1%.", speeds[1, 512][0] < 1.01)
 
 # %% [markdown]
-# | claim | what is so | how it is known |
+# | claim | what holds | how it is known |
 # |---|---|---|
 # | FlashAttention-like kernels reduce the bandwidth used | much in a prefill, whose scores grow with n²; when decoding, the keys and values must be read in any case, and only the scores are saved | counted |
-# | INT8 keys and values: 1.0×, memory only | true for one user with a short text, where nearly all bytes read are weights. With many users it gains if the kernel reads the codes, and *loses* if they are decoded first | modelled by bytes, above |
-# | PagedAttention makes one stream faster | walking a table moves as many bytes as a cache in one piece. It only means that paging costs nothing extra | counted above |
+# | INT8 keys and values: 1.0×, memory only | true for one user with a short context, where nearly all bytes read are weights. With many users it gains if the kernel reads the codes, and *loses* if they are dequantised first | modelled by bytes, above |
+# | PagedAttention makes one stream faster | no: walking a block table moves about as many bytes as reading a contiguous cache. Paging only costs next to nothing extra | counted above |
 #
-# If you have a GPU, the cell for achieved bandwidth *measures* it.
+# If you have a GPU, the cell about achieved bandwidth *measures* these ways.
 #
 # **Papers.** Milakov & Gimelshein 2018, *Online normalizer calculation for softmax*. Dao et al. 2022, *FlashAttention*.
 # Dao et al. 2023, *Flash-Decoding for long-context inference*. Kwon et al. 2023, *PagedAttention* (section 5 has the
@@ -836,7 +850,7 @@ claim("With one user and a short text it gains less than 1%.", speeds[1, 512][0]
 #
 # 1. A softmax over pieces needs $(m, l, o)$ per piece. Merging rescales both sums to the larger maximum, and is exact.
 # 2. So a kernel can walk the block table and read every key and value once: a third of what gathering moves.
-# 3. Parts keep a whole GPU busy with one long text. Each stores its LSE, and the weights of the merge are $e^{L}$.
+# 3. Split-KV keeps a whole GPU busy with one long request. Each part stores its LSE, and the weights of the merge are $e^{L}$.
 # 4. A quantised cache saves time only if the kernel itself dequantises the codes.
 # 5. In the last block, mask the loads *and* the scores, and test with NaN in every slot that must not be read.
 #

@@ -9,21 +9,21 @@
 # %% [markdown]
 # # 15. Capstone: a completion under 100 ms
 #
-# **Question.** *Somebody types code and stops for a moment. Can the next 24 tokens be there in a tenth of a second, on one
-# core of a CPU?*
+# **Question.** *A programmer stops typing for a moment. Can one core of a CPU complete the code by 24 tokens in a tenth of a
+# second?*
 #
-# A tenth of a second is about what a person takes for "at once". A source of this course promises "sub-100 ms inference"
-# and does not say of what. So say it first: **24 new tokens after a prompt of 200, one request, greedy, one thread; from the
-# call with text to the text in hand.** *Cold*: the engine has never seen this prompt. *Warm*: it has just seen it, as
-# when an editor asks again in the same file. Everything counts: tokens from text, waiting, the prompt, the new tokens,
-# Python, text from tokens.
+# A person perceives a tenth of a second as about "at once". A source of this course promises "sub-100 ms inference" and
+# does not say of what. So define it first: **24 new tokens after a prompt of 200 tokens, one request, greedy decoding, one
+# thread, from the call with the prompt to the returned text.** **Cold** means that the engine has never seen this prompt,
+# **warm** that it has just completed it, as when an editor asks again in the same file. Everything counts: tokenising,
+# queueing, the prompt, the new tokens, Python, detokenising.
 #
 # You start with plain PyTorch and repeat one loop six times: **predict** where the time goes, **measure** it, find
 # the largest part, change it, measure again. Most of the lessons before this one come back as one bar of a picture. One
 # change will not help at all, and one will help less than you may expect.
 #
 # The first run [compiles two functions](glossary.md#compiled-step) for your processor, which takes most of its time.
-# They are kept on disk, and the next run fetches them from there.
+# They are cached on disk, and the next run loads them from there.
 
 # %%
 import os
@@ -31,9 +31,9 @@ import os
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.bench.prompts import held_out_prompts
+from minillm.models.held_out import held_out_prompts
 from minillm.teaching import check, claim, hint, predict, reveal, use
-from minillm.viz.latency_waterfall import Latency, LatencyWaterfall
+from minillm.viz.timeline.latency_waterfall import Latency, LatencyWaterfall
 
 name = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
 draft_name = os.environ.get("MINILLM_DRAFT", "minicoder-draft")
@@ -55,10 +55,10 @@ print("\n".join(prompt.splitlines()[-4:]) + "⟨" + output.outputs[0].text + "�
 # %% [markdown]
 # ## Predict
 #
-# 1. Plain PyTorch, cold. 200 tokens go through the model together, then 23 times one token. What share of the time is the
-#    *[prompt](glossary.md#prefill)*, in percent?
+# 1. In plain PyTorch, cold, 200 tokens go through the model together, then 23 times one token. What percentage of the time
+#    does the *[prompt](glossary.md#prefill)* take?
 # 2. How many PyTorch operations does one decode step call? (8 layers; each has norms, four matrices, RoPE, attention.)
-# 3. When you are done, how many times faster is the cold completion?
+# 3. At the end of the lesson, how many times faster is the cold completion?
 
 # %%
 predict("l15.prompt_share", None, unit="percent")
@@ -70,21 +70,22 @@ predict("l15.faster", None, unit="times")
 #
 # ### Exercise 1: where does the time go?
 #
-# The engine tells what it does, event by event. `record` looks at the clock at each of them and gives you *marks*:
+# The engine reports what it does as events. `record` reads the clock at each event and returns *marks*, pairs of the time in
+# seconds and what has just happened:
 #
 # `(0.0, "Start"), (0.8, "RequestAdded"), (0.9, "StepStarted"), (58.3, "StepRan prefill"), (58.4, "Committing"), …`
 #
-# Turn them into parts. One rule makes such a table trustworthy: **the parts sum to the whole.** A profile that leaves
-# something out sends you to the wrong place.
+# Turn them into the seconds of each part. One rule makes such a profile trustworthy: **the parts sum to the whole.** A
+# profile that leaves something out sends you to the wrong place.
 #
-# | the mark | what the time before it was used for |
+# | the mark | the part that the time before it belongs to |
 # |---|---|
-# | `RequestAdded` | tokenise: text became tokens |
+# | `RequestAdded` | tokenise: turn text into tokens |
 # | `StepStarted` | queue: waiting for a step |
 # | `StepRan prefill` | prefill: the prompt, or a chunk of it |
-# | `DraftProposed` | draft |
-# | `StepRan decode`, `StepRan verify` | target |
-# | `Detokenised` | detokenise: a token became text |
+# | `DraftProposed` | draft: the draft model |
+# | `StepRan decode`, `StepRan verify` | target: the target model |
+# | `Detokenised` | detokenise: turn a token into text |
 # | anything else | python |
 
 # %%
@@ -102,11 +103,11 @@ PART_OF = {
 
 
 def attribute(marks: list[tuple[float, str]]) -> dict[str, float]:
-    """Seconds of each part: tokenise, queue, prefill, draft, target, python, detokenise; 0.0 for one that is not there.
+    """Seconds of each part: tokenise, queue, prefill, draft, target, python, detokenise; 0.0 if a part does not occur.
 
     marks: (seconds, what had just happened), in order of time
 
-    Example: [(0.0, "Start"), (2.0, "RequestAdded"), (2.5, "BlocksAllocated")] is 2.0 of tokenise and 0.5 of python.
+    Example: [(0.0, "Start"), (2.0, "RequestAdded"), (2.5, "BlocksAllocated")] gives tokenise 2.0, python 0.5, others 0.0.
     """
     ### BEGIN SOLUTION
     parts = dict.fromkeys(["tokenise", "queue", "prefill", "draft", "target", "python", "detokenise"], 0.0)
@@ -123,14 +124,14 @@ check("l15.attribute")
 # Stuck? `hint("l15.attribute", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
 # Now measure. The clock is the CPU time of this thread, so other work on your machine does not count; on an idle machine
-# it is the time on the wall. `race` runs an engine in turn with those it is compared with, three times after a warm-up, and
-# gives the parts of the run with the median total. (It refuses parts that do not sum to the whole.)
+# it equals wall-clock time. `race` runs the engines to be compared in turn, three times after a warm-up, and returns for each
+# the parts of the run with the median total. (It raises an error if the parts do not sum to the whole.)
 
 # %% tags=["expected", "nbval-ignore-output"] alt="One bar, far over the line at 100 ms: the prompt and the target's 23 decode steps are nearly all of it; tokenising, queue and detokenising cannot be seen."
 import time
 from collections import Counter
 
-from minillm.models.runner import Segment
+from minillm.batch import Segment
 from minillm.teaching import latency
 from minillm.teaching.latency import decode_step, operations_called, record, seconds_of
 
@@ -138,7 +139,7 @@ my_attribute = use("l15.attribute")
 
 
 def race(engines: dict[str, LLM], warm: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Seconds of each part of the median run of each engine; those in `warm` have just completed the prompt."""
+    """Seconds of each part of each engine's median run. Engines in `warm` have just completed the prompt."""
     return latency.race(engines, prompt, params, my_attribute, warm, rounds=3)
 
 
@@ -146,13 +147,17 @@ rows = [Latency("plain PyTorch", race({"plain": plain})["plain"])]
 reveal("l15.prompt_share", round(100 * rows[0].seconds["prefill"] / rows[0].total))
 small = [rows[0].seconds[part] for part in ("tokenise", "queue", "detokenise")]
 claim("Plain PyTorch needs more than 100 ms.", rows[0].total > 0.1, measured=True)
-claim("Tokenising, queue and detokenising are less than 5% of it.", sum(small) < 0.05 * rows[0].total, measured=True)
+claim(
+    "Tokenising, queue and detokenising take less than 5% of the time.",
+    sum(small) < 0.05 * rows[0].total,
+    measured=True,
+)
 LatencyWaterfall("24 tokens after 200: the start", rows)
 
 # %% [markdown]
-# The picture shows at once what is *not* worth improving: turning text into tokens and back, and the queue. (A single
-# request never waits.) Two parts count: the prompt and the new tokens. Different things limit them, as lesson 3 found:
-# arithmetic, and memory. By how much?
+# The picture shows what is *not* worth improving: tokenising, detokenising and the queue. (A single request never waits.)
+# Two parts count: the prompt and the new tokens. As lesson 3 found, arithmetic limits the prompt and memory the new tokens.
+# By how much?
 #
 # ### Profile
 #
@@ -161,7 +166,7 @@ LatencyWaterfall("24 tokens after 200: the start", rows)
 # %% tags=["nbval-ignore-output"]
 ids = tokenizer.encode(prompt)
 called = operations_called(decode_step(plain, ids))
-plain.reset_prefix_cache()  # the forward wrote where the engine keeps the prompts it has seen
+plain.reset_prefix_cache()  # the forward overwrote cached blocks
 for operation, count in called.most_common(8):
     print(f"{operation:16} {count:4} times")
 products = sum(called[operation] for operation in ("matmul", "mm", "addmm", "linear"))
@@ -170,24 +175,25 @@ reveal("l15.calls", called.total())
 claim("Fewer than one operation in ten multiplies by a weight.", 0 < products < called.total() / 10)
 
 # %% [markdown]
-# The other operations reshape, add, copy and look up. Two costs hide here, and they need different cures: *bytes* (all
-# weights are read once for every token) and *calls* (each operation takes a microsecond or more before it does anything).
+# The other operations reshape, add, copy and look up. There are two costs here, and they need different remedies: *bytes*
+# (all weights are read once for every token) and *calls* (each operation takes a microsecond or more before it does
+# anything).
 #
-# ### Exercise 2: what must a step take?
+# ### Exercise 2: what does a step take at least?
 #
-# Put both into one formula, with what you know from lesson 3.
+# Put bytes, calls and arithmetic (lesson 3) into one formula.
 
 
 # %%
 def step_seconds(
     num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
 ) -> float:
-    """Seconds that a step takes at least.
+    """The least time of a step, in seconds.
 
-    bandwidth: bytes per second; rate: operations per second. Moving and computing overlap. A call does not: the thread
-    that makes it is the thread that does the work.
+    bandwidth: bytes per second; rate: operations per second. Moving bytes and computing overlap. Calls do not overlap
+    with them: the thread that makes a call is the thread that does the work.
 
-    Example: 60 bytes at 20 a second, 10 operations at 10 a second and 4 calls of half a second: 3 + 2 = 5.
+    Example: 60 bytes at 20 per second, 10 operations at 10 per second and 4 calls of half a second: 3 + 2 = 5.
     """
     ### BEGIN SOLUTION
     return calls * seconds_per_call + max(num_bytes / bandwidth, operations / rate)
@@ -205,7 +211,7 @@ config = plain.engine.runner.model.config
 model = plain.engine.runner.model
 in_layers = sum(p.numel() for layer in model.layers for p in layer.parameters() if p.ndim == 2)
 in_head = model.lm_head.weight.numel()
-BYTES = {  # bytes of a weight in the layers, and in the unembedding
+BYTES = {  # bytes per weight: in the layers, and in the LM head
     "float32 (plain PyTorch)": (4, 4),
     "16 bits, as in the checkpoint": (2, 2),
     "W8A8": (1, 1),
@@ -215,7 +221,7 @@ cache_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4 
 
 
 def operations(rows: int, pairs: int) -> int:
-    """`rows` through the layers, `pairs` of a query and a key it sees, one row of logits (lesson 3)."""
+    """Operations for `rows` tokens, `pairs` of a query and a key that it sees, and one row of logits (lesson 3)."""
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
     return 2 * in_layers * rows + attention + 2 * in_head
 
@@ -227,12 +233,13 @@ for kind, size in weight_bytes.items():
 print(f"one token: {decode_work / 1e6:,.0f} million operations; the prompt: {prefill_work / 1e6:,.0f} million")
 
 # %% [markdown]
-# Now the limits. For the bytes: the faster of a large copy and of a copy of the size of the weights, which may fit into the
-# processor's cache. For the arithmetic: PyTorch's product of two large matrices. (This is PyTorch's limit. Later in this
-# lesson a faster kernel appears; a floor must be computed from the *best* that the machine can do.)
+# Now measure the machine's limits. The bandwidth is that of the faster of two copies: a large one, and one of the size of the
+# weights, which may fit into the processor's cache. The rate of arithmetic is that of PyTorch's product of two large
+# matrices. (This is PyTorch's limit, and a later step has a faster kernel. A **floor**, the least possible time, must be
+# computed from the *best* that the machine can do.)
 
 # %% tags=["nbval-ignore-output"]
-from minillm.ceilings import copy_bandwidth
+from minillm.doctor.machine_limits import copy_bandwidth
 
 my_step = use("l15.step_seconds")
 weights_size = weight_bytes["16 bits, as in the checkpoint"]
@@ -248,7 +255,7 @@ print(
 
 moved = weight_bytes["float32 (plain PyTorch)"] + cache_bytes
 measured = {"one token": rows[0].seconds["target"] / (NEW_TOKENS - 1), "the prompt": rows[0].seconds["prefill"]}
-print("                     modelled   measured   of it calls, bytes, arithmetic (modelled, ms)")
+print("                     modelled   measured   calls, bytes, arithmetic (modelled, ms)")
 for label, work in (("one token", decode_work), ("the prompt", prefill_work)):
     modelled = my_step(moved, work, called.total(), bandwidth, rate, per_call)
     split = [1000 * x for x in (called.total() * per_call, moved / bandwidth, work / rate)]
@@ -258,38 +265,38 @@ claim("For the prompt, arithmetic takes longer than bytes.", prefill_work / rate
 claim("For one token, bytes take longer than arithmetic.", moved / bandwidth > decode_work / rate, measured=True)
 
 # %% [markdown]
-# So for a token, calls and bytes count, and for the prompt arithmetic does. The measured times are longer than the modelled
-# ones: a product with one row does not reach the bandwidth of a copy, and Python needs time between two calls.
+# So calls and bytes limit a token, and arithmetic limits the prompt. The measured times are longer than the modelled ones: a
+# product with one row does not reach the bandwidth of a copy, and Python needs time between two calls.
 #
-# ### Step 1: do not compute what you have computed
+# ### Step 1: reuse the cached prompt
 #
-# **Predict**: the prompt was there a moment ago, and its keys and values are [still in the
+# **Predict**: the engine has just completed this prompt, and its keys and values are [still in the
 # pool](glossary.md#prefix-caching) (lesson 6). How much of each part is left?
 
 # %% tags=["nbval-ignore-output"]
 seconds = race({"cold": plain, "warm": plain}, warm=("warm",))
 warm_rows = [Latency("plain PyTorch", seconds["cold"]), Latency("warm: prefix cache", seconds["warm"], "plain PyTorch")]
 claim(
-    "Warm, the prompt takes less than half of its time.",
+    "Warm, the prompt takes less than half of its cold time.",
     2 * seconds["warm"]["prefill"] < seconds["cold"]["prefill"],
     measured=True,
 )
-LatencyWaterfall("Step 1: the prompt was there before", warm_rows)
+LatencyWaterfall("Step 1: the prompt is cached", warm_rows)
 
 # %%
 marks, output = record(plain, prompt, params)
 kinds = Counter(what for _, what in marks if what.startswith("StepRan"))
-print(f"{output.num_cached_tokens} of {len(ids)} prompt tokens were found; forwards: {dict(kinds)}")
+print(f"{output.num_cached_tokens} of {len(ids)} prompt tokens were cached; forwards: {dict(kinds)}")
 
 # %% [markdown]
-# The blue part shrinks most. (It does not vanish: the last tokens of a prompt always go through the model, because they
-# give the logits of the first new token, and only whole blocks of 16 are found.) This is the cheapest step of all *where it
-# applies*, and it does not apply to a new prompt. From here on everything is measured **cold**.
+# The blue part (prefill) shrinks most. (It does not vanish: the last tokens of a prompt always go through the model, because
+# they give the logits of the first new token, and only full blocks of 16 are cached.) This is the cheapest step of all
+# *where it applies*, and it does not apply to a new prompt. From here on everything is measured **cold**.
 #
 # ### Step 2: INT8 weights
 #
-# A quarter of the bytes (lesson 5), and bytes are most of a token. **Predict** what INT8 weights do to the green part of
-# plain PyTorch.
+# INT8 weights have a quarter of the bytes (lesson 5), and bytes are most of a token. **Predict** what they do to the green
+# part (target) of plain PyTorch.
 
 # %% tags=["nbval-ignore-output"]
 eager_int8 = LLM(name, enforce_eager=True, quantization="int8", **options)
@@ -309,23 +316,23 @@ LatencyWaterfall("Step 2: a quarter of the bytes, in plain PyTorch", [*rows, int
 print(f"operations in one step: {called.total()} in float32, {called_int8.total()} with INT8 weights")
 traffic = {
     "float32: 4 bytes read by the product": 4,
-    "INT8: 1 read and 4 written to make floats, 4 + 4 to scale them, 4 read by the product": 1 + 4 + 4 + 4 + 4,
+    "INT8: 1 read and 4 written by the cast, 4 + 4 by the scaling, 4 read by the product": 1 + 4 + 4 + 4 + 4,
 }
 for label, size in traffic.items():
-    print(f"{label}: {size} a weight, {size * in_layers / 1e6:.0f} million for the layers")
+    print(f"{label}: {size} bytes per weight, {size * in_layers / 1e6:.0f} million for the layers")
 del eager_int8
 
 # %% [markdown]
-# **It loses.** Plain PyTorch has no product of INT8 weights with float32 activations. So operations of their own turn the
-# weights into floats first: a byte is read and four are written; they are read, multiplied by their scale and written;
-# and the product reads them. That is four times the bytes of before (many of them in caches, or it would be worse), and
-# more calls. The checkpoint is smaller, the step is not faster. *Bytes are saved only where the conversion happens inside
-# the loop that multiplies.* PyTorch does not let you write that loop. numba does.
+# **It loses.** Plain PyTorch has no product of INT8 weights with float32 activations. So separate operations dequantise the
+# weights first. The cast reads a byte and writes four, the scaling reads and writes four, and the product reads four. That
+# is four times as many bytes as before (many of them in caches, or it would be worse), and more calls. The checkpoint is
+# smaller, but the step is not faster. *Quantisation saves bytes only where the dequantising happens inside the loop that
+# multiplies.* PyTorch does not let you write that loop. numba does.
 #
 # ### Exercise 3: your own product
 #
-# numba compiles a Python function to machine code. Two things decide whether that is fast: how many numbers an
-# instruction handles, and in which order memory is read. `minillm.ops.cpu` settles both with a layout. A
+# numba compiles a Python function to machine code. Two things decide whether this code is fast: how many numbers one
+# instruction handles (**SIMD**), and in which order it reads memory. `minillm.ops.cpu` solves both with a memory layout. A
 # **[panel](glossary.md#panel)** is sixteen rows of W with their columns interleaved:
 
 # %%
@@ -341,19 +348,19 @@ print("panel 0, column 1:", panels[16:32].astype(int))
 print("panel 1, column 0:", panels[48:64].astype(int), "← rows 16 to 19, and zeros to fill the panel")
 
 # %% [markdown]
-# Sixteen numbers that lie together are one weight each of sixteen *outputs*. They are all multiplied by the same number of x.
-# So one load brings sixteen weights, one multiply-add serves sixteen sums, nothing is ever added up across a vector, and
+# Sixteen adjacent numbers are the weights of sixteen *outputs*, one each. They are all multiplied by the same element of x.
+# So one load fetches sixteen weights, one multiply-add updates sixteen sums, no sum runs across the lanes of a vector, and
 # memory is read in order. Four functions are enough, and each is one instruction where the processor has AVX-512:
 #
 # | function | what it does |
 # |---|---|
 # | `load(array, at)` | the sixteen numbers from `array[at]` on |
-# | `splat(number)` | sixteen times the same number |
+# | `splat(number)` | a vector of sixteen times the same number |
 # | `fma(a, b, sums)` | `a · b + sums`, lane by lane |
 # | `store(array, at, vector)` | write sixteen numbers from `array[at]` on |
 #
-# Compiled code does not check where an array ends. So the check runs your function in a process of its own, on arrays
-# with NaN around them, and says so if it reads or writes beyond the end.
+# Compiled code does not check array bounds. So the check runs your function in a separate process, on arrays with NaN
+# around them, and reports every read or write past the end.
 
 # %%
 from numba import njit
@@ -366,11 +373,11 @@ ZERO = np.float32(0)
 
 @njit(**OPTIONS)
 def panel_product(panels, x, y):
-    """y = W x, written to y.
+    """Write W x to y.
 
-    panels: W as `pack` lays it, flat: column k of panel p begins at (p * columns + k) * LANES
+    panels: W in the layout of `pack`, flat: column k of panel p begins at (p * columns + k) * LANES
     x:      [columns]
-    y:      [number of outputs, padded to a multiple of LANES]: LANES of them to a panel; holds anything before
+    y:      [number of outputs, padded to a multiple of LANES]: LANES outputs per panel; initial contents are arbitrary
     All are float32.
     """
     ### BEGIN SOLUTION
@@ -388,7 +395,7 @@ check("l15.panel_product")
 
 # %% [markdown]
 # **Inside the engine.** Every linear layer of the plain model now calls your function when it gets a single row; prompts use
-# PyTorch's product as before. Same prompt, same tokens?
+# PyTorch's product as before. Does the engine generate the same tokens?
 
 # %%
 from minillm.teaching.latency import with_panel_products
@@ -396,10 +403,10 @@ from minillm.teaching.latency import with_panel_products
 mine = use("l15.panel_product")
 kernel = mine if hasattr(mine, "py_func") else njit(**OPTIONS)(mine)
 with_kernel = LLM(name, enforce_eager=True, **options)
-layers = with_panel_products(with_kernel, model, kernel)  # on the weights that `plain` has already
+layers = with_panel_products(with_kernel, model, kernel)  # shares the weights of `plain`
 tokens = with_kernel.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
-print(f"{len(layers)} layers run on your kernel, {sum(layer.calls for layer in layers)} calls")
-claim(f"With your product the model writes the same {NEW_TOKENS} tokens.", tokens == expected)
+print(f"{len(layers)} layers use your kernel, {sum(layer.calls for layer in layers)} calls")
+claim(f"With your product the engine generates the same {NEW_TOKENS} tokens.", tokens == expected)
 
 # %% tags=["nbval-ignore-output"]
 seconds = race({"plain": plain, "own": with_kernel})
@@ -408,10 +415,10 @@ del with_kernel, layers
 LatencyWaterfall("Your own product inside plain PyTorch", [Latency("plain PyTorch", seconds["plain"]), own_row])
 
 # %% [markdown]
-# It may be a little faster or a little slower. The product was replaced, but the other calls are still there, and so are
-# the four bytes per weight. To see what a call costs, take a product so small that its arithmetic costs nothing, and make
-# it in three ways: as a PyTorch operation, as a call of your function from Python, and as a call of your function *from a
-# compiled function*.
+# The completion may be a little faster or a little slower. The product was replaced, but the other calls are still there,
+# and so are the four bytes per weight. To see what a call costs, take a product so small that its arithmetic takes almost no
+# time, and compute it in three ways: as a PyTorch operation, as a call of your function from Python, and as a call of your
+# function *from a compiled function*.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -429,7 +436,7 @@ times = {
     "your function, called from compiled code": seconds_of(lambda: many_times(*own, 200), 10) / 200,
 }
 for label, taken in times.items():
-    print(f"{label:42} {1e6 * taken:6.2f} µs a product of 64 × 64")
+    print(f"{label:42} {1e6 * taken:6.2f} µs per product of 64 × 64")
 in_torch, from_python, inside = times.values()
 claim(
     "Called from compiled code, the same function takes less than half as long.",
@@ -438,7 +445,7 @@ claim(
 )
 
 # %% [markdown]
-# *This* is what can be gained: not a better product, but **no call between the products**. A step must be one function.
+# *This* is what you can gain: not a better product, but **no call between the products**. A step must be one function.
 #
 # ### Step 3: the compiled step
 #
@@ -447,24 +454,24 @@ claim(
 #
 # * **Tiles.** In your loop every multiply-add waits for the one before it, because there is one sum. The real loop keeps a
 #   *[tile](glossary.md#tile)* of several rows × several panels of sums in vector registers (`simd.tile`). With one row,
-#   several panels hide the wait. With several rows, each weight that is loaded is used once per row: so arithmetic
-#   limits a prompt, and not loads. Every sum still runs over k in order, so a token's numbers do not depend on the
-#   other requests in the batch.
+#   several panels hide this latency. With several rows, each loaded weight is used once per row, so arithmetic limits a
+#   prompt, and not loads. Every sum still runs over k in order, so the results of a token do not depend on the other
+#   requests in the batch.
 # * **Narrow weights.** minicoder's checkpoint holds 16-bit floats. `load` casts them to float32 in the register, so memory
-#   moves half the bytes and the result stays the same. (Step 2 lacked this: the conversion inside the loop.)
+#   moves half the bytes and the result stays the same. (Step 2 lacked this cast inside the loop.)
 # * **Everything between the products** (norms, RoPE, SiLU, attention that walks the [block
 #   table](glossary.md#block-table)) on the same vectors, without a call.
-# * **Barriers.** With several threads, each computes a part of the outputs, and several times per layer all must have
-#   finished before any may go on. `team.py` starts the threads once and lets them wait at a counter, which costs less than
-#   starting a parallel loop each time. (This lesson has one thread, which never waits.)
+# * **Barriers.** With several threads, each computes a part of the outputs. At a barrier, each thread waits until all have
+#   arrived; a layer has several. `team.py` starts the threads once and lets them wait at a shared counter, which costs less
+#   than starting a parallel loop each time. (This lesson has one thread, which never waits.)
 #
-# The engine uses it by default; `enforce_eager=True` switched it off. **Predict** the green part: by what factor do half the
-# bytes and a single call shrink it?
+# The engine uses this compiled step by default; `enforce_eager=True` switched it off. **Predict** the green part: by what
+# factor do half the bytes and a single call shrink it?
 
 # %% tags=["nbval-ignore-output"]
 began = time.perf_counter()
 compiled = LLM(name, **options)
-print(f"ready after {time.perf_counter() - began:.1f} s (compiled once, then fetched from disk)")
+print(f"ready after {time.perf_counter() - began:.1f} s (compiled once, then loaded from disk)")
 seconds = race({"plain": plain, "compiled": compiled})
 gains = {part: seconds["plain"][part] / seconds["compiled"][part] for part in ("prefill", "target")}
 print(f"the new tokens are {gains['target']:.1f} times faster, the prompt {gains['prefill']:.1f} times")
@@ -478,22 +485,26 @@ tokens = compiled.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_i
 if executor is not None:
     inside = operations_called(decode_step(compiled, ids)).total()
     compiled.reset_prefix_cache()
-    read = executor.weights.nbytes + executor.head.nbytes
-    claim("A step calls fewer than a tenth of the PyTorch operations.", 10 * inside < called.total())
-    print(f"weights read: {read / 1e6:.1f} million bytes, in {executor.weights.dtype} with the bits of 16-bit floats")
-claim(f"It writes the same {NEW_TOKENS} tokens as plain PyTorch.", tokens == expected)
+    packed = executor.packed  # the weights as the compiled step reads them
+    read = packed.weights.nbytes + packed.head.nbytes
+    claim(
+        "A compiled step calls fewer than a tenth of the PyTorch operations of a plain one.",
+        10 * inside < called.total(),
+    )
+    print(f"weights read: {read / 1e6:.1f} million bytes, in {packed.weights.dtype} with the bits of 16-bit floats")
+claim(f"The compiled step generates the same {NEW_TOKENS} tokens as plain PyTorch.", tokens == expected)
 
 # %% [markdown]
 # Both parts gain, for different reasons. A decode step gains because it has fewer calls and bytes. The prompt's 200 rows
 # share their calls and bytes, so it gains mainly because the tiles compute faster than PyTorch's product of this shape. How
-# fast can this machine compute at all? Prompts of other lengths tell: longer ones keep the tiles full, shorter ones keep
-# what is multiplied in the cache. The highest rate of all is one more measurement of the limit.
+# fast can this machine compute at all? Measure prompts of other lengths: longer ones keep the tiles full, and the operands
+# of shorter ones stay in the processor's cache. The highest rate of all is one more measurement of the limit.
 
 # %% tags=["nbval-ignore-output"]
 
 
 def rate_of(llm: LLM) -> float:
-    """Operations per second of prompts of four lengths, three runs each: the highest."""
+    """The highest rate, in operations per second, over prompts of four lengths and three runs each."""
     llm.reset_prefix_cache()
     rates = []
     for tokens in (96, 192, 256, 512):
@@ -508,20 +519,20 @@ rates = {"float32": max(rate, rate_of(compiled))}
 print(f"in float32: PyTorch's product {rate / 1e9:.0f} G operations/s, the fastest so far {rates['float32'] / 1e9:.0f}")
 
 # %% [markdown]
-# > A true story of this part (its numbers are quoted from the log of that day). For a while the blue bar was *twice* as long
-# > as it should be, in some runs and not in others, and other programs on the machine got the blame. Then the same product
-# > was timed in a process that had just compiled the step and in one that had fetched it from disk: 57 and 140 ms for 512
-# > tokens. In the second, LLVM had unrolled the loop over k and needed more registers than there are, so it kept the 24 sums
-# > in memory, and wrote and read them in every round. One line tells it not to unroll (`simd.py`, `_as_it_is`). A time that
-# > varies has a cause. Look at the machine code.
+# > A true story about this part (its numbers are quoted from the log of that day). For a while the blue bar was *twice* as
+# > long as it should be, in some runs and not in others. Other programs on the machine seemed to be the cause. Then the same
+# > product was timed in two processes. One had just compiled the step and took 57 ms for 512 tokens; the other had loaded it
+# > from disk and took 140 ms. In the second, LLVM had unrolled the loop over k and needed more registers than there are. So
+# > it **spilled** the 24 sums: it wrote them to memory and read them back in every iteration. Now `simd.py` tells LLVM not to
+# > unroll that loop. A time that varies has a cause. Look at the machine code.
 #
 # ### Step 4: W8A8
 #
-# Arithmetic limits the prompt, so do cheaper arithmetic. Round the [activations to INT8](glossary.md#w8a8) as well
+# Arithmetic limits the prompt, so do cheaper arithmetic. Quantise the [activations to INT8](glossary.md#w8a8) as well
 # (lesson 5), and the products become products of *bytes*. An instruction with 16 float lanes has 64 byte lanes
 # ([VNNI](glossary.md#vnni); without it the step still runs, without this gain). That is a quarter of plain PyTorch's
-# bytes per weight, and up to four times the products per instruction. The price: it is lossy. (The weights of the
-# logits are INT8 too, but their inputs are rounded to two bytes each, which costs next to nothing in quality.)
+# bytes per weight, and up to four times as many products per instruction. The price: it is lossy. (The weights of the LM
+# head are INT8 too, but its inputs are quantised to two bytes each, which costs next to nothing in quality.)
 
 # %% tags=["nbval-ignore-output"]
 began = time.perf_counter()
@@ -529,7 +540,7 @@ w8a8 = LLM(name, quantization="w8a8", **options)
 print(f"ready after {time.perf_counter() - began:.1f} s")
 seconds = race({"plain": plain, "compiled": compiled, "w8a8": w8a8})
 rates["W8A8"] = rate_of(w8a8)
-print(f"{rates['W8A8'] / 1e9:.0f} G operations/s at most, in float32 {rates['float32'] / 1e9:.0f}")
+print(f"{rates['W8A8'] / 1e9:.0f} G operations/s at most; in float32 {rates['float32'] / 1e9:.0f}")
 claim(
     "W8A8 is faster than float32, for the prompt and for the new tokens.",
     all(seconds["w8a8"][part] < seconds["compiled"][part] for part in ("prefill", "target")),
@@ -549,7 +560,8 @@ for text in [prompt, *others]:
     first.append(next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), NEW_TOKENS))
     same += a == b
 if w8a8.engine.runner.executor is not None:
-    read = w8a8.engine.runner.executor.weights.nbytes + w8a8.engine.runner.executor.head.nbytes
+    packed = w8a8.engine.runner.executor.packed
+    read = packed.weights.nbytes + packed.head.nbytes
     print(f"weights read: {read / 1e6:.1f} million bytes")
 print(f"{same} of {len(first)} completions have the same {NEW_TOKENS} tokens as float32")
 print(f"tokens before the first that differs: {first}")
@@ -561,25 +573,25 @@ print(f"tokens before the first that differs: {first}")
 #
 # ### Step 5: a draft model on top
 #
-# [Speculative decoding](glossary.md#speculative-decoding) makes the number of steps smaller: a small
-# *[draft](glossary.md#draft)* model guesses γ tokens, and the target checks all of them in one step and keeps those
-# that it would have written itself (lesson 0 shows it). **Predict**: does it save time here?
+# [Speculative decoding](glossary.md#speculative-decoding) reduces the number of steps: a small *[draft](glossary.md#draft)*
+# model proposes γ tokens. The target verifies all of them in one step, and accepts those that it would have generated
+# itself (lesson 0 shows it). **Predict**: does it save time here?
 #
-# Measure before you switch it on. Three numbers decide: how often a guess is right, what a guess costs, and how much longer
-# a step takes that checks several tokens instead of one.
+# Measure before you switch it on. Three numbers decide: how often a draft token is accepted, what a draft token costs (*c*
+# below), and how much longer a step takes that verifies several tokens instead of one (*v* below).
 #
 # ### Exercise 4: which γ?
 
 
 # %%
 def choose_gamma(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    """The number of drafts per round that makes decoding fastest; 0 means: do not draft at all.
+    """The number of draft tokens per round that makes decoding fastest; 0 means: do not draft at all.
 
-    acceptance:   chance that a draft is right if all before it in its round were
-    draft_cost:   seconds of one draft / seconds of one plain step
-    verify_costs: verify_costs[g] = seconds of a step that checks g drafts / seconds of a plain step; the first is 1.0
+    acceptance:   probability that a draft token is accepted if all before it in its round were
+    draft_cost:   c = seconds to draft one token / seconds of one plain step
+    verify_costs: v[g] = seconds of a step that verifies g draft tokens / seconds of a plain step; v[0] is 1.0
 
-    Among equals the smallest number.
+    If several numbers are equally fast, return the smallest.
     Example: choose_gamma(0.9, 1.0, [1.0, 1.0, 1.0]) is 0: drafts as slow as the target never pay.
     """
 
@@ -596,8 +608,8 @@ def choose_gamma(acceptance: float, draft_cost: float, verify_costs: list[float]
 check("l15.choose_gamma")
 
 # %% [markdown]
-# How often is a guess right? Count on five other prompts, with four guesses a round: a choice must not be made on the prompt
-# that it will be measured on.
+# How often is a draft token accepted? Count on five other prompts, with four draft tokens per round: γ must not be chosen on
+# the prompt that it will be measured on.
 
 # %%
 from minillm.trace import TokensCommitted
@@ -610,7 +622,7 @@ judged = [event for event in trace.of(TokensCommitted) if event.num_drafts]
 accepted = sum(event.num_accepted for event in judged)
 rejected = sum(event.num_accepted < event.num_drafts for event in judged)
 acceptance = accepted / (accepted + rejected)
-print(f"{len(judged)} rounds: {accepted} guesses accepted, {rejected} rejected, so {acceptance:.2f} of those judged")
+print(f"{len(judged)} rounds: {accepted} draft tokens accepted, {rejected} rejected: an acceptance of {acceptance:.2f}")
 
 # %% tags=["nbval-ignore-output"]
 from functools import partial
@@ -618,25 +630,27 @@ from functools import partial
 my_gamma = use("l15.choose_gamma")
 draft_alone = LLM(draft_name, **options)
 parts = next(row for row in rows if row.name == "W8A8").seconds
-between = (parts["python"] + parts["queue"] + parts["detokenise"]) / NEW_TOKENS  # what a step costs beside the model
+between = (parts["python"] + parts["queue"] + parts["detokenise"]) / NEW_TOKENS  # seconds per step outside the model
 for each in (w8a8, draft_alone):
     each.engine.runner.run([Segment(ids, 0, list(range(14)))])
 forwards = [seconds_of(decode_step(w8a8, ids, width), 10) for width in range(1, 8)]
 last = Segment(ids[-1:], len(ids) - 1, list(range(14)))
-guess = seconds_of(partial(draft_alone.engine.runner.draft, [last], 4), 10) / 4
+draft_seconds = seconds_of(partial(draft_alone.engine.runner.draft, [last], 4), 10) / 4
 w8a8.reset_prefix_cache()
 del draft_alone
 one = forwards[0] + between
-c, v = guess / one, [(seconds + between) / one for seconds in forwards]
+c, v = draft_seconds / one, [(seconds + between) / one for seconds in forwards]
 v[0] = 1.0
 gamma = my_gamma(acceptance, c, v)
-print(f"a plain step {1000 * one:.2f} ms, c = {c:.2f}, v for 1 to 6 drafts: " + ", ".join(f"{x:.2f}" for x in v[1:]))
+print(
+    f"a plain step {1000 * one:.2f} ms, c = {c:.2f}, v for 1 to 6 draft tokens: " + ", ".join(f"{x:.2f}" for x in v[1:])
+)
 tokens_at_4 = sum(acceptance**i for i in range(5))
 print(
-    f"4 drafts gain {tokens_at_4:.2f} tokens in the time of {4 * c + v[4]:.2f} steps: {tokens_at_4 / (4 * c + v[4]):.2f}×"
+    f"4 draft tokens gain {tokens_at_4:.2f} tokens in the time of {4 * c + v[4]:.2f} steps: {tokens_at_4 / (4 * c + v[4]):.2f}×"
 )
-print(f"the best number of drafts: {gamma}; if drafts cost nothing (c = 0): {my_gamma(acceptance, 0.0, v)}")
-claim("Cheaper drafts are never a reason to draft less.", my_gamma(acceptance, 0.0, v) >= gamma)
+print(f"the best γ: {gamma}; if drafting cost nothing (c = 0): {my_gamma(acceptance, 0.0, v)}")
+claim("Cheaper drafting is never a reason to draft fewer tokens.", my_gamma(acceptance, 0.0, v) >= gamma)
 
 # %% [markdown]
 # Now run it, with your γ (at least 1, to see what it does), and compare it with W8A8 alone.
@@ -644,8 +658,11 @@ claim("Cheaper drafts are never a reason to draft less.", my_gamma(acceptance, 0
 # %% tags=["nbval-ignore-output"]
 del drafting, trace
 config_of_draft = {**speculative, "num_speculative_tokens": max(1, gamma)}
-contest = {"W8A8": w8a8, "W8A8 + draft": LLM(name, quantization="w8a8", speculative_config=config_of_draft, **options)}
-seconds = race(contest)
+w8a8_engines = {
+    "W8A8": w8a8,
+    "W8A8 + draft": LLM(name, quantization="w8a8", speculative_config=config_of_draft, **options),
+}
+seconds = race(w8a8_engines)
 draft_rows = [Latency("W8A8", seconds["W8A8"]), Latency("W8A8 + draft", seconds["W8A8 + draft"], "W8A8")]
 gain = draft_rows[0].total / draft_rows[1].total
 print(f"the whole completion: {gain:.2f}×")
@@ -656,59 +673,60 @@ LatencyWaterfall("Step 5: a draft model on top", draft_rows)
 
 
 def tokens_of(label: str) -> list[int]:
-    """The tokens that an engine of the contest writes."""
-    return contest[label].generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    """The tokens that one of these engines generates."""
+    return w8a8_engines[label].generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
 
 
-claim("With drafts the tokens are the same as without.", tokens_of("W8A8 + draft") == tokens_of("W8A8"))
+claim("With a draft model the tokens are the same as without.", tokens_of("W8A8 + draft") == tokens_of("W8A8"))
 
 # %% [markdown]
 # Three things limit the gain:
 #
-# * Only the green part can shrink. The prompt and Python stay, whatever the drafts do.
-# * The draft reads the prompt, too: 200 tokens through a second model, which is most of the orange part. 24 new tokens are
-#   few to spread that over, and the formula does not include it. Warm, or with a longer completion, a draft would pay more.
-# * The faster the target, the less a saved step is worth, while a draft takes as long as before: c is larger for a fast
-#   target. And where bytes are not the limit, checking several tokens takes longer than one: v is above 1.
+# * Only the green part (target) can shrink. The prompt and Python take as long as before.
+# * The draft model must prefill the prompt too. 200 tokens through a second model are most of the orange part (draft), and
+#   the formula does not include them. This cost is spread over only 24 new tokens. Warm, or with a longer completion, a
+#   draft model would gain more.
+# * The faster the target, the less a saved step is worth, while a draft token takes as long as before: c is larger for a
+#   fast target. And where bytes are not the limit, verifying several tokens takes longer than one: v is above 1.
 #
 # This completion also favours the draft, because it repeats itself. That is why the acceptance above was counted on other
-# prompts. Speculation is at its best with a target whose step is slow because of the bytes it reads, and with a draft that
-# is cheap beside it: a model a hundred times this size.
+# prompts. Speculation works best if a step of the target is slow because of the bytes it reads, and the draft is cheap in
+# comparison: with a target a hundred times this size.
 #
-# ### Step 6: guesses that cost nothing
+# ### Step 6: an n-gram drafter
 #
-# A drafter without a prompt to read and without c would avoid two of the three. Code repeats itself, so look for the last
-# few tokens earlier in the text, and guess that what followed them then follows now (`"method": "ngram"`). That is a search
-# of some microseconds.
+# A drafter without prefill and with c near 0 would avoid two of the three limits. Code repeats itself. So search the text
+# for an earlier occurrence of the last few tokens, and propose the tokens that followed it (`"method": "ngram"`). This
+# search takes some microseconds.
 
 # %% tags=["nbval-ignore-output"]
 lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4}
-contest["W8A8 + n-gram"] = LLM(name, quantization="w8a8", speculative_config=lookup, **options)
-seconds = race(contest)
-looked_up = [Latency(label, seconds[label], None if label == "W8A8" else "W8A8") for label in contest]
+w8a8_engines["W8A8 + n-gram"] = LLM(name, quantization="w8a8", speculative_config=lookup, **options)
+seconds = race(w8a8_engines)
+looked_up = [Latency(label, seconds[label], None if label == "W8A8" else "W8A8") for label in w8a8_engines]
 drafted = {label: seconds[label]["draft"] for label in ("W8A8 + draft", "W8A8 + n-gram")}
 claim(
-    "Looking guesses up takes less than half of the draft model's time.",
+    "The n-gram search takes less than half of the draft model's time.",
     2 * drafted["W8A8 + n-gram"] < drafted["W8A8 + draft"],
     measured=True,
 )
-LatencyWaterfall("Step 6: guesses looked up in the text", looked_up)
+LatencyWaterfall("Step 6: draft tokens found in the text", looked_up)
 
 # %%
 claim("With n-grams the tokens are the same as without.", tokens_of("W8A8 + n-gram") == tokens_of("W8A8"))
 
 # %% [markdown]
-# The orange part shrinks. Where the text is new there is no guess, the step is a plain one, and nothing is lost. A
-# wrong guess costs v, for the target has checked it. So looking up pays where text repeats itself, as this completion does. On
-# text that never repeats itself it gives nothing, and a draft model still guesses.
+# The orange part shrinks. Where the text is new, the search finds nothing, the step is a plain one, and nothing is lost. A
+# rejected token still costs v, because the target has verified it. So an n-gram drafter pays where text repeats itself, as
+# this completion does. On text that never repeats itself it proposes nothing, whereas a draft model still proposes tokens.
 #
 # ## Measure
 #
-# All of them in turn, cold, and W8A8 alone once more, warm.
+# Now measure all engines in turn, cold, and W8A8 alone once more, warm.
 
 # %% tags=["expected", "nbval-ignore-output"] alt="A bar for each way, cold: plain PyTorch and INT8 weights far over 100 ms; the compiled step much shorter; W8A8 under the line, alone, with a draft model and with n-grams; warm the shortest, with little left of the prompt."
-everyone = {"plain PyTorch": plain, "compiled step": compiled, **contest, "W8A8, warm": w8a8}
-seconds = race(everyone, warm=("W8A8, warm",))
+engines = {"plain PyTorch": plain, "compiled step": compiled, **w8a8_engines, "W8A8, warm": w8a8}
+seconds = race(engines, warm=("W8A8, warm",))
 before = {"compiled step": "plain PyTorch", "W8A8": "compiled step"}
 before |= dict.fromkeys(("W8A8 + draft", "W8A8 + n-gram", "W8A8, warm"), "W8A8")
 rows = [
@@ -720,7 +738,7 @@ final = min((row for row in rows if row.name != "W8A8, warm"), key=lambda row: r
 by_name = {row.name: row for row in rows}
 print(f"W8A8, cold: {1000 * by_name['W8A8'].total:.0f} ms; under 100 ms: {by_name['W8A8'].total < 0.1}")
 claim(
-    "Each of the three steps to W8A8 is faster than the one before.",
+    "The compiled step is faster than plain PyTorch, and W8A8 is faster still.",
     by_name["plain PyTorch"].total > by_name["compiled step"].total > by_name["W8A8"].total,
     measured=True,
 )
@@ -728,19 +746,19 @@ claim("Warm is the fastest of all.", by_name["W8A8, warm"].total == min(row.tota
 largest = max(by_name["W8A8"].seconds, key=by_name["W8A8"].seconds.get)
 print(f"the largest part of W8A8, cold, is now: {largest}")
 reveal("l15.faster", round(rows[0].total / final.total, 1))
-on_the_wall = []
+wall_clock_ms = []
 for _ in range(5):
     w8a8.reset_prefix_cache()
     began = time.perf_counter()
     w8a8.generate(prompt, params, use_tqdm=False)
-    on_the_wall.append(1000 * (time.perf_counter() - began))
-print(f"W8A8, cold, on the wall clock: from {min(on_the_wall):.0f} to {max(on_the_wall):.0f} ms in five runs")
+    wall_clock_ms.append(1000 * (time.perf_counter() - began))
+print(f"W8A8, cold, wall-clock time: from {min(wall_clock_ms):.0f} to {max(wall_clock_ms):.0f} ms in five runs")
 LatencyWaterfall("24 tokens after 200, one core: every step", rows)
 
 # %% [markdown]
-# **How far is the floor?** Your own function with no calls at all says what a completion takes at least: the operations of
-# the prompt at the fastest rate that anything in this lesson reached with this arithmetic, and the bytes of 23 tokens at the
-# highest bandwidth.
+# **How far away is the floor?** Your `step_seconds`, with no calls at all, gives the least time of a completion: the
+# operations of the prompt at the highest rate that this lesson reached with the same arithmetic, and the bytes of 23 tokens
+# at the highest bandwidth.
 
 # %% tags=["nbval-ignore-output"]
 kinds = {
@@ -762,27 +780,37 @@ for label, (kind, fastest) in kinds.items():
         f"{label:16} {1000 * floor[0]:8.1f} + {1000 * floor[1]:4.1f} ms {1000 * real[0]:20.1f} + {1000 * real[1]:4.1f} ms "
         f"{1000 * (row.total - sum(real)):15.1f} ms {sum(floor) / row.total:17.0%}"
     )
-claim("No part is faster than its floor (up to a tenth, by which measurements differ).", all(above), measured=True)
+claim(
+    "No part is faster than its floor (with a tolerance of a tenth, by which measurements differ).",
+    all(above),
+    measured=True,
+)
 
 # %% [markdown]
 # How to read it. A prompt near its floor can gain only from fewer operations or cheaper ones: no other kernel in this lesson
-# computes faster. Above the floor are attention, norms, and the many places in a step where one thing must be done before
-# the next, which no count of bytes includes. "The rest" is Python, which no floor here includes either.
+# computes faster. The time above the floor goes to attention, norms, and the many places in a step where one operation must
+# finish before the next can start, which no count of bytes includes. "The rest" is Python, which no floor here includes
+# either.
 #
-# What would you do next? Look at the largest part, as the cell above names it, and at its distance from its floor. A second
-# thread helps the green and blue parts and not the yellow one.
+# What would you do next? Look at the largest part, which the cell under *Measure* prints, and at its distance from its
+# floor. A second thread speeds up the green and blue parts (target and prefill), but not the yellow one (Python).
 #
 # ## Break it
 #
-# A number under 100 ms is easy to get: measure it wrong. Here are four ways: the benchmark does not empty the prefix cache;
-# it counts tokens that never came; it starts the clock after the prompt; it leaves out turning tokens into text. **Guess**
-# which of three checks catches which: no prompt token was cached; 24 tokens came; the parts from `Start` to `End` include
-# prefill and detokenise.
+# A number under 100 ms is easy to get: measure it wrong. Here are four ways:
+#
+# * The benchmark does not empty the prefix cache.
+# * It counts tokens that were never generated.
+# * It starts the clock after the prompt.
+# * It leaves out detokenising.
+#
+# **Guess** which of three checks catches which: no prompt token was cached; 24 tokens were generated; the parts from `Start`
+# to `End` include prefill and detokenise.
 
 
 # %%
 def checks(llm: LLM, these: SamplingParams, forget: bool = True, late: bool = False) -> str:
-    """What the three checks say of one way of measuring."""
+    """The verdicts of the three checks on one way of measuring."""
     if forget:
         llm.reset_prefix_cache()
     marks, output = record(llm, prompt, these)
@@ -804,7 +832,7 @@ found = {
     "prefix cache not emptied": checks(w8a8, params, forget=False),
     "stops at the end of a line": checks(w8a8, stops),
     "clock starts after prefill": checks(w8a8, params, late=True),
-    "no text": checks(w8a8, silent),
+    "no detokenising": checks(w8a8, silent),
 }
 for label, verdicts in found.items():
     print(f"{label:28}{verdicts}")
@@ -814,7 +842,7 @@ claim(
 )
 
 # %% [markdown]
-# (Stopping at the end of a line is not wrong; a benchmark that calls it 24 tokens is.) None of the four shows in the
+# (Stopping at the end of a line is not wrong; a benchmark that counts it as 24 tokens is.) None of the four shows in the
 # generated text.
 #
 # ## In the field
@@ -826,28 +854,28 @@ claim(
 # | gpt-fast | `torch.compile(mode="reduce-overhead")`: fewer calls by generating fused code |
 # | oneDNN, OpenBLAS, BLIS | panels ("packing") and register tiles: Goto and van de Geijn 2008 is where they come from |
 # | ONNX Runtime, OpenVINO | whole graphs compiled for a CPU, W8A8 with VNNI |
-# | editors | keep the prefix cache of the open file, cancel what is no longer wanted, stop at the end of the line: often worth more than all of the above |
+# | editors | keep the prefix cache of the open file, cancel requests that are out of date, stop at the end of the line: often worth more than all of the above |
 #
 # **Papers.** Goto and van de Geijn 2008, *Anatomy of High-Performance Matrix Multiplication*. Williams, Waterman and
 # Patterson 2009, *Roofline*. Dettmers et al. 2022, *LLM.int8()*. Leviathan et al. 2023, *Fast Inference from Transformers
 # via Speculative Decoding*. Saxena 2023, *Prompt Lookup Decoding*. Amdahl 1967, *Validity of the Single Processor Approach*.
 # Miller 1968, *Response Time in Man-Computer Conversational Transactions* (where the tenth of a second comes from).
 #
-# **Claims, and what is so.**
+# **Claims, checked.**
 #
-# | claim | what is so | tested where |
+# | claim | what holds | tested where |
 # |---|---|---|
-# | sub-100 ms inference | says nothing without tokens, prompt, cold or warm, and machine; here all four are said | the whole lesson |
-# | INT8 weights make inference faster | only where they are converted inside the product; in eager PyTorch on a CPU they made it slower | Step 2 |
+# | sub-100 ms inference | means nothing without the number of tokens, the prompt, cold or warm, and the machine; this lesson states all four | the whole lesson |
+# | INT8 weights make inference faster | only where they are dequantised inside the product; in eager PyTorch on a CPU they made it slower | Step 2 |
 # | speculation gives 2 to 2.8× | it depends on c, v, acceptance and the draft's own prefill; here the whole completion gained less | Steps 5 and 6 |
 # | kernels are what is slow in Python | your own product among hundreds of calls changed little; removing the calls changed a lot | Exercise 3, Step 3 |
 #
 # ## Recap
 #
-# 1. Say what is measured: prompt, new tokens, cold or warm, machine. Parts that sum to the whole, or no profile.
+# 1. Say what is measured: prompt, new tokens, cold or warm, machine. The parts of a profile must sum to the whole.
 # 2. Each part has its own limit: arithmetic for the prompt, bytes for a token, calls for a small model.
 # 3. A prefix cache removes the prompt where it was there before; a compiled step removes the calls; narrow weights save
 #    bytes if they are cast inside the loop; W8A8 makes the arithmetic itself cheaper, and is lossy.
-# 4. Whether speculation pays depends on c, v, the acceptance and the draft's prefill. Measure them first; a guess that is
-#    looked up has no c and no prefill.
-# 5. After each step something else is largest. A floor is made from the best that the machine can do, and shows when to stop.
+# 4. Whether speculation pays depends on c, v, the acceptance and the draft's prefill. Measure them first. An n-gram drafter
+#    has almost no c and no prefill.
+# 5. After each step another part is the largest. A floor, computed from the best that the machine can do, shows when to stop.

@@ -15,7 +15,7 @@ from hypothesis import settings
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import save_llama
-from minillm.training.tokenizer import save_tokenizer, train_tokenizer
+from minillm.training.train_tokenizer import save_tokenizer, train_tokenizer
 
 settings.register_profile("no clock", deadline=None)  # how long an example takes says nothing of a test
 settings.load_profile("no clock")

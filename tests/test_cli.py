@@ -12,12 +12,12 @@ import pytest
 
 import minillm
 from minillm import cli
-from minillm.bench.registry import BENCHMARKS, find
+from minillm.bench.benchmarks import BENCHMARKS, find
 from minillm.commands import bench, generate, lab
 from minillm.commands.parser import COMMANDS
 from minillm.errors import ConfigError, UnsupportedError
-from minillm.metrics import RequestMetrics
 from minillm.teaching.build import Stale
+from minillm.trace.request_metrics import RequestMetrics
 
 ROOT = Path(minillm.__file__).parents[1]
 NAMES = [command.name for command in COMMANDS]
@@ -128,8 +128,8 @@ def test_draft_changes_the_cost_and_not_the_text(capsys):
     cli.main(["generate", "def fib(n):", "--max-tokens", "8", "--draft", "minicoder-draft"])
     drafted = capsys.readouterr()
     assert drafted.out == plain.out
-    assert "drafts kept" in drafted.err
-    assert "drafts kept" not in plain.err
+    assert "drafts accepted" in drafted.err
+    assert "drafts accepted" not in plain.err
 
 
 def test_sampling_options_reach_the_engine(monkeypatch):
@@ -184,7 +184,8 @@ def test_cost_says_only_what_is_known():
     assert generate.cost(RequestMetrics()) == "0 tokens"
     known = RequestMetrics(first_token_time=0.5, last_token_time=1.5, num_output_tokens=11, num_decode_forwards=4)
     known.num_drafts, known.num_accepted = 16, 8
-    expected = "11 tokens, first after 500 ms, then 10 a second, 50% of 16 drafts kept, 2.75 tokens per target forward"
+    speed = "11 tokens, first after 500 ms, then 10 per second"
+    expected = f"{speed}, 50% of 16 drafts accepted, 2.75 tokens per target forward"
     assert generate.cost(known) == expected
 
 
@@ -287,7 +288,7 @@ def test_lab_without_jupyterlab_names_the_install_line(installed, monkeypatch, c
 
 def test_demo_plays_at_the_pace_asked_for(monkeypatch):
     seen = {}
-    monkeypatch.setattr("minillm.demo.run_demo", lambda **options: seen.update(options))
+    monkeypatch.setattr("minillm.commands.side_by_side.run_demo", lambda **options: seen.update(options))
     assert cli.main(["demo", "--pause", "0.5"]) == 0
     assert seen == {"pause": 0.5}
 

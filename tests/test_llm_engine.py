@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 import minillm.llm
-import minillm.metrics
+import minillm.trace.request_metrics
 from minillm import LLM, RequestOutput, SamplingParams
 from minillm.cache.block_pool import BlockPool
-from minillm.config import EngineConfig
-from minillm.engine.request import Request
+from minillm.config import EngineArgs
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import ConfigError, MinillmError, PromptError, RequestTooLargeError
-from minillm.llm_engine import EngineArgs, LLMEngine
+from minillm.llm_engine import LLMEngine
 from minillm.ops.paged_attention import paged_attention
+from minillm.request import Request
 from minillm.trace import BlocksShared, RequestFinished, RequestPreempted, StepRan, TokensCommitted
 from tests.conftest import TinyPair
 
@@ -293,7 +293,7 @@ def test_refusing_an_id_in_use_leaves_its_owner_alone(tiny: TinyPair) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """What the metrics take for the time: set by the test."""
     now = [0.0]
-    monkeypatch.setattr(minillm.metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(minillm.trace.request_metrics.time, "perf_counter", lambda: now[0])
     yield now
 
 
@@ -355,50 +355,25 @@ def test_figures_of_several_completions_are_of_all_together(tiny: TinyPair) -> N
 # ------------------------------------------------------------------------------------------------------------ options
 
 
-def test_llm_and_engine_args_have_the_same_options() -> None:
-    """By name, by default, and in the same order; each reaches the engine."""
-    parameters = dict(inspect.signature(LLM.__init__).parameters)
-    options = {
-        name: parameter.default
-        for name, parameter in parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    declared = {field.name: field.default for field in fields(EngineArgs)}
-    assert declared.pop("model") is MISSING
-    assert list(options.items()) == list(declared.items())
-
-
 def test_every_option_of_llm_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[EngineArgs] = []
     monkeypatch.setattr(minillm.llm, "LLMEngine", given.append)
-    marks = {field.name: object() for field in fields(EngineArgs)}
-    LLM(**marks)
-    assert {field.name: getattr(given[0], field.name) for field in fields(EngineArgs)} == marks
+    options: dict[str, Any] = {
+        "dtype": "float16", "device": "cpu", "seed": 3, "quantization": "int8", "kv_cache_dtype": "int4",
+        "kv_cache_config": {"layout": "paged"}, "block_size": 8, "num_kv_blocks": 33, "gpu_memory_utilization": 0.5,
+        "max_model_len": 100, "max_num_seqs": 5, "max_num_batched_tokens": 77, "enable_prefix_caching": False,
+        "enable_chunked_prefill": False, "scheduling_policy": "priority", "enforce_eager": True,
+        "speculative_config": {"method": "ngram"}, "scheduler_cls": dict, "block_pool_cls": list, "ops": {"a": print},
+    }  # fmt: skip
+    others = {"kv_cache_memory_bytes": 999, "long_prefill_token_threshold": 9}  # not beside some of those
+    for wanted in (options, others):
+        LLM("m", **wanted)
+        assert given.pop() == EngineArgs("m", **wanted)
+    assert {"model", *options, *others} == {field.name for field in fields(EngineArgs)}
 
 
-def test_every_field_of_the_engine_config_comes_from_the_engine_args() -> None:
-    changed: dict[str, Any] = {
-        "block_size": 8,
-        "num_kv_blocks": 33,
-        "kv_cache_memory_bytes": None,
-        "gpu_memory_utilization": 0.5,
-        "max_model_len": 100,
-        "max_num_seqs": 5,
-        "max_num_batched_tokens": 77,
-        "enable_chunked_prefill": False,
-        "enable_prefix_caching": False,
-        "long_prefill_token_threshold": 0,
-        "scheduling_policy": "priority",
-    }
-    assert changed.keys() == {field.name for field in fields(EngineConfig)}
-    assert EngineArgs("m", **changed).engine_config() == EngineConfig(**changed)
-    others = {"num_kv_blocks": None, "kv_cache_memory_bytes": 999, "enable_chunked_prefill": True}
-    others["long_prefill_token_threshold"] = 9
-    assert EngineArgs("m", **{**changed, **others}).engine_config() == EngineConfig(**{**changed, **others})
-
-
-def test_defaults_of_the_engine_config_and_the_engine_args_agree() -> None:
-    assert EngineArgs("m").engine_config() == EngineConfig()
+def test_the_signature_of_llm_names_every_option() -> None:
+    assert list(inspect.signature(LLM).parameters) == [field.name for field in fields(EngineArgs)]
 
 
 # -------------------------------------------------------------------------------------------------------------- seams

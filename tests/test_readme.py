@@ -32,3 +32,12 @@ def test_course_table_promises_the_lessons_there_are():
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`minillm/([\w/.]+)`", README))))
 def test_files_on_the_reading_list_exist(path):
     assert (ROOT / "minillm" / path).exists()
+
+
+@pytest.mark.parametrize("tier", ["An afternoon", "The mechanism"])
+def test_the_reading_path_is_as_long_as_it_says(tier: str) -> None:
+    """To the nearest hundred lines."""
+    [(stated, section)] = re.findall(rf"^### {tier}: ([\d,]+) lines.*?$(.*?)^###", README, re.MULTILINE | re.DOTALL)
+    files = re.findall(r"`(minillm/[\w/]+\.py)`", section)
+    lines = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
+    assert len(files) == len(set(files)) and stated == f"{round(lines, -2):,}"

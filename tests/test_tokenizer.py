@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from minillm.errors import CheckpointError, PromptError
 from minillm.tokenizer import Detokenizer, Tokenizer
-from minillm.training.tokenizer import save_tokenizer, train_tokenizer
+from minillm.training.train_tokenizer import save_tokenizer, train_tokenizer
 from tests.conftest import TEXTS
 
 

@@ -1,4 +1,4 @@
-"""One completion with its two parts timed apart: until the first new token is there, and from then on."""
+"""One completion with separate times for prefill (to the first new token) and decode (from there to the end)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Completion:
-    """New tokens and what they took."""
+    """The new tokens of one prompt and their times."""
 
     token_ids: list[int]
     prefill_s: float
-    """Seconds until the first new tokens were there."""
+    """Seconds until the first new tokens."""
     decode_s: float
     """Seconds from then to the end."""
     num_first: int = 1
-    """How many tokens came first together; they are not counted as decoded."""
+    """Number of tokens that arrived together first; they do not count as decoded."""
     num_forwards: int = 0
-    """Forwards of the target that gained tokens; 0 where nobody counts them."""
+    """Forwards of the target that gained tokens; 0 if they are not counted."""
     num_drafts: int = 0
     num_accepted: int = 0
 
     @property
     def num_decoded(self) -> int:
-        """Tokens that `decode_s` was spent on."""
+        """Number of tokens generated during `decode_s`."""
         return len(self.token_ids) - self.num_first
 
 
@@ -33,25 +33,25 @@ class Completer(Protocol):
     """A loaded model of some engine that completes one prompt at a time, greedily."""
 
     about: dict[str, Any]
-    """What to report of it beside its speed."""
+    """Values to report in addition to its speed."""
 
     def complete(self, prompt: Sequence[int], new_tokens: int) -> Completion:
-        """`new_tokens` tokens after `prompt`, which end-of-text tokens do not cut short."""
+        """Generate exactly `new_tokens` tokens after `prompt`; end-of-text tokens do not stop it."""
 
 
 def figures(prompts: Sequence[Sequence[int]], found: Sequence[Completion]) -> dict[str, float]:
-    """What to report of the completions of `prompts` beside the speed of decoding.
+    """Values to report for the completions of `prompts` in addition to the decode speed.
 
-    Tokens of prompts per second until the first tokens were there; new tokens per second of the whole time; and where
-    there were drafts, τ (tokens per forward of the target) and the share of the drafts that was accepted.
+    Prompt tokens per second of prefill; new tokens per second of the whole time; and with drafts, τ (tokens per forward
+    of the target) and the acceptance rate.
     """
     prefill, decode = sum(c.prefill_s for c in found), sum(c.decode_s for c in found)
     tokens, drafts = sum(len(c.token_ids) for c in found), sum(c.num_drafts for c in found)
-    told = {
+    values = {
         "prefill_tokens_per_s": sum(map(len, prompts)) / prefill,
         "end_to_end_tokens_per_s": tokens / (prefill + decode),
     }
     if drafts:
-        told["tokens_per_forward"] = tokens / sum(c.num_forwards for c in found)
-        told["acceptance_rate"] = sum(c.num_accepted for c in found) / drafts
-    return told
+        values["tokens_per_forward"] = tokens / sum(c.num_forwards for c in found)
+        values["acceptance_rate"] = sum(c.num_accepted for c in found) / drafts
+    return values

@@ -1,10 +1,13 @@
-"""Who takes part in a benchmark of one request at a time: names, what they need, and how each is loaded.
+"""The systems in benchmarks of one request at a time: their names, their requirements, and how each is loaded.
 
-A name says everything: `minillm int8 + draft`, `transformers fp32 assisted`, `llama.cpp Q8_0`. All complete the same
-prompts greedily on the same number of threads. `minillm int8` keeps weights in 8 bits, those of the unembedding too,
-and the inputs of products in 16; `w8a8` has 8 for the inputs of its layers as well, as llama.cpp's `Q8_0` has for all;
-`int4` has 4 for the weights of the layers, in groups of 128, and leaves the unembedding as it is.
-Whatever precision such a name does not settle is `Workload.dtype`.
+A name fully describes a system: `minillm int8 + draft`, `transformers fp32 assisted`, `llama.cpp Q8_0`. All complete
+the same prompts greedily with the same number of threads.
+
+- `minillm int8`: 8-bit weights, the unembedding's too; the inputs of products are rounded to 16 bits.
+- `minillm w8a8`: the inputs of the layers' products have 8 bits as well. llama.cpp's `Q8_0` does so for all products.
+- `minillm int4`: 4-bit weights in the layers, in groups of 128; the unembedding is not quantised.
+
+All other precisions are `Workload.dtype`.
 """
 
 from __future__ import annotations
@@ -18,17 +21,17 @@ from pathlib import Path
 from minillm.bench import llama_cpp, own_engine, transformers_peers
 from minillm.bench.completion import Completer, Completion, figures
 from minillm.bench.harness import Counted, System, peak_memory_of
-from minillm.bench.prompts import held_out_prompts
 from minillm.errors import ConfigError
+from minillm.models.held_out import held_out_prompts
 
 GGUF_TYPES = {"llama.cpp f32": "f32", "llama.cpp bf16": "bf16", "llama.cpp Q8_0": "q8_0"}
 TRIAL_TOKENS = 32
-"""Enough to tell which setting of a peer is the fastest."""
+"""Enough tokens to find the fastest setting of a peer."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What all contestants of one benchmark are given. Its `repr` is Python that makes it again."""
+    """The input of all systems of one benchmark. Its `repr` is Python code that recreates it."""
 
     model: str
     """A bundled name, a folder or a hub id."""
@@ -36,15 +39,15 @@ class Workload:
     prompts: list[list[int]]
     new_tokens: int
     num_drafts: int = 4
-    """Drafted tokens a round, for everyone who drafts."""
+    """Draft tokens per round, for all systems that draft."""
     dtype: str = "fp32"
-    """Activations, KV cache and whatever is not quantised in `minillm int8` and `w8a8`."""
+    """Precision of activations, KV cache and unquantised weights in `minillm int8` and `w8a8`."""
     gguf: dict[str, str] = field(default_factory=dict)
-    """Type of a GGUF file → the file."""
+    """Type of a GGUF file → its path."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Name of a peer that can be run in several ways → the fastest of them."""
+    """Name of a peer with several settings → the fastest setting."""
     tried: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Name of such a peer → each way → milliseconds per token in a short trial."""
+    """Name of such a peer → setting → milliseconds per token in a short trial."""
 
     @property
     def context(self) -> int:
@@ -53,12 +56,12 @@ class Workload:
 
 
 def draft_for(model: str, draft: str | None) -> str | None:
-    """The draft model to use: the one asked for, else the bundled one if the model is bundled, else none."""
+    """The draft model to use: `draft` if given, else the bundled one if the model is bundled, else None."""
     return draft or {"minicoder": "minicoder-draft"}.get(model)
 
 
 def choose(known: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
-    """The contestants to run, in the usual order. Raises `ConfigError` for a name that is none of them."""
+    """The names of the systems to run, in the order of `known`. Raises `ConfigError` for an unknown name."""
     for name in wanted or ():
         if name not in known:
             raise ConfigError(f"no system {name!r} in this benchmark; there are: {', '.join(known)}")
@@ -66,7 +69,7 @@ def choose(known: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
 
 
 def left_out(names: Iterable[str], draft: str | None) -> dict[str, str]:
-    """Name → why it cannot take part here, for those that cannot."""
+    """Name → reason, for each system that cannot run here."""
     reasons = {}
     for name in names:
         if name in GGUF_TYPES and not llama_cpp.installed():
@@ -79,9 +82,9 @@ def left_out(names: Iterable[str], draft: str | None) -> dict[str, str]:
 
 
 def prompt_ids(model: str, count: int, shortest: int, longest: int) -> list[list[int]]:
-    """The first `count` held-out prompts of at least `shortest` tokens, cut off after `longest`, as ids.
+    """Token ids of the first `count` held-out prompts with at least `shortest` tokens, cut off after `longest`.
 
-    Raises `ConfigError` if there are not so many.
+    Raises `ConfigError` if there are fewer.
     """
     from minillm.models.loading import resolve
     from minillm.tokenizer import Tokenizer
@@ -90,13 +93,13 @@ def prompt_ids(model: str, count: int, shortest: int, longest: int) -> list[list
     encoded = (tokenizer.encode(prompt.prompt) for prompt in held_out_prompts())
     found = [ids[:longest] for ids in encoded if len(ids) >= shortest]
     if not 1 <= count <= len(found):
-        raise ConfigError(f"{count} prompts of {shortest} tokens or more were asked for; there are 1 to {len(found)}")
+        raise ConfigError(f"{count} prompts of {shortest} tokens or more were requested; there are 1 to {len(found)}")
     return found[:count]
 
 
 @contextmanager
 def prepared(workload: Workload, names: Sequence[str]) -> Iterator[Workload]:
-    """`workload` with what these contestants need: GGUF files, which last as long as the block, and tried settings."""
+    """Add to `workload` the GGUF files of these systems, which are deleted after the block, and their best settings."""
     from minillm.export.gguf import export_gguf
 
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +113,7 @@ def prepared(workload: Workload, names: Sequence[str]) -> Iterator[Workload]:
 
 
 def load(name: str, workload: Workload) -> Completer:
-    """The contestant of that name."""
+    """Load the system of that name."""
     if name in workload.settings:
         return _load_peer(name, workload, workload.settings[name])
     llm_options = own_engine.options(name, workload.draft, workload.num_drafts, workload.dtype)
@@ -118,7 +121,7 @@ def load(name: str, workload: Workload) -> Completer:
 
 
 def decode_system(name: str, workload: Workload, baseline: str | tuple[str, ...] | None = None) -> System:
-    """The contestant of that name for `harness.compare`; what counts is the time after the first tokens."""
+    """Load the system of that name for `harness.compare`. The time after the first tokens is measured."""
     completer = load(name, workload)
     last: list[Completion] = []
 
@@ -137,7 +140,7 @@ def decode_system(name: str, workload: Workload, baseline: str | tuple[str, ...]
 
 
 def peak_memory(name: str, workload: Workload) -> int | None:
-    """Peak resident bytes of a process of its own that loads the contestant and completes every prompt once."""
+    """Peak resident bytes of a new process that loads the system and completes every prompt once."""
     module = __name__
     return peak_memory_of(f"from {module} import Workload, decode_system; decode_system({name!r}, {workload!r}).run()")
 
@@ -158,8 +161,8 @@ def _settings(name: str) -> Iterable[str]:
         return llama_cpp.SETTINGS
     if not name.startswith("transformers"):
         return ()
-    ways = {"assisted": transformers_peers.ASSISTED, "compiled": transformers_peers.COMPILED}
-    return ways.get(name.split()[-1], transformers_peers.PLAIN)
+    special = {"assisted": transformers_peers.ASSISTED, "compiled": transformers_peers.COMPILED}
+    return special.get(name.split()[-1], transformers_peers.PLAIN)
 
 
 def _load_peer(name: str, workload: Workload, setting: str) -> Completer:

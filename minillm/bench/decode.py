@@ -1,12 +1,12 @@
-"""One request at a time, greedy: how fast new tokens follow one another, in minillm and in its peers.
+"""Decode speed of one greedy request at a time, in minillm, transformers and llama.cpp.
 
-The same held-out prompts, threads and number of new tokens for all. What is compared is *decoding*: the time from the
-first new tokens of a completion to its last, divided by the tokens that came after the first ones. Prefill is left out
-for everybody; `end_to_end_tokens_per_s` in the result has it in. (minillm's draft model reads the prompt after the
-first token, so with a draft minillm's decoding bears that; assisted generation has it in what is left out.)
+All systems get the same held-out prompts, threads and number of new tokens. *Decode time* runs from the first new
+tokens of a completion to its last, and is divided by the number of tokens after the first ones. Prefill is excluded for
+all systems; `end_to_end_tokens_per_s` in the result includes it. (minillm's draft model prefills after the first token,
+so minillm's decode time with a draft includes that. In assisted generation it is part of the excluded prefill.)
 
-Tokens of systems in full precision must be equal. `same tokens` of a quantised one says how far it goes with the
-other: the share of tokens before the first that differs.
+Systems in full precision must give equal tokens. For a quantised one, `same tokens` is the share of tokens before the
+first difference.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ BUNDLED: dict[str, tuple[str, ...]] = {
     "minillm w8a8 + suffix": ("minillm w8a8", FP32, ASSISTED),
     "minillm int4": (FP32, "minillm int8"),
 }
-"""System → what it is compared with, a row for each."""
+"""System → its baselines, one row each."""
 BF16 = "transformers bf16"
 LARGE: dict[str, tuple[str, ...]] = {
     BF16: (),
@@ -61,14 +61,13 @@ LARGE: dict[str, tuple[str, ...]] = {
     "minillm w8a8": (BF16, "minillm fp32", "llama.cpp Q8_0"),
     "minillm int4": (BF16, "minillm int8"),
 }
-"""The same for a shape too large for fp32 weights to make sense, without a draft. transformers is not compiled there:
-torch.compile takes minutes at this size. `minillm fp32` computes in fp32; that says nothing of how the weights, which
-come in bf16, are kept."""
+"""The same for a shape that is too large for fp32 weights, without a draft. transformers is not compiled here, because
+torch.compile takes minutes at this size. `minillm fp32` computes in fp32, but the weights come in bf16."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything, unless the call says otherwise."""
+    """Default sizes of a run."""
 
     prompts: int
     longest_prompt: int
@@ -90,10 +89,10 @@ def run(
     new_tokens: int | None = None,
     drafts: int = 4,
 ) -> dict[str, Any]:
-    """Every system in turn, `rounds` times; returns the result as JSON values.
+    """Run every system in turn, `rounds` times. Returns the result as JSON values.
 
-    `shape` runs a random checkpoint of that shape (see `shapes`) in place of the model, and nobody drafts. `systems`
-    leaves only these. Raises `ConfigError` for a system or a shape that is none.
+    `shape` runs a random checkpoint of that shape (see `shapes`) in place of the model, without drafts. `systems`
+    restricts the run to these systems. Raises `ConfigError` for an unknown system or shape.
     """
     known, size = (LARGE, SIZES[shape]) if shape in SHAPES else (BUNDLED, SIZES[None])
     names = choose(list(known), systems)

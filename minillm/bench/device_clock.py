@@ -1,11 +1,11 @@
-"""One seam to the device that is measured: how long something took, and running it without the host in between.
+"""The clock of the measured device, and a way to run work on it without the host between kernel launches.
 
-Everything in the benchmarks of kernels and of the GPU that is CUDA's own (events, waiting, graphs) is in this file, so
-the rest of them runs, and is tested, on a machine without a GPU.
+All CUDA-specific code (events, synchronisation, graphs) of the kernel and GPU benchmarks is in this file, so the rest
+runs, and is tested, on a machine without a GPU.
 
-A GPU answers before it is done, so time is taken between two events that the device itself writes down. And it may be
-done before the host has sent the next launch: a Triton launch takes the host some 10 to 50 µs, many kernels less. What
-is measured is therefore recorded once as a CUDA graph and replayed, which is how the engine runs kernels, too.
+A kernel launch returns before the kernel is done, so the time is measured between two events that the device records.
+And the device may finish before the host's next launch: a Triton launch takes the host some 10 to 50 µs, many kernels
+less. The measured work is therefore recorded once as a CUDA graph and replayed, as in the engine.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ import torch
 WARM_UPS = 2
 MOST_CALLS = 100_000
 TRIAL_S = 2e-4
-"""A trial shorter than this tells nothing about a call; it is made longer."""
+"""A trial shorter than this is too imprecise and is repeated with more calls."""
 
 
 class Clock(Protocol):
-    """What a benchmark asks of its device."""
+    """The interface of a benchmark to its device."""
 
     device: str
 
     def seconds(self, run: Callable[[], Any]) -> float:
-        """How long `run()` takes until the device is done with it."""
+        """Seconds that `run()` takes until the device has finished it."""
 
     def recorded(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Something that does on the device what `run()` does, without its Python."""
+        """A function that repeats the device work of `run()` without its Python code."""
 
     def free(self) -> None:
-        """Give memory that nothing holds any more back to the device."""
+        """Return unused memory to the device."""
 
 
 class CpuClock:
-    """A processor: done when it returns. A team of one thread is timed by the time it ran, not by the wall's, so that
-    a busy machine looks no slower."""
+    """The clock of a CPU. Single-threaded work is measured in CPU time instead of wall time, so that other load on the
+    machine does not affect it."""
 
     device = "cpu"
 
     def seconds(self, run: Callable[[], Any]) -> float:
         """See `Clock.seconds`."""
-        # Windows counts a thread's time in steps of 16 ms.
-        alone = torch.get_num_threads() == 1 and os.name == "posix"
-        clock = time.thread_time if alone else time.perf_counter
+        # Windows counts CPU time in steps of 16 ms, which is too coarse.
+        one_thread = torch.get_num_threads() == 1 and os.name == "posix"
+        clock = time.thread_time if one_thread else time.perf_counter
         began = clock()
         run()
         return clock() - began
 
     def recorded(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """There is nothing to record: `run` itself."""
+        """Return `run` itself: a CPU has nothing to record."""
         return run
 
     def free(self) -> None:
-        """Memory goes back by itself."""
+        """Do nothing: unused memory is freed automatically."""
 
 
 class CudaClock:
@@ -81,9 +81,9 @@ class CudaClock:
         return began.elapsed_time(ended) / 1000
 
     def recorded(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """A CUDA graph of `run()`, after warm-up runs on a side stream: kernels are compiled while nothing records.
+        """Record `run()` as a CUDA graph, after warm-up runs on a side stream, which compile its kernels.
 
-        Raises `RuntimeError` (PyTorch's) for something that cannot be recorded, such as one that waits for the device.
+        Raises PyTorch's `RuntimeError` for work that cannot be recorded, for example if it waits for the device.
         """
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -109,35 +109,36 @@ def clock_for(device: str) -> Clock:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of doing something, as often as it is told to."""
+    """One implementation of the measured work, with a function that repeats it."""
 
     name: str
     run: Callable[[int], Any]
-    """`run(count)` does it `count` times, each time on the next copy of its inputs."""
+    """`run(count)` calls it `count` times, each time on the next copy of its inputs."""
     multiple: int = 1
-    """It is done so many times in one go, or a multiple of that."""
+    """`count` must be a multiple of this."""
     is_recorded: bool = False
     """Whether `run` replays a graph."""
 
 
 @dataclass
 class Timing:
-    """Seconds that one call took, in each round."""
+    """The time of one call, in each round."""
 
     calls: int
-    """In a row, in one round."""
+    """Number of calls per round."""
     seconds: list[float] = field(default_factory=list)
+    """Seconds per call, one entry for each round."""
 
     @property
     def median(self) -> float:
-        """The median of the rounds."""
+        """The median of all rounds."""
         return statistics.median(self.seconds)
 
 
 def in_turn(clock: Clock, ways: Sequence[Way], rounds: int, seconds: float) -> dict[str, Timing]:
-    """Time every way, one after the other, `rounds` times (A B C A B C …), in runs of about `seconds` each.
+    """Time all ways in turn, `rounds` times (A B C A B C …), in runs of about `seconds` each. Returns name → `Timing`.
 
-    How many calls that takes is tried out first, which also warms everything up. Returns name → `Timing`.
+    Trial runs first determine the number of calls per run, which also warms everything up.
     """
     timings = {way.name: Timing(_calls(clock, way, seconds)) for way in ways}
     for _ in range(rounds):
@@ -149,7 +150,7 @@ def in_turn(clock: Clock, ways: Sequence[Way], rounds: int, seconds: float) -> d
 
 
 def _calls(clock: Clock, way: Way, seconds: float) -> int:
-    """How many calls take about `seconds`: a multiple of the way's own."""
+    """The number of calls that take about `seconds`, a multiple of `way.multiple`."""
     calls = way.multiple
     way.run(calls)
     while True:
@@ -161,13 +162,13 @@ def _calls(clock: Clock, way: Way, seconds: float) -> int:
 
 
 def ratios(timings: Mapping[str, Timing], name: str, baseline: str) -> list[float]:
-    """How many times as fast as `baseline` `name` was, in each round."""
+    """The speed of `name` divided by that of `baseline`, in each round."""
     pairs = zip(timings[baseline].seconds, timings[name].seconds, strict=True)
     return [base / own for base, own in pairs]
 
 
 def last_cache_bytes(device: str) -> int:
-    """Size of the largest cache that stands before the device's memory; 64 MiB where the system does not tell."""
+    """Size of the device's last-level cache in bytes; 64 MiB if the system does not report it."""
     if device != "cpu":
         return torch.cuda.get_device_properties(torch.device(device)).L2_cache_size
     sizes = [_parse(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]

@@ -1,14 +1,15 @@
-"""Everything there is to check and to time on a GPU, in one go, on one of them, in under eight minutes.
+"""All correctness checks and timings for a single GPU, in one run of under eight minutes.
 
-    minillm bench gpu --json FILE        stages in order of importance; FILE is written anew after each
-    minillm bench gpu --rehearse         the same stages in a tiny size on a CPU, kernels in Triton's interpreter
+    minillm bench gpu --json FILE        stages in order of importance; FILE is rewritten after each
+    minillm bench gpu --rehearse         the same stages with tiny sizes on a CPU, kernels in Triton's interpreter
 
-A rehearsal shows that every stage runs, and checks what can be checked; its times mean nothing and are not told.
+A rehearsal shows that every stage runs, and makes all checks that a CPU can make. Its times are meaningless and not
+reported.
 
-A stage has a budget of time and a process of its own (`on_gpu/stages.py`): what one breaks or wastes, no other loses. A
-figure that was promised stands beside its target, `met` or `not met`; figures without a target are there to be read.
-The targets are for a model of 8 billion weights in 16 bits; where the GPU has no room for it, a shape of 1 billion
-stands in, and the notes of the stage say so.
+Each stage has a time budget and a process of its own (`on_gpu/stage_runner.py`), so a failure or a timeout does not
+affect the others. A figure with a target is reported as `met` or `NOT MET`; figures without a target are informative.
+The targets are for a model of 8 billion weights in 16 bits. If the GPU has too little memory, a shape of 1 billion
+replaces it, and the stage's notes say so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from minillm.bench.harness import result, save
-from minillm.bench.on_gpu.stages import DONE, STAGES, TOTAL_S, Stage, run_stage
+from minillm.bench.on_gpu.stage_runner import DONE, STAGES, TOTAL_S, Stage, run_stage
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.ops.dispatch import has_triton, interpreted
 
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def run(stages: Sequence[str] | None = None, rehearse: bool = False, save_to: Path | None = None) -> dict[str, Any]:
-    """Run the stages (all, or those named) and return the result as JSON values.
+    """Run the stages (all, or those named). Returns the result as JSON values.
 
-    `save_to`: where the result so far is written after each stage. Raises `ConfigError` for a stage that is none,
-    `UnsupportedError` without a GPU or Triton, or where `TRITON_INTERPRET` is set and this is no rehearsal.
+    `save_to`: file for the partial result after each stage. Raises `ConfigError` for an unknown stage,
+    `UnsupportedError` without Triton, and outside a rehearsal without a GPU or with `TRITON_INTERPRET` set.
     """
     chosen = _chosen(stages)
     _check_machine(rehearse)
@@ -46,7 +47,7 @@ def run(stages: Sequence[str] | None = None, rehearse: bool = False, save_to: Pa
         left = TOTAL_S - (time.monotonic() - began)
         return run_stage(stage, rehearse, min(stage.budget_s, left))
 
-    # On a GPU one after the other: they are timed. In a rehearsal, whose times mean nothing, two at once.
+    # On a GPU one stage at a time, because stages are timed. In a rehearsal two at once.
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(chosen), desc="stages") as bar:
         for found in pool.map(one, chosen) if rehearse else map(one, chosen):
             outcome["stages"].append(found)
@@ -59,7 +60,7 @@ def run(stages: Sequence[str] | None = None, rehearse: bool = False, save_to: Pa
 
 
 def table(outcome: dict[str, Any]) -> Table:
-    """Every figure of every stage, what it should be, and whether it is."""
+    """Every figure of every stage, with its target and whether it is met."""
     from rich.table import Table
 
     rehearsed = outcome["config"]["rehearsal"]
@@ -79,7 +80,7 @@ def table(outcome: dict[str, Any]) -> Table:
 
 
 def promises(outcome: dict[str, Any]) -> dict[str, bool | None]:
-    """Figures with a target → whether it is met; None where a rehearsal has no value."""
+    """Figure with a target → whether the target is met; None if a rehearsal has no value."""
     return {
         f"{stage['name']}: {figure['name']}": figure["met"]
         for stage in outcome["stages"]
@@ -119,7 +120,7 @@ def _check_machine(rehearse: bool) -> None:
     import torch
 
     if not has_triton():
-        raise UnsupportedError("Triton is not installed, and all that would be measured are its kernels")
+        raise UnsupportedError("Triton is not installed, and this benchmark measures Triton kernels")
     if rehearse:
         return
     if not torch.cuda.is_available():

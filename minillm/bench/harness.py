@@ -1,7 +1,7 @@
-"""How minillm measures: things in turn inside one run, ratios of neighbours, medians with their spread.
+"""How minillm measures: systems in turn within one process, median ratios of adjacent runs, with their spread.
 
-A ratio compares two runs that follow each other on the same machine, so a slow minute hits both. What is compared
-must give the same tokens, or the result says that it does not.
+A ratio compares two runs of the same round, so a temporary slowdown of the machine affects both. The compared systems
+should give the same tokens; if they do not, the result says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIBRARIES = ("torch", "transformers", "llama-cpp-python", "numba", "triton", "nu
 
 @dataclass(frozen=True)
 class Counted:
-    """What counts of a run."""
+    """The part of a run that is measured."""
 
     seconds: float
     num_tokens: int
@@ -35,26 +35,26 @@ class Counted:
 
 @dataclass(frozen=True)
 class System:
-    """One contestant: `run()` generates and returns the token ids of every prompt."""
+    """One system of a benchmark. `run()` generates and returns the token ids of every prompt."""
 
     name: str
     run: Callable[[], list[list[int]]]
     baseline: str | tuple[str, ...] | None = None
-    """The system it is compared with, or several: a row for each. None for the first."""
+    """The system or systems that it is compared with, one row each. None: it is compared with none."""
     extra: Callable[[], dict[str, Any]] = dict
-    """What else to report of its last run, such as τ."""
+    """Returns further values to report for the last run, such as τ."""
     counted: Callable[[], Counted] | None = None
-    """What counts of its last run; None: all of its time and all of its tokens."""
+    """Returns the measured part of the last run; None: all of its time and tokens."""
 
     @property
     def baselines(self) -> tuple[str | None, ...]:
-        """One for each of its rows."""
+        """The baseline of each of its rows."""
         return self.baseline if isinstance(self.baseline, tuple) else (self.baseline,)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a benchmark's table; `ratio` is the speed of `system` over that of `baseline`."""
+    """One line of a benchmark's table. `ratio` is the speed of `system` divided by that of `baseline`."""
 
     system: str
     baseline: str | None
@@ -69,13 +69,13 @@ class Row:
     """Whether the tokens are those of the baseline; None for the baseline itself."""
     config: dict[str, Any] = field(default_factory=dict)
     same_start: float | None = None
-    """Share of the baseline's tokens before the first that differs, over all prompts; None for the baseline itself."""
+    """Share of the baseline's tokens before the first difference, over all prompts; None for the baseline itself."""
 
 
 def compare(
     systems: Sequence[System], rounds: int, peak_memory: Callable[[str], int | None] = lambda name: None
 ) -> list[Row]:
-    """Warm every system up once, then run them in turn `rounds` times (A B C A B C …)."""
+    """Warm up every system once, then run them in turn `rounds` times (A B C A B C …). Returns their rows."""
     tokens: dict[str, list[list[int]]] = {}
     per_token: dict[str, list[float]] = {system.name: [] for system in systems}
     with tqdm(total=(rounds + 1) * len(systems), desc="measuring", unit=" runs") as bar:
@@ -107,15 +107,15 @@ def _row(
     ratios: list[float] = []
     if baseline is not None:
         ratios = [b / own for b, own in zip(per_token[baseline], per_token[system], strict=True)]
-    middle = statistics.median(per_token[system])
+    median = statistics.median(per_token[system])
     return Row(
         system=system,
         baseline=baseline,
         ratio=statistics.median(ratios) if ratios else None,
         ratio_min=min(ratios, default=None),
         ratio_max=max(ratios, default=None),
-        tokens_per_s=1 / middle,
-        p50_ms=1000 * middle,
+        tokens_per_s=1 / median,
+        p50_ms=1000 * median,
         peak_memory_bytes=peak,
         outputs_equal=None if baseline is None else tokens[system] == tokens[baseline],
         config=extra,
@@ -124,16 +124,16 @@ def _row(
 
 
 def same_start(tokens: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
-    """Share of the tokens of `others` that `tokens` repeats before its first other token, prompt by prompt."""
+    """Share of the tokens of `others` that precede the first difference from `tokens`, over all prompts."""
     same = 0
     for own, other in zip(tokens, others, strict=True):
-        pairs = zip(own, other, strict=False)  # the shorter one ends it
+        pairs = zip(own, other, strict=False)  # up to the shorter length
         same += next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(other)))
     return same / max(1, sum(map(len, others)))
 
 
 def result(name: str, config: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """The JSON of a benchmark: everything needed to read its numbers a year later."""
+    """The JSON of a benchmark: its rows with its configuration, the hardware, the versions and the git revision."""
     return {
         "schema": SCHEMA,
         "name": name,
@@ -159,11 +159,11 @@ else:
     import resource
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 """
-"""On Linux `ru_maxrss` would not do: a process inherits it from the one that started it."""
+"""Linux needs `VmHWM`, because there a process inherits `ru_maxrss` from its parent."""
 
 
 def peak_memory_of(code: str) -> int | None:
-    """Peak resident bytes of a fresh Python process that runs `code`; None where the system does not tell."""
+    """Peak resident bytes of a new Python process that runs `code`; None if the process fails."""
     command = [sys.executable, "-c", code + REPORT_PEAK]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return int(done.stdout.split()[-1]) if done.returncode == 0 else None

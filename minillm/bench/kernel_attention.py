@@ -1,8 +1,8 @@
-"""The cases of `bench kernels` that read the KV cache: attention over it, and writing to it.
+"""The cases of `bench kernels` that use the KV cache: attention over it, and writing to it.
 
-Least bytes: the keys and values of one request as they are stored, once for all queries; queries in, results out. The
-request's blocks lie scattered over the pool, as in an engine that has run for a while. Where the cache is all that
-counts (few queries), there are as many such requests as are twice the last cache, and they are read in turn.
+Minimum bytes: the stored keys and values of one request, once for all queries; queries in, results out. The request's
+blocks are scattered over the pool, as in an engine that has run for a while. With few queries the KV cache dominates.
+Then there are several such requests, together twice as large as the last-level cache, which are read in turn.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.batch import Batch
 from minillm.bench import kernels_cpu
 from minillm.bench.kernel_cases import (
     COMPILED,
@@ -26,24 +27,24 @@ from minillm.bench.kernel_cases import (
     chain,
     from_dispatch,
 )
-from minillm.cache.base import Batch
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.cache.paged_quantized import DequantizedRows, PagedQuantizedKVCache
 from minillm.models.config import ModelConfig
-from minillm.ops.cpu.attention import scratch_size
-from minillm.ops.paged_attention import plan
+from minillm.ops.cpu.attention import NO_TREE, scratch_size
+from minillm.ops.cpu.team import Team, new_sync
+from minillm.ops.paged_attention import AttentionPlan, plan
 
 LAYOUTS = {"": PagedKVCache, "int8": PagedInt8KVCache, "int4": PagedInt4KVCache}
 BLOCK_SIZE = 16
 CHUNK = 4096
-"""Slots that are filled with numbers of their own; the rest of a pool repeats them."""
+"""Number of slots filled with different random numbers; the rest of a pool repeats them."""
 
 
 def attention_cases(s: Setting) -> list[Maker]:
-    """Every kind of cache at every number of tokens and context; the pools of a kind are made once."""
-    made: list[Pools] = []  # of one kind, the one that was asked for last
+    """Every KV cache format at every number of tokens and context. The pools of a format are built once."""
+    made: list[Pools] = []  # holds at most one element, for the format used last
     makers: list[Maker] = []
     for kind in LAYOUTS:
         for tokens in s.tokens:
@@ -57,14 +58,14 @@ def attention_cases(s: Setting) -> list[Maker]:
 
 
 class Pools:
-    """One layer's keys and values, enough of them for every case of one kind."""
+    """One layer's key and value pools, large enough for every case of one format."""
 
     def __init__(self, s: Setting, kind: str) -> None:
         self.setting, self.kind, layout = s, kind, LAYOUTS[kind]
         c = s.config
         one = ModelConfig(8, 8, 8, 1, c.num_heads, c.num_kv_heads, c.head_dim, 8)
         self.row_bytes = layout.bytes_per_block(one, 1, s.dtype) // (2 * c.num_kv_heads)
-        """Of one key of one KV head, with its scales."""
+        """Bytes of one key of one KV head, with its scales."""
         sizes = [self.blocks(context + n) * self.copies(n, context) for n in s.tokens for context in s.contexts]
         self.num_blocks = max(sizes)
         cache = layout(one, self.num_blocks, BLOCK_SIZE, s.dtype, torch.device(s.device))
@@ -81,13 +82,13 @@ class Pools:
         self.arrays = [_arrays(pools) for pools in self.pools] if s.on_cpu else []
 
     def copies(self, tokens: int, context: int) -> int:
-        """Requests that are twice the last cache together; a long prefill is not bound by memory."""
+        """Number of requests that are together twice the last-level cache; 1 for prefill, which is compute-bound."""
         c = self.setting.config
         num_bytes = 2 * (context + tokens) * c.num_kv_heads * self.row_bytes
         return self.setting.copies(num_bytes) if tokens < PREFILL else 1
 
     def blocks(self, length: int) -> int:
-        """Blocks of so many tokens."""
+        """Number of blocks for `length` tokens."""
         return -(-length // BLOCK_SIZE)
 
     def tables(self, length: int, copies: int) -> Tensor:
@@ -96,18 +97,18 @@ class Pools:
         return self.order[: copies * blocks].view(copies, blocks)
 
     def batches(self, tokens: int, context: int, copies: int) -> list[Batch]:
-        """A step of each request, with what all layers after the first find worked out."""
+        """One step for each request, with its attention plan, as layers after the first find it."""
         length, s = context + tokens, self.setting
         none, found = torch.empty(0), []
         for table in self.tables(length, copies).to(s.device):
             batch = Batch(none, none, none, table[None], [0, tokens], [length], BLOCK_SIZE)
-            batch.plans[None] = plan(batch, None, s.config.num_heads // s.config.num_kv_heads, s.dtype)
+            batch.plans[(AttentionPlan, None)] = plan(batch, None, s.config.num_heads // s.config.num_kv_heads, s.dtype)
             found.append(batch)
         return found
 
 
 def _fill(pools: list[Tensor], cache: Any, numbers: Tensor) -> None:
-    """Codes of random numbers, repeated until the pool is full."""
+    """Fill the pools with encoded `numbers`, repeated as often as needed."""
     parts = cache.encode(numbers) if isinstance(cache, PagedQuantizedKVCache) else (numbers,)
     for pool, part in zip(pools, parts, strict=True):
         for first in range(0, len(pool), CHUNK):
@@ -116,7 +117,7 @@ def _fill(pools: list[Tensor], cache: Any, numbers: Tensor) -> None:
 
 
 def _arrays(pools: list[Tensor]) -> tuple[Any, ...]:
-    """The pools as `ops.cpu.rows` takes them: 16-bit floats as the integers that stand for them."""
+    """The pools as numpy arrays for `ops.cpu.kv_rows`: 16-bit floats are reinterpreted as integers."""
     found: list[Any] = []
     for pool in pools:
         bits = {torch.float16: torch.int16, torch.bfloat16: torch.uint16}.get(pool.dtype)
@@ -170,8 +171,9 @@ def _compiled(p: Pools, q: Tensor, context: int, copies: int) -> Implementation:
     requests = np.array([(0, tokens, length, copy * tables.shape[1]) for copy in range(copies)], np.int64)
     out, scratch = np.empty(q.numel(), np.float32), np.zeros(scratch_size(dim), np.float32)
     arguments = (
+        Team(0, 1, new_sync()),
         q.numpy().reshape(-1), np.array([heads, num_kv, dim, BLOCK_SIZE], np.int64), requests,
-        tables.reshape(-1).numpy(), *p.arrays, out, scratch,
+        tables.reshape(-1).numpy(), NO_TREE, *p.arrays, out, scratch,
     )  # fmt: skip
     return Implementation(
         loop=lambda count, first, some: kernels_cpu.attend_loop(count, first, some, *arguments),
@@ -180,13 +182,13 @@ def _compiled(p: Pools, q: Tensor, context: int, copies: int) -> Implementation:
 
 
 def _store(s: Setting, kind: str, tokens: int, made: list[Pools]) -> Case:
-    """k and v in, what is stored for them out, and the slots."""
+    """Reads k, v and the slots, writes the stored rows."""
     p, c = _pools(s, kind, made), s.config
     k, v = (s.random(tokens, c.num_kv_heads, c.head_dim) for _ in range(2))
     slots = torch.randperm(p.num_blocks * BLOCK_SIZE)[:tokens].to(s.device)
 
     def written() -> Tensor:
-        """What lies in the pool of keys, which is taken away again."""
+        """The stored keys, which are then reset to 0."""
         found = p.pools[0][0][slots].float()
         p.pools[0][0][slots] = 0
         return found
@@ -206,6 +208,6 @@ def _store(s: Setting, kind: str, tokens: int, made: list[Pools]) -> Case:
 
 def _pools(s: Setting, kind: str, made: list[Pools]) -> Pools:
     if not made or made[0].kind != kind:
-        made.clear()  # first let go of the others
+        made.clear()  # free the previous pools first
         made.append(Pools(s, kind))
     return made[0]

@@ -1,7 +1,7 @@
-"""What `bench kernels` measures: one op, at one size, in every implementation that runs on the device.
+"""The cases of `bench kernels`: one op, at one size, in every implementation that runs on the device.
 
-Bytes are *modelled*: what an op must read and write at least, by the formula in the header of its file. An
-implementation that makes intermediate tensors moves more, and its bandwidth comes out low; that is the point.
+Bytes are *modelled*: the minimum that an op must read and write, by the formula in the header of its file. An
+implementation with intermediate tensors moves more, so its reported bandwidth is intentionally low.
 """
 
 from __future__ import annotations
@@ -15,70 +15,70 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.batch import Segment, tree_masks
 from minillm.bench import kernels_cpu
 from minillm.models.config import ModelConfig
 from minillm.ops.dispatch import implementations, interpreted, op
-from minillm.ops.tree_attention import tree_masks
 
 REFERENCE, PYTORCH, COMPILED, TRITON = "reference", "pytorch", "compiled", "triton"
 KNOWN = (REFERENCE, PYTORCH, COMPILED, TRITON)
-"""`reference`: plain PyTorch, what all are tested against. `pytorch`: what the engine calls where no executor runs, if
-that is something faster. `compiled`: the function of the compiled CPU step. `triton`: the GPU's kernel."""
+"""`reference`: plain PyTorch, which all others are tested against. `pytorch`: a faster PyTorch implementation that the
+engine calls without an executor. `compiled`: the function of the compiled CPU step. `triton`: the GPU kernel."""
 DECODE, VERIFY, PREFILL = 1, 5, 256
 TOKENS = (DECODE, VERIFY, PREFILL)
 WAITS = frozenset({"store_kv"})
-"""Ops whose reference looks at numbers on the host: no graph can hold that."""
+"""Ops whose reference reads values on the host, which a CUDA graph cannot record."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Whose shapes, and where."""
+    """The model whose shapes are measured, the device and the sizes."""
 
     shape: str
-    """What the shapes are called: `minicoder`, `0.4b`."""
+    """Name of the model: `minicoder`, `0.4b`."""
     config: ModelConfig
     device: str
     dtype: torch.dtype
-    """Of activations, and of weights and caches that are not quantised."""
+    """Dtype of activations, and of weights and KV caches that are not quantised."""
     cache_bytes: int
-    """Size of the last cache: what is to come from memory must be several times larger."""
+    """Size of the last-level cache. Data that must come from memory must be several times larger."""
     tokens: tuple[int, ...] = TOKENS
     contexts: tuple[int, ...] = (64, 512, 2000)
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the compiled step's functions run here."""
+        """Whether the compiled step's functions can run in this setting."""
         return self.device == "cpu" and self.dtype == torch.float32 and not interpreted()
 
     def random(self, *shape: int) -> Tensor:
-        """Numbers of ordinary size."""
+        """Normally distributed random numbers."""
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def copies(self, num_bytes: int, most: int = 512) -> int:
-        """How many copies of so many bytes are twice the last cache, two at least; 1 if that takes more than `most`."""
+        """How many copies of `num_bytes` are twice the last-level cache, at least 2; 1 if that is more than `most`."""
         wanted = max(2, -(-2 * self.cache_bytes // num_bytes))
         return wanted if wanted <= most else 1
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way of doing an op. It has a `call` from Python, or a `loop` of compiled code."""
+    """One implementation of an op. It has either a Python function `call` or a compiled `loop`."""
 
     call: Callable[[int], Any] | None = None
-    """`call(copy)` does it once on that copy of the inputs, and returns the result."""
+    """`call(copy)` runs the op once on that copy of the inputs, and returns the result."""
     loop: Callable[[int, int, int], Any] | None = None
-    """`loop(count, first, copies)`."""
+    """`loop(count, first, copies)`: see `kernels_cpu`."""
     result: Callable[[], Any] | None = None
-    """What the last run left, if that is not what `call` returns."""
+    """Returns the result of the last run, if `call` does not return it."""
     records: bool = True
-    """Whether a CUDA graph can hold its call."""
+    """Whether a CUDA graph can record its call."""
     num_bytes: int | None = None
-    """If this one keeps its inputs in a wider format than the others."""
+    """Modelled bytes, if this implementation stores its inputs in a wider format than the others."""
     limit: float | None = None
-    """How far it may be from the reference, relative in norm, if that is not what its dtype says."""
+    """Largest allowed relative error in norm, if it differs from the limit of its dtype."""
 
     def once(self) -> Tensor:
-        """The result for the first copy."""
+        """Run the op once on the first copy. Returns the result."""
         if self.call is not None:
             found = self.call(0)
         else:
@@ -94,24 +94,24 @@ class Case:
 
     op: str
     kind: str
-    """Of the weights or the cache; empty where there is neither."""
+    """Storage format of the weights or the KV cache; empty if the op reads neither."""
     shape: str
     tokens: int
     context: int | None
-    """Tokens cached before, for attention."""
+    """Number of cached tokens, for attention."""
     num_bytes: int
-    """What it must move at least."""
+    """Modelled bytes: the minimum that the op must move."""
     operations: int | None
-    """Multiplications and additions, where they matter."""
+    """Multiplications and additions; None if the op is never bound by them."""
     copies: int
-    """Of what is read from memory, together larger than the last cache; 1: only measured warm."""
+    """Number of copies of the data read from memory, together larger than the last-level cache; 1: only warm times."""
     ways: Mapping[str, Implementation]
     touched: tuple[Tensor, ...] = field(default=(), repr=False)
-    """What a call reads and writes, once each: the tensors that `num_bytes` counts."""
+    """The tensors that a call reads or writes, which `num_bytes` counts once each."""
 
     @property
     def name(self) -> str:
-        """Such as `paged_attention int8, 5 tokens after 512 (0.4b)`."""
+        """For example `paged_attention int8, 5 tokens after 512 (0.4b)`."""
         what = f"{self.op} {self.kind}".strip()
         past = "" if self.context is None else f" after {self.context}"
         return f"{what}, {self.tokens} token{'s' if self.tokens != 1 else ''}{past} ({self.shape})"
@@ -119,7 +119,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Maker:
-    """A case that is not made yet."""
+    """A function that builds a case."""
 
     op: str
     make: Callable[[], Case]
@@ -128,23 +128,22 @@ class Maker:
 def from_dispatch(
     name: str, device: str, call: Callable[..., Any], result: Callable[[], Any] | None = None
 ) -> dict[str, Implementation]:
-    """The reference and, on a GPU, the kernel; `call(function, copy)` calls it. See `Implementation.result`.
+    """The reference and, on a GPU, the kernel. `call(function, copy)` calls either. `result`: see `Implementation`.
 
-    On a CPU kernels run in Triton's interpreter if the environment asks for it. That is for checking them, and whoever
-    measures must not ask for it.
+    On a CPU with `TRITON_INTERPRET` set, the kernel runs in Triton's interpreter. That is for checks, not for timing.
     """
-    able = [way for way in (REFERENCE, TRITON) if way in implementations(name, device)]
+    available = [way for way in (REFERENCE, TRITON) if way in implementations(name, device)]
     return {
         way: Implementation(
             partial(call, op(name, device, way)), result=result, records=way != REFERENCE or name not in WAITS
         )
-        for way in able
+        for way in available
     }
 
 
 def small_cases(s: Setting) -> list[Maker]:
-    """What moves activations only: norms, RoPE, gates, choosing tokens. In a step all of it is in the caches."""
-    few = [n for n in s.tokens if n < PREFILL]  # logits are wanted for the last token of a prompt only
+    """The cases that read only activations: norms, RoPE, gates, sampling. In a step their data is in the caches."""
+    few = [n for n in s.tokens if n < PREFILL]  # of a prompt, only the last token needs logits
     several = [n for n in few if n > 1]
     tokens_of = {
         **dict.fromkeys((rms_norm, add_rms_norm, rope, silu_gate), s.tokens),
@@ -155,7 +154,7 @@ def small_cases(s: Setting) -> list[Maker]:
 
 
 def rms_norm(s: Setting, tokens: int) -> Case:
-    """Rows of the hidden size: x in, y out, the weight."""
+    """Moves rows of the hidden size: reads x and the weight, writes y."""
     x, weight = s.random(tokens, s.config.hidden_size), s.random(s.config.hidden_size)
     ways = from_dispatch("rms_norm", s.device, lambda f, copy: f(x, weight, 1e-5))
     if s.on_cpu:
@@ -166,7 +165,7 @@ def rms_norm(s: Setting, tokens: int) -> Case:
 
 
 def add_rms_norm(s: Setting, tokens: int) -> Case:
-    """With the residual: two in, two out. (The compiled step adds in the product before.)"""
+    """Reads x, the residual and the weight, writes two tensors. (The compiled step fuses the add into the product.)"""
     x, residual = (s.random(tokens, s.config.hidden_size) for _ in range(2))
     weight = s.random(s.config.hidden_size)
     ways = from_dispatch("add_rms_norm", s.device, lambda f, copy: f(x, residual, weight, 1e-5))
@@ -174,7 +173,7 @@ def add_rms_norm(s: Setting, tokens: int) -> Case:
 
 
 def rope(s: Setting, tokens: int) -> Case:
-    """All query and key heads: x in and out, a row of the tables for each token."""
+    """All query and key heads: reads x and a row of each table per token, writes x."""
     c = s.config
     x = s.random(tokens, c.num_heads + c.num_kv_heads, c.head_dim)
     angles = torch.rand(tokens, 1, c.head_dim // 2, device=s.device) * 6
@@ -182,14 +181,14 @@ def rope(s: Setting, tokens: int) -> Case:
     sin = torch.cat((-angles.sin(), angles.sin()), -1).to(s.dtype)
     ways = from_dispatch("rope", s.device, lambda f, copy: f(x, cos, sin))
     if s.on_cpu:
-        own = x.clone()
-        arrays = (_flat(own), *x.shape, _flat(cos), _flat(sin))
-        ways[COMPILED] = _looped(lambda n: kernels_cpu.rope_loop(n, *arrays), own)
+        rotated = x.clone()  # the loop rotates in place
+        arrays = (_flat(rotated), *x.shape, _flat(cos), _flat(sin))
+        ways[COMPILED] = _looped(lambda n: kernels_cpu.rope_loop(n, *arrays), rotated)
     return _small(s, "rope", tokens, 2 * x.nbytes + cos.nbytes + sin.nbytes, ways, (x, x, cos, sin))
 
 
 def silu_gate(s: Setting, tokens: int) -> Case:
-    """Two numbers in, one out."""
+    """Reads two values for each value that it writes."""
     x, out = s.random(tokens, 2 * s.config.intermediate_size), s.random(tokens, s.config.intermediate_size)
     ways = from_dispatch("silu_gate", s.device, lambda f, copy: f(x))
     if s.on_cpu:
@@ -199,7 +198,7 @@ def silu_gate(s: Setting, tokens: int) -> Case:
 
 
 def argmax(s: Setting, tokens: int) -> Case:
-    """The logits once."""
+    """Reads the logits once."""
     logits = s.random(tokens, s.config.vocab_size)
     ways = from_dispatch("argmax", s.device, lambda f, copy: f(logits))
     if s.on_cpu:
@@ -210,14 +209,14 @@ def argmax(s: Setting, tokens: int) -> Case:
 
 
 def all_finite(s: Setting, tokens: int) -> Case:
-    """The logits once."""
+    """Reads the logits once."""
     logits = s.random(tokens, s.config.vocab_size)
     ways = from_dispatch("all_finite", s.device, lambda f, copy: f(logits))
     return _small(s, "all_finite", tokens, logits.nbytes, ways, (logits,))
 
 
 def advance(s: Setting, tokens: int) -> Case:
-    """So many requests with one token each: a length in and out, an entry of a block table, a slot."""
+    """`tokens` requests with one token each: reads a length and a block-table entry, writes the length and a slot."""
     lengths = torch.arange(100, 100 + tokens, device=s.device)
     tables = torch.arange(tokens * 64, device=s.device).view(tokens, 64)
     ways = from_dispatch("advance", s.device, lambda f, copy: f(lengths, tables, 16))
@@ -225,7 +224,7 @@ def advance(s: Setting, tokens: int) -> Case:
 
 
 def sample(s: Setting, tokens: int) -> Case:
-    """The probabilities once; up to the chosen token they are read again, which depends on the token."""
+    """Reads the probabilities once. The kernel reads them again up to the chosen token, which is not counted."""
     probs = torch.rand(tokens, s.config.vocab_size, device=s.device)
     uniforms = torch.rand(tokens, dtype=torch.float64, device=s.device)
     ways = from_dispatch("sample", s.device, lambda f, copy: f(probs, uniforms))
@@ -233,7 +232,7 @@ def sample(s: Setting, tokens: int) -> Case:
 
 
 def rejection(s: Setting, tokens: int) -> Case:
-    """One request whose drafts are all accepted up to the last: one row of p and one of q."""
+    """One request whose last draft is rejected and all others accepted: reads one row of p and one of q."""
     drafts, vocab = tokens - 1, s.config.vocab_size
     probs = torch.rand(tokens, vocab, device=s.device).softmax(-1)
     q = probs[:-1].roll(1, -1).contiguous()
@@ -247,9 +246,9 @@ def rejection(s: Setting, tokens: int) -> Case:
 
 
 def chain(tokens: int, device: str) -> Tensor:
-    """The masks of a draft tree that is a chain; bit 63 is the sign."""
-    masks = tree_masks(list(range(-1, tokens - 1)))
-    return torch.tensor([mask - (mask >> 63 << 64) for mask in masks], device=device)
+    """The masks of a draft tree that is a chain."""
+    segment = Segment([0] * tokens, 0, [0], parents=range(-1, tokens - 2))
+    return torch.tensor(tree_masks([segment]), device=device)
 
 
 def _small(
@@ -259,7 +258,7 @@ def _small(
 
 
 def _looped(run: Callable[[int], Any], out: Tensor) -> Implementation:
-    """A compiled loop over the same inputs."""
+    """A compiled loop with only one copy of its inputs."""
     return Implementation(loop=lambda count, first, copies: run(count), result=lambda: out)
 
 

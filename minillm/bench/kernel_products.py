@@ -1,7 +1,7 @@
-"""The cases of `bench kernels` that read weights: the largest product of a layer (gate and up), kept in every way.
+"""The cases of `bench kernels` that read weights: the largest product of a layer (gate and up) in every weight format.
 
-Least bytes: the weights and what makes numbers of them, the activations in, the results out. With few rows the
-weights are all that counts, so they come from memory: as many copies as are twice the last cache, read in turn.
+Minimum bytes: the weights with their scales and zero points, the activations in, the results out. With few rows the
+weights dominate, so they must come from memory: copies that are together twice the last-level cache are read in turn.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from minillm.bench.kernel_cases import (
 from minillm.ops.cpu.matrix_fields import GROUP, MATRIX_FIELDS, NONE, SCALES, SUMS
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, NIBBLES, pack_nibbles
 from minillm.ops.cpu.panels import SUMS_SIZE, pack, pack_floats, pack_pairs
+from minillm.ops.cpu.register_tiles import has_byte_products
 from minillm.ops.cpu.rounding import codes_size
-from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, TWICE_PAIRED, has_byte_products
+from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, TWICE_PAIRED
 from minillm.ops.linear import PACKED_ROWS, Linear
 from minillm.quantization.base import Scheme
 from minillm.quantization.int4 import Int4
@@ -41,15 +42,15 @@ from minillm.quantization.w8a8 import W8A8, integer_product, quantize_rows
 
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TWO_BYTES = 1e-4
-"""How far a product may be off whose activations are rounded to two bytes (see `ops.cpu.panels`)."""
+"""Largest relative error of a product whose activations are rounded to two bytes (see `ops.cpu.panels`)."""
 SCHEMES: dict[str, Scheme] = {"int8_linear": Int8(), "w8a8_linear": W8A8(), "int4_linear": Int4(bits=4)}
 
 
 def product_cases(s: Setting) -> list[Maker]:
-    """Every kind of weights at every number of rows; the weights of a kind are made once."""
+    """Every weight format at every number of rows. The weights of a format are built once."""
     narrow = "float16" if s.shape == "minicoder" else "bfloat16"  # how the checkpoints are stored
     kinds = [str(s.dtype).removeprefix("torch."), *([narrow] if s.on_cpu else []), *SCHEMES]
-    made: list[Weights] = []  # of one kind, the one that was asked for last
+    made: list[Weights] = []  # holds at most one element, for the format used last
     return [
         Maker(kind if kind in SCHEMES else "linear", partial(_case, s, kind, tokens, made))
         for kind in kinds
@@ -58,7 +59,7 @@ def product_cases(s: Setting) -> list[Maker]:
 
 
 class Weights:
-    """Copies of one matrix `[2 · intermediate, hidden]` of random numbers, kept in one way."""
+    """Copies of one random matrix `[2 · intermediate, hidden]` in one weight format."""
 
     def __init__(self, s: Setting, kind: str) -> None:
         self.kind, self.setting = kind, s
@@ -74,17 +75,17 @@ class Weights:
             self.scheme, self.tensors = None, {"weight": plain}
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.num_copies = s.copies(self.num_bytes)
-        wide = plain.to(s.dtype) if self.scheme is None else None  # PyTorch multiplies what it is given
+        wide = plain.to(s.dtype) if self.scheme is None else None  # PyTorch needs weights in the activations' dtype
         kept = {"weight": wide} if wide is not None else self.tensors
         self.copies = [{name: t.clone() for name, t in kept.items()} for _ in range(self.num_copies)]
         self.modules = [_linear(copy["weight"]) for copy in self.copies] if wide is not None and s.on_cpu else []
-        for module in self.modules:  # packs its weight at the first product for which that pays
+        for module in self.modules:  # the first product with PACKED_ROWS rows makes it pack its weight
             module(s.random(PACKED_ROWS, self.columns))
         self.wide_bytes = self.num_bytes if wide is None else wide.nbytes
         self.panels = self._panels() if s.on_cpu else None
 
     def _panels(self) -> tuple[Any, Any, Any]:
-        """The panels of all copies, a line for each, and the vectors: as the CPU executor packs them."""
+        """The panels of all copies, a line of fields for each, and the vectors, packed as by the CPU executor."""
         outputs = -(-self.outputs // LANES) * LANES
         vectors = [np.zeros(LANES, np.float32)]
         line = np.full(MATRIX_FIELDS, NONE, np.int64)
@@ -106,13 +107,13 @@ class Weights:
         return np.tile(panels, self.num_copies), lines, np.concatenate(vectors)
 
     def _pack_codes(self, codes: Any) -> Any:
-        """INT8 codes as the executor lays them out: by the bytes that activations are rounded to."""
+        """INT8 codes in the executor's layout, which depends on the bytes that activations are rounded to."""
         if self.kind == "w8a8_linear":
             return pack_pairs(codes)
         return pack_pairs(codes, TWICE_PAIRED) if has_byte_products() else pack(codes)
 
     def _pack_groups(self, scheme: Int4) -> Any:
-        """INT4 codes with what belongs to their groups, as the executor lays them out."""
+        """INT4 codes with the scales and zero points of their groups, in the executor's layout."""
         scales = self.tensors["scales"]
         codes = unpack(self.tensors["qweight"], scheme.bits, self.columns).numpy()
         zeros = unpack(self.tensors["qzeros"], scheme.bits, scales.shape[1]).numpy()
@@ -122,7 +123,7 @@ class Weights:
 
 def _case(s: Setting, kind: str, tokens: int, made: list[Weights]) -> Case:
     if not made or made[0].kind != kind:
-        made.clear()  # first let go of the others
+        made.clear()  # free the previous weights first
         made.append(Weights(s, kind))
     w = made[0]
     x = s.random(tokens, w.columns)
@@ -175,8 +176,8 @@ def _compiled(w: Weights, x: Tensor) -> Implementation:
     assert w.panels is not None
     panels, lines, vectors = w.panels
     rows, outputs = len(x), int(lines[0, 2])
-    room = np.zeros(rows + SUMS_SIZE + LANES, np.float32)
-    scratch = np.concatenate([x.numpy().reshape(-1), room])
+    scales_and_sums = np.zeros(rows + SUMS_SIZE + LANES, np.float32)
+    scratch = np.concatenate([x.numpy().reshape(-1), scales_and_sums])
     columns, group = w.columns, int(lines[0, GROUP])
     codes, out = np.zeros(codes_size(rows, columns, group), np.uint8), np.empty((rows, outputs), np.float32)
 
@@ -188,7 +189,7 @@ def _compiled(w: Weights, x: Tensor) -> Implementation:
 
 
 def _linear(weight: Tensor) -> Linear:
-    """The engine's own linear layer on that very tensor."""
+    """The engine's linear layer with this tensor as its weight."""
     layer = Linear(1, 1, bias=False)
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     return layer

@@ -1,4 +1,4 @@
-"""What `bench kernels` found, as a table for the terminal and as bars."""
+"""The result of `bench kernels` as a table for the terminal and as a bar chart."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from minillm.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from minillm.viz.bench_chart import BarChart
+    from minillm.viz.charts.bench_chart import BarChart
 
 COLD, WARM = "cold", "warm"
 
 
 def table(outcome: dict[str, Any]) -> Table:
-    """A line for each implementation of each case. GB/s, GFLOP/s and ratio are the cold ones where there are such."""
+    """A line for each implementation of each case. GB/s, GFLOP/s and ratio are cold ones if there is a cold time."""
     from rich.table import Table
 
     device = outcome["hardware"]["gpu"] or outcome["hardware"]["cpu"]
@@ -51,11 +51,11 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def chart(outcome: dict[str, Any], op: str, shape: str, tokens: int = 1) -> BarChart:
-    """The cases of one op, shape and number of tokens as bars: how many times as fast as the reference.
+    """A bar chart for one op, shape and number of tokens: how many times as fast as the reference.
 
-    Raises `ConfigError` if none of them was measured in an implementation beside the reference.
+    Raises `ConfigError` if only the reference was measured for them.
     """
-    from minillm.viz.bench_chart import Bar, BarChart
+    from minillm.viz.charts.bench_chart import Bar, BarChart
 
     found = [
         row
@@ -66,10 +66,10 @@ def chart(outcome: dict[str, Any], op: str, shape: str, tokens: int = 1) -> BarC
     if not found:
         raise ConfigError(f"no {op!r} of shape {shape!r} with {tokens} tokens was compared with the reference")
     bars = [Bar(_bar_name(row["config"]), row["ratio"], row["ratio_min"], row["ratio_max"]) for row in found]
-    told = "; ".join(f"{bar.name}: {bar.ratio:.2f} times ({bar.low:.2f} to {bar.high:.2f})" for bar in bars)
+    summary = "; ".join(f"{bar.name}: {bar.ratio:.2f} times ({bar.low:.2f} to {bar.high:.2f})" for bar in bars)
     device = outcome["hardware"]["gpu"] or outcome["hardware"]["cpu"]
     title = f"{op}, {tokens} new token{'s' if tokens != 1 else ''}, {shape}: {device['name']}"
-    return BarChart(title, "times as fast as the reference in PyTorch", bars, f"Against the reference: {told}.")
+    return BarChart(title, "times as fast as the reference in PyTorch", bars, f"Against the reference: {summary}.")
 
 
 def _bar_name(config: Mapping[str, Any]) -> str:

@@ -1,20 +1,22 @@
-"""Every op by itself, in the shapes of a model: microseconds, bytes, and how near that is to what the machine can do.
+"""Benchmark of every op by itself, in a model's shapes: microseconds, bytes, and the share of the machine's limits.
 
-Each op runs at one new token (decode), five (verify four drafts) and 256 (a chunk of prefill); attention after 64, 512
-and 2000 cached tokens. All implementations that run on the device take turns in one run, on one thread of a CPU: what
-one processor does is the kernel's merit, how several share the work is the executor's. An implementation is called as
+Each op runs at one new token (decode), five (verification of four drafts) and 256 (a chunk of prefill); attention runs
+after 64, 512 and 2000 cached tokens. All implementations for the device take turns in one process, on one CPU thread:
+the kernel determines the speed of one thread, the executor how threads share the work. An implementation is called as
 the engine calls it: PyTorch from Python, the compiled step's functions from compiled code, kernels from a CUDA graph.
 
-`cold`: weights and caches come from memory, because as many copies of them as are twice the last cache are read in
-turn; this is what a step of a large model sees. `warm`: the same copy again and again. Only ops that read weights or
-the cache have a cold figure, and only where copies enough fit; activations are always near.
+`cold`: weights and KV cache come from memory, as in a step of a large model. To ensure that, the runs cycle through
+copies of them that are together twice as large as the last-level cache. `warm`: the same copy every time. Only ops that
+read weights or the KV cache have a cold time, and only if enough copies fit; activations are always in the caches.
 
-Bytes are modelled (see `kernel_cases`), times and the ceilings are measured: what large copies and a square matrix
-product reach here, on the same number of threads. `of copy` is bytes per second over the bandwidth of the copy. It can
-exceed 1: warm, because caches are faster than memory; cold, because reading alone can be faster than copying.
+Bytes are modelled (see `kernel_cases`). Times are measured, and so are the machine's limits (ceilings): the speed of
+large copies and of a square matrix product with the same number of threads. `of copy` is bytes per second divided by
+the copy bandwidth. It can exceed 1: warm, because caches are faster than memory; cold, because reading alone can be
+faster than copying.
 
-The reference is written to be right, not fast: that of `int8_linear` makes float weights anew in every call, that of
-`w8a8_linear` multiplies in fp64. Where the engine has a faster way in PyTorch it is a line of its own, `pytorch`.
+The reference is written for correctness, not speed: that of `int8_linear` dequantises its weights in every call, that
+of `w8a8_linear` multiplies in fp64. If the engine has a faster PyTorch implementation, that is a separate line,
+`pytorch`.
 
 Two outputs count as equal if they differ by less than 1e-5 of their norm: 2e-2 in 16 bits, 1e-4 where the compiled
 step rounds activations to two bytes.
@@ -36,7 +38,7 @@ from minillm.bench.device_clock import Clock, Timing, Way, clock_for, in_turn, l
 from minillm.bench.harness import Row, result
 from minillm.bench.kernel_cases import KNOWN, REFERENCE, Case, Implementation, Maker, Setting, small_cases
 from minillm.bench.kernel_report import COLD, WARM, chart, table
-from minillm.ceilings import Ceiling, copy_bandwidth, matmul_rate
+from minillm.doctor.machine_limits import Ceiling, copy_bandwidth, matmul_rate
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.ops.cpu.compiled import showing_progress
 from minillm.ops.dispatch import OPS, interpreted
@@ -48,7 +50,7 @@ __all__ = ["chart", "run", "table"]
 
 ROUNDS = 5
 RUN_S = 1e-3
-"""Seconds of one run of a way, about."""
+"""Approximate seconds of one run of an implementation."""
 ALL_OPS = ("linear", *OPS)
 CLOSE = {torch.float32: 1e-5}
 CLOSE_16 = 2e-2
@@ -60,11 +62,11 @@ def run(
     ops: Sequence[str] | None = None,
     rounds: int = ROUNDS,
 ) -> dict[str, Any]:
-    """Every op in the shapes of the bundled model and of the 0.4b shape; returns the result as JSON values.
+    """Measure every op in the shapes of the bundled model and of the 0.4b shape. Returns the result as JSON values.
 
-    `shape`: only these shapes (`minicoder`, `0.4b`). `systems`: only these implementations beside the reference.
-    `ops`: only these. Raises `ConfigError` for one that is none of them, `UnsupportedError` in Triton's interpreter,
-    whose times say nothing of kernels.
+    `shape`: only this one (`minicoder`, `0.4b`). `systems`: only these implementations, and the reference. `ops`: only
+    these. Raises `ConfigError` for an unknown name, `UnsupportedError` in Triton's interpreter, whose times say nothing
+    about kernels.
     """
     if interpreted():
         raise UnsupportedError("TRITON_INTERPRET is set: an interpreted kernel's time means nothing; unset it")
@@ -89,7 +91,7 @@ def run(
 
 
 def makers(s: Setting) -> list[Maker]:
-    """All cases of a setting, not made yet."""
+    """The makers of all cases of a setting."""
     from minillm.bench.kernel_attention import attention_cases
     from minillm.bench.kernel_products import product_cases
 
@@ -104,7 +106,7 @@ def measure(
     names: set[str],
     ops: set[str],
 ) -> list[Row]:
-    """The rows of all cases of these ops. Cases are made one by one and dropped again."""
+    """The rows of all cases of these ops. Cases are built and freed one by one."""
     rows: list[Row] = []
     with tqdm([case for case in cases if case.op in ops], desc="measuring", unit=" cases") as bar:
         for case in bar:
@@ -121,13 +123,13 @@ def case_rows(
     names: set[str],
     seconds: float | None = None,
 ) -> list[Row]:
-    """A row for each implementation of one case; what counts is the cold figure, if there is one.
+    """A row for each implementation of one case, with the cold time if there is one, else the warm one.
 
-    `seconds`: about so long are runs, in place of `RUN_S`.
+    `seconds`: approximate length of a run, in place of `RUN_S`.
     """
     chosen = {name: way for name, way in case.ways.items() if name in names}
-    right = chosen[REFERENCE].once()
-    errors = {name: relative_error(way.once(), right) for name, way in chosen.items()}
+    expected = chosen[REFERENCE].once()
+    errors = {name: relative_error(way.once(), expected) for name, way in chosen.items()}
     timings: dict[str, dict[str, Timing]] = {}
     recorded: set[str] = set()
     for kind, copies in ((WARM, 1), (COLD, case.copies)):
@@ -138,11 +140,11 @@ def case_rows(
             timings[kind] = in_turn(clock, ways, rounds, seconds or RUN_S)
     clock.free()
     counted = timings.get(COLD, timings[WARM])
-    limit = CLOSE.get(case.touched[0].dtype if case.touched[0].is_floating_point() else right.dtype, CLOSE_16)
+    limit = CLOSE.get(case.touched[0].dtype if case.touched[0].is_floating_point() else expected.dtype, CLOSE_16)
     rows = []
     for name, way in chosen.items():
         found = [] if name == REFERENCE else ratios(counted, name, REFERENCE)
-        middle = counted[name].median
+        median = counted[name].median
         rows.append(
             Row(
                 system=f"{case.name}, {name}",
@@ -150,8 +152,8 @@ def case_rows(
                 ratio=statistics.median(found) if found else None,
                 ratio_min=min(found, default=None),
                 ratio_max=max(found, default=None),
-                tokens_per_s=1 / middle,
-                p50_ms=1000 * middle,
+                tokens_per_s=1 / median,
+                p50_ms=1000 * median,
                 peak_memory_bytes=None,
                 outputs_equal=None if name == REFERENCE else errors[name] <= (way.limit or limit),
                 config={
@@ -164,18 +166,18 @@ def case_rows(
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:
-    """‖found - right‖ / ‖right‖; NaN if there is one in either."""
+    """‖found - right‖ / ‖right‖; NaN if either contains one."""
     difference = (found.double() - right.double()).norm().item()
     return difference / max(right.double().norm().item(), 1e-300) if difference else 0.0
 
 
 def ceilings_of(device: str) -> list[Ceiling]:
-    """What copies and products reach on this device, on as many threads as PyTorch has now."""
+    """The measured copy bandwidth and matrix-product rate of this device, with PyTorch's current number of threads."""
     return [copy_bandwidth(device), matmul_rate(device, usual_dtype(device))]
 
 
 def usual_dtype(device: str) -> torch.dtype:
-    """What models compute in: float32 on a CPU, bfloat16 on a GPU, float16 on one before Ampere."""
+    """The default compute dtype: float32 on a CPU, bfloat16 on a GPU, float16 on a GPU before Ampere."""
     if device == "cpu":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
@@ -183,7 +185,7 @@ def usual_dtype(device: str) -> torch.dtype:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch uses one thread inside."""
+    """Limit PyTorch to one thread inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -193,7 +195,7 @@ def one_thread() -> Iterator[None]:
 
 
 class _Position:
-    """Which copy is read next. All ways of a case share it: what one has read is near for the next."""
+    """The copy to read next. All implementations of a case share it, because a copy just read is in the caches."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -204,25 +206,25 @@ class _Position:
 
 
 def _way(name: str, one: Implementation, copies: int, position: _Position, clock: Clock) -> Way:
-    """An implementation that is done `count` times, on the copies in turn."""
+    """A `Way` that runs an implementation `count` times, on the copies in turn."""
     if one.loop is not None:
         loop = one.loop
         return Way(name, lambda count: loop(count, position.take(count, copies), copies))
     assert one.call is not None
     call = one.call
     if clock.device != "cpu" and one.records:
-        together = max(copies, RECORDED_CALLS)
+        calls_per_replay = max(copies, RECORDED_CALLS)
 
         def all_copies() -> None:
-            for i in range(together):
+            for i in range(calls_per_replay):
                 call(i % copies)
 
         try:
             replay = clock.recorded(all_copies)
-        except RuntimeError:  # something in it waits for the device: then it is called from Python, as it can be
+        except RuntimeError:  # it waits for the device, so no graph can record it: call it from Python
             pass
         else:
-            return Way(name, lambda count: [replay() for _ in range(count // together)], together, True)
+            return Way(name, lambda count: [replay() for _ in range(count // calls_per_replay)], calls_per_replay, True)
 
     def calls(count: int) -> None:
         first = position.take(count, copies)
@@ -233,7 +235,7 @@ def _way(name: str, one: Implementation, copies: int, position: _Position, clock
 
 
 RECORDED_CALLS = 20
-"""A graph holds at least so many calls: a replay costs the host some 10 µs."""
+"""Minimum number of calls in a graph, because a replay costs the host some 10 µs."""
 
 
 def _figures(

@@ -1,7 +1,7 @@
-"""The functions of the compiled CPU step one by one, each called many times from compiled code.
+"""Loops that call one function of the compiled CPU step many times from compiled code.
 
-So they are called as the step calls them: without Python, on one thread, where they find their inputs. Each loop does
-its function `count` times, the i-th time on copy `(first + i) % copies` of what is read from memory.
+The functions run as in the step: without Python, on one thread, on their inputs in place. Each loop calls its function
+`count` times, the i-th time on copy `(first + i) % copies` of the inputs that are read from memory.
 """
 
 # ruff: noqa: ANN001, ANN201  (numba infers types)
@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from minillm.ops.cpu.attention import attend
 from minillm.ops.cpu.compiled import entry_point
+from minillm.ops.cpu.kv_rows import write_row
 from minillm.ops.cpu.matrix_fields import COLUMNS, OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
 from minillm.ops.cpu.panels import multiply
 from minillm.ops.cpu.rounding import round_row
-from minillm.ops.cpu.rows import write_row
 from minillm.ops.cpu.simd import LANES
-from minillm.ops.cpu.step import likeliest
+from minillm.ops.cpu.step import argmax
 
 
 @entry_point()
 def multiply_loop(count, first, copies, w, matrices, vectors, scratch, codes, rows, out):
-    """A linear layer over panels, with the rounding of its inputs if the weights want it.
+    """A linear layer over panels, which rounds its inputs if the weights require it.
 
-    `matrices`: one line for each copy (see `panels`). `scratch`: x, a scale for each row, room for sums. `codes`:
+    `matrices`: one line for each copy (see `panels`). `scratch`: x, a scale for each row, space for sums. `codes`:
     `codes_size` bytes.
     """
     for i in range(count):
@@ -38,20 +38,20 @@ def multiply_loop(count, first, copies, w, matrices, vectors, scratch, codes, ro
 
 
 @entry_point()
-def attend_loop(count, first, copies, q, shape, requests, tables, keys, values, out, scratch):
-    """Paged attention of one request. `shape`: heads, KV heads, head size, block size; `requests`: a line a copy."""
+def attend_loop(count, first, copies, team, q, shape, requests, tables, tree, keys, values, out, scratch):
+    """Paged attention of one request. `shape`: heads, KV heads, head size, block size; `requests`: a line per copy."""
     heads, num_kv, dim = shape[0], shape[1], shape[2]
     for i in range(count):
         at = (first + i) % copies
         attend(
-            0, 1, q, 0, heads * dim, heads, num_kv, dim, 0, requests[at : at + 1], tables, shape[3], 0, keys, values,
-            out, 0, scratch, 0,
+            team, q, 0, heads * dim, heads, num_kv, dim, 0, requests[at : at + 1], tables, tree, shape[3], 0, keys,
+            values, out, 0, scratch, 0,
         )  # fmt: skip
 
 
 @entry_point()
 def store_loop(count, k, v, slots, num_kv, dim, keys, values):
-    """Write the keys and values of some tokens to their slots."""
+    """Write the keys and values of all tokens to their slots."""
     for _ in range(count):
         for token in range(len(slots)):
             for head in range(num_kv):
@@ -79,7 +79,7 @@ def rope_loop(count, x, rows, heads, size, cos, signed_sin):
 
 @entry_point()
 def silu_gate_loop(count, x, rows, size, out):
-    """The gate of every row."""
+    """SiLU gate of every row."""
     for _ in range(count):
         for row in range(rows):
             silu_gate(x, row * 2 * size, row * 2 * size + size, size, out, row * size)
@@ -87,7 +87,7 @@ def silu_gate_loop(count, x, rows, size, out):
 
 @entry_point()
 def argmax_loop(count, logits, rows, vocab, out):
-    """The likeliest token of every row."""
+    """Argmax of every row."""
     for _ in range(count):
         for row in range(rows):
-            out[row] = likeliest(logits, row * vocab, vocab)
+            out[row] = argmax(logits, row * vocab, vocab)

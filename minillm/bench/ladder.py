@@ -1,15 +1,15 @@
-"""A ladder of techniques as one article prints it, climbed again with everything declared.
+"""The speed-ups that one article claims for a ladder of techniques, measured again with every setting declared.
 
-The article ("Mastering KV Cache Compression and Speculative Decoding") promises, for a 70B model: INT8 KV cache 1.0
+The article ("Mastering KV Cache Compression and Speculative Decoding") claims, for a 70B model: INT8 KV cache 1.0
 times the speed with three quarters of the memory, speculation (γ = 5) 2.3 times, PagedAttention 3.7 times, all
-together 4.3 times. It names no batch size, no context, no GPU, and not whether a rung stands on the one before. Memory
-falls and rises from rung to rung as if it did, but the last rung would then repeat the one before.
+together 4.3 times. It states no batch size, no context, no GPU, and not whether each rung includes the ones below. Its
+memory figures suggest that it does, but then the last rung would be the same as the one before.
 
-Here a rung is one technique added to `plain`, and `all` is all three. One thing must be decided: what PagedAttention
-speeds up. A single request gains nothing from where its cache lies. What pages allow is many requests at a time
-without room set aside for the longest of them, so *paged batching* is 16 requests at a time in one pool, where `plain`
-runs the same 16 requests one after the other. Speed is new tokens of all requests per second of the whole run, prefill
-in it. `transformers fp32` is what the article starts from: `generate` with its default cache, one request at a time.
+Here a rung is one technique added to `plain`, and `all` is all three. PagedAttention needs an interpretation, because a
+single request gains nothing from the placement of its cache. Paging allows many concurrent requests without reserving
+memory for the longest. So *paged batching* runs 16 requests at a time in one pool, while `plain` runs the same 16
+requests one after the other. Speed is new tokens of all requests per second of the whole run, prefill included.
+`transformers fp32` is the article's baseline: `generate` with its default cache, one request at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RUNGS: dict[str, frozenset[str]] = {
     "paged batching": frozenset({"paged batching"}),
     "all": frozenset({"INT8 KV", "speculation", "paged batching"}),
 }
-"""Rung → the techniques in it."""
+"""Rung → its techniques."""
 CLAIMED: dict[str, tuple[float, float]] = {
     HF: (1.0, 160 / 160),
     "INT8 KV": (12 / 12, 120 / 160),
@@ -60,7 +60,7 @@ def run(
     new_tokens: int = NEW_TOKENS,
     drafts: int = DRAFTS,
 ) -> dict[str, Any]:
-    """Every rung in turn on the same requests, `rounds` times; returns the result as JSON values."""
+    """Run every rung in turn on the same requests, `rounds` times. Returns the result as JSON values."""
     import torch
 
     draft = draft_for(model, draft)
@@ -95,7 +95,7 @@ def run(
 
 
 def below(name: str) -> tuple[str, ...]:
-    """What a rung is compared with: transformers, and `plain` where it is another."""
+    """The baselines of a rung: transformers, and for the rungs above `plain` also `plain`."""
     return {HF: (), "plain": (HF,)}.get(name, ("plain", HF))
 
 
@@ -108,7 +108,7 @@ def rung(
     new_tokens: int,
     baselines: tuple[str, ...] = (),
 ) -> System:
-    """One rung, loaded. Its `run` gives the new tokens of every request."""
+    """Load one rung. Its `run` returns the new tokens of every request."""
     if name == HF:
         peer = Transformers(resolve(model), "float32", "dynamic", 0)
         return System(name, lambda: [peer.complete(ids, new_tokens).token_ids for ids in requests], baselines or None)
@@ -147,14 +147,14 @@ def _own_rung(
 
 
 def kv_bytes_per_token(llm: LLM) -> float:
-    """Bytes of the pool that one token takes, the draft's keys and values included."""
+    """Bytes of the block pool per token, the draft model's keys and values included."""
     with llm.trace() as trace:
         started = trace.events[0]
     return started.bytes_per_block / started.block_size
 
 
 def table(outcome: dict[str, Any]) -> Table:
-    """One line for each rung: what the article claims, and what was measured."""
+    """One line for each rung: the article's claim and the measurement."""
     from rich.table import Table
 
     made = Table(title=f"ladder on {outcome['hardware']['cpu']['name']}")

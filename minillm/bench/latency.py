@@ -1,10 +1,10 @@
-"""How long one completion takes: 24 tokens of code after a held-out prompt of 200, from the call to the text.
+"""The latency of one completion: 24 tokens of code after a held-out prompt of 200 tokens, from the call to the text.
 
-`cold`: the engine is warm, but has never seen the prompt. `warm`: it has just seen it, so that all but the last few
-prompt tokens are found in the prefix cache, as when an editor asks again in the same file. Both count everything:
-prefill, decoding, and turning tokens into text. `cold` and `warm` alone are those of full precision, `warm int8 +
-draft` is that engine's. Percentiles are over completions, not over tokens; a ratio is the median over completions of
-the same prompt that ran one after the other.
+`cold`: the engine is warmed up, but the prompt is not in the prefix cache. `warm`: the prompt has just been run, so all
+but its last few tokens are in the prefix cache, as when an editor asks again in the same file. Both include prefill,
+decode and detokenising. `cold` and `warm` without an engine's name are full precision; `warm int8 + draft` is that
+engine. Percentiles are over completions, not over tokens. A ratio is the median over pairs of completions of the same
+prompt in the same round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PROMPT_TOKENS, NEW_TOKENS = 200, 24
 PROMPTS, ROUNDS = 8, 3
 FEWEST = 20
-"""Completions that a percentile is taken of."""
+"""Minimum number of completions for a percentile."""
 PLAIN = "minillm fp32"
 ENGINES = tuple(
     f"minillm {precision}{drafted}"
@@ -38,7 +38,7 @@ ENGINES = tuple(
 
 
 class Engine:
-    """One engine with a prefix cache, and what its completions took."""
+    """One engine with a prefix cache, and the times and tokens of its completions."""
 
     def __init__(self, name: str, model: str, draft: str | None, drafts: int) -> None:
         from minillm import LLM
@@ -51,7 +51,7 @@ class Engine:
         """Prompt tokens that the last completion found in the cache."""
 
     def complete(self, prompt: list[int], new_tokens: int) -> None:
-        """Once with nothing cached, then once more."""
+        """Complete the prompt with an empty prefix cache, then again with a warm one."""
         from minillm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
@@ -64,7 +64,7 @@ class Engine:
             self.cached_tokens[kind] = output.num_cached_tokens
 
     def forget(self) -> None:
-        """Drop what was measured so far: it was the warm-up."""
+        """Discard all measurements so far, which were the warm-up."""
         self.seconds, self.tokens = {"cold": [], "warm": []}, {"cold": [], "warm": []}
 
 
@@ -77,10 +77,10 @@ def run(
     new_tokens: int = NEW_TOKENS,
     drafts: int = 4,
 ) -> dict[str, Any]:
-    """Every engine on every prompt, cold then warm, `rounds` times; returns the result as JSON values.
+    """Run every engine on every prompt, cold then warm, `rounds` times. Returns the result as JSON values.
 
-    `systems` are engines, such as `minillm int8 + draft`. Raises `ConfigError` for one that is none, and if there
-    would be fewer than 20 completions, too few for a percentile.
+    `systems` are engines, such as `minillm int8 + draft`. Raises `ConfigError` for an unknown one, and for fewer than
+    20 completions, which are too few for a percentile.
     """
     import torch
 
@@ -118,12 +118,12 @@ def run(
 
 
 def table(outcome: dict[str, Any]) -> Table:
-    """The rows for the terminal, with the 90th percentile and how much of the prompt was cached."""
+    """The rows for the terminal, with the 90th percentile and the number of cached prompt tokens."""
     return speed_table(outcome, {"p90_ms": "p90 ms", "cached_tokens": "cached"}, unit="completion")
 
 
 def measure(engines: Sequence[Engine], prompts: Sequence[list[int]], rounds: int, new_tokens: int) -> None:
-    """Every engine in turn on one prompt after the other; a first round warms up and does not count."""
+    """Run every engine in turn on each prompt. The first round is a warm-up and is discarded."""
     with tqdm(total=(rounds + 1) * len(prompts) * len(engines), desc="measuring", unit=" completions") as bar:
         for turn in range(rounds + 1):
             for prompt in prompts:
@@ -137,13 +137,13 @@ def measure(engines: Sequence[Engine], prompts: Sequence[list[int]], rounds: int
 
 
 def rows_of(engine: Engine, first: Engine, new_tokens: int, peak: int | None) -> list[Row]:
-    """The cold row of an engine, compared with that of the first engine, and the warm one, compared with the cold."""
+    """An engine's cold row, compared with the first engine's cold row, and its warm row, compared with its cold one."""
     others = {"cold": None if engine is first else (first, "cold"), "warm": (engine, "cold")}
     return [_row(engine, kind, other, new_tokens, peak) for kind, other in others.items()]
 
 
 def system_name(kind: str, engine: str) -> str:
-    """`cold` for full precision, `cold int8 + draft` for an engine that has another name."""
+    """`cold` for full precision, otherwise with the engine's name, as in `cold int8 + draft`."""
     return kind if engine == PLAIN else f"{kind} {engine.removeprefix('minillm ')}"
 
 
@@ -161,15 +161,15 @@ def _row(engine: Engine, kind: str, other: tuple[Engine, str] | None, new_tokens
         ratios = [b / own for b, own in zip(base.seconds[base_kind], seconds, strict=True)]
         equal = tokens == base.tokens[base_kind]
         same = same_start(tokens, base.tokens[base_kind])
-    middle = statistics.median(seconds)
+    median = statistics.median(seconds)
     return Row(
         system=system_name(kind, engine.name),
         baseline=system_name(base_kind, base.name) if other else None,
         ratio=statistics.median(ratios) if ratios else None,
         ratio_min=min(ratios, default=None),
         ratio_max=max(ratios, default=None),
-        tokens_per_s=new_tokens / middle,
-        p50_ms=1000 * middle,
+        tokens_per_s=new_tokens / median,
+        p50_ms=1000 * median,
         peak_memory_bytes=peak,
         outputs_equal=equal,
         config={

@@ -1,4 +1,4 @@
-"""llama.cpp as a peer, through its C functions: no Python between two tokens but one call and one arg-max."""
+"""llama.cpp as a peer, through its C functions. Between two tokens Python runs only one call and one argmax."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from minillm.errors import UnsupportedError
 
 NOT_INSTALLED = "not installed: pip install 'minillm-lessons[peers]'"
 SETTINGS = ("flash attention, f16 cache", "fp32 attention and cache")
-"""How attention is computed. The first is llama.cpp's default; it rounds queries, too, so that even with a cache in
-fp32 logits would be off by about a thousandth. The second is exact to 1e-6."""
+"""Settings of attention. The first is llama.cpp's default; it also rounds queries, so that logits would be off by about
+a thousandth even with an fp32 cache. The second is exact to 1e-6."""
 
 
 def installed() -> bool:
-    """Whether llama.cpp's Python package and the one that writes its files are there."""
+    """Whether the packages `llama_cpp` and `gguf` are installed."""
     return all(importlib.util.find_spec(name) is not None for name in ("llama_cpp", "gguf"))
 
 
@@ -31,9 +31,9 @@ class LlamaCpp:
     """A GGUF file loaded by llama.cpp."""
 
     def __init__(self, file: Path, context: int, threads: int, setting: str = SETTINGS[0]) -> None:
-        """Room for `context` tokens; `setting` is one of `SETTINGS`.
+        """`context`: size of the KV cache in tokens. `setting`: one of `SETTINGS`.
 
-        Raises `UnsupportedError` if llama.cpp is not installed, or does not accept the file.
+        Raises `UnsupportedError` if llama.cpp is not installed or cannot load the file.
         """
         if not installed():
             raise UnsupportedError(f"llama.cpp is {NOT_INSTALLED}")
@@ -49,7 +49,7 @@ class LlamaCpp:
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         self.close = weakref.finalize(self, _free, llama_cpp, self.context, self.model)
-        """Frees its memory; happens by itself when nobody holds it any more."""
+        """Frees llama.cpp's memory; called automatically when this object is garbage-collected."""
         self.vocab = llama_cpp.llama_model_get_vocab(self.model)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(self.vocab)
         self.memory = llama_cpp.llama_get_memory(self.context)
@@ -66,14 +66,14 @@ class LlamaCpp:
         return Completion(tokens, first - began, time.perf_counter() - first)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Go on with these tokens; the logits after the last one (`[vocab_size]`, fp32), valid until the next call."""
+        """Append tokens. Returns the logits after the last one (`[vocab_size]`, fp32), valid until the next call."""
         ids = (ctypes.c_int32 * len(token_ids))(*token_ids)
         if self.lib.llama_decode(self.context, self.lib.llama_batch_get_one(ids, len(token_ids))):
             raise UnsupportedError(f"llama.cpp could not run {len(token_ids)} tokens")
         return np.ctypeslib.as_array(self.lib.llama_get_logits_ith(self.context, -1), (self.vocab_size,))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, by llama.cpp's own tokenizer. Control tokens that the text spells out count as such."""
+        """Token ids of `text` from llama.cpp's own tokenizer. Control tokens in the text are recognised."""
         data = text.encode()
         ids = (ctypes.c_int32 * (len(data) + 8))()
         count = self.lib.llama_tokenize(self.vocab, data, len(data), ids, len(ids), True, True)
@@ -87,7 +87,7 @@ def _free(lib: Any, context: Any, model: Any) -> None:
 
 @cache
 def _library() -> Any:
-    """llama.cpp's functions, with its own messages switched off."""
+    """llama.cpp's functions, with its log messages switched off."""
     import llama_cpp
 
     llama_cpp.llama_log_set(_say_nothing(llama_cpp), None)
@@ -97,5 +97,5 @@ def _library() -> Any:
 
 @cache
 def _say_nothing(lib: Any) -> Any:
-    """A C callback, cached because it must live as long as the library may call it."""
+    """A C log callback that prints nothing. It is cached because it must outlive the library's calls."""
     return lib.llama_log_callback(lambda level, text, data: None)

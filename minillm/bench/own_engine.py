@@ -1,4 +1,4 @@
-"""minillm itself in a benchmark, its options read from its name: `minillm eager fp32`, `minillm int8 + draft`,
+"""minillm as a system of a benchmark. Its name determines its options: `minillm eager fp32`, `minillm int8 + draft`,
 `minillm int8 + suffix`."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ LOOKING_BACK: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4},
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0, "num_speculative_tokens": 8},
 }
-"""Ways of drafting without a model, as benchmarks use them. Nothing is kept of earlier requests: they come again."""
+"""Drafting without a model, as benchmarks use it. Earlier requests are not cached, because each request is repeated."""
 
 
 def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[str, Any]:
-    """The options of `LLM` that `name` stands for; `dtype` (fp32, bf16, fp16) is for weights that are quantised.
+    """The options of `LLM` for `name`. `dtype` (fp32, bf16, fp16) applies if the weights are quantised.
 
-    Prefix caching is off: a prompt that comes again is computed again.
+    Prefix caching is off, so that a repeated prompt is computed again.
     """
     words, _, method = name.removeprefix("minillm ").partition(" + ")
     precision = words.removeprefix("eager ")
@@ -36,7 +36,7 @@ def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[s
         found["speculative_config"] = {
             "method": "draft_model",
             "model": draft,
-            # Lossless all the same: the target has the last word.
+            # Still lossless: the target verifies every draft.
             "quantization": "w8a8" if words == precision else None,
             "num_speculative_tokens": num_drafts,
         }
@@ -46,7 +46,7 @@ def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[s
 
 
 class OwnEngine:
-    """minillm's engine, given token ids and asked for token ids."""
+    """minillm's engine, from token ids to token ids."""
 
     def __init__(self, model: str, **llm_options: Any) -> None:
         from minillm import LLM

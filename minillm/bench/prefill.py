@@ -1,7 +1,7 @@
-"""One prompt, until its first new token is there: prompt tokens per second, by the length of the prompt.
+"""Prefill speed: prompt tokens per second until the first new token, by the length of the prompt.
 
-Held-out prompts joined to the length wanted, batch 1, nothing cached. Prefill is bound by arithmetic where decoding is
-bound by memory, so this table looks different from that of `decode`.
+Held-out prompts are concatenated to each length; batch 1, nothing cached. Prefill is compute-bound and decode is
+memory-bound, so the results differ from those of `decode`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUNDLED: dict[str, tuple[str, ...]] = {
     "minillm int8": (FP32, "llama.cpp Q8_0"),
     "minillm w8a8": (FP32, "llama.cpp Q8_0"),
 }
-"""System → what it is compared with, a row for each length and each of them."""
+"""System → its baselines, one row for each length and baseline."""
 LARGE: dict[str, tuple[str, ...]] = {
     BF16: (),
     "llama.cpp bf16": (BF16,),
@@ -48,9 +48,9 @@ def run(
     rounds: int = ROUNDS,
     lengths: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Every system in turn, `rounds` times for each length; returns the result as JSON values.
+    """Run every system in turn, `rounds` times for each length. Returns the result as JSON values.
 
-    Raises `ConfigError` for a system or a shape that is none.
+    Raises `ConfigError` for an unknown system or shape.
     """
     import torch
 
@@ -85,12 +85,12 @@ def run(
 
 
 def table(outcome: dict[str, Any]) -> Table:
-    """The rows for the terminal, with the length of the prompt."""
+    """The rows for the terminal, with the prompt length."""
     return speed_table(outcome, {"prompt_tokens": "prompt"})
 
 
 def joined_prompt(model: str, length: int) -> list[int]:
-    """Held-out prompts one after the other, cut off after `length` tokens."""
+    """Token ids of concatenated held-out prompts, cut off after `length` tokens."""
     ids: list[int] = []
     count = 1
     while len(ids) < length:
@@ -100,11 +100,11 @@ def joined_prompt(model: str, length: int) -> list[int]:
 
 
 def _system(name: str, completer: Completer, prompt: list[int], baselines: tuple[str, ...]) -> System:
-    taken = [0.0]
+    seconds = [0.0]
 
     def run_once() -> list[list[int]]:
         found = completer.complete(prompt, 1)
-        taken[0] = found.prefill_s
+        seconds[0] = found.prefill_s
         return [found.token_ids]
 
     return System(
@@ -112,5 +112,5 @@ def _system(name: str, completer: Completer, prompt: list[int], baselines: tuple
         run_once,
         baselines or None,
         lambda: {**completer.about, "prompt_tokens": len(prompt)},
-        lambda: Counted(taken[0], len(prompt)),
+        lambda: Counted(seconds[0], len(prompt)),
     )

@@ -1,10 +1,11 @@
-"""The compiled step as it is compiled for other processors, beside plain PyTorch held to their instructions.
+"""The compiled step for other processors, compared with PyTorch limited to the same instructions.
 
-numba compiles for any processor whose instructions this one has as well, and PyTorch's libraries can be told to use no
-more than AVX2 or less. So each row is a process that pretends: what runs is what would run there, at this processor's
-speed. Processors of another family only compile; of those the inner loops are counted (`minillm.bench.assembly`).
+numba can compile for any processor whose instructions this one also has, and PyTorch's libraries can be limited to AVX2
+or less. So each row is a process that emulates another processor: it runs the code that would run there, at this
+processor's speed. For another architecture the code is only compiled, and the instructions of its inner loops are
+counted (`minillm.bench.machine_code`).
 
-A process compiles the step anew, for every kind of weights: half a minute each on an idle machine.
+Each process compiles the step again for every kind of weights: half a minute each on an idle machine.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HELD_TO = {
     "x86-64": "default",
     "ivybridge": "default",
 }
-"""Processor, as LLVM knows it → what PyTorch's own kernels may use."""
+"""LLVM's name of a processor → the instruction set that PyTorch's own kernels may use."""
 ONEDNN = {"avx2": "AVX2", "avx512": "AVX512_CORE", "default": "SSE41"}
 MKL = {"avx2": "AVX2", "avx512": "AVX512", "default": "SSE4_2"}
 COMPILE_ONLY = ("apple-m1", "neoverse-n1", "neoverse-v1")
@@ -47,9 +48,9 @@ print(json.dumps(measure_here(*json.loads(sys.argv[1]))))
 def run(
     model: str = "minicoder", systems: Sequence[str] | None = None, rounds: int = ROUNDS, new_tokens: int = 32
 ) -> dict[str, Any]:
-    """Every processor in turn; returns the result as JSON values.
+    """Run every processor in turn. Returns the result as JSON values.
 
-    `systems`: names such as "haswell fp32"; all unless they are given. Raises `ConfigError` for one that is none.
+    `systems`: names such as "haswell fp32"; None: all. Raises `ConfigError` for an unknown name.
     """
     known = [f"{name} {kind}" for name in HELD_TO for kind in KINDS]
     chosen = choose(known, systems)
@@ -81,7 +82,7 @@ HEADINGS = ("processor", "what", "speed over PyTorch's", "spread", "PyTorch's to
 
 
 def lines(outcome: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The result as lines under `HEADINGS`: what ran, what was refused and why, what was only compiled."""
+    """The result as lines under `HEADINGS`: processors that ran, those that were refused, those only compiled for."""
     from minillm.bench.tables import same_tokens
 
     found = [
@@ -102,7 +103,7 @@ def lines(outcome: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def table(outcome: dict[str, Any]) -> Table:
-    """The lines for the terminal."""
+    """The lines as a table for the terminal."""
     from rich.table import Table
 
     found = Table(*HEADINGS, title=f"processors on {outcome['hardware']['cpu']['name']}")
@@ -112,16 +113,16 @@ def table(outcome: dict[str, Any]) -> Table:
 
 
 def markdown(outcome: dict[str, Any]) -> str:
-    """The lines for a document."""
+    """The lines as a Markdown table."""
     parts = [HEADINGS, ["---"] * len(HEADINGS), *lines(outcome)]
     return "\n".join(f"| {' | '.join(part)} |" for part in parts) + "\n"
 
 
 def count_loops() -> dict[str, dict[str, str]]:
-    """What the inner loops of six rows and one panel consist of on processors that are not here."""
+    """Instruction counts of the inner loops (six rows, one panel) for the processors in `COMPILE_ONLY`."""
     from llvmlite import binding
 
-    from minillm.bench.assembly import Loop, byte_loop, float_loop
+    from minillm.bench.machine_code import Loop, byte_loop, float_loop
 
     def text(loop: Loop) -> str:
         times = ", ".join(f"{count} {name}" for name, count in loop.multiplications.items())
@@ -135,7 +136,7 @@ def count_loops() -> dict[str, dict[str, str]]:
 
 
 def measure_here(model: str, kinds: Sequence[str], rounds: int, new_tokens: int) -> dict[str, Any]:
-    """The rows of this process, and why the step is not compiled, if it is not."""
+    """Measure in this process. Returns the rows, or the reason why the step is not compiled."""
     from minillm.ops.cpu.processor import processor
 
     reason = processor().unsupported_reason
@@ -168,7 +169,7 @@ def _compare(model: str, kind: str, rounds: int, new_tokens: int) -> list[Row]:
 
 
 def _pretend(name: str, arguments: list[Any]) -> dict[str, Any]:
-    """`measure_here` in a process that is compiled for `name` and in which PyTorch keeps to its instructions."""
+    """Run `measure_here` in a process that compiles for `name`, with PyTorch limited to its instructions."""
     environment = {
         **os.environ,
         "NUMBA_CPU_NAME": name,
@@ -181,6 +182,6 @@ def _pretend(name: str, arguments: list[Any]) -> dict[str, Any]:
     command = [sys.executable, "-c", PRETENDING, json.dumps(arguments)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        return {"reason": f"the process ended with status {done.returncode}; its error stands above", "rows": []}
+        return {"reason": f"the process ended with status {done.returncode}; its error is printed above", "rows": []}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

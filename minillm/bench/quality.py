@@ -1,15 +1,15 @@
-"""What fewer bits cost: perplexity, bits per byte, KL and agreement of every way of keeping keys, values and weights.
+"""The quality of every quantised cache and weight format: perplexity, bits per byte, KL divergence, top-1 agreement.
 
-Held-out evaluation texts are joined to rows of nearly the model's context and fed with the right token at every
-position (teacher forcing), in chunks, through the engine's own runner: what a later chunk reads is what the cache has
-really stored. All systems see the same tokens at the same positions, so they differ in nothing but how they keep
-things. Bytes are those of a model in float16, its residuals and windows too; the arithmetic is float32, so that the
-reference has no errors of its own.
+Held-out evaluation texts are concatenated to rows of nearly the model's context. They are fed with the true token at
+every position (teacher forcing), in chunks, through the engine's runner, so later chunks read what the cache actually
+stores. All systems see the same tokens at the same positions and differ only in the storage format. Bytes are those of
+a model in float16, including residuals and windows. The arithmetic is float32, so that the reference has no rounding
+errors of 16 bits.
 
-How to read it. KL says how far a system is from the reference; perplexity says how well it predicts, which noise can
-improve by chance. The texts are short, 248 tokens at most, so whatever lies far back belongs to another text. Layouts
-that forget it lose little that would help to predict (their perplexity even falls), and layouts that keep the newest
-tokens whole keep most of what matters: one long text would be harder on both.
+How to read it. KL is the distance of a system from the reference. Perplexity is how well it predicts, which noise can
+improve by chance. The texts are short, 248 tokens at most, so distant tokens belong to another text. Layouts that evict
+them lose little that helps to predict (their perplexity even falls), and layouts that keep the newest tokens in full
+precision keep most of what matters. One long text would be harder for both.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minillm.batch import Segment
 from minillm.bench.harness import result
-from minillm.bench.prompts import evaluation_prompts
 from minillm.bench.quality_systems import REFERENCE, Builder, QualitySystem, systems
 from minillm.errors import MinillmError
+from minillm.models.held_out import evaluation_prompts
 from minillm.models.loading import load_config, resolve
-from minillm.models.runner import ModelRunner, Segment
+from minillm.runtime.runner import ModelRunner
 from minillm.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -37,29 +38,29 @@ if TYPE_CHECKING:
 CHUNK = 16
 """Tokens of each row per step."""
 ROWS_AT_ONCE = 128
-"""Distributions that are compared at once, to save memory."""
+"""Number of distributions compared at once, to save memory."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What is fed, and what of it is scored."""
+    """The token ids that are fed to the model, and which of them are scored."""
 
     rows: list[list[int]]
-    """Token ids: texts one after the other, each closed by the model's end-of-text token."""
+    """Token ids: concatenated texts, each followed by the model's end-of-text token."""
     scored: list[list[int]]
-    """Per row the indices of tokens that count: all but end-of-text tokens and the first token of each text."""
+    """For each row the indices of scored tokens: all but end-of-text tokens and the first token of each text."""
     num_bytes: int
-    """Bytes of the tokens that count."""
+    """Bytes of the scored tokens."""
 
     @property
     def targets(self) -> Tensor:
-        """The tokens that count, `[num_scored]`."""
+        """The ids of the scored tokens, `[num_scored]`."""
         return torch.tensor([row[i] for row, indices in zip(self.rows, self.scored, strict=True) for i in indices])
 
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a system predicts, and how far it is from the reference. Nats per token for the three KL figures."""
+    """How well a system predicts, and its distance from the reference. The three KL values are in nats per token."""
 
     perplexity: float
     bits_per_byte: float
@@ -69,22 +70,22 @@ class Quality:
     """Standard error of that mean."""
     max_kl: float
     top1: float
-    """Share of tokens at which both have the same likeliest next token."""
+    """Share of tokens at which the system and the reference have the same argmax."""
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """One line of the result; `error` says why there are no figures."""
+    """One line of the result. If the model cannot run the system, `error` says why."""
 
     system: str
     kind: str
     """`cache` or `weights`."""
     ratio: float | None = None
-    """float16 bytes over its own: how many times smaller it is."""
+    """Compression ratio: float16 bytes divided by the system's bytes."""
     num_bytes: float | None = None
-    """Per token of a cache at full context; of all linears inside the layers for weights."""
+    """For a cache: bytes per token at full context. For weights: bytes of all linears inside the layers."""
     outputs_equal: bool | None = None
-    """Whether the likeliest token was that of the reference everywhere."""
+    """Whether the argmax equals that of the reference at every scored token."""
     quality: Quality | None = None
     error: str | None = None
     baseline: str = "float16"
@@ -92,7 +93,7 @@ class QualityRow:
 
 
 def run(model: str = "minicoder") -> dict[str, Any]:
-    """Measure every system of `quality_systems.systems`; returns the result as JSON values."""
+    """Measure every system of `quality_systems.systems`. Returns the result as JSON values."""
     folder = resolve(model)
     shape, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
     encoded = [tokenizer.encode(prompt.prompt) for prompt in evaluation_prompts()]
@@ -117,9 +118,9 @@ def run(model: str = "minicoder") -> dict[str, Any]:
 
 
 def join(encoded: Sequence[list[int]], context: int, end: Sequence[int], tokenizer: Tokenizer) -> Texts:
-    """Rows of about equal length, none over `context`; a text may begin in one row and go on in the next.
+    """Concatenate texts to rows of about equal length, at most `context`. A text may continue in the next row.
 
-    `end`: the token between texts, or nothing. What opens a row is fed and not scored.
+    `end`: the token between texts, or empty. The first token of a row is not scored.
     """
     stream: list[int] = []
     counts: list[bool] = []
@@ -130,14 +131,16 @@ def join(encoded: Sequence[list[int]], context: int, end: Sequence[int], tokeniz
     starts = range(0, len(stream), length)
     rows = [stream[start : start + length] for start in starts]
     scored = [[i for i in range(1, len(row)) if counts[start + i]] for start, row in zip(starts, rows, strict=True)]
-    num_bytes = sum(len(tokenizer.token_bytes(row[i])) for row, own in zip(rows, scored, strict=True) for i in own)
+    num_bytes = sum(
+        len(tokenizer.token_bytes(row[i])) for row, indices in zip(rows, scored, strict=True) for i in indices
+    )
     return Texts(rows, scored, num_bytes)
 
 
 def logprobs(runner: ModelRunner, texts: Texts) -> Tensor:
-    """What the model expected at every token that counts, given all before it in its row: `[num_scored, vocab]`, fp32.
+    """Log-probabilities at every scored token, given all tokens before it in its row: `[num_scored, vocab]`, fp32.
 
-    All rows run together, `CHUNK` tokens each per step, each in cache blocks of its own.
+    All rows run together, `CHUNK` tokens each per step, each in its own cache blocks.
     """
     first = [0, *accumulate(len(own) for own in texts.scored)]
     found = torch.empty(first[-1], runner.model.config.vocab_size, device=runner.device)
@@ -148,16 +151,16 @@ def logprobs(runner: ModelRunner, texts: Texts) -> Tensor:
         tables = [range(r * blocks, (r + 1) * blocks) for r in active]
         segments = [Segment(part, start, list(t), len(part)) for part, t in zip(parts, tables, strict=True)]
         for r, rows in zip(active, runner.run(segments).split([len(part) for part in parts]), strict=True):
-            # Token i is expected by the row before it.
-            places = [(k, i - 1 - start) for k, i in enumerate(texts.scored[r], first[r]) if start < i <= start + CHUNK]
-            if places:
-                into, of = map(list, zip(*places, strict=True))
-                found[into] = rows[of].float().log_softmax(-1)
+            # The logits of position i - 1 predict token i.
+            pairs = [(k, i - 1 - start) for k, i in enumerate(texts.scored[r], first[r]) if start < i <= start + CHUNK]
+            if pairs:
+                targets, sources = map(list, zip(*pairs, strict=True))
+                found[targets] = rows[sources].float().log_softmax(-1)
     return found
 
 
 def judge(reference: Tensor, got: Tensor, texts: Texts) -> Quality:
-    """Compare log-probabilities `[num_scored, vocab]` with those of the reference and with the text itself."""
+    """Compare log-probabilities `[num_scored, vocab]` with those of the reference and with the true tokens."""
     targets = texts.targets
     nats = -got.gather(1, targets.unsqueeze(1)).double().sum()
     divergences = []
@@ -175,7 +178,7 @@ def judge(reference: Tensor, got: Tensor, texts: Texts) -> Quality:
 
 
 def measure(system: QualitySystem, builder: Builder, texts: Texts, reference: Tensor) -> QualityRow:
-    """One line of the result. A system that the model cannot have gets a line that says so."""
+    """Measure one system. If the model does not support it, the row has only an error."""
     try:
         built = builder.build(system)
     except MinillmError as problem:

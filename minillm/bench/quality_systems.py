@@ -1,6 +1,6 @@
-"""What the quality meter compares: every cache layout and every way of keeping weights, by name.
+"""The systems of `bench quality`: every cache layout and every weight format, by name.
 
-What is not named here runs all the same, with its own defaults: nothing that exists is left out.
+Layouts and schemes that are not listed here are added with their default options, so that none is left out.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any, Literal
 import torch
 
 from minillm import LLM
-from minillm.bench.prompts import calibration_prompts
 from minillm.cache.layouts import LAYOUTS, find_layout
 from minillm.cache.paged import PagedKVCache
 from minillm.config import CacheConfig
 from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
+from minillm.models.calibration import calibrate
+from minillm.models.held_out import calibration_prompts
 from minillm.models.loading import load_config, resolve
-from minillm.models.runner import ModelRunner
-from minillm.quantization.calibration import calibrate
-from minillm.quantization.int8 import Int8
-from minillm.quantization.model import (
+from minillm.models.quantize import (
     Calibration,
     linear_bytes,
     num_weights,
     quantize_model,
     quantize_unembedding,
 )
+from minillm.quantization.int8 import Int8
 from minillm.quantization.schemes import SCHEMES, make_scheme
+from minillm.runtime.runner import ModelRunner
 
 REFERENCE = "kv auto"
-"""Everything in float32: what all others are compared with."""
+"""Everything in float32; all others are compared with it."""
 
 CACHES: dict[str, dict[str, Any]] = {
     REFERENCE: {},
@@ -48,10 +48,10 @@ CACHES: dict[str, dict[str, Any]] = {
     "kv sinks": {"kv_cache_config": {"layout": "sinks"}},
     "kv sinks 4 + 120": {"kv_cache_config": {"layout": "sinks", "window": 120}},
 }
-"""Name → the options of `LLM` that mean it.
+"""Name → its options of `LLM`.
 
-`kv kivi r84` takes the bytes of `kv int4 g16` at a context of 1024. `kv kivi r32` keeps no more whole tokens than a
-group needs (1 to 32), which tells what comes from scales per channel and what from the whole tokens.
+`kv kivi r84` takes the same bytes as `kv int4 g16` at a context of 1024. `kv kivi r32` keeps only as many tokens in
+full precision as a group needs (1 to 32), which separates the effect of per-channel scales from that of these tokens.
 """
 
 WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,30 +66,30 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class QualitySystem:
-    """One thing to be measured."""
+    """One cache layout or weight format to measure."""
 
     name: str
     kind: Literal["cache", "weights"]
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `LLM` for a cache, of the scheme for weights."""
+    """Options of `LLM` for a cache, of the scheme for weights."""
     method: str = ""
-    """Of weights."""
+    """Name of the quantisation scheme, for weights."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A system that is ready to run, and what it takes."""
+    """A system that is ready to run, and its bytes."""
 
     runner: ModelRunner
     num_bytes: float
-    """Of a cache: keys and values per token, at full context, in a model that runs in float16. Of weights: all of the
-    linears inside the layers."""
+    """For a cache: bytes of keys and values per token, at full context, in a model that runs in float16. For weights:
+    bytes of all linears inside the layers."""
     float16_bytes: float
-    """The same kept in float16."""
+    """The same in float16."""
 
 
 def systems() -> list[QualitySystem]:
-    """All named systems, then what has no name here."""
+    """All systems that are listed here, then all other layouts and schemes."""
     found = [QualitySystem(name, "cache", options) for name, options in CACHES.items()]
     covered = {find_layout(_cache_config(options)) for options in CACHES.values()}
     for (layout, dtype), made in LAYOUTS.items():
@@ -104,16 +104,16 @@ def systems() -> list[QualitySystem]:
 
 
 class Builder:
-    """Makes systems of one model; what calibration gives is kept for the next that needs it."""
+    """Builds the systems of one model. Calibration results are cached."""
 
     def __init__(self, model: str, num_rows: int) -> None:
         self.model = model
         self.num_rows = num_rows
-        """Texts that are to run at once."""
+        """Number of rows that run at once."""
         self._calibrations: dict[str, Calibration] = {}
 
     def build(self, system: QualitySystem) -> Built:
-        """Raises subclasses of `MinillmError` if the model cannot be kept like that."""
+        """Build a system. Raises subclasses of `MinillmError` if the model does not support it."""
         return self._cache(system) if system.kind == "cache" else self._weights(system)
 
     def _cache(self, system: QualitySystem) -> Built:
@@ -137,7 +137,7 @@ class Builder:
         return Built(llm.engine.runner, sum(linear_bytes(model).values()), 2 * num_weights(model))
 
     def _llm(self, whole_sequences: bool, options: Mapping[str, Any]) -> LLM:
-        """An engine with room for all rows at full context."""
+        """An engine with enough blocks for all rows at full context."""
         context = load_config(resolve(self.model)).max_position_embeddings
         blocks_of_a_row = 1 if whole_sequences else -(-context // DEFAULT_BLOCK_SIZE)
         return LLM(

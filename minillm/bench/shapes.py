@@ -1,7 +1,7 @@
-"""Checkpoints of a given shape with random weights: for speed at sizes that are too large to bundle.
+"""Checkpoints of a given shape with random weights, to measure speed at sizes that are too large to bundle.
 
-How fast a model decodes does not depend on what its weights say. The weights are seeded and scaled so that
-activations and logits stay of ordinary size; the text is noise. A checkpoint is made once and kept in the cache folder.
+Decode speed does not depend on the values of the weights. They are seeded and scaled so that activations and logits
+have a usual magnitude; the generated text is noise. A checkpoint is created once and kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ SEED = 0
 
 
 def shape_folder(name: str, root: Path | None = None) -> Path:
-    """The folder of the checkpoint, which is made if it is not there yet; `root` is the cache folder.
+    """The folder of the checkpoint, which is created if it does not exist; `root` is the cache folder.
 
-    Raises `ConfigError` for a name that is none of `SHAPES`.
+    Raises `ConfigError` for a name that is not in `SHAPES`.
     """
     if name not in SHAPES:
         raise ConfigError(f"shape {name!r} is not available; there are: {', '.join(SHAPES)}")
@@ -56,18 +56,18 @@ def shape_folder(name: str, root: Path | None = None) -> Path:
             made = Path(part, "made")
             save_llama(random_decoder(SHAPES[name]), made, getattr(torch, SHAPES[name].dtype))
             byte_tokenizer(SHAPES[name].vocab_size).save(str(made / "tokenizer.json"))
-            made.rename(folder)  # complete or not there at all
+            made.rename(folder)  # atomic: the folder is complete or absent
     return folder
 
 
 def cache_folder() -> Path:
-    """Where checkpoints are kept: `$MINILLM_CACHE`, else `minillm` in the user's cache folder."""
+    """The folder for checkpoints: `$MINILLM_CACHE`, else `minillm` in the user's cache folder."""
     own = os.environ.get("MINILLM_CACHE")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minillm"
 
 
 def random_decoder(config: ModelConfig, seed: int = SEED) -> Decoder:
-    """A decoder whose matrices keep the size of what goes through them, and whose logits have a spread of about 1."""
+    """A decoder with random weights that preserve the scale of activations; its logits have a spread of about 1."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Decoder(config)
@@ -79,7 +79,7 @@ def random_decoder(config: ModelConfig, seed: int = SEED) -> Decoder:
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
-    """A stand-in tokenizer: an end-of-text token, the 256 bytes, and names that no text has for the other ids."""
+    """A stand-in tokenizer: an end-of-text token, the 256 bytes, and unused placeholders for the other ids."""
     names = ["<|endoftext|>", *BYTE_OF]
     names += [f"<{token_id}>" for token_id in range(len(names), vocab_size)]
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))

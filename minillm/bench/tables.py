@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def speed_table(result: dict[str, Any], also: Mapping[str, str] | None = None, unit: str = "token") -> Table:
-    """The rows of a result: each system, and its speed over that of its baseline.
+    """A table with a row for each system and baseline: the ratio of their speeds and the system's own figures.
 
-    `also` names further columns: key of a row's `config` → heading. `unit` is what `p50_ms` and `tokens_per_s` count.
+    `also` adds columns: key of a row's `config` → heading. `unit` is what `p50_ms` and `tokens_per_s` count.
     """
     from rich.table import Table
 
@@ -25,7 +25,7 @@ def speed_table(result: dict[str, Any], also: Mapping[str, str] | None = None, u
     for row in result["rows"]:
         name = [row["system"], *(_text(row["config"].get(key)) for key in also)]
         comparison, figures = _comparison(row), _figures(row)
-        if name == before:  # one system against several baselines: said once
+        if name == before:  # one system with several baselines: print its name and figures once
             name, figures = ["" for _ in name], ["", "", ""]
         else:
             before = name
@@ -36,7 +36,7 @@ def speed_table(result: dict[str, Any], also: Mapping[str, str] | None = None, u
 
 
 def same_tokens(row: Mapping[str, Any]) -> str:
-    """Whether a row's system gave the tokens of its baseline, or else how many of them before the first other one."""
+    """Whether a row's system gave the baseline's tokens; if not, the share of them before the first difference."""
     if row["outputs_equal"]:
         return "yes"
     return "no" if row.get("same_start") is None else f"no, first {row['same_start']:.0%}"

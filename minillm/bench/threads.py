@@ -1,10 +1,11 @@
-"""Decoding with 1, 2, 4 and 8 threads asked for: on the machine as it is, on a busy one, and in a container's share.
+"""Decode speed with 1, 2, 4 and 8 requested threads: on the machine as it is, on a busy one, and under a CPU quota.
 
-A step's threads wait for each other, and do badly where they have no processors to themselves. The engine takes fewer
-then (`minillm.ops.cpu.threads`), so that asking for too many should cost little: every ratio here is to one thread.
+A step's threads wait for each other at barriers, which is slow if they have to share processors with other work. The
+engine then uses fewer threads (`minillm.ops.cpu.thread_choice`), so that requesting too many should cost little. Every
+ratio is to one thread.
 
-Each number of threads is a process of its own, which loads the model once; they are asked in turn. Tokens must be the
-same whatever their number.
+Each number of threads has its own process, which loads the model once; the processes run in turn. All must give the
+same tokens.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ COUNTS = (1, 2, 4, 8)
 PROMPT_TOKENS = 128
 ROUNDS = 5
 CONTROL_GROUPS = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-"""Where groups with a share of processor time are made, version 1 and 2."""
+"""Folders for control groups with a CPU quota, version 1 and 2."""
 SHARE = 0.5
-"""Of one processor."""
+"""CPU quota in processors."""
 IDLE, BUSY, LIMITED = "as it is", "a busy process for each processor", f"{SHARE} processors"
 ANSWERING = """
 import json, sys
@@ -46,7 +47,7 @@ for line in sys.stdin:
 
 
 def run(model: str = "minicoder", rounds: int = ROUNDS, new_tokens: int = 96) -> dict[str, Any]:
-    """Every number of threads in turn, `rounds` times, in each condition; returns the result as JSON values."""
+    """Run every number of threads in turn, `rounds` times, in each condition. Returns the result as JSON values."""
     prompt = joined_prompt(model, PROMPT_TOKENS)
     rows: list[Row] = []
     missing: dict[str, str] = {}
@@ -62,7 +63,7 @@ def run(model: str = "minicoder", rounds: int = ROUNDS, new_tokens: int = 96) ->
                     stack.enter_context(busy_processes(usable_processors()))
                 rows += compare(systems, rounds)
         except PermissionError as problem:
-            missing[condition] = f"no group with a share of processor time can be made here ({problem})"
+            missing[condition] = f"no control group with a CPU quota can be created here ({problem})"
     config = {
         "model": model,
         "prompt_tokens": PROMPT_TOKENS,
@@ -77,14 +78,14 @@ def run(model: str = "minicoder", rounds: int = ROUNDS, new_tokens: int = 96) ->
 
 
 def table(outcome: dict[str, Any]) -> Table:
-    """The rows for the terminal, with what else the machine had to do."""
+    """The rows for the terminal, with the condition of the machine."""
     from minillm.bench.tables import speed_table
 
     return speed_table(outcome, {"condition": "machine"})
 
 
 class Worker:
-    """A process with its own number of threads, which completes prompts."""
+    """A process that completes prompts with a fixed number of threads."""
 
     def __init__(self, count: int, process: subprocess.Popen[str]) -> None:
         self.count = count
@@ -93,7 +94,7 @@ class Worker:
     @classmethod
     @contextmanager
     def started(cls, model: str, count: int, group: Path | None) -> Iterator[Worker]:
-        """One that runs in this control group, if there is one, and is ended afterwards."""
+        """Start a worker, in the control group `group` unless it is None, and kill it after the block."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(count), "NUMBA_NUM_THREADS": str(count)}
         command = [sys.executable, "-c", ANSWERING, model]
         if group is not None:
@@ -107,13 +108,13 @@ class Worker:
                 process.kill()
 
     def complete(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
-        """The tokens that follow. Raises `RuntimeError` if the process has ended."""
+        """Complete the prompt. Returns the new tokens. Raises `RuntimeError` if the process has ended."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps([prompt, new_tokens]) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process with {self.count} threads ended; its error stands above")
+            raise RuntimeError(f"the process with {self.count} threads ended; its error is printed above")
         tokens: list[int] = json.loads(answer)
         return tokens
 
@@ -133,7 +134,7 @@ def _name(count: int) -> str:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """So many processes that never wait."""
+    """Run `count` processes that keep a processor busy."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -145,7 +146,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 @contextmanager
 def control_group() -> Iterator[Path]:
-    """A control group with `SHARE` of a processor. Raises `PermissionError` where none can be made."""
+    """Create a control group with a quota of `SHARE` processors. Raises `PermissionError` if that is not possible."""
     period = 100_000
     for root, file, text in (
         (CONTROL_GROUPS[0], "cpu.cfs_quota_us", f"{int(SHARE * period)}"),

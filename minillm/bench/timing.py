@@ -1,6 +1,7 @@
-"""Time several things in turn and compare them run by run: what the lessons measure with.
+"""Time several functions in turn and compare them round by round. The lessons measure with these functions.
 
-A B C A B C …, so that a slow moment of the machine hits all of them, and ratios of neighbours instead of seconds.
+The order A B C A B C … lets a temporary slowdown of the machine affect all of them. Results are ratios of adjacent runs
+rather than seconds.
 """
 
 from __future__ import annotations
@@ -10,18 +11,24 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from minillm.trace.run_metrics import RunMetrics
+
+if TYPE_CHECKING:
+    from minillm.llm import LLM
+    from minillm.sampling import SamplingParams
 
 Key = TypeVar("Key", bound=Hashable)
 
 clock: Callable[[], float] = time.thread_time if os.name == "posix" else time.perf_counter
-"""Seconds of CPU time of this thread, so that whatever else runs on the machine does not count. Only for work that one
-thread does alone (`torch.set_num_threads(1)`). Windows counts CPU time in steps of 16 ms, so there it is wall time."""
+"""CPU time of this thread in seconds, which other load on the machine does not affect. Only for single-threaded work
+(`torch.set_num_threads(1)`). On Windows, which counts CPU time in steps of 16 ms, it is wall time."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Several measurements of one quantity."""
+    """The median and range of several measurements."""
 
     median: float
     low: float
@@ -29,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The median, the smallest and the largest."""
+        """The median, the smallest and the largest of `values`."""
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
@@ -37,7 +44,7 @@ class Spread:
 
 
 def in_turn(runs: Mapping[Key, Callable[[], Any]], rounds: int = 5) -> dict[Key, list[float]]:
-    """Seconds that each run took in each of `rounds` rounds; a round before them warms up and is not counted."""
+    """Time every run once per round. Returns the seconds of `rounds` rounds, without a warm-up round before them."""
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
     for turn in range(rounds + 1):
         for key, run in runs.items():
@@ -49,10 +56,26 @@ def in_turn(runs: Mapping[Key, Callable[[], Any]], rounds: int = 5) -> dict[Key,
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> Spread:
-    """How many times longer `slow` took than `fast`, round by round."""
+    """How many times as long `slow` took as `fast`, round by round."""
     return Spread.of([a / b for a, b in zip(slow, fast, strict=True)])
 
 
 def medians(seconds: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
     """The median of each list that `in_turn` returned."""
     return {key: statistics.median(each) for key, each in seconds.items()}
+
+
+def speed_ratios(
+    one: LLM, other: LLM, batches: Sequence[list[str]], params: SamplingParams, pairs: int = 5
+) -> list[float]:
+    """How many times as fast `one` is as `other` in each of `pairs` pairs of runs, sorted; after a warm-up pair.
+
+    A run generates all batches of prompts in turn. Only time inside the engines is measured."""
+
+    def speed(engine: LLM) -> float:
+        with engine.trace() as run:
+            for batch in batches:
+                engine.generate(batch, params, use_tqdm=False)
+        return RunMetrics.of(run).tokens_per_second
+
+    return sorted([speed(one) / speed(other) for _ in range(pairs + 1)][1:])

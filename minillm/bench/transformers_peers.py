@@ -1,9 +1,9 @@
-"""transformers as a peer, at its best: each way of running it is tried for a moment, and the fastest is measured.
+"""transformers as a peer with its best settings: each setting is tried briefly, and the fastest is measured.
 
-Greedy `generate`, batch 1: with the cache that grows (`dynamic`), with the preallocated one (`static`), and with a
-draft model (assisted generation), once with transformers' own settings and once with a fixed number of drafts. Its
-`compiled` way stands for itself: the preallocated cache and decoding through torch.compile, which takes a C++ compiler
-and most of a minute before the first token.
+Greedy `generate`, batch 1: with the growing cache (`dynamic`), with the preallocated one (`static`), and with a draft
+model (assisted generation), once with transformers' default settings and once with a fixed number of drafts. `compiled`
+is a system of its own: the preallocated cache and decode through torch.compile, which needs a C++ compiler and most of
+a minute before the first token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ASSISTED: dict[str, dict[str, Any]] = {
 
 
 class FirstTokens:
-    """What `generate` calls a streamer: notes when the first new tokens came, and how many came together."""
+    """A streamer for `generate` that records when the first new tokens arrive, and how many arrive together."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -45,15 +45,15 @@ class FirstTokens:
 
 
 class Transformers:
-    """A checkpoint loaded by transformers, perhaps with a draft."""
+    """A checkpoint loaded by transformers, optionally with a draft model."""
 
     def __init__(
         self, folder: Path, dtype: str, setting: str, context: int, draft: Path | None = None, drafts: int = 4
     ) -> None:
         """`setting`: one of `PLAIN` or `COMPILED`, or of `ASSISTED` if there is a draft. `dtype` is torch's name.
 
-        `context`: room of the preallocated cache in tokens. One cache serves all completions, because one of another
-        size would be compiled anew.
+        `context`: size of the preallocated cache in tokens. All completions share one cache, because another size would
+        trigger a recompilation.
         """
         import torch
 
@@ -90,7 +90,7 @@ class Transformers:
         return Completion(tokens, first.at - began, ended - first.at, first.count)
 
     def _first_token(self, prompt: Sequence[int]) -> Completion:
-        """One forward: what `generate` does around it would be most of the time for a short prompt."""
+        """Time one forward without `generate`, whose overhead would dominate for a short prompt."""
         import torch
 
         began = time.perf_counter()
@@ -108,7 +108,7 @@ def _load(folder: Path, dtype: str) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    model.generation_config.eos_token_id = None  # end of text is a token like any other: all run to the full length
+    model.generation_config.eos_token_id = None  # end of text does not stop it: all run to the full length
     return model
 
 

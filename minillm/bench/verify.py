@@ -1,11 +1,11 @@
-"""What it costs to verify: one forward over five tokens of a request against one over a single token.
+"""The cost of verification: one forward over five tokens of a request, compared with one over a single token.
 
-Speculation pays if five tokens cost little more than one: its speed-up is τ / (γ·c + v), with v = t(verify) / t(decode)
-measured here and c = t(draft) / t(target). Measured on the model runner itself, without engine and sampling: the same
-request with 128 tokens behind it, the two forwards in turn.
+Speculation is faster if five tokens cost little more than one: its speed-up is τ / (γ·c + v), with
+v = t(verify) / t(decode) and c = t(draft) / t(target), both measured here. The two forwards run in turn on the model
+runner, without engine and sampling, for the same request with 128 tokens in the cache.
 
-`ratio` is t(decode 1) / t(verify 5), so that larger is better here, too; `verify_over_decode` is v. For the draft's row
-it is t(target) / t(draft), which is 1 / c.
+`ratio` is t(decode 1) / t(verify 5), so that larger is better as in other benchmarks; `verify_over_decode` is v. In the
+draft's row, `ratio` is t(target) / t(draft), which is 1 / c.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from minillm.bench.tables import speed_table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from minillm.models.runner import ModelRunner
+    from minillm.runtime.runner import ModelRunner
 
 PAST = 128
 """Tokens in the cache."""
 ROUNDS = 15
 ROUND_S = 0.02
-"""Seconds of forwards in one run of a system, about; a single forward of a small model would be too short to time."""
+"""Approximate seconds of one run, which repeats the forward: one forward of a small model is too short to time."""
 ENGINES = ("minillm fp32", "minillm int8", "minillm w8a8")
 DRAFT = "draft decode 1"
 
@@ -44,7 +44,7 @@ def run(
     rounds: int = ROUNDS,
     drafts: int = 4,
 ) -> dict[str, Any]:
-    """For every precision the two forwards in turn, `rounds` times; returns the result as JSON values."""
+    """Run the two forwards in turn, `rounds` times for each precision. Returns the result as JSON values."""
     import torch
 
     model = model if shape is None else str(shape_folder(shape))
@@ -81,13 +81,13 @@ def _rows(name: str, model: str, draft: str | None, width: int, rounds: int) -> 
     decode, verify = f"{name} decode 1", f"{name} verify {width}"
     systems = [_system(decode, runner, ids, 1), _system(verify, runner, ids, width, decode)]
     if draft is not None:
-        own = LLM(draft, **{**llm_options, "quantization": None}).engine.runner
-        systems.append(_system(f"{name} {DRAFT}", own, ids, 1, decode))
+        draft_runner = LLM(draft, **{**llm_options, "quantization": None}).engine.runner
+        systems.append(_system(f"{name} {DRAFT}", draft_runner, ids, 1, decode))
     rows = compare(systems, rounds)
-    return [_explained(row) for row in rows]
+    return [_with_inverse_ratio(row) for row in rows]
 
 
-def _explained(row: Row) -> Row:
+def _with_inverse_ratio(row: Row) -> Row:
     if row.ratio is None:
         return row
     key = "draft_over_target" if row.system.endswith(DRAFT) else "verify_over_decode"
@@ -95,7 +95,7 @@ def _explained(row: Row) -> Row:
 
 
 def _system(name: str, runner: ModelRunner, ids: list[int], width: int, baseline: str | None = None) -> System:
-    from minillm.models.runner import Segment
+    from minillm.batch import Segment
 
     blocks = list(range(-(-len(ids) // runner.block_size)))
     runner.run([Segment(ids[:PAST], 0, blocks)])
@@ -104,13 +104,13 @@ def _system(name: str, runner: ModelRunner, ids: list[int], width: int, baseline
     began = time.perf_counter()
     runner.run(segment)
     repeats = max(1, round(ROUND_S / (time.perf_counter() - began)))
-    taken = [0.0]
+    seconds = [0.0]
 
     def run_once() -> list[list[int]]:
         began = time.perf_counter()
         for _ in range(repeats):
             logits = runner.run(segment)
-        taken[0] = time.perf_counter() - began
+        seconds[0] = time.perf_counter() - began
         return [[int(logits[0].argmax())]]
 
     return System(
@@ -118,5 +118,5 @@ def _system(name: str, runner: ModelRunner, ids: list[int], width: int, baseline
         run_once,
         baseline,
         lambda: {"tokens": width, "forwards_a_round": repeats},
-        lambda: Counted(taken[0], repeats),
+        lambda: Counted(seconds[0], repeats),
     )

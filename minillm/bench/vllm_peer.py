@@ -1,8 +1,8 @@
-"""vLLM as a peer, in a process and an environment of its own: its requirements and ours would not fit in one.
+"""vLLM as a peer, in its own process and Python environment, because its requirements conflict with ours.
 
-`VllmPeer` is our side. The other side is this same file, run by an interpreter that has vLLM; so the file imports
-nothing of minillm. The two exchange JSON, one object per line: first the requests, then an empty line for each run,
-which is answered with the tokens.
+`VllmPeer` is the client. The server is this same file, run by an interpreter that has vLLM, so the file must not import
+minillm at module level. They exchange JSON, one object per line. The client first sends the requests, then an empty
+line for each run; the server answers each with the tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 INTERPRETER = "MINILLM_VLLM_PYTHON"
-"""The environment variable that names the interpreter which has vLLM."""
+"""Environment variable with the path of a Python interpreter that has vLLM."""
 SCRIPT = Path(__file__)
-"""Run by its path and not as a script, or the files beside it would hide packages of the same name (`kernels`)."""
+"""Run with `runpy` instead of as a script, because the files in this folder would shadow packages (`kernels`)."""
 
 
 class VllmPeer:
-    """A running vLLM that answers the same requests again and again."""
+    """A vLLM process that runs the same requests repeatedly."""
 
     def __init__(self, interpreter: str, threads: int, **spec: Any) -> None:
         """`spec`: `model` (a folder), `dtype`, `prompts` (token ids), `lengths` (new tokens of each), `max_num_seqs`.
@@ -40,7 +40,7 @@ class VllmPeer:
             text=True,
         )
         self.about: dict[str, Any] = self._ask(json.dumps(spec))
-        """Its version and its number of threads."""
+        """vLLM's version and number of threads."""
 
     def run(self) -> list[list[int]]:
         """The new tokens of every request."""
@@ -48,7 +48,7 @@ class VllmPeer:
 
     @property
     def peak_memory(self) -> int | None:
-        """Peak resident bytes of its process; None where the system does not tell."""
+        """Peak resident bytes of the process; None without `/proc`."""
         status = Path(f"/proc/{self.process.pid}/status")
         return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else None
 
@@ -67,7 +67,7 @@ class VllmPeer:
 
 
 def _no_answer(interpreter: str) -> Exception:
-    from minillm.errors import ConfigError  # only here: the other side has no minillm
+    from minillm.errors import ConfigError  # not at module level: the server has no minillm
 
     return ConfigError(
         f"vLLM under {interpreter} ended without an answer; {INTERPRETER} must name an interpreter that can import vllm"
@@ -75,9 +75,9 @@ def _no_answer(interpreter: str) -> Exception:
 
 
 def serve() -> None:
-    """The other side: read requests, then run them whenever an empty line comes."""
+    """The server: read the requests, then run them for each empty line."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints must not come between the answers
+    os.dup2(2, 1)  # other output must not mix with the answers
     spec = json.loads(sys.stdin.readline())
     import torch
     import vllm

@@ -1,84 +1,63 @@
-"""What a step tells the cache, and what every cache layout answers."""
+"""The interface of all cache layouts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from minillm.batch import Batch
 from minillm.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One ragged step: for each request the tokens that are new to the cache, all side by side.
+class StoredRows:
+    """How a paged layout stores keys and values, so that a fast path (an executor) can read and write them.
 
-    Request r brings the tokens `query_start[r] … query_start[r + 1] - 1`; after the step it has `seq_lens[r]` tokens
-    in the cache. Prefill, a chunk of prefill, decoding and verification differ in nothing but these numbers.
+    A row is the key (or value) of one token and one KV head. In every tensor, slot s of layer l is at `[l, s]`.
     """
 
-    token_ids: Tensor
-    """`[num_tokens]`, int64."""
-    positions: Tensor
-    """`[num_tokens]`, int64: index of each token in its request."""
-    slot_mapping: Tensor
-    """`[num_tokens]`, int64: where its key and value go, block id · block size + offset."""
-    block_tables: Tensor
-    """`[num_requests, max_blocks]`, int64; rows are padded with their first block."""
-    query_start: list[int]
-    """`num_requests + 1` numbers."""
-    seq_lens: list[int]
-    """`num_requests` numbers."""
-    block_size: int
-    plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    """What an attention op (by window) or a cache (by itself and the window) worked out for this step, so that every
-    layer after the first finds it."""
-
-    @property
-    def num_requests(self) -> int:
-        """Requests in this step."""
-        return len(self.seq_lens)
-
-    @cached_property
-    def query_lens(self) -> list[int]:
-        """New tokens of each request."""
-        return [end - start for start, end in zip(self.query_start, self.query_start[1:], strict=False)]
-
-    @cached_property
-    def key_slots(self) -> Tensor:
-        """`[num_requests, max(seq_lens)]`: the slot of every key, in order; padded with the request's first slot."""
-        device = self.block_tables.device
-        index = torch.arange(max(self.seq_lens), device=device)
-        offset = torch.arange(self.block_size, device=device)
-        slots = (self.block_tables.unsqueeze(-1) * self.block_size + offset).flatten(1)[:, : len(index)]
-        if min(self.seq_lens) < slots.shape[1]:
-            inside = index < torch.tensor(self.seq_lens, device=device).unsqueeze(1)
-            slots = torch.where(inside, slots, slots[:, :1])
-        return slots
+    format: str
+    """`float`: unquantised. `int8`: codes and one scale. `int4`: two codes per byte, and a scale and a zero point for
+    each group of `group` numbers. An executor does not run over a cache whose format it does not know."""
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    """One tensor per part of a row (codes, scales, zero points): `[num_layers, num_slots, num_kv_heads, …]`."""
+    group: int = 0
+    decode: Callable[..., Tensor] | None = None
+    """Dequantises rows: one tensor per part → `[…, head_dim]`. None: the rows are not quantised."""
 
 
 class KVCache(ABC):
-    """A layout of keys and values. It owns attention, so the model never knows how they are kept.
+    """A layout of keys and values. It also computes attention, so the model does not depend on how they are stored.
 
-    A layout is built as `Layout(config, num_blocks, block_size, dtype, device, **options)`; its options are its
-    keyword-only parameters, and what `kv_cache_config` names beside `layout` goes there. It raises `ConfigError` for
-    an option that makes no sense.
+    A layout is built as `Layout(config, num_blocks, block_size, dtype, device, **options)`. Its options are its
+    keyword-only parameters; they come from the entries of `kv_cache_config` other than `layout`. It raises
+    `ConfigError` for an invalid option.
     """
 
     whole_sequences: ClassVar[bool] = False
-    """Whether a block is one whole request, as long as the engine's context. The block table of a request then has one
-    entry, which names the request's place; how many rows that place really has is the layout's own business."""
+    """Whether a block holds one whole request, up to the engine's context. The block table of a request then has one
+    entry, and the layout decides how much memory the block really uses."""
     supports_prefix_sharing: ClassVar[bool] = True
     """Whether two requests may read the same block."""
     max_batch: ClassVar[int | None] = None
-    """Most requests in one step; None: any number."""
+    """Most requests in one step; None: no limit."""
+    supports_trees: ClassVar[bool] = False
+    """Whether the layout supports draft trees: attention with `Batch.tree`, and `move_tokens`."""
     ops: Mapping[str, Callable[..., Any]] = {}
-    """The operations it calls, by name; `LLM(ops={...})` puts others in their place."""
+    """The operations that the layout calls, by name; `LLM(ops={...})` replaces them."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Reset `stored_rows` in a subclass that changes how rows are stored or read but does not define it: the
+        parent's description could be wrong there, and a fast path would read wrong values."""
+        super().__init_subclass__(**options)
+        if {"attend", "row", "encode", "decode", "ops"} & vars(cls).keys() and "stored_rows" not in vars(cls):
+            cls.stored_rows = KVCache.stored_rows  # type: ignore[method-assign]
 
     @abstractmethod
     def __init__(
@@ -94,11 +73,11 @@ class KVCache(ABC):
     @classmethod
     @abstractmethod
     def bytes_per_block(cls, config: ModelConfig, block_size: int, dtype: torch.dtype, **options: Any) -> int:
-        """Most bytes that one block needs over all layers: keys, values, and whatever else is kept for them."""
+        """Most bytes that one block needs over all layers: keys, values, scales and zero points."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """Store the new keys and values, then attend over all of each request's tokens up to the query's own.
+        """Store the new keys and values, then compute causal attention of each query over its request's tokens.
 
         `q`: `[num_tokens, num_heads, head_dim]`; `k`, `v`: `[num_tokens, num_kv_heads, head_dim]`. Returns like `q`.
         """
@@ -106,19 +85,30 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes this cache holds now, scales and whatever else included."""
+        """Bytes that this cache uses now, including scales and zero points."""
 
     @property
     def max_rollback(self) -> int | None:
-        """Most tokens, counted from the last, that can be taken back by lowering a counter; None: any number."""
+        """Most tokens that can be rolled back from the end of a request; None: any number."""
         return None
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, in order, from the first to the second of each pair (copy on write).
+    def stored_rows(self) -> StoredRows | None:
+        """How rows are stored, for fast paths that do not call `attend`; None: all access goes through `attend`."""
+        return None
 
-        Only layouts that support sharing are asked to.
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the keys and values in the slots `sources` to the slots `targets`. All are read before any is written.
+
+        This turns the accepted path of a draft tree into a chain. Only layouts with `supports_trees` need it.
         """
-        raise NotImplementedError(f"{type(self).__name__} shares no blocks, so none is ever copied")
+        raise NotImplementedError(f"{type(self).__name__} supports no draft trees, so it cannot move tokens")
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks: `pairs` are (source, target), copied in order (copy on write).
+
+        Only layouts with `supports_prefix_sharing` need it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} shares no blocks, so it cannot copy them")
 
     def free(self, block_ids: Sequence[int]) -> None:  # noqa: B027
-        """These blocks have lost their last owner. A layout that allocates as it goes lets go of their memory."""
+        """Called with blocks that have lost their last owner. A layout that allocates on demand frees their memory."""

@@ -1,12 +1,12 @@
 """The allocator of cache blocks: who owns which block, and which contents are kept. It never touches keys or values.
 
-A block is *used* (it has owners), *cached* (nobody owns it, but its contents have a name and can be shared again) or
+A block is *used* (it has owners), *cached* (it has no owner, but its contents have a hash and can be shared again) or
 *empty*. Its reference count is the number of block tables that hold it. Cached blocks count as free: when no empty
-block is left, the one that was used longest ago is evicted. The tables themselves belong to the requests, and after
-an accident (an interrupt between two lines) they are the truth from which `reclaim` rebuilds the pool.
+block is left, the least recently used one is evicted. The block tables belong to the requests. After an interrupt (such
+as Ctrl-C) between any two lines, `reclaim` rebuilds the pool from them.
 
     allocate: empty → used, cached → (evicted) → used        share: used or cached → used, one owner more
-    free:     used → used, one owner less → cached if it has a name, else empty
+    free:     used → used, one owner less → cached if it has a hash, else empty
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from minillm.errors import MinillmError
 
 
 class BlockPoolError(MinillmError):
-    """The pool's books do not balance: a defect of the engine, never of its input."""
+    """The pool's records contradict each other: a bug in the engine, never in its input."""
 
 
-def _nobody(block_ids: list[int]) -> None:
-    """Told of blocks by default."""
+def _ignore(block_ids: list[int]) -> None:
+    """The default callback."""
 
 
 class BlockPool:
@@ -31,16 +31,16 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.on_evict: Callable[[list[int]], None] = _nobody
-        """Told which cached blocks have just lost their names."""
-        self.on_free: Callable[[list[int]], None] = _nobody
-        """Told which blocks have just become empty."""
+        self.on_evict: Callable[[list[int]], None] = _ignore
+        """Called with the cached blocks that were just evicted."""
+        self.on_free: Callable[[list[int]], None] = _ignore
+        """Called with the blocks that just became empty."""
         self._empty: list[int] = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
         self._ref_counts: list[int] = [0] * num_blocks
-        self._names: dict[int, bytes] = {}
-        self._blocks: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._block_with: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -49,7 +49,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody owns but whose contents are kept."""
+        """Blocks that have no owner but whose contents are kept."""
         return len(self._cached)
 
     @property
@@ -71,7 +71,7 @@ class BlockPool:
             return None
         evicted = list(self._cached)[: max(0, count - len(self._empty))]
         if evicted:
-            self._forget(evicted)
+            self._evict(evicted)
         taken = [self._empty.pop() for _ in range(count)]
         for block_id in taken:
             self._ref_counts[block_id] = 1
@@ -86,8 +86,8 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Take one owner from each block. Of the empty blocks the first given is allocated next, of the cached ones the
-        last given is evicted first: the longer a prefix, the fewer can use it."""
+        """Take one owner from each block. Blocks that become empty are allocated again in the given order. Blocks that
+        become cached are evicted in reverse order, because fewer requests can share a longer prefix."""
         empty = []
         for block_id in reversed(block_ids):
             if self._ref_counts[block_id] < 1:
@@ -95,7 +95,7 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id]:
                 continue
-            if block_id in self._names:
+            if block_id in self._hash_of:
                 self._cached[block_id] = None
             else:
                 empty.append(block_id)
@@ -103,36 +103,37 @@ class BlockPool:
         if empty:
             self.on_free(empty)
 
-    def name(self, block_id: int, name: bytes) -> bool:
-        """Let a full, used block be found by the name of its contents. False if there is such a block already."""
-        if name in self._blocks or block_id in self._names:
+    def register(self, block_id: int, block_hash: bytes) -> bool:
+        """Make a full, used block findable by the hash of its contents. Returns False, without a change, if another
+        block has that hash or this block already has one."""
+        if block_hash in self._block_with or block_id in self._hash_of:
             return False
-        self._names[block_id] = name
-        self._blocks[name] = block_id
+        self._hash_of[block_id] = block_hash
+        self._block_with[block_hash] = block_id
         return True
 
-    def find(self, name: bytes) -> int | None:
-        """The used or cached block with these contents."""
-        return self._blocks.get(name)
+    def find(self, block_hash: bytes) -> int | None:
+        """The used or cached block whose contents have this hash, or None."""
+        return self._block_with.get(block_hash)
 
-    def forget_cached(self) -> None:
+    def evict_cached(self) -> None:
         """Empty every cached block."""
         if self._cached:
-            self._forget(list(self._cached))
+            self._evict(list(self._cached))
 
-    def _forget(self, block_ids: list[int]) -> None:
+    def _evict(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
             del self._cached[block_id]
-            del self._blocks[self._names.pop(block_id)]
+            del self._block_with[self._hash_of.pop(block_id)]
             self._empty.append(block_id)
         self.on_evict(block_ids)
         self.on_free(block_ids)
 
     def reclaim(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Make the books say what these tables say, and nothing else: all names are forgotten."""
+        """Rebuild the pool from these tables alone; every cached block is evicted."""
         owners = Counter(block_id for table in block_tables for block_id in table)
         evicted = list(self._cached)
-        self._names, self._blocks, self._cached = {}, {}, OrderedDict()
+        self._hash_of, self._block_with, self._cached = {}, {}, OrderedDict()
         self._ref_counts = [owners[block_id] for block_id in range(self.num_blocks)]
         self._empty = [block_id for block_id in range(self.num_blocks - 1, -1, -1) if not owners[block_id]]
         if evicted:
@@ -141,12 +142,12 @@ class BlockPool:
             self.on_free(list(self._empty))
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Raise `BlockPoolError` unless empty + cached + used = total, every reference count is its number of owners,
-        and names and blocks belong to each other."""
+        """Raise `BlockPoolError` unless empty + cached + used = total, each block's reference count is its number of
+        owners, and every hash leads to the block that has it."""
         owners = Counter(block_id for table in block_tables for block_id in table)
         free = [*self._empty, *self._cached]
-        if strangers := {*owners, *free} - set(range(self.num_blocks)):
-            raise BlockPoolError(f"there is no block {min(strangers)}")
+        if unknown := {*owners, *free} - set(range(self.num_blocks)):
+            raise BlockPoolError(f"there is no block {min(unknown)}")
         for block_id, count in enumerate(self._ref_counts):
             if count != owners[block_id]:
                 raise BlockPoolError(f"block {block_id} counts {count} owners, {owners[block_id]} tables hold it")
@@ -157,8 +158,8 @@ class BlockPool:
                 raise BlockPoolError(f"block {block_id} is free and has {self._ref_counts[block_id]} owners")
         if len(free) + sum(count > 0 for count in self._ref_counts) != self.num_blocks:
             raise BlockPoolError(f"{self.num_blocks - len(free)} blocks are not free, but fewer have owners")
-        pairs = {(name, block_id) for block_id, name in self._names.items()}
-        if pairs != set(self._blocks.items()):
-            raise BlockPoolError("a block is found by another name than its own")
-        if not self._cached.keys() <= self._names.keys() or self._names.keys() & set(self._empty):
-            raise BlockPoolError("a cached block has no name, or an empty block has one")
+        pairs = {(block_hash, block_id) for block_id, block_hash in self._hash_of.items()}
+        if pairs != set(self._block_with.items()):
+            raise BlockPoolError("a hash leads to a block that has another hash")
+        if not self._cached.keys() <= self._hash_of.keys() or self._hash_of.keys() & set(self._empty):
+            raise BlockPoolError("a cached block has no hash, or an empty block has one")

@@ -1,15 +1,15 @@
-"""The contiguous layout: each request's keys and values in one tensor, and three ways of making it longer.
+"""The contiguous layout: each request's keys and values in one tensor, which can grow in three ways.
 
-    preallocated   room for the whole context at once; attention reads a view of the rows in use
-    concat         a new tensor at every append, the old rows copied: `torch.cat`, as transformers' dynamic cache does
-    every          r more rows whenever it is full (BMC: Ramachandran et al. 2025, "Striking the Right Balance between
-                   Compute and Copy"). Attention runs over the *whole* tensor under a mask, spare rows included, so its
-                   shape changes once in r steps; the spare rows are where the drafts of speculation are verified
+    preallocated   rows for the whole context are allocated at once; attention reads a view of the rows in use
+    concat         each append copies the old rows to a new tensor: `torch.cat`, like transformers' dynamic cache
+    every          a full tensor grows by r rows (BMC: Ramachandran et al. 2025, "Striking the Right Balance between
+                   Compute and Copy"). Attention reads the *whole* tensor and masks the unused rows (padding), so its
+                   shape changes once in r steps. Drafts are verified in the unused rows
 
-Over N tokens, `concat` copies N²/2 rows. `every` copies N²/(2r), makes N/r allocations, and computes N·r/2 scores in
-vain. `preallocated` copies nothing and computes nothing in vain; it pays in memory, r = N rows for a request that may
-end after ten. A paged cache wastes less than a block per request, copies nothing either, and gathers; its requests can
-share what they have in common, which rows in one piece cannot.
+Over N tokens, `concat` copies N²/2 rows. `every` copies N²/(2r) rows, makes N/r allocations, and computes N·r/2 scores
+of padding. `preallocated` copies no rows and computes no padding, but it costs memory: r = N rows even for a request
+that ends after ten tokens. A paged cache wastes less than a block per request and copies no rows either, but it gathers
+them; its requests can share a prefix, which contiguous rows cannot.
 
 Decoding minicoder on one core of an AMD EPYC, tokens per second of CPU time: 8 requests of 900 tokens, preallocated
 322, every 17 rows 297, paged 292; 16 requests of 60 to 210 tokens, 949, 967 and 968, which is no difference.
@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.cache.base import Batch, KVCache
-from minillm.cache.rows import (
+from minillm.batch import Batch
+from minillm.cache.base import KVCache
+from minillm.cache.sequence_rows import (
     FEW_QUERIES,
     Rectangle,
     are_together,
@@ -42,13 +43,13 @@ from minillm.models.config import ModelConfig
 
 GROWTHS = ("preallocated", "concat", "every")
 LEAST_ROWS = 16
-"""`best_rows` never says less, so that γ drafts and the token before them find room in the rows of one growth."""
+"""The smallest r of `best_rows`, so that one growth has rows for γ drafts and the token before them."""
 COPY_COST, PADDING_COST, ALLOCATION_COST = 0.2, 0.8, 13.0
-"""Microseconds of CPU time, measured once over all layers of minicoder in fp32 (a row is 8 KiB) on one core of an AMD
-EPYC, tensors of 64 to 960 rows, the least of 150 runs each: what a growth costs per row copied, what a decode step
-costs per row attended to, and what a growth costs besides. For 1024 tokens that makes r* = 17. minicoder-draft (a row
-is 1 KiB) gave 0.027, 0.061 and 8.5: r* = 27. These tensors stay within the caches of the core. Where they do not, a
-copy reads and writes the memory that attention only reads, and r should be larger."""
+"""Microseconds of CPU time: per row that a growth copies, per row that a decode step attends to, and per growth on top.
+Measured over all layers of minicoder in fp32 (a row is 8 KiB) on one core of an AMD EPYC, with tensors of 64 to 960
+rows, the minimum of 150 runs each. For 1024 tokens, r* = 17. minicoder-draft (a row is 1 KiB) gave 0.027, 0.061 and
+8.5, so r* = 27. These tensors fit into the core's caches. For larger ones, a copy reads and writes memory where
+attention only reads it, so r should be larger."""
 
 
 def best_rows(
@@ -57,41 +58,41 @@ def best_rows(
     padding_cost: float = PADDING_COST,
     allocation_cost: float = ALLOCATION_COST,
 ) -> int:
-    """The r of `growth="every"` that costs least for a request of `num_tokens` tokens, by BMC's model.
+    """The r of `growth="every"` with the least total cost for a request of N = `num_tokens` tokens, by BMC's model.
 
     Total = N²/(2r) · c_copy + N·r/2 · c_gemv + N/r · c_a, so r* = √((N · c_copy + 2 c_a) / c_gemv): it grows as √N.
-    The costs are times in any one unit: of copying a row, of attending to a row in vain, of one allocation.
-    Never below `LEAST_ROWS` (BMC's condition r ≥ γ + 1), never above `num_tokens`. Nothing is timed here, so that the
-    same options always give the same cache.
+    c_copy is the time to copy a row, c_gemv to attend to a row of padding, c_a to allocate; all in the same unit.
+    The result is at least `LEAST_ROWS` (BMC's condition r ≥ γ + 1) and at most `num_tokens`. The costs are constants,
+    not timed here, so that the same options always give the same cache.
     """
     best = math.sqrt((num_tokens * copy_cost + 2 * allocation_cost) / padding_cost)
     return min(max(LEAST_ROWS, round(best)), num_tokens)
 
 
 @dataclass(frozen=True)
-class _Room:
-    """Where the rows of a step are: per request, views of its tensor."""
+class _StepRows:
+    """Views of the requests' tensors in one step, request by request."""
 
     new: list[tuple[Tensor, ...]]
-    """Where its new tokens go: per layer `[2, new tokens, num_kv_heads, head_dim]`."""
+    """The rows to write the new tokens to: `[2, new tokens, num_kv_heads, head_dim]` for each layer."""
     seen: list[tuple[Tensor, ...]]
-    """All that its queries attend to; see `views`."""
+    """The rows that the queries attend to; see `views`."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Who attends to what: the same in every layer with the same window."""
+    """The attention calls of a step, shared by all layers with the same window."""
 
-    few: list[Rectangle]
-    long: list[tuple[int, Tensor | None]]
-    """Requests with many new tokens, each with what its queries see, `[queries, rows]`; None: plain causal."""
+    decodes: list[Rectangle]
+    prefills: list[tuple[int, Tensor | None]]
+    """Each request with more new tokens, and its mask `[queries, rows]`, True: visible; None: plain causal."""
 
 
 class ContiguousKVCache(KVCache):
-    """One tensor per request, allocated when the request begins and let go of when it ends.
+    """One tensor per request, allocated when the request begins and freed when it ends.
 
-    `growth`: see the module. `rows`: the r of "every"; None: `best_rows` of the engine's context. While a tensor grows
-    the old one lives beside the new one; that passing copy is not counted in `bytes_per_block`.
+    `growth`: see the module. `rows`: the r of "every"; None: `best_rows` of the engine's context. While a tensor grows,
+    the old and the new one exist together; `bytes_per_block` does not count this temporary copy.
     """
 
     whole_sequences = True
@@ -117,11 +118,11 @@ class ContiguousKVCache(KVCache):
         self.row_shape = (config.num_kv_heads, config.head_dim)
         self.heads_per_kv = config.num_heads // config.num_kv_heads
         self.buffers: dict[int, Tensor] = {}
-        """By place."""
+        """Block id → `[num_layers, 2, rows, num_kv_heads, head_dim]`. A block holds one request."""
         self.num_rows_copied = 0
-        """Rows that moved from an old tensor to a new one. A row here is one token's keys and values in all layers."""
+        """Rows copied from an old tensor to a new one. A row here is one token's keys and values in all layers."""
         self.num_rows_padded = 0
-        """Rows that were attended to in vain because the tensor ends there, summed over steps."""
+        """Rows of padding that were attended to, summed over steps."""
         self.num_allocations = 0
 
     @classmethod
@@ -134,75 +135,76 @@ class ContiguousKVCache(KVCache):
         growth: str = "preallocated",
         rows: int | None = None,
     ) -> int:
-        """Keys and values of the whole context, which a request may come to need however its tensor grows."""
+        """Bytes of the keys and values of the whole context, which a request may need whatever its `growth`."""
         _check(growth, rows, block_size)
         return 2 * config.num_layers * block_size * config.kv_size * dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors of the requests that are here now."""
+        """Bytes of the tensors of the current requests."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def free(self, block_ids: Sequence[int]) -> None:
         """See `KVCache.free`."""
-        for place in block_ids:
-            self.buffers.pop(place, None)
+        for block_id in block_ids:
+            self.buffers.pop(block_id, None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """See `KVCache.attend`."""
-        room, plan = self._plan(batch, self.windows[layer])
-        for target, source in zip(room.new, torch.stack((k, v)).split(batch.query_lens, dim=1), strict=True):
+        step_rows, plan = self._plan(batch, self.windows[layer])
+        for target, source in zip(step_rows.new, torch.stack((k, v)).split(batch.query_lens, dim=1), strict=True):
             target[layer].copy_(source)
-        if len(plan.few) == 1 and not plan.long:
-            return plan.few[0].attend(layer, q)
+        if len(plan.decodes) == 1 and not plan.prefills:
+            return plan.decodes[0].attend(layer, q)
         out = torch.empty_like(q)
-        for one in plan.few:
+        for one in plan.decodes:
             out[one.tokens] = one.attend(layer, q)
-        for r, visible in plan.long:
+        for r, visible in plan.prefills:
             tokens = slice(*batch.query_start[r : r + 2])
-            out[tokens] = _prefill(q[tokens], *room.seen[r][2 * layer : 2 * layer + 2], visible)
+            out[tokens] = _prefill(q[tokens], *step_rows.seen[r][2 * layer : 2 * layer + 2], visible)
         return out
 
-    def _plan(self, batch: Batch, window: int | None) -> tuple[_Room, _Plan]:
-        """The step as layers with this window see it; the first layer of all makes room for everyone."""
-        if self not in batch.plans:
-            batch.plans[self] = self._make_room(batch)
-        room = batch.plans[self]
-        if (self, window) not in batch.plans:
-            few = [self._plan_few(batch, group, room, window) for group in equally_many(batch, FEW_QUERIES)]
-            long = [r for r, count in enumerate(batch.query_lens) if count > FEW_QUERIES]
-            visible = [_visible(batch, r, room.seen[r][0].shape[2], window) for r in long]
-            batch.plans[self, window] = _Plan(few, list(zip(long, visible, strict=True)))
-        return room, batch.plans[self, window]
+    def _plan(self, batch: Batch, window: int | None) -> tuple[_StepRows, _Plan]:
+        """The rows and the attention calls of this step. The first layer allocates the rows of all layers."""
+        step_rows = batch.plan(_StepRows, lambda: self._allocate(batch), self)
 
-    def _make_room(self, batch: Batch) -> _Room:
-        """See that every request's tensor has rows for its new tokens."""
-        room = _Room([], [])
-        places = batch.block_tables[:, 0].tolist()
-        for place, total, count in zip(places, batch.seq_lens, batch.query_lens, strict=True):
+        def calls() -> _Plan:
+            groups = equally_many(batch, FEW_QUERIES)
+            decodes = [self._plan_decodes(batch, group, step_rows, window) for group in groups]
+            prefills = [r for r, count in enumerate(batch.query_lens) if count > FEW_QUERIES]
+            visible = [_visible(batch, r, step_rows.seen[r][0].shape[2], window) for r in prefills]
+            return _Plan(decodes, list(zip(prefills, visible, strict=True)))
+
+        return step_rows, batch.plan(_Plan, calls, self, window)
+
+    def _allocate(self, batch: Batch) -> _StepRows:
+        """Grow the tensors that have no rows for their request's new tokens, and return the rows of this step."""
+        step_rows = _StepRows([], [])
+        block_ids = batch.block_tables[:, 0].tolist()
+        for block_id, total, count in zip(block_ids, batch.seq_lens, batch.query_lens, strict=True):
             past = total - count
             if not past:
-                self.buffers.pop(place, None)  # whoever held the place is gone: let go before asking for more
-            held = self.buffers[place] if past else None
-            if held is None or self.growth == "concat" or held.shape[2] < total:
-                held = self.buffers[place] = self._grow(held, past, total)
-            seen = held.shape[2] if self.growth == "every" else total
+                self.buffers.pop(block_id, None)  # of a previous request: free it before allocating
+            buffer = self.buffers[block_id] if past else None
+            if buffer is None or self.growth == "concat" or buffer.shape[2] < total:
+                buffer = self.buffers[block_id] = self._grow(buffer, past, total)
+            seen = buffer.shape[2] if self.growth == "every" else total
             self.num_rows_padded += seen - total
-            room.new.append(held[:, :, past:total].unbind(0))
-            room.seen.append(views(held[:, :, :seen]))
-        return room
+            step_rows.new.append(buffer[:, :, past:total].unbind(0))
+            step_rows.seen.append(views(buffer[:, :, :seen]))
+        return step_rows
 
-    def _grow(self, held: Tensor | None, past: int, total: int) -> Tensor:
-        """A tensor with room for `total` rows, the first `past` of them copied from `held`."""
+    def _grow(self, old: Tensor | None, past: int, total: int) -> Tensor:
+        """Return a tensor with at least `total` rows, the first `past` of them copied from `old`."""
         rows = self._rows_for(total)
-        made = torch.empty((len(self.windows), 2, rows, *self.row_shape), dtype=self.dtype, device=self.device)
-        if held is not None:
-            made[:, :, :past] = held[:, :, :past]
+        grown = torch.empty((len(self.windows), 2, rows, *self.row_shape), dtype=self.dtype, device=self.device)
+        if old is not None:
+            grown[:, :, :past] = old[:, :, :past]
             self.num_rows_copied += past
         if self.growth == "every":
-            made[:, :, total:] = 0  # hidden from the softmax, but 0 · NaN would still be NaN
+            grown[:, :, total:] = 0  # masked, but a weight of 0 times NaN would still be NaN
         self.num_allocations += 1
-        return made
+        return grown
 
     def _rows_for(self, total: int) -> int:
         if self.growth == "preallocated":
@@ -211,8 +213,8 @@ class ContiguousKVCache(KVCache):
             return total
         return min(-(-total // self.rows_per_growth) * self.rows_per_growth, self.max_rows)
 
-    def _plan_few(self, batch: Batch, requests: list[int], room: _Room, window: int | None) -> Rectangle:
-        seen = [room.seen[r] for r in requests]
+    def _plan_decodes(self, batch: Batch, requests: list[int], step_rows: _StepRows, window: int | None) -> Rectangle:
+        seen = [step_rows.seen[r] for r in requests]
         rows = [each[0].shape[2] for each in seen]
         several = batch.query_lens[requests[0]] > 1
         spare = any(own > batch.seq_lens[r] for own, r in zip(rows, requests, strict=True))
@@ -232,7 +234,7 @@ def _check(growth: str, rows: int | None, block_size: int) -> None:
         return
     if growth != "every":
         raise ConfigError(
-            f"kv_cache_config: rows={rows!r} means nothing to growth={growth!r}; leave it out or use growth='every'"
+            f"kv_cache_config: rows={rows!r} has no effect with growth={growth!r}; leave it out or use growth='every'"
         )
     check_at_least("rows", rows, 1)
     if rows > block_size:
@@ -243,13 +245,13 @@ def _check(growth: str, rows: int | None, block_size: int) -> None:
 
 
 def _hidden(position: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """True where `key` lies after `position`, or before its window."""
+    """True where position `key` is after the query's `position`, or before its window."""
     hidden = key > position
     return hidden if window is None else hidden | (key <= position - window)
 
 
 def _visible(batch: Batch, request: int, rows: int, window: int | None) -> Tensor | None:
-    """What each query of a prefill sees of its request's rows, `[queries, rows]`; None: plain causal."""
+    """The mask of a prefill, `[queries, rows]`, True where a query sees a row; None: plain causal."""
     count, total, device = batch.query_lens[request], batch.seq_lens[request], batch.block_tables.device
     if count == rows and window is None:
         return None
@@ -258,7 +260,7 @@ def _visible(batch: Batch, request: int, rows: int, window: int | None) -> Tenso
 
 
 def _prefill(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
-    """Many queries of one request: `q` `[queries, num_heads, head_dim]`, `keys`, `values` as in `product`."""
+    """Attention of one request's prefill. `q`: `[queries, num_heads, head_dim]`; `keys`, `values`: see `product`."""
     causal = visible is None
     rows = q.transpose(0, 1).unsqueeze(0)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, is_causal=causal, enable_gqa=True)

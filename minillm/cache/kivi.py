@@ -1,24 +1,24 @@
-"""KIVI's layout: INT4 keys per channel, INT4 values per token, the newest tokens whole (Liu et al. 2024, section 3).
+"""KIVI: INT4 keys per channel, INT4 values per token, the newest tokens in full precision (Liu et al. 2024, section 3).
 
-Keys have a few channels that are large for every token. A scale per token must span them and leaves few codes for the
-other channels; a scale per channel does not, but it needs a group of tokens that is complete. So the newest tokens
-wait in full precision until their group can go.
+Keys have a few channels that are large for every token. A scale per token must cover them and leaves few codes for the
+other channels. A scale per channel avoids that, but it needs a complete group of tokens. So the newest tokens stay in
+full precision until their group is quantised.
 
     position   0          32         64         96   …                         p
                [ group 0 ][ group 1 ][ group 2 ][ … recent, in full precision … ]
                INT4, each group with its own scale and zero per channel (keys) or per token (values)
 
-What a query at position p sees depends on p alone: tokens below `num_quantized(p + 1)` as INT4, the rest whole. So
-results do not depend on how a prompt was chunked, on the batch, on preemption or on drafts that were rejected (but for
-codes on the border of a step, see `PagedQuantizedKVCache`). It costs this: in a prefill, tokens that are whole for
-early queries and INT4 for late ones are there twice.
+What a query at position p sees depends on p alone: tokens below `num_quantized(p + 1)` as INT4, the others in full
+precision. So results do not depend on how a prompt was chunked, on the batch, on preemption or on rejected drafts
+(except for numbers near a rounding border, see `PagedQuantizedKVCache`). The cost: in a prefill, some tokens are in
+full precision for early queries and INT4 for late ones, so attention reads them twice.
 
-Differences from the paper: it attends over the whole prompt in full precision and quantises afterwards, so its result
-depends on what counts as the prompt; and it lets each value leave the window alone, here values leave with their
-keys' group, so that one boundary serves both.
+Differences from the paper. The paper attends over the whole prompt in full precision and quantises it afterwards, so
+its result depends on what counts as the prompt. It quantises each value on its own; here a value is quantised together
+with its key's group, so that keys and values have the same boundary.
 
-Where it loses: requests are attended one by one, which a GPU spends waiting for launches; every step makes numbers of
-all codes; and the recent tokens weigh heavily where contexts are short.
+Where it loses: each request has its own attention call, so on a GPU kernel launches dominate; every step dequantises
+all codes; and with short contexts, the recent tokens take most of the memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.cache.base import Batch, KVCache
-from minillm.cache.rows import check_at_least
+from minillm.batch import Batch
+from minillm.cache.base import KVCache
+from minillm.cache.sequence_rows import check_at_least
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
 from minillm.ops.kv_quant import dequantize_affine, head_group, pack_int4, quantize_affine, unpack_int4
@@ -39,67 +40,67 @@ from minillm.ops.kv_quant import dequantize_affine, head_group, pack_int4, quant
 
 @dataclass(frozen=True)
 class Shape:
-    """How many rows of which kind one request has; `Shape.of` checks the options."""
+    """How many INT4 groups and full-precision rows one request has; `Shape.of` checks the options."""
 
     group_size: int
-    """Tokens whose keys share their scales, and most channels whose values share one."""
+    """Tokens per group of keys, and most channels per group of values; a group shares a scale."""
     residual: int
-    """Newest tokens that are stored whole."""
+    """Most tokens that are stored in full precision, the newest."""
     rollback: int
-    """How many of those are kept only so that tokens can be taken back."""
+    """How many of those are kept only so that tokens can be rolled back."""
     num_groups: int
     num_recent: int
-    """Rows for whole tokens: `residual`, or the context if that is shorter."""
+    """Full-precision rows: `residual`, or the context if that is shorter."""
 
     @classmethod
     def of(cls, max_len: int, group_size: int, residual: int, rollback: int) -> Shape:
-        """The rows of a request of up to `max_len` tokens. Raises `ConfigError` for options that make no sense."""
+        """The shape for requests of at most `max_len` tokens. Raises `ConfigError` for invalid options."""
         check_at_least("group_size", group_size, 1)
         check_at_least("residual", residual, 1)
         check_at_least("rollback", rollback, 0)
         if residual < group_size + rollback:
             raise ConfigError(
                 f"kv_cache_config: residual={residual} is below group_size + rollback = {group_size + rollback}, so a "
-                "group would have to go before it is complete; raise residual or lower one of the others"
+                "group would be quantised before it is complete; raise residual or lower one of the others"
             )
         empty = cls(group_size, residual, rollback, 0, min(residual, max_len))
         return cls(group_size, residual, rollback, empty.num_quantized(max_len) // group_size, empty.num_recent)
 
     def num_quantized(self, num_tokens: int) -> int:
-        """Tokens that the last of `num_tokens` sees as INT4: whole groups, so that at most
-        `residual - rollback` tokens are left whole."""
+        """How many of the first `num_tokens` tokens the last of them sees as INT4: complete groups, just enough that at
+        most `residual - rollback` tokens stay in full precision."""
         excess = max(0, num_tokens - (self.residual - self.rollback))
         return -(-excess // self.group_size) * self.group_size
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one request does in every layer of a step, worked out once."""
+    """What one request does in each layer of a step; computed once per step."""
 
     row: int
-    """Its place in the pools."""
+    """The request's row in the pools: its block id."""
     tokens: slice
-    """Its new tokens among those of the step."""
+    """The request's new tokens in the batch."""
     old: Tensor
-    """Recent rows that hold the tokens which are stored, not quantised yet, and needed."""
+    """Indices of the recent rows that hold the earlier tokens in full precision."""
     keep: Tensor
-    """Recent rows that its newest tokens go to."""
+    """Indices of the recent rows that the newest tokens are written to."""
     flush: slice
-    """Groups that are complete and leave the recent tokens in this step."""
+    """Groups that are quantised in this step."""
     visible_from: int
-    """Index, among old and new tokens, of the first one that some query sees whole."""
+    """Index, among the old and new tokens, of the first one that some query sees in full precision."""
     hidden: Tensor | None
-    """`[queries, INT4 tokens + whole tokens]`: where not to look; None if every query sees all."""
+    """`[queries, INT4 tokens + full-precision tokens]`: True where a token is masked; None: nothing is masked."""
 
 
 class Int4Groups:
-    """Keys or values of whole groups of tokens, as packed codes with a scale and a zero point for each slice."""
+    """The INT4 keys or values of complete groups of tokens: packed codes, scales and zero points."""
 
     def __init__(
         self, lead: tuple[int, int], numbers: tuple[int, int, int, int, int], dim: int, device: torch.device
     ) -> None:
-        """`lead`: layers, requests. `numbers` of each: groups, tokens of a group, KV heads, channel groups, channels of
-        one. `dim`: which of these shares a scale, 1 (per channel) or 4 (per token)."""
+        """`lead`: (layers, requests). `numbers`: (groups, tokens per group, KV heads, channel groups, channels of one).
+        `dim`: the dimension of `numbers` that shares a scale, 1 (a scale per channel) or 4 (a scale per token)."""
         self.numbers, self.dim = numbers, dim
         scales = (*numbers[:dim], 1, *numbers[dim + 1 :])
         packed = (*numbers[:3], numbers[3] * numbers[4] // 2)
@@ -109,30 +110,30 @@ class Int4Groups:
 
     @property
     def num_bytes(self) -> int:
-        """Codes, scales, zero points."""
+        """Bytes of the codes, scales and zero points."""
         return self.codes.nbytes + self.scale.nbytes + self.zero.nbytes
 
     def write(self, layer: int, row: int, groups: slice, x: Tensor) -> None:
-        """Quantise `x`, `[tokens, num_kv_heads, head_dim]`, the tokens of these groups."""
+        """Quantise and store `x`, the tokens of these groups: `[tokens, num_kv_heads, head_dim]`."""
         codes, scale, zero = quantize_affine(x.reshape(-1, *self.numbers[1:]), self.dim)
         self.codes[layer, row, groups] = pack_int4(codes.flatten(-2))
         self.scale[layer, row, groups] = scale
         self.zero[layer, row, groups] = zero
 
     def read(self, layer: int, row: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The tokens of the first `count` groups, `[tokens, num_kv_heads, head_dim]`."""
+        """Dequantise the tokens of the first `count` groups: `[tokens, num_kv_heads, head_dim]`."""
         codes = unpack_int4(self.codes[layer, row, :count]).view(count, *self.numbers[1:])
         x = dequantize_affine(codes, self.scale[layer, row, :count], self.zero[layer, row, :count], dtype)
         return x.flatten(3).flatten(0, 1)
 
 
 class KiviKVCache(KVCache):
-    """`group_size` tokens share the scales of their keys; the last `residual` tokens are stored whole.
+    """INT4 keys in groups of `group_size` tokens; at most `residual` of the newest tokens in full precision.
 
-    Of those, `rollback` are kept only so that as many tokens can be taken back: a query sees the newest
-    `residual - rollback - group_size + 1` to `residual - rollback` tokens whole, the others as INT4. Values are grouped
-    along the head, `group_size` channels at most. Bytes per number: 5/8 at groups of 32 (half a byte, and 4 bytes of
-    scale and zero point per group), and the model's dtype for the recent rows.
+    `rollback` of those are kept only so that as many tokens can be rolled back: a query sees the newest
+    `residual - rollback - group_size + 1` to `residual - rollback` tokens in full precision, the others as INT4. Values
+    are grouped along the head, at most `group_size` channels each. With groups of 32, an INT4 number takes 5/8 byte
+    (half a byte, and 4 bytes of scale and zero point per group). The recent rows have the model's dtype.
 
     Raises `ConfigError` if `residual` is below `group_size + rollback`, `UnsupportedError` for an odd head size.
     """
@@ -163,12 +164,12 @@ class KiviKVCache(KVCache):
 
     @classmethod
     def bytes_per_block(cls, config: ModelConfig, block_size: int, dtype: torch.dtype, **options: Any) -> int:
-        """All that one request of up to `block_size` tokens needs, its recent rows included."""
+        """Bytes for one request of up to `block_size` tokens, recent rows included."""
         return cls(config, 1, block_size, dtype, torch.device("meta"), **options).num_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Codes, scales, zero points and recent rows."""
+        """Bytes of the codes, scales, zero points and recent rows."""
         groups = self.keys.num_bytes + self.values.num_bytes
         return groups + self.recent_keys.nbytes + self.recent_values.nbytes
 
@@ -180,10 +181,11 @@ class KiviKVCache(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """See `KVCache.attend`."""
         window = self.windows[layer]
-        if window not in batch.plans:
-            batch.plans[window] = [_plan(batch, r, self.shape, window) for r in range(batch.num_requests)]
+        steps = batch.plan(
+            Step, lambda: [_plan(batch, r, self.shape, window) for r in range(batch.num_requests)], self, window
+        )
         out = torch.empty_like(q)
-        for step in batch.plans[window]:
+        for step in steps:
             new_k, new_v = k[step.tokens], v[step.tokens]
             keys = self._store(layer, step, new_k, self.keys, self.recent_keys)
             values = self._store(layer, step, new_v, self.values, self.recent_values)
@@ -191,24 +193,26 @@ class KiviKVCache(KVCache):
         return out
 
     def _store(self, layer: int, step: Step, new: Tensor, groups: Int4Groups, recent: Tensor) -> Tensor:
-        """Keep the new keys (or values), quantise what leaves the window; returns all that the queries look at."""
+        """Store the new keys (or values) and quantise the groups to flush.
+
+        Returns all keys (or values) that the queries read: the dequantised ones, then those in full precision.
+        """
         rows = recent[layer, step.row]
-        whole = torch.cat((rows[step.old], new))
+        unquantised = torch.cat((rows[step.old], new))
         rows[step.keep] = new[-len(step.keep) :]
-        leaving = (step.flush.stop - step.flush.start) * self.shape.group_size
-        if leaving:
-            groups.write(layer, step.row, step.flush, whole[:leaving])
+        num_flushed = (step.flush.stop - step.flush.start) * self.shape.group_size
+        if num_flushed:
+            groups.write(layer, step.row, step.flush, unquantised[:num_flushed])
         if not step.flush.stop:
-            return whole
-        return torch.cat((groups.read(layer, step.row, step.flush.stop, new.dtype), whole[step.visible_from :]))
+            return unquantised
+        return torch.cat((groups.read(layer, step.row, step.flush.stop, new.dtype), unquantised[step.visible_from :]))
 
 
 def _plan(batch: Batch, request: int, shape: Shape, window: int | None) -> Step:
     device, end = batch.block_tables.device, batch.seq_lens[request]
     start = end - batch.query_lens[request]
     before, after = shape.num_quantized(start), shape.num_quantized(end)
-    first = shape.num_quantized(start + 1)
-    """Below this position no query of this step sees a token whole."""
+    first = shape.num_quantized(start + 1)  # the first token that a query of this step sees in full precision
     return Step(
         row=int(batch.block_tables[request, 0]),
         tokens=slice(*batch.query_start[request : request + 2]),
@@ -223,19 +227,20 @@ def _plan(batch: Batch, request: int, shape: Shape, window: int | None) -> Step:
 def _hidden(
     queries: range, first: int, after: int, shape: Shape, window: int | None, device: torch.device
 ) -> Tensor | None:
-    """Where the queries at these positions must not look, among `after` INT4 tokens and the whole ones from `first`."""
+    """The mask (`Step.hidden`) of the queries at these positions, over the first `after` tokens in INT4 and the tokens
+    from position `first` on in full precision."""
     if len(queries) == 1 and window is None:
         return None
     position = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
     boundary = torch.tensor([shape.num_quantized(p + 1) for p in queries], device=device).unsqueeze(1)
-    coded = torch.arange(after, device=device)
-    whole = torch.arange(first, queries.stop, device=device)
-    hidden = torch.cat((coded >= boundary, (whole < boundary) | (whole > position)), dim=1)
-    return hidden if window is None else hidden | (torch.cat((coded, whole)) <= position - window)
+    quantised = torch.arange(after, device=device)
+    full = torch.arange(first, queries.stop, device=device)
+    hidden = torch.cat((quantised >= boundary, (full < boundary) | (full > position)), dim=1)
+    return hidden if window is None else hidden | (torch.cat((quantised, full)) <= position - window)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
-    """One request: `q` `[queries, num_heads, head_dim]` over `[rows, num_kv_heads, head_dim]`; returns like `q`."""
+    """Attention of one request. `q`: `[queries, num_heads, head_dim]`; `k`, `v`: `[rows, num_kv_heads, head_dim]`."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     visible = None if hidden is None else ~hidden
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)[0].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Which cache layouts there are, and which of them an engine's options mean."""
+"""All cache layouts by name, and the choice of one by the engine's options."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ LAYOUTS: dict[tuple[str, str], type[KVCache]] = {
     ("window", "auto"): WindowKVCache,
     ("sinks", "auto"): SinksKVCache,
 }
-"""`(layout, kv_cache_dtype)` → class; `auto` is the model's dtype, or what the layout is made for: KIVI is INT4."""
+"""`(layout, kv_cache_dtype)` → class. `auto` is the model's dtype, except for KIVI, which is always INT4."""
 
 
 def find_layout(cache: CacheConfig) -> type[KVCache]:
-    """The class that `cache` names, its options checked by name.
+    """Return the layout class that `cache` selects.
 
-    Raises `UnsupportedError` for a pair of layout and dtype that does not exist, `UnknownOptionError` for an option
-    that the layout does not have.
+    Raises `UnsupportedError` for an unsupported pair of layout and dtype, `UnknownOptionError` for an option that the
+    layout does not have.
     """
     chosen = cache.layout if isinstance(cache.layout, type) else LAYOUTS.get((cache.layout, cache.dtype))
     if chosen is None or (isinstance(cache.layout, type) and cache.dtype != "auto"):
         pairs = ", ".join(f"{layout} with {dtype}" for layout, dtype in sorted(LAYOUTS))
         raise UnsupportedError(
-            f"there is no cache layout {cache.layout!r} with kv_cache_dtype={cache.dtype!r}; there are: {pairs}"
+            f"cache layout {cache.layout!r} with kv_cache_dtype={cache.dtype!r} is not available; there are: {pairs}"
         )
     parameters = inspect.signature(chosen).parameters.values()
     known = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}

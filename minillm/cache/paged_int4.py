@@ -1,10 +1,11 @@
-"""The paged layout in INT4: two numbers to a byte, scales and zero points for groups along the head."""
+"""The paged layout in INT4: two codes per byte, a scale and a zero point per group of channels of a head."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from minillm.cache.base import StoredRows
 from minillm.cache.paged_quantized import Field, PagedQuantizedKVCache
 from minillm.models.config import ModelConfig
 from minillm.ops.kv_quant import dequantize_affine, head_group, pack_int4, quantize_affine, unpack_int4
@@ -13,12 +14,12 @@ DEFAULT_GROUP_SIZE = 32
 
 
 class PagedInt4KVCache(PagedQuantizedKVCache):
-    """Affine: per token, KV head and group of `group_size` channels a scale and a zero point, float16 each.
+    """Affine quantisation: each token, KV head and group of `group_size` channels has a float16 scale and zero point.
 
-    4 + 32 / `group_size` bits per number: 5 bits, 0.3125 of float16, with groups of 32. Each number is off by at most
-    s / 2 with s about (max - min) / 15 of its group.
+    4 + 32 / `group_size` bits per number; with groups of 32, these are 5 bits, 0.3125 of float16. The error of a number
+    is at most s / 2, with s about (max - min) / 15 of its group.
 
-    Affine and not symmetric, because at equal bits its loss was smaller on minicoder (mean KL to float32, held-out
+    Affine rather than symmetric, because its loss on minicoder was smaller at equal bits (mean KL to float32, held-out
     text): 0.0166 against 0.0180 at 4.5 bits, 0.0132 against 0.0150 at 5 bits, 0.0094 against 0.0111 at 6 bits.
     """
 
@@ -50,3 +51,7 @@ class PagedInt4KVCache(PagedQuantizedKVCache):
         """See `PagedQuantizedKVCache.decode`."""
         codes = unpack_int4(packed).unflatten(-1, (-1, self.group))
         return dequantize_affine(codes, scale.unsqueeze(-1), zero.unsqueeze(-1), self.dtype).flatten(-2)
+
+    def stored_rows(self) -> StoredRows:
+        """See `KVCache.stored_rows`."""
+        return StoredRows("int4", tuple(self.keys), tuple(self.values), self.group, self.decode)

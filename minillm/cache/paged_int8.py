@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minillm.cache.base import StoredRows
 from minillm.cache.paged_quantized import Field, PagedQuantizedKVCache
 from minillm.ops.kv_quant import INT8_LEVELS, dequantize_symmetric, quantize_symmetric
 
 
 class PagedInt8KVCache(PagedQuantizedKVCache):
-    """Symmetric: s = amax / 127 in bfloat16, so each number is off by at most s / 2.
+    """Symmetric quantisation with scale s = amax / 127 in bfloat16. The error of a number is at most s / 2.
 
-    `head_dim` + 2 bytes per key and KV head: 0.516 of float16 at head size 64, 0.508 at 128. A score q · k / √d is off
-    by at most ‖q‖₁ · s / (2 √d), an attention output by at most the largest s / 2 of its values.
+    A row takes `head_dim` + 2 bytes: 0.516 of float16 at head size 64, 0.508 at 128. The error of a score q · k / √d is
+    at most ‖q‖₁ · s / (2 √d); that of an attention output is at most the largest s / 2 of its values.
     """
 
     @classmethod
@@ -28,3 +29,7 @@ class PagedInt8KVCache(PagedQuantizedKVCache):
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         """See `PagedQuantizedKVCache.decode`."""
         return dequantize_symmetric(codes, scale, self.dtype)
+
+    def stored_rows(self) -> StoredRows:
+        """See `KVCache.stored_rows`."""
+        return StoredRows("int8", tuple(self.keys), tuple(self.values), decode=self.decode)

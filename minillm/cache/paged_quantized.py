@@ -1,4 +1,4 @@
-"""What the quantised paged layouts share: pools of codes and scales instead of pools of numbers."""
+"""The base class of the quantised paged layouts: their pools hold codes and scales instead of floats."""
 
 from __future__ import annotations
 
@@ -11,55 +11,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.cache.base import Batch, KVCache
+from minillm.batch import Batch
+from minillm.cache.base import KVCache
 from minillm.models.config import ModelConfig
 from minillm.ops.paged_attention import paged_attention
+from minillm.ops.tree_attention import tree_attention
 
 
 @dataclass(frozen=True)
 class Field:
-    """One part of what is stored for one token and KV head: codes, a scale, zero points."""
+    """One part of a stored row (a token's key or value of one KV head): its codes, scales or zero points."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes per token and KV head."""
+        """Bytes per row."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class DequantizedRows:
-    """The rows of one layer's keys or values as attention asks for them: by slot, and numbers again only then."""
+    """The keys or values of one layer. Indexing by slots dequantises those slots only."""
 
     pools: Sequence[Tensor]
-    """Per field `[num_slots, num_kv_heads, …]`."""
+    """One tensor per `Field`: `[num_slots, num_kv_heads, …]`."""
     decode: Callable[..., Tensor]
     shape: tuple[int, int, int]
-    """`(num_slots, num_kv_heads, head_dim)`, as if it were one tensor."""
+    """`(num_slots, num_kv_heads, head_dim)`, the shape of the dequantised keys or values."""
 
     def __getitem__(self, slots: Tensor | slice) -> Tensor:
-        """The keys or values in these slots, `[len(slots), num_kv_heads, head_dim]`."""
+        """The dequantised keys or values in these slots, `[len(slots), num_kv_heads, head_dim]`."""
         if isinstance(slots, slice):
             return self.decode(*(pool[slots] for pool in self.pools))
         return self.decode(*(pool.index_select(0, slots) for pool in self.pools))
 
 
 class PagedQuantizedKVCache(KVCache):
-    """The paged layout over codes: block tables, roll-back, sharing and copying are those of `PagedKVCache`.
+    """A paged layout that stores codes. Block tables, rollback, sharing and copying are those of `PagedKVCache`.
 
-    What is kept for a token depends on that token alone, and a token's own key and value are read back quantised in
-    the very step that stores them. So results do not depend on how a prompt was chunked or on who else is in the batch,
-    except through the last bits of the products that made a key: where those carry a number over the border of a step,
-    its code is another one. That is one number in 10^5 in float32; it seldom shows with INT8, and can turn a token with
-    INT4.
+    The codes of a token depend on that token alone, and the step that stores a token also reads its key and value back
+    quantised. So results do not depend on how a prompt was chunked or on the rest of the batch, with one exception:
+    the shape of a batch changes the last bits of a key or value, and a number near a rounding border then gets another
+    code. In float32 this happens to one number in 10^5. INT8 rarely shows it; with INT4 it can change a token.
 
-    In PyTorch, attention makes numbers of the slots in use only, once per layer and step, so a step moves *more* bytes
-    than over a plain pool, not fewer: what is saved is room. The compiled step reads the codes and saves both.
+    In PyTorch, attention dequantises the slots in use once per layer and step, so a step moves *more* bytes than with
+    an unquantised pool: only memory is saved. The compiled step reads the codes and saves memory and bandwidth.
     """
 
-    ops = {"paged_attention": paged_attention}  # noqa: RUF012  (replaced, never changed)
+    supports_trees = True
+    ops = {"paged_attention": paged_attention, "tree_attention": tree_attention}  # noqa: RUF012  (never mutated)
 
     def __init__(
         self,
@@ -83,22 +85,22 @@ class PagedQuantizedKVCache(KVCache):
     @classmethod
     @abstractmethod
     def row(cls, head_dim: int, **options: Any) -> tuple[Field, ...]:
-        """What is stored for one key (or value) of one KV head, in the order of `encode`'s results.
+        """The parts of one row, in the order in which `encode` returns them.
 
-        Raises `ConfigError` if heads of that size cannot be kept with these options.
+        Raises `ConfigError` if this head size cannot be stored with these options.
         """
 
     @abstractmethod
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Keys or values `[num_tokens, num_kv_heads, head_dim]` → one tensor per field of `row`."""
+        """Quantise keys or values: `[num_tokens, num_kv_heads, head_dim]` → one tensor per field of `row`."""
 
     @abstractmethod
     def decode(self, *stored: Tensor) -> Tensor:
-        """The inverse of `encode`, as far as there is one, in the model's dtype."""
+        """Dequantise what `encode` returned, to the model's dtype."""
 
     @classmethod
     def bytes_per_block(cls, config: ModelConfig, block_size: int, dtype: torch.dtype, **options: Any) -> int:
-        """2 (keys, values) · layers · block size · KV heads · bytes of one row; the model's dtype plays no part."""
+        """2 (keys, values) · layers · block size · KV heads · bytes of one row; `dtype` is not used."""
         row = sum(field.num_bytes for field in cls.row(config.head_dim, **options))
         return 2 * config.num_layers * block_size * config.num_kv_heads * row
 
@@ -115,7 +117,14 @@ class PagedQuantizedKVCache(KVCache):
             for pool, part in zip(pools_of_layer, self.encode(new), strict=True):
                 pool.index_copy_(0, batch.slot_mapping, part)
             rows.append(DequantizedRows(pools_of_layer, self.decode, self.shape))
+        if batch.tree is not None:
+            return self.ops["tree_attention"](q, rows[0], rows[1], batch, batch.tree)
         return self.ops["paged_attention"](q, rows[0], rows[1], batch, self.windows[layer])
+
+    def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `KVCache.move_tokens`: codes, scales and zero points."""
+        for pool in (*self.keys, *self.values):
+            pool[:, targets] = pool[:, sources]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `KVCache.copy_blocks`: codes, scales and zero points."""

@@ -1,16 +1,16 @@
-"""The sliding window: each request keeps its last tokens only, in a ring of rows (Beltagy et al. 2020, section 3.1).
+"""The sliding window: each request keeps only its last tokens, in a ring buffer (Beltagy et al. 2020, section 3.1).
 
-A query sees itself and the `window - 1` tokens before it, so older rows can be overwritten: token p lies in row
-p mod (window + spare). The `spare` rows are what speculation needs. After a round that wrote γ drafts the ring must
-still hold the whole window of the last *accepted* token, so it keeps `spare` tokens more than the window:
+A query sees itself and the `window - 1` tokens before it, so older rows can be overwritten: token p is stored in row
+p mod (window + spare). The `spare` rows are for speculation. After a round that wrote γ drafts, the ring must still
+hold the whole window of the last *accepted* token, so it keeps `spare` tokens more than the window:
 
     window 4, spare 2, tokens 0 … 9 written:      row      0  1  2  3  4  5
                                                   token    6  7  8  9  4  5
-    tokens 8 and 9 rejected: token 8 comes next, its window is 5 6 7 8, and 5 is still there
+    tokens 8 and 9 rejected: the next token is 8, its window is 5 6 7 8, and the ring still holds 5
 
-Memory and time per token no longer grow with the text. What is lost is everything before the window: this layout gives
-other text than a full cache as soon as a text is longer than its window, and models trained without a window degrade
-sharply then (Xiao et al. 2024, figure 1); see `minillm.cache.sinks`.
+Memory and time per token do not grow with the length of the text. The tokens before the window are lost: once a text is
+longer than the window, the output differs from that of a full cache, and models trained without a window degrade
+sharply (Xiao et al. 2024, figure 1); see `minillm.cache.sinks`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minillm.cache.base import Batch, KVCache
-from minillm.cache.rows import (
+from minillm.batch import Batch
+from minillm.cache.base import KVCache
+from minillm.cache.sequence_rows import (
     FEW_QUERIES,
     Rectangle,
     check_at_least,
@@ -39,87 +40,91 @@ from minillm.errors import MinillmError
 from minillm.models.config import ModelConfig
 
 SLICE = 128
-"""A long prefill attends that many queries at a time, so that its cost grows with the window, not with its length."""
+"""Queries per attention call of a long prefill. A call reads only the keys in its queries' windows, so the cost of a
+query grows with the window, not with the prompt."""
 
 
 @dataclass
 class Ring:
-    """One request's rows: the first `num_sinks` tokens for good, then a ring of the last ones."""
+    """One request's rows: the first `num_sinks` tokens, which stay, then a ring buffer of the last tokens."""
 
     rows: Tensor
     """`[num_layers, 2, num_sinks + ring, num_kv_heads, head_dim]`."""
     written: int = 0
-    """One more than the last position that was ever written."""
+    """One more than the largest position ever written."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens that follow each other in their request and in its ring as well."""
+    """Tokens that are consecutive in their request and in its ring."""
 
     position: int
+    """Of the first token."""
     row: int
+    """Of the first token."""
     count: int
 
-    def rows(self, held: Tensor) -> Tensor:
-        """Their rows, of `[2, rows, num_kv_heads, head_dim]`, or that for all layers."""
-        return held[..., self.row : self.row + self.count, :, :]
+    def rows(self, ring: Tensor) -> Tensor:
+        """The rows of these tokens. `ring`: `[2, rows, num_kv_heads, head_dim]`, or with layers before that."""
+        return ring[..., self.row : self.row + self.count, :, :]
 
     def tokens(self, past: int) -> slice:
-        """Where they are among new tokens of which the first is token `past`."""
+        """The indices of these tokens among the new tokens, the first of which has position `past`."""
         return slice(self.position - past, self.position - past + self.count)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Some queries of a long prefill and the keys they look at."""
+    """Some queries of a long prefill and the keys they attend to."""
 
     tokens: slice
-    """Of the step."""
+    """The queries: indices in the batch."""
     sinks: int
-    """The first so many of the request's keys at hand, …"""
+    """Number of sinks. They are the first of the request's available keys."""
     keys: slice
-    """… and these."""
+    """The other keys: indices among the request's available keys (`Prefill.old`, then the new tokens)."""
     mask: Tensor
-    """See `product`."""
+    """See `mask_of`."""
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """One request with more new tokens than its ring has room for beside its window."""
+    """The attention of one request with many new tokens. They attend before they are stored, because storing the last
+    ones may overwrite keys that the first ones need."""
 
     old: list[Run]
-    """The tokens before that are needed, in order: the sinks, then what the first query's window reaches back to."""
+    """The cached tokens that are needed, in order: the sinks, then those in the first query's window."""
     slices: list[Slice]
 
 
 @dataclass(frozen=True)
-class _Room:
-    """Where the rows of a step are, per request."""
+class _StepRows:
+    """The rows of one step, per request."""
 
     rings: list[Ring]
-    kept: list[list[tuple[tuple[Tensor, ...], slice]]]
-    """Which of its new tokens are stored, run by run, and where: per layer `[2, tokens, num_kv_heads, head_dim]`."""
+    stored: list[list[tuple[tuple[Tensor, ...], slice]]]
+    """Per run: its rows, for each layer `[2, tokens, num_kv_heads, head_dim]`, and which new tokens they store."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Who attends to what: the same in every layer with the same window."""
+    """The attention calls of a step, shared by all layers with the same window."""
 
-    few: list[Rectangle]
-    long: dict[int, Prefill]
-    """By request."""
+    decodes: list[Rectangle]
+    prefills: dict[int, Prefill]
+    """Key: index of the request in the batch."""
 
 
 class WindowKVCache(KVCache):
-    """The last `window` tokens of each request, and `spare` more that can be taken back.
+    """The last `window` tokens of each request, and `spare` more so that tokens can be rolled back.
 
-    In a layer with a sliding window of its own, the tighter of the two counts.
+    A layer with its own sliding window uses the smaller of the two.
     """
 
     whole_sequences = True
     supports_prefix_sharing = False
     num_sinks = 0
-    """First tokens that every query sees besides."""
+    """Number of first tokens that every query sees in addition to its window."""
 
     def __init__(
         self,
@@ -140,109 +145,112 @@ class WindowKVCache(KVCache):
         self.heads_per_kv = config.num_heads // config.num_kv_heads
         self.dtype, self.device = dtype, device
         self.rings: dict[int, Ring] = {}
-        """By place."""
+        """Key: block id. A block holds one request."""
 
     @classmethod
     def bytes_per_block(
         cls, config: ModelConfig, block_size: int, dtype: torch.dtype, *, window: int = 256, spare: int = 16
     ) -> int:
-        """Keys and values of the ring, or of the whole context where that is shorter."""
+        """Bytes of the keys and values in a ring, or in the whole context if that is shorter."""
         return ring_bytes(config, block_size, dtype, 0, window, spare)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rings of the requests that are here now."""
+        """Bytes of the rings of the current requests."""
         return sum(ring.rows.nbytes for ring in self.rings.values())
 
     @property
     def max_rollback(self) -> int:
-        """`spare`. Counted from the last token ever written: taking back twice in a row adds up."""
+        """`spare`, counted from the last token ever written: two rollbacks in a row add up."""
         return self.spare
 
     def free(self, block_ids: Sequence[int]) -> None:
         """See `KVCache.free`."""
-        for place in block_ids:
-            self.rings.pop(place, None)
+        for block_id in block_ids:
+            self.rings.pop(block_id, None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        """See `KVCache.attend`. Raises `MinillmError` if a request goes back further than its ring reaches."""
-        room, plan = self._plan(batch, self.windows[layer])
+        """See `KVCache.attend`. Raises `MinillmError` if a request rolls back more tokens than its ring allows."""
+        step_rows, plan = self._plan(batch, self.windows[layer])
         turn = self.sink_turn(layer, q, batch)
         out = torch.empty_like(q)
         for r, new in enumerate(torch.stack((k, v)).split(batch.query_lens, dim=1)):
-            held = room.rings[r].rows[layer]
-            if r in plan.long:
-                self._prefill(held, q, turn, new, plan.long[r], out)  # before its last tokens overwrite older ones
-            for rows, tokens in room.kept[r]:
+            ring = step_rows.rings[r].rows[layer]
+            if r in plan.prefills:
+                self._prefill(ring, q, turn, new, plan.prefills[r], out)  # before the new tokens overwrite old ones
+            for rows, tokens in step_rows.stored[r]:
                 rows[layer].copy_(new[:, tokens])
-        for one in plan.few:
+        for one in plan.decodes:
             out[one.tokens] = one.attend(layer, q, turn, self.num_sinks)
         return out
 
     def sink_turn(self, layer: int, q: Tensor, batch: Batch) -> Tensor | None:
-        """What is added to `q` (shaped like it) for the scores of the first `num_sinks` tokens; None: nothing."""
+        """What is added to `q` for the scores of the first `num_sinks` tokens, shaped like `q`; None: nothing."""
         return None
 
     def _prefill(
-        self, held: Tensor, q: Tensor, turn: Tensor | None, new: Tensor, prefill: Prefill, out: Tensor
+        self, ring: Tensor, q: Tensor, turn: Tensor | None, new: Tensor, prefill: Prefill, out: Tensor
     ) -> None:
-        """Attend over old and new rows together. `held`: the request's ring, `[2, rows, …]`; `new`: its new rows."""
-        at_hand = torch.cat([*(run.rows(held) for run in prefill.old), new], dim=1)
-        keys, values = views(at_hand.unsqueeze(0))
+        """Attend over old and new rows, and write the outputs to `out`.
+
+        `ring`: the request's rows of one layer, `[2, rows, …]`; `new`: the rows of its new tokens.
+        """
+        available = torch.cat([*(run.rows(ring) for run in prefill.old), new], dim=1)
+        keys, values = views(available.unsqueeze(0))
         for one in prefill.slices:
             seen_k, seen_v = (torch.cat((x[:, :, : one.sinks], x[:, :, one.keys]), dim=2) for x in (keys, values))
             queries, own = (None if x is None else packed(x[one.tokens], 1, seen_k.shape[1]) for x in (q, turn))
             result = product(queries, seen_k, seen_v, one.mask, own, one.sinks)
             out[one.tokens] = unpacked(result, one.tokens.stop - one.tokens.start)
 
-    def _plan(self, batch: Batch, window: int) -> tuple[_Room, _Plan]:
-        """The step as layers with this window see it; the first layer of all checks and makes room."""
-        if self not in batch.plans:
-            batch.plans[self] = self._make_room(batch)
-        room = batch.plans[self]
-        if (self, window) not in batch.plans:
-            # Of more than spare + 1 new tokens, the last would overwrite what the first has to see.
-            most = min(FEW_QUERIES, self.spare + 1)
-            few = [self._plan_few(batch, group, room, window) for group in equally_many(batch, most)]
-            long = [r for r, count in enumerate(batch.query_lens) if count > most]
-            batch.plans[self, window] = _Plan(few, {r: self._plan_prefill(batch, r, window) for r in long})
-        return room, batch.plans[self, window]
+    def _plan(self, batch: Batch, window: int) -> tuple[_StepRows, _Plan]:
+        """The rows and the attention calls of this step. The first layer allocates the rows of all layers."""
+        step_rows = batch.plan(_StepRows, lambda: self._allocate(batch), self)
 
-    def _make_room(self, batch: Batch) -> _Room:
-        """Each request's ring. A request that begins gets a new one, whoever held its place before."""
-        room = _Room([], [])
-        places = batch.block_tables[:, 0].tolist()
-        for place, total, count in zip(places, batch.seq_lens, batch.query_lens, strict=True):
+        def calls() -> _Plan:
+            # With more than spare + 1 new tokens, the last would overwrite keys in the window of the first.
+            max_decode = min(FEW_QUERIES, self.spare + 1)
+            decodes = [self._plan_decodes(batch, group, step_rows, window) for group in equally_many(batch, max_decode)]
+            prefills = [r for r, count in enumerate(batch.query_lens) if count > max_decode]
+            return _Plan(decodes, {r: self._plan_prefill(batch, r, window) for r in prefills})
+
+        return step_rows, batch.plan(_Plan, calls, self, window)
+
+    def _allocate(self, batch: Batch) -> _StepRows:
+        """Return the rows of this step. A new request gets a new ring, even if its block id already has one."""
+        step_rows = _StepRows([], [])
+        block_ids = batch.block_tables[:, 0].tolist()
+        for block_id, total, count in zip(block_ids, batch.seq_lens, batch.query_lens, strict=True):
             past = total - count
             if not past:
-                self.rings.pop(place, None)
+                self.rings.pop(block_id, None)
                 shape = (len(self.windows), 2, self.num_rows, *self.row_shape)
-                self.rings[place] = Ring(torch.empty(shape, dtype=self.dtype, device=self.device))
-            ring = self.rings[place]
+                self.rings[block_id] = Ring(torch.empty(shape, dtype=self.dtype, device=self.device))
+            ring = self.rings[block_id]
             self._check_reach(ring, past)
             ring.written = max(ring.written, total)
-            room.rings.append(ring)
-            kept = [*self._sink_runs(past, total), *self._ring_runs(max(past, total - self.ring), total)]
-            room.kept.append([(run.rows(ring.rows).unbind(0), run.tokens(past)) for run in kept])
-        return room
+            step_rows.rings.append(ring)
+            stored = [*self._sink_runs(past, total), *self._ring_runs(max(past, total - self.ring), total)]
+            step_rows.stored.append([(run.rows(ring.rows).unbind(0), run.tokens(past)) for run in stored])
+        return step_rows
 
     def _check_reach(self, ring: Ring, past: int) -> None:
-        """Whether token `past` can come next: the rows of its whole window are still there."""
+        """Raise `MinillmError` unless the ring still holds the whole window of token `past`, which comes next."""
         oldest_held = ring.written - self.ring
         oldest_seen = max(self.num_sinks, past - self.window + 1)
         if oldest_held > oldest_seen:
             raise MinillmError(
-                f"a request went back from {ring.written} tokens to {past}, which is {ring.written - past} tokens; its "
-                f"ring has room to take back spare={self.spare}. Raise spare, or start the request again"
+                f"a request rolled back from {ring.written} tokens to {past}, by {ring.written - past} tokens, but its "
+                f"ring allows spare={self.spare}; raise spare, or start the request again"
             )
 
     def _sink_runs(self, start: int, end: int) -> Iterator[Run]:
-        """The sinks among tokens `start … end - 1`."""
+        """Yield the run of sinks among the tokens `start … end - 1`, if there is one."""
         if start < min(end, self.num_sinks):
             yield Run(start, start, min(end, self.num_sinks) - start)
 
     def _ring_runs(self, start: int, end: int) -> Iterator[Run]:
-        """The others, as the ring cuts them."""
+        """Yield the runs of the other tokens: a run ends where the ring wraps around."""
         position = max(start, self.num_sinks)
         while position < end:
             row = self.num_sinks + (position - self.num_sinks) % self.ring
@@ -250,27 +258,27 @@ class WindowKVCache(KVCache):
             yield Run(position, row, count)
             position += count
 
-    def _plan_few(self, batch: Batch, requests: list[int], room: _Room, window: int) -> Rectangle:
+    def _plan_decodes(self, batch: Batch, requests: list[int], step_rows: _StepRows, window: int) -> Rectangle:
         counts = [min(self.num_rows, batch.seq_lens[r]) for r in requests]
         last = torch.tensor([[batch.seq_lens[r] - 1] for r in requests], device=self.device)
         keys = self._tokens_in_rows(last, max(counts))
         hidden = self._hidden(query_positions(batch, requests).unsqueeze(-1), keys.unsqueeze(1), window)
-        rows = [views(room.rings[r].rows[:, :, :count]) for r, count in zip(requests, counts, strict=True)]
+        rows = [views(step_rows.rings[r].rows[:, :, :count]) for r, count in zip(requests, counts, strict=True)]
         return rectangle(batch, requests, rows, mask_of(hidden, self.heads_per_kv, self.dtype))
 
     def _plan_prefill(self, batch: Batch, request: int, window: int) -> Prefill:
         end, first = batch.seq_lens[request], batch.query_start[request]
         past = end - batch.query_lens[request]
         old = [*self._sink_runs(0, past), *self._ring_runs(max(0, past - self.window + 1), past)]
-        at_hand = [p for run in old for p in range(run.position, run.position + run.count)]
-        at_hand = torch.tensor([*at_hand, *range(past, end)], device=self.device)
+        available = [p for run in old for p in range(run.position, run.position + run.count)]
+        available = torch.tensor([*available, *range(past, end)], device=self.device)
         sinks = min(self.num_sinks, end)
         slices = []
         for start in range(past, end, SLICE):
             stop = min(start + SLICE, end)
-            # Counted from the end, for the keys at hand have a gap behind the sinks.
-            low, high = (len(at_hand) - (end - p) for p in (max(sinks, start - window + 1), stop))
-            seen = torch.cat((at_hand[:sinks], at_hand[low:high]))
+            # Counted from the end, because positions have a gap after the sinks.
+            low, high = (len(available) - (end - p) for p in (max(sinks, start - window + 1), stop))
+            seen = torch.cat((available[:sinks], available[low:high]))
             queries = torch.arange(start, stop, device=self.device).unsqueeze(1)
             mask = mask_of(self._hidden(queries, seen, window).unsqueeze(0), self.heads_per_kv, self.dtype)
             tokens = slice(first + start - past, first + stop - past)
@@ -278,11 +286,12 @@ class WindowKVCache(KVCache):
         return Prefill(old, slices)
 
     def _tokens_in_rows(self, last: Tensor, num_rows: int) -> Tensor:
-        """The position that each row should hold once token `last` (`[requests, 1]`) is written:
+        """The position of the token in each row after token `last` (`[requests, 1]`) is written:
         `[requests, num_rows]`.
 
-        A row with a rejected draft is taken for the token that it held before, one ring earlier; `_check_reach` has
-        made sure that no query's window reaches there. Where that would be a sink, a position after `last` is given.
+        For a row that holds a rejected draft, this is the token that the draft has overwritten. That is harmless:
+        `_check_reach` ensures that no query's window contains it. Where it would be a sink, the result is `last + 1`,
+        which no query sees.
         """
         row = torch.arange(num_rows, device=last.device)
         in_ring = last - (last - row) % self.ring
@@ -290,12 +299,12 @@ class WindowKVCache(KVCache):
         return torch.where(row < self.num_sinks, row, in_ring)
 
     def _hidden(self, position: Tensor, key: Tensor, window: int) -> Tensor:
-        """True where token `key` lies after `position`, or before its window and is no sink."""
+        """True where token `key` is after the query's `position`, or before its window and not a sink."""
         return (key > position) | ((key <= position - window) & (key >= self.num_sinks))
 
 
 def ring_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, sinks: int, window: int, spare: int) -> int:
-    """Bytes of one request's rows over all layers. Raises `ConfigError` for a window or spare that cannot be."""
+    """Bytes of one request's rows over all layers. Raises `ConfigError` for an invalid window or spare."""
     rows = _num_rows(sinks, window, spare, block_size)
     return 2 * config.num_layers * rows * config.kv_size * dtype.itemsize
 

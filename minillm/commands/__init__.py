@@ -1,1 +1,1 @@
-"""The commands of `minillm`, one a file; `parser` lists them."""
+"""The subcommands of `minillm`, one per file; `parser` lists them."""

@@ -1,4 +1,4 @@
-"""`minillm bench`: measure something against the plain way of doing it."""
+"""`minillm bench`: run one benchmark."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minillm.bench.registry import BENCHMARKS, find, find_table
+from minillm.bench.benchmarks import BENCHMARKS, find, find_table
 from minillm.commands.command import Command
 from minillm.commands.places import check_new_file
 from minillm.errors import ConfigError
@@ -22,34 +22,34 @@ EXAMPLES = """\
   minillm bench gpu --json gpu.json
 """
 NOT_FOR_THE_BENCHMARK = ("name", "json", "run")
-"""What the command line holds beside the benchmark's own options."""
+"""Parsed arguments that are not options of the benchmark."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options. Those of the second group are handed to the benchmark, if it has them."""
+    """Add the options. Those of the second group are passed to the benchmark."""
     listing = "; ".join(f"{name}: {what}" for name, what in BENCHMARKS.items())
     parser.add_argument("name", choices=BENCHMARKS, help=listing)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
     own = parser.add_argument_group("what to measure (each benchmark has some of these, and its own defaults)")
     own.add_argument("--model", help="bundled name, folder or hub id")
     own.add_argument(
-        "--draft", metavar="MODEL", help="the draft model of whoever drafts (default: the bundled one, if the model is)"
+        "--draft", metavar="MODEL", help="the draft model (default: the bundled one, if the model is bundled)"
     )
     own.add_argument("--shape", help="a random checkpoint of this shape in place of the model: 0.4b")
     own.add_argument("--systems", type=_names, metavar="A,B", help="run only these systems")
     own.add_argument("--ops", type=_names, metavar="A,B", help="measure only these ops")
     own.add_argument("--stages", type=_names, metavar="A,B", help="run only these stages")
     own.add_argument(
-        "--rehearse", action="store_const", const=True, help="run the stages of `gpu` in a tiny size on a CPU"
+        "--rehearse", action="store_const", const=True, help="run the stages of `gpu` on a CPU, with tiny sizes"
     )
     own.add_argument("--rounds", type=_positive, metavar="N", help="measure every system N times in turn")
     own.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts")
-    own.add_argument("--new-tokens", type=_positive, metavar="N", help="tokens to generate for each")
-    own.add_argument("--drafts", type=_positive, metavar="K", help="drafted tokens a round")
+    own.add_argument("--new-tokens", type=_positive, metavar="N", help="tokens to generate per prompt")
+    own.add_argument("--drafts", type=_positive, metavar="K", help="draft tokens per round")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one benchmark, print its table, keep its JSON."""
+    """Run one benchmark, print its table and write its JSON."""
     if args.json:
         check_new_file("--json", args.json)
     from rich.console import Console
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     measure = find(args.name)
     given = _own_options(args, measure)
-    if "save_to" in inspect.signature(measure).parameters:  # it writes what it has so far, should it be ended
+    if "save_to" in inspect.signature(measure).parameters:  # it writes partial results, in case it is killed
         given["save_to"] = args.json
     result = measure(**given)
     Console().print((find_table(args.name) or speed_table)(result))
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _own_options(args: argparse.Namespace, measure: Callable[..., Any]) -> dict[str, Any]:
-    """The options that were given. Raises `ConfigError` for one that this benchmark does not have."""
+    """The options that were given. Raises `ConfigError` for one that this benchmark lacks."""
     options_here = {key: value for key, value in vars(args).items() if key not in NOT_FOR_THE_BENCHMARK}
     given = {key: value for key, value in options_here.items() if value is not None}
     known = inspect.signature(measure).parameters
@@ -87,7 +87,7 @@ def _flag(option: str) -> str:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing; leave the option out for all of them")
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty list; leave the option out for all of them")
     return names
 
 
@@ -100,7 +100,7 @@ def _positive(text: str) -> int:
 
 COMMAND = Command(
     "bench",
-    "Measure: ratios inside one run, medians of pairs taken in turn, with their spread.",
+    "Run a benchmark: systems measured in turn, reported as median ratios with their spread.",
     EXAMPLES,
     options,
     run,

@@ -1,4 +1,4 @@
-"""`minillm build`: make the notebooks from their sources."""
+"""`minillm build`: build the notebooks from their sources."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ EXAMPLES = """\
   minillm build                     all lessons
   minillm build 02                  one lesson
   minillm build --check             fail if a notebook is older than its source (runs nothing)
-  minillm build --check --run       also run the solutions; fail if a printed or drawn number is another
-  minillm build --mutants 07        spoil the reference solutions of lesson 7 in every small way: which mistakes do its
-                                    checkers miss, and for how many do they name a cause?
+  minillm build --check --run       also run the solutions; fail if a printed or drawn number differs
+  minillm build --mutants 07        mutation testing for lesson 7: change the reference solutions in small ways and
+                                    report which mistakes its checkers miss, and for how many they name a cause
   minillm build --mutants l07.admit --jobs 1
 """
 
@@ -24,23 +24,23 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("names", nargs="*", metavar="LESSON", help="which lessons (default: all)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything is stale")
-    again = "with --check: run the solutions and compare what is counted"
-    parser.add_argument("--run", dest="rerun", action="store_true", help=again)
-    jobs = "with --run: lessons at a time (default: 1); with --mutants: processes (default: all cores)"
-    parser.add_argument("--jobs", type=int, metavar="N", help=jobs)
+    rerun_help = "with --check: run the solutions and compare all outputs except measurements"
+    parser.add_argument("--run", dest="rerun", action="store_true", help=rerun_help)
+    jobs_help = "with --run: lessons at a time (default: 1); with --mutants: processes (default: all cores)"
+    parser.add_argument("--jobs", type=int, metavar="N", help=jobs_help)
     parser.add_argument("--remeasure", action="store_true", help="replace recorded measurements by new ones")
     parser.add_argument(
         "--mutants",
         action="store_true",
-        help="build nothing; test the checkers of exercises with spoilt reference solutions, and exit 1 if one passes "
-        "that is not declared equivalent in minillm/teaching/exercises/_lNN_equivalent.py",
+        help="build nothing; test the checkers of exercises with mutated reference solutions, and exit 1 if a mutant "
+        "passes that is not declared equivalent in minillm/teaching/exercises/_lNN_equivalent.py",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="with --mutants: write every trial to a JSON file")
     parser.add_argument("--root", type=Path, default=Path(), help="the clone to work in (default: here)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build, or check and say what is stale. The exit code is 1 if anything is."""
+    """Build, or check and list what is stale. Returns 1 if anything is stale."""
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs}: at least 1 must run at a time")
     if args.mutants:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.root.resolve()} has no folder 'solutions'; run this in a clone, or name one with --root"
         )
     if args.rerun and not args.check:
-        raise ConfigError("--run belongs to --check; without both, the lessons run and what they give is recorded")
+        raise ConfigError("--run needs --check; without both, the lessons run and their outputs are recorded")
     from minillm.teaching.build import build
 
     stale = build(args.root, args.names or None, check=args.check, remeasure=args.remeasure)

@@ -1,4 +1,4 @@
-"""What a command is: a name, a sentence, examples, options and a function."""
+"""`Command`: the name, summary, examples, options and function of one subcommand."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Command:
     name: str
     summary: str
     examples: str
-    """As they are typed, one a line, indented by two."""
+    """Command lines, one per line, indented by two spaces."""
     options: Callable[[argparse.ArgumentParser], None]
-    """Adds the options; called only if the command is, so it may import what it needs."""
+    """Adds the options. Called only when this command is parsed, so it may import slow modules."""
     run: Callable[[argparse.Namespace], int]
     """Does the work and returns the exit code."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that tells of it if its help cannot be written; `argparse` itself says nothing then."""
+    """A parser that raises an error if its help cannot be written. `argparse` ignores that."""
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:  # type: ignore[override]
         if message and (file := file or sys.stderr) is not None:
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class CommandParser(Parser):
-    """The parser of one command, which asks for the command's options when it first has to parse."""
+    """The parser of one command. It adds the command's options when it first parses."""
 
     def __init__(self, *, command: Command, **settings: Any) -> None:
         super().__init__(
@@ -48,7 +48,7 @@ class CommandParser(Parser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As the base class, once the options are there."""
+        """Add the options at the first call, then parse."""
         while self._late_options:
             self._late_options.pop()(self)
         return super().parse_known_args(args, namespace)

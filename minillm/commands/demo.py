@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Play the demo."""
     if not 0 <= args.pause <= LONGEST_PAUSE:
         raise ConfigError(f"--pause {args.pause:g} must be from 0 to {LONGEST_PAUSE} seconds")
-    from minillm.demo import run_demo
+    from minillm.commands.side_by_side import run_demo
 
     run_demo(pause=args.pause)
     return 0
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "demo",
-    "Watch the engine think: cache pages fill, drafts are kept or thrown away.",
+    "Watch the engine think: cache pages fill, drafts are accepted or rejected.",
     EXAMPLES,
     options,
     run,

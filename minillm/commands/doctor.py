@@ -1,4 +1,4 @@
-"""`minillm doctor`: what will run on this machine, and why not."""
+"""`minillm doctor`: report what runs on this machine, what does not, and why."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; the exit code is 1 if a part of the lessons cannot run."""
-    from minillm.doctor import doctor
+    """Print the report. Returns 1 if a part of the lessons cannot run."""
+    from minillm.doctor.report import doctor
 
     report = doctor(measure=args.measure)
     print(report.to_json() if args.json else report.text)

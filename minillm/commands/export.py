@@ -18,11 +18,11 @@ EXAMPLES = """\
 """
 TYPES = {
     "f32": "exact for every checkpoint",
-    "f16": "exact for one stored so",
-    "bf16": "exact for one stored so",
+    "f16": "exact for an fp16 checkpoint",
+    "bf16": "exact for a bf16 checkpoint",
     "q8_0": "8 bits, a scale for every 32 weights",
 }
-"""Said again here, so that asking for help loads nothing heavy."""
+"""Repeated here so that `--help` imports nothing slow."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file and say what is in it."""
+    """Write the file and print a summary."""
     check_new_file("--gguf", args.gguf)
     from minillm.export.gguf import export_gguf
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 def _about_tokenizer(export: GgufExport) -> str:
     tokenizer = export.tokenizer
     if tokenizer is None:
-        return "No tokenizer: llama.cpp wants a byte-level BPE. It can be given token ids, but no text."
+        return "No tokenizer: llama.cpp needs a byte-level BPE. The file works with token ids, not with text."
     same = f"the same tokens as the original for {tokenizer.agreement:.0%} of the held-out texts"
     return f"Tokenizer: {len(tokenizer.tokens):,} tokens, split as {tokenizer.pre!r}: {same}."
 

@@ -11,8 +11,8 @@ from minillm.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
     from minillm.llm import LLM
-    from minillm.metrics import RequestMetrics
     from minillm.sampling import SamplingParams
+    from minillm.trace.request_metrics import RequestMetrics
 
 EXAMPLES = """\
   minillm generate "def fib(n):" --max-tokens 64
@@ -25,30 +25,30 @@ EXAMPLES = """\
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("prompt", help="the text to go on from; - reads standard input")
+    parser.add_argument("prompt", help="the text to complete; - reads standard input")
     parser.add_argument("--model", default="minicoder", help="bundled name, folder or hub id (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--stream", action="store_true", help="print each piece as soon as it is there")
+    parser.add_argument("--stream", action="store_true", help="print each piece as soon as it is generated")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=64, metavar="N", help="at most N tokens (default: 64)")
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: likeliest token")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default: greedy")
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P")
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0: all tokens")
     sampling.add_argument("--seed", type=int, metavar="SEED", help="the same seed gives the same text")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before TEXT; may be given again")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before TEXT; may be repeated")
     speculation = parser.add_argument_group("speculative decoding")
-    speculation.add_argument("--draft", metavar="MODEL", help="a small model that guesses ahead")
+    speculation.add_argument("--draft", metavar="MODEL", help="a small draft model")
     speculation.add_argument(
-        "--speculative-method", metavar="METHOD", help="ngram or suffix guess from the text itself, without a model"
+        "--speculative-method", metavar="METHOD", help="ngram or suffix: draft from the text itself, without a model"
     )
     speculation.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K", help="guesses a round (default: 4; suffix: 24)"
+        "--num-speculative-tokens", type=int, metavar="K", help="draft tokens per round (default: 4; suffix: 24)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the engine, complete the prompt, say what it cost."""
+    """Load the engine, complete the prompt and print its metrics."""
     prompt = _standard_input() if args.prompt == "-" else args.prompt
 
     from minillm.llm import LLM
@@ -73,11 +73,11 @@ def _standard_input() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as problem:
-        raise PromptError(f"byte {problem.start} of standard input is no {problem.encoding}; convert it") from None
+        raise PromptError(f"byte {problem.start} of standard input is not {problem.encoding}; convert it") from None
 
 
 def _speculation(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What the options say about drafting; None: nothing is drafted."""
+    """The `speculative_config` of the options; None without speculative decoding."""
     given = {
         "method": args.speculative_method or ("draft_model" if args.draft else None),
         "model": args.draft,
@@ -91,7 +91,7 @@ def _speculation(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> None:
-    first = prompt  # nothing is shown before the prompt has been checked
+    first = prompt  # printed only after the prompt has been checked
     for piece in llm.stream(prompt, params):
         print(first + piece, end="", flush=True)
         first = ""
@@ -105,21 +105,21 @@ def _print(llm: LLM, prompt: str, params: SamplingParams) -> None:
 
 
 def cost(metrics: RequestMetrics) -> str:
-    """What a request cost, in one line."""
+    """The metrics of a request in one line: tokens, latency and acceptance."""
     parts = [f"{metrics.num_output_tokens} tokens"]
     if metrics.ttft is not None:
         parts.append(f"first after {metrics.ttft * 1e3:.0f} ms")
     if metrics.tpot:
-        parts.append(f"then {1 / metrics.tpot:.0f} a second")
+        parts.append(f"then {1 / metrics.tpot:.0f} per second")
     if metrics.acceptance_rate is not None:
-        parts.append(f"{metrics.acceptance_rate:.0%} of {metrics.num_drafts} drafts kept")
+        parts.append(f"{metrics.acceptance_rate:.0%} of {metrics.num_drafts} drafts accepted")
         parts.append(f"{metrics.tokens_per_forward:.2f} tokens per target forward")
     return ", ".join(parts)
 
 
 COMMAND = Command(
     "generate",
-    "Complete a prompt: the text goes to standard output, what it cost to standard error.",
+    "Complete a prompt: the text goes to standard output, its metrics to standard error.",
     EXAMPLES,
     options,
     run,

@@ -13,7 +13,7 @@ EXAMPLES = """\
   minillm lab
   minillm lab 02                    open lesson 02
   minillm lab --dir ~/course        work on copies in ~/course
-  minillm lab --no-open             only copy the lessons and say where they are
+  minillm lab --no-open             only copy the lessons and print their folder
   minillm lab --jupyter=--no-browser --jupyter=--port=9000
 """
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -30,7 +30,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find or copy the lessons, then hand over to JupyterLab until it is stopped."""
+    """Find or copy the lessons, then run JupyterLab until it is stopped."""
     folder = lessons_folder(args.dir)
     notebook = find_lesson(folder, args.lesson)
     print(f"The lessons are in {folder}", flush=True)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lessons_folder(copies: Path | None, package: Path = PACKAGE) -> Path:
-    """The lessons to open: copies in the folder `copies`; if none is named, a clone's own, or copies in `COPIES`.
+    """The folder of lessons to open: copies in `copies`, or if that is None, a clone's own or copies in `COPIES`.
 
     Raises `UnsupportedError` if there are no lessons to copy, `ConfigError` if they cannot be copied there.
     """
@@ -68,14 +68,14 @@ def lessons_folder(copies: Path | None, package: Path = PACKAGE) -> Path:
     if copied:
         print(f"Copied {copied} files.")
     if kept:
-        print(f"Left {kept} files as they were; rename one and call again to get a fresh copy of it.")
+        print(f"Left {kept} files as they were; rename one and run this again to get a fresh copy of it.")
     return target.resolve()
 
 
 def copy_new(source: Path, target: Path) -> tuple[int, int]:
-    """Copy the files of `source` that `target` does not have. Returns how many were copied, and how many were there.
+    """Copy the files of `source` that `target` lacks. Returns how many were copied, and how many existed already.
 
-    A file is created only if none is there at that very moment, so nothing of a learner's is ever overwritten.
+    Each file is opened with mode "x", which fails if it exists, so a learner's files are never overwritten.
     """
     copied = kept = 0
     for file in sorted(f for f in source.rglob("*") if f.is_file()):
@@ -92,7 +92,7 @@ def copy_new(source: Path, target: Path) -> tuple[int, int]:
 
 
 def find_lesson(folder: Path, name: str) -> Path:
-    """The first notebook of `folder` whose file name starts with `name`. Raises `ConfigError` naming what there is."""
+    """The first notebook of `folder` whose file name starts with `name`. Raises `ConfigError` if there is none."""
     notebooks = sorted(folder.glob("*.ipynb"))
     for notebook in notebooks:
         if notebook.name.startswith(name):

@@ -1,12 +1,12 @@
-"""The command line of all commands. It only parses: a command's own imports wait until it runs, so help is instant."""
+"""The parser of all subcommands. A command's own imports wait until it runs, so `--help` is instant."""
 
 from __future__ import annotations
 
 import argparse
 
-from minillm import __version__
 from minillm.commands import bench, build, demo, doctor, export, generate, lab, quantize, train
 from minillm.commands.command import CommandParser, Parser
+from minillm.version import __version__
 
 COMMANDS = tuple(module.COMMAND for module in (demo, lab, generate, quantize, export, train, doctor, build, bench))
 
@@ -15,8 +15,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of `minillm` with all its commands."""
     top = Parser(
         prog="minillm",
-        description="An LLM inference engine small enough to read, with lessons that show it think.",
-        epilog="minillm COMMAND --help tells more about one command, with examples.",
+        description="An LLM inference engine small enough to read, with lessons that show it at work.",
+        epilog="minillm COMMAND --help describes one command, with examples.",
     )
     top.add_argument("--version", action="version", version=f"minillm {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)

@@ -1,4 +1,4 @@
-"""Where a command is to write: whether that can be done is found out before any work, not after it."""
+"""Check that a command can write its output before it starts the work."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from minillm.errors import ConfigError
 
 
 def check_new_file(option: str, file: Path) -> None:
-    """Raise `ConfigError` if a file cannot be made (or written again) at this path."""
+    """Raise `ConfigError` if a file cannot be created or overwritten at this path."""
     try:
         if file.is_dir():
             raise ConfigError(f"{option} {file} is a folder; name a file")
         if not file.parent.is_dir():
-            raise ConfigError(f"{option} {file}: there is no folder {file.parent}; make it first")
+            raise ConfigError(f"{option} {file}: there is no folder {file.parent}; create it first")
         if not file.exists():
             check_writable(option, file.parent)
     except (OSError, ValueError) as problem:
@@ -26,7 +26,7 @@ def check_new_file(option: str, file: Path) -> None:
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Raise `ConfigError` if nothing can be made in the folder."""
+    """Raise `ConfigError` if no file can be created in the folder."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

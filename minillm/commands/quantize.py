@@ -1,4 +1,4 @@
-"""`minillm quantize`: make a checkpoint smaller."""
+"""`minillm quantize`: write a quantised copy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minillm.commands.command import Command
 from minillm.commands.places import check_writable
 
 if TYPE_CHECKING:
-    from minillm.quantization.convert import Conversion
+    from minillm.export.write_quantized import Conversion
 
 EXAMPLES = """\
   minillm quantize minicoder --scheme int8 --out minicoder-int8
@@ -22,9 +22,9 @@ SCHEMES = {
     "w8a8": "8-bit weights and activations",
     "int4": "4-bit weights in groups, rounded to nearest",
     "awq": "4 or 3 bits, channels scaled by their activations",
-    "squeezellm": "2 to 4 bits into a codebook per row, and sparse exact values",
+    "squeezellm": "2 to 4 bits with a codebook per row, and sparse values kept exact",
 }
-"""Said again here, so that asking for help loads nothing heavy."""
+"""Repeated here so that `--help` imports nothing slow."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -33,16 +33,16 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="bundled name, folder or hub id of a full-precision checkpoint")
     parser.add_argument("--scheme", required=True, help=listing)
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="a new folder for the result")
-    parser.add_argument("--bits", type=int, metavar="B", help="bits of a weight (default: the scheme's)")
+    parser.add_argument("--bits", type=int, metavar="B", help="bits per weight (default: the scheme's)")
     parser.add_argument(
         "--group-size", type=int, metavar="G", help="weights that share a scale (int4, awq; default: 128)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantise, write, and say what it saved."""
-    from minillm.quantization.checkpoint import check_new_folder
-    from minillm.quantization.convert import quantize_checkpoint
+    """Quantise the checkpoint, write it and print the sizes."""
+    from minillm.export.write_quantized import quantize_checkpoint
+    from minillm.models.quantized_checkpoint import check_new_folder
     from minillm.quantization.schemes import make_scheme
 
     check_new_folder(args.out)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_table(model: str, scheme: str, conversion: Conversion) -> None:
-    """Bytes before and after, by purpose."""
+    """Print bytes before and after, by kind of tensor."""
     from rich.console import Console
     from rich.table import Table
 
@@ -79,7 +79,7 @@ def _change(before: int, after: int) -> tuple[str, str, str]:
 
 COMMAND = Command(
     "quantize",
-    "Make a quantised checkpoint: fewer bits for the weights of every layer, calibrated on held-out code.",
+    "Write a quantised checkpoint: fewer bits for the weights of every layer, calibrated on held-out code.",
     EXAMPLES,
     options,
     run,

@@ -1,4 +1,4 @@
-"""`minillm train`: make the bundled models again."""
+"""`minillm train`: train the bundled models from scratch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from minillm.commands.command import Command
 
 EXAMPLES = """\
-  minillm train                     all stages; an interrupted run goes on where it stopped
+  minillm train                     all stages; an interrupted run continues where it stopped
   minillm train --stages corpus target --target-minutes 5
   minillm train --stages distill export --export-to my-models
 """
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "train",
-    "Make the bundled models from the Python source on this machine: collect, pretrain, distil, export.",
+    "Train the bundled models on the Python source found on this machine: collect, pretrain, distil, export.",
     EXAMPLES,
     options,
     run,

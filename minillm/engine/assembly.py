@@ -1,12 +1,13 @@
-"""From options to a running engine: device and dtype, both models, the size of the pool, the drafter."""
+"""From options to a running engine: device and dtype, target and draft model, size of the block pool, drafter."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,62 +15,57 @@ from minillm import hardware
 from minillm.cache.base import KVCache
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.layouts import find_layout
-from minillm.config import DTYPES, CacheConfig, EngineConfig
+from minillm.config import DTYPES, CacheConfig, EngineArgs
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import ConfigError, TokenizerMismatchError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.models.loading import load_config, load_model, resolve, widen
-from minillm.models.runner import ModelRunner
+from minillm.models.loading import cast_model, load_config, load_model, resolve
+from minillm.models.quantize import quantize_unembedding
 from minillm.quantization.base import QuantizedLinear
 from minillm.quantization.int8 import Int8
-from minillm.quantization.model import quantize_unembedding
 from minillm.quantization.schemes import make_scheme
+from minillm.runtime.runner import ModelRunner
 from minillm.speculative.config import SpeculativeConfig
-from minillm.speculative.draft_model import DraftModelDrafter
-from minillm.speculative.drafter import Drafter
-from minillm.speculative.ngram import NgramDrafter
-from minillm.speculative.suffix import SuffixDrafter
+from minillm.speculative.drafter import DraftContext
+from minillm.speculative.rejection_sampler import EXACT
 from minillm.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from minillm.llm_engine import EngineArgs
 
 DEFAULT_BLOCK_SIZE = 16
 CPU_CACHE_BYTES = 256 * 2**20
-"""What a CPU engine gives its cache unless told otherwise, or an eighth of the free memory if that is less."""
+"""Default size of the KV cache on a CPU; an eighth of the free memory if that is less."""
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """A ready engine and what its makers knew."""
+    """An engine and the settings it was built with."""
 
     engine: Engine
-    config: EngineConfig
-    """With everything decided that was left open."""
+    args: EngineArgs
+    """With every default filled in."""
     max_model_len: int
     bytes_per_block: int
-    """Keys and values of one block over all layers, the draft's pool included."""
+    """Keys and values of one block over all layers, the drafter's pools included."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where models compute and in what: the same for target and draft."""
+    """Device and dtype of target and draft model."""
 
     dtype: torch.dtype
-    """Of activations and, unless its layout says otherwise, of the cache. Weights may be kept in fewer bits."""
+    """Of activations and, unless its layout says otherwise, of the cache. Weights may be stored in fewer bits."""
     device: torch.device
-    may_be_taken: bool
-    """Whether an executor may take the weights over."""
+    may_move_weights: bool
+    """Whether an executor may move the weights out of the model."""
 
     def load(self, folder: Path, quantization: str | None) -> Decoder:
-        """The model in `folder`; what an executor on a CPU may take is in the bits that the file has.
+        """The model in `folder`. For an executor on a CPU the weights keep the dtype of the file.
 
-        With weights of 8 bits the unembedding is rounded to as many, for it is read at every token; its inputs are not,
-        and a tied embedding stays as it is. `benchmarks/quality.json` says what that costs.
+        With weights of 8 bits the unembedding is quantised to 8 bits too, because every token reads all of it; its
+        inputs are not, and neither is a tied embedding. `benchmarks/quality.json` has the loss.
         """
-        as_stored = self.may_be_taken and self.device.type == "cpu"
+        as_stored = self.may_move_weights and self.device.type == "cpu"
         model = load_model(folder, self.dtype, self.device, quantization, keep_stored=as_stored)
         some = model.layers[0].qkv_proj
         if isinstance(some, QuantizedLinear) and isinstance(some.scheme, Int8):
@@ -77,64 +73,118 @@ class Placement:
         return model
 
 
-def assemble(
-    args: EngineArgs, config: EngineConfig, cache: CacheConfig, speculative: SpeculativeConfig | None
-) -> Assembly:
-    """Load what is named and put it together. Nothing heavy happens before the options are checked."""
+def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfig | None) -> Assembly:
+    """Load the models and build the engine. All options are checked before anything is loaded or allocated."""
     device = choose_device(args.device)
     layout = find_layout(cache)
+    _check_speculation(layout, cache, speculative)
     folder = resolve(args.model)
     model_config = load_config(folder)
-    max_model_len = config.check_against_context(model_config.max_position_embeddings)
-    config = _settle(config, layout, cache, max_model_len)
+    max_model_len = args.check_against_context(model_config.max_position_embeddings)
+    args = _settle(args, layout, cache, max_model_len)
     tokenizer = Tokenizer.from_folder(folder)
     placement = Placement(choose_dtype(args.dtype, device, model_config), device, not args.enforce_eager)
-    target = placement.load(folder, args.quantization)
-    draft = _load_draft(speculative, tokenizer, target, placement, max_model_len) if speculative else None
+    target_model = placement.load(folder, args.quantization)
 
-    models = [m for m in (target, draft) if m is not None]
-    bytes_per_block = sum(
-        layout.bytes_per_block(m.config, config.block_size, placement.dtype, **cache.options) for m in models
-    )
-    num_blocks = _num_blocks(config, bytes_per_block, max_model_len, device)
-    runners = [_runner(m, placement, layout, cache, num_blocks, config.block_size) for m in models]
-    for runner in runners:
+    plans = RunnerPlans(placement, args.block_size, layout, cache)
+    target = plans.new_runner(target_model)
+    drafter = None
+    if speculative is not None:
+        load_draft = partial(_load_draft, tokenizer, target_model.config, placement, max_model_len)
+        context = DraftContext(
+            speculative.options, target, tokenizer, args.max_num_batched_tokens, load_draft, plans.new_runner
+        )
+        drafter = speculative.drafter_cls.build(context)
+    num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, device)
+    plans.allocate(num_blocks)
+    for runner in plans.runners:
         _use_ops(runner.cache, args.ops or {}, cache)
         _check_rollback(runner.cache, cache, speculative)
-        reason = None if args.enforce_eager else runner.speed_up(config.max_num_seqs, max_model_len)
+    if not args.enforce_eager:
+        plans.use_executors(args.max_num_seqs, max_model_len)
+    for runner in plans.runners:
         if runner.executor is None:
-            widen(runner.model, placement.dtype)  # it stays in PyTorch, where all of it has to be of one dtype
-        if reason is not None and device.type == "cuda":
-            tell_of_fallback(reason)
+            cast_model(runner.model, placement.dtype)  # PyTorch needs all of a model in one dtype
     engine = Engine(
-        runners[0],
-        (args.block_pool_cls or BlockPool)(num_blocks, config.block_size),
-        config,
+        target,
+        (args.block_pool_cls or BlockPool)(num_blocks, args.block_size),
+        args,
         tokenizer,
-        _drafter(speculative, runners[-1], config),
+        drafter,
         speculative.max_drafts if speculative else 0,
         args.scheduler_cls or Scheduler,
+        speculative.accept_rule if speculative else EXACT,
     )
     if speculative is not None:
         engine.scheduler.disable_by_batch_size = speculative.disable_by_batch_size
-    return Assembly(engine, config, max_model_len, bytes_per_block)
+    return Assembly(engine, args, max_model_len, plans.bytes_per_block)
 
 
-def tell_of_fallback(reason: str) -> None:
-    """Warn that a GPU runs in plain PyTorch, and why. (On a CPU the doctor says so: some layouts are meant to.)"""
+class RunnerPlans:
+    """The runners of an engine. Their caches are allocated together, because one block table addresses all of them."""
+
+    def __init__(self, placement: Placement, block_size: int, layout: type[KVCache], cache: CacheConfig) -> None:
+        self.placement, self.block_size, self.layout, self.options = placement, block_size, layout, cache.options
+        self.runners: list[ModelRunner] = []
+        self._layouts: list[tuple[type[KVCache], Mapping[str, Any]]] = []
+
+    def new_runner(self, model: Decoder, layout: type[KVCache] | None = None, **options: Any) -> ModelRunner:
+        """See `DraftContext.new_runner`. Raises `UnsupportedError` for a layout that blocks cannot address."""
+        chosen, options = (self.layout, dict(self.options)) if layout is None else (layout, options)
+        if chosen.whole_sequences != self.layout.whole_sequences:
+            raise UnsupportedError(
+                f"cache layouts {chosen.__name__} and {self.layout.__name__} cannot serve one engine: the blocks of "
+                "one are whole requests, those of the other are not"
+            )
+        runner = ModelRunner(model, None, self.block_size)  # type: ignore[arg-type]  (`allocate` sets its cache)
+        self.runners.append(runner)
+        self._layouts.append((chosen, options))
+        return runner
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, summed over all caches."""
+        return sum(
+            layout.bytes_per_block(runner.model.config, self.block_size, self.placement.dtype, **options)
+            for runner, (layout, options) in zip(self.runners, self._layouts, strict=True)
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the caches."""
+        place = self.placement
+        for runner, (layout, options) in zip(self.runners, self._layouts, strict=True):
+            runner.cache = layout(
+                runner.model.config, num_blocks, self.block_size, place.dtype, place.device, **options
+            )
+
+    def use_executors(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Give each model whose caches are all supported an executor. On a CPU the weights of a model move into its
+        executor, so one unsupported cache keeps all runners of that model in PyTorch."""
+        for model in {runner.model: None for runner in self.runners}:
+            runners = [runner for runner in self.runners if runner.model is model]
+            reason = next(filter(None, (runner.unsupported_reason() for runner in runners)), None)
+            if reason is None:
+                reasons = [runner.use_executor(max_num_seqs, max_model_len) for runner in runners]
+                reason = next(filter(None, reasons), None)
+            if reason is not None and self.placement.device.type == "cuda":
+                warn_of_fallback(reason)
+
+
+def warn_of_fallback(reason: str) -> None:
+    """Warn that a GPU runs plain PyTorch, and why. (On a CPU the doctor says so; some layouts always run there.)"""
     warnings.warn(
-        f"the GPU runs in plain PyTorch, right and slower: {reason}; `minillm doctor` says more, and "
-        "enforce_eager=True asks for it",
+        f"the GPU runs plain PyTorch, which is correct but slower: {reason}; run `minillm doctor` for details, or pass "
+        "enforce_eager=True to choose it without this warning",
         stacklevel=2,
     )
 
 
 def _use_ops(made: KVCache, ops: Mapping[str, Callable[..., Any]], cache: CacheConfig) -> None:
-    """Have the cache call these functions instead of minillm's own. Raises `UnsupportedError` if it calls no such."""
+    """Replace ops that the cache calls. Raises `UnsupportedError` for an op that it does not call."""
     for name, function in ops.items():
         if name not in made.ops:
             raise UnsupportedError(
-                f"ops has no use for {name!r} with cache layout {cache.name!r}; it could replace: "
+                f"ops={{{name!r}: …}} is not called by cache layout {cache.name!r}; it can replace: "
                 f"{', '.join(made.ops) or 'nothing'}"
             )
         made.ops = {**made.ops, name: function}
@@ -145,37 +195,45 @@ def _check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeC
         return
     if made.max_rollback < speculative.max_drafts:
         raise UnsupportedError(
-            f"num_speculative_tokens={speculative.max_drafts} cannot be had with cache layout "
-            f"{cache.name!r}, which can take back {made.max_rollback} tokens; lower it or use layout 'paged'"
+            f"num_speculative_tokens={speculative.max_drafts} is not supported by cache layout "
+            f"{cache.name!r}, which can roll back {made.max_rollback} tokens; lower it or use layout 'paged'"
         )
 
 
-def _settle(config: EngineConfig, layout: type[KVCache], cache: CacheConfig, max_model_len: int) -> EngineConfig:
-    """`config` with everything decided that it left to the layout. Raises `UnsupportedError` for what cannot be."""
-    if layout.whole_sequences and config.block_size is not None:
+def _check_speculation(layout: type[KVCache], cache: CacheConfig, speculative: SpeculativeConfig | None) -> None:
+    if speculative is not None and speculative.drafter_cls.proposes_trees and not layout.supports_trees:
         raise UnsupportedError(
-            f"block_size={config.block_size} means nothing to cache layout {cache.name!r}, which keeps each request "
+            f"speculative method {speculative.method_name!r} drafts trees, which cache layout {cache.name!r} cannot "
+            "verify; use layout 'paged'"
+        )
+
+
+def _settle(args: EngineArgs, layout: type[KVCache], cache: CacheConfig, max_model_len: int) -> EngineArgs:
+    """`args` with the layout's defaults filled in. Raises `UnsupportedError` for options it does not support."""
+    if layout.whole_sequences and args.block_size is not None:
+        raise UnsupportedError(
+            f"block_size={args.block_size} is not supported by cache layout {cache.name!r}, which stores each request "
             "in one piece; leave it out"
         )
-    if config.enable_prefix_caching and not layout.supports_prefix_sharing:
+    if args.enable_prefix_caching and not layout.supports_prefix_sharing:
         raise UnsupportedError(
-            f"enable_prefix_caching=True cannot be had with cache layout {cache.name!r}, whose rows belong to one "
+            f"enable_prefix_caching=True is not supported by cache layout {cache.name!r}, whose rows belong to one "
             "request; leave it out, or use layout 'paged'"
         )
-    block_size = max_model_len if layout.whole_sequences else config.block_size or DEFAULT_BLOCK_SIZE
-    sharing = layout.supports_prefix_sharing if config.enable_prefix_caching is None else config.enable_prefix_caching
-    max_num_seqs = min(config.max_num_seqs, layout.max_batch or config.max_num_seqs)
-    return replace(config, block_size=block_size, enable_prefix_caching=sharing, max_num_seqs=max_num_seqs)
+    block_size = max_model_len if layout.whole_sequences else args.block_size or DEFAULT_BLOCK_SIZE
+    sharing = layout.supports_prefix_sharing if args.enable_prefix_caching is None else args.enable_prefix_caching
+    max_num_seqs = min(args.max_num_seqs, layout.max_batch or args.max_num_seqs)
+    return replace(args, block_size=block_size, enable_prefix_caching=sharing, max_num_seqs=max_num_seqs)
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is a GPU if there is one. Raises `ConfigError` for a device that is not there."""
+    """`auto` is a GPU if there is one. Raises `ConfigError` for a device that cannot be used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.ones(1, device=device).item()  # a device that keeps nothing, such as `meta`, fails here
-    except Exception as problem:  # each kind of device has errors of its own
+        torch.ones(1, device=device).item()  # fails on a device without memory, such as `meta`
+    except Exception as problem:  # each kind of device raises its own errors
         [reason, *_] = [*str(problem).splitlines(), type(problem).__name__]
         reason = reason if len(reason) < 200 else f"{reason[:200]}…"
         raise ConfigError(f"device={name!r} cannot be used here ({reason}); use 'auto' or 'cpu'") from None
@@ -196,63 +254,47 @@ def choose_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.
 
 
 def _load_draft(
-    speculative: SpeculativeConfig, tokenizer: Tokenizer, target: Decoder, placement: Placement, max_model_len: int
-) -> Decoder | None:
-    if speculative.model is None:
-        return None
-    folder = resolve(speculative.model)
-    if speculative.quantization is not None:
-        make_scheme(speculative.quantization)  # a name that is none is told before anything is read
+    tokenizer: Tokenizer,
+    target: ModelConfig,
+    placement: Placement,
+    max_model_len: int,
+    name: str,
+    quantization: str | None,
+) -> Decoder:
+    """See `DraftContext.load_model`."""
+    folder = resolve(name)
+    if quantization is not None:
+        make_scheme(quantization)  # an unknown name raises before anything is read
     if not tokenizer.same_vocabulary(Tokenizer.from_folder(folder)):
         raise TokenizerMismatchError(
-            f"the draft {speculative.model!r} has another tokenizer than the target, so its guesses would mean other "
-            "text; use a draft trained with the target's tokenizer"
+            f"the draft model {name!r} has another tokenizer than the target, so its token ids mean other text; use a "
+            "draft model with the target's tokenizer"
         )
-    draft = placement.load(folder, speculative.quantization)
-    if draft.config.vocab_size != target.config.vocab_size:
+    draft = placement.load(folder, quantization)
+    if draft.config.vocab_size != target.vocab_size:
         raise TokenizerMismatchError(
-            f"the draft {speculative.model!r} has {draft.config.vocab_size} logits, the target "
-            f"{target.config.vocab_size}; use a draft with the target's vocabulary"
+            f"the draft model {name!r} has {draft.config.vocab_size} logits, the target {target.vocab_size}; use a "
+            "draft model with the target's vocabulary"
         )
     if draft.config.max_position_embeddings < max_model_len:
         raise ConfigError(
-            f"the draft {speculative.model!r} can see {draft.config.max_position_embeddings} tokens, the engine is to "
-            f"run {max_model_len}; lower max_model_len"
+            f"the draft model {name!r} has a context of {draft.config.max_position_embeddings} tokens, less than "
+            f"max_model_len={max_model_len}; lower max_model_len"
         )
     return draft
 
 
-def _runner(
-    model: Decoder, placement: Placement, layout: type[KVCache], cache: CacheConfig, num_blocks: int, block_size: int
-) -> ModelRunner:
-    kept = layout(model.config, num_blocks, block_size, placement.dtype, placement.device, **cache.options)
-    return ModelRunner(model, kept, block_size)
-
-
-def _drafter(speculative: SpeculativeConfig | None, draft: ModelRunner, config: EngineConfig) -> Drafter | None:
-    if speculative is None:
-        return None
-    if isinstance(speculative.method, type):
-        return speculative.method()
-    if speculative.method == "ngram":
-        return NgramDrafter(*speculative.lookup)
-    if speculative.method == "suffix":
-        return SuffixDrafter(**speculative.suffix_options)
-    greedy = speculative.draft_sample_method == "greedy"
-    return DraftModelDrafter(draft, config.max_num_batched_tokens, greedy, bool(config.enable_prefix_caching))
-
-
-def _num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, device: torch.device) -> int:
-    """What was asked for; else what the memory allows, and never more than all requests at full length could fill."""
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
-    budget = config.kv_cache_memory_bytes
+def _num_blocks(args: EngineArgs, bytes_per_block: int, max_model_len: int, device: torch.device) -> int:
+    """`num_kv_blocks` if given; else what the memory budget allows, at most what all requests at full length need."""
+    if args.num_kv_blocks is not None:
+        return args.num_kv_blocks
+    budget = args.kv_cache_memory_bytes
     if budget is None and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        budget = int(free - (1 - config.gpu_memory_utilization) * total)
+        budget = int(free - (1 - args.gpu_memory_utilization) * total)
     elif budget is None:
         budget = min(CPU_CACHE_BYTES, hardware.memory().free // 8)
-    most = config.max_num_seqs * -(-max_model_len // config.block_size)
+    most = args.max_num_seqs * -(-max_model_len // args.block_size)
     num_blocks = min(most, budget // bytes_per_block)
     if num_blocks < 1:
         raise ConfigError(

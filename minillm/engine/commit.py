@@ -1,12 +1,12 @@
-"""What a verdict does to a request: tokens, text, log-probabilities, and whether it ends here."""
+"""Applying a verdict to a request: append tokens and text, record log-probabilities, end the request at a stop."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from minillm.engine.request import LogprobRow, Request
 from minillm.engine.scheduler import Scheduled
 from minillm.outputs import Logprob
+from minillm.request import LogprobRow, Request
 from minillm.sampling import logprobs_of
 from minillm.speculative.rejection_sampler import Verdict
 from minillm.tokenizer import Tokenizer
@@ -29,8 +29,8 @@ def commit(request: Request, verdict: Verdict) -> list[int]:
 def _grow_text(request: Request, token: int) -> None:
     """Add the token's text; end the request at a stop token, a stop string or the length limit, in this order.
 
-    As in vLLM, the text of the token that ends it is left out unless stops are to be included, and the first
-    `min_tokens` tokens end nothing.
+    As in vLLM, the text of the token that ends the request is left out unless `include_stop_str_in_output`, and none of
+    the first `min_tokens` tokens ends it.
     """
     params, seen, count = request.params, len(request.text), request.num_output_tokens
     ends = count > params.min_tokens and token in request.stop_ids
@@ -51,7 +51,7 @@ def _grow_text(request: Request, token: int) -> None:
 
 
 def _find_stop(request: Request, seen: int) -> tuple[str, int] | None:
-    """The stop string that is complete first in the text after `seen` characters, and where it starts.
+    """The stop string that ends first in the text after `seen` characters, and where it starts.
 
     Of those that end at the same character, the first of `stop`.
     """
@@ -66,18 +66,27 @@ def _find_stop(request: Request, seen: int) -> tuple[str, int] | None:
     return stop, at
 
 
-def record_logprobs(request: Request, verdict: Verdict, logits: Tensor, tokenizer: Tokenizer) -> None:
-    """Note the raw log-probabilities of the tokens about to be committed; row j of `logits` chose token j."""
-    if request.params.logprobs is None:
+def record_logprobs(item: Scheduled, verdict: Verdict | None, logits: Tensor, tokenizer: Tokenizer) -> None:
+    """Note the raw log-probabilities of the tokens about to be committed, if they were asked for. `logits`: all rows of
+    the request; the last `item.num_judged` chose tokens."""
+    request = item.request
+    if verdict is None or request.params.logprobs is None:
         return
     del request.logprobs[request.num_output_tokens :]
-    rows = logprobs_of(logits[: len(verdict.token_ids)])
+    judged = logits[len(logits) - item.num_judged :]
+    chosen = judged[: len(verdict.token_ids)]
+    if verdict.path is not None:  # of a tree: the row of the root, then those of the accepted nodes
+        chosen = judged[[0, *(node + 1 for node in verdict.path)]]
+    rows = logprobs_of(chosen)
     for row, token in zip(rows, verdict.token_ids, strict=True):
         request.logprobs.append(_row(row, token, request.params.logprobs, tokenizer))
 
 
 def record_prompt_logprobs(item: Scheduled, logits: Tensor, tokenizer: Tokenizer) -> None:
-    """Note how likely each prompt token of this chunk's successors was; row j of `logits` follows token `start + j`."""
+    """Note the log-probabilities of the prompt tokens that follow those of this chunk, if they were asked for. Row j of
+    `logits` follows token `start + j`."""
+    if not item.wants_prompt_logprobs:
+        return
     request = item.request
     wanted = request.params.prompt_logprobs
     last = min(item.start + item.num_tokens, request.num_prompt_tokens - 1)
@@ -87,7 +96,7 @@ def record_prompt_logprobs(item: Scheduled, logits: Tensor, tokenizer: Tokenizer
 
 
 def _row(row: Tensor, token: int, count: int, tokenizer: Tokenizer) -> LogprobRow:
-    """`token`, then the `count` likeliest tokens (-1: all) of one row of log-probabilities, `[vocab]`."""
+    """`token`, then the `count` most likely tokens (-1: all) of one row of log-probabilities, `[vocab]`."""
     values, ids = row.topk(row.numel() if count < 0 else min(count, row.numel()))
     rank = int((row > row[token]).sum()) + 1
     found = {token: Logprob(float(row[token]), rank, tokenizer.token_text(token))}

@@ -1,6 +1,6 @@
-"""The engine: schedule, draft, run, judge, commit. One `step` moves every scheduled request on by at least a chunk.
+"""The engine: schedule, draft, run, judge, commit. One `step` advances every scheduled request by at least a chunk.
 
-It tells what it does through events and knows nobody who listens.
+It reports what it does as events (`minillm.trace`) and does not depend on who listens.
 """
 
 from __future__ import annotations
@@ -8,23 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from threading import RLock
-from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from minillm.cache.block_pool import BlockPool
-from minillm.config import EngineConfig
+from minillm.config import EngineArgs
 from minillm.engine.commit import commit, record_logprobs, record_prompt_logprobs
-from minillm.engine.judge import DeviceJudge, first_broken_row, judge
-from minillm.engine.request import Request
+from minillm.engine.judge import BrokenRowError, DeviceJudge, HostJudge
 from minillm.engine.scheduler import Scheduled, Scheduler
-from minillm.errors import MinillmError, NonFiniteLogitsError, RequestTooLargeError
-from minillm.models.runner import ModelRunner, Segment
+from minillm.engine.step_rows import StepRows
+from minillm.errors import DraftError, MinillmError, NonFiniteLogitsError, RequestTooLargeError, UnsupportedError
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
 from minillm.speculative.drafter import Draft, Drafter
-from minillm.speculative.rejection_sampler import Verdict
+from minillm.speculative.rejection_sampler import EXACT, AcceptRule, Verdict, check_tree
 from minillm.tokenizer import Tokenizer
 from minillm.trace import (
     DraftProposed,
@@ -39,24 +37,23 @@ from minillm.trace import (
     Work,
 )
 
-NO_DRAFT = Draft([])
-
 
 class Engine:
     """Requests in, tokens out: `add_request`, then `step` until `has_requests` is false.
 
-    Several threads may call it. `lock` lets one of them in at a time, and a step moves on the requests of all.
+    Several threads may call it: `lock` serialises them, and a step advances the requests of all.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
         pool: BlockPool,
-        config: EngineConfig,
+        config: EngineArgs,
         tokenizer: Tokenizer,
         drafter: Drafter | None = None,
         num_speculative_tokens: int = 0,
         scheduler_cls: type[Scheduler] = Scheduler,
+        accept_rule: AcceptRule = EXACT,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
@@ -64,25 +61,29 @@ class Engine:
         self.pool = pool
         self.listeners = Listeners()
         self.emit = self.listeners.tell
-        self.device_judge = DeviceJudge.beside(runner)
-        # What scheduler and pool are given leads to the caches and not back here: an engine that is dropped is gone.
+        device_judge = DeviceJudge.for_runner(runner) if accept_rule is EXACT else None
+        self.judge = device_judge or HostJudge(accept_rule)
+        # Scheduler and pool get references to the caches, not to the engine: without a cycle, an engine that is no
+        # longer used is freed at once.
         self.scheduler = scheduler_cls(
             pool, config, num_speculative_tokens, self.emit, partial(_copy_blocks, runner, drafter)
         )
         pool.on_free = partial(_free_blocks, runner, drafter)
+        if drafter is not None:
+            self.scheduler.on_drop = drafter.request_dropped
         self.requests: dict[str, Request] = {}
-        """Every request that has not ended, in order of arrival."""
+        """Every unfinished request, in order of arrival."""
         self.num_steps = 0
         self.lock = RLock()
-        """Held while a step runs, and by whoever changes what is queued."""
+        """Held while a step runs and while requests are queued or aborted."""
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is anything left to do."""
+        """Whether any request is unfinished."""
         return bool(self.requests)
 
     def check_request(self, request: Request) -> None:
-        """Raise `RequestTooLargeError` if the request could not run even with the pool to itself."""
+        """Raise `RequestTooLargeError` if the request needs more blocks than the whole pool has."""
         needed = self.pool.blocks_for(request.num_prompt_tokens + request.max_tokens)
         if needed > self.pool.num_blocks:
             raise RequestTooLargeError(
@@ -103,7 +104,7 @@ class Engine:
             self.emit(RequestAdded(request.request_id, request.prompt, prompt_token_ids, request.priority))
 
     def abort(self, request_id: str) -> None:
-        """End a request now, whatever it is doing; unknown ids are ignored, for it may just have finished."""
+        """End a request now. Unknown ids are ignored, because the request may just have finished."""
         with self.lock:
             request = self.requests.get(request_id)
             if request is not None:
@@ -111,7 +112,7 @@ class Engine:
                 self._finish(request)
 
     def step(self) -> list[Request]:
-        """Run one step; returns the requests that gained tokens. If it is interrupted, every request stays whole."""
+        """Run one step; returns the requests that gained tokens. If it is interrupted, every request stays valid."""
         with self.lock:
             if not self.requests:
                 return []
@@ -122,9 +123,9 @@ class Engine:
                 raise
 
     def _recover(self) -> None:
-        """After a step that broke off: make every request whole, and end those that had just finished."""
+        """After an interrupted step: make every request valid again, and end those that had just finished."""
         if self.runner.cache.max_rollback is not None:
-            # A step that broke off may have overwritten what its requests still need: they start again.
+            # The step may have overwritten keys and values that its requests still need: compute them again.
             for request in self.requests.values():
                 request.drop_cache()
         self.scheduler.recover(self.requests.values())
@@ -136,92 +137,89 @@ class Engine:
         self.num_steps += 1
         self.emit(StepStarted(self.num_steps, len(self.scheduler.running), len(self.scheduler.waiting)))
         scheduled = self.scheduler.schedule()
-        drafts = self._propose(scheduled)
+        self._propose(scheduled)
         drafted = time.perf_counter()
-        segments = [_segment(item, draft) for item, draft in zip(scheduled, drafts, strict=True)]
-        logits = self.runner.run(segments)
-        self.emit(StepRan(self.num_steps, [_work(i, d) for i, d in zip(scheduled, drafts, strict=True)]))
-        verdicts = self._judge(scheduled, drafts, segments, logits)
+        logits = self.runner.run([item.segment for item in scheduled])
+        self.emit(StepRan(self.num_steps, [_work(item) for item in scheduled]))
+        verdicts = self._judge(scheduled, logits)
         ran = time.perf_counter()
-        advanced = [self._commit(item, drafts[i], verdicts[i]) for i, item in enumerate(scheduled)]
+        advanced = [self._commit(item, verdict) for item, verdict in zip(scheduled, verdicts, strict=True)]
         finished = time.perf_counter()
         self.emit(StepFinished(self.num_steps, finished - began, drafted - began, ran - drafted, self.pool.num_free))
         return [request for request in advanced if request is not None]
 
-    def _propose(self, scheduled: Sequence[Scheduled]) -> list[Draft]:
-        """One draft per scheduled request; an empty one where nothing is to be guessed."""
-        wanted = [i for i, item in enumerate(scheduled) if item.num_drafts]
-        drafts = [NO_DRAFT] * len(scheduled)
+    def _propose(self, scheduled: Sequence[Scheduled]) -> None:
+        """Give each scheduled request that may have one its draft."""
+        wanted = [item for item in scheduled if item.num_drafts]
         if self.drafter is None or not wanted:
-            return drafts
-        requests = [scheduled[i].request for i in wanted]
-        counts = [scheduled[i].num_drafts for i in wanted]
-        for i, draft in zip(wanted, self.drafter.propose(requests, counts), strict=True):
-            drafts[i] = draft
+            return
+        drafts = self.drafter.propose([item.request for item in wanted], [item.num_drafts for item in wanted])
+        for item, draft in zip(wanted, drafts, strict=True):
+            self._check_draft(draft, item.num_drafts)
+            item.draft = draft
             texts = [self.tokenizer.token_text(token) for token in draft.token_ids]
-            self.emit(DraftProposed(scheduled[i].request.request_id, draft.token_ids, texts))
-        return drafts
+            self.emit(DraftProposed(item.request.request_id, draft.token_ids, texts, draft.parents))
 
-    def _judge(
-        self, scheduled: Sequence[Scheduled], drafts: Sequence[Draft], segments: Sequence[Segment], logits: Tensor
-    ) -> list[Verdict | None]:
-        """What each request gains: None while its prefill is not complete.
+    def _check_draft(self, draft: Draft, most: int) -> None:
+        """Raise `DraftError` for too many guesses or parents that form no tree, `UnsupportedError` for a tree that the
+        cache cannot verify."""
+        if len(draft.token_ids) > most:
+            raise DraftError(
+                f"{type(self.drafter).__name__} proposed {len(draft.token_ids)} guesses where at most {most} were "
+                "asked for; there are no cache blocks for more"
+            )
+        if draft.parents is None:
+            return
+        if not self.runner.cache.supports_trees:
+            raise UnsupportedError(
+                f"{type(self.drafter).__name__} drafted a tree, which {type(self.runner.cache).__name__} cannot "
+                "verify; use cache layout 'paged'"
+            )
+        check_tree(draft.token_ids, draft.parents)
 
-        A request that verifies brought its last committed token and its drafts: row j judges draft j, and the row
-        after the last draft is the bonus. The last token of every request that completes has a row as well.
-        """
-        complete = [i for i, item in enumerate(scheduled) if item.completes]
-        verdicts: list[Verdict | None] = [None] * len(scheduled)
-        requests, judged = [scheduled[i].request for i in complete], [drafts[i] for i in complete]
-        has_prompts = any(map(_wants_prompt, scheduled))
-        rows = _without_prompts(scheduled, drafts, segments, logits) if has_prompts else logits
-        decide = None
-        if self.device_judge is None:
-            broken_row = first_broken_row(logits)
-        else:
-            broken_row, decide = self.device_judge.judge(requests, judged, rows, logits)
-        if broken_row is not None:
-            _refuse(broken_row, scheduled, segments)
-        if has_prompts:
-            self._record_prompts(scheduled, segments, logits)
-        if not complete:
-            return verdicts
-        decided = judge(requests, judged, rows) if decide is None else decide()
-        for i, verdict in zip(complete, decided, strict=True):
-            verdicts[i] = verdict
-        if any(request.params.logprobs is not None for request in requests):
-            parts = rows.split([len(draft.token_ids) + 1 for draft in judged])
-            for request, verdict, part in zip(requests, decided, parts, strict=True):
-                record_logprobs(request, verdict, part, self.tokenizer)
+    def _judge(self, scheduled: Sequence[Scheduled], logits: Tensor) -> list[Verdict | None]:
+        """What each request gains: None while its prefill is not complete."""
+        rows = StepRows.cut(scheduled, logits)
+        complete = [item for item in scheduled if item.completes]
+        try:
+            decided = self.judge.judge(
+                [item.request for item in complete], [item.draft for item in complete], rows.judged, logits
+            )
+        except BrokenRowError as broken:
+            item = StepRows.owner(scheduled, broken.row)
+            raise NonFiniteLogitsError(
+                f"the model gave NaN or infinite logits for request {item.request.request_id} at token "
+                f"{item.start + item.num_tokens}; check the checkpoint, or run it in float32"
+            ) from None
+        in_order = iter(decided)
+        verdicts = [next(in_order) if item.completes else None for item in scheduled]
+        for item, verdict, part in zip(scheduled, verdicts, rows.by_request, strict=True):
+            record_prompt_logprobs(item, part, self.tokenizer)
+            record_logprobs(item, verdict, part, self.tokenizer)
         return verdicts
 
-    def _record_prompts(self, scheduled: Sequence[Scheduled], segments: Sequence[Segment], logits: Tensor) -> None:
-        """Note the log-probabilities of prompt tokens, where they were asked for."""
-        parts = logits.split([segment.num_logits for segment in segments])
-        for item, part in zip(scheduled, parts, strict=True):
-            if _wants_prompt(item):
-                record_prompt_logprobs(item, part, self.tokenizer)
-
-    def _commit(self, item: Scheduled, draft: Draft, verdict: Verdict | None) -> Request | None:
-        """Enter the outcome into the request, roll back what was rejected, end the request if it is time."""
-        request = item.request
+    def _commit(self, item: Scheduled, verdict: Verdict | None) -> Request | None:
+        """Append the accepted tokens to the request, roll back the rejected ones, end the request if it is done."""
+        request, draft = item.request, item.draft
         if verdict is None:
             request.num_computed_tokens = item.start + item.num_tokens
             return None
         valid = request.num_tokens + verdict.num_accepted
+        if verdict.path:
+            self._keep_path(request, verdict.path)
         committed = commit(request, verdict)
-        # Tokens first, counters second: an interrupt in between only makes a few tokens be computed again.
+        # Tokens first, counters second: after an interrupt in between, a few tokens are computed again.
         request.num_computed_tokens = min(valid, request.num_tokens - 1)
-        request.num_draft_computed_tokens = min(request.num_draft_computed_tokens, request.num_computed_tokens)
         self.emit(
             TokensCommitted(
                 request.request_id,
                 committed,
                 [self.tokenizer.token_text(token) for token in committed],
-                _origins(len(committed), len(draft.token_ids), verdict.num_accepted),
+                _origins(len(committed), draft, verdict),
                 len(draft.token_ids),
                 verdict.num_accepted,
                 request.num_computed_tokens,
+                verdict.path if draft.parents is not None else None,
             )
         )
         if request.finished:
@@ -229,6 +227,14 @@ class Engine:
         else:
             self.scheduler.roll_back(request)
         return request
+
+    def _keep_path(self, request: Request, path: Sequence[int]) -> None:
+        """Move keys and values of the accepted nodes of a tree to consecutive slots, those of the committed tokens."""
+        first, size, table = request.num_tokens, self.pool.block_size, request.block_table
+        moves = [(first + node, first + i) for i, node in enumerate(path) if node != i]
+        if moves:
+            slots = [[table[at // size] * size + at % size for at in column] for column in zip(*moves, strict=True)]
+            self.runner.cache.move_tokens(*slots)
 
     def _finish(self, request: Request) -> None:
         reason = request.finish_reason
@@ -251,50 +257,17 @@ def _free_blocks(runner: ModelRunner, drafter: Drafter | None, block_ids: Sequen
         drafter.free_blocks(block_ids)
 
 
-def _wants_prompt(item: Scheduled) -> bool:
-    """Whether the log-probabilities of the prompt tokens in this chunk were asked for."""
-    return item.request.params.prompt_logprobs is not None and item.start < item.request.num_prompt_tokens
+def _work(item: Scheduled) -> Work:
+    num_tokens = item.num_tokens + len(item.draft.token_ids)
+    return Work(item.request.request_id, item.kind, item.start, num_tokens)
 
 
-def _without_prompts(
-    scheduled: Sequence[Scheduled], drafts: Sequence[Draft], segments: Sequence[Segment], logits: Tensor
-) -> Tensor:
-    """The rows that are to be judged."""
-    parts = logits.split([segment.num_logits for segment in segments])
-    kept = [
-        part[-len(draft.token_ids) - 1 :]
-        for item, draft, part in zip(scheduled, drafts, parts, strict=True)
-        if item.completes
-    ]
-    return torch.cat(kept) if kept else logits[:0]
-
-
-def _refuse(row: int, scheduled: Sequence[Scheduled], segments: Sequence[Segment]) -> NoReturn:
-    """Raise `NonFiniteLogitsError` for the request that a broken row of logits belongs to."""
-    ends = accumulate(segment.num_logits for segment in segments)
-    item = next(item for item, end in zip(scheduled, ends, strict=True) if row < end)
-    raise NonFiniteLogitsError(
-        f"the model gave NaN or infinite logits for request {item.request.request_id} at token "
-        f"{item.start + item.num_tokens}; check the checkpoint, or run it in float32"
-    )
-
-
-def _segment(item: Scheduled, draft: Draft) -> Segment:
-    """What the request brings to the forward, and for how many of its last tokens logits are wanted."""
-    request = item.request
-    token_ids = [*request.token_ids[item.start : item.start + item.num_tokens], *draft.token_ids]
-    num_logits = len(draft.token_ids) + 1 if item.completes else 0
-    return Segment(token_ids, item.start, request.block_table, len(token_ids) if _wants_prompt(item) else num_logits)
-
-
-def _work(item: Scheduled, draft: Draft) -> Work:
-    kind = item.kind
-    if kind == "verify" and not draft.token_ids:
-        kind = "decode"
-    return Work(item.request.request_id, kind, item.start, item.num_tokens + len(draft.token_ids))
-
-
-def _origins(num_committed: int, num_drafts: int, num_accepted: int) -> list[TokenOrigin]:
-    """Where each committed token came from; a stop may have cut the tail off."""
-    last: TokenOrigin = "sampled" if not num_drafts else "bonus" if num_accepted == num_drafts else "recovered"
-    return [*["accepted"] * num_accepted, last][:num_committed]
+def _origins(num_committed: int, draft: Draft, verdict: Verdict) -> list[TokenOrigin]:
+    """Where each committed token came from; a stop may have cut off the last ones."""
+    last: TokenOrigin = "sampled"
+    if draft.token_ids:
+        end = verdict.path[-1] if verdict.path else -1
+        parents = draft.parents
+        is_leaf = verdict.num_accepted == len(draft.token_ids) if parents is None else end not in parents
+        last = "bonus" if is_leaf else "recovered"
+    return [*["accepted"] * verdict.num_accepted, last][:num_committed]

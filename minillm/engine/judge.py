@@ -1,7 +1,7 @@
-"""From logits to verdicts: which tokens each request gains, and whether the logits are numbers at all.
+"""From logits to verdicts: which tokens each request gains, and whether all logits are finite.
 
-On a CPU (`judge`, `first_broken_row`) every question is asked when it comes up. On another device each answer would be
-a wait, so `DeviceJudge` launches everything there is to ask and reads the answers together, at the end of the step.
+On a CPU, `HostJudge` reads each number where it needs it. On another device every read would wait for all kernels
+launched before, so `DeviceJudge` launches everything first and reads all results together, at the end of the step.
 """
 
 from __future__ import annotations
@@ -10,43 +10,99 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from minillm.device_sampling import DeviceSampler, SamplingPlan, implementation_beside, say_why
-from minillm.engine.request import Request
-from minillm.models.runner import ModelRunner
 from minillm.ops.dispatch import op
 from minillm.ops.transfer import current, read, send
-from minillm.sampling import Draw, SamplingRow, choose, likeliest, probs_from_logits, uniform, uniforms
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
+from minillm.sampling import Draw, SamplingRow, argmax, choose, probs_from_logits, uniform, uniforms
+from minillm.sampling.device import DeviceSampler, SamplingPlan, raise_host_error
 from minillm.speculative.device_rejection import flat_proposals, rejection_columns
 from minillm.speculative.drafter import Draft
-from minillm.speculative.rejection_sampler import Verdict, check_drafts, greedy_verdicts, rejection_sample
+from minillm.speculative.rejection_sampler import (
+    EXACT,
+    AcceptRule,
+    Verdict,
+    check_drafts,
+    greedy_tree_verdict,
+    greedy_verdicts,
+    judge_tree,
+    rejection_sample,
+)
 
 
-def judge(requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor) -> list[Verdict]:
+def judge(
+    requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, rule: AcceptRule = EXACT
+) -> list[Verdict]:
     """One verdict per request. `logits`: `[sum of (drafts + 1), vocab]`; a request's row j judges its draft j, its last
-    row is the bonus, or without drafts the next token.
+    row is the bonus, or without drafts the next token. Of a tree, row j follows node j - 1.
 
-    Where nobody's tokens depend on chance, no distribution is made: the likeliest tokens decide, with the same outcome.
+    If all requests are greedy and no draft was sampled, the argmax of each row decides: the exact rule would give the
+    same verdicts from one-hot distributions.
     """
+    if any(draft.parents is not None for draft in drafts):
+        return _judge_trees(requests, drafts, logits, rule)
     token_ids = [draft.token_ids for draft in drafts]
-    if _likeliest_decide(requests, drafts):
-        return greedy_verdicts(token_ids, likeliest(logits))
-    rows = _sampling_rows(requests, token_ids)
+    if rule is EXACT and _all_take_argmax(requests, drafts):
+        return greedy_verdicts(token_ids, argmax(logits))
+    rows = _sampling_rows(requests, drafts)
     seeds, first_index = [request.seed for request in requests], [request.num_tokens for request in requests]
     if not any(token_ids):
         drawn = [uniform(seed, index, Draw.SAMPLE) for seed, index in zip(seeds, first_index, strict=True)]
         return [Verdict([token], 0) for token in choose(logits, rows, drawn).tolist()]
     probs = probs_from_logits(logits, rows)
-    return rejection_sample(token_ids, [draft.probs for draft in drafts], probs, seeds, first_index)
+    return rejection_sample(token_ids, [draft.probs for draft in drafts], probs, seeds, first_index, rule)
+
+
+def _judge_trees(
+    requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, rule: AcceptRule
+) -> list[Verdict]:
+    """`judge` if some draft is a tree; chains are trees without branches."""
+    parents = [range(-1, len(d.token_ids) - 1) if d.parents is None else d.parents for d in drafts]
+    sizes = [len(draft.token_ids) + 1 for draft in drafts]
+    if rule is EXACT and _all_take_argmax(requests, drafts):
+        rows = iter(argmax(logits))
+        own = [list(islice(rows, size)) for size in sizes]
+        return [greedy_tree_verdict(d.token_ids, p, o) for d, p, o in zip(drafts, parents, own, strict=True)]
+    probs = probs_from_logits(logits, _sampling_rows(requests, drafts)).split(sizes)
+    return [
+        judge_tree(draft.token_ids, of_draft, draft.probs, p, request.seed, request.num_tokens, rule)
+        for request, draft, of_draft, p in zip(requests, drafts, parents, probs, strict=True)
+    ]
+
+
+class BrokenRowError(Exception):
+    """Row `row` of a step's logits has a NaN or an infinity; the engine knows whose it is."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"row {row} of the logits is not finite")
+        self.row = row
+
+
+class HostJudge:
+    """Judges logits in the memory of the CPU, or with a rule that only the host knows."""
+
+    def __init__(self, rule: AcceptRule = EXACT) -> None:
+        self.rule = rule
+
+    def judge(
+        self, requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, all_logits: Tensor
+    ) -> list[Verdict]:
+        """See `judge`. Raises `BrokenRowError` for the first row of `all_logits`, which are `logits` and those of
+        prompts, that is not finite."""
+        if (row := first_broken_row(all_logits)) is not None:
+            raise BrokenRowError(row)
+        return judge(requests, drafts, logits, self.rule) if requests else []
 
 
 def first_broken_row(logits: Tensor) -> int | None:
     """The first row of `[num_rows, vocab]` logits with a NaN or an infinity in it, if there is any.
 
-    One sum over all rows clears them; only if that is not finite are they looked at one by one.
+    One sum over all rows is computed first; rows are tested one by one only if it is not finite.
     """
     if math.isfinite(logits.sum(dtype=torch.float32).item()):
         return None
@@ -59,18 +115,18 @@ def _first_false(flags: Sequence[bool | int]) -> int | None:
 
 @dataclass(frozen=True)
 class Launched:
-    """What the device is working on: vectors of integers and of flags."""
+    """Work launched on the device: vectors of integers and of flags."""
 
     results: Sequence[Tensor]
     flags: Sequence[Tensor]
-    """All True if the results mean anything."""
+    """All True if the results are valid."""
     decide: Callable[..., list[Verdict]]
-    """The results, when they have been read, as verdicts."""
+    """Turns the results, once read, into verdicts."""
 
 
 class DeviceJudge:
-    """`judge` without waiting: the same verdicts, errors and ties, but for tokens whose uniform falls within rounding
-    of a border. With the best ops there are for the device, or the `implementation` named."""
+    """`HostJudge` with one read per step: the same verdicts, errors and ties, except for a token whose uniform lies
+    within rounding of a border. Uses the best ops for the device, or those of `implementation`."""
 
     def __init__(self, device: torch.device | str, implementation: str | None = None) -> None:
         self.device = torch.device(device)
@@ -79,40 +135,37 @@ class DeviceJudge:
         self.all_finite = op("all_finite", device, implementation)
 
     @classmethod
-    def beside(cls, runner: ModelRunner) -> DeviceJudge | None:
-        """The one for the logits of `runner`; None on a CPU, where looking at a number is no wait."""
-        return None if runner.device.type == "cpu" else cls(runner.device, implementation_beside(runner))
+    def for_runner(cls, runner: ModelRunner) -> DeviceJudge | None:
+        """The judge for the logits of `runner`; None on a CPU, where reading a number does not wait."""
+        return None if runner.device.type == "cpu" else cls(runner.device, runner.sampling_implementation)
 
     def judge(
         self, requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, all_logits: Tensor
-    ) -> tuple[int | None, Callable[[], list[Verdict]]]:
-        """Judge `logits` as `judge` does, and look for a broken row in `all_logits`, the same and those of prompts.
-
-        Returns what `first_broken_row` does, and the verdicts: to be asked for if there is no broken row, when they
-        may raise what `judge` raises. The device is sent at most one copy and is waited for once; not at all if there
-        are no rows to look at.
-        """
+    ) -> list[Verdict]:
+        """See `HostJudge.judge`. Sends at most one copy to the device and waits for one read; neither without rows."""
         if not len(all_logits):
-            return None, list
+            return []
+        if any(draft.parents is not None for draft in drafts):  # each row of a tree decides which row counts next
+            if (row := first_broken_row(all_logits)) is not None:
+                raise BrokenRowError(row)
+            return _judge_on_host(requests, drafts, logits)
         with current(self.device):
             launched = self._launch(requests, drafts, logits) if requests else Launched((), (), list)
             is_finite, *found = read(self.all_finite(all_logits), *launched.results, *launched.flags)
         results, flags = found[: len(launched.results)], found[len(launched.results) :]
-
-        def verdicts() -> list[Verdict]:
-            if not all(map(all, flags)):
-                say_why(lambda: _judge_on_host(requests, drafts, logits))
-            return launched.decide(*results)
-
-        return _first_false(is_finite), verdicts
+        if (row := _first_false(is_finite)) is not None:
+            raise BrokenRowError(row)
+        if not all(map(all, flags)):
+            raise_host_error(lambda: _judge_on_host(requests, drafts, logits))
+        return launched.decide(*results)
 
     def _launch(self, requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor) -> Launched:
         token_ids, given = [draft.token_ids for draft in drafts], [draft.probs for draft in drafts]
-        if _likeliest_decide(requests, drafts):
+        if _all_take_argmax(requests, drafts):
             return Launched(self.sampler.argmax(logits)[:1], (), partial(greedy_verdicts, token_ids))
         seeds, first_index = [request.seed for request in requests], [request.num_tokens for request in requests]
         check_drafts(token_ids, given, logits.shape, seeds, first_index)
-        rows = _sampling_rows(requests, token_ids)
+        rows = _sampling_rows(requests, drafts)
         if not any(token_ids):
             drawn = uniforms(seeds, first_index, [Draw.SAMPLE] * len(seeds))
             tokens, is_valid = self.sampler.choose(logits, rows, drawn)
@@ -134,14 +187,25 @@ def _judge_on_host(requests: Sequence[Request], drafts: Sequence[Draft], logits:
     return judge(requests, brought, logits.cpu())
 
 
-def _likeliest_decide(requests: Sequence[Request], drafts: Sequence[Draft]) -> bool:
-    return all(r.takes_likeliest and d.probs is None for r, d in zip(requests, drafts, strict=True))
+def _all_take_argmax(requests: Sequence[Request], drafts: Sequence[Draft]) -> bool:
+    return all(r.takes_argmax and d.probs is None for r, d in zip(requests, drafts, strict=True))
 
 
-def _sampling_rows(requests: Sequence[Request], token_ids: Sequence[Sequence[int]]) -> list[SamplingRow]:
+def _sampling_rows(requests: Sequence[Request], drafts: Sequence[Draft]) -> list[SamplingRow]:
     """One for each row of logits."""
     return [
-        request.sampling_row(drafted[:j])
-        for request, drafted in zip(requests, token_ids, strict=True)
-        for j in range(len(drafted) + 1)
+        request.sampling_row(context)
+        for request, draft in zip(requests, drafts, strict=True)
+        for context in ([], *(_context(draft, node) for node in range(len(draft.token_ids))))
     ]
+
+
+def _context(draft: Draft, node: int) -> list[int]:
+    """The guesses from the root to `node`."""
+    if draft.parents is None:
+        return draft.token_ids[: node + 1]
+    tokens = []
+    while node >= 0:
+        tokens.append(draft.token_ids[node])
+        node = draft.parents[node]
+    return tokens[::-1]

@@ -1,11 +1,10 @@
-"""Who runs in the next step, with how many tokens, and who must wait.
+"""The scheduler: which requests run in the next step, and with how many tokens.
 
-One token budget per step is shared by decoding, verification and prefill. Requests that run come first, the most
-urgent of them before the others, and each is left at least one token; what remains of the budget goes to those who
-wait. When the pool runs dry, the least urgent running request loses its blocks and is recomputed later; drafts never
-cost another request its place.
+Decoding, verification and prefill share one token budget per step. Running requests come first, by priority, and each
+gets at least one token; the rest of the budget goes to waiting requests. When the pool has no free block left, the
+running request of lowest priority is preempted: it loses its blocks and is recomputed later. Drafts never preempt.
 
-Nobody writes into a block that others read: whoever is about to gets a copy of its own first.
+A shared block is never written: a request that is about to write into one gets its own copy first.
 """
 
 from __future__ import annotations
@@ -15,9 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from minillm.batch import Segment
 from minillm.cache.block_pool import BlockPool
-from minillm.config import EngineConfig
-from minillm.engine.request import Request
+from minillm.config import EngineArgs
+from minillm.request import Request
+from minillm.speculative.drafter import NO_DRAFT, Draft
 from minillm.trace import (
     BlockCopied,
     BlocksAllocated,
@@ -35,8 +36,8 @@ from minillm.trace import (
 class Scheduled:
     """One request's share of a step: committed tokens `start … start + num_tokens - 1`, then drafts.
 
-    `start` is the request's first uncomputed token, except that a request whose first blocks were shared with it in
-    this step starts behind them: they count as computed only when the step has run.
+    `start` is the request's first uncomputed token. A request that was given shared blocks in this step starts behind
+    them, although they count as computed only when the step has run.
     """
 
     request: Request
@@ -44,6 +45,8 @@ class Scheduled:
     num_tokens: int
     num_drafts: int = 0
     """Drafts that fit; the drafter may propose fewer."""
+    draft: Draft = NO_DRAFT
+    """What the drafter proposed."""
 
     @property
     def completes(self) -> bool:
@@ -55,21 +58,44 @@ class Scheduled:
         """What the step does for this request."""
         if not self.request.is_decoding:
             return "prefill"
-        return "verify" if self.num_drafts else "decode"
+        return "verify" if self.draft.token_ids else "decode"
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the log-probabilities of the prompt tokens in this chunk were asked for."""
+        return self.request.params.prompt_logprobs is not None and self.start < self.request.num_prompt_tokens
+
+    @property
+    def num_judged(self) -> int:
+        """Rows of logits that choose tokens: one per draft and one more, or none before the prompt is complete."""
+        return len(self.draft.token_ids) + 1 if self.completes else 0
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that the step computes, those of prompt tokens included."""
+        return self.num_tokens + len(self.draft.token_ids) if self.wants_prompt_logprobs else self.num_judged
+
+    @property
+    def segment(self) -> Segment:
+        """What the request brings to the forward."""
+        token_ids = [*self.request.token_ids[self.start : self.start + self.num_tokens], *self.draft.token_ids]
+        return Segment(token_ids, self.start, self.request.block_table, self.num_logits, self.draft.parents)
 
 
 @dataclass(frozen=True)
 class Found:
-    """Blocks that hold the first `num_tokens` tokens of a request already."""
+    """Blocks that already hold the first `num_tokens` tokens of a request."""
 
     block_ids: list[int]
     num_tokens: int
     source: str
-    num_draft_tokens: int = 0
-    """Of these, so many are in the draft's pool as well."""
 
 
 NOTHING = Found([], 0, "prefix")
+
+
+def _ignore(request: Request) -> None:
+    """The default callback."""
 
 
 class Scheduler:
@@ -78,7 +104,7 @@ class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
-        config: EngineConfig,
+        config: EngineArgs,
         num_speculative_tokens: int,
         emit: Callable[[Event], None],
         copy_blocks: Callable[[Sequence[tuple[int, int]]], None],
@@ -87,17 +113,19 @@ class Scheduler:
         self.config = config
         self.num_speculative_tokens = num_speculative_tokens
         self.disable_by_batch_size: int | None = None
-        """With more requests than this, running and waiting, nobody drafts; None: everybody always may."""
+        """With more requests than this, running and waiting, none gets drafts; None: no limit."""
         self.emit = emit
         self.copy_blocks = copy_blocks
+        self.on_drop: Callable[[Request], None] = _ignore
+        """Called with each request that has lost its blocks."""
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        """The most urgent first."""
+        """In order of rank."""
         self._arrivals = count()
         pool.on_evict = lambda block_ids: emit(BlocksEvicted(list(block_ids)))
 
     def rank(self, request: Request) -> tuple[int, int]:
-        """What requests are ordered by; the lowest is the most urgent."""
+        """The order in which requests are served: lowest first."""
         return (request.priority if self.config.scheduling_policy == "priority" else 0, request.arrival)
 
     def add(self, request: Request) -> None:
@@ -106,7 +134,7 @@ class Scheduler:
         insort(self.waiting, request, key=self.rank)
 
     def schedule(self) -> list[Scheduled]:
-        """Choose the work of the next step and give every chosen request the blocks it needs for it."""
+        """Choose the requests of the next step and allocate the blocks they need for it."""
         scheduled, budget, preempted = self._schedule_running()
         if not preempted:
             self._schedule_waiting(scheduled, budget)
@@ -118,7 +146,7 @@ class Scheduler:
         queue = sorted(self.running, key=self.rank)
         while queue:
             request = queue.pop(0)
-            # Every running request behind this one is left at least one token of the budget.
+            # Keep one token of the budget for every running request behind this one.
             spare = budget - len(queue)
             num_tokens = min(self._chunk(request.num_new_tokens), spare)
             start = request.num_computed_tokens
@@ -132,7 +160,7 @@ class Scheduler:
                 wanted = self._drafts_wanted(request, spare - num_tokens)
                 scheduled.append(Scheduled(request, start, num_tokens, wanted))
                 budget -= num_tokens + wanted
-        # Blocks for drafts come from what is left when everybody has those for committed tokens.
+        # Drafts get blocks only after all committed tokens have theirs.
         for item in scheduled:
             num_drafts = self._drafts_that_fit(item)
             budget += item.num_drafts - num_drafts
@@ -146,13 +174,13 @@ class Scheduler:
             if self._waits_for_fork(request):
                 continue
             admitted = self._admit(request, budget)
-            if admitted is None:  # nobody overtakes, or a long prompt might wait forever
+            if admitted is None:  # no later request overtakes, or a long prompt might wait forever
                 break
             scheduled.append(admitted)
             budget -= admitted.num_tokens
 
     def _admit(self, request: Request, budget: int) -> Scheduled | None:
-        """Let a waiting request run, if there is room for all its tokens: else it would soon be preempted again."""
+        """Start a waiting request if the pool has room for all its tokens; with less it would soon be preempted."""
         found = self._find_blocks(request)
         left = request.num_tokens - found.num_tokens
         num_tokens = min(self._chunk(left), budget)
@@ -166,7 +194,6 @@ class Scheduler:
         if found.block_ids:
             self.pool.share(found.block_ids)
             request.block_table += found.block_ids
-            request.num_draft_computed_tokens = found.num_draft_tokens
             self.emit(BlocksShared(request.request_id, found.block_ids, found.num_tokens, found.source))
         if not self._extend(request, found.num_tokens, num_tokens):
             return None
@@ -175,44 +202,44 @@ class Scheduler:
         return Scheduled(request, found.num_tokens, num_tokens)
 
     def _waits_for_fork(self, request: Request) -> bool:
-        """Whether the blocks that this request is to share are still being filled."""
+        """Whether the blocks that this request will share are still being filled."""
         parent = request.fork_of
         return parent is not None and not parent.finished and parent.num_computed_tokens < parent.num_prompt_tokens
 
     def _find_blocks(self, request: Request) -> Found:
-        """What need not be computed for a waiting request. Its last token always is: its logits are wanted."""
+        """Blocks that a waiting request can share. Its last token is always computed, because its logits are needed."""
         parent = request.fork_of
         if parent is not None and not parent.finished and not request.num_output_tokens:
             shared = self.pool.blocks_for(request.num_prompt_tokens)
             start = request.num_prompt_tokens - 1
-            return Found(parent.block_table[:shared], start, "fork", min(parent.num_draft_computed_tokens, start))
+            return Found(parent.block_table[:shared], start, "fork")
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return NOTHING
         found: list[int] = []
-        names = request.block_names(self.pool.block_size)
-        for name in names[: (request.num_tokens - 1) // self.pool.block_size]:
-            block_id = self.pool.find(name)
+        hashes = request.block_hashes(self.pool.block_size)
+        for block_hash in hashes[: (request.num_tokens - 1) // self.pool.block_size]:
+            block_id = self.pool.find(block_hash)
             if block_id is None:
                 break
             found.append(block_id)
         return Found(found, len(found) * self.pool.block_size, "prefix")
 
     def _chunk(self, num_tokens: int) -> int:
-        """So many tokens of one request at most go into one step."""
+        """`num_tokens`, limited to what one request may have of a step."""
         return min(num_tokens, self.config.long_prefill_token_threshold or num_tokens)
 
     def _drafts_wanted(self, request: Request, spare_tokens: int) -> int:
-        """As many drafts as may be kept and find room in the budget."""
+        """The number of drafts that could be accepted and fit into the token budget."""
         if not self.num_speculative_tokens or not request.is_decoding:
             return 0
         limit = self.disable_by_batch_size
         if limit is not None and len(self.running) + len(self.waiting) > limit:
             return 0
-        # The target adds a token of its own to every round, so the last token never needs a draft.
+        # Every step also yields one token of the target, so the last token never needs a draft.
         return min(self.num_speculative_tokens, request.num_remaining_tokens - 1, spare_tokens)
 
     def _drafts_that_fit(self, item: Scheduled) -> int:
-        """As many of the wanted drafts as find room in blocks that are free without a fight."""
+        """The number of wanted drafts that fit into blocks that are free without preemption."""
         for num_drafts in range(item.num_drafts, 0, -1):
             if self._extend(item.request, item.start, item.num_tokens + num_drafts):
                 return num_drafts
@@ -221,8 +248,9 @@ class Scheduler:
     def _extend(self, request: Request, start: int, num_tokens: int) -> bool:
         """Give `request` blocks of its own for tokens `start … start + num_tokens - 1`.
 
-        Missing blocks are appended, shared ones copied. False, and no change, if the pool has too few. Full blocks of
-        committed tokens can be found by others from now on, in this very step: all keys are stored before any is read.
+        Missing blocks are appended, shared ones copied. Returns False, without any change, if the pool has too few.
+        Full blocks of committed tokens are registered at once, so that other requests find them in this same step: a
+        layer stores all keys before it reads any.
         """
         end, held = start + num_tokens, len(request.block_table)
         needed = self.pool.blocks_for(end)
@@ -237,48 +265,52 @@ class Scheduler:
         if block_ids:
             request.block_table += block_ids
             self.emit(BlocksAllocated(request.request_id, block_ids))
-        self._name_full_blocks(request, start, min(end, request.num_tokens))
+        self._cache_full_blocks(request, start, min(end, request.num_tokens))
         return True
 
     def _copy_on_write(self, request: Request, index: int, target: int) -> None:
         source = request.block_table[index]
-        self.copy_blocks([(source, target)])  # first the contents: an interrupt after this line loses nothing
+        self.copy_blocks([(source, target)])  # contents first: an interrupt after this line loses nothing
         request.block_table[index] = target
         self.pool.free([source])
         self.emit(BlockCopied(request.request_id, source, target))
 
-    def _name_full_blocks(self, request: Request, start: int, end: int) -> None:
-        """Make the blocks that are full once tokens `start … end - 1` are computed findable by their contents."""
+    def _cache_full_blocks(self, request: Request, start: int, end: int) -> None:
+        """Register the hashes of the blocks that become full when tokens `start … end - 1` are computed."""
         size = self.pool.block_size
         full = range(start // size, end // size)
         if not (full and self.config.enable_prefix_caching):
             return
-        names = request.block_names(size)
-        named = [request.block_table[i] for i in full if self.pool.name(request.block_table[i], names[i])]
-        if named:
-            self.emit(BlocksCached(request.request_id, named))
+        table, hashes = request.block_table, request.block_hashes(size)
+        cached = [table[i] for i in full if self.pool.register(table[i], hashes[i])]
+        if cached:
+            self.emit(BlocksCached(request.request_id, cached))
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from `request` and let it wait in its old place in line."""
+        """Free all blocks of `request` and put it back into the waiting queue, by its rank."""
         self.emit(RequestPreempted(request.request_id, request.num_computed_tokens))
         self._free(request, 0, "preempted")
-        request.drop_cache()
+        self._drop(request)
         insort(self.waiting, request, key=self.rank)
         self.running.remove(request)
 
     def roll_back(self, request: Request) -> None:
-        """Free whole tail blocks that hold nothing but void tokens; the next token's block stays."""
+        """Free the tail blocks that hold only rejected tokens; the block of the next token stays."""
         self._free(request, self.pool.blocks_for(request.num_computed_tokens + 1), "rolled_back")
 
     def remove(self, request: Request, reason: str) -> None:
-        """Free a request's blocks and forget it; what it computed can be found by those who come after."""
-        self._name_full_blocks(request, 0, request.num_computed_tokens)
+        """Free a request's blocks and remove it from its queue; its full blocks stay in the prefix cache."""
+        self._cache_full_blocks(request, 0, request.num_computed_tokens)
         self._free(request, 0, reason)
-        request.drop_cache()
+        self._drop(request)
         if request in self.running:
             self.running.remove(request)
         if request in self.waiting:
             self.waiting.remove(request)
+
+    def _drop(self, request: Request) -> None:
+        request.drop_cache()
+        self.on_drop(request)
 
     def _free(self, request: Request, keep: int, reason: str) -> None:
         tail = request.block_table[keep:]
@@ -288,26 +320,24 @@ class Scheduler:
             self.emit(BlocksFreed(request.request_id, tail, reason))
 
     def recover(self, requests: Iterable[Request]) -> None:
-        """After an interrupt between any two lines: rebuild the queues and the pool from the requests themselves."""
+        """Rebuild the queues and the pool from the requests, after an interrupt between any two lines."""
         alive = []
         for request in requests:
             if request.finished:
-                request.drop_cache()
+                self._drop(request)
             else:
                 alive.append(request)
         alive.sort(key=self.rank)
-        # Who has computed nothing begins anew: its table may hold others' blocks that it has not copied yet.
+        # A request without computed tokens starts again: its table may hold shared blocks it has not copied yet.
         self.running = [request for request in alive if request.block_table and request.num_computed_tokens]
         self.waiting = [request for request in alive if request not in self.running]
         for request in self.waiting:
-            request.drop_cache()
+            self._drop(request)
         self.pool.reclaim(request.block_table for request in self.running)
         for request in self.running:
             covered = len(request.block_table) * self.pool.block_size
             request.num_computed_tokens = min(request.num_computed_tokens, covered)
-            # Drafts that were proposed and never judged are void.
-            request.num_draft_computed_tokens = min(request.num_draft_computed_tokens, request.num_computed_tokens)
 
     def check_integrity(self) -> None:
-        """Raise `BlockPoolError` unless every block is accounted for; waiting requests hold none."""
+        """Raise `BlockPoolError` unless the pool and the block tables of all requests agree."""
         self.pool.check_integrity(request.block_table for request in [*self.running, *self.waiting])

@@ -1,8 +1,8 @@
-"""GGUF, the file that llama.cpp reads: one file with shape, tokenizer and tensors.
+"""GGUF, llama.cpp's file format: one file with the model's shape, tokenizer and tensors.
 
 Two things differ from a Hugging Face checkpoint. llama.cpp's `llama` rotates neighbouring channels (0, 1), (2, 3), …
 where the checkpoint pairs channel i with channel i + head_dim / 2, so the rows of q and k are reordered within each
-head. And a scaled RoPE is said by keys of its own, Llama 3.1's by a tensor of factors. Everything else is new names.
+head. And RoPE scaling has its own keys; Llama 3.1's is a tensor of factors. Everything else is only renamed.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from minillm.models.rope import inverse_frequencies
 from minillm.tokenizer import Tokenizer
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
-"""How matrices are stored → the name that the `gguf` package has for it. Vectors (norms, biases) are always f32."""
+"""Storage type of matrices → its name in the `gguf` package. Vectors (norms, biases) are always f32."""
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 Q8_BLOCK = 32
-"""Weights of a row that share a scale in Q8_0; a matrix whose rows are no multiple of it is stored as f16."""
+"""Weights of a row that share a scale in Q8_0. A matrix whose row length is not a multiple is stored as f16."""
 
 
 @dataclass(frozen=True)
 class GgufExport:
-    """What was written."""
+    """A description of the written file."""
 
     file: Path
     num_bytes: int
     architecture: str
-    """llama.cpp's name of the model: `llama`, `qwen2` or `qwen3`."""
+    """llama.cpp's name of the architecture: `llama`, `qwen2` or `qwen3`."""
     tokenizer: GgufTokenizer | None
-    """None: the file has no tokenizer, and llama.cpp can be given token ids only."""
+    """None: the file has no tokenizer, so llama.cpp accepts only token ids."""
 
 
 def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> GgufExport:
     """Write the checkpoint `name` (see `resolve`) to the new file `file`, its matrices as `kind` (see `TYPES`).
 
-    The model is held in memory in fp32, one matrix at a time in its new form. `file` appears when it is complete.
-    Raises `ConfigError` for a type that is none or a file that is there already, `UnsupportedError` for a model that
-    llama.cpp cannot run as minillm does, or if the `gguf` package is missing, `CheckpointError` if the checkpoint
-    cannot be read.
+    The model is held in memory in fp32 and converted one matrix at a time. `file` appears when it is complete. Raises
+    `ConfigError` for an unknown type or a file that exists already, `UnsupportedError` if llama.cpp cannot compute the
+    same or the `gguf` package is missing, `CheckpointError` if the checkpoint cannot be read.
     """
     _check_call(file, kind)
     gguf = import_gguf()
@@ -59,7 +58,7 @@ def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> Ggu
     architecture = architecture_of(config)
     stored = stored_scheme(folder)
     if stored is not None:
-        raise UnsupportedError(f"{name} is quantised ({stored.method}); export the original checkpoint, as q8_0 say")
+        raise UnsupportedError(f"{name} is quantised ({stored.method}); export the original checkpoint, e.g. as q8_0")
     model = load_model(folder, torch.float32)
     config = model.config
     tokenizer = _tokenizer(folder, config)
@@ -78,7 +77,7 @@ def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> Ggu
 
 
 def import_gguf() -> Any:
-    """The `gguf` package. Raises `UnsupportedError` naming the fix if it is not installed."""
+    """Import the `gguf` package. Raises `UnsupportedError` if it is not installed."""
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedError("writing GGUF needs the package gguf; run: pip install 'minillm-lessons[peers]'")
     import gguf
@@ -87,18 +86,20 @@ def import_gguf() -> Any:
 
 
 def architecture_of(config: ModelConfig) -> str:
-    """llama.cpp's name for a decoder of this kind. Raises `UnsupportedError` if it has none that computes the same."""
+    """llama.cpp's name for this architecture. Raises `UnsupportedError` if no llama.cpp model computes the same."""
     window = next((w for i in range(config.num_layers) if (w := config.window(i)) is not None), None)
     if window is not None and window < config.max_position_embeddings:
         raise UnsupportedError(f"a sliding window of {window} tokens cannot be exported: llama.cpp's llama has none")
     if config.rope_layers:
         raise UnsupportedError("layers without RoPE cannot be exported: llama.cpp's llama rotates in every layer")
-    own = set(config.rope.parameters) - {"factor", "original_max_position_embeddings"}
-    if config.rope.kind == "yarn" and own:
-        raise UnsupportedError(f"YaRN with its own {', '.join(sorted(own))} cannot be exported, only with the usual")
+    further = set(config.rope.parameters) - {"factor", "original_max_position_embeddings"}
+    if config.rope.kind == "yarn" and further:
+        raise UnsupportedError(
+            f"YaRN with a custom {', '.join(sorted(further))} cannot be exported, only with default values"
+        )
     biased = config.qkv_bias or config.o_bias or config.mlp_bias
     if config.qk_norm and biased:
-        raise UnsupportedError("biases beside head norms cannot be exported: llama.cpp's qwen3 has none")
+        raise UnsupportedError("biases together with q/k norms cannot be exported: llama.cpp's qwen3 has no biases")
     if config.qk_norm:
         return "qwen3"
     return "qwen2" if config.qkv_bias and not config.o_bias else "llama"
@@ -111,14 +112,14 @@ def interleave(rows: Tensor, num_heads: int) -> Tensor:
 
 
 def gguf_tensors(gguf: Any, model: Any, architecture: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `model`, fp32, under llama.cpp's names and in its order of channels."""
+    """The fp32 tensors of `model` with llama.cpp's names and channel order."""
     config: ModelConfig = model.config
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_layers)
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     for stored, tensor in stored_tensors(model):
         projection = stored.split(".")[-2]
-        if architecture == "llama" and projection in heads:  # the Qwens rotate halves there, too
+        if architecture == "llama" and projection in heads:  # llama.cpp's qwen models pair channels as the checkpoint
             tensor = interleave(tensor, heads[projection])
         yield names.get_name(stored, try_suffixes=(".weight", ".bias")), tensor
     if config.rope.kind == "llama3":
@@ -131,9 +132,9 @@ def _check_call(file: Path, kind: str) -> None:
     if kind not in TYPES:
         raise ConfigError(f"GGUF type {kind!r} is not available; there are: {', '.join(TYPES)}")
     if file.exists():
-        raise ConfigError(f"{file} is there already; give a new file, or remove it first")
+        raise ConfigError(f"{file} exists already; give a new file, or remove it first")
     if not file.parent.is_dir():
-        raise ConfigError(f"{file}: there is no folder {file.parent}; make it first")
+        raise ConfigError(f"{file}: there is no folder {file.parent}; create it first")
 
 
 def _tokenizer(folder: Path, config: ModelConfig) -> GgufTokenizer | None:
@@ -142,7 +143,7 @@ def _tokenizer(folder: Path, config: ModelConfig) -> GgufTokenizer | None:
     except CheckpointError:
         if (folder / "tokenizer.json").is_file():
             raise
-        return None  # a model can do without: llama.cpp then takes and gives token ids
+        return None  # without a tokenizer llama.cpp reads and returns token ids
     return gguf_tokenizer(tokenizer, config.vocab_size, config.bos_token_id)
 
 
@@ -185,7 +186,7 @@ def _write_tokenizer(writer: Any, tokenizer: GgufTokenizer | None, config: Model
 
 
 def _write_tensors(writer: Any, gguf: Any, tensors: list[tuple[str, Tensor]], kind: str, progress: bool) -> None:
-    """All headers first, as the file wants them, then one matrix at a time."""
+    """Write the headers of all tensors, as the format requires, then the data of one tensor at a time."""
     kinds = [_kind(gguf, tensor, kind) for _, tensor in tensors]
     for (name, tensor), stored_as in zip(tensors, kinds, strict=True):
         shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored_as)

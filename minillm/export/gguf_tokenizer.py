@@ -1,8 +1,8 @@
-"""A tokenizer in the words of a GGUF file: tokens, merges, and which of llama.cpp's ways to split text fits it.
+"""The tokenizer part of a GGUF file: tokens, merges, and the name of a llama.cpp pre-tokenizer.
 
-llama.cpp does not read the regular expression that a tokenizer splits text by. It has a list of them in its code, and
-a GGUF names one (`tokenizer.ggml.pre`). A tokenizer with an expression of its own has no name in that list; then the
-one that gives the same tokens for the most held-out texts is taken, and `agreement` says for how many.
+llama.cpp does not read the pre-tokenizer's regular expression from the file. It has a fixed list of expressions, and a
+GGUF file names one of them (`tokenizer.ggml.pre`). If a tokenizer's expression is not in the list, the one that gives
+the same tokens for the most held-out texts is used; `agreement` is the share of those texts.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ SPLITS: dict[str, tuple[str, ...]] = {
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
 }
-"""Name → the expressions that llama.cpp splits by, in turn (its `llama-vocab.cpp`). Of equals, the first is taken."""
+"""Name → llama.cpp's expressions, applied in turn (its `llama-vocab.cpp`). On a tie, the first name is used."""
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""llama.cpp's types of tokens."""
+"""llama.cpp's token types."""
 
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """What a GGUF file says of a byte-level BPE tokenizer, all lists by token id."""
+    """A byte-level BPE tokenizer as a GGUF file stores it. `tokens` and `types` are indexed by token id."""
 
     tokens: list[str]
     types: list[int]
     merges: list[str]
     pre: str
-    """The name of the way to split text."""
+    """The name of the pre-tokenizer."""
     agreement: float
-    """Share of the held-out texts that it splits into the same tokens as the tokenizer itself."""
+    """Share of the held-out texts that get the same tokens with `pre` as with the original tokenizer."""
     adds_bos: bool
     """Whether the tokenizer puts the beginning-of-text token before a text."""
 
 
 def gguf_tokenizer(tokenizer: Tokenizer, vocab_size: int, bos: int | None) -> GgufTokenizer | None:
-    """`tokenizer` for a model of `vocab_size` tokens; None if it is no byte-level BPE, which llama.cpp would need.
+    """Convert `tokenizer` for a model with `vocab_size` ids; None if it is not a byte-level BPE.
 
-    Ids without a token get a name that no text can have.
+    Ids without a token get a placeholder that cannot occur in a text.
     """
     backend = tokenizer.backend
     model: dict[str, Any] = json.loads(backend.to_str())["model"]
@@ -80,11 +80,11 @@ def gguf_tokenizer(tokenizer: Tokenizer, vocab_size: int, bos: int | None) -> Gg
 
 
 def fitting_split(backend: tokenizers.Tokenizer) -> tuple[str, float]:
-    """The name in `SPLITS` that gives `backend`'s own tokens for most held-out texts, and for which share of them."""
-    from minillm.bench.prompts import held_out_prompts
+    """The name in `SPLITS` with which most held-out texts get the same tokens as with `backend`, and their share."""
+    from minillm.models.held_out import held_out_prompts
 
     texts = [prompt.prompt for prompt in held_out_prompts()]
-    wanted = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
+    expected = [encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)]
     shares = {}
     for name, expressions in SPLITS.items():
         copy = tokenizers.Tokenizer.from_str(backend.to_str())
@@ -92,6 +92,6 @@ def fitting_split(backend: tokenizers.Tokenizer) -> tuple[str, float]:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         copy.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
         found = copy.encode_batch(texts, add_special_tokens=False)
-        shares[name] = sum(f.ids == ids for f, ids in zip(found, wanted, strict=True)) / len(texts)
+        shares[name] = sum(f.ids == ids for f, ids in zip(found, expected, strict=True)) / len(texts)
     best = max(shares, key=lambda name: shares[name])
     return best, shares[best]

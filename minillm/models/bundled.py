@@ -1,4 +1,4 @@
-"""The checkpoints that come with minillm, found on disk."""
+"""The model checkpoints bundled with minillm."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 def names() -> list[str]:
-    """Names of the bundled models, sorted."""
+    """Return the names of the bundled models, sorted."""
     return sorted(config.parent.name for config in WEIGHTS.glob("*/config.json"))
 
 
 def path(name: str) -> Path:
-    """The folder of a bundled model, for transformers and anyone else. Raises `CheckpointError` if there is none."""
+    """Return the folder of a bundled model, a Hugging Face checkpoint. Raises `CheckpointError` for an unknown name."""
     if name not in names():
         raise CheckpointError(f"no bundled model is called {name!r}; there are: {', '.join(names()) or 'none'}")
     return WEIGHTS / name

@@ -1,8 +1,10 @@
-"""What a decoder looks like: the numbers and switches that tell one model family from another."""
+"""The configuration of a decoder: its shape, and the switches in which model families differ."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from minillm.errors import CheckpointError
 
@@ -15,10 +17,10 @@ class RopeConfig:
     kind: str = "default"
     """`default`, `linear`, `dynamic`, `llama3` or `yarn`, as in the checkpoint's `rope_parameters`."""
     parameters: dict[str, float] = field(default_factory=dict)
-    """The other numbers of that kind (`factor`, `low_freq_factor`, …), unchanged from the checkpoint."""
+    """The other parameters of that kind (`factor`, `low_freq_factor`, …), unchanged from the checkpoint."""
 
     def parameter(self, name: str) -> float:
-        """A number that this kind cannot do without. Raises `CheckpointError` if the checkpoint lacks it."""
+        """Return a parameter that this kind requires. Raises `CheckpointError` if the checkpoint lacks it."""
         value = self.parameters.get(name)
         if not isinstance(value, int | float):
             raise CheckpointError(f"RoPE of kind {self.kind!r} needs the number {name!r}, config.json has {value!r}")
@@ -37,7 +39,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    """The context in tokens: positions 0 … this - 1 can be run."""
+    """The context length in tokens: positions go from 0 to this - 1."""
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     tie_word_embeddings: bool = False
@@ -49,24 +51,28 @@ class ModelConfig:
     qk_norm: bool = False
     """Qwen3: RMSNorm over each head of q and k before RoPE."""
     sliding_window: int | None = None
-    """Mistral: a token sees itself and the `sliding_window - 1` tokens before it. None: all."""
+    """Mistral: a token attends to itself and the `sliding_window - 1` tokens before it. None: to all before it."""
     sliding_layers: tuple[bool, ...] = ()
-    """Which layers use the window; empty: all of them."""
+    """Per layer, whether it uses the window; empty: all layers do."""
     rope_layers: tuple[bool, ...] = ()
-    """Which layers rotate q and k (SmolLM3 leaves some out); empty: all of them."""
+    """Per layer, whether it applies RoPE (some of SmolLM3's do not); empty: all layers do."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"
     """The dtype that the checkpoint is stored in."""
+    decoder: type | None = None
+    """A `Decoder` subclass for a different architecture; None: `Decoder`. Executors do not run subclasses."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `config.json` that this subclass reads: the family's `own_fields`."""
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads side by side."""
+        """Total width of the query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key (or value) heads side by side."""
+        """Total width of the key (or value) heads."""
         return self.num_kv_heads * self.head_dim
 
     def window(self, layer: int) -> int | None:

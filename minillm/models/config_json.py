@@ -1,4 +1,4 @@
-"""`config.json`, in and out: a checkpoint's words on one side, `ModelConfig` on the other."""
+"""Converts between a checkpoint's `config.json` and `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from minillm.models.json_files import checked, shown
 from minillm.models.rope import SCALINGS
 
 NEEDS = {"linear": ("factor",), "llama3": ("low_freq_factor", "high_freq_factor")}
-"""What a kind of scaling cannot do without; `llama3` and `yarn` find the rest from the context."""
+"""The parameters that a kind of scaling requires; for `llama3` and `yarn` the others follow from the context length."""
 
 
 def model_config(stored: Mapping[str, Any]) -> ModelConfig:
-    """The decoder that a `config.json` describes. Raises `CheckpointError` if minillm cannot run it as it was meant."""
+    """Convert the contents of a `config.json`. Raises `CheckpointError` if minillm cannot run this model exactly."""
     named = checked({key: stored.get(key) for key in ("architectures", "model_type")}, StoredConfig)
     family = family_of(named.architectures, named.model_type, has_own_code="auto_map" in stored)
     _refuse_rope_by_layer(stored)
     raw = checked({**family.defaults, **stored, **family.fixed}, StoredConfig)
-    refuse_switches(stored)
+    refuse_switches(stored, family.own_fields)
     if raw.quantization_config:
         method = raw.quantization_config.get("quant_method", "unknown")
         method = method if isinstance(method, str) and method.isidentifier() and len(method) < 60 else shown(method)
         raise CheckpointError(f"the weights are quantised ({method}); load the original checkpoint instead")
     vocab_size, hidden, num_layers, num_heads = (
-        _given(raw, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        _required(raw, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     )
     num_kv_heads = raw.num_key_value_heads or num_heads
     head_dim = raw.head_dim or hidden // num_heads
     if num_heads % num_kv_heads or head_dim % 2 or head_dim < 2:
         raise CheckpointError(
-            f"{num_heads} query heads over {num_kv_heads} KV heads of {head_dim} channels: the first must be a "
-            "multiple of the second, and the channels even"
+            f"{num_heads} query heads over {num_kv_heads} KV heads of {head_dim} channels: the number of query heads "
+            "must be a multiple of the number of KV heads, and the number of channels must be even"
         )
     bias = bool(raw.attention_bias)
     rope = _rope(raw)
@@ -47,12 +47,12 @@ def model_config(stored: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=_given(raw, "intermediate_size"),
+        intermediate_size=_required(raw, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_context(raw, rope),
+        max_position_embeddings=_context_length(raw, rope),
         rms_norm_eps=1e-6 if raw.rms_norm_eps is None else raw.rms_norm_eps,
         rope=rope,
         tie_word_embeddings=bool(raw.tie_word_embeddings),
@@ -66,16 +66,22 @@ def model_config(stored: Mapping[str, Any]) -> ModelConfig:
         eos_token_ids=end_tokens(raw.eos_token_id, vocab_size),
         bos_token_id=raw.bos_token_id,
         dtype=raw.dtype or raw.torch_dtype or "float32",
+        decoder=family.decoder,
+        extra={name: stored.get(name, default) for name, default in family.own_fields.items()},
     )
 
 
 def llama_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """`config` in the words of a Llama `config.json`, as old and new transformers read it.
+    """Return `config` as the contents of a Llama `config.json`, readable by old and new transformers.
 
-    Raises `UnsupportedError` if a Llama cannot be like that.
+    Raises `UnsupportedError` if the Llama architecture cannot represent it.
     """
-    if config.qk_norm or config.sliding_window or config.rope_layers or config.qkv_bias != config.o_bias:
-        raise UnsupportedError("only the Llama family can be written: no head norms, no window, all biases or none")
+    own = config.qk_norm or config.sliding_window or config.rope_layers or config.decoder
+    if own or config.qkv_bias != config.o_bias:
+        raise UnsupportedError(
+            "only the Llama family can be saved: no q/k norms, no sliding window, RoPE in every layer, and biases on "
+            "all of q, k, v and o or on none of them"
+        )
     eos = list(config.eos_token_ids)
     scaling = {"rope_type": config.rope.kind, **config.rope.parameters}
     return {
@@ -103,19 +109,22 @@ def llama_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
 
 
 def end_tokens(value: int | list[int] | None, vocab_size: int) -> tuple[int, ...]:
-    """`eos_token_id` as checkpoints spell it: one id, several, or none. Raises `CheckpointError` for one beyond."""
+    """Convert a checkpoint's `eos_token_id` (one id, a list, or none) to a tuple without duplicates.
+
+    Raises `CheckpointError` for an id outside the vocabulary.
+    """
     ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
-    beyond = [token for token in ids if token >= vocab_size]
-    if beyond:
-        raise CheckpointError(f"eos_token_id has {beyond[0]}; ids of this model go from 0 to {vocab_size - 1}")
+    outside = [token for token in ids if token >= vocab_size]
+    if outside:
+        raise CheckpointError(f"eos_token_id has {outside[0]}; ids of this model go from 0 to {vocab_size - 1}")
     return tuple(dict.fromkeys(ids))
 
 
-def _given(raw: StoredConfig, key: str) -> Any:
-    """A field that cannot be left out; what it may be, the schema has checked."""
+def _required(raw: StoredConfig, key: str) -> Any:
+    """Return a field that must be present; the schema has already checked its type and range."""
     value = getattr(raw, key)
     if value is None:
-        raise CheckpointError(f"{key} is None; a decoder cannot be made without it")
+        raise CheckpointError(f"{key} is missing or null; the decoder needs it")
     return value
 
 
@@ -127,7 +136,7 @@ def _refuse_rope_by_layer(stored: Mapping[str, Any]) -> None:
 
 
 def _rope(raw: StoredConfig) -> RopeConfig:
-    """Both spellings: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`."""
+    """Read RoPE from either spelling: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     found = _entries(raw.rope_scaling) or _entries(raw.rope_parameters)
     found.pop("finetuned", None)
     kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
@@ -136,9 +145,9 @@ def _rope(raw: StoredConfig) -> RopeConfig:
         raise CheckpointError(f"RoPE of kind {shown(kind)} is not supported; minillm has {', '.join(SCALINGS)}")
     theta = found.pop("rope_theta", None) or raw.rope_theta or 10_000.0
     if (found.pop("partial_rotary_factor", None) or raw.partial_rotary_factor or 1.0) != 1.0:
-        raise CheckpointError("partial_rotary_factor below 1 is not supported: the decoder rotates whole heads")
+        raise CheckpointError("partial_rotary_factor below 1 is not supported: RoPE covers all channels of a head")
     if kind in ("llama3", "yarn"):
-        context = _given(raw, "max_position_embeddings")
+        context = _required(raw, "max_position_embeddings")
         key = "original_max_position_embeddings"
         original = found[key] = raw.original_max_position_embeddings or found.get(key) or context
         found["factor"] = found.get("factor") or context / original
@@ -157,24 +166,25 @@ def _entries(scaling: RopeScaling | None) -> dict[str, Any]:
     return {key: value for key, value in asdict(scaling or RopeScaling()).items() if value is not None}
 
 
-def _context(raw: StoredConfig, rope: RopeConfig) -> int:
-    """Checkpoints that gained YaRN afterwards often still state the context from before; vLLM widens it, too."""
-    context: int = _given(raw, "max_position_embeddings")
+def _context_length(raw: StoredConfig, rope: RopeConfig) -> int:
+    """Return the context length. With YaRN it is at least factor · original length, as in vLLM, because
+    checkpoints that were extended with YaRN often still state the original length."""
+    context: int = _required(raw, "max_position_embeddings")
     if rope.kind == "yarn":
         original, factor = rope.parameter("original_max_position_embeddings"), rope.parameter("factor")
         context = max(context, int(factor * original))
         if context > MOST_CONTEXT:
             raise CheckpointError(
-                f"factor is {factor:g} and original_max_position_embeddings {original}: a context of {context:,} "
-                f"tokens, and {MOST_CONTEXT:,} is the most"
+                f"factor is {factor:g} and original_max_position_embeddings {original}: this gives a context of "
+                f"{context:,} tokens, over the limit of {MOST_CONTEXT:,}"
             )
     return context
 
 
 def _rope_layers(raw: StoredConfig, num_layers: int) -> tuple[bool, ...]:
-    """SmolLM3: a 1 in `no_rope_layers` means, in spite of its name, that the layer has RoPE."""
+    """SmolLM3: despite the field's name, a 1 in `no_rope_layers` means that the layer has RoPE."""
     if raw.no_rope_layers is None:
-        interval = _given(raw, "no_rope_layer_interval")
+        interval = _required(raw, "no_rope_layer_interval")
         return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     return tuple(bool(rotates) for rotates in _per_layer("no_rope_layers", raw.no_rope_layers, num_layers))
 
@@ -189,5 +199,5 @@ def _sliding_layers(raw: StoredConfig, num_layers: int, rope_layers: tuple[bool,
 
 def _per_layer(key: str, listed: list[Any], num_layers: int) -> list[Any]:
     if len(listed) < num_layers:
-        raise CheckpointError(f"{key} lists {len(listed)} layers, the model has {num_layers}")
+        raise CheckpointError(f"{key} lists {len(listed)} layers, but the model has {num_layers}")
     return listed[:num_layers]

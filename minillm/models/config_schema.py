@@ -1,13 +1,13 @@
-"""What a `config.json` may say: every field that decides what the decoder computes, its type and its range.
+"""The schema of `config.json`: every field that affects what the decoder computes, with its type and range.
 
-The ranges are wider than any published model and narrow enough that nothing made from one field alone can exhaust the
-machine; what two fields make together is held against the weights that are there, or against the memory (`loading`).
-Fields that are not named here change nothing, except for those of `SWITCHES`: they are refused unless they are off.
+The ranges are wider than any published model, and narrow enough that no single field can exhaust the machine's memory.
+Products of two fields are checked against the stored weights or the free memory (`loading`). Fields not named here are
+ignored, except for those in `SWITCHES`, which raise an error unless they are off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -28,7 +28,7 @@ Dtype = Annotated[
 
 
 class RopeScaling(Struct, forbid_unknown_fields=True):
-    """`rope_scaling`, or its newer spelling `rope_parameters`. An entry that is not named here is refused."""
+    """`rope_scaling`, or its newer spelling `rope_parameters`. An entry that is not named here raises an error."""
 
     rope_type: Annotated[str | None, Meta(description="the name of a kind of scaling")] = None
     type: Annotated[str | None, Meta(description="the name of a kind of scaling")] = None
@@ -48,7 +48,7 @@ class RopeScaling(Struct, forbid_unknown_fields=True):
 
 
 class StoredConfig(Struct):
-    """The fields of `config.json` that minillm reads. None: left out, or null."""
+    """The fields of `config.json` that minillm reads. None: missing, or null."""
 
     architectures: Annotated[list[str] | None, Meta(description="a list of names")] = None
     model_type: Annotated[str | None, Meta(description="a name")] = None
@@ -89,7 +89,7 @@ class StoredConfig(Struct):
 
 
 class GenerationConfig(Struct):
-    """What is read of `generation_config.json`."""
+    """The fields of `generation_config.json` that minillm reads."""
 
     eos_token_id: EndTokens = None
 
@@ -125,13 +125,18 @@ SWITCHES: Mapping[str, tuple[Any, ...]] = {
     "kv_lora_rank": (),
     "v_head_dim": (),
 }
-"""Fields of other decoders, and the values besides null with which theirs computes what ours does."""
+"""Features of other decoders, by field, and the values that switch them off. Null switches any of them off."""
 
 
-def refuse_switches(stored: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if the file switches on something that the decoder does not have."""
-    for name, harmless in SWITCHES.items():
+def refuse_switches(stored: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Raise `CheckpointError` if `stored` switches on a feature that the decoder lacks.
+
+    `known`: fields that the family's own decoder implements.
+    """
+    for name, off_values in SWITCHES.items():
         value = stored.get(name)
-        if value is not None and value not in harmless:
-            only = f"it must be {' or '.join(map(repr, harmless))} or left out" if harmless else "it must be left out"
-            raise CheckpointError(f"{name} is {shown(value)}, which minillm's decoder does not have; {only}")
+        if value is not None and value not in off_values and name not in known:
+            allowed = f"{' or '.join(map(repr, off_values))} or left out" if off_values else "left out"
+            raise CheckpointError(
+                f"{name} is {shown(value)}, which minillm's decoder does not support; it must be {allowed}"
+            )

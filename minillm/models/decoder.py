@@ -1,7 +1,7 @@
 """One decoder for every family: embeddings, L × (attention, MLP), final norm, unembedding.
 
-The decoder knows nothing of requests, pages or batches of unequal length. It runs a flat list of tokens, and for
-attention it hands q, k and v to whoever holds the cache: `attention.attend(layer, q, k, v, batch)`.
+The decoder has no notion of requests, cache pages or ragged batches. It runs a flat list of tokens, and passes q, k and
+v to the object that holds the KV cache: `attention.attend(layer, q, k, v, batch)`.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from minillm.models.config import ModelConfig
 from minillm.models.layers import MLP, RMSNorm
-from minillm.models.rope import RotaryEmbedding, rotate
+from minillm.models.rope import RotaryEmbedding
 from minillm.ops.linear import Linear
+from minillm.ops.rms_norm import rms_norm
+from minillm.ops.rope import rope
 
 
 class Attention(Protocol):
-    """Whoever stores keys and values and can attend over them: a KV cache, or plain causal attention in training."""
+    """Stores keys and values and computes attention over them: a KV cache, or plain causal attention in training."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Any) -> Tensor:
-        """Store `k`, `v` (`[num_tokens, num_kv_heads, head_dim]`), return attention output shaped like `q`."""
+        """Store `k`, `v` (`[num_tokens, num_kv_heads, head_dim]`); return the attention output, shaped like `q`."""
 
 
 class DecoderLayer(nn.Module):
@@ -43,21 +44,21 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attention: Attention, batch: Any) -> Tensor:
-        """`x`: `[num_tokens, hidden]`."""
+        """`x`: `[num_tokens, hidden]` → the same shape."""
         heads = self.qkv_proj(self.input_norm(x)).view(-1, self.num_qk_heads + self.num_kv_heads, self.head_dim)
         qk, v = heads.split((self.num_qk_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = self._normalise(qk, self.q_norm, self.k_norm)
         if self.rotates:
-            qk = rotate(qk, cos, signed_sin)
+            qk = rope(qk, cos, signed_sin)
         q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
         x = x + self.o_proj(attention.attend(self.layer, q, k, v, batch).flatten(1))
         return x + self.mlp(self.post_attention_norm(x))
 
     def _normalise(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
-        """Both head norms in one: the heads are normalised alike and differ only in their weight."""
+        """Normalise q and k in one call: only the norm weights differ between them."""
         weights = (q_norm.weight.expand(self.num_heads, -1), k_norm.weight.expand(self.num_kv_heads, -1))
-        return F.rms_norm(qk, (self.head_dim,), eps=q_norm.eps) * torch.cat(weights)
+        return rms_norm(qk, torch.cat(weights), q_norm.eps)
 
 
 class Decoder(nn.Module):
@@ -74,15 +75,15 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the unembedding the embedding, if the checkpoint says so. To be repeated if either was replaced."""
+        """Tie the unembedding to the embedding if the configuration says so. Call it again after replacing either."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention, batch: Any = None) -> Tensor:
-        """Hidden states `[num_tokens, hidden]` after the final norm.
+        """Return the hidden states `[num_tokens, hidden]` after the final norm.
 
         `token_ids`, `positions`: `[num_tokens]`, int64, positions below `max_position_embeddings`.
-        `attention` and `batch` decide who sees whom.
+        `attention` and `batch` decide which tokens a token attends to.
         """
         x = self.embed_tokens(token_ids)
         cos, signed_sin = (table.to(x.dtype) for table in self.rope(positions))
@@ -91,10 +92,10 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary: `[num_rows, hidden]` → `[num_rows, vocab_size]`."""
+        """Return logits over the vocabulary: `[num_rows, hidden]` → `[num_rows, vocab_size]`."""
         return self.lm_head(hidden)
 
     @property
     def num_parameters(self) -> int:
-        """Trained numbers, a tied embedding counted once."""
+        """The number of parameters; a tied embedding counts once."""
         return sum(p.numel() for p in self.parameters())

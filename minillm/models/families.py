@@ -1,4 +1,4 @@
-"""The model families: all their differences as data, none as code in the decoder."""
+"""The model families: their differences, as data. A family whose computation differs names its own decoder class."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from minillm.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Family:
-    """What a family implies beyond what its `config.json` says."""
+    """Properties of a family that its `config.json` does not state."""
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values that transformers assumes when the file leaves them out."""
+    """Values that transformers assumes for missing fields."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values that hold whatever the file says, because the family's model does not look at them."""
+    """Values that override the file, because the family's model in transformers ignores these fields."""
     qkv_bias: bool = False
     qk_norm: bool = False
     skips_rope: bool = False
-    """Some layers do without RoPE, and those are the ones that a sliding window applies to."""
+    """Some layers have no RoPE. A sliding window applies to exactly those layers."""
+    decoder: type | None = None
+    """A `Decoder` subclass, where data is not enough. It runs in plain PyTorch unless an executor supports it."""
+    own_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `config.json` that only this decoder reads, with their defaults."""
 
 
 FAMILIES = {
@@ -63,10 +67,10 @@ FAMILIES = {
 
 
 def family_of(architectures: Sequence[str] | None, model_type: str | None, has_own_code: bool = False) -> Family:
-    """The family of a `config.json`. Raises `CheckpointError` naming the supported ones if it is another."""
+    """Return the family of a `config.json`. Raises `CheckpointError` with the supported families for any other."""
     by_type = [name for name, family in FAMILIES.items() if family.model_type == model_type]
     [name, *_] = architectures or by_type or [f"(model_type {model_type!r})"]
     if name in FAMILIES:
         return FAMILIES[name]
-    own_code = " The code that it brings along (auto_map) is never run." if has_own_code else ""
-    raise CheckpointError(f"architecture {name} is not supported; minillm reads {', '.join(FAMILIES)}.{own_code}")
+    own_code = " Code in the checkpoint (auto_map) is never run." if has_own_code else ""
+    raise CheckpointError(f"architecture {name} is not supported; minillm supports {', '.join(FAMILIES)}.{own_code}")

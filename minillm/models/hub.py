@@ -1,4 +1,4 @@
-"""From the name of a model to a folder on this machine: bundled, local, or from the Hugging Face hub."""
+"""Resolves the name of a model to a local folder: bundled, local, or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from minillm.models.json_files import shown
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
 UNWANTED = ["*/*", "consolidated*"]
-"""Sub-folders hold other formats; Mistral's `consolidated` files hold the same weights a second time."""
+"""Sub-folders hold other formats; Mistral's `consolidated` files duplicate the weights."""
 
 
 def resolve(name: str) -> Path:
-    """The folder of a bundled model, of a local checkpoint, or of a hub id (downloaded once, then from its cache).
+    """Return the folder of a bundled model, a local checkpoint, or a hub id (downloaded once, then cached).
 
-    Raises `CheckpointError` if it is none of the three, or cannot be fetched.
+    Raises `CheckpointError` if `name` is none of the three, or the download fails.
     """
     if name in bundled.names():
         return bundled.path(name)
     try:
         folder = Path(name).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
-    except (RuntimeError, ValueError, OSError) as problem:  # no such home, a zero byte, a name too long
+    except (RuntimeError, ValueError, OSError) as problem:  # unknown home directory, a null byte, a name too long
         reason = getattr(problem, "strerror", None) or problem
         raise CheckpointError(f"no model {shown(name)}: {reason}") from None
     if is_folder:
         return folder
     if exists:
-        raise CheckpointError(f"{name} is a file; give the folder that holds config.json and the safetensors")
+        raise CheckpointError(f"{name} is a file; give the folder that contains config.json and the safetensors files")
     if HUB_ID.fullmatch(name):
         return _download(name)
     raise CheckpointError(
-        f"no model {shown(name)}: it is no bundled one ({', '.join(bundled.names()) or 'there are none'}), no folder "
-        "here, and no hub id, which reads owner/name"
+        f"no model {shown(name)}: it is not a bundled model ({', '.join(bundled.names()) or 'there are none'}), not a "
+        "local folder, and not a hub id of the form owner/name"
     )
 
 
@@ -48,12 +48,12 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except GatedRepoError:
-        fix = "its owner asks for consent: give it on the model's page, then log in with `hf auth login`"
+        fix = "the model is gated: accept its terms on the model's page, then log in with `hf auth login`"
     except RepositoryNotFoundError:
-        fix = "the hub knows no model of this name, and there is no such folder here; check the spelling"
-    except Exception as problem:  # the client lets errors of its HTTP library through
+        fix = "the hub has no model of this name, and there is no such local folder; check the spelling"
+    except Exception as problem:  # the client does not wrap the errors of its HTTP library
         fix = (
-            f"it is not in the local cache, and the hub cannot be reached ({type(problem).__name__}); fetch it where "
-            f"there is a network with `hf download {hub_id} --local-dir FOLDER`, then give FOLDER"
+            f"it is not in the local cache, and the hub cannot be reached ({type(problem).__name__}); run "
+            f"`hf download {hub_id} --local-dir FOLDER` on a machine with a network, then give FOLDER"
         )
     raise CheckpointError(f"cannot load {hub_id}: {fix}")

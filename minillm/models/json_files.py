@@ -1,7 +1,8 @@
-"""JSON that comes with a checkpoint, held against a schema before anything is allocated for what it says.
+"""Reads the JSON files of a checkpoint and validates them against a schema before anything is allocated.
 
-The schemas are `msgspec` structs. It checks types strictly (`true` is no number, `"8"` no integer, NaN in no range), is
-imported in a few milliseconds and needs nothing else. A field's `Meta(description=…)` says what is allowed there.
+The schemas are `msgspec` structs. msgspec checks types strictly (`true` is not a number, `"8"` is not an integer, NaN
+is in no range), imports in a few milliseconds and has no dependencies. A field's `Meta(description=…)` describes its
+valid values.
 """
 
 from __future__ import annotations
@@ -19,29 +20,32 @@ from msgspec import Meta
 from minillm.errors import CheckpointError
 
 MOST_BYTES = 64 * 2**20
-"""No file of settings is larger; the index of the largest checkpoint has a few megabytes."""
+"""The size limit of a JSON file; the index of the largest checkpoint has a few megabytes."""
 T = TypeVar("T")
-_SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT_REPR = Repr()
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 60
 
 
 def whole(least: int, most: int) -> Any:
-    """The type of an integer in this range, or null."""
+    """Return the schema type of an integer from `least` to `most`, or null."""
     words = f"a whole number from {least:,} to {most:,}"
     return Annotated[Annotated[int, Meta(ge=least, le=most)] | None, Meta(description=words)]
 
 
 def number(above: float, most: float) -> Any:
-    """The type of a number in this range, which begins behind `above`, or null."""
+    """Return the schema type of a number above `above` (exclusive) and up to `most` (inclusive), or null."""
     words = f"a number above {above:g} and up to {most:g}"
     return Annotated[Annotated[float, Meta(gt=above, le=most)] | None, Meta(description=words)]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `CheckpointError` if there is none, or it is no JSON, too large or too deep."""
+    """Return the object in a JSON file.
+
+    Raises `CheckpointError` if the file is missing, too large, nested too deeply, or not a JSON object.
+    """
     try:
         if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path.name} is no plain file; fetch it again")
+            raise CheckpointError(f"{path.name} is not a regular file; fetch it again")
         if path.stat().st_size > MOST_BYTES:
             raise CheckpointError(f"{path.name} has {path.stat().st_size:,} bytes, more than {MOST_BYTES:,}")
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -50,16 +54,16 @@ def read_json(path: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except ValueError as problem:
-        raise CheckpointError(f"{path.name} is no JSON ({problem}); fetch it again") from None
+        raise CheckpointError(f"{path.name} is not valid JSON ({problem}); fetch it again") from None
     except RecursionError:
-        raise CheckpointError(f"{path.name} is nested too deeply to be read; fetch it again") from None
+        raise CheckpointError(f"{path.name} is nested too deeply; fetch it again") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path.name} holds no JSON object; fetch it again")
+        raise CheckpointError(f"{path.name} is not a JSON object; fetch it again")
     return content
 
 
 def checked(stored: Mapping[str, Any], schema: type[T]) -> T:
-    """`stored` as the struct `schema`. Raises `CheckpointError` naming field, value and what is allowed there."""
+    """Convert `stored` to the struct `schema`. Raises `CheckpointError` with field, value and valid values."""
     try:
         return msgspec.convert(stored, schema)
     except msgspec.ValidationError as problem:
@@ -67,22 +71,22 @@ def checked(stored: Mapping[str, Any], schema: type[T]) -> T:
         keys = re.findall(r"\w+|\.\.\.", path)
         field, value = _found(stored, keys)
         if "unknown field" in what:
-            raise CheckpointError(f"{field} has an entry {what.split('`')[1]!r} that minillm does not know") from None
+            raise CheckpointError(f"{field} has an unknown entry {what.split('`')[1]!r}") from None
         raise CheckpointError(f"{field} is {shown(value)}; it must be {_allowed(schema, keys) or what}") from None
     except UnicodeEncodeError:
-        raise CheckpointError("some text in it is half a surrogate pair, which no UTF-8 can hold") from None
+        raise CheckpointError("a string in it has an unpaired surrogate, which UTF-8 cannot encode") from None
 
 
 def shown(value: Any) -> str:
-    """A value from a file in at most some sixty characters."""
+    """Return the repr of a value from a file, truncated to about sixty characters."""
     try:
-        return _SHORT.repr(value)
-    except ValueError:  # Python prints no integer of more than some thousand digits
+        return _SHORT_REPR.repr(value)
+    except ValueError:  # Python refuses to print an integer of more than a few thousand digits
         return f"an integer of {value.bit_length():,} bits"
 
 
 def _found(stored: Any, keys: list[str]) -> tuple[str, Any]:
-    """The path to the value that is wrong, and the value: the container where the path ends in an unnamed entry."""
+    """Return the path to the invalid value, and the value; if an entry on the path has no name, its container."""
     name = ""
     for key in keys:
         if isinstance(stored, Mapping) and key in stored:
@@ -95,7 +99,7 @@ def _found(stored: Any, keys: list[str]) -> tuple[str, Any]:
 
 
 def _allowed(schema: type, keys: list[str]) -> str | None:
-    """What the schema's description says of the field, or of the nearest one around it that has a description."""
+    """Return the schema's description of the field, or of the nearest enclosing field that has one."""
     found = None
     for key in keys:
         hint = get_type_hints(schema, include_extras=True).get(key)

@@ -1,4 +1,4 @@
-"""Checkpoints in Hugging Face format, in and out: `config.json` and safetensors, never pickle, never their own code."""
+"""Loads and saves Hugging Face checkpoints: `config.json` and safetensors, never pickle or code from the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from minillm.models.config import ModelConfig
 from minillm.models.config_json import end_tokens, llama_config, model_config
 from minillm.models.config_schema import GenerationConfig
 from minillm.models.decoder import Decoder, DecoderLayer
+from minillm.models.empty_weights import Unfilled
 from minillm.models.hub import resolve
 from minillm.models.json_files import checked, read_json, shown
-from minillm.models.names import EMBEDDING, UNEMBEDDING, Part, stored_parts
-from minillm.models.shards import SINGLE, Shards
-from minillm.models.staging import Staging
-from minillm.models.unfilled import Unfilled
-from minillm.quantization.base import QuantizedLinear, Scheme
-from minillm.quantization.checkpoint import (
+from minillm.models.quantize import decoder_linears, empty_like
+from minillm.models.quantized_checkpoint import (
     Place,
     fill_places,
     is_linear_weight,
@@ -33,19 +30,22 @@ from minillm.quantization.checkpoint import (
     quantized_places,
     scheme_of,
 )
-from minillm.quantization.model import decoder_linears, empty_like
+from minillm.models.shards import SINGLE, Shards
+from minillm.models.staging import Staging
+from minillm.models.tensor_names import EMBEDDING, UNEMBEDDING, Part, stored_parts
+from minillm.quantization.base import QuantizedLinear, Scheme
 from minillm.quantization.schemes import make_scheme
 
-__all__ = ["llama_config", "load_config", "load_model", "resolve", "save_llama", "stored_tensors", "widen"]
+__all__ = ["llama_config", "load_config", "load_model", "resolve", "save_llama", "stored_tensors", "cast_model"]
 
 RECOMPUTED = "rotary_emb.inv_freq"
-"""Old Llama checkpoints store these frequencies; they follow from the configuration."""
+"""Old Llama checkpoints store these frequencies. They are ignored, because they follow from the configuration."""
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read `config.json`, and from `generation_config.json` the further tokens that end a text.
+    """Read `config.json`, and further end-of-text tokens from `generation_config.json`.
 
-    Raises `CheckpointError` if there is none, or it describes a model that minillm cannot run.
+    Raises `CheckpointError` if `config.json` is missing or describes a model that minillm cannot run.
     """
     try:
         stored = read_json(folder / "config.json")
@@ -56,8 +56,8 @@ def load_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder}: {problem}") from None
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(
-            f"{folder} holds an adapter (adapter_config.json), whose weights minillm does not add; merge it into the "
-            "model with peft's merge_and_unload() and save that"
+            f"{folder} contains an adapter (adapter_config.json), which minillm cannot apply; merge it into the "
+            "model with peft's merge_and_unload() and save the result"
         )
     generation_config = folder / "generation_config.json"
     if not (generation_config.exists() or generation_config.is_symlink()):
@@ -71,7 +71,10 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def stored_scheme(folder: Path) -> Scheme | None:
-    """How the weights in `folder` are quantised; None: not at all. Raises `CheckpointError` if it cannot be told."""
+    """Return the scheme of a checkpoint that minillm quantised; None for any other.
+
+    Raises `CheckpointError` if its `quantization_config` is invalid.
+    """
     quantization = read_json(folder / "config.json").get("quantization_config")
     try:
         return scheme_of(quantization) if is_ours(quantization) else None
@@ -86,20 +89,20 @@ def load_model(
     quantization: str | None = None,
     keep_stored: bool = False,
 ) -> Decoder:
-    """The model of that name or folder (see `resolve`), on `device`, for inference: no parameter asks for a gradient.
+    """Load the model of that name or folder (see `resolve`) to `device`, for inference: parameters need no gradient.
 
-    A quantised checkpoint (see `minillm quantize`) loads as what it is. `quantization` of `int8`, `w8a8` or `int4`
-    rounds a full-precision one while it loads; for a quantised one it may only say what that is.
+    A quantised checkpoint (see `minillm quantize`) loads as it is. A `quantization` of `int8`, `w8a8` or `int4`
+    quantises a full-precision checkpoint while it loads; for a quantised one it must match the stored scheme.
 
-    `keep_stored` is for someone who takes the weights over in the bits that the file has, as an executor on a CPU does:
-    if `dtype` is float32 and all matrices are stored in one kind of 16-bit floats, they stay in it. Norms and biases
-    have `dtype` all the same. Such a model is not to be run in PyTorch; `widen` makes it one that is.
+    `keep_stored` keeps matrices in the dtype of the file, for a CPU executor that packs them in that dtype. It takes
+    effect if `dtype` is float32 and all matrices are stored in the same 16-bit float dtype. Norms and biases still have
+    `dtype`. PyTorch cannot run such a model until `cast_model` has cast it.
 
-    Tensors go a megabyte at a time from the file to their rows of the model, on the CPU or on a GPU, so beside
-    the model itself there is no memory that grows with it (see `staging`). Raises `CheckpointError`, before any weight
-    is read, if a tensor is missing, is one too many or has another shape than `config.json` implies; `ConfigError` if
-    `quantization` is not what the checkpoint is; `UnsupportedError` if there is no such scheme, or it cannot be done
-    while a model loads.
+    Tensors are copied from the file to their rows of the model a megabyte at a time, on the CPU or to a GPU, so the
+    memory needed beside the model does not grow with it (see `staging`). Raises `CheckpointError`, before any weight is
+    read, if a tensor is missing, unexpected or of a shape other than `config.json` implies; `ConfigError` if
+    `quantization` contradicts the stored scheme; `UnsupportedError` if the scheme is unknown or cannot be applied while
+    loading.
     """
     folder = resolve(str(name_or_folder))
     shards = Shards(folder)
@@ -112,28 +115,28 @@ def load_model(
     if stored:
         parts = {name: part for name, part in parts.items() if not is_linear_weight(part)}
     _check(folder, parts, places, shards, spare={UNEMBEDDING} if config.tie_word_embeddings else set())
-    _check_tables(folder, config)
+    _check_rope_memory(folder, config)
     narrow = _dtype_of_matrices(parts, shards) if keep_stored and dtype == torch.float32 else None
-    model = _unfilled_model(config, Unfilled(device, dtype, narrow or dtype), scheme)
+    model = _uninitialised_model(config, Unfilled(device, dtype, narrow or dtype), scheme)
     with torch.no_grad():
         for name, part in parts.items():
-            _fill(model, part, name, staging)
+            _load_tensor(model, part, name, staging)
         if stored:
             fill_places(model, places, staging)
     return model.requires_grad_(False).eval()
 
 
-def widen(model: Decoder, dtype: torch.dtype) -> Decoder:
-    """Bring every parameter to `dtype`, in place and one at a time, after `load_model(…, keep_stored=True)`."""
+def cast_model(model: Decoder, dtype: torch.dtype) -> Decoder:
+    """Cast every parameter to `dtype`, in place and one at a time, after `load_model(…, keep_stored=True)`."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def choose_scheme(name: str, wanted: str | None, stored: Scheme | None) -> Scheme | None:
-    """The scheme to load the checkpoint `name` with, given the option and how it is stored; None: full precision.
+    """Return the scheme for loading the checkpoint `name`, given the option and the stored one; None: full precision.
 
-    Raises `ConfigError` if the two contradict each other, `UnsupportedError` for what cannot be done at loading.
+    Raises `ConfigError` if the two contradict each other, `UnsupportedError` if the scheme needs calibration first.
     """
     if wanted is None:
         return stored
@@ -145,7 +148,7 @@ def choose_scheme(name: str, wanted: str | None, stored: Scheme | None) -> Schem
         )
     if stored is None and scheme.needs:
         raise UnsupportedError(
-            f"quantization={wanted!r} needs calibration and so cannot be done while {name} loads; make a quantised "
+            f"quantization={wanted!r} needs calibration, so it cannot be applied while {name} loads; make a quantised "
             f"checkpoint with `minillm quantize {name} --scheme {wanted} --out FOLDER` and load FOLDER"
         )
     return stored or scheme
@@ -154,7 +157,7 @@ def choose_scheme(name: str, wanted: str | None, stored: Scheme | None) -> Schem
 def save_llama(model: Decoder, folder: Path, dtype: torch.dtype) -> None:
     """Write `model` as a Llama checkpoint that transformers' `AutoModelForCausalLM` loads.
 
-    Raises `UnsupportedError` if a Llama cannot be like that.
+    Raises `UnsupportedError` if the Llama architecture cannot represent it.
     """
     stored_config = llama_config(model.config, dtype)
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,20 +167,20 @@ def save_llama(model: Decoder, folder: Path, dtype: torch.dtype) -> None:
 
 
 def stored_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors under the names a checkpoint gives them: q, k, v apart, gate and up apart."""
+    """Yield the model's tensors by checkpoint name, with q, k and v separate, and gate and up separate."""
     for name, part in stored_parts(model.config).items():
         yield name, part.of(model)
 
 
 def _untie_if_stored_apart(config: ModelConfig, shards: Shards) -> ModelConfig:
-    """Some checkpoints claim tied embeddings but bring two different ones; those count (as in transformers)."""
+    """Untie the embeddings if the checkpoint claims to tie them but stores two different matrices (as transformers)."""
     if not config.tie_word_embeddings or not {EMBEDDING, UNEMBEDDING} <= shards.names:
         return config
     return replace(config, tie_word_embeddings=Staging(shards).same(EMBEDDING, UNEMBEDDING))
 
 
 def _dtype_of_matrices(parts: dict[str, Part], shards: Shards) -> torch.dtype | None:
-    """The 16-bit dtype that all matrices are stored in; None if there is no such."""
+    """Return the 16-bit dtype in which all matrices are stored; None if it is not the same or not 16 bits."""
     dtypes = {shards.dtype(name) for name, part in parts.items() if len(part.shape) == 2}
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} else None
 
@@ -185,26 +188,29 @@ def _dtype_of_matrices(parts: dict[str, Part], shards: Shards) -> torch.dtype | 
 def _check(folder: Path, parts: dict[str, Part], places: dict[str, Place], shards: Shards, spare: set[str]) -> None:
     found = {name for name in shards.names if not name.endswith(RECOMPUTED)}
     wanted = parts.keys() | places.keys()
-    _complain(folder, "lacks", sorted(wanted - found))
-    _complain(folder, "has tensors that its config.json leaves no place for:", sorted(found - wanted - spare))
+    _raise_if_any(folder, "lacks", sorted(wanted - found))
+    _raise_if_any(folder, "has tensors that do not fit its config.json:", sorted(found - wanted - spare))
     shapes = ((name, shards.shape(name), part.shape) for name, part in parts.items())
     wrong = [f"{name} {list(found)} (should be {list(right)})" for name, found, right in shapes if found != right]
     wrong += misfits(places, shards)
-    _complain(folder, "has tensors of another shape than its config.json says:", wrong)
+    _raise_if_any(folder, "has tensors of a shape other than its config.json implies:", wrong)
 
 
-def _check_tables(folder: Path, config: ModelConfig) -> None:
-    """The one allocation that no file vouches for: the cosines and sines of all positions, and what makes them."""
+def _check_rope_memory(folder: Path, config: ModelConfig) -> None:
+    """Raise `CheckpointError` if the RoPE tables and their temporaries do not fit in free memory.
+
+    No stored tensor bounds their size, unlike that of every other allocation.
+    """
     needed, free = 14 * config.max_position_embeddings * config.head_dim, hardware.memory().free
     if needed > free:
         raise CheckpointError(
-            f"{folder}: max_position_embeddings is {config.max_position_embeddings}; the tables of so many positions "
-            f"need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; lower it in config.json"
+            f"{folder}: max_position_embeddings is {config.max_position_embeddings}; the RoPE tables for it need "
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; lower it in config.json"
         )
 
 
-def _fill(model: Decoder, part: Part, name: str, staging: Staging) -> None:
-    """Copy one stored tensor to its rows of the model, quantised on the way if that is how the model keeps them."""
+def _load_tensor(model: Decoder, part: Part, name: str, staging: Staging) -> None:
+    """Copy one stored tensor to its rows of the model, and quantise it if the model's layer is quantised."""
     linear = model.get_submodule(part.parameter.rpartition(".")[0])
     if not (is_linear_weight(part) and isinstance(linear, QuantizedLinear)):
         staging.copy(name, part.of(model))
@@ -216,27 +222,28 @@ def _fill(model: Decoder, part: Part, name: str, staging: Staging) -> None:
         raise CheckpointError(f"{name}: {problem}") from None
 
 
-def _unfilled_model(config: ModelConfig, parameters: Unfilled, scheme: Scheme | None) -> Decoder:
-    """The model with its memory allocated and not filled; to be quantised, one layer in full precision at a time."""
+def _uninitialised_model(config: ModelConfig, parameters: Unfilled, scheme: Scheme | None) -> Decoder:
+    """Build the model with uninitialised parameters; with a `scheme`, only one layer at a time is in full precision."""
     with parameters:
-        model = Decoder(config if scheme is None else replace(config, num_layers=0))
+        model = (config.decoder or Decoder)(config if scheme is None else replace(config, num_layers=0))
     model.config = config
     for i in range(config.num_layers if scheme else 0):
         with parameters:
             model.layers.append(DecoderLayer(config, i))
-        _shrink_linears(model, scheme)
+        _replace_linears(model, scheme)
     return model.to(parameters.device)
 
 
-def _shrink_linears(model: Decoder, scheme: Scheme | None) -> None:
-    """Replace the linears that are not quantised yet by empty quantised ones, and let go of them."""
+def _replace_linears(model: Decoder, scheme: Scheme | None) -> None:
+    """Replace and free the linears that are not quantised yet; their quantised replacements are not filled."""
     for name, linear in list(decoder_linears(model)):
         if scheme is not None and not isinstance(linear, QuantizedLinear):
             with Unfilled(linear.weight.device):
                 model.set_submodule(name, empty_like(linear, scheme))
 
 
-def _complain(folder: Path, what: str, tensors: list[str]) -> None:
+def _raise_if_any(folder: Path, what: str, tensors: list[str]) -> None:
+    """Raise `CheckpointError` unless `tensors` is empty. `what`: the words between folder and tensors."""
     if tensors:
         more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
         named = [name if name.isprintable() and 0 < len(name) < 150 else shown(name) for name in tensors[:4]]

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: one table of cosines and sines per model, gathered by position each step."""
+"""Rotary position embeddings (RoPE): one table of cosines and sines per model, indexed by position in each step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from minillm.models.config import ModelConfig, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """The angle per position of each pair of channels (`[head_dim / 2]`, fp32) and the factor on cos and sin.
+    """Return the angle per position of each channel pair (`[head_dim / 2]`, fp32), and the factor on cos and sin.
 
-    Raises `UnsupportedError` for a kind of scaling that minillm does not have.
+    Raises `UnsupportedError` for an unsupported kind of scaling.
     """
     if rope.kind not in SCALINGS:
         raise UnsupportedError(f"RoPE of kind {rope.kind!r} is not supported; minillm has {', '.join(SCALINGS)}")
@@ -28,12 +28,12 @@ def _unscaled(frequencies: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _linear(frequencies: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
-    """Position interpolation (Chen et al. 2023): every angle is divided, as if positions lay closer together."""
+    """Position interpolation (Chen et al. 2023): every angle is divided by `factor`, as if positions were closer."""
     return frequencies / rope.parameter("factor"), 1.0
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
-    """Llama 3.1: slow pairs are divided by `factor`, fast ones kept, those between are blended."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones are kept, those in between are blended."""
     factor, low, high = (rope.parameter(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     turns = rope.parameter("original_max_position_embeddings") * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -41,12 +41,12 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): as llama3 but blended along the channels, and attention is sharpened by a factor."""
+    """YaRN (Peng et al. 2023): as llama3, but blended by channel index, and cos and sin are scaled."""
     factor, original = rope.parameter("factor"), rope.parameter("original_max_position_embeddings")
     last = 2 * len(frequencies) - 1
 
     def channel(turns: float) -> float:
-        """The pair that turns this many times over the original context."""
+        """Return the (fractional) index of the channel pair that makes this many turns over the original context."""
         return len(frequencies) * math.log(original / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     low, high = channel(rope.parameters.get("beta_fast") or 32), channel(rope.parameters.get("beta_slow") or 1)
@@ -59,7 +59,7 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by, so that q·k grows by its square. Given, or from the scaling factor."""
+    """Return the factor on cos and sin; q·k grows by its square. It is given, or follows from the scaling factor."""
     given, factor = rope.parameters.get("attention_factor"), rope.parameter("factor")
     if given is not None:
         return given
@@ -74,8 +74,8 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 SCALINGS: dict[str, Callable[[Tensor, RopeConfig], tuple[Tensor, float]]] = {
     "default": _unscaled,
     "linear": _linear,
-    # NTK scaling that sets in only beyond `max_position_embeddings`, where it would change the angles of keys that are
-    # already cached. The table ends there, so within it these are the plain frequencies.
+    # Dynamic NTK scaling applies only beyond `max_position_embeddings`, where it would change the angles of keys that
+    # are already cached. The table ends there, so its frequencies are unscaled.
     "dynamic": _unscaled,
     "llama3": _llama3,
     "yarn": _yarn,
@@ -86,7 +86,7 @@ class RotaryEmbedding(nn.Module):
     """Rotate pairs (i, i + head_dim/2) of q and k by position × frequency (Su et al. 2021).
 
     The tables (`[max_position_embeddings, head_dim]`) follow the model from device to device but always stay fp32:
-    a bf16 table would confuse neighbouring positions.
+    in bf16, neighbouring positions would have equal entries.
     """
 
     cos: Tensor
@@ -102,20 +102,12 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("signed_sin", torch.cat((-sin, sin), dim=-1), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        """What `.to()`, `.half()` and `.cuda()` call: obeys the device, not the dtype."""
+        """Implement `.to()`, `.half()` and `.cuda()`: change the device, ignore the dtype."""
         device = fn(torch.empty(0, device=self.cos.device)).device
         if device.type != "meta":
             self.cos, self.signed_sin = self.cos.to(device), self.signed_sin.to(device)
         return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines for `positions` (`[num_tokens]`), each `[num_tokens, 1, head_dim]`, fp32."""
+        """Return cosines and signed sines for `positions` (`[num_tokens]`): each `[num_tokens, 1, head_dim]`, fp32."""
         return self.cos[positions].unsqueeze(1), self.signed_sin[positions].unsqueeze(1)
-
-
-def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Apply the rotation to `x` (`[num_tokens, num_heads, head_dim]`).
-
-    With the sign of the sine folded into the table, rotate_half(x)·sin is roll(x)·signed_sin.
-    """
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint folder: one safetensors file or several, opened together, read a few rows at a time.
+"""The tensors of a checkpoint folder: one or more safetensors files, read a few rows at a time.
 
-They are read, not mapped: a page of a mapped file counts as this process's memory from when it is touched until the
-whole map goes, and by the end of loading that is the whole file beside the whole model.
+The files are read, not memory-mapped: a touched page of a mapped file counts as memory of this process until the file
+is unmapped, so at the end of loading the whole file would count in addition to the whole model.
 """
 
 from __future__ import annotations
@@ -36,43 +36,42 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By the names that safetensors use."""
+"""PyTorch dtypes by their safetensors names."""
 
 
 class Index(msgspec.Struct):
-    """What is read of the index of a checkpoint in several files."""
+    """The part of a multi-file checkpoint's index that minillm reads."""
 
-    weight_map: Annotated[
-        dict[str, str], Meta(min_length=1, description="an object with the name of a file for every tensor")
-    ]
+    weight_map: Annotated[dict[str, str], Meta(min_length=1, description="an object with a file name for every tensor")]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies."""
+    """The location of one tensor."""
 
     file: Path
     start: int
-    """Its first byte, counted from the beginning of the file."""
+    """Offset of its first byte in the file."""
     dtype: str
     shape: tuple[int, ...]
 
 
 class Shards:
-    """Tensors by stored name. Only headers are kept in memory, and no file is left open.
+    """The tensors of a checkpoint, by stored name. It keeps only headers in memory and no file open.
 
-    Raises `CheckpointError` for a folder without safetensors, and for files that are missing, truncated or corrupt.
+    Raises `CheckpointError` if the folder has no safetensors, or a file is missing, truncated or corrupt.
     """
 
     def __init__(self, folder: Path) -> None:
         self._stored: dict[str, Stored] = {}
         for path in weight_files(folder):
-            found = dict(_stored_in(path))
-            twice = sorted(found.keys() & self._stored.keys())
-            if twice:
+            found = dict(_read_header(path))
+            duplicates = sorted(found.keys() & self._stored.keys())
+            if duplicates:
+                name = duplicates[0]
                 raise CheckpointError(
-                    f"{twice[0]} is in {self._stored[twice[0]].file.name} and in {path.name}; which of them counts "
-                    "cannot be told, so fetch the checkpoint again"
+                    f"{name} is stored twice, in {self._stored[name].file.name} and in {path.name}; fetch the "
+                    "checkpoint again"
                 )
             self._stored.update(found)
 
@@ -82,26 +81,26 @@ class Shards:
         return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, from its file's header. Raises `CheckpointError` if it holds no plain floats."""
+        """The shape of a tensor, from the file's header. Raises `CheckpointError` if its dtype is not a plain float."""
         dtype, shape = self.header(name)
         if dtype not in FLOATS:
-            raise CheckpointError(f"{name} is stored as {dtype}; quantised checkpoints are not read")
+            raise CheckpointError(f"{name} is stored as {dtype}; quantised checkpoints are not supported")
         return shape
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The dtype of a tensor, as safetensors call it, and its shape. Nothing is read for it."""
+        """The safetensors dtype of a tensor, and its shape, without reading the file."""
         stored = self._stored[name]
         return stored.dtype, stored.shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor. Raises `CheckpointError` for one that minillm has no use for."""
+        """The dtype of a tensor. Raises `CheckpointError` for an unsupported one."""
         stored = self._stored[name]
         if stored.dtype not in DTYPES:
-            raise CheckpointError(f"{name} is stored as {stored.dtype}; what is read is {', '.join(DTYPES)}")
+            raise CheckpointError(f"{name} is stored as {stored.dtype}; supported are {', '.join(DTYPES)}")
         return DTYPES[stored.dtype]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor on the CPU, in the dtype that it is stored in, in memory of its own."""
+        """Read one tensor to the CPU, in its stored dtype."""
         tensor = torch.empty(self._stored[name].shape, dtype=self.dtype(name), device="cpu")
         self.read(name, tensor)
         return tensor
@@ -109,7 +108,7 @@ class Shards:
     def read(self, name: str, into: Tensor, first_row: int = 0) -> None:
         """Fill `into` (on the CPU, contiguous, in the stored dtype) with the rows of a tensor from `first_row` on.
 
-        Raises `CheckpointError` if the file ends too soon, which it did not when it was opened.
+        Raises `CheckpointError` if the file has been truncated since its header was read.
         """
         stored = self._stored[name]
         row_bytes = torch.Size(stored.shape[1:]).numel() * into.dtype.itemsize
@@ -123,11 +122,11 @@ class Shards:
                 target = target[count:]
 
 
-def _stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
-    """What a file holds, by name. Raises `CheckpointError` unless safetensors itself finds its header right."""
+def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
+    """Yield name and location of each tensor in a file. Raises `CheckpointError` if safetensors rejects its header."""
     try:
         with safe_open(path, framework="pt", device="cpu"):
-            pass  # checks that the tensors lie within the file, one behind the other
+            pass  # checks that the tensors lie within the file, without gaps or overlaps
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
@@ -141,7 +140,7 @@ def _stored_in(path: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint. Raises `CheckpointError` if there are none."""
+    """Return the safetensors files of the checkpoint. Raises `CheckpointError` if there are none."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
@@ -149,22 +148,22 @@ def weight_files(folder: Path) -> list[Path]:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if pickles:
         raise CheckpointError(
-            f"{folder} holds {', '.join(pickles[:3])}, but only safetensors are read: unpickling runs code from the "
-            "file. If you trust it, load it with transformers and save_pretrained() it to a new folder"
+            f"{folder} contains {', '.join(pickles[:3])}, but minillm reads only safetensors: unpickling runs code from"
+            " the file. If you trust it, load it with transformers and save_pretrained() it to a new folder"
         )
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+    raise CheckpointError(f"{folder} contains neither {SINGLE} nor {INDEX}")
 
 
 def _files_of_index(folder: Path) -> list[Path]:
-    """The files that the index names: each lies in the folder itself, whatever a link there leads to."""
+    """Return the files that the index names. Each name must be in the folder itself, but may be a symbolic link."""
     try:
         index = checked(read_json(folder / INDEX), Index)
     except CheckpointError as problem:
-        raise CheckpointError(f"{folder / INDEX} is no index of safetensors ({problem}); fetch it again") from None
+        raise CheckpointError(f"{folder / INDEX} is not a valid index ({problem}); fetch it again") from None
     names = sorted(set(index.weight_map.values()))
     outside = [name for name in names if Path(name).name != name or len(name) > 200 or {*name} & {"\\", "\0"}]
     if outside:
-        raise CheckpointError(f"{folder / INDEX} names {shown(outside[0])}, which is no file of its own folder")
+        raise CheckpointError(f"{folder / INDEX} names {shown(outside[0])}, which is not a file in its folder")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         listing = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")

@@ -1,9 +1,9 @@
-"""The way of weights from their file to where they will live: a megabyte at a time, through one piece of memory.
+"""Copies weights from their file to the model, a megabyte at a time, through a small staging buffer.
 
-So loading needs no memory beside the model's own that grows with the model, on a CPU or before a GPU. A GPU reads
-host memory by itself only where that is pinned. There are two pinned pieces for it: one is filled from the file while
-the other is copied, and before a piece is filled again its copy is waited for. (The waiting and the copying are tested
-with a stand-in for the GPU; how fast it is there has not been measured.)
+So the host memory that loading needs in addition to the model does not grow with the model. A GPU copies
+asynchronously only from pinned memory. For a GPU there are two pinned buffers: one is filled from the file while the
+other is copied, and a buffer is refilled only after its copy has finished. (Waiting and copying are tested with a
+simulated GPU; the speed on a real one has not been measured.)
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from minillm.models.shards import Shards
 
 PIECE_BYTES = 2**20
-"""Large enough that opening a file and seeking cost nothing beside reading so much; small enough that the few copies
-which quantising makes of a piece stay in a processor's second cache."""
+"""Large enough that opening and seeking cost little compared with reading; small enough that the temporaries of
+quantising a piece stay in the L2 cache."""
 
 
 class Staging:
-    """Reads tensors of a checkpoint in pieces, each of some rows, and brings them to `device`."""
+    """Reads tensors of a checkpoint in pieces of several rows, and copies them to `device`."""
 
     def __init__(self, shards: Shards, device: torch.device | str = "cpu") -> None:
         self.shards, self.device = shards, torch.device(device)
-        self._pieces = cycle([_HostPiece(self.device) for _ in range(2 if self.device.type == "cuda" else 1)])
+        self._buffers = cycle([_HostBuffer(self.device) for _ in range(2 if self.device.type == "cuda" else 1)])
 
     def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """The rows of a tensor in their stored dtype, on the device: number of the first row, and some rows from there.
+        """Yield a tensor in pieces, in its stored dtype and on the device: the index of the first row, and the rows.
 
-        A piece is good until the next is asked for. Raises `CheckpointError` if the file ends too soon.
+        A piece is valid until the next is requested. Raises `CheckpointError` if the file is truncated.
         """
         shape, dtype = self.shards.header(name)[1], self.shards.dtype(name)
         row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
@@ -40,18 +40,18 @@ class Staging:
             return
         step = max(1, PIECE_BYTES // row_bytes)
         for first in range(0, shape[0], step):
-            piece = next(self._pieces)
-            host = piece.tensor((min(step, shape[0] - first), *shape[1:]), dtype)
+            buffer = next(self._buffers)
+            host = buffer.tensor((min(step, shape[0] - first), *shape[1:]), dtype)
             self.shards.read(name, host, first)
-            yield first, piece.sent(host)
+            yield first, buffer.send(host)
 
     def copy(self, name: str, target: Tensor) -> None:
-        """Copy a tensor to `target`, which has its shape, on the device; the dtype is changed there."""
+        """Copy a tensor to `target`, of the same shape and on the device. The device casts it to `target`'s dtype."""
         for first, piece in self.pieces(name):
             target.narrow(0, first, len(piece)).copy_(piece)
 
     def same(self, name: str, other: str) -> bool:
-        """Whether two tensors are one and the same: shape, dtype and numbers."""
+        """Whether two tensors are equal in shape, dtype and values."""
         if self.shards.header(name) != self.shards.header(other):
             return False
         twin = Staging(self.shards, self.device)
@@ -59,8 +59,8 @@ class Staging:
         return all(torch.equal(piece, others) for (_, piece), (_, others) in pairs)
 
 
-class _HostPiece:
-    """Host memory that is filled, sent and filled again; for a GPU it is pinned."""
+class _HostBuffer:
+    """A reusable buffer in host memory; pinned if the device is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -68,7 +68,7 @@ class _HostPiece:
         self._copy: Copy | None = None
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor in this memory, once nobody reads from there any more."""
+        """Return a tensor in this memory, after waiting for the previous copy from it."""
         if self._copy is not None:
             self._copy.synchronize()
         needed = torch.Size(shape).numel() * dtype.itemsize
@@ -76,26 +76,26 @@ class _HostPiece:
             self._memory = host_memory(needed, self.device)
         return self._memory[:needed].view(dtype).view(shape)
 
-    def sent(self, host: Tensor) -> Tensor:
-        """`host` on the device. On a GPU the copy may still be under way."""
+    def send(self, host: Tensor) -> Tensor:
+        """Return `host` on the device. On a GPU the copy may still be running."""
         sent, self._copy = send(host, self.device)
         return sent
 
 
 class Copy(Protocol):
-    """A copy that may still be under way, such as `torch.cuda.Event` stands for."""
+    """A copy that may still be running, such as a recorded `torch.cuda.Event`."""
 
     def synchronize(self) -> None:
-        """Return once it is done."""
+        """Wait until the copy has finished."""
 
 
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Bytes on the CPU that `device` can read."""
+    """Allocate bytes in host memory; pinned if `device` is a GPU."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 def send(host: Tensor, device: torch.device) -> tuple[Tensor, Copy | None]:
-    """`host` on `device`, and the copy if it is not done yet. On the CPU it is `host` itself."""
+    """Return `host` on `device`, and the copy if it may still be running. On the CPU it is `host` itself."""
     if device.type != "cuda":
         return host.to(device), None
     sent, copy = host.to(device, non_blocking=True), torch.cuda.Event()

@@ -1,7 +1,7 @@
-"""From one drafted token to the next without the host: where the next token of each request goes.
+"""Advance every request by one drafted token without the host: compute the slot of its next token.
 
-A request with n tokens in the cache has its next one at position n, in slot `table[n // block_size] · block_size + n %
-block_size`; afterwards it has n + 1. So the positions of the next step are the lengths before it.
+The next token of a request with n cached tokens has position n and slot `table[n // block_size] · block_size + n %
+block_size`; afterwards n + 1 tokens are cached. So the positions of the next step are the lengths before it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 def advance(seq_lens: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """The slot of each request's next token, and its length with that: two tensors `[requests]` of the tables' dtype.
+    """Return each request's next slot and its length including that token: two tensors `[requests]`.
 
-    `seq_lens`: `[requests]`, tokens in the cache; `block_tables`: `[requests, blocks]`, with room for one token more.
-    Both are whole numbers of one dtype. A request of length 0 only fills up the batch: it gets slot -1 and stays empty.
+    `seq_lens`: `[requests]`, cached tokens; `block_tables`: `[requests, blocks]`, with room for one more token. Both
+    have the same integer dtype, and so have the results. A request of length 0 is padding: it gets slot -1 and stays
+    at length 0.
     """
     live = seq_lens > 0
     blocks = block_tables.gather(1, (seq_lens // block_size).long().unsqueeze(1)).squeeze(1)

@@ -1,11 +1,10 @@
-"""An op is a name with implementations; here is which there are, and which one a device gets.
+"""The ops, their implementations, and the choice of an implementation for a device.
 
-    reference   PyTorch, on any device: what the others are tested against
-    cpu         the same on a processor, where something beats PyTorch there
+    reference   PyTorch, on any device: the others are tested against it
     triton      a kernel: on a GPU, or on a CPU in Triton's interpreter if `TRITON_INTERPRET=1` is set
 
-All implementations of an op take the same arguments. They are named by module and function and imported when they are
-chosen, so neither this file nor any other that asks for an op imports Triton on a machine that does not use it.
+All implementations of an op take the same arguments. They are listed as `module:function` and imported when they are
+chosen, so Triton is not imported on a machine that does not use it.
 """
 
 from __future__ import annotations
@@ -23,22 +22,21 @@ import torch
 from minillm.errors import UnknownOptionError, UnsupportedError
 
 TURING, AMPERE = (7, 5), (8, 0)
-"""Compute capabilities: the T4's, and the first with which Triton (3.9) multiplies INT8."""
+"""Compute capabilities: that of the T4, and the first on which Triton (3.9) multiplies INT8."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """Where the implementations of one op are, as `module:function`."""
+    """The implementations of one op, each as `module:function`."""
 
     reference: str
     triton: str | None = None
-    cpu: str | None = None
     oldest_gpu: tuple[int, int] = TURING
-    """Compute capability that the kernel needs."""
+    """The least compute capability that the kernel runs on."""
 
 
 def _op(module: str, function: str, file: str | None = None, oldest_gpu: tuple[int, int] = TURING) -> Op:
-    """The usual places: `ops/<module>.py` and `ops/triton/<file or module>.py`, one name in both."""
+    """An op whose reference is in `ops/<module>.py`, and its kernel, of the same name, in `ops/triton/<file>.py`."""
     kernel = f"minillm.ops.triton.{file or module}:{function}"
     return Op(f"minillm.ops.{module}:{function}", kernel, oldest_gpu=oldest_gpu)
 
@@ -63,11 +61,11 @@ OPS: dict[str, Op] = {
 
 
 def op(name: str, device: torch.device | str, implementation: str | None = None) -> Callable[..., Any]:
-    """The function that does `name` on `device`: the best one there is, or the `implementation` asked for.
+    """Return the function that computes op `name` on `device`: the best `implementation`, or the one named.
 
-    To be asked when a layer or a cache is built, not in every step: it looks at the GPU and at the environment.
-    Raises `UnknownOptionError` for an op that does not exist, `UnsupportedError` for an implementation that the op does
-    not have or the device cannot run.
+    Call this when a layer or a cache is built, not in every step: it queries the GPU and the environment. Raises
+    `UnknownOptionError` for an unknown op, `UnsupportedError` for an implementation that the op does not have or the
+    device cannot run.
     """
     chosen = implementation or implementations(name, device)[0]
     if chosen not in implementations(name, device):
@@ -78,27 +76,27 @@ def op(name: str, device: torch.device | str, implementation: str | None = None)
 
 
 def implementations(name: str, device: torch.device | str) -> list[str]:
-    """What runs on `device`, best first. Raises `UnknownOptionError` for an op that does not exist."""
+    """Return the implementations that run on `device`, best first. Raises `UnknownOptionError` for an unknown op."""
     if name not in OPS:
         raise UnknownOptionError(f"there is no op {name!r}; there are {', '.join(OPS)}")
-    kind, places = torch.device(device).type, OPS[name]
-    runs = {"triton": triton_runs(kind, places.oldest_gpu), "cpu": kind == "cpu", "reference": True}
-    return [way for way, can_run in runs.items() if can_run and getattr(places, way) is not None]
+    kind, listed = torch.device(device).type, OPS[name]
+    runs = {"triton": triton_runs(kind, listed.oldest_gpu), "reference": True}
+    return [key for key, can_run in runs.items() if can_run and getattr(listed, key) is not None]
 
 
 def triton_runs(kind: str, oldest_gpu: tuple[int, int] = TURING) -> bool:
-    """Whether kernels run on devices of this kind: on a GPU that is new enough, on a CPU in the interpreter."""
+    """Whether kernels run on this kind of device: on a GPU that is new enough, or on a CPU in the interpreter."""
     if kind == "cpu":
         return interpreted() and has_triton()
     return kind == "cuda" and has_triton() and torch.cuda.get_device_capability() >= oldest_gpu
 
 
 def interpreted() -> bool:
-    """Whether the environment asks for Triton's interpreter, in any of the words that Triton takes for yes."""
+    """Whether `TRITON_INTERPRET` is set to any of the values that Triton accepts as true."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether Triton is installed. It is looked for, not imported."""
+    """Whether Triton is installed. Does not import it."""
     return find_spec("triton") is not None

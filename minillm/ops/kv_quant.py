@@ -1,22 +1,22 @@
-"""Fewer bits for keys and values: the arithmetic that the quantised cache layouts share.
+"""Quantisation of keys and values: the arithmetic that the quantised cache layouts share.
 
 Symmetric (INT8 and INT4): one scale s for a group of numbers, integer codes around zero.
 
     s = amax / levels, rounded to bfloat16        levels = 127 or 7
     code = round(x / s)                           x̂ = code · s        |x - x̂| ≤ s / 2
 
-Affine (INT4 of KIVI): a group has a scale and a zero point, so codes are spent between its minimum and maximum only.
+Affine (INT4 of KIVI): a group has a scale and a zero point, so all codes lie between its minimum and its maximum.
 
     zero = min, rounded down to float16           s = (max - zero) / 15, rounded up to float16
     code = round((x - zero) / s)                  x̂ = code · s + zero |x - x̂| ≤ s / 2
 
-The codes are always computed from the *stored* scale, not from the exact one, or the bounds would not hold.
+Codes are always computed from the *stored* scale, not from the exact one; otherwise the error bounds would not hold.
 
-Why two number formats for two bytes. A symmetric scale must reach whatever amax is: bfloat16 has the range of float32,
-so nothing underflows (a float16 scale does so below 6e-8 and loses digits below 6e-5, which is an amax of 0.008).
-Its rounding costs no code: amax / s ≤ 127 · (1 + 2^-8) < 127.5. An affine zero point needs digits more than
-range, for a channel of keys may lie far from zero and vary little: float16 has eight times as many. It holds up to
-65504; a larger key or value becomes infinite, and the engine refuses the logits.
+Why two 16-bit formats. A symmetric scale needs range: bfloat16 has the range of float32, so no amax underflows. (A
+float16 scale underflows below 6e-8 and loses precision below 6e-5, which is an amax of 0.008.) Rounding the scale to
+bfloat16 costs no code: amax / s ≤ 127 · (1 + 2^-8) < 127.5. An affine zero point needs precision more than range,
+because a channel of keys may lie far from zero and vary little: float16 is eight times as precise. Its largest number
+is 65504; a larger key or value becomes infinite, and the engine rejects the logits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from minillm.errors import ConfigError, UnsupportedError
 
 INT8_LEVELS, INT4_LEVELS = 127, 7
 AFFINE_CODES = 15
-"""Largest code of four bits."""
+"""The largest 4-bit code."""
 SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 SMALLEST_STEP = 2.0**-24
-"""Distance of the smallest float16 numbers."""
+"""Distance between the smallest float16 numbers."""
 
 
 def quantize_symmetric(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Each last dimension of `x` (`[..., n]`) with one scale: codes `[..., n]` int8, scales `[...]` bfloat16.
+    """Quantise `x` (`[..., n]`), one scale per last dimension: codes `[..., n]` int8, scales `[...]` bfloat16.
 
-    Codes lie in `±levels`; |x - x̂| ≤ s / 2. A row of zeros gets the smallest scale and codes 0, so nothing divides by
+    Codes lie in `±levels`; |x - x̂| ≤ s / 2. A row of zeros gets the smallest scale and codes 0, so no division is by
     zero. A NaN in a row makes its scale NaN.
     """
     x = x.float()
@@ -46,15 +46,15 @@ def quantize_symmetric(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_symmetric(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers behind `quantize_symmetric`: codes `[..., n]` times scale `[...]`, multiplied in float32."""
+    """Dequantise `quantize_symmetric`: codes `[..., n]` times scale `[...]`, multiplied in float32."""
     return codes.float().mul_(scale.float().unsqueeze(-1)).to(dtype)
 
 
 def quantize_affine(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Each slice of `x` along `dim` with one scale and one zero point: codes (uint8, 0 to 15), scale, zero (float16).
+    """Quantise `x`, one scale and zero point per slice along `dim`: codes (uint8, 0 to 15), scale, zero (float16).
 
-    Scale and zero keep `dim` with size 1. |x - x̂| ≤ s / 2, and s is over (max - min) / 15 by at most
-    2^-8 · (|min| + |max|) / 15 + 2^-23, what the two roundings cost. NaN in a slice makes its scale NaN.
+    Scale and zero keep `dim` with size 1. |x - x̂| ≤ s / 2. The two roundings make s larger than (max - min) / 15, by
+    at most 2^-8 · (|min| + |max|) / 15 + 2^-23. A NaN in a slice makes its scale NaN.
     """
     x = x.float()
     low, high = x.aminmax(dim=dim, keepdim=True)
@@ -66,12 +66,12 @@ def quantize_affine(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dequantize_affine(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers behind `quantize_affine`, computed in float32. `scale` and `zero` broadcast against `codes`."""
+    """Dequantise `quantize_affine`, computed in float32. `scale` and `zero` broadcast against `codes`."""
     return torch.addcmul(zero.float(), codes.float(), scale.float()).to(dtype)
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Codes 0 to 15, `[..., n]` uint8 with n even → two to a byte, `[..., n / 2]`; the even ones lie low."""
+    """Pack codes 0 to 15 (`[..., n]` uint8, n even) two per byte: `[..., n / 2]`, even indices in the low bits."""
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
@@ -81,7 +81,7 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 
 def head_group(head_dim: int, group_size: int) -> int:
-    """Numbers of a head that share a scale in INT4: `group_size`, or the whole head if that is shorter.
+    """Return how many numbers of a head share a scale in INT4: `group_size`, or the whole head if that is smaller.
 
     Raises `UnsupportedError` for an odd head size, `ConfigError` for a group size that does not divide it.
     """
@@ -99,7 +99,7 @@ def head_group(head_dim: int, group_size: int) -> int:
 
 
 def _half_below(x: Tensor) -> Tensor:
-    """A float16 number at most as large as `x` (float32), and never two steps below it."""
+    """Return a float16 number that is at most `x` (float32) and never two steps below it."""
     near = x.half()
     # A step of float16 is at most |x| · 2^-10, or 2^-24 where numbers are tiny.
     below = (x - x.abs() * 2.0**-10 - SMALLEST_STEP).half()

@@ -1,20 +1,20 @@
 """The linear layer, y = x Wᵀ + b, on a CPU.
 
-`F.linear` hands its arguments to the BLAS library as they come. With one row that is a matrix-vector product, with a
-few rows a product whose long side is the one BLAS does not split well: both leave most of the processor idle. Two ways
-around that, each for the number of rows at which it is the fastest. Milliseconds for all layers of minicoder (47 MB of
-fp32 weights, one core of an AMD EPYC with AVX-512, PyTorch 2.13, MKL and oneDNN; the best of 25 runs):
+`F.linear` passes its arguments to the BLAS library unchanged. With one row that is a matrix-vector product; with a few
+rows it is a product whose long side BLAS does not split well. Both leave most of the CPU idle. This file has two
+alternatives, each used for the numbers of rows at which it is the fastest. Milliseconds for all layers of minicoder
+(47 MB of fp32 weights, one core of an AMD EPYC with AVX-512, PyTorch 2.13, MKL and oneDNN; the best of 25 runs):
 
     rows                         1      2      3      4      8     16     32    256
     F.linear                  5.37   8.14      –   7.26   8.28  10.10  13.95  67.73
     few rows: (W xᵀ)ᵀ         2.94   2.85   3.72   4.27   6.93  11.51  15.56  75.19
     packed: oneDNN's layout   3.91   4.33   4.22   3.64   4.41   5.40   9.24  56.38
 
-A single row is doubled, so that it becomes a small matrix product. Packing copies the weights once, at the first
-product that is better for it, into the order in which the kernel reads them: it costs as many bytes again as the
-weights. Sums are taken in another order than in `F.linear`, so results differ in the last bits.
+A single row is duplicated, which makes a small matrix product of it. Packing copies the weights into the order in which
+the kernel reads them, once, at the first product that profits. The copy takes as many bytes again as the weights. Sums
+are taken in another order than in `F.linear`, so results differ in the last bits.
 
-Bytes moved: the weights once, rows · (in + out) numbers besides; with few rows the weights are all that counts.
+Bytes moved: the weights once, and rows · (in + out) numbers; with few rows the weights dominate.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 FEW_ROWS = 8
-"""Up to so many rows the transposed product is faster than `F.linear`."""
+"""Up to this many rows, the transposed product is faster than `F.linear`."""
 PACKED_ROWS = 4
-"""From so many rows on, packed weights are faster than both."""
+"""From this many rows on, packed weights are faster than both."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,19 +45,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def is_plain_cpu(x: Tensor) -> bool:
-    """Whether the faster ways apply: fp32 on a CPU, and no gradient is recorded."""
+    """Whether the faster alternatives apply: fp32 on a CPU, and no gradient is recorded."""
     return x.dtype == torch.float32 and not x.is_cuda and not torch.is_grad_enabled()
 
 
 def _can_hold(weight: Tensor) -> bool:
-    """Whether a packed copy can be kept beside `weight`: a compiler would trace the copying instead of doing it,
-    tensors made in inference mode do not count their changes, and neither do fused optimisers for those in training."""
+    """Whether a packed copy of `weight` can be kept. A compiler would trace the packing instead of running it. Changes
+    of inference tensors are not counted in `_version`, nor are those that fused optimisers make in training."""
     return not weight.requires_grad and not torch.compiler.is_compiling() and not weight.is_inference()
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight in oneDNN's own order, and what it was made of."""
+    """A weight in oneDNN's own layout, and the tensor it was packed from."""
 
     weight: Tensor
     version: int
@@ -66,13 +66,13 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: Tensor) -> PackedWeight:
-        """Copy `weight` (`[out, in]`, fp32) into the order that the kernel reads."""
-        # 16 stands for "a few rows": what is laid out for one row would serve no other number.
+        """Copy `weight` (`[out, in]`, fp32) into the layout that the kernel reads."""
+        # 16 stands for "a few rows". A layout made for one row serves no other number of rows.
         data = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 16)
         return cls(weight, weight._version, data)
 
     def holds(self, weight: Tensor) -> bool:
-        """Whether this still is `weight`, which may have been replaced or changed in place."""
+        """Whether this was packed from `weight` as it is now: neither replaced nor changed in place since."""
         return self.weight is weight and self.version == weight._version
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,7 +82,7 @@ class PackedWeight:
 
 @cache
 def can_pack() -> bool:
-    """Whether oneDNN is here with the operators that PyTorch's own compiler packs weights with (x86 only)."""
+    """Whether oneDNN has the operators with which PyTorch's own compiler packs weights (x86 only)."""
     return (
         platform.machine().lower() in ("x86_64", "amd64")
         and torch.backends.mkldnn.is_available()
@@ -92,7 +92,7 @@ def can_pack() -> bool:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` on the op above, with packed weights where they pay. While gradients are recorded it is `F.linear`.
+    """`nn.Linear` on `linear` above, or on packed weights where they are faster. With gradients it is `F.linear`.
 
     A weight that is replaced or changed in place is packed again; a change through `weight.data` is not noticed.
     """
@@ -110,5 +110,5 @@ class Linear(nn.Linear):
         return packed.product(input, self.bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: the weights as they are, for packed ones can be neither."""
+        """Return the state without packed weights, which can be neither copied nor pickled."""
         return {name: value for name, value in self.__dict__.items() if name != "_packed"}

@@ -6,13 +6,13 @@ The maths, per query head h of group g = h // (num_heads / num_kv_heads), query 
 
 where row j of the request lies in slot `block_table[j // block_size] · block_size + j % block_size`.
 
-Bytes moved per step and layer: 2 · Σ seq_len · num_kv_heads · head_dim numbers, each read once for all the queries of
-the request; that is why verifying five tokens costs hardly more than decoding one. This PyTorch version first gathers
-the rows into one dense tensor, so it writes and reads them once more than a kernel that walks the table would.
+Numbers moved per step and layer: 2 · Σ seq_len · num_kv_heads · head_dim, each read once for all queries of the
+request. That is why verifying five tokens costs hardly more than decoding one. This PyTorch version first gathers the
+rows into a dense tensor, so it writes and reads them once more than a kernel that reads through the block table.
 
-Requests of similar length share a product, padded to the longest of them; one much shorter gets a product of its own,
-because gathering rows that nobody looks at costs more than another call. On one core of an AMD EPYC with AVX-512, one
-layer of 8 requests with 52 to 273 rows (minicoder's heads, fp32) took 370 µs in three groups and 1640 µs as one.
+Requests of similar length share a product, padded to the longest of them. A much shorter request gets a product of its
+own, because gathering padding costs more than another call. On one core of an AMD EPYC with AVX-512, one layer of 8
+requests with 52 to 273 rows (minicoder's heads, fp32) took 370 µs in three groups and 1640 µs as one.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.cache.base import Batch
+from minillm.batch import Batch
 
 FEW_QUERIES = 16
-"""Up to this many new tokens, requests may share a product; a longer prefill runs by itself."""
+"""Requests with up to this many new tokens may share a product; a longer prefill runs by itself."""
 WORTH_A_PRODUCT = 64
-"""A request joins a product if that makes it gather no more than this many rows too many: about what a call costs."""
+"""A request joins a product if that gathers at most this many rows of padding: about the cost of a call."""
 
 
 class Rows(Protocol):
-    """Keys or values that are found by slot: a tensor, or something that makes them when they are asked for."""
+    """Keys or values indexed by slot: a tensor, or an object that dequantises them when it is indexed."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,37 +46,35 @@ class Rows(Protocol):
 def paged_attention(
     q: Tensor, keys: Tensor | Rows, values: Tensor | Rows, batch: Batch, window: int | None = None
 ) -> Tensor:
-    """Causal attention of every new token over its request's cached tokens, itself included.
+    """Causal attention of every new token over its request's cached tokens, including itself.
 
     `q`: `[num_tokens, num_heads, head_dim]`. `keys`, `values`: `[num_slots, num_kv_heads, head_dim]`, already holding
-    the new tokens; a quantised cache passes `Rows`, of which only the slots in use become numbers. `window`: a query
-    sees at most that many tokens, itself included. Returns like `q`.
+    the new tokens; a quantised cache passes `Rows`, which dequantise only the slots in use. `window`: a query attends
+    to at most that many tokens, including itself. Returns a tensor like `q`.
     """
-    if window not in batch.plans:
-        batch.plans[window] = plan(batch, window, q.shape[1] // keys.shape[1], q.dtype)
-    todo = batch.plans[window]
-    if todo.pad is not None:
-        q = q.index_select(0, todo.pad)
-    parts = [_attend(q[p.rows], _gather(keys, p.slots), _gather(values, p.slots), p) for p in todo.products]
+    layout = batch.plan(AttentionPlan, lambda: plan(batch, window, q.shape[1] // keys.shape[1], q.dtype), window)
+    if layout.pad is not None:
+        q = q.index_select(0, layout.pad)
+    parts = [_attend(q[p.rows], _gather(keys, p.slots), _gather(values, p.slots), p) for p in layout.products]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out if todo.unpad is None else out.index_select(0, todo.unpad)
+    return out if layout.unpad is None else out.index_select(0, layout.unpad)
 
 
 @dataclass(frozen=True)
 class Product:
-    """Requests of similar length, padded to one product; or one request's prefill."""
+    """Requests of similar length, padded to one product; or the prefill of one request."""
 
     rows: slice
-    """Its queries among the padded ones: `count · longest` of them."""
+    """Its rows among the padded queries: `count · longest` of them."""
     count: int
     longest: int
     """Most new tokens of any of its requests."""
     slots: Tensor | slice
-    """`[count · longest sequence]`, or a slice when one request's blocks happen to lie in a row: no gather then."""
+    """`[count · longest sequence]`; or a slice if a single request's blocks are contiguous, which needs no gather."""
     mask: Tensor | None
-    """Added to the scores: 0, or -inf where not to look. `[count, 1, query heads per KV head · longest, longest
-    sequence]`, the first of the last two broadcast if it is 1; of a prefill `[longest, sequence]`. None: every query
-    sees every key, or plain causal in a prefill."""
+    """Added to the scores: 0, or -inf for hidden keys. `[count, 1, query heads per KV head · longest, longest
+    sequence]`, or `[count, 1, 1, longest sequence]` if `longest` is 1; for a prefill `[longest, sequence]`. None: every
+    query attends to every key, or, in a prefill, the mask is plainly causal."""
 
     @property
     def is_prefill(self) -> bool:
@@ -86,18 +84,17 @@ class Product:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What is the same in every layer of a step, worked out once."""
+    """The part of attention that is the same in every layer of a step, computed once."""
 
     products: list[Product]
     pad: Tensor | None
-    """The query behind each row of the products; None if they are the queries as they come."""
+    """The query of each row of the products; None if rows and queries are the same."""
     unpad: Tensor | None
     """`[queries]`: the row that holds each query's result."""
 
 
 def plan(batch: Batch, window: int | None, heads_per_kv: int, dtype: torch.dtype) -> AttentionPlan:
-    """Sort the requests of a step into products. `dtype` is that of the scores, `heads_per_kv` query heads share a KV
-    head."""
+    """Group a step's requests into products. `heads_per_kv`: query heads per KV head; `dtype`: that of the scores."""
     products: list[Product] = []
     pad: list[int] = []
     unpad = [0] * batch.query_start[-1]
@@ -118,7 +115,7 @@ def plan(batch: Batch, window: int | None, heads_per_kv: int, dtype: torch.dtype
 
 
 def _groups(batch: Batch) -> list[list[int]]:
-    """Which requests share a product. On a GPU all with few new tokens do: there it is calls that cost."""
+    """Return the requests of each product. On a GPU all with few new tokens share one, because calls dominate there."""
     groups = [[r] for r, length in enumerate(batch.query_lens) if length > FEW_QUERIES]
     few = [r for r, length in enumerate(batch.query_lens) if length <= FEW_QUERIES]
     few.sort(key=lambda r: -batch.seq_lens[r])
@@ -132,9 +129,9 @@ def _groups(batch: Batch) -> list[list[int]]:
 
 
 def _slots(batch: Batch, members: list[int]) -> Tensor | slice:
-    """Where the keys of these requests are, padded to the longest sequence."""
+    """Return the slots of these requests' keys, padded to the longest sequence."""
     keys = max(batch.seq_lens[r] for r in members)
-    if len(members) == 1 and (first := _first_slot_in_a_row(batch, members[0])) is not None:
+    if len(members) == 1 and (first := _first_contiguous_slot(batch, members[0])) is not None:
         return slice(first, first + keys)
     if len(members) == 1:
         return batch.key_slots[members[0], :keys]
@@ -142,9 +139,9 @@ def _slots(batch: Batch, members: list[int]) -> Tensor | slice:
     return slots[:, :keys].flatten()
 
 
-def _first_slot_in_a_row(batch: Batch, request: int) -> int | None:
-    """A request's first slot if its blocks follow each other in the pool. Asked on a CPU only: a GPU would have to
-    wait."""
+def _first_contiguous_slot(batch: Batch, request: int) -> int | None:
+    """Return a request's first slot if its blocks are contiguous in the pool, else None. On a GPU always None: reading
+    the table would synchronise."""
     if batch.block_tables.is_cuda:
         return None
     table = batch.block_tables[request, : -(-batch.seq_lens[request] // batch.block_size)].tolist()
@@ -152,7 +149,7 @@ def _first_slot_in_a_row(batch: Batch, request: int) -> int | None:
 
 
 def _mask(batch: Batch, members: list[int], window: int | None, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
-    """What `Product.mask` says."""
+    """Return the mask that `Product.mask` describes."""
     query_lens, seq_lens = [batch.query_lens[r] for r in members], [batch.seq_lens[r] for r in members]
     longest, keys, device = max(query_lens), max(seq_lens), batch.block_tables.device
     is_prefill = longest > FEW_QUERIES
@@ -174,23 +171,23 @@ def _mask(batch: Batch, members: list[int], window: int | None, heads_per_kv: in
 
 
 def _gather(source: Tensor | Rows, slots: Tensor | slice) -> Tensor:
-    """`[len(slots), num_kv_heads, head_dim]`. On a CPU `index_select` takes a third of the time that `[]` takes."""
+    """Return `[len(slots), num_kv_heads, head_dim]`. On a CPU `index_select` takes a third of the time of `[]`."""
     if isinstance(source, Tensor) and isinstance(slots, Tensor):
         return source.index_select(0, slots)
     return source[slots]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, todo: Product) -> Tensor:
-    """`q`: `[count · longest, num_heads, head_dim]` → the same shape; `k`, `v`: the rows in `todo.slots`."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, product: Product) -> Tensor:
+    """`q`: `[count · longest, num_heads, head_dim]` → the same shape; `k`, `v`: the rows in `product.slots`."""
     num_kv, dim = k.shape[1:]
-    k, v = (x.view(todo.count, -1, num_kv, dim).transpose(1, 2) for x in (k, v))
-    if todo.is_prefill:
+    k, v = (x.view(product.count, -1, num_kv, dim).transpose(1, 2) for x in (k, v))
+    if product.is_prefill:
         rows = q.transpose(0, 1).unsqueeze(0)
-        causal = todo.mask is None
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=todo.mask, is_causal=causal, enable_gqa=True)
+        causal = product.mask is None
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=product.mask, is_causal=causal, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
     # All query heads that share a KV head, for all queries of a request, are rows of one product (GQA packing).
-    packed = q.view(todo.count, todo.longest, num_kv, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=todo.mask)
-    out = out.unflatten(2, (-1, todo.longest)).permute(0, 3, 1, 2, 4)
-    return out.reshape(todo.count * todo.longest, -1, dim)
+    packed = q.view(product.count, product.longest, num_kv, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=product.mask)
+    out = out.unflatten(2, (-1, product.longest)).permute(0, 3, 1, 2, 4)
+    return out.reshape(product.count * product.longest, -1, dim)

@@ -1,6 +1,6 @@
-"""Linear layers over quantised weights, y = x Wᵀ + b: the plain way, one function for each format.
+"""Linear layers over quantised weights, y = x Wᵀ + b: the references in PyTorch, one function per format.
 
-The formats are those of `quantization/int8.py`, `w8a8.py` and `int4.py`, whose schemes have faster ways on a CPU.
+The formats are those of `quantization/int8.py`, `w8a8.py` and `int4.py`, whose schemes are faster on a CPU.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ def int8_linear(x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None 
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row of `x` (`[rows, in]`) with its own scale max|x| / 127: codes int8, scales `[rows]` fp32."""
+    """Quantise each row of `x` (`[rows, in]`) with its own scale max|x| / 127: codes int8, scales `[rows]` fp32."""
     x = x.float()
     scales = (x.abs().amax(dim=1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
     return (x / scales[:, None]).round().clamp(-LARGEST, LARGEST).to(torch.int8), scales
 
 
 def w8a8_linear(x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `int8_linear`, with the activations rounded to INT8 too, token by token.
+    """As `int8_linear`, with the activations also quantised to INT8, per token.
 
-    The sum of products is exact: fp64 holds every one of them.
+    The sum of products is exact, because it is computed in fp64.
     """
     codes, x_scales = quantize_tokens(x)
     y = (codes.double() @ qweight.double().T).float() * x_scales[:, None] * scales
@@ -37,8 +37,9 @@ def w8a8_linear(x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None 
 def int4_linear(
     x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor, group_size: int, bias: Tensor | None = None
 ) -> Tensor:
-    """`qweight`: `[out, ⌈in / 2⌉]` uint8, two codes to a byte, the even column low; `scales`: `[out, groups]` fp16;
-    `qzeros`: `[out, ⌈groups / 2⌉]`, packed alike; w = (code - zero) · scale. The last group may be shorter."""
+    """`qweight`: `[out, ⌈in / 2⌉]` uint8, two codes per byte, the even column in the low bits; `scales`: `[out,
+    groups]` fp16; `qzeros`: `[out, ⌈groups / 2⌉]`, packed in the same way; w = (code - zero) · scale. The last group
+    may be shorter."""
     columns, groups = x.shape[1], scales.shape[1]
     codes, zeros = _unpack(qweight)[:, :columns], _unpack(qzeros)[:, :groups]
     group = torch.arange(columns, device=x.device) // group_size

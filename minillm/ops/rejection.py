@@ -1,9 +1,10 @@
-"""The verdict on chains of drafts, as tensors: what `speculative.rejection_sampler` decides, without its host.
+"""Rejection sampling of draft chains in tensors: what `speculative.rejection_sampler` decides, without the host.
 
-Drafts of all requests lie flat: request r has the drafts `draft_start[r] … draft_start[r + 1] - 1`, and one row of
-target probabilities for each and one more, so its rows begin at `draft_start[r] + r`. A draft x is accepted if its
-uniform is below min(1, p(x) / q(x)). After n of k accepted ones comes the target's own token: from norm(max(0, p - q))
-if n < k, else from p, with the uniform that stands at row n. (Leviathan et al. 2023, Chen et al. 2023.)
+The drafts of all requests are concatenated: request r has the drafts `draft_start[r] … draft_start[r + 1] - 1`. It has
+one row of target probabilities per draft and one more, so its rows begin at `draft_start[r] + r`. A draft x is accepted
+if its uniform is below min(1, p(x) / q(x)). If n of k drafts are accepted, the next token is recovered from
+norm(max(0, p - q)) if n < k, or else it is a bonus token from p. It is drawn with the uniform of row n. (Leviathan et
+al. 2023, Chen et al. 2023.)
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from minillm.ops.sample import sample
 
 
 class Verdicts(NamedTuple):
-    """What is decided for each request."""
+    """The outcome for each request."""
 
     num_accepted: Tensor
     """`[requests]` int64."""
     token_ids: Tensor
-    """`[requests]` int64: the target's own token after the accepted drafts."""
+    """`[requests]` int64: the recovered or bonus token after the accepted drafts."""
     is_valid: Tensor
-    """`[requests]` bool. False: a draft has probability 0 under its own q, or lies outside the vocabulary, or the row
-    to draw from sums to 0, NaN or infinity; the other two then mean nothing."""
+    """`[requests]` bool. False if a draft has probability 0 under its own q or is outside the vocabulary, or if the row
+    to draw from sums to 0, NaN or infinity. The other two fields are then meaningless."""
 
 
 def rejection(
@@ -34,35 +35,36 @@ def rejection(
     draft_probs: Tensor | None,  # [drafts, vocab] fp32; None: deterministic drafts (q one-hot)
     target_probs: Tensor,  # [drafts + requests, vocab] fp32
     accept_uniforms: Tensor,  # [drafts] fp64
-    own_uniforms: Tensor,  # [drafts + requests] fp64: at row n of a request what draws its token if n are accepted
+    own_uniforms: Tensor,  # [drafts + requests] fp64: row n of a request draws its next token if n drafts are accepted
 ) -> Verdicts:
-    """Judge every request's chain, all at once: the reference of the kernel."""
+    """Return the verdict on every request's chain. The reference of the kernel."""
     vocab, device = target_probs.shape[1], target_probs.device
     start, count = draft_start[:-1].long(), draft_start.diff().long()
     draft = torch.arange(len(draft_token_ids), device=device)
     request = torch.searchsorted(start, draft, right=True) - 1 if len(draft) else draft
-    known = (draft_token_ids >= 0) & (draft_token_ids < vocab)
+    in_vocab = (draft_token_ids >= 0) & (draft_token_ids < vocab)
     x = draft_token_ids.clamp(0, vocab - 1)
 
     q_x = torch.ones_like(accept_uniforms, dtype=torch.float32) if draft_probs is None else draft_probs[draft, x]
-    chance = target_probs[draft + request, x] / q_x  # no cap at 1: a uniform is below it
-    fits = known & (q_x > 0) & ~chance.isnan()
-    place = draft - start[request]
-    # The place of the first draft that goes; where none does, the number of drafts.
-    lost = torch.where(accept_uniforms < chance, count[request], place)
-    accepted = count.scatter_reduce(0, request, lost, "amin")
+    ratio = target_probs[draft + request, x] / q_x  # min(1, ratio) is not needed: a uniform is below 1
+    is_draft_valid = in_vocab & (q_x > 0) & ~ratio.isnan()
+    index = draft - start[request]
+    # The index of each rejected draft, or the number of drafts: the minimum is the number of accepted drafts.
+    rejected_at = torch.where(accept_uniforms < ratio, count[request], index)
+    accepted = count.scatter_reduce(0, request, rejected_at, "amin")
 
     row = start + torch.arange(len(start), device=device) + accepted
     p, rejected = target_probs[row], accepted < count
-    left = p
+    residual = p
     if len(draft):
-        first_lost = (start + accepted).clamp(max=len(draft) - 1)
-        q = _one_hot(x[first_lost], p) if draft_probs is None else draft_probs[first_lost]
-        left = torch.where(rejected[:, None], (p - q).clamp(min=0), p)
-    weights = torch.where(left.sum(-1, keepdim=True) > 0, left, p)  # equal up to rounding: then p itself
+        first_rejected = (start + accepted).clamp(max=len(draft) - 1)
+        q = _one_hot(x[first_rejected], p) if draft_probs is None else draft_probs[first_rejected]
+        residual = torch.where(rejected[:, None], (p - q).clamp(min=0), p)
+    # If p and q are equal up to rounding, there is no residual: draw from p itself.
+    weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
     tokens, can_be_drawn = sample(weights, own_uniforms[row])
-    all_fit = torch.ones_like(count).scatter_reduce(0, request, fits.long(), "amin").bool()
-    return Verdicts(accepted, tokens, all_fit & can_be_drawn)
+    are_valid = torch.ones_like(count).scatter_reduce(0, request, is_draft_valid.long(), "amin").bool()
+    return Verdicts(accepted, tokens, are_valid & can_be_drawn)
 
 
 def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:

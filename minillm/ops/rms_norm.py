@@ -10,14 +10,15 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension of `x` (`[..., size]`) and multiply by `weight` (`[size]`). Returns like `x`."""
+    """Normalise the last dimension of `x` (`[..., size]`) and multiply by `weight` (`[size]`, or any shape that
+    broadcasts with `x`)."""
     exact = x.float()
     scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + eps)
     return (exact * scale * weight.float()).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(s), s)` with s = x + residual, rounded to the dtype of `x`: what goes on, and what is added to later.
+    """Return `(rms_norm(s), s)` with s = x + residual, rounded to the dtype of `x`; s is the new residual.
 
     `x`, `residual`: `[..., size]`, of one dtype.
     """

@@ -1,4 +1,4 @@
-"""Rotary position embedding of q and k, for halves: channel i turns with channel i + head_dim / 2 (Su et al. 2021)."""
+"""Rotary position embedding of q and k: channel i is rotated with channel i + head_dim / 2 (Su et al. 2021)."""
 
 from __future__ import annotations
 

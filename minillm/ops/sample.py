@@ -1,7 +1,7 @@
-"""Choosing tokens where the logits are: the largest, or one drawn with a given uniform.
+"""Choose tokens on the device of the logits: by argmax, or by sampling with a given uniform.
 
-Nothing here waits for the device. Rows that hold no distribution are reported in a tensor of flags, and whoever reads
-the tokens reads the flags with them; `minillm.sampling` raises on the spot instead.
+Nothing here waits for the device. Rows without a valid distribution are reported in a tensor of flags, which the caller
+reads together with the tokens; `minillm.sampling` raises at once instead.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from torch import Tensor
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the largest logits of each row (`[rows, vocab]`): tokens `[rows]` int64, and flags `[rows]` bool.
+    """Return the argmax of each row (`[rows, vocab]`), the first of equals: tokens `[rows]` int64, flags `[rows]` bool.
 
-    A flag is False where a row holds NaN, or its largest is infinite; the token then means nothing, but is one.
+    A flag is False where a row holds NaN or its maximum is infinite; the token is then meaningless but in the
+    vocabulary.
     """
     peak, winner = logits.float().max(dim=-1)
     return winner, peak.isfinite()
@@ -34,9 +35,9 @@ def sample(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def all_finite(logits: Tensor) -> Tensor:
-    """Whether a row holds neither NaN nor an infinity: `[rows, vocab]` of any float type → `[rows]` bool.
+    """Whether each row holds neither NaN nor infinity: `[rows, vocab]` of any float dtype → `[rows]` bool.
 
-    Two numbers per row are looked at, the smallest and the largest, and a NaN is both.
+    Only the minimum and the maximum of a row are checked: a NaN in the row makes both NaN.
     """
     smallest, largest = logits.aminmax(dim=-1)
     return smallest.isfinite() & largest.isfinite()

@@ -1,4 +1,4 @@
-"""Writing new keys and values into the paged cache, as numbers or as codes.
+"""Write new keys and values into the paged cache, as floats or as codes.
 
 The formats are those of `cache/paged.py`, `cache/paged_int8.py` and `cache/paged_int4.py`; the arithmetic is
 `kv_quant`'s.
@@ -21,12 +21,12 @@ INT4_POOLS = (torch.uint8, torch.float16, torch.float16)
 def store_kv(
     k: Tensor, v: Tensor, key_pools: Sequence[Tensor], value_pools: Sequence[Tensor], slot_mapping: Tensor
 ) -> None:
-    """Put `k` and `v` (`[num_tokens, num_kv_heads, head_dim]`) into their slots (`slot_mapping`: `[num_tokens]`).
+    """Write `k` and `v` (`[num_tokens, num_kv_heads, head_dim]`) into their slots (`slot_mapping`: `[num_tokens]`).
 
     The pools of a layer: one tensor of floats `[slots, num_kv_heads, head_dim]`; or INT8 codes of that shape and scales
     `[slots, num_kv_heads]` (bfloat16); or packed INT4 codes `[slots, num_kv_heads, head_dim / 2]` with scales and zero
-    points `[slots, num_kv_heads, groups]` (float16). A negative slot is written nowhere: a token that only fills up a
-    batch. Raises `UnsupportedError` for pools of other types.
+    points `[slots, num_kv_heads, groups]` (float16). A token with a negative slot is padding and is not written. Raises
+    `UnsupportedError` for pools of other dtypes.
     """
     used = slot_mapping >= 0
     for new, pools in ((k, key_pools), (v, value_pools)):
@@ -35,7 +35,7 @@ def store_kv(
 
 
 def code_bits(pools: Sequence[Tensor]) -> int:
-    """8 or 4 for pools of such codes, 0 for floats. Raises `UnsupportedError` for pools that no cache has."""
+    """Return the bits of a code in these pools, 8 or 4; 0 for floats. Raises `UnsupportedError` for other dtypes."""
     kinds = tuple(pool.dtype for pool in pools)
     if len(kinds) == 1 and kinds[0].is_floating_point:
         return 0
@@ -45,7 +45,7 @@ def code_bits(pools: Sequence[Tensor]) -> int:
 
 
 def encode(x: Tensor, pools: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What goes into each of `pools` for keys or values `[num_tokens, num_kv_heads, head_dim]`."""
+    """Return what to write into each of `pools` for keys or values `[num_tokens, num_kv_heads, head_dim]`."""
     bits = code_bits(pools)
     if bits == 0:
         return (x.to(pools[0].dtype),)

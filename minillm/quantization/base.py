@@ -1,8 +1,9 @@
-"""What a quantisation scheme is, and the linear layer that holds its tensors.
+"""The base class of quantisation schemes, and the linear layer that holds a scheme's tensors.
 
-A `Scheme` knows three things: which tensors stand for a weight matrix, how to make them, and how to multiply with them
-(`create_weights` and `apply` of a vLLM linear method). It holds options and no tensors. A `QuantizedLinear` holds the
-tensors of one layer and asks its scheme. A new scheme is one class; a faster product is another `apply`.
+A `Scheme` defines three things: the tensors that represent a weight matrix, how to compute them, and how to multiply
+with them (as `create_weights` and `apply` of a vLLM linear method). It holds options but no tensors. A
+`QuantizedLinear` holds the tensors of one layer and calls its scheme. A new scheme is one class; a faster product
+overrides `apply`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from minillm.ops.linear import linear
 WEIGHTS, SCALES, ZERO_POINTS = "weights", "scales", "zero points"
 INPUT_SCALES, CODEBOOKS, SPARSE = "input scales", "codebooks", "sparse values"
 PARTS = (WEIGHTS, SCALES, ZERO_POINTS, INPUT_SCALES, CODEBOOKS, SPARSE)
-"""What the tensors of a scheme are for, so that bytes can be counted by purpose."""
+"""The purposes of a scheme's tensors, by which bytes are counted."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and purpose of one tensor that a scheme keeps."""
+    """Shape, dtype and purpose of one tensor of a scheme."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,7 +42,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What calibration has seen at one linear layer; a scheme looks at what it `needs`."""
+    """Calibration statistics of one linear layer; a scheme uses the ones that it `needs`."""
 
     inputs: Tensor | None = None
     """A sample of the layer's inputs, `[rows, in]`, fp32."""
@@ -53,67 +54,67 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class Scheme(ABC):
-    """One way of keeping a weight matrix in fewer bits. Its fields are its options; they go into `config.json`."""
+    """A format for weight matrices with fewer bits. Its fields are its options; they go into `config.json`."""
 
     bits: int
-    """Bits of one weight, before scales and whatever else comes with it."""
+    """Bits per weight, without scales and other extra tensors."""
 
     method: ClassVar[str]
-    """Its name: `quantization=` of `LLM`, `quant_method` in `config.json`."""
+    """The scheme's name: `quantization=` of `LLM`, `quant_method` in `config.json`."""
     allowed_bits: ClassVar[tuple[int, ...]]
     needs: ClassVar[str] = ""
-    """The calibration it cannot do without: `inputs`, `gradients`, or empty.
+    """The calibration statistics it requires: `inputs`, `gradients`, or empty for none.
 
-    A scheme that needs none quantises each row of a matrix for itself, so it can be applied while a model loads.
+    A scheme without calibration quantises each row of a matrix independently, so it can be applied while a model loads.
     """
 
     def __post_init__(self) -> None:
         if self.bits not in self.allowed_bits or isinstance(self.bits, bool):
-            able = " or ".join(map(str, self.allowed_bits))
-            raise ConfigError(f"bits={self.bits!r}: scheme {self.method!r} keeps weights in {able} bits")
+            allowed = " or ".join(map(str, self.allowed_bits))
+            raise ConfigError(f"bits={self.bits!r}: scheme {self.method!r} stores weights in {allowed} bits")
 
     @abstractmethod
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
-        """The tensors that stand for an `[out_features, in_features]` matrix, by name."""
+        """Return the specs of the tensors that represent an `[out_features, in_features]` matrix, by name."""
 
     @abstractmethod
     def _quantize(self, weight: Tensor, statistics: LayerStatistics) -> dict[str, Tensor]:
-        """As `quantize`; `weight` is finite fp32, and the statistics that the scheme needs are there."""
+        """Implement `quantize`; `weight` is finite fp32, and the required statistics are present."""
 
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, Tensor], in_features: int) -> Tensor:
-        """The matrix that the tensors stand for: `[out, in]`, fp32."""
+        """Return the matrix that the tensors represent: `[out, in]`, fp32."""
 
     def quantize(self, weight: Tensor, statistics: LayerStatistics | None = None) -> dict[str, Tensor]:
-        """The tensors that stand for `weight` (`[out, in]`, any float dtype), as `tensors` describes them.
+        """Quantise `weight` (`[out, in]`, any float dtype) to the tensors that `tensors` describes.
 
-        Raises `CheckpointError` for weights that are no numbers, `ConfigError` if the statistics needed are absent.
+        Raises `CheckpointError` for NaN or infinite weights, `ConfigError` if a required statistic is missing.
         """
         weight = weight.detach().float()
         if not torch.isfinite(weight).all():
-            raise CheckpointError("a weight is NaN or infinite, which no scale can hold; fetch the checkpoint again")
-        found = statistics or LayerStatistics()
-        seen = {"inputs": found.inputs, "gradients": found.squared_gradients}
-        if self.needs and seen[self.needs] is None:
+            raise CheckpointError("a weight is NaN or infinite and cannot be quantised; fetch the checkpoint again")
+        statistics = statistics or LayerStatistics()
+        available = {"inputs": statistics.inputs, "gradients": statistics.squared_gradients}
+        if self.needs and available[self.needs] is None:
             raise ConfigError(
                 f"scheme {self.method!r} needs calibration ({self.needs}); collect it with "
-                "minillm.quantization.calibration.calibrate"
+                "minillm.models.calibration.calibrate"
             )
-        return self._quantize(weight, found)
+        return self._quantize(weight, statistics)
 
     def apply(self, layer: QuantizedLinear, x: Tensor) -> Tensor:
-        """x Wᵀ + b: `x`: `[rows, in]` → `[rows, out]`. Here the plain way: make W again, then multiply."""
+        """Return x Wᵀ + b: `x`: `[rows, in]` → `[rows, out]`. This default dequantises W, then multiplies."""
         return linear(x, layer.dequantize().to(x.dtype), layer.bias)
 
     def check(self, tensors: Mapping[str, Tensor], in_features: int) -> None:
-        """Raise `CheckpointError` for tensors that no `quantize` can have made. Shapes and dtypes are known to fit."""
+        """Raise `CheckpointError` for values that `quantize` cannot produce. Shapes and dtypes must be correct."""
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise CheckpointError(f"{name} holds NaN or infinity; quantise the original checkpoint again")
+                raise CheckpointError(f"{name} contains NaN or infinity; quantise the original checkpoint again")
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer whose weight is kept as the tensors of a scheme. They are buffers, and no dtype changes them."""
+    """A linear layer whose weight is stored as a scheme's tensors. They are buffers, in the dtypes of the scheme."""
 
     def __init__(
         self,
@@ -132,17 +133,17 @@ class QuantizedLinear(nn.Module):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What stands for the weight, by name."""
+        """The tensors that represent the weight, by name."""
         return {name: self.get_buffer(name) for name in self.specs}
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor], first_row: int = 0) -> None:
-        """Copy `tensors` into the layer, from `first_row` on if they stand for some of its rows only."""
+        """Copy `tensors` into the layer, from row `first_row` on if they represent only some of its rows."""
         for name, tensor in tensors.items():
             self.get_buffer(name).narrow(0, first_row, tensor.shape[0]).copy_(tensor)
 
     def dequantize(self) -> Tensor:
-        """The weight as it counts: `[out, in]`, fp32."""
+        """Return the dequantised weight: `[out, in]`, fp32."""
         return self.scheme.dequantize(self.tensors, self.in_features)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name that nn.Linear gives it)
@@ -151,16 +152,16 @@ class QuantizedLinear(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that stand for the weight: packed weights, scales and all that comes with them. The bias is apart."""
+        """Bytes of the weight: packed weights, scales and all further tensors, without the bias."""
         return sum(self.bytes_by_part().values())
 
     def bytes_by_part(self) -> dict[str, int]:
-        """`num_bytes` by purpose, in the order of `PARTS`, parts without bytes left out."""
+        """Return `num_bytes` by purpose, in the order of `PARTS`, without empty parts."""
         count = dict.fromkeys(PARTS, 0)
         for name, tensor in self.tensors.items():
             count[self.specs[name].part] += tensor.nbytes
         return {part: num_bytes for part, num_bytes in count.items() if num_bytes}
 
     def extra_repr(self) -> str:
-        """What `print` shows of it."""
+        """Return the details that `print` shows."""
         return f"{self.scheme.method}, in_features={self.in_features}, out_features={self.out_features}"

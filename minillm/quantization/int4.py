@@ -1,4 +1,4 @@
-"""INT4 weights in groups, each rounded to the nearest of 16 levels ("round to nearest", RTN). No calibration."""
+"""Group-wise INT4 weights, each rounded to the nearest of 16 levels (round to nearest, RTN), without calibration."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from minillm.quantization.groups import dequantize_groups, quantize_groups
 from minillm.quantization.packing import pack, packed_width, unpack
 
 GROUP_MULTIPLE = 8
-"""Groups come in multiples of so many weights: then each starts on a whole byte at every number of bits."""
+"""A group size must be a multiple of this, so that each group starts on a byte boundary at every number of bits."""
 
 MOST_IN_GROUP = 2**17
-"""As many as the widest layer has inputs: a group is filled up to its size before it is rounded."""
+"""The largest group size: as many weights as the widest layer has inputs. Groups are padded to it before rounding."""
 
 
 @dataclass(frozen=True)
 class Int4(Scheme):
-    """Weights of 4 bits, two to a byte, with a scale and a zero point per `group_size` of them along the input."""
+    """Weights of 4 bits, two per byte, with a scale and a zero point per `group_size` weights of a row."""
 
     method: ClassVar[str] = "int4"
     allowed_bits: ClassVar[tuple[int, ...]] = (4,)
@@ -40,7 +40,7 @@ class Int4(Scheme):
             )
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
-        """`qweight`: `[out, bytes]`, `scales`: `[out, groups]` fp16, `qzeros`: `[out, bytes]`; bytes as packed."""
+        """`qweight`: `[out, bytes]`, `scales`: `[out, groups]` fp16, `qzeros`: `[out, bytes]`; bytes as in `pack`."""
         groups = -(-in_features // self.group_size)
         weight_bytes, zero_bytes = packed_width(in_features, self.bits), packed_width(groups, self.bits)
         return {
@@ -53,12 +53,12 @@ class Int4(Scheme):
         return self.round_to_nearest(weight)
 
     def round_to_nearest(self, weight: Tensor, shrink: Tensor | float = 1.0) -> dict[str, Tensor]:
-        """`weight` (`[out, in]`, fp32) as it is, rounded in groups (see `quantize_groups`) and packed."""
+        """Quantise `weight` (`[out, in]`, fp32) in groups (see `quantize_groups`) and pack it."""
         codes, scales, zeros = quantize_groups(weight, self.bits, self.group_size, shrink)
         return {"qweight": pack(codes, self.bits), "scales": scales, "qzeros": pack(zeros, self.bits)}
 
     def dequantize(self, tensors: Mapping[str, Tensor], in_features: int) -> Tensor:
-        """(q - z)·s: `[out, in]`, fp32."""
+        """Return (q - z)·s: `[out, in]`, fp32."""
         scales = tensors["scales"]
         codes = unpack(tensors["qweight"], self.bits, in_features)
         zeros = unpack(tensors["qzeros"], self.bits, scales.shape[1])

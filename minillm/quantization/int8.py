@@ -1,8 +1,8 @@
-"""INT8 weights with one scale per output channel; activations stay as they are.
+"""INT8 weights with one scale per output channel; activations are not quantised.
 
-s = max|row| / 127, q = round(w / s), so no weight is off by more than s / 2. The scale is kept in fp32: 4 bytes per row
-are 1% of a row of 384, and of nothing wider. (The compiled step of a CPU with VNNI multiplies bytes: it rounds
-activations to two of them, which changes logits by some 10^-5; see `ops/cpu/panels.py`.)
+s = max|row| / 127, q = round(w / s), so the error of a weight is at most s / 2. The scale is fp32: its 4 bytes are 1%
+of a row of 384 weights, and less of a wider one. (On a CPU with VNNI the compiled step multiplies bytes: it rounds each
+activation to two bytes, which changes logits by some 10^-5; see `ops/cpu/panels.py`.)
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from minillm.quantization.base import SCALES, WEIGHTS, LayerStatistics, Scheme, TensorSpec
 
 LARGEST = 127
-"""-128 is left out, so that a weight and its negative are kept alike."""
+"""The largest code. -128 is unused, so that the codes are symmetric."""
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row of `x` (`[rows, columns]`, fp32) to INT8: codes `[rows, columns]` and scales `[rows]`, fp32.
+    """Quantise each row of `x` (`[rows, columns]`, fp32) to INT8: codes `[rows, columns]` and scales `[rows]`, fp32.
 
-    |codes · scales - x| ≤ scales / 2. The smallest normal number stands in for the scale of a row of zeros.
+    |codes · scales - x| ≤ scales / 2. A row of zeros gets the smallest normal number as its scale.
     """
     scales = (x.abs().amax(dim=1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
     codes = (x / scales[:, None]).round().clamp(-LARGEST, LARGEST)
@@ -32,7 +32,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Int8(Scheme):
-    """Weights of 8 bits, products in the dtype of the activations."""
+    """Weights of 8 bits; products are in the dtype of the activations."""
 
     method: ClassVar[str] = "int8"
     allowed_bits: ClassVar[tuple[int, ...]] = (8,)
@@ -50,5 +50,5 @@ class Int8(Scheme):
         return {"qweight": codes, "scales": scales}
 
     def dequantize(self, tensors: Mapping[str, Tensor], in_features: int) -> Tensor:
-        """q · s: `[out, in]`, fp32."""
+        """Return q · s: `[out, in]`, fp32."""
         return tensors["qweight"] * tensors["scales"][:, None]

@@ -1,9 +1,9 @@
-"""Weighted k-means on a line, for all rows of a matrix at once.
+"""Weighted one-dimensional k-means, for all rows of a matrix at once.
 
-Sorted, a cluster on a line is an interval, so a row is split by the k - 1 midpoints between its centroids, and sums
-over a cluster are differences of running sums. One round costs rows · k · log(columns) and never looks at the values
-again. The objective Σ weight · (value − its centroid)² can only fall, because each half of a round is the best answer
-to the other (Lloyd 1982).
+In sorted order a one-dimensional cluster is an interval, so the k - 1 midpoints between the centroids split a row, and
+a sum over a cluster is a difference of prefix sums. One round costs rows · k · log(columns). The objective
+Σ weight · (value − its centroid)² never rises, because each half of a round (assign values, move centroids) is optimal
+given the other (Lloyd 1982).
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch.nn import functional as F
 
 
 class SortedRows:
-    """Values and weights of each row in order of value, with the running sums that k-means asks for, in fp64."""
+    """The sorted values of each row, and the prefix sums for k-means in fp64."""
 
     def __init__(self, values: Tensor, weights: Tensor) -> None:
-        """`values`, `weights`: `[rows, columns]`; weights at least 0."""
+        """`values`, `weights`: `[rows, columns]`; weights must not be negative."""
         self.values, order = values.double().sort(dim=1)
         weights = weights.double().gather(1, order)
         moments = (weights, weights * self.values, weights * self.values.square())
         self.sums = torch.stack([F.pad(moment.cumsum(1), (1, 0)) for moment in moments])
 
     def only(self, chosen: Tensor) -> SortedRows:
-        """Those of the rows where `chosen` (`[rows]`, bool) is true."""
+        """Return only the rows where `chosen` (`[rows]`, bool) is true."""
         part = copy.copy(self)
         part.values, part.sums = self.values[chosen], self.sums[:, chosen]
         return part
 
     def clusters(self, centroids: Tensor) -> Tensor:
-        """Σ weight, Σ weight·value, Σ weight·value² of the values nearest to each of `centroids` (`[rows, k]`).
+        """Return Σ weight, Σ weight·value, Σ weight·value² over the values nearest to each centroid: `[3, rows, k]`.
 
-        `[3, rows, k]`. Centroids must be in order.
+        `centroids`: `[rows, k]`, in ascending order.
         """
         middles = (centroids[:, 1:] + centroids[:, :-1]) / 2
         ends = F.pad(torch.searchsorted(self.values, middles.contiguous()), (1, 1))
@@ -43,16 +43,16 @@ class SortedRows:
 
 
 def weighted_kmeans(values: Tensor, weights: Tensor, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
-    """`settle` for `values`, each counted by its weight; both `[rows, columns]`."""
+    """Run `settle` on `values` and their `weights`, both `[rows, columns]`."""
     return settle(SortedRows(values, weights), centroids, rounds)
 
 
 def settle(rows: SortedRows, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
-    """Move `centroids` (`[rows, k]`) until they suit the values of their rows.
+    """Run k-means on each row, starting from `centroids` (`[rows, k]`).
 
-    Returns the centroids `[rows, k]` in order, fp64, and the objective of each row before each round and after the
-    last: `[rounds + 1, rows]`. A centroid that no weight is nearest to stays where it is. A row that a round leaves as
-    it is would stay so in all later ones, so rows that have settled are left out of those.
+    Returns the centroids `[rows, k]` in ascending order, fp64, and the objective of each row before each round and
+    after the last: `[rounds + 1, rows]`. The centroid of an empty cluster does not move. Once a round leaves a row
+    unchanged, the row has converged, and later rounds may skip it.
     """
     centroids = centroids.double().sort(dim=1).values
     objectives = centroids.new_empty(rounds + 1, len(centroids))
@@ -63,7 +63,7 @@ def settle(rows: SortedRows, centroids: Tensor, rounds: int = 30) -> tuple[Tenso
         objectives[number:, active] = _objective(own, mass, first, second)
         centroids[active] = torch.where(mass > 0, first / mass, own).sort(dim=1).values
         moved = (centroids[active] != own).any(dim=1)
-        if moved.sum() <= len(active) / 2:  # to pick rows costs about a round
+        if moved.sum() <= len(active) / 2:  # selecting rows costs about as much as a round
             rows, active = rows.only(moved), active[moved]
     own = centroids[active]
     objectives[rounds, active] = _objective(own, *rows.clusters(own))
@@ -71,7 +71,10 @@ def settle(rows: SortedRows, centroids: Tensor, rounds: int = 30) -> tuple[Tenso
 
 
 def nearest(values: Tensor, centroids: Tensor) -> Tensor:
-    """The index of the centroid nearest to each value: `[rows, columns]`, int64. `centroids`: `[rows, k]` in order."""
+    """Return the index of the centroid nearest to each value: `[rows, columns]`, int64.
+
+    `centroids`: `[rows, k]`, in ascending order.
+    """
     middles = (centroids[:, 1:] + centroids[:, :-1]) / 2
     return torch.searchsorted(middles.contiguous(), values.to(middles.dtype).contiguous())
 

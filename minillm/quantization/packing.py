@@ -1,8 +1,8 @@
-"""Small whole numbers side by side in bytes: two of 4 bits fill one byte, eight of 3 bits fill three.
+"""Packs small integers into bytes: two 4-bit codes fill one byte, eight 3-bit codes fill three.
 
-A row is a stream of bits, lowest first: the number at column i owns the bits [i·b, (i+1)·b) of its row. With 4 bits the
-even column is therefore the low half of its byte and the odd column the high half. What is left over in the last byte
-of a row is zero.
+A row is a stream of bits, lowest first: the code in column i occupies the bits [i·b, (i+1)·b) of its row. So with 4
+bits the even column is the low half of its byte and the odd column the high half. Unused bits in the last byte of a row
+are zero.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BITS = (2, 3, 4)
-"""The widths that can be packed."""
+"""The supported numbers of bits."""
 
 
 def packed_width(count: int, bits: int) -> int:
-    """Bytes that `count` numbers of `bits` bits need."""
+    """Return the number of bytes for `count` codes of `bits` bits."""
     return -(-count * bits // 8)
 
 
@@ -26,22 +26,23 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if bits == 4:
         codes = F.pad(codes, (0, count % 2))
         return codes[..., ::2] | codes[..., 1::2] << 4
-    # Eight numbers of b bits are exactly b bytes, and together fit one integer of 64 bits.
+    # Eight codes of b bits are exactly b bytes, and fit into one 64-bit integer.
     eights = F.pad(codes, (0, -count % 8)).unflatten(-1, (-1, 8)).long()
-    words = (eights << _steps(8, bits, codes.device)).sum(-1, keepdim=True)
-    found = (words >> _steps(bits, 8, codes.device) & 255).to(torch.uint8)
-    return found.flatten(-2)[..., : packed_width(count, bits)].contiguous()
+    words = (eights << _offsets(8, bits, codes.device)).sum(-1, keepdim=True)
+    packed = (words >> _offsets(bits, 8, codes.device) & 255).to(torch.uint8)
+    return packed.flatten(-2)[..., : packed_width(count, bits)].contiguous()
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The `count` numbers in each row of `packed` (see `pack`): `[..., count]` uint8."""
+    """Return the `count` codes in each row of `packed` (see `pack`): `[..., count]` uint8."""
     if bits == 4:
         return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :count]
     groups = F.pad(packed, (0, -packed.shape[-1] % bits)).unflatten(-1, (-1, bits)).long()
-    words = (groups << _steps(bits, 8, packed.device)).sum(-1, keepdim=True)
-    codes = (words >> _steps(8, bits, packed.device) & (1 << bits) - 1).to(torch.uint8)
+    words = (groups << _offsets(bits, 8, packed.device)).sum(-1, keepdim=True)
+    codes = (words >> _offsets(8, bits, packed.device) & (1 << bits) - 1).to(torch.uint8)
     return codes.flatten(-2)[..., :count]
 
 
-def _steps(count: int, size: int, device: torch.device) -> Tensor:
+def _offsets(count: int, size: int, device: torch.device) -> Tensor:
+    """Return the bit offsets 0, size, … (count - 1) · size."""
     return torch.arange(0, count * size, size, device=device)

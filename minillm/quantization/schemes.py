@@ -17,9 +17,9 @@ SCHEMES: dict[str, type[Scheme]] = {scheme.method: scheme for scheme in (Int8, W
 
 
 def make_scheme(method: Any, **options: Any) -> Scheme:
-    """The scheme of that name with these options (see its class); the others have their defaults.
+    """Create the scheme of that name with these options (see its class); other options have their defaults.
 
-    Raises `UnsupportedError` for a name that is none, `ConfigError` for an option the scheme lacks or cannot have so.
+    Raises `UnsupportedError` for an unknown name, `ConfigError` for an unknown option or an invalid value.
     """
     scheme = SCHEMES.get(method) if isinstance(method, str) else None
     if scheme is None:

@@ -1,9 +1,9 @@
-"""INT8 weights and INT8 activations: the product itself is made of whole numbers, and is exact.
+"""INT8 weights and INT8 activations: the matrix product is an integer product, and exact.
 
-The weights are those of `int8`. Activations are rounded when they arrive, each token by its own scale max|x| / 127, so
-what one token becomes does not depend on its neighbours in the batch. y = (Σ qx·qw) · sx · sw, with Σ in int32.
-Wins where a processor multiplies INT8 faster than floats, and only there. Loses where activations have outlier
-channels: one large number makes the steps coarse for the whole token.
+The weights are those of `int8`. Activations are quantised dynamically, each token with its own scale max|x| / 127, so
+the result for a token does not depend on the rest of the batch. y = (Σ qx·qw) · sx · sw, with Σ in int32.
+Wins only where a processor multiplies INT8 faster than floats. Loses where activations have outlier channels: one large
+value makes the steps coarse for the whole token.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from minillm.quantization.base import QuantizedLinear
 from minillm.quantization.int8 import LARGEST, Int8, quantize_rows
 
 EXACT_COLUMNS = 2**24 // LARGEST**2
-"""fp32 holds every whole number up to 2^24, so a sum of so many products (1040) is exact in it, in any order."""
+"""fp32 represents every integer up to 2^24, so a sum of this many products (1040) is exact in fp32, in any order."""
 CUDA_ROWS, CUDA_MULTIPLE = 17, 8
-"""What `torch._int_mm` asks for on a GPU: at least so many rows, and columns in multiples."""
+"""The minimum number of rows for `torch._int_mm` on a GPU, and the number that columns must be a multiple of."""
 
 
 def integer_product(x: Tensor, weight: Tensor) -> Tensor:
-    """The exact x Wᵀ of whole numbers. `x`: `[rows, in]`, `weight`: `[out, in]`, int8, no -128 → `[rows, out]` int32.
+    """Return the exact x Wᵀ. `x`: `[rows, in]`, `weight`: `[out, in]`, int8 without -128 → `[rows, out]` int32.
 
-    `torch._int_mm` is the fast way, where it is right. On a processor without VNNI its library shifts x to 0 … 255 and
-    adds pairs of products in 16 bits, and pairs that do not fit are cut off without a word (oneDNN's guide, "nuances of
-    int8 computations"). Whether this one does so is tried once.
+    `torch._int_mm` is fast but not exact everywhere. On a processor without VNNI its library shifts x to 0 … 255 and
+    adds pairs of products in 16 bits, which silently saturates (oneDNN's guide, "nuances of int8 computations").
+    `int_mm_is_exact` tests this processor once.
     """
     if x.is_cuda:
         return padded_product(x, weight)
@@ -38,13 +38,13 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def float_product(x: Tensor, weight: Tensor) -> Tensor:
-    """As `integer_product`, in fp32: `EXACT_COLUMNS` columns at a time, where rounding has nothing to round."""
+    """As `integer_product`, in fp32, with `EXACT_COLUMNS` columns at a time so that every sum is exact."""
     parts = zip(x.split(EXACT_COLUMNS, dim=1), weight.split(EXACT_COLUMNS, dim=1), strict=True)
     return sum((a.float() @ b.float().T).to(torch.int32) for a, b in parts)  # type: ignore[return-value]
 
 
 def padded_product(x: Tensor, weight: Tensor) -> Tensor:
-    """As `integer_product`, with rows and columns of zeros added until `torch._int_mm` takes it on a GPU."""
+    """As `integer_product` on a GPU, with zero padding to the shapes that `torch._int_mm` supports."""
     (rows, columns), out_features = x.shape, weight.shape[0]
     more_columns = -columns % CUDA_MULTIPLE
     x = F.pad(x, (0, more_columns, 0, max(0, CUDA_ROWS - rows)))
@@ -54,19 +54,19 @@ def padded_product(x: Tensor, weight: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def int_mm_is_exact() -> bool:
-    """Whether `torch._int_mm` adds without cutting off here, tried on the largest products there are."""
+    """Whether `torch._int_mm` is exact on this processor, tested on the largest possible products."""
     largest = torch.full((16, 64), LARGEST, dtype=torch.int8)
-    right = 64 * LARGEST**2
+    expected = 64 * LARGEST**2
     try:
         products = [torch._int_mm(largest[:rows], (sign * largest).T) * sign for rows in (1, 16) for sign in (1, -1)]
     except RuntimeError:
         return False
-    return all(bool((product == right).all()) for product in products)
+    return all(bool((product == expected).all()) for product in products)
 
 
 @dataclass(frozen=True)
 class W8A8(Int8):
-    """Weights of 8 bits and, computed as they come, activations of 8 bits."""
+    """Weights of 8 bits, and activations quantised to 8 bits dynamically."""
 
     method: ClassVar[str] = "w8a8"
 

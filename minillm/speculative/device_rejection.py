@@ -1,7 +1,7 @@
-"""Rejection sampling without its host: what `rejection_sample` decides, launched on a device and not read.
+"""The inputs of rejection sampling on a GPU (`minillm.ops.rejection`), which decides what `rejection_sample` does.
 
-All chains lie flat (`minillm.ops.rejection`). Both uniforms of every token that could be judged or drawn are made
-beforehand, although only some are used: they depend on seeds, and the host has time while the model runs.
+The drafts of all requests are concatenated. The uniforms of every token that could be judged or sampled are computed in
+advance, although only some are used: they depend only on seeds, and the host is idle while the model runs.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ def rejection_columns(
     seeds: Sequence[int],  # per request
     first_index: Sequence[int],  # per request: token index of its first draft
 ) -> dict[str, np.ndarray]:
-    """What `ops.rejection` must know beside probabilities: `drafts` `[D]`, `start` `[R + 1]`, `accept` `[D]` and `own`
-    `[D + R]`, with the uniforms that `rejection_sample` would use."""
+    """The inputs of `ops.rejection` other than probabilities, for D drafts of R requests: `drafts` `[D]`, `start`
+    `[R + 1]`, and the uniforms that `rejection_sample` would use: `accept` `[D]` judges each draft, `own` `[D + R]`
+    samples the token of the target that follows each number of accepted drafts."""
     num_drafts = [len(drafts) for drafts in draft_token_ids]
-    places = [(r, j) for r, k in enumerate(num_drafts) for j in range(k)]
+    judged = [(r, j) for r, k in enumerate(num_drafts) for j in range(k)]
     rows = [(r, j) for r, k in enumerate(num_drafts) for j in range(k + 1)]
-    asked = [(seeds[r], first_index[r] + j, Draw.ACCEPT) for r, j in places]
-    asked += [(seeds[r], first_index[r] + j, Draw.RECOVER if j < num_drafts[r] else Draw.SAMPLE) for r, j in rows]
-    drawn = uniforms(*zip(*asked, strict=True)) if asked else np.empty(0)
+    keys = [(seeds[r], first_index[r] + j, Draw.ACCEPT) for r, j in judged]
+    keys += [(seeds[r], first_index[r] + j, Draw.RECOVER if j < num_drafts[r] else Draw.SAMPLE) for r, j in rows]
+    drawn = uniforms(*zip(*keys, strict=True)) if keys else np.empty(0)
     return {
         "drafts": np.array([x for drafts in draft_token_ids for x in drafts], np.int64),
         "start": np.concatenate([[0], np.cumsum(num_drafts)]).astype(np.int64),
-        "accept": drawn[: len(places)],
-        "own": drawn[len(places) :],
+        "accept": drawn[: len(judged)],
+        "own": drawn[len(judged) :],
     }
 
 
@@ -40,9 +41,9 @@ def flat_proposals(
     draft_token_ids: Sequence[Sequence[int]],  # per request
     draft_probs: Sequence[Tensor | None],  # per request [k_i, vocab], or None: deterministic drafts
     drafts: Tensor,  # [D] int64, all of them, on the device
-    like: Tensor,  # [..., vocab]: dtype and device of the answer
+    like: Tensor,  # [..., vocab]: dtype and device of the result
 ) -> Tensor | None:  # [D, vocab]
-    """q of all drafts; None if all are deterministic. If only some are, their q is written out as one-hot rows."""
+    """q of all drafts; None if all are deterministic. If only some are, their q is expanded to one-hot rows."""
     given = [None if not ids else q for ids, q in zip(draft_token_ids, draft_probs, strict=True)]
     if all(q is None for q in given):
         return None
@@ -56,5 +57,5 @@ def flat_proposals(
 
 
 def _like(q: Tensor, like: Tensor) -> Tensor:
-    """A drafter of one's own may keep its numbers elsewhere."""
+    """Convert q: a user's drafter may use another device or dtype."""
     return q if q.device == like.device and q.dtype == like.dtype else q.to(like.device, like.dtype)

@@ -1,69 +1,133 @@
 """Drafting with a small model (Leviathan et al. 2023; Chen et al. 2023).
 
-The draft's keys and values live in a second pool that the *same* block tables address, so one allocator serves both
-models and a roll-back is one lowered counter for each. After a round in which all γ drafts were accepted the draft
-has never seen its own last guess: the next round feeds that and the bonus token, because both are then uncomputed.
+The draft model has a second KV cache pool, addressed by the *same* block tables, so one allocator serves both models.
+`_Progress` records which tokens of a request are in the draft's cache. If all γ drafts of a round were accepted, the
+last of them has not been through the draft model: the next round computes it together with the bonus token.
 
-The draft fills blocks later than the target does: when a request finds blocks in the prefix cache, the draft may or may
-not have been there. So it remembers which contents it has put into which block, and skips those when it catches up.
+The draft model fills blocks later than the target. When a request finds blocks in the prefix cache, they may or may not
+hold the draft's keys and values. So the drafter records the hash of the contents that it has computed for each block,
+and skips those blocks when it catches up with the target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.device_sampling import DeviceSampler
-from minillm.models.runner import ModelRunner, Segment
-from minillm.sampling import Draw, likeliest, probs_from_logits, sample, uniform
-from minillm.speculative.drafter import Draft, Drafter
+from minillm.batch import Segment
+from minillm.errors import ConfigError
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
+from minillm.sampling import Draw, argmax, probs_from_logits, sample, uniform
+from minillm.sampling.device import DeviceSampler
+from minillm.speculative.drafter import Draft, DraftContext, Drafter
 
-if TYPE_CHECKING:
-    from minillm.engine.request import Request
+
+@dataclass(frozen=True)
+class DraftModelOptions:
+    """vLLM's options of method `draft_model`."""
+
+    model: str | None = None
+    """The draft model: a bundled name, a folder or a hub id."""
+    quantization: str | None = None
+    """Quantisation of its weights (`int8`, `w8a8`, …). Drafts need not be exact."""
+    draft_sample_method: str = "probabilistic"
+    """`probabilistic` samples drafts from the draft model's distribution, `greedy` takes its argmax."""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("speculative method 'draft_model' needs 'model', for example 'minicoder-draft'")
+        if self.draft_sample_method not in ("greedy", "probabilistic"):
+            raise ConfigError(f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'")
+
+
+@dataclass
+class _Progress:
+    """Which tokens of a request are in the draft model's cache."""
+
+    num_computed: int = 0
+    """Number of committed tokens, from the first on."""
+    drafts: list[int] = field(default_factory=list)
+    """Drafts of the last round that were computed after them. The target may have rejected some."""
+
+    def settle(self, request: Request, block_size: int) -> None:
+        """Count the accepted drafts as computed and discard the others. The last token is never counted: its logits
+        are needed, so it must be computed."""
+        for token in self.drafts:
+            if self.num_computed >= request.num_tokens - 1 or request.token_ids[self.num_computed] != token:
+                break
+            self.num_computed += 1
+        self.drafts = []
+        most = min(request.num_tokens - 1, len(request.block_table) * block_size)
+        self.num_computed = min(self.num_computed, most)
 
 
 class DraftModelDrafter(Drafter):
-    """A chain of `num_drafts` tokens per request, all requests together, one draft forward per position."""
+    """Drafts a chain of tokens per request. All requests form one batch, with one draft forward per position."""
 
-    def __init__(
-        self, runner: ModelRunner, max_num_batched_tokens: int, greedy: bool, shares_blocks: bool = False
-    ) -> None:
+    Options = DraftModelOptions
+
+    def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, greedy: bool) -> None:
         self.runner = runner
         self.max_num_batched_tokens = max_num_batched_tokens
         self.greedy = greedy
-        self.shares_blocks = shares_blocks
-        self.sampler = DeviceSampler.beside(runner)
+        self._progress: WeakKeyDictionary[Request, _Progress] = WeakKeyDictionary()
         self._filled: dict[int, bytes] = {}
-        """Block id → name of the contents the draft has computed for all of it."""
+        """Block id → hash of its contents, for blocks that the draft model has computed completely."""
+
+    @classmethod
+    def build(cls, context: DraftContext) -> DraftModelDrafter:
+        """See `Drafter.build`."""
+        options = context.options
+        runner = context.new_runner(context.load_model(options.model, options.quantization))
+        return cls(runner, context.max_num_batched_tokens, options.draft_sample_method == "greedy")
+
+    @cached_property
+    def sampler(self) -> DeviceSampler | None:
+        """Samples tokens on a GPU; None on a CPU."""
+        return DeviceSampler.unless_on_cpu(self.runner.device, self.runner.sampling_implementation)
+
+    def num_computed_tokens(self, request: Request) -> int:
+        """How many of the request's tokens, from the first on, are in the draft model's cache."""
+        progress = self._progress.setdefault(request, _Progress())
+        progress.settle(request, self.runner.block_size)
+        return progress.num_computed
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See `Drafter.copy_blocks`."""
         for _, target in pairs:
-            self._filled.pop(target, None)  # first: an interrupt after the copy must not leave the old name
+            self._filled.pop(target, None)  # before the copy: an interrupt must not leave the old hash
         self.runner.cache.copy_blocks(pairs)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
         """See `Drafter.free_blocks`."""
         self.runner.cache.free(block_ids)
 
+    def request_dropped(self, request: Request) -> None:
+        """See `Drafter.request_dropped`."""
+        self._progress.pop(request, None)
+
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         try:
             return self._propose(requests, num_drafts)
         except BaseException:
-            self._filled.clear()  # what was noted, and skipped because of it, may not have happened
-            for request in requests:
-                request.num_draft_computed_tokens = 0
+            self._filled.clear()  # the recorded blocks may not have been computed
+            self._progress.clear()
             raise
 
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        # Without chance the draft is one-hot: its likeliest token needs no distribution to be judged by.
-        without_chance = self.greedy or all(request.takes_likeliest for request in requests)
-        if without_chance and len(set(num_drafts)) == 1 and self._num_behind(requests) <= self.max_num_batched_tokens:
+        for request in requests:
+            self.num_computed_tokens(request)  # updates the progress
+        # A greedy draft has a one-hot q, so the drafter returns no distribution.
+        is_greedy = self.greedy or all(request.takes_argmax for request in requests)
+        if is_greedy and len(set(num_drafts)) == 1 and self._num_behind(requests) <= self.max_num_batched_tokens:
             return self._propose_together(requests, num_drafts[0])
         tokens: list[list[int]] = [[] for _ in requests]
         probs: list[list[Tensor]] = [[] for _ in requests]
@@ -73,8 +137,8 @@ class DraftModelDrafter(Drafter):
             if step:
                 active = [i for i in active if step < num_drafts[i]]
                 logits = self.runner.run([self._next(requests[i], tokens[i]) for i in active])
-            if without_chance:
-                for i, token in zip(active, likeliest(logits), strict=True):
+            if is_greedy:
+                for i, token in zip(active, argmax(logits), strict=True):
                     tokens[i].append(token)
                 continue
             drawn, rows = self._draw(logits, [(requests[i], tokens[i]) for i in active])
@@ -82,16 +146,16 @@ class DraftModelDrafter(Drafter):
                 tokens[i].append(token)
                 probs[i].append(row)
         for request, drafted in zip(requests, tokens, strict=True):
-            request.num_draft_computed_tokens = request.num_tokens + len(drafted) - 1
-        if without_chance:
+            self._progress[request] = _Progress(request.num_tokens, drafted[:-1])
+        if is_greedy:
             return [Draft(drafted) for drafted in tokens]
         rows = torch.stack([row for of_request in probs for row in of_request])
         return [Draft(t, q) for t, q in zip(tokens, rows.split([len(t) for t in tokens]), strict=True)]
 
     def _draw(self, logits: Tensor, states: list[tuple[Request, list[int]]]) -> tuple[list[int], Tensor]:
-        """The next guess of each request that has drafted so much, and the distributions they were drawn from.
+        """Sample the next draft of each request, given its drafts so far. Returns the drafts and their distributions.
 
-        The tokens are read, because the next forward is laid out on the host; the distributions stay where they are.
+        The tokens are copied to the host, which builds the next forward; the distributions stay on the device.
         """
         rows = [request.sampling_row(drafted) for request, drafted in states]
         uniforms = [uniform(r.seed, r.num_tokens + len(drafted), Draw.DRAFT) for r, drafted in states]
@@ -101,33 +165,34 @@ class DraftModelDrafter(Drafter):
         return sample(probs, uniforms).tolist(), probs
 
     def _num_behind(self, requests: Sequence[Request]) -> int:
-        """How many committed tokens the draft has yet to see."""
-        for request in requests:
-            self._skip_filled(request)
-        return sum(request.num_tokens - request.num_draft_computed_tokens for request in requests)
+        """Number of committed tokens that the draft model has not computed yet, over all requests."""
+        return sum(request.num_tokens - self._skip_filled(request) for request in requests)
 
     def _propose_together(self, requests: Sequence[Request], count: int) -> list[Draft]:
-        """`count` guesses for each request, the likeliest every time: the runner may make them all in one call."""
+        """Draft `count` tokens greedily for each request, in one call of the runner."""
         segments = []
         for request in requests:
-            start = request.num_draft_computed_tokens
+            start = self._progress[request].num_computed
             segments.append(self._segment(request, start, request.token_ids[start:]))
             for position in range(request.num_tokens, request.num_tokens + count - 1):
                 self._filled.pop(request.block_table[position // self.runner.block_size], None)
         drafts = [Draft(token_ids) for token_ids in self.runner.draft(segments, count)]
-        for request in requests:
-            request.num_draft_computed_tokens = request.num_tokens + count - 1
+        for request, draft in zip(requests, drafts, strict=True):
+            self._progress[request] = _Progress(request.num_tokens, draft.token_ids[:-1])
         return drafts
 
     def _catch_up(self, requests: Sequence[Request]) -> Tensor:
-        """Feed every committed token the draft has not seen, in chunks of the step budget; logits of the last ones."""
+        """Compute all committed tokens that are not in the draft model's cache, in chunks of `max_num_batched_tokens`.
+
+        Returns the logits after each request's last token, `[num_requests, vocab]`.
+        """
         logits: list[Tensor | None] = [None] * len(requests)
-        while behind := [i for i, r in enumerate(requests) if r.num_draft_computed_tokens < r.num_tokens]:
+        behind = list(range(len(requests)))
+        while behind:
             budget, chunk, segments = self.max_num_batched_tokens, [], []
             for i in behind:
                 request = requests[i]
-                self._skip_filled(request)
-                start = request.num_draft_computed_tokens
+                start = self._skip_filled(request)
                 end = min(request.num_tokens, start + budget)
                 if start < end:
                     segments.append(self._segment(request, start, request.token_ids[start:end]))
@@ -135,42 +200,43 @@ class DraftModelDrafter(Drafter):
                     budget -= end - start
             rows = self.runner.run(segments)
             for i, segment in zip(chunk, segments, strict=True):
-                requests[i].num_draft_computed_tokens = segment.start + len(segment.token_ids)
-            if len(chunk) == len(requests) and all(r.num_draft_computed_tokens == r.num_tokens for r in requests):
-                return rows  # one forward was enough, as it nearly always is
+                self._progress[requests[i]].num_computed = segment.start + len(segment.token_ids)
+            behind = [i for i in behind if self._progress[requests[i]].num_computed < requests[i].num_tokens]
+            if len(chunk) == len(requests) and not behind:
+                return rows  # the usual case: one forward was enough
             for i, row in zip(chunk, rows, strict=True):
                 logits[i] = row
         return torch.stack([row for row in logits if row is not None])
 
-    def _skip_filled(self, request: Request) -> None:
-        """Move on past blocks that hold the draft's keys and values already; the last token is always fed."""
-        size = self.runner.block_size
-        if not self.shares_blocks or request.num_draft_computed_tokens % size:
-            return
-        names = request.block_names(size)
-        for i in range(request.num_draft_computed_tokens // size, (request.num_tokens - 1) // size):
-            if self._filled.get(request.block_table[i]) != names[i]:
-                break
-            request.num_draft_computed_tokens += size
+    def _skip_filled(self, request: Request) -> int:
+        """Skip blocks that already hold the draft model's keys and values, but never the last token. Returns the number
+        of computed tokens."""
+        size, progress = self.runner.block_size, self._progress[request]
+        if progress.num_computed % size == 0:
+            hashes = request.block_hashes(size)
+            for i in range(progress.num_computed // size, (request.num_tokens - 1) // size):
+                if self._filled.get(request.block_table[i]) != hashes[i]:
+                    break
+                progress.num_computed += size
+        return progress.num_computed
 
     def _next(self, request: Request, drafted: list[int]) -> Segment:
-        """The last guess, to make the next one from. It may be wrong, so the block it goes to has no name."""
+        """The segment that computes the last draft. It may be rejected, so the hash of its block is dropped."""
         start = request.num_tokens + len(drafted) - 1
         self._filled.pop(request.block_table[start // self.runner.block_size], None)
         return Segment(drafted[-1:], start, request.block_table)
 
     def _segment(self, request: Request, start: int, token_ids: list[int]) -> Segment:
-        """Committed `token_ids` from position `start` on, noting which blocks they fill.
+        """The segment of the committed `token_ids` from position `start` on. Records the blocks that they fill.
 
-        That is noted before it is done, so that a request can skip what another fills in the same forward.
+        They are recorded before they are computed, so that other requests in the same forward can skip them.
         """
-        if self.shares_blocks:
-            size, table, end = self.runner.block_size, request.block_table, start + len(token_ids)
-            for index in range(start // size, -(-end // size)):
-                self._filled.pop(table[index], None)
-            names = request.block_names(size)
-            for index in reversed(range(end // size)):
-                if self._filled.get(table[index]) == names[index]:
-                    break
-                self._filled[table[index]] = names[index]
+        size, table, end = self.runner.block_size, request.block_table, start + len(token_ids)
+        for index in range(start // size, -(-end // size)):
+            self._filled.pop(table[index], None)
+        hashes = request.block_hashes(size)
+        for index in reversed(range(end // size)):
+            if self._filled.get(table[index]) == hashes[index]:
+                break
+            self._filled[table[index]] = hashes[index]
         return Segment(token_ids, start, request.block_table)

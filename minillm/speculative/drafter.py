@@ -1,43 +1,102 @@
-"""What every drafter is: something that guesses. Whether a guess stays is never its business."""
+"""The interface of all drafters. A drafter only proposes tokens; the rejection sampler decides which are accepted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from minillm.engine.request import Request
+from minillm.models.decoder import Decoder
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
+from minillm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A chain of guesses for one request."""
+    """Draft tokens for one request: a chain or a tree.
+
+    parents = [-1, -1, 0, 0, 1]           root = the last committed token
+
+        root ─┬─ 0 ─┬─ 2
+              │     └─ 3
+              └─ 1 ─── 4
+    """
 
     token_ids: list[int]
-    """The next tokens, in order; may be empty."""
+    """The draft tokens; for a chain, in order. May be empty."""
     probs: Tensor | None = None
-    """`[len(token_ids), vocab]` fp32: the distribution each was sampled from; None: chosen without chance."""
+    """`[len(token_ids), vocab]` fp32: the distribution each draft was sampled from. For siblings drawn without
+    replacement, it is conditional on the siblings before. None: the drafts are deterministic."""
+    parents: list[int] | None = None
+    """The index of each draft's parent, -1 for the last committed token. Parents come before their children; siblings
+    are judged in order. None: a chain, in which each draft follows the one before."""
+
+
+NO_DRAFT = Draft([])
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a method that has none."""
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter is built from. KV cache pools are allocated after all drafters have been built."""
+
+    options: Any
+    """An instance of the drafter's `Options`."""
+    target: ModelRunner
+    """The runner of the target model. Its cache exists from the first `propose` on."""
+    tokenizer: Tokenizer
+    max_num_batched_tokens: int
+    """Most tokens in one forward pass."""
+    load_model: Callable[[str, str | None], Decoder]
+    """`(name, quantization)` → a model with the target's vocabulary and dtype and at least its context length. Raises
+    `TokenizerMismatchError` or `ConfigError`."""
+    new_runner: Callable[..., ModelRunner]
+    """`(model, layout=None, **layout_options)` → a runner with its own cache, addressed by the same block tables.
+    `layout`: a `KVCache` class; None: the target's, with its options. The model may be the target's."""
 
 
 class Drafter(ABC):
-    """Proposes tokens; `speculative_config={"method": MyDrafter}` plugs in one of your own."""
+    """Proposes draft tokens. `speculative_config={"method": MyDrafter}` selects your own class."""
+
+    Options: ClassVar[type] = NoOptions
+    """A dataclass with the options of this method in `speculative_config`. It validates itself on construction."""
+    proposes_trees: ClassVar[bool] = False
+    """Whether it may propose trees, which only some cache layouts can verify."""
+
+    @classmethod
+    def build(cls, context: DraftContext) -> Drafter:
+        """Return the drafter for one engine. The default calls the constructor without arguments."""
+        return cls()
+
+    @classmethod
+    def default_num_drafts(cls, options: Any) -> int:
+        """Most drafts per round if `num_speculative_tokens` is not given."""
+        return 4
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        """For each request at most `num_drafts[i]` (≥ 1) guesses of what follows `requests[i].token_ids`.
+        """For each request i, propose at most `num_drafts[i]` (≥ 1) tokens that may follow `requests[i].token_ids`.
 
-        The request's block table already has room for all of them.
+        The request's block table already has blocks for all of them.
         """
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
-        """The engine copies these blocks; a drafter that keeps keys and values under the same ids does so too."""
+        """Called when the engine copies blocks, `pairs` of (source, target). A drafter with its own KV cache copies its
+        blocks, too."""
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:  # noqa: B027
-        """These blocks have become empty."""
+        """Called with blocks that have become empty."""
+
+    def request_dropped(self, request: Request) -> None:  # noqa: B027
+        """Called when a request has lost its blocks: it was preempted, it has ended, or a step was interrupted."""
 
     def request_finished(self, request: Request) -> None:  # noqa: B027
-        """The request has ended, for whatever reason, and will not be seen again."""
+        """Called when a request has ended, for any reason."""

@@ -1,46 +1,77 @@
-"""Drafting by looking back (prompt lookup: Saxena 2023; vLLM's method `ngram`).
+"""Drafting by n-gram lookup (prompt lookup: Saxena 2023; vLLM's method `ngram`).
 
-If the last n tokens have occurred before, guess that what followed them then follows now. There is no model, so a draft
-costs a search through the request's own tokens and nothing else: a few microseconds, where a step takes hundreds.
+If the last n tokens occurred earlier in the request, propose the tokens that followed them there. There is no draft
+model: a draft costs only a search in the request's tokens, a few microseconds, while a step takes hundreds.
 
-The longest n-gram of `prompt_lookup_max` down to `prompt_lookup_min` tokens that is found decides, and of its
-occurrences the latest: text repeats what it said last. A draft may run into itself: where a loop of three tokens has
-been found, eight drafts go round it. (vLLM takes the earliest, and ends where the text ends. In greedy text of the
-bundled target that is 7 to 8 % fewer tokens per forward, replayed with four drafts.)
+The longest matching n-gram decides, from `prompt_lookup_max` down to `prompt_lookup_min` tokens; of its occurrences,
+the latest, because text tends to repeat what is recent. A draft may continue into itself: if the text repeats a loop of
+three tokens, eight drafts go around it several times. (vLLM takes the earliest occurrence and stops at the end of the
+text. In greedy text of the bundled target that gives 7 to 8 % fewer tokens per forward, replayed with four drafts.)
 
-It wins where text repeats itself: edits, quotations, code with its names, loops of a small model. On new text it finds
-nothing, proposes nothing, and the step is a plain one.
+It wins where text repeats itself: edits, quotations, names in code, loops of a small model. On new text it proposes
+nothing, and the step is a plain decode step.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from minillm.speculative.drafter import Draft, Drafter
-
-if TYPE_CHECKING:
-    from minillm.engine.request import Request
+from minillm.config import at_least
+from minillm.errors import ConfigError
+from minillm.request import Request
+from minillm.speculative.drafter import Draft, DraftContext, Drafter
 
 TOKEN = array("i").itemsize
-"""Bytes of a token id among the bytes that are searched."""
+"""Bytes per token id in the searched bytes."""
+
+
+@dataclass(frozen=True)
+class NgramOptions:
+    """vLLM's options of method `ngram`."""
+
+    prompt_lookup_min: int | None = None
+    """Fewest tokens that must match; None: `prompt_lookup_max`."""
+    prompt_lookup_max: int | None = None
+    """Most tokens that are matched; None: `prompt_lookup_min`, or 5 if that is None, too."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), 1)
+        shortest, longest = self.lookup
+        if shortest > longest:
+            raise ConfigError(f"prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}")
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Fewest and most tokens that are matched."""
+        given = self.prompt_lookup_max or self.prompt_lookup_min or 5
+        return self.prompt_lookup_min or given, self.prompt_lookup_max or given
 
 
 class NgramDrafter(Drafter):
-    """Guesses that history repeats itself. `prompt_lookup_min` ≤ n ≤ `prompt_lookup_max` tokens have to match."""
+    """Proposes what followed the last n tokens before, with `prompt_lookup_min` ≤ n ≤ `prompt_lookup_max`."""
+
+    Options = NgramOptions
+
+    @classmethod
+    def build(cls, context: DraftContext) -> NgramDrafter:
+        """See `Drafter.build`."""
+        return cls(*context.options.lookup)
 
     def __init__(self, prompt_lookup_min: int = 5, prompt_lookup_max: int = 5) -> None:
         self.shortest, self.longest = prompt_lookup_min, prompt_lookup_max
         self._texts: WeakKeyDictionary[Request, bytearray] = WeakKeyDictionary()
-        """The tokens of every request as bytes, which Python searches at the speed of C."""
+        """The tokens of each request as bytes, because searching bytes is fast in Python."""
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
-        return [Draft(self._guess(request, most)) for request, most in zip(requests, num_drafts, strict=True)]
+        return [Draft(self._draft(request, most)) for request, most in zip(requests, num_drafts, strict=True)]
 
-    def _guess(self, request: Request, most: int) -> list[int]:
+    def _draft(self, request: Request, most: int) -> list[int]:
         text = self._texts.setdefault(request, bytearray())
         text += array("i", request.token_ids[len(text) // TOKEN :])
         for n in range(min(self.longest, request.num_tokens - 1), self.shortest - 1, -1):
@@ -51,17 +82,17 @@ class NgramDrafter(Drafter):
 
 
 def latest(text: bytearray, n: int) -> int | None:
-    """Where the last `n` tokens of `text` last occurred before, as a token's index; None if they never did."""
+    """The index of the token where the last `n` tokens of `text` occurred most recently before; None if never."""
     pattern, end = text[-n * TOKEN :], len(text) - TOKEN
     while (found := text.rfind(pattern, 0, end)) >= 0:
         if found % TOKEN == 0:
             return found // TOKEN
-        end = found + len(pattern) - 1  # it straddles tokens: a little earlier, then
+        end = found + len(pattern) - 1  # not at the start of a token: search further back
     return None
 
 
 def go_on(token_ids: Sequence[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on; where they reach the end of `token_ids`, what they began with comes again."""
+    """`count` tokens from `start` on. At the end of `token_ids`, they repeat from `start`."""
     drafts, period = list(token_ids[start : start + count]), len(token_ids) - start
     while len(drafts) < count:
         drafts.append(drafts[-period])

@@ -1,4 +1,4 @@
-"""What to tell a learner whose function ended the process it was checked in, or did not end at all."""
+"""The messages for a learner whose function ended the process of its check, or never returned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minillm.teaching.exercise import Function
 from minillm.teaching.guard import GIB, Death, Limits
 
 PAST_THE_END = "an index reaches past the end of an array: is a mask missing, or does a loop run too far?"
-CRASHES = {"SIGSEGV": "read or wrote memory that belongs to nobody", "SIGBUS": "read or wrote beyond its memory"}
+CRASHES = {"SIGSEGV": "read or wrote memory outside its arrays", "SIGBUS": "read or wrote beyond its memory"}
 
 
 def problem(death: Death, limits: Limits) -> str:
@@ -32,14 +32,14 @@ def problem(death: Death, limits: Limits) -> str:
 
 
 def cause(death: Death) -> str:
-    """Why it may have happened; "" if nothing is known."""
-    spoilt = any(word in death.said for word in ("free()", "malloc", "corrupt"))  # as the C library says it
+    """The likely cause; "" if none is known."""
+    heap_corrupted = any(word in death.said for word in ("free()", "malloc", "corrupt"))  # words of the C library
     name = signal_name(death.signal_number)
-    return PAST_THE_END if name in CRASHES or (name == "SIGABRT" and spoilt) else ""
+    return PAST_THE_END if name in CRASHES or (name == "SIGABRT" and heap_corrupted) else ""
 
 
 def got(death: Death) -> str:
-    """What stands where the answer would: nothing, and how it ended."""
+    """The text in place of an answer: "nothing", with the signal that ended the function if there was one."""
     ended_here = death.stuck or death.out_of_time or not death.signal_number
     return "nothing" if ended_here else f"nothing: {signal_name(death.signal_number)}"
 
@@ -59,12 +59,12 @@ def line_in_words(file: str, number: int, name: str) -> str:
 
 
 def out_of_time(limits: Limits) -> str:
-    """What is said of a function that never returns."""
+    """The message for a function that never returns."""
     return f"your function did not return within {limits.seconds:g} s (an endless loop?)"
 
 
 def out_of_memory(limits: Limits) -> str:
-    """What is said of a function that asks for too much memory."""
+    """The message for a function that asks for too much memory."""
     return f"your function asked for more than {limits.memory / GIB:g} GiB of memory"
 
 
@@ -77,8 +77,8 @@ def signal_name(number: int) -> str:
 
 
 def _files_of(function: Function) -> set[str]:
-    """Where the code of `function` and of what is defined beside it comes from; in a notebook every cell is a file."""
+    """The files that define `function` and the functions in its globals; in a notebook every cell is a file."""
     plain = inspect.unwrap(getattr(function, "py_func", getattr(function, "fn", function)))
-    beside = list(getattr(plain, "__globals__", {}).values())
-    codes = [getattr(each, "__code__", None) for each in (plain, *beside)]
+    others = list(getattr(plain, "__globals__", {}).values())
+    codes = [getattr(each, "__code__", None) for each in (plain, *others)]
     return {code.co_filename for code in codes if code is not None}

@@ -1,9 +1,8 @@
 """One source per lesson, two notebooks: `solutions/NN_name.py` becomes a lesson with stubs and an executed solution.
 
-What `check` compares, and why it is fast: it executes nothing. The lesson must equal, byte for byte, what the source
-and the recorded pictures give. The executed solution must have the source's cells, ids, tags and metadata, with every
-cell run, and must name no lesson that does not exist. Whether its outputs and pictures are what a fresh run gives is
-found out by `minillm.teaching.rerun`.
+`check` executes nothing, so it is fast. It requires that the lesson equals, byte for byte, what the source and the
+recorded pictures give. The executed solution must have the source's cells, ids, tags and metadata, with every cell run,
+and must name no lesson that does not exist. `minillm.teaching.rerun` checks the outputs and pictures with a fresh run.
 
 Cells marked `nbval-ignore-output` hold measurements, so a rebuild keeps the recorded ones while the code of the lesson
 is unchanged: building twice gives the same bytes.
@@ -78,7 +77,7 @@ def _check(root: Path, lesson: Lesson) -> list[Stale]:
     numbers = {other.number for other in choose(root)}
     if cited := cited_but_absent(recorded, numbers):
         source = lesson.source.relative_to(root)
-        return [Stale(source, reason, f"{fix}, after naming lessons that exist only") for reason in cited]
+        return [Stale(source, reason, f"{fix}, after correcting the number of the lesson") for reason in cited]
     if read_text(lesson.lesson) != to_text(for_learner(recorded)):
         return [Stale(learner, "it differs from what its source gives, or is missing", fix)]
     return []
@@ -109,7 +108,7 @@ def _solution_difference(source: NotebookNode, recorded: NotebookNode) -> str:
 
 
 def _keep_measurements(solution: NotebookNode, recorded: NotebookNode | None) -> None:
-    """Put the recorded outputs back into measured cells, if they come from this very code; prose may have changed."""
+    """Restore the recorded outputs of measured cells if the lesson's code is unchanged; its prose may differ."""
     if recorded is None:
         return
     cells, before = _code_of_lesson(solution), _code_of_lesson(recorded)
@@ -121,7 +120,7 @@ def _keep_measurements(solution: NotebookNode, recorded: NotebookNode | None) ->
 
 
 def _code_of_lesson(notebook: NotebookNode) -> list[NotebookNode]:
-    """The code cells without the generated one."""
+    """The code cells without the generated first one."""
     return [cell for cell in notebook.cells if cell.cell_type == "code" and PREAMBLE_TAG not in tags_of(cell)]
 
 
@@ -135,7 +134,7 @@ def _orphans(root: Path) -> list[Stale]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write only what changed, so that tools watching the files stay quiet."""
+    """Write only if the text differs, so that file watchers are not triggered."""
     if read_text(path) != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

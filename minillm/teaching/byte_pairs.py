@@ -18,7 +18,7 @@ class BytePairs:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> BytePairs:
-        """Those of a byte-level BPE tokenizer."""
+        """The merges of a byte-level BPE tokenizer."""
         return cls(json.loads(tokenizer.backend.to_str())["model"]["merges"])
 
     def steps(self, word: str) -> list[list[str]]:
@@ -37,7 +37,7 @@ class BytePairs:
 
 
 def same_cuts(tokenizer: Tokenizer, texts: Sequence[str]) -> int:
-    """How many of `texts` are cut by `BytePairs.steps` as the tokenizer cuts them."""
+    """How many of `texts` get the same tokens from `BytePairs.steps` as from the tokenizer."""
     pairs = BytePairs.of(tokenizer)
     same = 0
     for text in texts:

@@ -1,4 +1,4 @@
-"""What lesson 2 looks at a KV cache with: which keys stay the same, and what growing a buffer costs one layer."""
+"""Lesson 2's experiments with a KV cache: which keys stay the same, and what growing a buffer costs one layer."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from minillm.bench.timing import Spread, in_turn, ratio
 from minillm.models.decoder import Decoder
 
 HEADS, GROUP, WIDTH = 8, 4, 128
-"""One attention layer of Llama-3-8B: KV heads, query heads that share one, numbers in a head."""
+"""One attention layer of Llama-3-8B: KV heads, query heads per KV head, head_dim."""
 
 Append = Callable[[Tensor, Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
 NextCapacity = Callable[[int, int, int, int], tuple[int, int]]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q·k/√d)·v where `mask` (`[num_queries, num_keys]`) allows. All `[tokens, heads, width]`."""
+    """softmax(q·k/√d)·v over the keys where `mask` (`[num_queries, num_keys]`) is True.
+
+    q, k, v and the result are `[tokens, heads, width]`.
+    """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(0, 1)
 
 
 class KeyRecorder:
-    """Attention over one call that keeps the keys it was given, layer by layer."""
+    """Attention within one forward that records the keys of each layer."""
 
     def __init__(self, causal: bool) -> None:
         self.causal = causal
         self.keys: list[Tensor] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: object = None) -> Tensor:
-        """Each token sees those before it, or with `causal=False` every token sees every other."""
+        """Causal attention; with `causal=False` every token attends to every token."""
         self.keys.append(k)
-        everyone = torch.ones(len(q), len(q), dtype=torch.bool)
-        return attention(q, k, v, everyone.tril() if self.causal else everyone)
+        full_mask = torch.ones(len(q), len(q), dtype=torch.bool)
+        return attention(q, k, v, full_mask.tril() if self.causal else full_mask)
 
 
 def changed_keys(model: Decoder, ids: Sequence[int], num_old: int, causal: bool) -> list[int]:
@@ -77,23 +80,23 @@ def _grown(old: Tensor, capacity: int, rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class GrowthCosts:
-    """What `decode_layer` took: measured ratios, and the three prices of the cost model, in seconds."""
+    """Measured times of `decode_layer` as ratios, and the three costs of the cost model in seconds."""
 
     num_steps: int
     slower: Mapping[tuple[str, int], Spread]
-    """("whole" or "view", r) → times as long as one preallocated buffer with a view."""
+    """("whole" or "view", r) → time relative to one preallocated buffer with a view."""
     preallocated: float
-    """Seconds of that one."""
+    """Seconds with one preallocated buffer and a view."""
     copy: float
     pad: float
     allocation: float
 
     def best(self, kernel: str) -> int:
-        """The r that was measured to be the fastest."""
+        """The r with the lowest measured time."""
         return min((r for k, r in self.slower if k == kernel), key=lambda r: self.slower[kernel, r].median)
 
     def near_best(self, kernel: str) -> list[int]:
-        """Every r within 10% of the fastest, which is as much as a busy machine lets one say."""
+        """Every r within 10% of the fastest: on a busy machine, smaller differences mean nothing."""
         limit = 1.1 * self.slower[kernel, self.best(kernel)].median
         return [r for k, r in self.slower if k == kernel and self.slower[k, r].median <= limit]
 

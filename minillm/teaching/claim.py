@@ -1,18 +1,18 @@
-"""Sentences of a lesson that stand beside numbers: those its own numbers must bear out, and those it quotes.
+"""A lesson's sentences about numbers: `claim` checks one against the lesson's own numbers, `quoted` names a source.
 
-A lesson says "twice as fast" or "fewer than half"; the cell that prints the numbers says it too, with the condition:
+A lesson says "twice as fast" or "fewer than half". The cell that prints the numbers repeats it with its condition:
 
     claim("Continuous batching needs fewer steps.", continuous.steps < static.steps)
     claim("Decoding reads memory faster than prefill does.", decode_gbs > prefill_gbs, measured=True)
     claim("INT4 changes more texts than INT8.", same_int4 < same_int8, of_model=True)
 
-What is counted is the same on every machine, so a sentence about counts that does not hold is an error everywhere. What
-is measured is not: there the sentence must hold where the solution is recorded (`minillm build`), and elsewhere the
-learner is told when their machine differs. So a measured claim prints differently on different machines: it belongs
-into a cell tagged `nbval-ignore-output`, and `minillm build` refuses it elsewhere. What depends on the weights
-(`of_model`) is the same on every machine, but not with another model: it may stand in any cell.
+Counts are the same on every machine, so a false claim about counts is an error everywhere. Measurements are not: a
+measured claim must hold where the solution is recorded (`minillm build`); on another machine where it does not hold,
+the learner is told so. A measured claim therefore prints differently on different machines. It belongs in a cell tagged
+`nbval-ignore-output`, and `minillm build` refuses it elsewhere. A claim that depends on the weights (`of_model`) holds
+on every machine, but not with every model; it may be in any cell.
 
-A figure that was not measured here says whose it is:
+A figure that was not measured here names its source:
 
     quoted("An H100 reads 3.35 TB/s.", "NVIDIA H100 data sheet")
 """
@@ -34,22 +34,22 @@ def claim(sentence: str, holds: bool, measured: bool = False, of_model: bool = F
     with this model", unless the run is recorded.
 
     Raises:
-        LessonError: the sentence is false, and it is about counts or the run is being recorded.
+        LessonError: the sentence does not hold, and it is about counts or the run is being recorded.
     """
     if holds:
         print(f"✓ {sentence}")
     elif (measured or of_model) and os.environ.get(RECORDING_VARIABLE) != "1":
         print(f"Not so {'on this machine' if measured else 'with this model'}: {sentence}")
     else:
-        raise LessonError(f"the lesson says {sentence!r}, and the numbers beside it say otherwise")
+        raise LessonError(f"the lesson says {sentence!r}, but its numbers do not show that")
 
 
 def quoted(sentence: str, source: str) -> None:
-    """Print a `sentence` with figures from elsewhere, and the `source` they are from: a paper, a data sheet, a page.
+    """Print a `sentence` with quoted figures, and their `source`: a paper, a data sheet, a page.
 
     Raises:
         LessonError: one of them is empty.
     """
     if not sentence.strip() or not source.strip():
-        raise LessonError(f"quoted({sentence!r}, {source!r}) needs both: the sentence, and where its figures are from")
+        raise LessonError(f"quoted({sentence!r}, {source!r}) needs both: the sentence, and the source of its figures")
     print(f"{sentence} (quoted: {source})")

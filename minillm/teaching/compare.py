@@ -1,4 +1,4 @@
-"""Are two values the same, and if not, where do they first differ? One sentence, the gravest difference first."""
+"""Compare two values and describe their first difference in one sentence, the gravest kind of difference first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def values_match(expected: object, got: object, rtol: float = 1e-4, atol: float 
 
     Looks at the type, then the shape, then the dtype, then the values, and inside lists, tuples, dicts, dataclasses and
     plain objects in order. Floating-point values match within `atol + rtol * |expected|`, integers only exactly; NaN
-    matches NaN. An int will do where a float is expected, not the other way round.
+    matches NaN. An int is accepted where a float is expected, but not a float for an int.
     """
     return _difference(expected, got, _Tolerance(rtol, atol), "", frozenset())
 
@@ -60,7 +60,7 @@ def _difference(expected: object, got: object, tolerance: _Tolerance, where: str
         return _tensor_difference(expected, got, tolerance, at)
     if isinstance(expected, torch.Generator):
         same = torch.equal(expected.get_state(), got.get_state())
-        return None if same else f"state of the random generator{at}: another number of draws was taken from it"
+        return None if same else f"state of the random generator{at}: a different number of draws was taken from it"
     if id(expected) in seen:
         return None
     return _inner_difference(expected, got, tolerance, where, seen | {id(expected)})
@@ -90,10 +90,10 @@ def _inner_difference(
 
 
 def _number_difference(expected: float, got: float, tolerance: _Tolerance, at: str) -> str | None:
-    truth = (bool, np.bool_)
-    fraction = (float, np.floating)
-    if isinstance(expected, truth) != isinstance(got, truth) or (
-        isinstance(got, fraction) and not isinstance(expected, fraction)
+    bools = (bool, np.bool_)
+    floats = (float, np.floating)
+    if isinstance(expected, bools) != isinstance(got, bools) or (
+        isinstance(got, floats) and not isinstance(expected, floats)
     ):
         return f"type{at}: {kind(got)} instead of {kind(expected)}"
     return None if tolerance.accepts(expected, got) else f"value{at}: {short(got)} instead of {short(expected)}"
@@ -124,7 +124,7 @@ def _is_number(value: object) -> bool:
 
 
 def _same_class(expected: object, got: object) -> bool:
-    """Same kind of thing; a learner's own class of the same name stands in for the reference's."""
+    """Whether both have the same type; a learner's class matches the reference's class of the same name."""
     for family in (torch.Tensor, np.ndarray, Mapping):
         if isinstance(expected, family) or isinstance(got, family):
             return isinstance(expected, family) and isinstance(got, family)
@@ -132,7 +132,7 @@ def _same_class(expected: object, got: object) -> bool:
 
 
 def _compares_by_identity(value: object) -> bool:
-    """Whether `==` would only ask for the same object, or would trip over tensors inside (dataclasses)."""
+    """Whether `==` would compare identities, or (for dataclasses) fail on tensors inside."""
     plain = type(value).__eq__ is object.__eq__ and not callable(value)
     return dataclasses.is_dataclass(value) or (plain and bool(_state(value)))
 

@@ -1,12 +1,11 @@
-"""What of a notebook's outputs is counted, and must therefore be the same whenever and wherever the cell runs.
+"""Compare the counted parts of a notebook's outputs: those that must be the same on every run and every machine.
 
-pytest's nbval compares printed text. It cannot compare pictures: it ignores the frames that follow the first one of a
-live picture, and an SVG holds names and coordinates that say nothing. So a picture is taken apart here, into the words
-and numbers that a reader sees, the `data-…` attributes that say the state of each page and token, and the values that a
-chart was made from.
+pytest's nbval compares printed text but not pictures: of a live picture it sees only the first frame, and an SVG holds
+ids and coordinates without meaning. So a picture is reduced here to the words and numbers that a reader sees, the
+`data-…` attributes with the state of each page and token, and the values of a chart.
 
-In a cell tagged `nbval-ignore-output` everything may be measured. There only the names of what is drawn are compared,
-with every number masked; whoever wants more checked puts what is counted into a cell of its own, without the tag.
+In a cell tagged `nbval-ignore-output` everything may be measured, so only the names of the drawn parts are compared,
+with every number masked. To compare more, put the counted outputs into a cell of their own, without the tag.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ CHART = "application/vnd.plotly.v1+json"
 CHART_TOLERANCE = 1e-3
 """Relative; the last digits of a sum depend on the processor."""
 SHOWN = 60
-"""How many characters of a difference are told."""
+"""Characters of a difference that are shown."""
 NAMES = ("data-series", "data-system", "data-testid")
-"""The attributes that name what is drawn, whatever was measured."""
+"""The attributes that name a drawn part and hold no measurement."""
 _NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]?\d+)?")
 _DECIMAL = re.compile(r"\d+\.\d+")
 _SPACES = re.compile(r"\s+")
@@ -35,7 +34,7 @@ Part = str | float
 
 
 def difference(recorded: Sequence[NotebookNode], fresh: Sequence[NotebookNode], measured: bool) -> str:
-    """Where the outputs of one cell differ in what is counted, as `'2.42' is recorded, '2.35' is computed`; or "".
+    """The first counted difference between two runs of a cell, as `'2.42' is recorded, '2.35' is computed`; or "".
 
     `measured`: the cell is tagged `nbval-ignore-output`.
     """
@@ -56,27 +55,27 @@ def parts_of(picture: str) -> list[str]:
 
 
 class _Reader(HTMLParser):
-    """Collects what a reader sees; scripts and style sheets are not seen."""
+    """Collects visible text and `data-…` attributes; skips scripts and style sheets."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
-        self._unseen = 0
+        self._hidden_depth = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._unseen += tag in ("script", "style")
+        self._hidden_depth += tag in ("script", "style")
         self.parts += [f"{name}={value}" for name, value in attrs if name.startswith("data-") and value is not None]
 
     def handle_endtag(self, tag: str) -> None:
-        self._unseen -= tag in ("script", "style")
+        self._hidden_depth -= tag in ("script", "style")
 
     def handle_data(self, data: str) -> None:
-        if not self._unseen and data.strip():
+        if not self._hidden_depth and data.strip():
             self.parts.append(_SPACES.sub(" ", data.strip()))
 
 
 def _printed(outputs: Sequence[NotebookNode]) -> Iterator[str]:
-    """Every line of text, streams before values as they come."""
+    """Every line of printed text and of text values, in order."""
     for output in outputs:
         text = output.get("text") or output.get("data", {}).get("text/plain", "")
         yield from text.splitlines()
@@ -91,7 +90,7 @@ def _drawn(outputs: Sequence[NotebookNode]) -> Iterator[Part]:
 
 
 def _values(value: Any, key: str = "") -> Iterator[Part]:
-    """The names and numbers of a chart's series; how they are styled is not counted."""
+    """The names and numbers of a chart's series, without their styling."""
     if isinstance(value, Mapping):
         for name in ("name", "x", "y", "z", "text"):
             yield from _values(value.get(name), name)
@@ -105,7 +104,7 @@ def _values(value: Any, key: str = "") -> Iterator[Part]:
 
 
 def _names(outputs: Sequence[NotebookNode]) -> set[str]:
-    """What is drawn: kinds and names of parts with their numbers masked."""
+    """The kinds and names of the drawn parts, with numbers masked."""
     parts = {part for output in outputs for kind in PICTURES for part in parts_of(output.get("data", {}).get(kind, ""))}
     return {_NUMBER.sub("#", part) for part in parts if part.partition("=")[0] in NAMES}
 
@@ -113,14 +112,14 @@ def _names(outputs: Sequence[NotebookNode]) -> set[str]:
 def _first_difference(recorded: list[Part], fresh: list[Part]) -> str:
     for before, after in zip(recorded, fresh, strict=False):
         if not _same(before, after):
-            return _told(before, after)
+            return _in_words(before, after)
     if len(recorded) > len(fresh):
         return f"{recorded[len(fresh)]!r} is recorded and not computed"
     return f"{fresh[len(recorded)]!r} is computed and not recorded" if len(fresh) > len(recorded) else ""
 
 
-def _told(before: Part, after: Part) -> str:
-    """Both parts; of long texts, what stands around the first difference."""
+def _in_words(before: Part, after: Part) -> str:
+    """Both parts in one sentence; of long texts, only the surroundings of the first difference."""
     if isinstance(before, str) and isinstance(after, str):
         same = next((n for n, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), 0)
         before, after = (_around(text, same) for text in (before, after))
@@ -141,8 +140,8 @@ def _same(before: Part, after: Part) -> bool:
 
 
 def _same_up_to_rounding(before: str, after: str) -> bool:
-    """Whether the texts differ in decimals alone, each by one in its last digit: 1.149 and 1.151 print as 1.1 and 1.2,
-    and the last digits of a sum depend on the processor. Whole numbers are counts and must be equal."""
+    """Whether the texts differ only in decimals, each by at most one in its last digit. 1.149 and 1.151 print as 1.1
+    and 1.2, and the last digits of a sum depend on the processor. Whole numbers are counts and must be equal."""
     if _DECIMAL.sub("#", before) != _DECIMAL.sub("#", after):
         return False
     for one, other in zip(_DECIMAL.findall(before), _DECIMAL.findall(after), strict=True):

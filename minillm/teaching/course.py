@@ -1,4 +1,4 @@
-"""The lessons of a clone and the files of each: which there are, and which one a name means."""
+"""The lessons of a repository clone, the files of each, and their lookup by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minillm.errors import LessonError
 
 @dataclass(frozen=True)
 class Stale:
-    """A notebook that is not what its source gives."""
+    """A file that does not match its source."""
 
     path: Path
     reason: str
@@ -47,7 +47,7 @@ def choose(root: Path, names: list[str] | None = None) -> list[Lesson]:
     """The lessons `names` (`["02_kv_cache"]` or `["02"]`; None: all) of the clone `root`.
 
     Raises:
-        LessonError: no lesson has that name; tells similar ones.
+        LessonError: no lesson has that name; the message lists similar ones.
     """
     every = [
         Lesson(source, source.with_suffix(".ipynb"), root / "lessons" / f"{source.stem}.ipynb")
@@ -59,7 +59,7 @@ def choose(root: Path, names: list[str] | None = None) -> list[Lesson]:
 
 
 def read_notebook(path: Path) -> NotebookNode | None:
-    """The notebook as it is in the file, or None if there is none that can be read."""
+    """The notebook in the file, or None if it is missing or unreadable."""
     text = read_text(path)
     try:
         return None if text is None else nbformat.reads(text, as_version=nbformat.NO_CONVERT)

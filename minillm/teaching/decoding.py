@@ -1,6 +1,6 @@
-"""What lesson 1 looks at a decoder with: a watch on its forwards, retokenization drift, and five checks.
+"""Lesson 1's tools to inspect a decoder: a record of its forwards, retokenization drift, and five checks.
 
-A decoder here is a function `forward(ids) -> logits [len(ids), vocab]`, row i scoring the token after `ids[i]`.
+A decoder here is a function `forward(ids) -> logits [len(ids), vocab]`; row i scores the token after `ids[i]`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.llm import LLM
-from minillm.sampling_params import SamplingParams
+from minillm.sampling.params import SamplingParams
 from minillm.trace import StepFinished, Trace
-from minillm.viz.attention_work import ForwardWork
+from minillm.viz.tensors.attention_work import ForwardWork
 
 Decoder = Callable[..., Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 SAME = 1e-3
-"""Logits that differ by less are the same but for rounding."""
+"""Logits that differ by less are equal up to rounding."""
 
 
 class FunctionAttention:
@@ -31,34 +31,34 @@ class FunctionAttention:
         self.function = function
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: object = None) -> Tensor:
-        """The same function in every layer; nothing is remembered."""
+        """Apply the function, which is the same in every layer; nothing is cached."""
         return self.function(q, k, v)
 
 
 class WatchedForward:
-    """`forward`, and a note in `trace` of how many of its rows gave other logits than in the forward before."""
+    """`forward` that also records in `trace` how many rows have other logits than in the previous forward."""
 
     def __init__(self, forward: Decoder, trace: Trace) -> None:
         self.forward, self.trace, self.steps = forward, trace, 0
         self.before: Tensor | None = None
 
     def __call__(self, ids: list[int]) -> Tensor:
-        """Logits of the whole text, as `forward` gives them."""
+        """The logits of the whole text, as `forward` returns them."""
         logits = self.forward(ids)
-        again = 0
+        num_same = 0
         if self.before is not None:
-            again = int(((logits[: len(self.before)] - self.before).abs().amax(1) < SAME).sum())
+            num_same = int(((logits[: len(self.before)] - self.before).abs().amax(1) < SAME).sum())
         self.before, self.steps = logits, self.steps + 1
-        self.trace.append(ForwardWork(num_tokens=len(ids), num_rows=len(ids), num_new=len(ids) - again))
+        self.trace.append(ForwardWork(num_tokens=len(ids), num_rows=len(ids), num_new=len(ids) - num_same))
         self.trace.append(StepFinished(self.steps, 0.0, 0.0, 0.0, 0))
         return logits
 
 
 def drift(llm: LLM, texts: Sequence[str], temperature: float) -> list[tuple[int, list[int], list[int]]]:
-    """(number of the text, ids the model wrote, ids after decoding and encoding them) where these two differ.
+    """(index of the text, its ids, the ids after decoding and encoding them) for each text where the two differ.
 
-    Each text is completed by up to 16 tokens; the trip through text is made after every one of them, and the first
-    that changes the ids is reported.
+    Each text is completed by up to 16 tokens. The ids are decoded and encoded after each of them; the first token at
+    which that changes the ids is reported.
     """
     params = SamplingParams(temperature=temperature, max_tokens=16, seed=0)
     tokenizer = llm.engine.tokenizer
@@ -75,35 +75,35 @@ def drift(llm: LLM, texts: Sequence[str], temperature: float) -> list[tuple[int,
 
 
 def in_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two lists have in common before the first that differs."""
+    """The length of the common prefix of two lists of tokens."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def bits_per_token(forward: Decoder, samples: Sequence[list[int]]) -> float:
-    """-log2 of the probability that the right next token got, on average over all tokens of all samples."""
+    """-log2 of the probability of the right next token, averaged over all tokens of all samples."""
     losses = [F.cross_entropy(forward(ids)[:-1], torch.tensor(ids[1:]), reduction="none") for ids in samples]
     return float(torch.cat(losses).mean()) / math.log(2)
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What five checks say of a decoder."""
+    """The results of five checks of a decoder."""
 
     runs: bool
     """The shapes fit and nothing is NaN."""
     no_peeking: bool
-    """What comes later in a text changes no logits before it."""
+    """Later tokens do not change the logits of earlier ones."""
     shift: bool
-    """Moved by 100 positions, a text gets the same logits."""
+    """A text moved by 100 positions gets the same logits."""
     bits: float
     """See `bits_per_token`."""
     tokens: list[int]
-    """What it writes."""
+    """The tokens that the decoder generates."""
 
 
 def five_checks(forward: Decoder, write: Callable[[Decoder], list[int]], samples: Sequence[list[int]]) -> Checked:
-    """Try a decoder, which also takes `first_position`, where the text begins; `write` generates tokens with it."""
+    """Check a decoder that also takes `first_position`, the position of its first token. `write` generates with it."""
     whole, half = forward(samples[0]), forward(samples[0][: len(samples[0]) // 2])
     moved = forward(samples[0], first_position=100)
     return Checked(

@@ -1,9 +1,9 @@
-"""Guess why a function is wrong: its signature, the exercise's own diagnosis, or a planted mistake that acts alike.
+"""Guess why a function is wrong: its signature, the exercise's own diagnosis, or a planted mistake that answers alike.
 
-A guess must fit every case that was tried: it explains each one that fails, and has nothing to say against those that
-pass. If none does, a fact is told, which is no guess: what an error says of the failing line, a property that the first
-failing answer breaks (`Exercise.otherwise`), or what all wrong answers have in common. If there is none, nothing is
-said: a wrong cause sends the learner the wrong way.
+A guess must fit every case that was tried: it explains each failing case and does not apply to a passing one. If no
+guess fits, a fact is reported instead: what an error says about the failing line, a property that the first failing
+answer violates (`Exercise.otherwise`), or what all wrong answers have in common. If there is no such fact either, no
+cause is reported: a wrong cause would mislead the learner.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 
 from minillm.teaching.accident import PAST_THE_END
 from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.attempt import Outcome, difference, out_of_memory
 from minillm.teaching.diagnosis_answers import common_fact
 from minillm.teaching.diagnosis_errors import cause_of_error
 from minillm.teaching.exercise import Attempt, Diagnose, Exercise, Function
 from minillm.teaching.fence import OutOfBoundsError
-from minillm.teaching.trial import Outcome, difference, out_of_memory
 
 
 def likely_cause(key: AnswerKey, function: Function, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
-    """One sentence, or "" when nothing is known. `outcomes` and `problems` ("" for right) of the cases tried so far."""
+    """The likely cause in one sentence, or "". `outcomes` and `problems` ("" for right): of the cases tried so far."""
     failed = next(index for index, problem in enumerate(problems) if problem)
     first = outcomes[failed]
     if isinstance(first.error, TypeError) and (mismatch := _signature_mismatch(key.exercise, function)):
@@ -32,35 +32,36 @@ def likely_cause(key: AnswerKey, function: Function, outcomes: Sequence[Outcome]
         or _planted_mistake(key, outcomes, problems)
         or _by_error(first, function)
         or _by_changed_input(outcomes, problems)
-        or _said(key, key.exercise.otherwise, failed, first)
+        or _run_diagnosis(key, key.exercise.otherwise, failed, first)
         or _by_common_fact(key, outcomes, problems)
     )
 
 
 def _own_diagnosis(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
-    """What the exercise's `diagnose` says, if of all failing cases it says the same and of the others nothing."""
+    """The result of the exercise's `diagnose`, if it is the same (but for numbers) for all failing cases, and none for
+    the passing ones."""
     if key.exercise.diagnose is None:
         return ""
-    said: list[str] = []
+    causes: list[str] = []
     for index, (outcome, problem) in enumerate(zip(outcomes, problems, strict=True)):
-        text = _said(key, key.exercise.diagnose, index, outcome)
-        if bool(text) != bool(problem):
+        cause = _run_diagnosis(key, key.exercise.diagnose, index, outcome)
+        if bool(cause) != bool(problem):
             return ""
-        said += [text] if text else []
-    return said[0] if len({re.sub(r"\d+", "", text) for text in said}) == 1 else ""
+        causes += [cause] if cause else []
+    return causes[0] if len({re.sub(r"\d+", "", cause) for cause in causes}) == 1 else ""
 
 
-def _said(key: AnswerKey, diagnose: Diagnose | None, index: int, outcome: Outcome) -> str:
+def _run_diagnosis(key: AnswerKey, diagnose: Diagnose | None, index: int, outcome: Outcome) -> str:
     if outcome.error is not None or diagnose is None:
         return ""
     try:
         return diagnose(Attempt(key.cases[index], key.expected(index), outcome.value)) or ""
-    except Exception:  # an answer too odd for the diagnosis must still be reported
+    except Exception:  # an answer that `diagnose` fails on must still be reported
         return ""
 
 
 def _planted_mistake(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
-    """The first planted mistake that does what the learner's function does, in every case."""
+    """The first planted mistake with the same outcome as the learner's function in every case."""
     for number, wrong in enumerate(key.exercise.wrong):
         tried = enumerate(zip(outcomes, problems, strict=True))
         if all(_agrees(key, key.planted(number, index), index, *case) for index, case in tried):
@@ -75,9 +76,9 @@ def _agrees(key: AnswerKey, planted: Outcome, index: int, learner: Outcome, prob
 
 
 def alike(exercise: Exercise, one: Outcome, other: Outcome) -> bool:
-    """Whether two calls did the same: the same value, the same inputs changed, or the same error in the same words."""
+    """Whether two calls had the same outcome: the same value and changed inputs, or the same error and message."""
     if one.error is not None or other.error is not None:
-        return type(one.error) is type(other.error) and _words(one.error) == _words(other.error)
+        return type(one.error) is type(other.error) and _message(one.error) == _message(other.error)
     return one.changed == other.changed and difference(exercise, one.value, other.value) is None
 
 
@@ -85,34 +86,32 @@ def _differs(key: AnswerKey, expected: object, got: object) -> bool:
     return difference(key.exercise, expected, got) is not None
 
 
-def _words(error: BaseException | None) -> str:
-    """The message, without the line of code that it may quote at its end and without the learner's names."""
+def _message(error: BaseException | None) -> str:
+    """The message's first line, without the line of code that it may quote at its end and without quoted names."""
     lines = str(error).strip().splitlines() or [""]
     return re.sub(r" \(in the line `.*`\)$|'\w+'", "", lines[0])
 
 
 def _by_error(first: Outcome, function: Function) -> str:
-    """What the error alone tells."""
+    """The cause that the error itself shows."""
     if isinstance(first.error, OutOfBoundsError):
         return _out_of_bounds(str(first.error))
     if out_of_memory(first.error):
-        return "something grows without an end, or has one dimension too many"
-    space = getattr(inspect.unwrap(function), "__globals__", None)
-    return cause_of_error(first.error, lambda frame: frame.f_globals is space)
+        return "something grows without end, or has one dimension too many"
+    learner_globals = getattr(inspect.unwrap(function), "__globals__", None)
+    return cause_of_error(first.error, lambda frame: frame.f_globals is learner_globals)
 
 
 def _out_of_bounds(message: str) -> str:
     if "overwrote" in message:
-        return (
-            "numbers of an input are overwritten: does the store have the pointer of the result, and does it end there?"
-        )
+        return "an input is overwritten: does the store use the result's pointer, and does it stop at the result's end?"
     if "before its first" in message:
         return "an index lies before the beginning of an array: is something subtracted that should be added?"
     return PAST_THE_END
 
 
 def _by_changed_input(outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
-    """Whether right answers fail only because an input was written to."""
+    """The cause if the answers are right and fail only because an input was changed."""
     changed = {outcome.changed for outcome, problem in zip(outcomes, problems, strict=True) if problem}
     if len(changed) != 1 or not all("changed its input" in problem for problem in problems if problem):
         return ""
@@ -121,7 +120,7 @@ def _by_changed_input(outcomes: Sequence[Outcome], problems: Sequence[str]) -> s
 
 
 def _by_common_fact(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
-    """What all answers that are wrong have in common, besides being wrong."""
+    """A property that all wrong answers share."""
     pairs = [
         (key.expected(index), outcome.value)
         for index, (outcome, problem) in enumerate(zip(outcomes, problems, strict=True))
@@ -129,23 +128,23 @@ def _by_common_fact(key: AnswerKey, outcomes: Sequence[Outcome], problems: Seque
     ]
     try:
         return common_fact(pairs, key.exercise.parts)
-    except Exception:  # answers too odd to be compared must still be reported
+    except Exception:  # answers that cannot be compared must still be reported
         return ""
 
 
 def _signature_mismatch(exercise: Exercise, function: Function) -> str:
-    """Whether the learner's function cannot be called with the reference's parameters."""
-    asked = inspect.signature(exercise.reference).parameters.values()
+    """The cause if the learner's function cannot be called with the reference's parameters; else ""."""
+    wanted = inspect.signature(exercise.reference).parameters.values()
     try:
         signature = inspect.signature(function)
     except ValueError:  # a builtin without a signature
         return ""
     try:
         signature.bind(
-            *[p.name for p in asked if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)],
-            **{p.name: None for p in asked if p.kind is p.KEYWORD_ONLY},
+            *[p.name for p in wanted if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)],
+            **{p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY},
         )
     except TypeError:
-        names = ", ".join(parameter.name for parameter in asked)
+        names = ", ".join(parameter.name for parameter in wanted)
         return f"your function takes ({', '.join(signature.parameters)}), but it is called with ({names})"
     return ""

@@ -1,7 +1,7 @@
-"""What wrong answers have in common with the right ones: which part is wrong, and how.
+"""What all wrong answers have in common: which part is wrong, and how.
 
-Asked when no planted mistake answers as the learner did. What is said is a fact about every wrong answer, and so it
-cannot be the wrong cause; it says where to look (`only ref_counts is wrong: its entries are one too small`).
+Used when no planted mistake gives the learner's answers. The result is a fact about every wrong answer, so it cannot be
+a wrong cause; it tells the learner where to look (`the second value lacks its last entry; everything else is right`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from minillm.teaching.compare import values_match
 from minillm.teaching.diagnosis_tensors import about_tensors
 
 Pair = tuple[object, object]
-"""What the reference answered and what the learner's function did."""
+"""The answer of the reference and the answer of the learner's function."""
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 
 def common_fact(pairs: Sequence[Pair], names: Sequence[str] = (), what: str = "the answer") -> str:
     """A sentence about `what` that is true of every pair of a right and a wrong answer; "" if none is known.
 
-    `names`: what the parts of an answer are called that is a tuple (`codes`, `scale`).
+    `names`: those of the parts of an answer that is a tuple (`codes`, `scale`).
     """
     pairs = [(e, g) for e, g in pairs if values_match(e, g) is not None]
     if not pairs:
         return ""
     if all(got is None and expected is not None for expected, got in pairs):
-        return f"{what} is None: a path through the function ends without what it should return"
+        return f"{what} is None: a path through the function ends without a return value"
     if all(expected is None for expected, _ in pairs):
-        return f"{what} is there where it should be None"
+        return f"{what} should be None, but it is not"
     parts = _parts(pairs, names)
     if parts is not None:
         return _about_parts(parts, what)
@@ -43,7 +43,7 @@ def common_fact(pairs: Sequence[Pair], names: Sequence[str] = (), what: str = "t
     types = {(type(e).__name__, type(g).__name__) for e, g in pairs}
     if len(types) == 1 and len(set(*types)) == 2:
         [(expected, got)] = types
-        return f"{what} is of type {got}, where {expected} is wanted"
+        return f"{what} is of type {got} instead of {expected}"
     return ""
 
 
@@ -68,7 +68,7 @@ def _parts(pairs: Sequence[Pair], names: Sequence[str]) -> dict[str, list[Pair]]
 
 
 def _about_parts(parts: Mapping[str, list[Pair]], what: str) -> str:
-    """Which parts are wrong, and of the first of them how."""
+    """Which parts are wrong, and how the first of them is."""
     wrong = {name: [pair for pair in each if values_match(*pair)] for name, each in parts.items()}
     shown_first = sorted(wrong, key=lambda name: values_match(*parts[name][0]) is None)  # the first case is shown
     wrong = {name: wrong[name] for name in shown_first if wrong[name]}
@@ -86,7 +86,7 @@ def _about_parts(parts: Mapping[str, list[Pair]], what: str) -> str:
 def _about_numbers(pairs: Sequence[Pair]) -> str:
     numbers = [(e, g) for e, g in pairs]
     if all(isinstance(g, float) and not isinstance(e, float) for e, g in numbers):
-        return "is a fraction (float), where a whole number is wanted: / makes fractions, // does not"
+        return "is a float, where an int is wanted: / gives a float, // rounds down to a whole number"
     if all(g == 0 for _, g in numbers):
         return "is 0"
     if all(g == -e for e, g in numbers):
@@ -110,9 +110,9 @@ def _about_numbers(pairs: Sequence[Pair]) -> str:
 
 
 def _about_lists(pairs: Sequence[tuple[list, list]]) -> str:
-    for says, holds in LISTS:
+    for fact, holds in LISTS:
         if all(holds(e, g) for e, g in pairs):
-            return says
+            return fact
     return _entries(pairs) or _first_wrong(pairs)
 
 
@@ -129,18 +129,21 @@ LISTS = (
     ("lacks entries at its beginning; those that it has are right", lambda e, g: len(g) < len(e) and g == e[-len(g) :]),
     ("has one entry too many at its end; the others are right", lambda e, g: g[:-1] == e),
     ("has one entry too many at its beginning; the others are right", lambda e, g: g[1:] == e),
-    ("goes on after its end; the entries up to there are right", lambda e, g: len(g) > len(e) and g[: len(e)] == e),
-    ("begins too early; the entries after that are right", lambda e, g: len(g) > len(e) and g[-len(e) :] == e and e),
-    ("holds the right entries from last to first", lambda e, g: g == e[::-1]),
+    ("has extra entries at its end; the others are right", lambda e, g: len(g) > len(e) and g[: len(e)] == e),
+    (
+        "has extra entries at its beginning; the others are right",
+        lambda e, g: len(g) > len(e) and g[-len(e) :] == e and e,
+    ),
+    ("holds the right entries in reverse order", lambda e, g: g == e[::-1]),
     ("holds the right entries in another order", _is_permuted),
-    ("is one place late: its entries stand one further back", lambda e, g: len(e) == len(g) > 2 and g[1:] == e[:-1]),
-    ("is one place early: its entries stand one further front", lambda e, g: len(e) == len(g) > 2 and g[:-1] == e[1:]),
-    ("has entries of type float, where whole numbers are wanted", lambda e, g: g and all(type(x) is float for x in g)),
+    ("is shifted: each entry is one place too late", lambda e, g: len(e) == len(g) > 2 and g[1:] == e[:-1]),
+    ("is shifted: each entry is one place too early", lambda e, g: len(e) == len(g) > 2 and g[:-1] == e[1:]),
+    ("has entries of type float, where ints are wanted", lambda e, g: g and all(type(x) is float for x in g)),
 )
 
 
 def _entries(pairs: Sequence[tuple[list, list]]) -> str:
-    """Lists of numbers of the right length: what all entries have in common."""
+    """What the entries of lists of numbers have in common, if the lists have the right length."""
     if not all(len(e) == len(g) and all(type(x) in (int, float) for x in e + g) for e, g in pairs):
         return _lengths(pairs)
     numbers = [both for e, g in pairs for both in zip(e, g, strict=True)]
@@ -173,8 +176,8 @@ def _lengths(pairs: Sequence[tuple[list, list]]) -> str:
 
 
 def _first_wrong(pairs: Sequence[tuple[list, list]]) -> str:
-    """Where the mistake begins."""
+    """Whether the lists are wrong only after their first entry."""
     same = [len(e) == len(g) and len(e) > 1 for e, g in pairs]
     if all(same) and all(e[0] == g[0] for e, g in pairs):
-        return "is right in its first entry, and goes wrong after it"
+        return "is right in its first entry and wrong after it"
     return ""

@@ -1,7 +1,7 @@
-"""What an error says about the mistake behind it, in words that name what the failing line had in hand.
+"""The cause of an error, in words that name the values of the failing line.
 
-Python's and torch's own messages are about their rules. Here the same fact is told of the learner's line: which index
-reaches past which list, which name has no value yet, which two sizes do not fit. Nothing is guessed.
+Messages of Python and torch describe their own rules. Here the same fact is stated about the learner's line: which
+index is past the end of which list, which name has no value yet, which two sizes do not match. Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from minillm.teaching.diagnosis_rules import PYTHON, TRITON
 RETOLD = re.compile(
     r"(?P<kind>\w*(?:Error|Exception)(?:Impl)?): (?P<message>.*?)(?: \(in the line `.*`\))?$", re.DOTALL
 )
-"""An error that another one retells, as the launchers of lessons 8 and 9 do."""
+"""An error quoted in the message of another one, as the launchers of lessons 8 and 9 do."""
 REPEATED = re.compile(r"""(?P<kind>\w*Error)\((["'])(?P<message>.*)\2,?\)$""", re.DOTALL)
-"""An error as Python writes it down, which Triton's interpreter retells."""
+"""An error's `repr`, which Triton's interpreter quotes."""
 LONGEST = 60
 """Characters of the learner's code that are quoted."""
 
 
 def cause_of_error(error: BaseException | None, own: Callable[[FrameType], bool]) -> str:
-    """What the error tells of the mistake, in one sentence; "" if it is of an unknown kind.
+    """The cause of the error in one sentence; "" if the error is of an unknown kind.
 
     `own`: whether a frame of the traceback runs the learner's code.
     """
@@ -40,7 +40,7 @@ def cause_of_error(error: BaseException | None, own: Callable[[FrameType], bool]
         found = re.fullmatch(kinds, kind) and re.fullmatch(pattern, message, re.DOTALL)
         if found:
             groups = [group.replace("'constexpr[", "").replace("]'", "") if group else "" for group in found.groups()]
-            return sentence.format(*groups) + _of_the_line(error, own)
+            return sentence.format(*groups) + _failing_expression(error, own)
     return ""
 
 
@@ -48,8 +48,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def _of_the_line(error: BaseException, own: Callable[[FrameType], bool]) -> str:
-    """For an index, a division or a maximum: the expression, and what it had in hand."""
+def _failing_expression(error: BaseException, own: Callable[[FrameType], bool]) -> str:
+    """For a wrong index, a division by 0 and the maximum of nothing: the expression with its values; else ""."""
     frames = [step for step in _steps(error) if own(step[0])]
     if not frames or not isinstance(error, (IndexError, ZeroDivisionError, ValueError)):
         return ""
@@ -73,21 +73,21 @@ Place = tuple[int, int, int, int]
 
 
 def _steps(error: BaseException) -> list[tuple[FrameType, Place]]:
-    """The frames of the traceback, each with first and last line, first and last column of what it was doing.
+    """The frames of the traceback, each with the first and last line and column of the expression that it evaluated.
 
-    Without columns (Python 3.10) no frame is known well enough.
+    Frames without columns are left out; Python 3.10 has no columns.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     found = []
-    for frame, said in zip(frames, traceback.extract_tb(error.__traceback__), strict=False):
-        place = tuple(getattr(said, name, None) for name in ("lineno", "end_lineno", "colno", "end_colno"))
+    for frame, summary in zip(frames, traceback.extract_tb(error.__traceback__), strict=False):
+        place = tuple(getattr(summary, name, None) for name in ("lineno", "end_lineno", "colno", "end_colno"))
         if None not in place:
             found.append((frame, place))
     return found  # type: ignore[return-value]
 
 
 def _segment(frame: FrameType, place: Place) -> str:
-    """The source of the expression, in parentheses so that it may run over lines."""
+    """The source of the expression, in parentheses so that it may span lines."""
     first, last, begin, end = place
     lines = [linecache.getline(frame.f_code.co_filename, number) for number in range(first, last + 1)]
     whole = "".join(lines)
@@ -96,7 +96,7 @@ def _segment(frame: FrameType, place: Place) -> str:
 
 
 def _value(node: ast.expr, frame: FrameType) -> object:
-    """What a side-effect-free expression is worth in `frame`; None if it is none."""
+    """The value of a side-effect-free expression in `frame`; None if it has side effects or raises."""
     plain = (ast.Name, ast.Constant, ast.BinOp, ast.UnaryOp, ast.Subscript, ast.Slice, ast.operator, ast.unaryop)
     if not all(isinstance(part, (*plain, ast.expr_context)) for part in ast.walk(node)):
         return None

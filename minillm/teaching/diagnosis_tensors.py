@@ -1,6 +1,6 @@
-"""What a wrong tensor has in common with the right one: a fact that tells where the mistake is, or "" if there is none.
+"""How wrong tensors differ from the right ones, as a fact that helps to find the mistake; "" if none is known.
 
-Asked of all wrong answers together: a fact counts only if it holds for each of them.
+A fact counts only if it holds for every wrong answer.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ DIMENSIONS = ("the first", "the second", "the third", "the fourth", "the fifth")
 
 
 def about_tensors(pairs: Sequence[Pair]) -> str:
-    """The first fact that is true of every pair, as what follows "it" (`is transposed`); "" if none is."""
-    for fact in _of_shape, _of_type, _of_values:
-        if said := fact(pairs):
-            return said
+    """The first fact that is true of every pair, as a phrase without subject (`is transposed`); "" if none is."""
+    for find_fact in _of_shape, _of_type, _of_values:
+        if fact := find_fact(pairs):
+            return fact
     return ""
 
 
 def close(expected: Tensor, got: Tensor) -> bool:
-    """Whether the numbers are the same, whatever their types."""
+    """Whether shape and numbers are the same; the dtypes may differ."""
     return expected.shape == got.shape and torch.allclose(
         got.double(), expected.double(), rtol=1e-3, atol=1e-5, equal_nan=True
     )
@@ -69,9 +69,9 @@ def _of_type(pairs: Sequence[Pair]) -> str:
 def _of_values(pairs: Sequence[Pair]) -> str:
     if any(e.shape != g.shape for e, g in pairs):
         return ""
-    for says, holds in VALUES:
+    for fact, holds in VALUES:
         if pairs and all(holds(e.double(), g.double()) for e, g in pairs):
-            return says
+            return fact
     return _factor(pairs) or _offset(pairs) or _by_axis(pairs) or _one_off(pairs) or _where(pairs)
 
 
@@ -93,7 +93,7 @@ def _is_shifted(axis: int, by: int) -> Callable[[Tensor, Tensor], bool]:
 VALUES: tuple[tuple[str, Callable[[Tensor, Tensor], bool]], ...] = (
     ("is NaN everywhere", lambda e, g: bool(g.isnan().all()) and not bool(e.isnan().any())),
     (
-        "has NaN: 0 was divided by 0, infinity by infinity, or a number used that nobody has written",
+        "has NaN: 0 was divided by 0, infinity by infinity, or an unwritten number was used",
         lambda e, g: bool((g.isnan() & ~e.isnan()).any()),
     ),
     (
@@ -122,7 +122,7 @@ def _ratios(expected: Tensor, got: Tensor) -> Tensor:
 
 
 def _factor(pairs: Sequence[Pair]) -> str:
-    """One factor between right and wrong in each answer; the same or not."""
+    """Whether each answer is wrong by one factor, which may be the same for all answers or not."""
     factors = []
     for expected, got in pairs:
         some = (expected != 0) & expected.isfinite()
@@ -165,7 +165,7 @@ def _scaled_along(expected: Tensor, got: Tensor, axis: int) -> bool:
 
 
 def _one_off(pairs: Sequence[Pair]) -> str:
-    """Whole numbers that are off by one."""
+    """Whether integers are off by one."""
     if not pairs or any(e.is_floating_point() or g.is_floating_point() for e, g in pairs):
         return ""
     differences = torch.cat([(g.long() - e.long()).flatten() for e, g in pairs])
@@ -179,10 +179,10 @@ def _one_off(pairs: Sequence[Pair]) -> str:
 
 
 def _where(pairs: Sequence[Pair]) -> str:
-    """One end of a dimension that alone is wrong, or alone is right."""
-    for says, chosen in PLACES:
+    """Whether only one end of a dimension is wrong, or only one end is right."""
+    for fact, chosen in PLACES:
         if all(e.dim() and _only_there(e, g, chosen) for e, g in pairs):
-            return says
+            return fact
     return ""
 
 

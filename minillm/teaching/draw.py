@@ -1,7 +1,7 @@
-"""Expected beside got as two grids of cells, where a picture says more than numbers: masks, block tables, coverage.
+"""Draw the expected and the given answer as two grids of cells: for masks, block tables and coverage.
 
-A cell is a number or true or false. What is wrong is crossed, so that colour never says anything alone; the card is
-white, so that it reads on light and dark pages.
+A cell is a number or a truth value. A wrong cell has a cross, so that colour is never the only cue. The card is white,
+so that it is readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Cells = list[list["int | bool"]]
 
 
 def cells_of(value: Any) -> Cells | None:
-    """`value` as rows of cells, or None if it is nothing to draw.
+    """`value` as rows of cells, or None if it cannot be drawn.
 
-    Drawn are matrices and rows of whole numbers or truth values, masks of 0 and -inf (true where the mask is 0), and
-    lists of whole numbers. Dimensions of size 1 in front do not count.
+    Matrices and rows of integers or truth values can be drawn, masks of 0 and -inf (true where the mask is 0), and
+    lists of integers. Leading dimensions of size 1 are dropped.
     """
     if isinstance(value, (list, tuple)):
         rows = list(value) if value and all(isinstance(row, (list, tuple)) for row in value) else [list(value)]
@@ -45,7 +45,7 @@ def _fitting(rows: Cells) -> Cells | None:
 
 
 def worth_drawing(expected: Cells | None, got: Cells | None) -> bool:
-    """Whether both are grids that differ, and large enough that a line of text does not do."""
+    """Whether both are grids, differ, and are too large for a line of text."""
     if expected is None or got is None or expected == got:
         return False
     return max(_num_cells(expected), _num_cells(got)) >= MIN_CELLS
@@ -100,7 +100,7 @@ def as_html(expected: Cells, got: Cells) -> str:
     right = max(max(map(len, got)) * size, 110)
     width, height = left + GAP + right + 2, TITLE + max(len(expected), len(got)) * CELL + 2
     wrong = sum(_differs(got, expected, i, j) for i, row in enumerate(got) for j in range(len(row)))
-    words = f"expected beside got: {wrong} of {_num_cells(got)} cells differ, each marked with a cross"
+    words = f"expected and got: {wrong} of {_num_cells(got)} cells differ, each marked with a cross"
     body = _grid("expected", expected, None, 1, size) + _grid("got (✗ differs)", got, expected, left + GAP, size)
     return (
         f'<div style="{CARD}"><svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(words)}" '

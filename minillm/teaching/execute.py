@@ -1,4 +1,4 @@
-"""Run a solution in a fresh kernel and keep the outputs that say the same on every run."""
+"""Run a solution in a fresh kernel and keep the outputs that are the same on every run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _UUID = re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b")
 def execute(
     solution: NotebookNode, folder: Path, on_cell: Callable[[], None] = lambda: None, recording: bool = True
 ) -> NotebookNode:
-    """A copy of `solution` with outputs, run in `folder` and strictly: a check that does not pass is an error.
+    """A copy of `solution` with outputs, run in `folder` in strict mode: a check that does not pass is an error.
 
-    With `recording`, so is a measured claim that does not hold. `on_cell` is called after each code cell. Of a picture
-    that was updated, the last frame stays; widgets leave the text or picture beside them; stderr and the generated
-    cell's findings about this machine are not kept.
+    With `recording`, a measured claim that does not hold is an error too. `on_cell` is called after each code cell. Of
+    an updated picture, the last frame is kept. Of a widget, only its text or picture is kept. stderr and the output of
+    the generated first cell, which describes this machine, are dropped.
 
     Raises:
         LessonError: a cell failed, took over 300 s, or killed the kernel; names the lesson, the cell and the error.
@@ -63,11 +63,11 @@ def execute(
         raise LessonError(_where(notebook, running) + f"took over {CELL_TIMEOUT_S} s") from None
     except DeadKernelError:
         raise LessonError(_where(notebook, running) + "the kernel died (out of memory?)") from None
-    return _settled(notebook, solution)
+    return _stable_notebook(notebook, solution)
 
 
 def _environment(recording: bool) -> dict[str, str]:
-    """This process's, with the very `minillm` that is building and strict checks; `recording` holds measured claims."""
+    """This process's environment, with the same `minillm` and strict checks; `recording` enforces measured claims."""
     package = str(Path(minillm.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "MINILLM_STRICT": "1", RECORDING_VARIABLE: str(int(recording))}
@@ -78,35 +78,35 @@ def _where(notebook: NotebookNode, index: int) -> str:
     return f"lesson {notebook.metadata.minillm.lesson}, cell {index + 1} ({first_line!r}): "
 
 
-def _settled(executed: NotebookNode, solution: NotebookNode) -> NotebookNode:
+def _stable_notebook(executed: NotebookNode, solution: NotebookNode) -> NotebookNode:
     notebook = nbformat.from_dict({**solution, "cells": []})
     names: dict[str, str] = {}
     for before, cell in zip(solution.cells, executed.cells, strict=True):
-        settled = nbformat.from_dict(before)
+        stable = nbformat.from_dict(before)
         if cell.cell_type == "code":
             kept = [] if PREAMBLE_TAG in tags_of(cell) else cell.outputs
-            settled.execution_count = cell.execution_count
-            settled.outputs = [_settled_output(output, names) for output in kept if output.get("name") != "stderr"]
-        notebook.cells.append(settled)
+            stable.execution_count = cell.execution_count
+            stable.outputs = [_stable_output(output, names) for output in kept if output.get("name") != "stderr"]
+        notebook.cells.append(stable)
     return notebook
 
 
-def _settled_output(output: NotebookNode, names: dict[str, str]) -> NotebookNode:
-    """Without widget views, scripts (of replays: their still picture stays) and addresses.
+def _stable_output(output: NotebookNode, names: dict[str, str]) -> NotebookNode:
+    """The output without widget views, addresses and scripts; of a replay, the still picture is kept.
 
     UUIDs become numbers in the order in which they appear in the notebook."""
-    settled = nbformat.from_dict(output)
-    if "text" in settled:
-        settled.text = _settled_text(settled.text, names)
-    if "data" in settled:
-        data = {kind: value for kind, value in settled.data.items() if kind != WIDGET_VIEW}
+    stable = nbformat.from_dict(output)
+    if "text" in stable:
+        stable.text = _stable_text(stable.text, names)
+    if "data" in stable:
+        data = {kind: value for kind, value in stable.data.items() if kind != WIDGET_VIEW}
         if "text/html" in data:
             data["text/html"] = _SCRIPT.sub("", data["text/html"])
-        settled.data = {k: _settled_text(v, names) if isinstance(v, str) else v for k, v in data.items()}
-    return settled
+        stable.data = {k: _stable_text(v, names) if isinstance(v, str) else v for k, v in data.items()}
+    return stable
 
 
-def _settled_text(text: str, names: dict[str, str]) -> str:
+def _stable_text(text: str, names: dict[str, str]) -> str:
     def numbered(match: re.Match[str]) -> str:
         return names.setdefault(match[0], f"00000000-0000-4000-8000-{len(names):012d}")
 

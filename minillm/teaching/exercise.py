@@ -1,7 +1,7 @@
-"""What an exercise is: a reference, cases to try it on, planted wrong versions, and hints.
+"""The definition of an exercise: a reference, cases, planted wrong versions, and hints.
 
-A module `minillm/teaching/exercises/lNN_name.py` ends with `EXERCISES = [Exercise(...), ...]`. Everything else (finding
-the learner's function, running, comparing, explaining) lives beside this file and knows nothing about any lesson.
+A module `minillm/teaching/exercises/lNN_name.py` ends with `EXERCISES = [Exercise(...), ...]`. The code that finds the
+learner's function, runs it, compares its answers and explains mistakes is in other modules, and depends on no lesson.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One case as the learner's function answered it; what `Exercise.diagnose` looks at.
+    """One case with the learner's answer: the input of `Exercise.diagnose`.
 
     `got` and `expected` are the returned values. When the exercise has `in_place` parameters they are a dict
     `{"returned": ..., "<parameter> after the call": ...}` on both sides.
@@ -54,8 +54,8 @@ class WrongVersion:
     """A mistake that learners make, planted on purpose.
 
     `mistake` completes the sentence "it looks as if your function …" ("forgets the rows that were there before"). A
-    learner whose outputs equal those of `function` in every case is told so. The generic tests require that `function`
-    fails the check with `says` in the message (left empty: with `mistake` in it).
+    learner whose outputs equal those of `function` in every case gets this sentence. The generic tests require that
+    `function` fails the check with `says` in the message (if `says` is empty: with `mistake`).
     """
 
     mistake: str
@@ -65,34 +65,35 @@ class WrongVersion:
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise, known by its name alone (`"l02.append_kv"`): lesson, dot, name of the function to write.
+    """One exercise.
 
     Args:
         name: `"lNN.function_name"`; the learner's function is found by the part after the dot.
-        reference: the right answer. It must not change its inputs, `in_place` ones excepted.
+        reference: the right answer. It must not change its inputs, except those in `in_place`.
         cases: the cases, or a function making them (so that importing the module builds no tensors).
         hints: four, each more specific than the one before: where to look, which operation, the shape of the code with
             the decisive part left out, the whole solution.
             Prose with `code` and *emphasis*, and code between lines of three backticks.
-        wrong: at least two planted mistakes, each told apart from the others by some case.
+        wrong: at least two planted mistakes; each differs from the others in some case.
         compare: `(expected, got) -> None` if right, else a sentence that names the first difference. The default
             compares type, shape, dtype and values in this order, floats within `rtol=1e-4, atol=1e-5`.
-        diagnose: optional `(attempt) -> likely cause or None`, asked before the planted mistakes are compared. It is
-            believed if it says the same (but for numbers) of every case that fails, and None of those that pass.
-        otherwise: the same, asked of the first case that fails when no planted mistake answers as the learner did: a
-            property that every right answer has and this one has not ("the weights do not sum to 1").
-        parts: what the parts of an answer are called if it is a tuple, for the report (`("codes", "scale")`).
+        diagnose: optional `(attempt) -> likely cause or None`, called before the planted mistakes are compared. Its
+            cause is used if it is the same (but for numbers) for every failing case, and None for the passing ones.
+        otherwise: the same kind of function, called with the first failing case when no planted mistake gives the
+            learner's answers. It names a property of right answers that this one violates ("the weights do not sum to
+            1").
+        parts: names of the parts of an answer that is a tuple, for the report (`("codes", "scale")`).
         in_place: parameters that the function is meant to write to; their contents after the call are compared too.
         drive: how a case uses the function, if not by one call: `drive(function, *args, **kwargs) -> value to compare`.
             For classes, generators, several calls in a row, or statistics over many calls.
-        draw: optional `(expected, got) -> (expected cells, got cells) or None` for a picture of an answer that is no
-            grid itself: rows written, tiles visited, blocks owned. Cells are what `minillm.teaching.draw.cells_of`
-            takes: a matrix of whole numbers or truth values, as a tensor or as lists.
-        guarded: whether the learner's function runs in a child process where there can be one, so that a crash, an
-            endless loop or a memory blow-up is a failed check and not the end of the notebook; see
-            `minillm.teaching.guard`. False only for what cannot live in a child.
+        draw: optional `(expected, got) -> (expected cells, got cells) or None` for a picture of an answer that is not
+            itself a grid: rows written, tiles visited, blocks owned. Cells are what `minillm.teaching.draw.cells_of`
+            takes: a matrix of integers or truth values, as a tensor or as lists.
+        guarded: whether the learner's function runs in a child process where the system allows it, so that a crash, an
+            endless loop or a memory blow-up fails the check and does not end the notebook (`minillm.teaching.guard`).
+            False only for a function that cannot run in a child process.
 
-    Every call runs with torch's CPU generator seeded alike, for the learner and the reference.
+    Torch's CPU generator has the same seed in every call, of the learner's function and of the reference.
     """
 
     name: str
@@ -121,15 +122,15 @@ class Exercise:
 
     @property
     def function_name(self) -> str:
-        """The bare name that the learner's function has."""
+        """The name of the learner's function: the part after the dot."""
         return self.name.partition(".")[2]
 
     @property
     def parameters(self) -> tuple[str, str, str, str]:
-        """Names of the inputs of a case, in order: those of the reference, or of `drive` after its first."""
+        """Names of the inputs of a case, in order: the reference's parameters, or those of `drive` after its first."""
         names = tuple(inspect.signature(self.drive or self.reference).parameters)
         return names[1:] if self.drive else names
 
     def all_cases(self) -> tuple[Case, ...]:
-        """The cases, freshly made if `cases` is a function."""
+        """The cases; new ones in each call if `cases` is a function."""
         return tuple(self.cases() if callable(self.cases) else self.cases)

@@ -1,8 +1,8 @@
-"""Arrays that stand in poison, for functions whose memory accesses nobody checks: Triton kernels and numba functions.
+"""Arrays surrounded by poison values, for functions without bounds checks: Triton kernels and numba functions.
 
-Every tensor lies in the middle of a larger buffer. What surrounds an input is NaN, or for integers a number that is
-plainly wrong; what surrounds an output, and the output itself until it is written, is NaN of unusual bits. A function
-that reads beyond an input computes with the poison, and one that writes beyond an output leaves a trace:
+Every tensor is in the middle of a larger buffer. An input is surrounded by NaN, or for integers by a number that is
+plainly wrong. An output is surrounded by NaNs with unusual bits, and holds them itself until it is written. A function
+that reads beyond an input computes with the poison; one that writes beyond an output overwrites it:
 
     fences = Fences(device)
     q, table = fences.input("q", q), fences.input("block_tables", tables, poison=num_blocks)
@@ -11,8 +11,8 @@ that reads beyond an input computes with the poison, and one that writes beyond 
     fences.check()  # raises OutOfBoundsError: "wrote 4 numbers beyond the end of out, the first 2 after its last"
     return out.cpu()
 
-NumPy and numba take `tensor.numpy()`, which shares the memory. For block ids and slots give `poison` the first id
-beyond the pool: reading through it ends in the poison behind the pool, which is NaN, not in a crash.
+NumPy and numba take `tensor.numpy()`, which shares the memory. For block ids and slots, set `poison` to the first id
+beyond the pool: a read through it then gets the poison behind the pool, which is NaN, and does not crash.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor
 from minillm.errors import LessonError
 
 GUARD = 4096
-"""Poisoned numbers before and after every tensor: more than the small arrays of a check make a wrong index stray."""
+"""Poisoned numbers before and after every tensor: more than a wrong index is off by in the small arrays of a check."""
 POISON = {torch.int8: 99, torch.uint8: 199, torch.int16: 9_999}
-"""What surrounds an input of integers; other integers: `LARGE`. Floats: NaN."""
+"""The poison around an input of integers; other integers: `LARGE`. Floats: NaN."""
 LARGE = 1 << 20
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 CANARY = {
@@ -37,7 +37,7 @@ CANARY = {
     torch.float16: 0x7E55,
     torch.bfloat16: 0x7FD5,
 }
-"""NaN of other bits than usual, so that an output nobody has written is told from one that holds a computed NaN."""
+"""NaNs with unusual bits, to distinguish an unwritten output from one that holds a computed NaN."""
 
 
 class OutOfBoundsError(LessonError):
@@ -55,14 +55,14 @@ class Fence:
     writable: bool
 
     def changed(self, outside: bool) -> Tensor:
-        """Places `[n]` in `buffer` whose bits are not what they were: everywhere, or only `outside` the tensor."""
+        """Indices `[n]` into `buffer` whose bits have changed: everywhere, or only `outside` the tensor."""
         changed = _bits(self.buffer) != self.before
         if outside:
             _inside(changed, self.tensor).fill_(False)
         return changed.nonzero()[:, 0]
 
     def problem(self) -> str:
-        """What was written where nothing may be, in words; "" if all is well."""
+        """The forbidden write in words; "" if there is none."""
         beyond = self.changed(outside=True).tolist()
         if beyond:
             return f"wrote {_numbers(len(beyond))} beyond the end of {self.name}, the first {self._place(beyond[0])}"
@@ -86,7 +86,7 @@ class Fences:
     fences: list[Fence] = field(default_factory=list)
 
     def input(self, name: str, x: Tensor, stride: int | None = None, poison: float | None = None) -> Tensor:
-        """A fenced copy of `x`, of any shape; rows of a matrix lie `stride` numbers apart (None: no gaps)."""
+        """A fenced copy of `x`, of any shape; the rows of a matrix are `stride` numbers apart (None: contiguous)."""
         chosen = _poison(x.dtype) if poison is None else poison
         buffer, tensor = self._buffer(tuple(x.shape), x.dtype, stride)
         buffer.fill_(chosen)
@@ -94,7 +94,7 @@ class Fences:
         return self._keep(name, tensor, buffer, writable=False)
 
     def output(self, name: str, shape: Sequence[int], dtype: torch.dtype, stride: int | None = None) -> Tensor:
-        """Room for a result of this shape. Floats are NaN until they are written, integers `POISON`."""
+        """A fenced tensor for a result of this shape. Until they are written, floats are NaN and integers `POISON`."""
         buffer, tensor = self._buffer(tuple(shape), dtype, stride)
         if dtype in CANARY:
             _bits(buffer).fill_(CANARY[dtype])
@@ -109,17 +109,17 @@ class Fences:
         return tensor
 
     def problem(self) -> str:
-        """The first array that was written to where it may not be, in words; "" if all is well."""
+        """The first forbidden write in words; "" if there is none."""
         return next(filter(None, (fence.problem() for fence in self.fences)), "")
 
     def check(self) -> None:
-        """Raises `OutOfBoundsError` if anything was written that is not inside an output."""
+        """Raises `OutOfBoundsError` if anything outside of an output was written."""
         if problem := self.problem():
             raise OutOfBoundsError(problem)
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, stride: int | None) -> tuple[Tensor, Tensor]:
         if stride is not None and (len(shape) != 2 or stride < shape[1]):
-            raise LessonError(f"stride={stride} needs a matrix of at most so many columns, not shape {list(shape)}")
+            raise LessonError(f"stride={stride} needs a matrix of at most {stride} columns, not shape {list(shape)}")
         strides = (stride, 1) if stride is not None else torch.empty(shape, device="meta").stride()
         length = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
         buffer = torch.empty(length + 2 * self.guard, dtype=dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""The smallest part in which an answer differs: which entry, which rows and columns; not eighty lines of numbers."""
+"""The smallest part in which an answer differs: the entry, and its rows and columns around the first difference."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_words(expected: Any, got: Any) -> tuple[str, str]:
 
 
 def _entries(expected: Any, got: Any) -> list[tuple[str, Any, Any]]:
-    """The entries that stand opposite each other: (path, expected, got)."""
+    """The pairs of corresponding entries: (path, expected, got)."""
     if isinstance(expected, Mapping) and isinstance(got, Mapping) and expected.keys() == got.keys():
         return [(f"[{key!r}]", expected[key], got[key]) for key in expected]
     both = (list, tuple)
@@ -62,7 +62,7 @@ def _arrays_of_one_shape(expected: Any, got: Any) -> bool:
 
 
 def _window(expected: torch.Tensor, got: torch.Tensor) -> tuple[slice | int, ...] | None:
-    """Rows and columns around the first number that differs; None if none does (another dtype)."""
+    """Rows and columns around the first number that differs; None if none does (only the dtype differs)."""
     wrong = ~torch.isclose(expected.double(), got.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
     if not wrong.any():
         return None

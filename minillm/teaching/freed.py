@@ -1,4 +1,4 @@
-"""Memory that was freed, given back to the system: a lesson should not need more than it uses at one time."""
+"""Return freed memory to the system, so that a lesson needs no more memory than it uses at one time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def give_back_freed_memory() -> None:
-    """Ask the C library to keep nothing that is free. glibc keeps freed tensors of up to 32 MB each for later.
+    """Ask the C library to return its free memory; glibc keeps freed tensors of up to 32 MB each for later.
 
     Does nothing where the C library has no `malloc_trim`.
     """

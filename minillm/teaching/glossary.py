@@ -28,15 +28,15 @@ class Term:
     """One entry."""
 
     name: str
-    """As it is written in running text."""
+    """The term as it is written in running text."""
     meaning: str
     """One or two sentences."""
     lesson: int | None = None
-    """The lesson that builds it, or else shows it first; None if no lesson does."""
+    """The lesson that builds it, or that shows it first if none builds it; None if no lesson does either."""
 
     @property
     def anchor(self) -> str:
-        """Its heading as GitHub makes an anchor of it: lower case, spaces as hyphens, no other signs."""
+        """The anchor that GitHub makes of its heading: lower case, spaces as hyphens, no other punctuation."""
         return re.sub(r"[^\w -]", "", self.name.lower()).replace(" ", "-")
 
 
@@ -53,6 +53,6 @@ def page(lessons: Mapping[int, str]) -> str:
 
 
 def _entry(term: Term, lessons: Mapping[int, str]) -> str:
-    # JupyterLab keeps capital letters in the anchors that it makes itself, so each entry brings its own.
+    # JupyterLab keeps capital letters in the anchors that it generates, so each entry has an explicit one.
     where = f" ([lesson {term.lesson}]({lessons[term.lesson]}))" if term.lesson in lessons else ""
     return f'### <a id="{term.anchor}"></a>{term.name}\n\n{term.meaning}{where}\n'

@@ -1,4 +1,4 @@
-"""Try a function on the cases of an exercise and say what came of it. Looks at nothing but its two arguments."""
+"""Run a function on the cases of an exercise and report the result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from minillm.teaching import accident
 from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.attempt import Outcome, call, difference, named_inputs, out_of_memory
 from minillm.teaching.diagnosis import likely_cause
 from minillm.teaching.draw import as_html, as_text, cells_of, worth_drawing
 from minillm.teaching.exercise import Exercise, Function
@@ -18,7 +19,6 @@ from minillm.teaching.guard import Death, Limits, OutOfTime, Send, can_guard, li
 from minillm.teaching.registry import find
 from minillm.teaching.result import CheckResult, Counterexample, Status
 from minillm.teaching.show import brief, short, without_addresses
-from minillm.teaching.trial import Outcome, call, difference, named_inputs, out_of_memory
 
 LIMITS = Limits()
 
@@ -28,14 +28,14 @@ def grade(
 ) -> CheckResult:
     """Run `function` on every case and compare with the reference; the first case that fails is the counterexample.
 
-    `function` is anything callable. What it raises becomes part of the result, and so does a crash, an endless loop or
-    memory without end, where the exercise is `guarded` and the system allows it. `key`: answers known from before.
+    `function` is any callable. An exception becomes part of the result; so does a crash, an endless loop or a memory
+    blow-up, if the exercise is `guarded` and the system allows it. `key`: answers that were computed before.
 
     Raises:
         UnknownExerciseError: no exercise has this name.
     """
     key = key or AnswerKey(find(exercise))
-    key.expected(0)  # here and not in the child, so that what it imports and compiles is kept
+    key.expected(0)  # here and not in the child, so that its imports and compiled code are kept
     check = _Check(key, function, limits)
     if key.exercise.guarded and can_guard():
         return check.result(run_guarded(check.run, check.receive, limits))
@@ -46,22 +46,23 @@ def _run_here(check: _Check) -> Death | None:
     try:
         with limited(check.limits.seconds):
             check.run(check.receive)
-    except OutOfTime:  # outside of the learner's function: comparing, or a generator read by a drive
+    except OutOfTime:  # outside of the learner's function: in a comparison, or in a generator that `drive` reads
         return Death(out_of_time=True)
     return None
 
 
 class _Check:
-    """One check, seen from both sides: `run` works and sends, `receive` and `result` make something of what it sent."""
+    """One check: `run` tries the cases, perhaps in a child process, and sends messages; `receive` and `result` turn
+    these messages into a `CheckResult`."""
 
     def __init__(self, key: AnswerKey, function: Function, limits: Limits) -> None:
         self.key, self.function, self.limits = key, function, limits
         self._case, self._result = 0, None
 
     def run(self, send: Send) -> None:
-        """Try case after case. Sends the number of each, the result when the first fails, and the result at the end.
+        """Try case after case. Sends the index of each, the result when the first fails, and the result at the end.
 
-        A function that is out of time or memory, or wrote beyond an array, is not tried further.
+        Stops when the function is out of time or memory, or wrote beyond an array.
         """
         outcomes: list[Outcome] = []
         problems: list[str] = []
@@ -81,17 +82,17 @@ class _Check:
         send(self._failure(outcomes, problems, likely_cause(self.key, self.function, outcomes, problems)))
 
     def receive(self, message: object) -> None:
-        """Take what `run` sent."""
+        """Store a message of `run`."""
         if isinstance(message, CheckResult):
             self._result = message
         else:
             self._case = message
 
     def result(self, death: Death | None) -> CheckResult:
-        """What came of it. If the process died before it found anything, that is the failure."""
+        """The result that `run` sent; if the process died before that, its death is the failure."""
         if self._result is not None:
             return self._result
-        assert death is not None, "a check that came to its end has sent its result"
+        assert death is not None, "a check that has finished has sent its result"
         shown = self._counterexample(
             self._case,
             got=accident.got(death),
@@ -161,10 +162,10 @@ class _Check:
 
 
 def _drawn(exercise: Exercise, expected: object, got: object) -> tuple[str, str]:
-    """Expected beside got as a picture, in text and in HTML; two empty texts if there is nothing to draw."""
+    """Expected and got as a picture, in text and in HTML; two empty texts if there is nothing to draw."""
     try:
         pair = exercise.draw(expected, got) if exercise.draw else focus(expected, got)[1:]
-    except Exception:  # an answer too odd to be drawn must still be reported
+    except Exception:  # an answer that cannot be drawn must still be reported
         return "", ""
     cells = [cells_of(part) for part in pair or (None, None)]
     return (as_text(*cells), as_html(*cells)) if worth_drawing(*cells) else ("", "")
@@ -179,7 +180,7 @@ def _raised(error: BaseException) -> str:
 
 
 def _is_stub(function: Function, error: BaseException | None) -> bool:
-    """`raise NotImplementedError` written out in Python; torch raises the same type when an operator is missing."""
+    """Whether a Python line raised `NotImplementedError`; torch raises the same type when an operator is missing."""
     if not isinstance(error, NotImplementedError):
         return False
     line = traceback.extract_tb(error.__traceback__)[-1].line

@@ -1,13 +1,13 @@
-"""Run code that may crash, never return or eat all memory, so that the process of the notebook outlives it.
+"""Run code that may crash, never return or use up all memory, without ending the notebook's process.
 
-On Linux it runs in a child made by `os.fork`: the child has the notebook's functions as they are, with their sources,
+On Linux the code runs in a child process made by `os.fork`. The child has the notebook's functions with their sources,
 needs no pickling, and costs a few milliseconds. It runs on one thread, because thread pools do not survive a fork, and
-within limits of processor time and memory. What it sends and prints comes through a pipe; how it died, and in which
-line, from its exit status and from `faulthandler`.
+within limits of processor time and memory. Its messages and prints come through a pipe. Its exit status and
+`faulthandler` show how it died, and in which line.
 
-Elsewhere, and where a GPU is in use (CUDA does not survive a fork either), it runs in this process. An endless loop in
-Python still ends, and `SystemExit` is caught; a crash in compiled code is not survived there. Against that stand the
-arrays in poison of `minillm.teaching.fence`.
+Elsewhere, and where a GPU is in use (CUDA does not survive a fork either), the code runs in this process. An endless
+loop in Python still ends, and `SystemExit` is caught; a crash in compiled code ends the process. The poisoned arrays of
+`minillm.teaching.fence` guard against such crashes.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ import torch
 
 GIB = 1 << 30
 MAX_PRINTED = 20_000
-"""Characters of what the child prints that are passed on."""
+"""Characters of the child's prints that are passed on."""
 POLL_SECONDS = 0.5
 TRACE_LINE = r'File "([^"\n]+)", line (\d+) in (\S+)'
-"""As `faulthandler` writes it."""
+"""A line of `faulthandler`'s output."""
 Send = Callable[[object], None]
 Work = Callable[[Send], None]
 
 
 class OutOfTime(BaseException):
-    """Raised inside the code that used up its time; no `Exception`, so that `except Exception` does not swallow it."""
+    """Raised inside code that has used up its time. No `Exception`, so that `except Exception` does not catch it."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`seconds`: of processor time, and of waiting without using any. `memory`: bytes beyond what there was."""
+    """`seconds`: of processor time, and of waiting without using any. `memory`: bytes beyond those in use before."""
 
     seconds: float = 20.0
     memory: int = 2 * GIB
@@ -58,12 +58,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Death:
-    """How a child ended before its work did, and what it left behind.
+    """How a child process ended before its work was done.
 
-    `signal_number`: what killed it; 0 if it ended itself, with `exit_code`. `stuck`: it was ended here, for it waited
-    without working. `out_of_time`: it had used up its processor time. `raised`: the exception that nobody caught.
-    `said`: the last line that the system's libraries wrote to the standard error. `lines`: (file, line number,
-    function) of Python, innermost first, if they are known.
+    `signal_number`: the signal that killed it; 0 if it exited by itself, with `exit_code`. `stuck`: the parent killed
+    it because it waited without working. `out_of_time`: it had used up its processor time. `raised`: the uncaught
+    exception. `said`: the last line that a library wrote to stderr. `lines`: (file, line number, function) of the
+    Python stack, innermost first, if known.
     """
 
     signal_number: int = 0
@@ -81,19 +81,19 @@ def can_guard() -> bool:
 
 
 def run_guarded(work: Work, receive: Send, limits: Limits | None = None) -> Death | None:
-    """Run `work(send)` in a child; `receive` gets here what it sends. None if it came to its end, else how it died.
+    """Run `work(send)` in a child process and pass its messages to `receive`. None if it finished, else how it died.
 
-    What it prints appears on this process's `sys.stdout` and `sys.stderr`. Interrupting this process ends the child.
+    Its prints appear on this process's `sys.stdout` and `sys.stderr`. Interrupting this process ends the child.
     """
     limits = limits or Limits()
     reader, writer = Pipe(duplex=False)
     with tempfile.TemporaryFile() as noise:
         sys.stdout.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of threads; see above
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn about threads; see above
             pid = os.fork()
         if pid == 0:
-            _be_the_child(work, writer, noise, limits)
+            _run_child(work, writer, noise, limits)
         writer.close()
         finished, stuck, death = False, False, None
         try:
@@ -113,13 +113,13 @@ def run_guarded(work: Work, receive: Send, limits: Limits | None = None) -> Deat
 def _listen(
     reader: Connection, receive: Send, child: psutil.Process, limits: Limits
 ) -> tuple[bool, bool, Death | None]:
-    """Until the child says that it is done, can say nothing any more, or waits in vain: (done, stuck, what it says)."""
+    """Listen until the child is done, has closed its pipe, or is stuck: (done, stuck, its last message)."""
     used, since = -1.0, time.monotonic()
     while True:
         if reader.poll(POLL_SECONDS):
             try:
                 tag, content = reader.recv()
-            except (EOFError, OSError):  # it is gone, or closed everything it had
+            except (EOFError, OSError):  # it has died, or closed its files
                 return False, False, None
             if tag == "done":
                 return True, False, content
@@ -145,12 +145,12 @@ def _cpu_seconds(child: psutil.Process) -> float:
 
 
 def _death(status: int, noise: IO[bytes]) -> Death:
-    """How a child died, from its exit `status` and from what it wrote to its standard error."""
+    """How a child died, from its exit `status` and its stderr."""
     noise.seek(0)
     text = noise.read().decode(errors="replace")
     lines = tuple((file, int(line), name) for file, line, name in re.findall(TRACE_LINE, text))
-    heard = [line.strip() for line in text.partition("Fatal Python error")[0].splitlines() if line.strip()]
-    said = heard[-1] if heard else ""
+    library_lines = [line.strip() for line in text.partition("Fatal Python error")[0].splitlines() if line.strip()]
+    said = library_lines[-1] if library_lines else ""
     code = os.waitstatus_to_exitcode(status)
     return Death(signal_number=max(0, -code), exit_code=max(0, code), lines=lines, said=said)
 
@@ -158,28 +158,29 @@ def _death(status: int, noise: IO[bytes]) -> Death:
 # ------------------------------------------------------------------------------------------------ in the child process
 
 
-def _be_the_child(work: Work, writer: Connection, noise: IO[bytes], limits: Limits) -> NoReturn:
-    """Work, say how it went, and leave without any of the parent's clean-up."""
+def _run_child(work: Work, writer: Connection, noise: IO[bytes], limits: Limits) -> NoReturn:
+    """Run `work`, send how it ended, and exit without the parent's clean-up."""
     parent_output = sys.stdout, sys.stderr
     try:
-        _settle_in(noise, limits)
+        _set_up_child(noise, limits)
         sys.stdout, sys.stderr = _Forwarding(writer, "stdout"), _Forwarding(writer, "stderr")
         death = None
         try:
             work(lambda message: writer.send(("message", message)))
-        except BaseException as error:  # what `work` does not catch: KeyboardInterrupt and the like
-            late = isinstance(error, OutOfTime)
-            death = Death(raised=type(error).__name__, out_of_time=late, lines=_lines_of(error))
+        except BaseException as error:  # which `work` does not catch, such as KeyboardInterrupt
+            out_of_time = isinstance(error, OutOfTime)
+            death = Death(raised=type(error).__name__, out_of_time=out_of_time, lines=_lines_of(error))
         writer.send(("done", death))
     finally:
         sys.stdout, sys.stderr = parent_output
         os._exit(0)
 
 
-def _settle_in(noise: IO[bytes], limits: Limits) -> None:
+def _set_up_child(noise: IO[bytes], limits: Limits) -> None:
+    """Set signals, standard streams, one thread and the limits."""
     import resource
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the stop button also reaches the parent, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the stop button also interrupts the parent, which kills this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(noise.fileno(), 1)
@@ -204,7 +205,7 @@ def _lines_of(error: BaseException) -> tuple[tuple[str, int, str], ...]:
 
 
 class _Forwarding(io.TextIOBase):
-    """What the child prints, sent to the parent; no more than `MAX_PRINTED` characters."""
+    """Sends the child's prints to the parent, at most `MAX_PRINTED` characters."""
 
     encoding = "utf-8"
 
@@ -212,15 +213,15 @@ class _Forwarding(io.TextIOBase):
         self._writer, self._name, self._left = writer, name, MAX_PRINTED
 
     def writable(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def write(self, text: str) -> int:
-        """Send it on."""
+        """Send `text` to the parent; the number of its characters."""
         if self._left > 0:
             shown = text[: self._left]
             self._left -= len(shown)
-            end = "" if self._left else "\n… (what it prints after this is left out)\n"
+            end = "" if self._left else "\n… (further prints are left out)\n"
             self._writer.send((self._name, shown + end))
         return len(text)
 
@@ -232,7 +233,7 @@ class _Forwarding(io.TextIOBase):
 def limited(seconds: float) -> Iterator[None]:
     """Raise `OutOfTime` in this thread if the block has not ended after `seconds` of wall-clock time.
 
-    Works wherever Python does, on Python code; compiled code that never returns is not interrupted.
+    Works on every system, but only for Python code: compiled code that never returns is not interrupted.
     """
     thread, over = threading.get_ident(), threading.Event()
 
@@ -240,7 +241,7 @@ def limited(seconds: float) -> Iterator[None]:
         wait = seconds
         while not over.wait(wait):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(OutOfTime))
-            wait = 1.0  # again, should a bare `except` have swallowed it
+            wait = 1.0  # raise it again in case a bare `except` caught it
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -250,15 +251,15 @@ def limited(seconds: float) -> Iterator[None]:
         try:
             over.set()
             watcher.join()
-            _raise_what_is_pending()
-        except OutOfTime:  # it came when the block had ended
+            _raise_pending_exception()
+        except OutOfTime:  # raised after the block had ended
             over.set()
             watcher.join()
 
 
-def _raise_what_is_pending() -> None:
-    """An exception that waits for this thread is raised here: Python looks for one at the start of a function.
+def _raise_pending_exception() -> None:
+    """Raise an exception that is pending for this thread: Python checks for one at the start of a function.
 
-    Taking it back is no way out. `PyThreadState_SetAsyncExc(thread, None)` leaves Python 3.11 looking for it for ever:
-    every function then starts more slowly, and under a debugger none starts at all.
+    Cancelling it instead does not work: after `PyThreadState_SetAsyncExc(thread, None)` Python 3.11 checks for it for
+    ever. Every function then starts more slowly, and under a debugger none starts at all.
     """

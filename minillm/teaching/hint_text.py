@@ -1,7 +1,7 @@
 """A hint, as Markdown in notebooks and as plain text elsewhere.
 
 Authors write prose with `code` in backticks, *emphasis* in stars, and blocks of code between lines of three backticks.
-Nothing else is markup: the stars of `x**2`, a `<` or a `$` that stands outside of backticks is shown as it is written.
+Nothing else is markup: the stars of `x**2`, a `<` or a `$` outside of backticks are shown as they are written.
 """
 
 from __future__ import annotations

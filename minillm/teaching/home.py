@@ -1,7 +1,8 @@
-"""Where the lessons live on the network, if anywhere: the first cell that installs them on Colab, and the badges.
+"""The repository where the lessons are published, if any: the first cell that installs them on Colab, and the badges.
 
 `[tool.minillm]` in pyproject.toml names a `repository` and the `tag` that notebooks install from and badges point at.
-Both are empty until the lessons are published; then no badge is made, and on Colab the first cell says what to do.
+Both are empty until the lessons are published. Until then there are no badges, and on Colab the first cell says what to
+do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from importlib.util import find_spec
 if "google.colab" in sys.modules and not find_spec("minillm"):
 {install}
 
-from minillm.doctor import doctor
+from minillm import doctor
 
 doctor()"""
 FROM_REPOSITORY = """\
@@ -58,14 +59,14 @@ class Home:
 
     @property
     def first_cell(self) -> str:
-        """The generated first code cell. It installs on Colab only, and only what is not there yet."""
+        """The generated first code cell. On Colab it installs minillm if it is not installed yet."""
         install = FROM_REPOSITORY.format(repository=self.repository, tag=self.tag) if self.repository else FROM_WHEEL
         return FIRST_CELL.format(install=install)
 
     def badges(self, lesson: str, binder: bool) -> str:
-        """Markdown of the badges of a lesson (`"02_kv_cache"`): Colab, and with `binder` Binder; "" without a home.
+        """Markdown of the badges of a lesson (`"02_kv_cache"`): Colab, and with `binder` also Binder.
 
-        Both open notebooks of GitHub; for another host there are none.
+        Both open notebooks from GitHub only; for another host, or without a repository, the result is "".
         """
         found = _GITHUB.fullmatch(self.repository)
         if not found:
@@ -82,7 +83,7 @@ class Home:
 
 
 def read_home(root: Path) -> Home:
-    """The home that the clone `root` names in its pyproject.toml; none if it has no such table.
+    """The published repository that the clone `root` names in its pyproject.toml; an empty `Home` without such a table.
 
     Raises:
         LessonError: the table has an unknown key or a bad value.

@@ -1,4 +1,4 @@
-"""Where the time of one completion goes: recording it, racing engines against each other, timing single steps."""
+"""Where the time of one completion goes: record its events, compare engines, time single steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minillm.batch import Segment
 from minillm.errors import LessonError
 from minillm.llm import LLM
-from minillm.models.runner import Segment
 from minillm.ops.cpu.panels import pack
 from minillm.ops.cpu.simd import LANES
 from minillm.outputs import RequestOutput
@@ -25,7 +25,7 @@ from minillm.teaching.exercises._l08_launch import interpreting
 from minillm.trace import Event, StepRan
 
 Marks = list[tuple[float, str]]
-"""(seconds, what had just happened), in order of time."""
+"""(seconds, name of the event that has just happened), in order of time."""
 Parts = dict[str, float]
 """Seconds of each part of a completion."""
 CLOCK = time.thread_time if os.name == "posix" else time.perf_counter
@@ -35,7 +35,7 @@ CLOCK = time.thread_time if os.name == "posix" else time.perf_counter
 
 
 class _Watched:
-    """A detokenizer that says when it begins and when it is done."""
+    """A detokenizer that marks when each call begins and ends."""
 
     def __init__(self, inner: Any, mark: Callable[[str], None]) -> None:
         self._inner, self._mark = inner, mark
@@ -58,14 +58,14 @@ class _Watched:
 def record(
     llm: LLM, prompt: str, params: SamplingParams, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[Marks, RequestOutput]:
-    """Complete one prompt and note what the clock said at each event of the engine.
+    """Complete one prompt and record the time of each event of the engine.
 
-    A mark is (seconds, what had just happened): `Start`; the names of the engine's events, of `StepRan` with the kind
-    of its work (`StepRan prefill`, `StepRan decode`, `StepRan verify`); `Committing` and `Detokenised` around each
-    token that becomes text; `End`. Raises `LessonError` for `n` above 1, whose steps belong to several completions.
+    A mark is (seconds, event): `Start`; the names of the engine's events, `StepRan` with the kind of its work
+    (`StepRan prefill`, `StepRan decode`, `StepRan verify`); `Committing` before and `Detokenised` after each token
+    becomes text; `End`. Raises `LessonError` for `n` above 1, whose steps belong to several completions.
     """
     if params.n != 1:
-        raise LessonError(f"n={params.n} completions share their steps, whose time cannot be told apart; use n=1")
+        raise LessonError(f"n={params.n} completions share their steps, so their times cannot be separated; use n=1")
     marks: Marks = []
 
     def mark(name: str) -> None:
@@ -100,32 +100,32 @@ def race(
     warm: Iterable[str] = (),
     rounds: int = 5,
 ) -> dict[str, Parts]:
-    """The parts of each engine's median run, by total time; in every round the engines complete the prompt in turn.
+    """The parts of each engine's median run, by total time. In every round each engine completes the prompt once.
 
-    Engines in `warm` have just completed the same prompt, the others have never seen it. An engine that has not run yet
-    completes it once more, first, and that is not counted. Raises `LessonError` if the parts of a run do not sum to its
-    time, or the number of tokens is wrong.
+    Engines in `warm` have just completed the same prompt; the others start with an empty prefix cache. An engine that
+    has not run yet completes the prompt once before the first round, which is not counted. Raises `LessonError` if the
+    parts of a run do not sum to its time, or the number of tokens is wrong.
     """
     runs: dict[str, list[Parts]] = {name: [] for name in engines}
     for llm in engines.values():
         if not llm.engine.num_steps:
             llm.generate(prompt, params, use_tqdm=False)
     for _ in range(rounds):
-        before: LLM | None = None
+        previous: LLM | None = None
         for name, llm in engines.items():
             if name not in warm:
                 llm.reset_prefix_cache()
-            elif llm is not before:
+            elif llm is not previous:
                 llm.generate(prompt, params, use_tqdm=False)
             marks, output = record(llm, prompt, params, CLOCK)
             parts = attribute(marks)
-            _must_be_whole(name, marks, parts, output, params, name in warm)
+            _check_run(name, marks, parts, output, params, name in warm)
             runs[name].append(parts)
-            before = llm
+            previous = llm
     return {name: sorted(each, key=lambda parts: sum(parts.values()))[rounds // 2] for name, each in runs.items()}
 
 
-def _must_be_whole(
+def _check_run(
     name: str, marks: Marks, parts: Parts, output: RequestOutput, params: SamplingParams, warm: bool
 ) -> None:
     missing = marks[-1][0] - marks[0][0] - sum(parts.values())
@@ -154,9 +154,10 @@ def seconds_of(run: Callable[[], object], repeats: int = 20, rounds: int = 7) ->
 
 
 def decode_step(llm: LLM, ids: list[int], width: int = 1) -> Callable[[], object]:
-    """One forward over the last `width` of `ids`, as if the others were in the first blocks of the cache already.
+    """A function that runs one forward over the last `width` of `ids`, as if the KV cache already held the others.
 
-    It writes where the engine keeps prompts it has seen: call `reset_prefix_cache` when done.
+    It overwrites the first blocks of the KV cache, where the engine may keep prompts: call `reset_prefix_cache` when
+    done.
     """
     blocks = list(range(-(-len(ids) // llm.engine.runner.block_size)))
     segment = Segment(ids[-width:], len(ids) - width, blocks, num_logits=width)
@@ -180,7 +181,7 @@ class _Calls(TorchDispatchMode):
 def operations_called(run: Callable[[], object]) -> Counter[str]:
     """How often one run calls each PyTorch operation (`mm`, `add`, `view`, …).
 
-    Watching makes PyTorch import Triton, which must not decide for lessons 8 and 9 that kernels are compiled.
+    Counting makes PyTorch import Triton. `interpreting` keeps lessons 8 and 9 able to use Triton's interpreter.
     """
     with interpreting(), _Calls() as calls:
         run()
@@ -207,7 +208,7 @@ class PanelLinear(nn.Module):
 
 
 def with_panel_products(llm: LLM, weights: nn.Module, kernel: Callable[..., None]) -> list[PanelLinear]:
-    """Replace the linear layers of an eager `llm` by `kernel` on the weights of another instance of its model."""
+    """Replace the linear layers of an eager `llm` by `kernel`, with the weights of another instance of its model."""
     model = llm.engine.runner.model
     names = [name for name, m in model.layers.named_modules() if isinstance(m, nn.Linear) and m.bias is None]
     layers = [PanelLinear(weights.layers.get_submodule(name), kernel) for name in names]

@@ -1,4 +1,4 @@
-"""Rules that a lesson's source keeps beyond its language: where measured claims stand, and what links point to."""
+"""Checks of a lesson's source: measured claims only in measured cells, no dead links, no absent lessons."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ _CITED = re.compile(r"\blessons?\s+(\d+(?:\s*(?:,\s*and|,\s*or|,|and|or|to)\s*\d
 
 
 def refuse_measured_claims(source: str, where: str) -> None:
-    """A cell whose output is compared must not hold a claim that prints another sentence on another machine.
+    """A cell whose output is compared must not hold a measured claim, which prints differently on another machine.
 
-    Claims inside functions are not looked at: they print where the function is called.
+    Claims inside functions are ignored: they print where the function is called.
 
     Raises:
-        LessonError: `claim(..., measured=True)` stands in `source`, the code of a cell without `nbval-ignore-output`.
+        LessonError: `claim(..., measured=True)` is in `source`, the code of a cell without `nbval-ignore-output`.
     """
     try:
         tree = ast.parse("\n".join("" if re.match(r"\s*[%!]", line) else line for line in source.splitlines()))
-    except SyntaxError:  # running the cell tells more
+    except SyntaxError:  # running the cell gives a better error
         return
     for call in _calls(tree):
         if call.func.id == "claim" and _is_measured(call):
             raise LessonError(
                 f"{where}, line {call.lineno}: claim(…, measured=True) prints another sentence where it does not hold, "
-                'and this cell\'s output is compared; add tags=["nbval-ignore-output"] to the cell, or move the claim '
-                "into one that has it"
+                'but this cell\'s output is compared; add tags=["nbval-ignore-output"] to the cell, or move the claim '
+                "into a cell that has this tag"
             )
 
 
 def refuse_dead_links(text: str, where: str, folder: Path) -> None:
     """Every relative link of a markdown cell must point to something that exists.
 
-    Known are the terms of the glossary (`[panel](glossary.md#panel)`), and the notebooks whose sources lie in `folder`.
+    That is a term of the glossary (`[panel](glossary.md#panel)`), or a notebook whose source is in `folder`.
 
     Raises:
-        LessonError: one does not.
+        LessonError: a link points to nothing.
     """
     for target in _LINK.findall(_FENCE.sub("", text)):
         if re.match(r"[a-z][a-z0-9+.-]*:|#", target, re.IGNORECASE):
@@ -62,9 +62,9 @@ def refuse_dead_links(text: str, where: str, folder: Path) -> None:
 
 
 def cited_but_absent(notebook: NotebookNode, numbers: set[int]) -> list[str]:
-    """`cell 5 speaks of lesson 11, which does not exist`, for lessons not in `numbers`; markdown only."""
+    """`cell 5 cites lesson 11, which does not exist`, for lessons not in `numbers`; markdown only."""
     return [
-        f"cell {place} speaks of lesson {number}, which does not exist"
+        f"cell {place} cites lesson {number}, which does not exist"
         for place, cell in enumerate(notebook.cells, 1)
         if cell.cell_type == "markdown"
         for number in sorted(set(_cited(cell.source)) - numbers)
@@ -80,7 +80,7 @@ def _refuse_unknown_term(anchor: str, where: str) -> None:
 
 
 def _cited(text: str) -> Iterator[int]:
-    """The numbers of the lessons that a text names: "lessons 4, 6 and 13", and all from 2 to 5 in "lessons 2 to 5"."""
+    """The numbers of the lessons that a text cites: "lessons 4, 6 and 13", and all from 2 to 5 in "lessons 2 to 5"."""
     for match in _CITED.finditer(_FENCE.sub("", text)):
         words = re.findall(r"\d+|to", match[1])
         for place, word in enumerate(words):

@@ -1,4 +1,4 @@
-"""The report on mutants, as tables for a terminal."""
+"""The report on mutants, as a table and lists for a terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from minillm.teaching.mutants import Report, Trial
 
 
 def show(report: Report, console: Console) -> None:
-    """One line per exercise, then what survived, then what was declared and is not there."""
+    """Print one line per exercise, then the survivors, then the declared equivalents that no longer survive."""
     console.print(_table(report))
     survivors = [trial for trial in report.trials if trial.survived]
     if survivors:
-        console.print("\n[bold]Survivors[/bold]: a case is missing, or they are equivalent and should be declared")
+        console.print("\n[bold]Survivors[/bold]: a case is missing, or the mutant is equivalent and should be declared")
     for exercise in dict.fromkeys(trial.exercise for trial in survivors):
         console.print(f"\n{exercise}")
         for trial in survivors:
@@ -25,7 +25,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def summary(report: Report) -> str:
-    """The figures of the whole report in one sentence."""
+    """The counts of the whole report in one sentence."""
     made = [trial for trial in report.trials if not trial.planted]
     equivalent, survived = sum(bool(trial.equivalent) for trial in made), sum(trial.survived for trial in made)
     num_exercises = len({trial.exercise for trial in report.trials})
@@ -41,14 +41,14 @@ def _table(report: Report) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for exercise in dict.fromkeys(trial.exercise for trial in report.trials):
-        table.add_row(exercise, *_figures(report.of(exercise)))
+        table.add_row(exercise, *_counts(report.of(exercise)))
     table.add_section()
-    table.add_row("all", *_figures(list(report.trials)))
+    table.add_row("all", *_counts(list(report.trials)))
     return table
 
 
-def _figures(trials: list[Trial]) -> list[str]:
-    """Of the planted ones: how many the report names; of the others: all, caught, caught with a cause, the rest."""
+def _counts(trials: list[Trial]) -> list[str]:
+    """A table row: planted mistakes that were named; mutants: all, caught, with a cause, equivalent, survived."""
     planted, made = [t for t in trials if t.planted], [t for t in trials if not t.planted]
     equivalent, survived = sum(bool(t.equivalent) for t in made), sum(t.survived for t in trials)
     return [

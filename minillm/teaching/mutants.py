@@ -1,14 +1,14 @@
-"""How good are the checkers? Spoil every reference solution in every small way, and see which mistakes pass.
+"""Mutation testing of the checkers: make every small mistake in every reference solution, and see which ones pass.
 
 `minillm build --mutants` runs this. A mutant that passes every case is a survivor: either a case is missing, or the
-spoilt version answers the same (an equivalent mutant). Equivalent ones are declared, with the reason, in
+mutant gives the same answers (an equivalent mutant). Equivalent mutants are declared, with the reason, in
 `minillm/teaching/exercises/_lNN_equivalent.py`:
 
     EQUIVALENT = {
         "l02.best_r": {"if pad_cost == 0: [== -> <=]": "costs are never negative"},
     }
 
-The report prints the descriptions ready to be copied. A declared one that does not survive any more is reported too.
+The report prints the descriptions ready to be copied. A declared mutant that no longer survives is reported too.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ PLANTED = "planted: "
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one mutant. `cause`: what the report names as the cause, "" if nothing. `equivalent`: the reason.
+    """The result for one mutant. `cause`: the cause in the learner's report, or "". `equivalent`: the declared reason.
 
-    For a planted wrong version the cause counts if it is its own.
+    For a planted wrong version, `cause` is set only if the report names this version's own mistake.
     """
 
     exercise: str
@@ -60,7 +60,7 @@ class Trial:
 
     @property
     def planted(self) -> bool:
-        """Whether it was written by hand and not made by an edit."""
+        """Whether it is a planted wrong version, written by hand."""
         return self.description.startswith(PLANTED)
 
     @property
@@ -71,7 +71,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Report:
-    """All trials, in order, and the declared equivalents that there is no such survivor for."""
+    """All trials, in order, and the declared equivalents (exercise, description) that are not among the survivors."""
 
     trials: tuple[Trial, ...]
     stale: tuple[tuple[str, str], ...]
@@ -81,7 +81,7 @@ class Report:
         return [trial for trial in self.trials if trial.exercise == exercise]
 
     def write(self, path: Path) -> None:
-        """Everything as JSON."""
+        """Write everything as JSON."""
         path.write_text(
             json.dumps({"trials": [asdict(trial) for trial in self.trials], "stale": self.stale}, indent=1),
             encoding="utf-8",
@@ -94,7 +94,7 @@ def run(names: Sequence[str] = (), jobs: int | None = None, progress: Any = None
     `jobs`: processes at a time (None: one per processor). `progress`: called as `progress(iterable, total=…)`.
 
     Raises:
-        LessonError: a name fits no exercise.
+        LessonError: a name matches no exercise.
     """
     chosen = _chosen(names)
     tasks = [(e.name, start) for e in chosen for start in range(0, _count(e), CHUNK)]
@@ -110,14 +110,14 @@ def run(names: Sequence[str] = (), jobs: int | None = None, progress: Any = None
 
 def _chosen(names: Sequence[str]) -> list[Exercise]:
     known = [exercise for module in module_names() for exercise in exercises_of(module)]
-    chosen = [e for e in known if not names or any(_fits(e.name, name) for name in names)]
-    idle = [name for name in names if not any(_fits(e.name, name) for e in known)]
-    if idle:
-        raise LessonError(f"no exercise fits {idle[0]!r}; write a lesson (07) or an exercise ({known[0].name})")
+    chosen = [e for e in known if not names or any(_matches(e.name, name) for name in names)]
+    unknown = [name for name in names if not any(_matches(e.name, name) for e in known)]
+    if unknown:
+        raise LessonError(f"no exercise matches {unknown[0]!r}; write a lesson (07) or an exercise ({known[0].name})")
     return chosen
 
 
-def _fits(exercise: str, name: str) -> bool:
+def _matches(exercise: str, name: str) -> bool:
     lesson = exercise.partition(".")[0]
     return name in (exercise, lesson, lesson.removeprefix("l"))
 
@@ -145,7 +145,7 @@ def _stale(chosen: Sequence[Exercise], trials: Sequence[Trial]) -> tuple[tuple[s
 
 
 def _prepare() -> None:
-    warnings.simplefilter("ignore")  # NumPy's, about the infinities that spoilt kernels make
+    warnings.simplefilter("ignore")  # NumPy warns about the infinities of mutated kernels
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
@@ -153,7 +153,7 @@ def _prepare() -> None:
 
 @lru_cache(maxsize=2)
 def _known(name: str) -> tuple[AnswerKey, list[Any]]:
-    """The answers of an exercise, all worked out, and its mutants."""
+    """All answers of an exercise, computed, and its mutants."""
     key = AnswerKey(find(name))
     key.fill()
     return key, mutants_of(key.exercise.reference)

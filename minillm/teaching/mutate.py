@@ -1,7 +1,7 @@
-"""Small mistakes made on purpose: every way to spoil one place of a function, as text edits of its syntax tree.
+"""Mutants of a function: versions that each have one small mistake, made by an edit of the syntax tree.
 
 The mistakes are those that learners make: a wrong comparison, one too many or too few, the wrong axis, swapped
-arguments, a forgotten factor, mask, clamp or rescale, a statement left out, a loop that stops after one turn.
+arguments, a forgotten factor, mask, clamp or rescale, a statement left out, a loop that stops after one iteration.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Any
 from minillm.errors import LessonError
 
 Edit = tuple[str, ast.AST]
-"""How the changed part reads now, and its tree; an `ast.Pass` in place of a statement that is left out."""
+"""The new text of the changed part, and its tree; `ast.Pass` for a statement that is left out."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One spoilt version of a function. `description` names the edit: the line, and the change in it."""
+    """One version of a function with a mistake. `description` names the edit: the line, and the change in it."""
 
     description: str
     source: str
 
 
 def mutants_of(function: Any) -> list[Mutant]:
-    """Every spoilt version of `function`: a function, a class, a Triton kernel or a numba function.
+    """Every mutant of `function`: a function, a class, a Triton kernel or a numba function.
 
     Raises:
-        LessonError: the source of the function is not to be had.
+        LessonError: the source of the function cannot be read.
     """
     tree = ast.parse(source_of(function))
     [definition] = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
@@ -56,7 +56,7 @@ def mutants_of(function: Any) -> list[Mutant]:
 
 
 def source_of(function: Any) -> str:
-    """The source of what a learner writes: under a kernel or a compiled function the Python function."""
+    """The source of the Python function that a learner writes, also for a Triton kernel or a numba function."""
     plain = plain_function(function)
     try:
         return textwrap.dedent(inspect.getsource(plain))
@@ -70,22 +70,22 @@ def plain_function(function: Any) -> Any:
 
 
 def build(mutant: Mutant, function: Any) -> Any:
-    """The spoilt version of `function`, with the globals that `function` sees. Raises what its definition raises."""
+    """The mutant as a function with the globals of `function`. Raises what its definition raises."""
     plain = plain_function(function)
     module = inspect.getmodule(plain)
-    space = dict(getattr(plain, "__globals__", None) or vars(module))
+    namespace = dict(getattr(plain, "__globals__", None) or vars(module))
     file = f"<mutant of {plain.__name__}, {abs(hash(mutant.source))}>"
     linecache.cache[file] = (len(mutant.source), None, mutant.source.splitlines(keepends=True), file)  # Triton reads it
     flags = __future__.annotations.compiler_flag
-    exec(compile(mutant.source, file, "exec", flags=flags, dont_inherit=True), space)
-    return space[plain.__name__]
+    exec(compile(mutant.source, file, "exec", flags=flags, dont_inherit=True), namespace)
+    return namespace[plain.__name__]
 
 
 # ----------------------------------------------------------------------------------------------------- places and text
 
 
 def _places(definition: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Every node of the body with the line of the statement it stands in, in a fixed order; no docstrings, no types."""
+    """Every node of the body with the line of its statement, in a fixed order; no docstrings and no annotations."""
     for node in _children(definition):
         if isinstance(node, ast.stmt):
             line = _text(node)
@@ -106,7 +106,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 def _expressions(statement: ast.stmt) -> Iterator[ast.AST]:
     """The expressions of one statement, without those of the statements inside it, annotations and decorators."""
     if isinstance(statement, ast.Raise):
-        return  # nobody is examined on the words of an error
+        return  # the exercises do not check error messages
     for field, value in ast.iter_fields(statement):
         if field in ("body", "orelse", "finalbody", "handlers", "annotation", "returns", "args", "decorator_list"):
             continue
@@ -120,14 +120,14 @@ def _is_docstring(node: ast.AST) -> bool:
 
 
 def _text(node: ast.AST) -> str:
-    """The first line of what `node` reads, and of a compound statement its head."""
+    """The first line of the source of `node`; of a compound statement, its head."""
     if isinstance(node, ast.Pass):
         return "nothing"
     return ast.unparse(node).strip().splitlines()[0]
 
 
 def _with(tree: ast.Module, parent: ast.AST, node: ast.AST, new: ast.AST) -> str:
-    """The source of `tree` with `new` for `node`, a child of `parent`; `tree` is left as it was."""
+    """The source of `tree` with `node`, a child of `parent`, replaced by `new`; `tree` is unchanged afterwards."""
     for field, value in ast.iter_fields(parent):
         if value is node:
             setattr(parent, field, new)
@@ -174,7 +174,7 @@ KEPT_SIDES: dict[type, str] = {
     **dict.fromkeys((ast.Add, ast.Mult, ast.BitAnd, ast.BitOr), "both"),
     **dict.fromkeys((ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.LShift, ast.RShift), "left"),
 }
-"""What is left when one side of an operator is forgotten."""
+"""The sides of an operator that may be left alone when the other side is forgotten."""
 ORDERED = (ast.Sub, ast.Div, ast.FloorDiv, ast.MatMult)
 NAMES = {
     "min": "max",
@@ -202,14 +202,14 @@ COPIES = frozenset(
     ("contiguous", "copy", "deepcopy", "detach", "list", "reversed", "set", "sorted", "tuple", "double", "to")
 )
 PASSING_ON = VALUES | BOUNDS | COPIES
-"""Functions whose first argument can stand in their place: what they do is what is forgotten."""
+"""Functions that a mutant replaces by their first argument: a forgotten call."""
 SYMMETRIC = frozenset(("min", "max", "minimum", "maximum", "equal", "allclose", "gcd"))
-"""Functions whose arguments may change places."""
+"""Functions whose arguments may be swapped without effect."""
 LIBRARIES = ("torch", "tl", "np", "math", "F", "triton", "itertools", "dataclasses", "functional")
 
 
 def _edits(node: ast.AST, definition: ast.AST) -> Iterator[ast.AST]:
-    """The ways to spoil one node; the node itself stays as it is."""
+    """The mutations of one node; the node itself is not changed."""
     for kind, rule in RULES:
         if isinstance(node, kind):
             yield from rule(node)
@@ -301,8 +301,8 @@ def _range(node: ast.Call) -> Iterator[ast.AST]:
     place = 1 if len(node.args) > 1 else 0
     end = node.args[place]
     for operator in (ast.Add(), ast.Sub()):
-        less = ast.BinOp(end, operator, ast.Constant(1))
-        yield _changed(node, args=[*node.args[:place], less, *node.args[place + 1 :]])
+        moved_end = ast.BinOp(end, operator, ast.Constant(1))
+        yield _changed(node, args=[*node.args[:place], moved_end, *node.args[place + 1 :]])
     if not place:
         yield _changed(node, args=[ast.Constant(1), end])
 

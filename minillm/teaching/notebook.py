@@ -25,18 +25,18 @@ IGNORE_TAG = "nbval-ignore-output"
 IGNORE_COMMENT = re.compile(r"^\s*#\s*NBVAL_IGNORE_OUTPUT\s*$", re.MULTILINE | re.IGNORECASE)
 PREAMBLE_TAG = "minillm-preamble"
 _FROM_SOLUTIONS = f"../lessons/{GLOSSARY}"
-"""The glossary lies beside the lessons; the solutions are a folder away from it."""
+"""The link from a solution to the glossary, which is in the folder of the lessons."""
 MAX_PICTURE_BYTES = 100_000
-"""Of one expected picture; learners download every lesson with all of them inside."""
+"""Limit for one expected picture; learners download every lesson with its pictures."""
 
 
 def read_source(path: Path) -> NotebookNode:
-    """The cells of a py:percent file with the generated first code cell, without outputs, ids and metadata settled.
+    """The notebook of a py:percent file: with the generated first code cell, ids and metadata, without outputs.
 
     Raises:
-        LessonError: the file has no title cell, a badly placed solution region, an expected picture without words, a
-            measured claim in a cell that is compared, or a link to nothing; so what is wrong in the writing shows
-            before anything runs.
+        LessonError: the file has no title cell, a badly placed solution region, an expected picture without a
+            description, a measured claim in a cell that is compared, or a link to nothing. Such errors are found before
+            any cell runs.
     """
     root = path.parent.parent
     home = read_home(root)
@@ -48,7 +48,7 @@ def read_source(path: Path) -> NotebookNode:
     cells = [parsed.cells[0], preamble, *parsed.cells[1:]]
     for number, cell in enumerate(cells):
         cell.id = f"{path.stem}-{number:03d}"
-        # jupytext remembers blank lines between cells here, for writing the source back; we never do.
+        # jupytext stores the blank lines between cells here, for writing the source back; this build never does.
         cell.metadata.pop("lines_to_next_cell", None)
         where = f"{path.stem}, cell {number + 1}"
         if cell.cell_type == "markdown":
@@ -59,15 +59,15 @@ def read_source(path: Path) -> NotebookNode:
         if not is_measured(cell):
             refuse_measured_claims(cell.source, where)
         if EXPECTED_TAG in tags_of(cell) and not cell.metadata.get("alt"):
-            raise LessonError(f'{where}: tagged "{EXPECTED_TAG}" but without alt="…", which says the picture in words')
+            raise LessonError(f'{where}: tagged "{EXPECTED_TAG}" but without alt="…", which describes the picture')
     if badges := home.badges(path.stem, binder=(root / "binder").is_dir()):
         cells[0].source = f"{badges}\n\n{cells[0].source}"
-    about = {"lesson": path.stem, "source_sha256": hashlib.sha256(text.encode()).hexdigest()}
-    return _notebook(cells, about)
+    origin = {"lesson": path.stem, "source_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return _notebook(cells, origin)
 
 
 def for_learner(solution: NotebookNode) -> NotebookNode:
-    """The lesson: stubs, no outputs, and the expected pictures that the executed `solution` shows.
+    """The learner's notebook: stubs, no outputs, and the expected pictures that the executed `solution` shows.
 
     Raises:
         LessonError: the reference run shows no picture where one is expected, or a very large one.
@@ -75,20 +75,20 @@ def for_learner(solution: NotebookNode) -> NotebookNode:
     cells = []
     for number, cell in enumerate(solution.cells):
         where = f"{solution.metadata.minillm.lesson}, cell {number + 1}"
-        given = nbformat.from_dict(cell)
+        learner_cell = nbformat.from_dict(cell)
         if cell.cell_type == "code":
-            given = nbformat.from_dict({**cell, "outputs": [], "execution_count": None})
-            given.source = without_solutions(cell.source, where)
+            learner_cell = nbformat.from_dict({**cell, "outputs": [], "execution_count": None})
+            learner_cell.source = without_solutions(cell.source, where)
         else:
-            given.source = cell.source.replace(f"]({_FROM_SOLUTIONS}", f"]({GLOSSARY}")
-        cells.append(given)
+            learner_cell.source = cell.source.replace(f"]({_FROM_SOLUTIONS}", f"]({GLOSSARY}")
+        cells.append(learner_cell)
         if EXPECTED_TAG in tags_of(cell):
             cells.append(_expected_picture(cell, where))
     return _notebook(cells, {"lesson": solution.metadata.minillm.lesson})
 
 
 def without_outputs(notebook: NotebookNode) -> NotebookNode:
-    """A copy in which no cell was ever run."""
+    """A copy without outputs and execution counts."""
     bare = nbformat.from_dict(notebook)
     bare.cells = [
         nbformat.from_dict({**cell, "outputs": [], "execution_count": None}) if cell.cell_type == "code" else cell
@@ -181,7 +181,7 @@ def _expected_picture(cell: NotebookNode, where: str) -> NotebookNode:
 
 
 def _svg_of(cell: NotebookNode) -> str | None:
-    """The last SVG the cell shows, made to stand alone."""
+    """The last SVG that the cell shows, as a standalone document; None if it shows none."""
     found = None
     for output in cell.get("outputs", []):
         data: Mapping[str, str] = output.get("data", {})
@@ -194,11 +194,11 @@ def _svg_of(cell: NotebookNode) -> str | None:
     return found.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
 
 
-def _notebook(cells: list[NotebookNode], about: dict[str, str]) -> NotebookNode:
-    """Metadata without versions: the file must not change with the Python that built it."""
+def _notebook(cells: list[NotebookNode], origin: dict[str, str]) -> NotebookNode:
+    """A notebook whose metadata has no versions: the file must not depend on the Python that built it."""
     metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
-        "minillm": about,
+        "minillm": origin,
     }
     return nbformat.from_dict({"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})

@@ -1,4 +1,4 @@
-"""A learner commits to a number before measuring; afterwards both stand side by side."""
+"""A learner predicts a number before measuring it; afterwards both are compared."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from minillm.errors import LessonError
 
 @dataclass
 class Predictions:
-    """The commitments of one session, by name (`"l02.bytes"`)."""
+    """The predictions of one session, by name (`"l02.bytes"`)."""
 
     commitments: dict[str, tuple[float | None, str]] = field(default_factory=dict)
 
     def predict(self, name: str, value: float | None, unit: str = "") -> None:
-        """Remember `value` (in `unit`) for `name`; None means not yet decided and never stops a notebook.
+        """Store `value` (in `unit`) for `name`; None means not yet decided, and never stops a notebook.
 
         A second call replaces the first, so a cell can be edited and run again.
 
@@ -30,14 +30,14 @@ class Predictions:
             print(f"Your prediction for {name}: {_amount(value, unit)}. Now measure.")
 
     def compare(self, name: str, measured: float, unit: str = "") -> None:
-        """Print the prediction beside `measured` and the factor between them; `unit` defaults to the prediction's."""
+        """Print the prediction, `measured` and the factor between them; `unit` defaults to the prediction's."""
         value, predicted_unit = self.commitments.get(name, (None, ""))
         unit = unit or predicted_unit
         if value is None:
             print(f"{name}: measured {_amount(measured, unit)}; you made no prediction.")
         else:
-            beside = f"you predicted {_amount(value, unit)}, measured {_amount(measured, unit)}"
-            print(f"{name}: {beside}: {_verdict(value, measured)}")
+            both = f"you predicted {_amount(value, unit)}, measured {_amount(measured, unit)}"
+            print(f"{name}: {both}: {_verdict(value, measured)}")
 
 
 def _amount(value: float, unit: str) -> str:
@@ -54,7 +54,7 @@ def _verdict(predicted: float, measured: float) -> str:
     return f"you were {max(factor, 1 / factor):.3g} times too {'low' if factor > 1 else 'high'}."
 
 
-# One notebook kernel is one learner's session; the lessons' functions below share it.
+# A notebook kernel is the session of one learner, so the functions that lessons call share one object.
 _SESSION = Predictions()
 predict = _SESSION.predict
 reveal = compare_prediction = _SESSION.compare

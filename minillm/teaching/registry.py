@@ -25,19 +25,19 @@ def exercises_of(module_name: str) -> list[Exercise]:
     module = importlib.import_module(f"{exercises.__name__}.{module_name}")
     found: list[Exercise] = getattr(module, "EXERCISES", [])
     lesson = module_name.partition("_")[0]
-    strangers = [exercise.name for exercise in found if not exercise.name.startswith(f"{lesson}.")]
-    if not found or strangers:
-        raise LessonError(f"{module_name}.EXERCISES must be a list of exercises named '{lesson}.…', found {strangers}")
+    misnamed = [exercise.name for exercise in found if not exercise.name.startswith(f"{lesson}.")]
+    if not found or misnamed:
+        raise LessonError(f"{module_name}.EXERCISES must be a list of exercises named '{lesson}.…', found {misnamed}")
     return found
 
 
 def find(name: str | Exercise) -> Exercise:
-    """The exercise of this name; an `Exercise` is its own answer, so lessons outside the package can bring theirs.
+    """The exercise of this name. An `Exercise` is returned as it is, for lessons outside the package.
 
-    Only the module of the lesson in question is imported.
+    Only the module of the named lesson is imported.
 
     Raises:
-        UnknownExerciseError: there is none; the message lists names that are close.
+        UnknownExerciseError: no exercise has this name; the message lists similar names.
     """
     if isinstance(name, Exercise):
         return name

@@ -1,4 +1,4 @@
-"""Run the solutions again and compare what is counted with what was recorded: `minillm build --check --run`."""
+"""Run the solutions again and compare their counted outputs with the recorded ones: `minillm build --check --run`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from minillm.teaching.notebook import is_measured, read_source
 
 
 def rerun(root: Path, names: list[str] | None = None, jobs: int = 1) -> list[Stale]:
-    """Every cell of `names` (None: all lessons) whose recorded outputs a fresh run does not give.
+    """Every cell of `names` (None: all lessons) whose recorded outputs differ from those of a fresh run.
 
-    `jobs` lessons run at a time, each in a kernel of its own. Writes nothing. A lesson is expected to have passed
-    `build(check=True)`; one without a readable solution is left to that check.
+    `jobs` lessons run at a time, each in a kernel of its own. Writes nothing. Each lesson should have passed
+    `build(check=True)`; lessons without a readable solution are skipped, because that check reports them.
 
     Raises:
         LessonError: an unknown name or a badly written source.

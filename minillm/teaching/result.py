@@ -1,4 +1,4 @@
-"""What a check found, as text for terminals and as HTML for notebooks; nothing in it changes from run to run."""
+"""The result of a check, as text for terminals and as HTML for notebooks; it is the same on every run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Counterexample:
-    """The first case that failed, every value already in words.
+    """The first case that failed, with every value as text.
 
-    `problem` says how the answer is wrong, `where` which line of the learner raised, `cause` why it may be so; the last
-    two may be empty. `picture` and `drawing` show expected beside got as text and as HTML, where that says more; then
-    the rows `expected` and `got` are left out.
+    `problem` says how the answer is wrong, `where` which line of the learner raised, `cause` the likely cause; the last
+    two may be empty. `picture` and `drawing` compare expected and got as text and as HTML, or are empty. With a
+    `drawing`, the rows `expected` and `got` are left out.
     """
 
     label: str
@@ -37,13 +37,13 @@ class Counterexample:
     drawing: str = ""
 
     def findings(self) -> list[tuple[str, str]]:
-        """(heading, text) of what a learner needs first: the likely cause, what is wrong, and where."""
+        """(heading, text) of the rows that a learner needs first: the likely cause, what is wrong, and where."""
         rows = [("likely", self.cause)] if self.cause else []
         rows += [("wrong", self.problem)]
         return rows + ([("your code", self.where)] if self.where else [])
 
     def numbers(self) -> list[tuple[str, str]]:
-        """(heading, text) of what shows it: the inputs, and unless they are drawn the expected and the given answer."""
+        """(heading, text) of the values: the inputs and, unless they are drawn, the expected and the given answer."""
         rows = [(f"input {name}", text) for name, text in self.inputs.items()]
         return rows if self.drawing else [*rows, ("expected", self.expected), ("got", self.got)]
 
@@ -96,7 +96,7 @@ class CheckResult:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """A box with a coloured edge; the word in front carries the meaning, so colour is never alone."""
+        """A box with a coloured edge; its first word says the same, so that colour is not the only cue."""
         edge = {Status.PASSED: "#009E73", Status.FAILED: "#D55E00"}.get(self.status, "#0072B2")
         parts = [f'<div role="status" style="border-left: 6px solid {edge}; padding: 4px 10px; margin: 4px 0">']
         parts.append(f"<strong>{escape(self.headline())}</strong>")

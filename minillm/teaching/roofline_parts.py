@@ -1,6 +1,6 @@
 """What lesson 3 counts and times: a model's linear layers, its attention, whole steps, and models with other KV heads.
 
-What is timed is what the engine runs: `Linear`, `PagedKVCache.attend`, `ModelRunner.run`.
+It times the code that the engine runs: `Linear`, `PagedKVCache.attend`, `ModelRunner.run`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minillm.bench.prompts import held_out_prompts
+from minillm.batch import Segment
 from minillm.bench.timing import in_turn, medians
 from minillm.cache.paged import PagedKVCache
 from minillm.llm import LLM
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
+from minillm.models.held_out import held_out_prompts
 from minillm.models.loading import load_model, resolve, save_llama, stored_tensors
-from minillm.models.names import stored_parts
-from minillm.models.runner import ModelRunner, Segment
+from minillm.models.tensor_names import stored_parts
 from minillm.ops.linear import Linear
-from minillm.sampling_params import SamplingParams
+from minillm.runtime.runner import ModelRunner
+from minillm.sampling.params import SamplingParams
 from minillm.teaching.freed import give_back_freed_memory
 
 BLOCK_SIZE = 16
 COLD_BYTES = 128e6
-"""Weights are timed as several copies of this size together, so that they come from memory and not from a cache."""
+"""Weights are timed as several copies with at least this total size, so that they come from memory, not a cache."""
 Conversion = Callable[[Tensor, int, int], Tensor]
 Run = Callable[[], object]
 
@@ -42,17 +43,17 @@ def kv_bytes(config: ModelConfig, num_tokens: int, batch: int = 1, bytes_per_val
 
 
 def weight_bytes(model: Decoder) -> int:
-    """What one fp32 step reads of the weights: all layers and the unembedding (of the embedding, a few rows only)."""
+    """Bytes of weights that one fp32 step reads: all layers and the unembedding, but not the embedding's few rows."""
     return 4 * (sum(p.numel() for p in model.layers.parameters()) + model.lm_head.weight.numel())
 
 
 def weights_per_row(model: Decoder) -> int:
-    """Weights of all layers that a row is multiplied with."""
+    """The number of weights, over all layers, that one row is multiplied with."""
     return sum(p.numel() for layer in model.layers for p in layer.parameters() if p.ndim == 2)
 
 
 def operations(model: Decoder, rows: int, pairs: int, logits: int) -> int:
-    """`rows` through the layers, `pairs` of a query and a key it sees, `logits` rows over the vocabulary."""
+    """Operations of `rows` through the layers, `pairs` of a query and a key in attention, and `logits` rows."""
     config = model.config
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
     return 2 * weights_per_row(model) * rows + attention + 2 * config.vocab_size * config.hidden_size * logits
@@ -83,13 +84,13 @@ def linear_shapes(model: Decoder) -> list[tuple[int, int]]:
 
 
 def _random_linear(fan_out: int, fan_in: int) -> Linear:
-    """Values do not matter for the time."""
+    """A linear layer with its initial weights: values do not matter for the time."""
     part = Linear(fan_in, fan_out, bias=False)
     return part.requires_grad_(False)
 
 
 def decoding(model: Decoder, batch: int, context: int) -> tuple[ModelRunner, list[Segment]]:
-    """The engine's runner over a cache of random numbers, and `batch` requests whose next token is number `context`."""
+    """The engine's runner with a cache of random numbers, and `batch` decode requests of `context` tokens each."""
     blocks = -(-context // BLOCK_SIZE)
     cache = PagedKVCache(model.config, batch * blocks, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     cache.keys.normal_()
@@ -99,7 +100,7 @@ def decoding(model: Decoder, batch: int, context: int) -> tuple[ModelRunner, lis
 
 
 def attention_only(model: Decoder, batch: int, context: int) -> Run:
-    """The attention of all layers for one decode step, and nothing else."""
+    """A function that runs only the attention of all layers for one decode step."""
     runner, segments = decoding(model, batch, context)
     step, shape = runner.batch(segments), model.config
     q = torch.randn(batch, shape.num_heads, shape.head_dim)
@@ -108,50 +109,50 @@ def attention_only(model: Decoder, batch: int, context: int) -> Run:
 
 
 def decode_step(model: Decoder, batch: int, context: int) -> Run:
-    """One whole decode step, operation by operation."""
+    """A function that runs one whole decode step in eager mode."""
     runner, segments = decoding(model, batch, context)
     return lambda: runner.run(segments)
 
 
 def prefill(model: Decoder, tokens: int) -> Run:
-    """A whole prompt at once, operation by operation."""
+    """A function that runs the prefill of a whole prompt in eager mode."""
     runner, [segment] = decoding(model, 1, tokens)
     return lambda: runner.run([Segment([5] * tokens, 0, segment.block_table)])
 
 
 @dataclass(frozen=True)
 class CompiledSteps:
-    """Steps as one compiled function each."""
+    """Steps that are one compiled function each."""
 
     decode: Run
     prefill: Run
     weight_bytes: int
-    """What a step reads of the weights: a checkpoint in 16-bit floats is kept so, and computed with in 32 bits."""
+    """Bytes of weights that a step reads: 16-bit floats of a checkpoint stay in 16 bits; the step computes in fp32."""
 
 
 def compiled_steps(name: str, context: int) -> CompiledSteps | str:
-    """A decode step after `context` tokens and their prefill, or why there are none here.
+    """A decode step and a prefill of `context` tokens, or the reason why this machine has none.
 
-    The first call on a machine compiles the step, which takes some ten seconds; the result is kept on disk.
+    The first call on a machine compiles the step, which takes some ten seconds; the result is cached on disk.
     """
     runner, [segment] = decoding(load_model(name, torch.float32, "cpu"), 1, context)
-    reason = runner.speed_up()
+    reason = runner.use_executor()
     if reason:
         return reason
     whole = [Segment([5] * context, 0, segment.block_table)]
-    size = runner.executor.weights.nbytes + runner.executor.head.nbytes
+    size = runner.executor.packed.weights.nbytes + runner.executor.packed.head.nbytes
     return CompiledSteps(lambda: runner.run([segment]), lambda: runner.run(whole), size)
 
 
 def of_width(config: ModelConfig, hidden: int) -> Decoder:
-    """As many layers, of another width, with random weights."""
+    """A model with as many layers as `config`, `hidden` wide, with random weights."""
     heads, kv_heads = hidden // 64, max(1, hidden // 192)
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "head_dim": 64}
     return Decoder(replace(config, **sizes, num_heads=heads, num_kv_heads=kv_heads))
 
 
 def additions(length: int, repeats: int) -> Run:
-    """The sum of two vectors of `length` numbers, written to a third, `repeats` times."""
+    """A function that adds two vectors of `length` numbers into a third, `repeats` times."""
     a, b, c = torch.randn(3, length)
     return lambda: [torch.add(a, b, out=c) for _ in range(repeats)]
 
@@ -161,7 +162,7 @@ def additions(length: int, repeats: int) -> Run:
 
 @torch.no_grad()
 def with_kv_heads(model: Decoder, num_kv_heads: int, conversion: Conversion) -> Decoder:
-    """The same model with its key and value projections converted to that many heads."""
+    """The same model with its key and value projections converted to `num_kv_heads` heads."""
     converted = Decoder(replace(model.config, num_kv_heads=num_kv_heads)).requires_grad_(False)
     parts = stored_parts(converted.config)
     for tensor_name, tensor in stored_tensors(model):
@@ -172,7 +173,7 @@ def with_kv_heads(model: Decoder, num_kv_heads: int, conversion: Conversion) -> 
 
 
 def repeat_heads(weight: Tensor, num_heads: int, num_copies: int) -> Tensor:
-    """`[num_heads * head_dim, hidden]` → `[num_copies * head_dim, hidden]`, each head several times."""
+    """`[num_heads * head_dim, hidden]` → `[num_copies * head_dim, hidden]`: each head is repeated."""
     return weight.unflatten(0, (num_heads, -1)).repeat_interleave(num_copies // num_heads, 0).flatten(0, 1)
 
 
@@ -187,7 +188,7 @@ def sum_of_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
 
 
 def random_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    """Random numbers of the same spread."""
+    """Random numbers with the same standard deviation."""
     shape = (num_kv_heads * weight.shape[0] // num_heads, *weight.shape[1:])
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)) * weight.std()
 
@@ -203,7 +204,7 @@ def neighbouring_rows(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tens
 
 
 def checkpoint(model: Decoder, name: str, folder: Path) -> Path:
-    """Write `model` beside a copy of the tokenizer of `name`, as a folder that any engine loads."""
+    """Write `model` with a copy of the tokenizer of `name` into `folder`, as a checkpoint that any engine loads."""
     weights = shutil.ignore_patterns("*.safetensors", "config.json")
     shutil.copytree(resolve(name), folder, ignore=weights, dirs_exist_ok=True)
     save_llama(model, folder, torch.float32)
@@ -211,13 +212,13 @@ def checkpoint(model: Decoder, name: str, folder: Path) -> Path:
 
 
 def write(llm: LLM) -> list[int]:
-    """24 tokens, greedy."""
+    """Complete a prompt with 24 tokens, greedily."""
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     return list(llm.generate("def read_lines(path):\n", params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
 def bits_per_byte(llm: LLM, num_prompts: int = 32) -> float:
-    """How many bits the model needs for each byte of code that it was not trained on; lower is better."""
+    """Bits per byte of the model on held-out code; lower is better."""
     prompts = [p.prompt for p in held_out_prompts(num_prompts)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     nats, size = 0.0, 0

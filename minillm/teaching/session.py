@@ -1,8 +1,8 @@
-"""What a lesson calls: `check`, `hint` and `use`. Finds the learner's function by its bare name, never by a cell.
+"""The functions that a lesson calls: `check`, `hint` and `use`. They find the learner's function by its name.
 
-The order of search, the first find wins:
+They search in this order, and take the first match:
 1. the function given explicitly: `check("l02.append_kv", mine)`;
-2. the frame that calls: its local names, then its global names (in a notebook these are the notebook's);
+2. the caller's frame: its local names, then its global names (in a notebook, the notebook's);
 3. IPython's user namespace, for a call from a helper module.
 """
 
@@ -25,12 +25,12 @@ STRICT_VARIABLE = "MINILLM_STRICT"
 def check(name: str | Exercise, function: Function | None = None) -> None:
     """Show `PASS 5/5`, or the first counterexample and its likely cause.
 
-    Shows by itself, so it need not be the last line of its cell, and returns nothing; programs that want the result
-    call `minillm.teaching.grade.grade`.
+    Displays the result and returns nothing, so it need not be the last line of its cell. To get the result as an
+    object, call `minillm.teaching.grade.grade`.
 
     Raises:
         UnknownExerciseError: no exercise has this name.
-        ExerciseFailed: the check did not pass and the environment says `MINILLM_STRICT=1` (so that graders see red).
+        ExerciseFailed: the check did not pass, and `MINILLM_STRICT=1` is set (for automatic grading).
     """
     result = _graded(find(name), function, sys._getframe(1))
     _show(result)
@@ -53,9 +53,9 @@ def hint(name: str | Exercise, level: int = 1) -> None:
 
 
 def use(name: str | Exercise, function: Function | None = None) -> Function:
-    """The learner's function if it passes its check, else the reference, with a notice that says so.
+    """The learner's function if it passes its check, else the reference, with a printed notice.
 
-    Never raises for an unsolved exercise, strict or not, so that later cells always run.
+    Does not raise for an unsolved exercise, even in strict mode, so that later cells always run.
 
     Raises:
         UnknownExerciseError: no exercise has this name.
@@ -81,8 +81,8 @@ def _graded(exercise: Exercise, function: Function | None, frame: FrameType) -> 
 
 def _find_function(name: str, frame: FrameType) -> Function | None:
     shell = _shell()
-    spaces = [frame.f_locals, frame.f_globals] + ([shell.user_ns] if shell else [])
-    return next((space[name] for space in spaces if callable(space.get(name))), None)
+    namespaces = [frame.f_locals, frame.f_globals] + ([shell.user_ns] if shell else [])
+    return next((namespace[name] for namespace in namespaces if callable(namespace.get(name))), None)
 
 
 def _show(shown: CheckResult | Hint) -> None:

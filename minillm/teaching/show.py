@@ -1,4 +1,4 @@
-"""Show a value small and readable: what a learner needs to redo the counterexample by hand, and no more."""
+"""Values as short readable text: enough for a learner to recompute a counterexample by hand, and no more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ITEMS = 12
 MAX_LINE = 70
 MAX_CHARACTERS = 600
 MAX_FULL = 24
-"""Numbers of an array that are shown one by one where space is short."""
+"""An array of up to so many numbers is shown in full where space is short."""
 
 
 def kind(value: object) -> str:
@@ -35,7 +35,7 @@ def short(value: object) -> str:
 
 
 def brief(value: object) -> str:
-    """As `short`, but of an array of more than 24 numbers only the type, the shape and the range."""
+    """Like `short`, but an array of more than 24 numbers is shown by its type, shape and range."""
     return _cut(_text(value, _range))
 
 
@@ -45,7 +45,7 @@ def _cut(text: str) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """`<Thing at 0x7f3a…>` differs from run to run; `<Thing>` does not."""
+    """`text` without memory addresses, which differ from run to run: `<Thing at 0x7f3a…>` becomes `<Thing>`."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
@@ -74,7 +74,7 @@ def _text(value: object, array: ArrayText) -> str:
 
 
 def _fields(value: object, array: ArrayText) -> list[str]:
-    """`name=value` of the fields that say something: those that differ from their default."""
+    """`name=value` of the fields that differ from their default."""
     shown = []
     for field in dataclasses.fields(value):
         content = getattr(value, field.name)
@@ -85,7 +85,7 @@ def _fields(value: object, array: ArrayText) -> list[str]:
 
 
 def _range(tensor: torch.Tensor, name: str) -> str:
-    """A small array in full; of a large one the range of its numbers, and how many are none."""
+    """A small array in full; of a large one the range of its finite numbers, and the counts of NaN, inf and -inf."""
     tensor = tensor.detach().cpu()
     if tensor.numel() <= MAX_FULL or tensor.is_complex():
         return _array(tensor, name)
@@ -98,7 +98,7 @@ def _range(tensor: torch.Tensor, name: str) -> str:
 
 
 def _array(tensor: torch.Tensor, name: str) -> str:
-    """Rows of numbers under a line that says the type; large tensors show their corner."""
+    """Type and shape, then the numbers row by row; of a large tensor, only its first corner."""
     tensor = tensor.detach().cpu()
     corner, cut = tensor, ""
     if tensor.numel() > MAX_ELEMENTS:
@@ -114,7 +114,7 @@ def _array(tensor: torch.Tensor, name: str) -> str:
 
 
 def rows_of(tensor: torch.Tensor) -> str:
-    """The numbers of a tensor, row below row; dimensions of size 1 make no brackets, and nothing makes empty lines."""
+    """The numbers of a tensor, row by row, without brackets for dimensions of size 1 and without empty lines."""
     tensor = tensor.squeeze()
     whole = not tensor.is_floating_point() or bool((tensor == tensor.round()).all() and (tensor.abs() < 1e6).all())
     options = {"precision": 0, "suppress_small": True} if whole else {"precision": 4, "suppress_small": True}

@@ -1,4 +1,4 @@
-"""Work with the text of a reference: plant a mistake by editing it, or show it as the last hint."""
+"""The source text of a reference: edit it to plant a mistake, or show it as the last hint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from minillm.teaching.exercise import Function, WrongVersion
 
 
 def edited(reference: Function, *edits: tuple[str, str]) -> Function:
-    """`reference` with each `(old, new)` replaced in its body: a mistake is written as what differs from the answer.
+    """`reference` with each `(old, new)` replaced in its body: a mistake is written as its difference from the answer.
 
-        edited(causal_attention, (".triu(1)", ".triu(2)"))  # sees one token too many
+        edited(causal_attention, (".triu(1)", ".triu(2)"))  # attends to one token too many
 
-    The function has the globals of `reference`, so it must be one that is defined at the top of a module.
+    The result has the globals of `reference`, so `reference` must be defined at the top level of a module.
 
     Raises:
         LessonError: `old` does not occur exactly once, so the edit would do nothing or too much.

@@ -1,6 +1,6 @@
-"""The model card of a bundled model, written from what was recorded and measured, and from nothing else.
+"""The model card of a bundled model, written only from recorded and measured values.
 
-`training_facts` gathers the numbers (they become `training.json`); `card` puts them into words (`README.md`).
+`training_facts` collects the numbers (`training.json`); `card` writes them as text (`README.md`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def training_facts(
     runs: dict[str, tuple[RunRecord, Recipe]],
     evaluations: dict[str, Evaluation],
 ) -> Facts:
-    """All numbers of the card of `name`, ready for JSON.
+    """All numbers of the card of `name`, as JSON values.
 
-    `pair` is the other model; `runs` the runs that made this one, in order; `evaluations` maps `distilled` and
-    `undistilled` to what was measured with that draft; `corpus` is `corpus.json`.
+    `pair` is the name of the other model; `runs` are the runs that trained this one, in order; `evaluations` maps
+    `distilled` and `undistilled` to the evaluation with that draft; `corpus` is the content of `corpus.json`.
     """
     c = model.config
     return {
@@ -55,13 +55,13 @@ def training_facts(
 
 
 def card(facts: Facts) -> str:
-    """The README.md of a model folder, in Hugging Face's form."""
+    """The README.md of a model folder, in Hugging Face's format."""
     parts = [_head(facts), _shape(facts), _training(facts), _quality(facts), _limits(), _corpus(facts["corpus"])]
     return "\n\n".join(parts) + "\n"
 
 
 def _recipe(recipe: Recipe) -> Facts:
-    """The recipe without budgets that were not given."""
+    """The recipe as JSON values, without infinite budgets."""
     return {key: value for key, value in asdict(recipe).items() if value != math.inf}
 
 

@@ -1,6 +1,7 @@
-"""A stable run in a form that travels: weights in 8 bits, tokenizer, log. Another machine goes on from it.
+"""A compact checkpoint of a stable run, from which another machine can continue: 8-bit weights, tokenizer, log.
 
-Momenta stay behind and build up again; the weights are rounded to whole steps of 1/127 of the largest of their row.
+Optimiser momenta are not stored and build up again. Weights are rounded to multiples of 1/127 of the largest in their
+row.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def pack_run(runs: Path, folder: Path) -> None:
     state = torch.load(state_file, weights_only=True, mmap=True)
     tensors: dict[str, Tensor] = {}
     for name, weight in state["model"].items():
-        if weight.ndim == 2 and not name.startswith("lm_head"):  # that is the embedding again
+        if weight.ndim == 2 and not name.startswith("lm_head"):  # tied to the embedding
             scale = weight.abs().amax(1, keepdim=True).clamp_min(1e-12) / LARGEST_CODE
             tensors[name] = (weight / scale).round().to(torch.int8)
             tensors[f"{name}.scale"] = scale
@@ -43,9 +44,9 @@ def pack_run(runs: Path, folder: Path) -> None:
 
 
 def unpack_run(folder: Path, runs: Path) -> None:
-    """Put what `pack_run` wrote where `minillm train` goes on from it.
+    """Unpack a checkpoint of `pack_run` into `runs`, where `minillm train` continues from it.
 
-    Raises `TrainingError` if there is nothing, or if `runs` has a stable run already, which would be lost.
+    Raises `TrainingError` if there is no checkpoint, or if `runs` already has a stable run, which would be lost.
     """
     if not (folder / WEIGHTS).exists():
         raise TrainingError(f"there is no {WEIGHTS} in {folder}")

@@ -1,4 +1,4 @@
-"""`torch.compile` where it works, the plain function where it does not. Compiled training is about twice as fast."""
+"""`torch.compile` with a fallback to the eager function. Compiled training is about twice as fast."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Result = TypeVar("Result")
 
 
 def has_compiler() -> bool:
-    """Whether a C++ compiler is on this machine; `torch.compile` writes C++ for a CPU and needs it for a GPU too."""
+    """Whether this machine has a C++ compiler, which `torch.compile` needs for a CPU and also for a GPU."""
     return any(shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++", "cl") if name)
 
 
 class Compiled(Generic[Arguments, Result]):
-    """`function`, compiled for each new shape when it is called; eager from the first time that compiling fails.
+    """`function`, compiled for each new shape at its first call. If compilation fails, it runs eagerly from then on.
 
-    An error of `function` itself is raised by the eager call that follows, so none is hidden.
+    An error in `function` itself is raised again by the eager call that follows, so no error is hidden.
     """
 
     def __init__(self, function: Callable[Arguments, Result]) -> None:

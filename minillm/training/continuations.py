@@ -1,7 +1,7 @@
-"""The target's own text: continuations of corpus prompts, on which the draft is distilled and judged.
+"""The target's completions of corpus prompts, on which the draft is distilled and evaluated.
 
-A draft is only ever judged after text that the target has committed, so this is the text to agree on. (DistillSpec,
-Zhou et al. 2023, finds that the data must come from the models themselves; it samples from the draft.)
+In speculative decoding, drafts always follow text that the target has committed, so this is the text to train on.
+(DistillSpec, Zhou et al. 2023, finds that the data must come from the models themselves; it samples from the draft.)
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from tqdm import tqdm
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.training.data import Batches
-from minillm.training.tokenizer import END_OF_TEXT_ID
+from minillm.training.train_tokenizer import END_OF_TEXT_ID
 
 PROMPT_LENGTH = 64
 TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
-"""Of the rows of one part, in turn."""
+"""Temperatures of the rows of one part, in turn."""
 
 
 class DenseCache:
-    """Keys and values of rows of equal length, for a decoder that writes many rows at once."""
+    """A dense KV cache for rows of equal length, to generate many rows at once."""
 
     def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device | None = None) -> None:
         shape = (config.num_layers, rows, config.num_kv_heads, length, config.head_dim)
         self.keys, self.values = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
         self.rows = rows
         self.length = 0
-        """Tokens per row before the present forward; the caller moves it on."""
+        """Tokens per row before the current forward. The caller updates it."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:
         """`q`, `k`, `v`: `[rows · n, heads, head_dim]`, the next `n` tokens of every row → like `q`."""
@@ -40,21 +40,21 @@ class DenseCache:
         n, groups = q.shape[2], q.shape[1] // k.shape[1]
         new = slice(self.length, self.length + n)
         self.keys[layer, :, :, new], self.values[layer, :, :, new] = k, v
-        seen_k, seen_v = self.keys[layer, :, :, : new.stop], self.values[layer, :, :, : new.stop]
+        all_k, all_v = self.keys[layer, :, :, : new.stop], self.values[layer, :, :, : new.stop]
         # The query heads that share a KV head become further queries of it, so no key is copied per head.
         grouped = q.unflatten(1, (-1, groups)).flatten(2, 3)
-        seen = torch.ones(n, new.stop, dtype=torch.bool, device=q.device).tril(self.length)
-        sees = None if n == 1 else seen.repeat(groups, 1)
-        out = F.scaled_dot_product_attention(grouped, seen_k, seen_v, attn_mask=sees)
+        causal = torch.ones(n, new.stop, dtype=torch.bool, device=q.device).tril(self.length)
+        mask = None if n == 1 else causal.repeat(groups, 1)
+        out = F.scaled_dot_product_attention(grouped, all_k, all_v, attn_mask=mask)
         return out.unflatten(2, (groups, n)).flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
 
 @torch.no_grad()
 def continue_rows(model: Decoder, prompts: Tensor, length: int, temperatures: Tensor, seed: int) -> Tensor:
-    """Let `model` write on each row of `prompts` (`[rows, prompt_length]`) until it has `length` tokens.
+    """Complete each row of `prompts` (`[rows, prompt_length]`) up to `length` tokens.
 
     `temperatures`: `[rows]`; 0 is greedy. An end-of-text token does not stop a row: a new file begins, as in training.
-    Returns `[rows, length]` int64, the same for the same arguments on one machine.
+    Returns `[rows, length]` int64, the same for the same arguments on the same machine.
     """
     rows = prompts.shape[0]
     device = model.embed_tokens.weight.device
@@ -75,17 +75,17 @@ def continue_rows(model: Decoder, prompts: Tensor, length: int, temperatures: Te
 
 
 def until_loop(tokens: list[int], span: int = 8, patience: int = 32) -> list[int]:
-    """`tokens` up to where `patience` spans of `span` tokens in a row had all been said before.
+    """Cut `tokens` off where `patience` consecutive spans of `span` tokens have all occurred before.
 
-    A small model's greedy text ends in loops. Any draft learns those at once, so a taste of each is enough.
+    A small model's greedy text ends in loops. A draft learns them quickly, so the beginning of each loop is enough.
     """
     seen: set[tuple[int, ...]] = set()
-    stale = 0
+    repeated = 0
     for end in range(span, len(tokens) + 1):
-        said = tuple(tokens[end - span : end])
-        stale = stale + 1 if said in seen else 0
-        seen.add(said)
-        if stale == patience:
+        current = tuple(tokens[end - span : end])
+        repeated = repeated + 1 if current in seen else 0
+        seen.add(current)
+        if repeated == patience:
             return tokens[:end]
     return tokens
 
@@ -93,8 +93,8 @@ def until_loop(tokens: list[int], span: int = 8, patience: int = 32) -> list[int
 def write_continuations(model: Decoder, text: Batches, folder: Path, parts: int, rows: int, length: int) -> None:
     """Write `folder/continuations.npy`: `parts` × `rows` texts of `length` tokens, prompt included, as one array.
 
-    No text comes twice, loops are cut short (`until_loop`), and an end-of-text token follows each, as in the corpus, so
-    `Windows(folder, "continuations")` reads it. Each part is kept when it is done; a later call goes on from there.
+    Duplicate texts are dropped, loops are cut off (`until_loop`), and an end-of-text token follows each text, as in the
+    corpus, so `Windows(folder, "continuations")` can read it. Finished parts are kept; a later call continues there.
     """
     if (folder / "continuations.npy").exists():
         return

@@ -1,7 +1,7 @@
-"""The training text: Python source that this machine already has, under licences that allow it.
+"""The training text: Python source on this machine with permissive licences.
 
-Two sources: the standard library of the running interpreter, and the installed packages whose licence is
-permissive. Files are split once, by a hash of their name, so a held-out file is never trained on whatever the order.
+Its sources are the standard library of the running interpreter, and the installed packages with a permissive licence.
+Files are split by a hash of their name, so a held-out file is never trained on, in any order of the files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 
 from minillm.fill_in_the_middle import FIM_TOKENS
-from minillm.training.tokenizer import END_OF_TEXT
+from minillm.training.train_tokenizer import END_OF_TEXT
 
 PERMISSIVE = re.compile(
     r"\b(MIT|BSD|Apache|ISC|PSF|Python Software Foundation|Unlicense|0BSD|CC0|HPND|MIT-CMU)\b", re.I
@@ -32,7 +32,7 @@ SKIPPED_FOLDERS = {
 MIN_BYTES, MAX_BYTES = 400, 120_000
 HELD_OUT_PERCENT = 1
 TABLE_ENTRIES = 40
-"""A literal of that many constants or more is a table."""
+"""A literal with at least this many constants counts as a table."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Source:
     version: str
     licence: str
     files: tuple[tuple[str, Path], ...]
-    """(name inside the source, where it lies), sorted by name."""
+    """Pairs of a name inside the source and a path, sorted by name."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        """Whether this file is for evaluation only; depends on nothing but its name."""
+        """Whether this file is for evaluation only. It depends only on the name."""
         digest = hashlib.blake2b(self.name.encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") % 100 < HELD_OUT_PERCENT
 
@@ -74,7 +74,7 @@ def sources() -> list[Source]:
 
 
 def documents(found: list[Source]) -> Iterator[Document]:
-    """Every usable file once: readable, of sane size and line length, not generated, no exact copy of another."""
+    """Every usable file: readable, of reasonable size and line length, not generated, not an exact copy of another."""
     seen: set[bytes] = set()
     for source in found:
         for name, path in source.files:
@@ -100,7 +100,7 @@ def _wanted(name: Path | PurePosixPath) -> bool:
 
 
 def _licence(dist: metadata.Distribution) -> str:
-    """The licence as the package states it: SPDX expression, else classifiers, else the first line of `License`."""
+    """The licence in the package's metadata: SPDX expression, else classifiers, else the first line of `License`."""
     meta = dist.metadata
     if expression := meta.get("License-Expression"):
         return expression
@@ -109,7 +109,7 @@ def _licence(dist: metadata.Distribution) -> str:
 
 
 def _is_code(text: str) -> bool:
-    """Leaves out tables, minified and generated files, which teach a small model nothing about code."""
+    """False for tables, minified and generated files, from which a small model learns nothing about code."""
     if not MIN_BYTES <= len(text.encode()) <= MAX_BYTES or GENERATED.search(text[:3000]):
         return False
     if any(marker in text for marker in (END_OF_TEXT, *FIM_TOKENS)):
@@ -120,7 +120,7 @@ def _is_code(text: str) -> bool:
 
 
 def _table_lines(text: str) -> float:
-    """Lines of `text` that are long literals of constants; without end if it is no Python of this version."""
+    """Number of lines of `text` in long literals of constants; infinite if this Python version cannot parse it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -135,7 +135,7 @@ def _table_lines(text: str) -> float:
 
 
 def _is_table(node: ast.expr | None) -> bool:
-    """Whether `node` is a list, tuple, set or dict with many entries and nothing but constants inside."""
+    """Whether `node` is a list, tuple, set or dict with many entries that contains only constants."""
     if not isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict):
         return False
     inner = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.USub, ast.Load)

@@ -1,4 +1,4 @@
-"""The corpus on disk, made once, and batches of its tokens: training files pass after pass, held-out files in order."""
+"""The corpus on disk, and batches of its tokens: training files in passes (epochs), held-out files in order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tqdm import tqdm
 from minillm.errors import TrainingError
 from minillm.training.corpus import Document, documents, sources
 from minillm.training.fim_documents import as_trained
-from minillm.training.tokenizer import END_OF_TEXT, train_tokenizer
+from minillm.training.train_tokenizer import END_OF_TEXT, train_tokenizer
 
 
 def prepare(folder: Path, vocab_size: int) -> None:
     """Collect the corpus, train the tokenizer, encode the held-out files into `folder`. Does nothing if that is done.
 
-    A tokenizer that lies in `folder` already is kept: a run that came from elsewhere goes on with its own.
+    An existing tokenizer in `folder` is kept, because a run from another machine brings its own.
 
-    Training files are kept as text (`train.jsonl.gz`): each pass over them is encoded when it begins, with other gaps
-    to fill in. Raises `TrainingError` if the library that finds near-duplicates is not installed.
+    Training files are stored as text (`train.jsonl.gz`), because each pass is encoded separately, with new gaps to fill
+    in. Raises `TrainingError` if the library that finds near-duplicates is not installed.
     """
     if (folder / "corpus.json").exists():
         return
@@ -41,10 +41,10 @@ def prepare(folder: Path, vocab_size: int) -> None:
     kept = without_near_duplicates([d.text for d in every], [d.held_out for d in every])
     docs = [every[i] for i in kept]
     train, held_out = [d for d in docs if not d.held_out], [d for d in docs if d.held_out]
-    given = folder / "tokenizer.json"
-    if not given.exists():
-        train_tokenizer((d.text for d in train), vocab_size).save(str(given))
-    tokenizer = Tokenizer.from_file(str(given))
+    tokenizer_file = folder / "tokenizer.json"
+    if not tokenizer_file.exists():
+        train_tokenizer((d.text for d in train), vocab_size).save(str(tokenizer_file))
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokens = {"train": sum(part.size for part in _encoded(tokenizer, [d.text for d in train], "train"))}
     ids = encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out")
     tokens["held_out"] = int(ids.size)
@@ -68,13 +68,13 @@ def write_documents(file: Path, docs: list[Document]) -> None:
 
 
 def read_documents(file: Path) -> list[Document]:
-    """What `write_documents` wrote."""
+    """Read the documents that `write_documents` wrote."""
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         return [Document(**json.loads(line)) for line in lines]
 
 
 def encode_all(tokenizer: Tokenizer, texts: list[str], label: str) -> np.ndarray:
-    """All `texts`, one after the other, as one uint16 array."""
+    """The token ids of all `texts`, concatenated, as one uint16 array."""
     return np.concatenate(list(_encoded(tokenizer, texts, label)))
 
 
@@ -85,17 +85,17 @@ def _encoded(tokenizer: Tokenizer, texts: list[str], label: str) -> Iterator[np.
 
 
 class Batches(Protocol):
-    """Where a `Trainer` gets its text."""
+    """The data of a `Trainer`."""
 
     def batch(self, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Inputs and next tokens, each `[rows, length]`, int64; the same for the same arguments."""
 
 
 class Passes:
-    """The training files pass after pass, every window of a pass once, in an order that the pass decides.
+    """The training files in passes (epochs). A pass contains every window once, in a random order of its own.
 
-    A pass shows the files in a new order and with new gaps (`fim_documents`); it is encoded when it is first needed and
-    kept in `passes/`. The same arguments always give the same batch.
+    Each pass has a new order of files and new gaps (`fim_documents`). It is encoded when it is first needed and stored
+    in `passes/`. The same arguments always give the same batch.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,7 +110,7 @@ class Passes:
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def _window(self, number: int, length: int) -> np.ndarray:
-        """`length + 1` tokens of window `number`, counted through all passes."""
+        """The `length + 1` tokens of window `number`, numbered across all passes."""
         number_of_pass = 0
         while number >= (count := (self._pass(number_of_pass).size - 1) // length):
             if count == 0:

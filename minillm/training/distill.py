@@ -1,21 +1,20 @@
-"""Distillation: the pretrained draft learns what the target would say, since only that is ever accepted.
+"""Distillation: the pretrained draft learns the target's distribution, which determines which drafts are accepted.
 
 The loss per token, p the target's and q the draft's distribution at temperature 1 over the whole vocabulary:
 
     KL(p‖q)  +  TV(p, q)  +  0.1 · cross-entropy of the text,      TV = 1 − Σ min(p, q) = 1 − acceptance
 
-- Forward KL moves probability to wherever the target has some, and its gradient does not vanish where q is far off.
-  A draft of a tenth of the target's size cannot drive it to zero, though, and then spends itself on the tail.
-- TV is the rejection rate itself, so it spends what capacity there is on the few tokens that decide acceptance; its
-  gradient is weak far off, which KL makes up for. SPIRe (Neelam et al. 2025) mixes the two in equal parts.
-- The text's own next tokens (hard labels) are a small anchor. On sampled continuations they lean to the target's
-  likely tokens, on real code they keep the draft a language model of code.
+- Forward KL moves probability to all tokens that the target may emit, and its gradient does not vanish where q is far
+  from p. But a draft of a tenth of the target's size cannot drive it to zero and wastes capacity on the tail.
+- TV is the rejection rate itself, so it spends the draft's capacity on the few tokens that decide acceptance. Its
+  gradient is weak where q is far from p; there KL helps. SPIRe (Neelam et al. 2025) mixes the two in equal parts.
+- The cross-entropy with the text's next tokens (hard labels) is a small regulariser. On sampled continuations it
+  favours the target's likely tokens, on real code it keeps the draft a language model of code.
 
-Half of every batch is real code, as in a prompt, and half the target's continuations, as after one. Muon and AdamW go
-on as in pretraining, at half the rate and with a shorter plateau (`recipes.distill_recipe`): the weights are already
-good, but the loss is a new one.
-The target's forward runs anew for each batch (bf16, no gradient): caching its top tokens would save at most the half
-of it that is spent on continuations, for a second way of computing the loss.
+Half of every batch is real code, as in a prompt, and half the target's continuations, as after a prompt. Muon and AdamW
+continue as in pretraining, at half the rate and with a shorter plateau (`recipes.distill_recipe`), because the weights
+are already good but the loss is new. The target's forward runs for each batch (bf16, no gradient). Caching its top
+tokens would save at most the half spent on continuations, and would need a second implementation of the loss.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LOSS_WORDS = f"{KL_WEIGHT:g} · KL(p‖q) + {TV_WEIGHT:g} · TV(p, q) + {TEXT_WE
 
 
 class HalfAndHalf:
-    """Batches whose first half is the corpus and whose second half the target's continuations."""
+    """Batches with rows of the corpus in the first half and the target's continuations in the second."""
 
     def __init__(self, text: Batches, continuations: Batches) -> None:
         self.text, self.continuations = text, continuations
@@ -47,7 +46,7 @@ class HalfAndHalf:
 
 
 class DistillationLoss:
-    """The loss for `Trainer`: the target looks at the same tokens as the draft."""
+    """The loss for `Trainer`. It runs the target on the same tokens as the draft."""
 
     def __init__(self, target: Decoder) -> None:
         self.target = target.eval().requires_grad_(False)
@@ -68,7 +67,7 @@ def autocast_logits(model: Decoder, inputs: Tensor) -> Tensor:
 
 
 def distillation_loss(draft: Decoder, inputs: Tensor, targets: Tensor, target_logits: Tensor) -> Tensor:
-    """Mean over the tokens of KL(p‖q), TV(p, q) and cross-entropy, weighted as the head of this file says."""
+    """Weighted sum of KL(p‖q), TV(p, q) and cross-entropy, each averaged over the tokens (see the module docstring)."""
     log_q = F.log_softmax(autocast_logits(draft, inputs).float(), dim=-1)
     log_p = F.log_softmax(target_logits.float(), dim=-1)
     p = log_p.exp()

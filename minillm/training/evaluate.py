@@ -1,4 +1,4 @@
-"""What a pair of target and draft is worth: bits per byte on held-out code, and how often the draft is right.
+"""The quality of a target and its draft: bits per byte on held-out code, and the acceptance rates of the draft.
 
 Everything is computed in fp32 from fixed seeds, so the same models give the same numbers.
 """
@@ -27,29 +27,29 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Agreement:
-    """Draft beside target on one kind of text, at every token given all the tokens before it."""
+    """Agreement of draft and target on one kind of text, at every token given all tokens before it."""
 
     tokens: int
     top1: float
-    """Share of tokens where both have the same likeliest token: the acceptance rate at temperature 0."""
+    """Share of tokens where both have the same argmax: the acceptance rate at temperature 0."""
     overlap: float
     """Mean Σ min(p, q) over the vocabulary: the acceptance rate at temperature 1."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that is measured of a pair."""
+    """All measurements of a pair."""
 
     target_bits_per_byte: float
     draft_bits_per_byte: float
     code: Agreement
     """On held-out code."""
     greedy: Agreement
-    """On what the target writes at temperature 0 after held-out prompts."""
+    """On the target's completions of held-out prompts at temperature 0."""
     sampled: Agreement
     """The same at temperature 1."""
     greedy_repetition: float
-    """Share of 8-token spans of the greedy text that repeat an earlier one. High values flatter `greedy`."""
+    """Share of 8-token spans of the greedy text that repeat an earlier one. Repetition inflates `greedy`."""
     num_drafts: int
     greedy_tokens_per_forward: float
     """Tokens the target gains per forward with `num_drafts` drafts at temperature 0, replayed on its greedy text."""
@@ -78,9 +78,10 @@ def evaluate(
     new_tokens: int = 192,
     code_length: int = 512,
 ) -> Evaluation:
-    """Compare the pair on all of `held_out` and on `rows` texts of `new_tokens` tokens that the target writes.
+    """Compare the pair on all of `held_out` and on `rows` texts of `new_tokens` tokens that the target generates.
 
-    The texts follow held-out prompts, once greedy and once at temperature 1. `bytes_per_token`: of `held_out`.
+    The texts are completions of held-out prompts, once greedy and once at temperature 1. `bytes_per_token`: the mean of
+    `held_out`.
     """
     prompts, _ = held_out.batch(0, rows, PROMPT_LENGTH)
     length = PROMPT_LENGTH + new_tokens
@@ -104,9 +105,9 @@ def evaluate(
 
 @torch.no_grad()
 def compare(target: Decoder, draft: Decoder, batches: list[Batch], skip: int = 0) -> Comparison:
-    """Run both models over `batches` of inputs and next tokens; the first `skip` tokens of each row do not count.
+    """Run both models over `batches` of inputs and next tokens. The first `skip` tokens of each row are ignored.
 
-    Raises `TrainingError` if there is nothing to compare on.
+    Raises `TrainingError` if there are no batches.
     """
     if not batches:
         raise TrainingError("the held-out text is too short to evaluate on; make a corpus of more files")
@@ -125,24 +126,25 @@ def compare(target: Decoder, draft: Decoder, batches: list[Batch], skip: int = 0
 
 
 def tokens_per_forward(agree: Tensor, num_drafts: int) -> float:
-    """Replay greedy speculation on text that the target wrote: `agree` `[rows, length]` says where the draft is right.
+    """Tokens per target forward in a replay of greedy speculation on the target's text.
 
-    Exact, not a model of it: an accepted draft is the target's token, so at temperature 0 the draft always continues
-    this very text. A round gains the run of right drafts, at most `num_drafts`, and one token of the target.
+    `agree` `[rows, length]`: whether the draft's argmax is the target's token. The replay is exact: an accepted draft
+    is the target's token, so at temperature 0 the draft always continues this text. A round gains the drafts before the
+    first wrong one, at most `num_drafts`, and one token of the target.
     """
     tokens = rounds = 0
     for row in agree.tolist():
-        at = 0
-        while at + num_drafts < len(row):
-            run = row[at : at + num_drafts]
-            at += 1 + (run.index(False) if False in run else num_drafts)
+        position = 0
+        while position + num_drafts < len(row):
+            drafts = row[position : position + num_drafts]
+            position += 1 + (drafts.index(False) if False in drafts else num_drafts)
             rounds += 1
-        tokens += at
+        tokens += position
     return tokens / rounds
 
 
 def repetition(row: Tensor, span: int = 8) -> float:
-    """The share of the spans of `span` tokens in `row` (`[length]`) that it has said before, 0 to 1."""
+    """The share of the spans of `span` tokens in `row` (`[length]`) that repeat an earlier one, 0 to 1."""
     tokens = row.tolist()
     spans = [tuple(tokens[i : i + span]) for i in range(len(tokens) - span + 1)]
     return 1 - len(set(spans)) / len(spans)

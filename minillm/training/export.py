@@ -1,4 +1,4 @@
-"""A trained model as a folder that minillm and transformers both load."""
+"""Export a trained model as a folder that both minillm and transformers can load."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tokenizers import Tokenizer
 
 from minillm.models.decoder import Decoder
 from minillm.models.loading import save_llama
-from minillm.training.tokenizer import END_OF_TEXT_ID, save_tokenizer
+from minillm.training.train_tokenizer import END_OF_TEXT_ID, save_tokenizer
 
 
 def export(model: Decoder, tokenizer_file: Path, folder: Path, extra: dict[str, str] | None = None) -> None:
     """Write weights in fp16, config, tokenizer and generation config of `model` into `folder`.
 
-    `extra` names further text files (the model card). Each file is written aside and then moved into place, so whoever
-    has the old weights mapped into memory keeps them, and an interrupt leaves no half-written file.
+    `extra`: name → content of further text files (the model card). Each file is written to a temporary folder and then
+    moved, so processes that have the old weights memory-mapped keep them, and an interrupt leaves no partial file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:

@@ -1,9 +1,9 @@
 """Training documents for fill in the middle: half of the files, cut into pieces, each with a gap.
 
-A file that is chosen is cut at line ends into pieces of 300 to 6,000 characters, and each piece becomes prefix, suffix,
-middle. A long piece is seen whole only in a long training row. Half of the gaps end where their line ends or a few
-lines later, as in an editor; the others lie between two random characters (Bavarian et al. 2022). The cuts are made in
-the text, so the tokens at the seams are those that a prompt will have.
+Such a file is cut at line ends into pieces of 300 to 6,000 characters, and each piece becomes prefix, suffix, middle. A
+long piece fits completely only into a long training row. Half of the gaps end at the end of their line or a few lines
+later, as in an editor; the others lie between two random characters (Bavarian et al. 2022). The text is cut before it
+is tokenised, so the tokens at the cuts are the same as in a prompt.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from minillm.fill_in_the_middle import fim_text
-from minillm.training.tokenizer import END_OF_TEXT
+from minillm.training.train_tokenizer import END_OF_TEXT
 
 FIM_RATE = 0.5
-"""Share of the files."""
+"""Share of the files that get gaps."""
 LINE_RATE = 0.5
 """Share of the gaps that end with a line."""
 PIECE_CHARACTERS = (300, 6000)
-"""Length of a piece, even in the logarithm."""
+"""Minimum and maximum length of a piece; the distribution is log-uniform."""
 
 
 def as_trained(text: str, rng: np.random.Generator) -> str:
-    """`text` as one pass over the corpus shows it: whole, or in pieces with gaps; ends with end of text."""
+    """`text` as a training document: whole, or in pieces with gaps. End of text follows each."""
     if rng.random() >= FIM_RATE:
         return text + END_OF_TEXT
     return "".join(with_gap(piece, rng) + END_OF_TEXT for piece in pieces(text, rng))
@@ -42,7 +42,7 @@ def pieces(text: str, rng: np.random.Generator) -> Iterator[str]:
 
 
 def with_gap(piece: str, rng: np.random.Generator) -> str:
-    """`piece` with a random gap moved to the end."""
+    """`piece` as a FIM document, with a random gap as the middle."""
     if rng.random() < LINE_RATE:
         begin = int(rng.integers(len(piece) + 1))
         end = begin

@@ -1,4 +1,4 @@
-"""Filling gaps on held-out code: how often the rest of a line is written exactly, with and without what follows."""
+"""Fill-in-the-middle accuracy on held-out code: exact matches of the rest of a line, with and without the suffix."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy as np
 
 from minillm.errors import TrainingError
 from minillm.llm import LLM
-from minillm.sampling_params import SamplingParams
+from minillm.sampling.params import SamplingParams
 
 BEFORE, AFTER = 1500, 750
-"""Most characters of a file that stand before and after a gap."""
+"""Maximum characters of the prefix and of the suffix."""
 SHORTEST = 4
-"""Fewest characters of a gap."""
+"""Minimum characters of a gap."""
 MOST_TOKENS = 96
-"""Most tokens of an answer."""
+"""Maximum tokens of a completion."""
 LONGEST = 64
-"""Most characters of a gap."""
+"""Maximum characters of a gap."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A file cut into what comes before the rest of one line, that rest, and what comes after it."""
+    """A file cut into three parts: a prefix that ends inside a line, the rest of that line, and the suffix."""
 
     prefix: str
     rest: str
@@ -32,7 +32,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Filled:
-    """The shares of `gaps` gaps whose rest was written exactly, greedily."""
+    """The shares of `gaps` gaps whose greedy completion matches the rest of the line exactly."""
 
     gaps: int
     with_suffix: float
@@ -40,7 +40,7 @@ class Filled:
 
 
 def line_gaps(files: Sequence[str], count: int, seed: int = 0) -> list[Gap]:
-    """`count` gaps in `files`, each from the inside of a line to its end, the files in turn.
+    """`count` gaps, each from inside a line to its end, from `files` in turn.
 
     Raises `TrainingError` if no file has a line that is long enough.
     """
@@ -52,20 +52,20 @@ def line_gaps(files: Sequence[str], count: int, seed: int = 0) -> list[Gap]:
 
 
 def fill(llm: LLM, gaps: Sequence[Gap]) -> Filled:
-    """Let `llm` write every rest, once knowing what follows and once not. Raises what `LLM.fim_prompt` raises."""
+    """Complete every gap with `llm`, with and without the suffix. Raises the errors of `LLM.fim_prompt`."""
     params = SamplingParams(temperature=0, max_tokens=MOST_TOKENS, stop=["\n"])
     shares = []
     for prompts in ([llm.fim_prompt(gap.prefix, gap.suffix) for gap in gaps], [gap.prefix for gap in gaps]):
         outputs = llm.generate(prompts, params)
-        right = [
+        matches = [
             output.outputs[0].text.rstrip() == gap.rest.rstrip() for output, gap in zip(outputs, gaps, strict=True)
         ]
-        shares.append(sum(right) / len(right))
+        shares.append(sum(matches) / len(matches))
     return Filled(len(gaps), *shares)
 
 
 def _lines(file: str) -> tuple[str, list[tuple[int, int]]]:
-    """A file, and where the text of each of its lines that may have a gap begins and ends."""
+    """The file, and for each line that may have a gap the start and end of its text."""
     found, at = [], 0
     for line in file.splitlines(keepends=True):
         begin, end = at + len(line) - len(line.lstrip()), at + len(line.rstrip())

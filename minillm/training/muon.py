@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal (Jordan et al. 2024). For matrices only; the rest takes AdamW."""
+"""Muon: momentum SGD with orthogonalised updates (Jordan et al. 2024). Only for matrices; the rest uses AdamW."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: Newton-Schulz with the quintic coefficients of the Muon authors."""
+    """Approximately the nearest semi-orthogonal matrix: Newton-Schulz with Muon's quintic coefficients."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.bfloat16()
     tall = x.shape[0] > x.shape[1]
@@ -31,7 +31,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One update of every matrix that has a gradient."""
+        """Update every matrix that has a gradient."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

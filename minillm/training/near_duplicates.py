@@ -1,7 +1,7 @@
-"""Near-duplicates: files of which most lines stand in another file. MinHash over normalised lines (Broder 1997).
+"""Near-duplicates: files that share most of their lines with another file. MinHash over normalised lines (Broder 1997).
 
-Packages copy from each other, so exact comparison leaves many pairs. A copy in training wastes a pass; a copy of a
-held-out file makes its loss say nothing.
+Packages copy from each other, so exact comparison misses many pairs. A copy in the training files wastes training time;
+a copy of a held-out file makes its loss meaningless.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from datasketch import MinHash, MinHashLSH
 from tqdm import tqdm
 
 PERMUTATIONS = 128
-"""Hash functions of a sketch: the estimate of a similarity J has the standard deviation sqrt(J (1 − J) / 128)."""
+"""Number of hash functions. The estimate of a similarity J has the standard deviation sqrt(J (1 − J) / 128)."""
 SIMILAR, SIMILAR_TO_HELD_OUT = 0.7, 0.5
-"""Jaccard similarity of two files' sets of lines from which the later one is dropped."""
+"""Jaccard similarity of two files' sets of lines at which the later file is dropped."""
 
 
 def sketch(text: str) -> MinHash:
-    """The MinHash of the set of stripped, lower-case lines of `text`; blank lines and lone brackets do not count."""
+    """The MinHash of the set of stripped, lower-case lines of `text`. Lines of up to 3 characters are ignored."""
     lines = {line.strip().lower() for line in text.split("\n")}
     shingles = [line.encode() for line in lines if len(line) > 3]
     minhash = MinHash(num_perm=PERMUTATIONS, seed=1)
@@ -29,8 +29,8 @@ def sketch(text: str) -> MinHash:
 def without_near_duplicates(texts: Sequence[str], held_out: Sequence[bool]) -> list[int]:
     """Which of `texts` to keep, as indices in order.
 
-    Training files come first: of two that are alike the earlier one stays. A held-out file stays only if it is like no
-    training file that stays, by the stricter measure, and like no earlier held-out file.
+    Training files are compared first: of two similar ones the earlier is kept. A held-out file is kept only if it is
+    not similar, with the stricter threshold, to any kept training file or earlier held-out file.
     """
     sketches = [sketch(text) for text in tqdm(texts, desc="looking for near-duplicates", unit=" files")]
     order = sorted(range(len(texts)), key=lambda i: (held_out[i], i))

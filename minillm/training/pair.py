@@ -1,4 +1,4 @@
-"""A target and its draft in the making: their shapes, their recipes and where each stage keeps its state."""
+"""A target and its draft in training: their shapes, their recipes and the state files of the stages."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from minillm.training.pretrain import Recipe, new_model
 from minillm.training.recipes import DECAY_LENGTHS, DRAFT, TARGET, decay_recipe
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "models" / "weights"
-"""Where the bundled models lie."""
+"""The folder of the bundled models."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What is trained, where, and for how long."""
+    """The models, recipes and folders of a training run."""
 
     target_recipe: Recipe
-    """Of the stable part; what decays from it is `recipes.decay_recipe`."""
+    """Recipe of the stable run; the decay branch uses `recipes.decay_recipe`."""
     draft_recipe: Recipe
     distill_recipe: Recipe
     decay_lengths: tuple[int, ...] = DECAY_LENGTHS
@@ -40,52 +40,52 @@ class Pair:
 
     @property
     def corpus(self) -> Path:
-        """Tokens, tokenizer and the list of sources."""
+        """The folder with tokens, tokenizer and the list of sources."""
         return self.folder / "corpus"
 
     def training_text(self) -> Passes:
-        """The training files, pass after pass."""
+        """The training files, in passes. Raises `TrainingError` without a corpus."""
         self._require_corpus()
         return Passes(self.corpus)
 
     def held_out(self) -> Windows:
-        """The held-out files."""
+        """The held-out files. Raises `TrainingError` without a corpus."""
         self._require_corpus()
         return Windows(self.corpus, "held_out")
 
     def recipe(self, stage: str) -> Recipe:
-        """How a stage trains. That of `decay` follows from the tokens of the stable part it began with."""
+        """The recipe of a stage. That of `decay` depends on the tokens of the stable run that it branched from."""
         if stage == "decay":
             return decay_recipe(self.begun_with("decay")["target"], self.decay_lengths)
         return {"target": self.target_recipe, "draft": self.draft_recipe, "distill": self.distill_recipe}[stage]
 
     def begun_with(self, stage: str) -> dict[str, int]:
-        """Tokens that each input of a stage had seen when the stage began."""
+        """For each input model of a stage, the tokens that it had seen when the stage started."""
         file = self.folder / stage / "inputs.json"
         if not file.exists():
             raise TrainingError(f"{file} is missing; run the stage `{stage}` first")
         return json.loads(file.read_text(encoding="utf-8"))
 
     def state_file(self, stage: str) -> Path:
-        """The state of a stage. Raises `TrainingError` if there is none."""
+        """The state file of a stage. Raises `TrainingError` if there is none."""
         file = self.folder / stage / "state.pt"
         if not file.exists():
             raise TrainingError(f"there is no trained model in {file.parent}; run the stage `{stage}` first")
         return file
 
     def new_model(self, stage: str) -> Decoder:
-        """A fresh model of the shape that a stage trains."""
+        """A newly initialised model of the shape that a stage trains."""
         return new_model(self.target if stage in ("target", "decay") else self.draft).to(self.device)
 
     def trained(self, stage: str) -> Decoder:
-        """The finished model of a stage. Raises `TrainingError` if that stage was not run to its end."""
+        """The finished model of a stage. Raises `TrainingError` if the stage is not finished."""
         state = torch.load(self.state_file(stage), weights_only=True, mmap=True, map_location=self.device)
         recipe = self.recipe(stage)
         minutes, tokens = state["seconds"] / 60, state["tokens_seen"] - state["tokens_before"]
         if minutes < recipe.minutes and tokens < recipe.tokens:
             raise TrainingError(
                 f"the stage `{stage}` has run {minutes:.1f} of {recipe.minutes:g} minutes and {tokens:,} of "
-                f"{recipe.tokens:,.0f} tokens; run it to its end first"
+                f"{recipe.tokens:,.0f} tokens; finish it first"
             )
         model = self.new_model(stage)
         model.load_state_dict(state["model"])

@@ -1,4 +1,4 @@
-"""The loss of a run as a picture: deterministic SVG drawn from its log, nothing but the standard library."""
+"""The loss curve of a run as a deterministic SVG, drawn from its log with only the standard library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLUE, INK, GREY, HAIRLINE = "#0072B2", "#1f2430", "#6b7280", "#d5d9e0"
 SANS = "ui-sans-serif,system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif"
 WIDTH, TOP, HEIGHT, MARGIN, GAP = 980, 112, 250, 64, 84
 POINTS = 160
-"""Buckets that a curve is averaged into, so the file stays small however long the run was."""
+"""Most buckets that a curve is averaged into, so that the file stays small for a long run."""
 
 
 @dataclass(frozen=True)
@@ -22,23 +22,23 @@ class Curve:
 
     name: str
     unit: str
-    """What the loss is, e.g. `nats per token`."""
+    """Unit of the loss, e.g. `nats per token`."""
     log: Sequence[LogRow]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring steps as one point."""
+    """Consecutive steps as one point."""
 
     tokens: float
-    """In millions, at the last of the steps."""
+    """Millions of tokens at the last of the steps."""
     mean: float
     low: float
     high: float
 
 
 def loss_svg(title: str, curves: Sequence[Curve]) -> str:
-    """A card with one panel per curve: the mean loss as a line, the range of its steps as a band behind it."""
+    """A picture with one panel per curve: the mean loss as a line, the range of its steps as a band."""
     last = [buckets(curve.log)[-1] for curve in curves]
     words = "; ".join(
         f"{c.name}: {b.mean:.2f} {c.unit} after {b.tokens:.1f} million tokens"
@@ -62,7 +62,7 @@ def loss_svg(title: str, curves: Sequence[Curve]) -> str:
 
 
 def buckets(log: Sequence[LogRow]) -> list[Bucket]:
-    """The log in at most `POINTS` runs of neighbouring steps."""
+    """Group the log into at most `POINTS` buckets of consecutive steps."""
     size = math.ceil(len(log) / POINTS)
     found = []
     for start in range(0, len(log), size):

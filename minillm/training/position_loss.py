@@ -1,4 +1,4 @@
-"""Whether a model uses a long context: its loss on held-out files by how many tokens stand before a token."""
+"""Loss by position: whether a model's loss on held-out files falls with the number of tokens in its context."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from minillm.models.decoder import Decoder
 from minillm.training.pretrain import dense_logits
 
 EDGES = (0, 500, 1000, 2000, 3000, 4000)
-"""Where one band of positions ends and the next begins, in tokens."""
+"""Boundaries of the bands of positions, in tokens."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """The positions `first` to `last - 1` of all files that are long enough for every band."""
+    """The mean loss at the positions `first` to `last - 1` of all files that are long enough for every band."""
 
     first: int
     last: int
@@ -32,16 +32,18 @@ class Band:
 
 @torch.no_grad()
 def loss_by_position(model: Decoder, files: Sequence[np.ndarray], edges: Sequence[int] = EDGES) -> list[Band]:
-    """The loss in each band between `edges`, over those of `files` (token ids, `[length]`) that fill all of them.
+    """The loss in each band between `edges`, over those `files` (token ids, `[length]`) that reach the last band's end.
 
-    The same files are in every band, so that the bands differ in their context and not in their text's kind. Raises
-    `TrainingError` if no file has more than `edges[-1]` tokens.
+    Every band has the same files, so the bands differ only in context, not in the kind of text. Raises `TrainingError`
+    if no file has more than `edges[-1]` tokens.
     """
     longest = edges[-1]
     long = [file[: longest + 1] for file in files if len(file) > longest]
     if not long:
         most = max(map(len, files), default=0)
-        raise TrainingError(f"no held-out file has more than {longest} tokens, the longest has {most}; collect longer")
+        raise TrainingError(
+            f"no held-out file has more than {longest} tokens, the longest has {most}; collect longer files"
+        )
     device = model.embed_tokens.weight.device
     total = torch.zeros(longest, dtype=torch.float64)
     for file in tqdm(long, desc="loss by position", unit=" files", leave=False):

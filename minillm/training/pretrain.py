@@ -1,11 +1,11 @@
 """Pretraining: next-token loss, bf16 forward over fp32 weights, Muon for matrices and AdamW for the rest.
 
-The learning rate warms up, stays and decays (WSD, Hu et al. 2024). The stable part has no end: it goes on in pieces for
-as long as there is time. From any of its states a branch decays the rate to zero over its own budget and gives a model
-worth exporting; the stable run is not touched and may go on.
+The learning rate warms up, stays stable and decays (WSD, Hu et al. 2024). The stable run has no fixed end: it continues
+in sessions for as long as there is time. From any of its states, a branch decays the rate to zero over its own budget,
+which gives the model to export. The stable run is not changed and may continue.
 
-A budget is given in tokens or in minutes. Progress is the larger share of either that is used up, and the decay follows
-progress, so a branch on a busy machine still ends on time with its rate at zero.
+A budget is given in tokens or in minutes. Progress is the larger of the two shares used so far. The decay follows
+progress, so a branch on a busy machine also ends on time with its rate at zero.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from minillm.errors import TrainingError
+from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.training.causal import CausalAttention
 from minillm.training.data import Batches, Windows
 from minillm.training.muon import Muon
 
@@ -35,32 +35,32 @@ Loss = Callable[[Decoder, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How long and how to train."""
+    """The budget and the hyperparameters of a run."""
 
     minutes: float = math.inf
-    """Budget of training time, of all sessions together."""
+    """Budget of training time over all sessions."""
     tokens: float = math.inf
-    """Budget of tokens; whichever of the two is used up first ends the run. With neither, an interrupt ends it."""
+    """Budget of tokens. The run ends when either budget is used up; without one, at an interrupt."""
     tokens_per_step: int = 12288
     tokens_at_once: int = 4096
-    """Tokens of one forward and backward; the gradients of a step's parts are added up."""
+    """Tokens of one forward and backward (a micro-batch); gradients are accumulated over a step."""
     lengths: tuple[int, ...] = (256,)
-    """Tokens of a row, step by step in turn."""
+    """Tokens per row; the steps cycle through these lengths."""
     decay_from: float = 0.5
-    """Share of the budget from which the learning rate falls linearly to zero; 1: it stays."""
+    """Share of the budget after which the learning rate falls linearly to zero; 1: no decay."""
     warmup_steps: int = 40
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
     save_every: int = 50
-    """Steps between two saved states."""
+    """Steps between saved states."""
 
 
 class Trainer:
     """One model in training: its optimisers, its progress, and its state on disk.
 
-    `loss` is next-token cross-entropy unless another one is given, as distillation does. `branch_of`: the state file of
-    the run whose weights, optimisers and place in the data this one begins with. While `pause_file` exists, the run
-    waits between two steps, and the time does not count.
+    `loss`: default next-token cross-entropy. `branch_of`: the state file of another run, from which this one starts
+    with the same weights, optimisers and position in the data. While `pause_file` exists, the run waits between two
+    steps; the wait does not count as training time.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class Trainer:
         self.model, self.batches, self.recipe, self.folder = model, batches, recipe, folder
         self.loss = loss or next_token_loss
         matrices = [p for layer in model.layers for p in layer.parameters() if p.ndim == 2]
-        chosen = {id(p) for p in matrices}
-        others = [p for p in model.parameters() if id(p) not in chosen]
+        matrix_ids = {id(p) for p in matrices}
+        others = [p for p in model.parameters() if id(p) not in matrix_ids]
         self.optimizers: list[torch.optim.Optimizer] = [
             Muon(matrices, lr=recipe.muon_lr),
             torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
         self.base_rates = [recipe.muon_lr, recipe.adam_lr]
         self.step = 0
-        """Steps since the beginning, those of the run this one branched from included."""
+        """Steps so far, including those of the run that this one branched from."""
         self.tokens_seen = 0
-        """Likewise."""
+        """Tokens so far, including those of the run that this one branched from."""
         self.tokens_before = 0
         """Tokens seen when this run branched off."""
         self.seconds = 0.0
@@ -99,12 +99,12 @@ class Trainer:
 
     @property
     def state_file(self) -> Path:
-        """Where the run is kept between sessions."""
+        """The file that stores the run between sessions."""
         return self.folder / "state.pt"
 
     @property
     def pause_file(self) -> Path:
-        """While this exists, every run beside it waits."""
+        """While this file exists, all runs with the same parent folder wait."""
         return self.folder.parent / "pause"
 
     @property
@@ -114,16 +114,17 @@ class Trainer:
         return min(1.0, max(self.seconds / 60 / self.recipe.minutes, tokens / self.recipe.tokens))
 
     def learning_rate_factor(self) -> float:
-        """Warm-up, stable, then linear to zero."""
+        """Factor of the learning rate: linear warm-up, stable, then linear decay to zero."""
         warm = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
         if self.recipe.decay_from >= 1.0:
             return warm
         return warm * min(1.0, (1.0 - self.progress) / (1.0 - self.recipe.decay_from))
 
     def run(self) -> None:
-        """Train until the budget is used up; an interrupt saves the state and stops.
+        """Train until the budget is used up. An interrupt saves the state and stops.
 
-        An interrupt in the midst of an update would save half of it, so then the last saved state stays.
+        An interrupt during an optimiser update does not save, because the state would be inconsistent; then the last
+        saved state remains.
         """
         endless = math.isinf(self.recipe.tokens) and math.isinf(self.recipe.minutes)
         done = round(100 * self.progress, 1)
@@ -151,7 +152,7 @@ class Trainer:
             time.sleep(0.5)
 
     def save(self) -> None:
-        """Write the whole state, so that the next run goes on from here; a crash while writing loses nothing."""
+        """Write the whole state, from which the next session continues. The old state stays until it is complete."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [o.state_dict() for o in self.optimizers],
@@ -167,7 +168,7 @@ class Trainer:
     def _load(self, file: Path) -> None:
         state = torch.load(file, weights_only=True, map_location=self.model.embed_tokens.weight.device)
         self.model.load_state_dict(state["model"])
-        if state["optimizers"] is not None:  # a checkpoint that travelled has none
+        if state["optimizers"] is not None:  # a checkpoint from `pack_run` has none
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
         self.step, self.tokens_seen, self.seconds = state["step"], state["tokens_seen"], state["seconds"]
@@ -195,10 +196,10 @@ class Trainer:
         return value
 
     def _gradients(self, inputs: Tensor, targets: Tensor, rows: int) -> float:
-        """Add up the gradients of the mean loss over the batch, `rows` rows at a time; returns that loss."""
+        """Accumulate the gradients of the batch's mean loss, `rows` rows at a time. Returns that loss."""
         device, total = self.model.embed_tokens.weight.device, 0.0
-        for part, wanted in zip(inputs.split(rows), targets.split(rows), strict=True):
-            loss = self.loss(self.model, part.to(device), wanted.to(device)) * (len(part) / len(inputs))
+        for part, labels in zip(inputs.split(rows), targets.split(rows), strict=True):
+            loss = self.loss(self.model, part.to(device), labels.to(device)) * (len(part) / len(inputs))
             total += loss.item()
             loss.backward()
         return total
@@ -224,7 +225,7 @@ def next_token_loss(model: Decoder, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def initialise(model: Decoder) -> None:
-    """Normal weights of width 0.02; what writes to the residual stream starts at zero: a layer begins as identity."""
+    """Normal weights with standard deviation 0.02; zeros where a layer writes to the residual stream (identity)."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
@@ -234,7 +235,7 @@ def initialise(model: Decoder) -> None:
 
 
 def new_model(config: ModelConfig, seed: int = 0) -> Decoder:
-    """A fresh model, the same for the same seed."""
+    """A newly initialised model, the same for the same seed."""
     torch.manual_seed(seed)
     model = Decoder(config)
     initialise(model)
@@ -243,7 +244,7 @@ def new_model(config: ModelConfig, seed: int = 0) -> Decoder:
 
 @torch.no_grad()
 def bits_per_byte(model: Decoder, windows: Windows, num_bytes: int, length: int = 1024) -> float:
-    """Cross-entropy over a whole split in bits, divided by the bytes its tokens stand for."""
+    """Cross-entropy over a whole split in bits, divided by the bytes of its text."""
     total = count = 0.0
     for inputs, targets in tqdm(windows.in_order(4, length), desc="evaluating", leave=False):
         loss = F.cross_entropy(dense_logits(model, inputs).float(), targets.flatten(), reduction="sum")

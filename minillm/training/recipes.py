@@ -1,15 +1,15 @@
-"""The two bundled models: their shapes and how each is trained."""
+"""The shapes and training recipes of the two bundled models."""
 
 from __future__ import annotations
 
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.training.pretrain import Recipe
-from minillm.training.tokenizer import END_OF_TEXT_ID
+from minillm.training.train_tokenizer import END_OF_TEXT_ID
 
 VOCAB_SIZE = 4096
 MAX_LENGTH = 4096
 ROPE_THETA = 100_000.0
-"""Large enough that the slow dimensions turn little over 4,096 positions, so that short rows teach most of it."""
+"""Large enough that the slow dimensions rotate little over 4,096 positions, so that mostly short rows suffice."""
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
@@ -30,39 +30,40 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 
 
 TARGET = _llama(hidden=384, intermediate=768, layers=8, heads=6, kv_heads=2)
-"""minicoder: 11.8M parameters. Heads of 64 keep INT8 scales small beside the values; 3 query heads share a KV head."""
+"""minicoder: 11.8M parameters. With a head size of 64, INT8 scales take little memory compared with the values; 3 query
+heads share a KV head."""
 
 DRAFT = _llama(hidden=160, intermediate=448, layers=2, heads=2, kv_heads=1)
 """minicoder-draft: 1.2M parameters, more than half of them its embedding."""
 
 
 SHORT_ROWS = (256, 256, 256, 1024)
-"""Row lengths of the long parts of training: mostly short ones, which cost least."""
+"""Row lengths of pretraining: mostly short ones, which are the cheapest."""
 DECAY_LENGTHS = (MAX_LENGTH, 512)
-"""Row lengths of the decay branch: half of its tokens in full length."""
+"""Row lengths of the decay branch: half of its tokens in rows of full length."""
 DECAY_SHARE = 1 / 6
-"""Tokens of the decay branch, as a share of the stable part's."""
+"""Tokens of the decay branch, as a share of the stable run's."""
 TARGET_MINUTES, DRAFT_MINUTES, DISTILL_MINUTES = 400.0, 20.0, 40.0
-"""What `minillm train` gives the stages on a CPU; the decay takes a sixth of the target's tokens."""
+"""Default minutes of the stages on a CPU. The decay takes a sixth of the target's tokens."""
 SHARES = {"target": 0.6, "draft": 0.05, "distill": 0.2}
-"""Of a given total of minutes; the decay and writing the distillation's text take the rest."""
+"""Shares of a total number of minutes. The decay and generating the distillation's text take the rest."""
 
 
 def stable_recipe(minutes: float) -> Recipe:
-    """The target's stable part: a steady rate, and an end only because there is one to the time."""
+    """The target's stable run: a constant rate (after the warm-up) until the minutes are used up."""
     return Recipe(minutes, decay_from=1.0, lengths=SHORT_ROWS)
 
 
 def decay_recipe(stable_tokens: int, lengths: tuple[int, ...] = DECAY_LENGTHS) -> Recipe:
-    """The branch that makes a model of the stable run: the rate falls to zero over a sixth of its tokens."""
+    """The decay branch: the rate falls to zero over a sixth of the stable run's tokens."""
     return Recipe(tokens=DECAY_SHARE * stable_tokens, decay_from=0.0, warmup_steps=1, lengths=lengths)
 
 
 def draft_recipe(minutes: float) -> Recipe:
-    """How the draft learns from the corpus."""
+    """The draft's pretraining on the corpus."""
     return Recipe(minutes, lengths=SHORT_ROWS)
 
 
 def distill_recipe(minutes: float) -> Recipe:
-    """How the draft then learns from the target: longer rows, half of the rates, an earlier decay."""
+    """The draft's distillation from the target: longer rows, half of the rates, an earlier decay."""
     return Recipe(minutes, lengths=(512, 512, 512, 2048), decay_from=0.2, muon_lr=0.01, adam_lr=1.5e-3)

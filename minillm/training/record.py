@@ -1,4 +1,4 @@
-"""What a training run was, read back from what it left on disk. The model card states this and nothing else."""
+"""The record of a training run, read from its files on disk. The model card states only these facts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minillm.errors import TrainingError
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where a run took place."""
+    """The hardware and versions of a run."""
 
     cpu: str
     cores: int
@@ -25,13 +25,13 @@ class Hardware:
 
     @classmethod
     def here(cls) -> Hardware:
-        """This machine, with the number of threads that PyTorch uses now."""
+        """This machine, with PyTorch's current number of threads."""
         return cls(
             _cpu_name(), os.cpu_count() or 1, torch.get_num_threads(), torch.__version__, platform.python_version()
         )
 
     def note(self, folder: Path) -> None:
-        """Add it to `folder/hardware.json`, unless the session before ran on the same."""
+        """Append it to `folder/hardware.json`, unless the previous session ran on the same hardware."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "hardware.json"
         noted = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
@@ -40,7 +40,7 @@ class Hardware:
 
     @classmethod
     def load(cls, folder: Path) -> tuple[Hardware, ...]:
-        """What `note` wrote, in order. Raises `TrainingError` if there is nothing."""
+        """Read the entries that `note` wrote, in order. Raises `TrainingError` if there are none."""
         file = folder / "hardware.json"
         if not file.exists():
             raise TrainingError(f"{file} is missing; run the stage that writes it, or Hardware.here().note(folder)")
@@ -63,13 +63,13 @@ class RunRecord:
 
     log: tuple[LogRow, ...]
     hardware: tuple[Hardware, ...]
-    """Where its sessions took place, changes only."""
+    """The hardware of its sessions; consecutive sessions on the same hardware give one entry."""
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
         """Read `folder`. Raises `TrainingError` if there was no run.
 
-        Steps that a crash lost and a later session did again are in the log twice; the later ones count.
+        Steps that were lost in a crash and repeated later are in the log twice; the later entries are used.
         """
         file = folder / "log.jsonl"
         if not file.exists():
@@ -85,11 +85,11 @@ class RunRecord:
 
     @property
     def minutes(self) -> float:
-        """Time spent in training steps, over all sessions."""
+        """Minutes spent in training steps, over all sessions."""
         return self.log[-1].seconds / 60
 
     def summary(self) -> dict[str, object]:
-        """For `training.json`."""
+        """The record as JSON values for `training.json`."""
         return {
             "steps": self.log[-1].step,
             "tokens": self.tokens,

@@ -1,4 +1,4 @@
-"""`minillm train`: make the bundled models, or go on where an earlier call stopped."""
+"""`minillm train`: train the bundled models, or continue where an earlier call stopped."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def train(
     export_to: Path = WEIGHTS,
     begin_with: Path | None = None,
 ) -> None:
-    """Make the two bundled models: run `stages` (default: all, in the order of `STAGES`) with their states in `folder`.
+    """Train the two bundled models: run `stages` (default: all, in the order of `STAGES`) with state in `folder`.
 
-    An interrupt keeps what is done; the same call goes on from there. While a file `pause` lies in `folder`, training
-    waits. `minutes`: a total, shared out among the stages, instead of minutes for each. `threads`: PyTorch's, default:
-    its own choice. `begin_with`: a checkpoint that `pack_run` wrote, to go on from instead of from nothing.
+    After an interrupt, the same call continues where it stopped. While `folder` contains a file `pause`, training
+    waits. `minutes`: a total for all stages, instead of minutes for each. `threads`: number of PyTorch threads (None:
+    PyTorch's choice). `begin_with`: a checkpoint from `pack_run` to start from.
     Raises `TrainingError` if the input of a stage is missing or unfinished.
     """
     if threads is not None:
@@ -62,7 +62,7 @@ def train(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `minillm train` to `parser`."""
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs"), help="where states are kept (default: %(default)s)"
+        "--folder", type=Path, default=Path("runs"), help="folder for the training state (default: %(default)s)"
     )
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), help="default: all")
     for stage, minutes in (("target", TARGET_MINUTES), ("draft", DRAFT_MINUTES), ("distill", DISTILL_MINUTES)):
@@ -72,15 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=_positive, default=None, metavar="MIN", help=help_text)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: PyTorch's choice)")
-    help_text = "go on from a checkpoint of the stable run (default: from nothing, or from what is in --folder)"
+    help_text = "start from a checkpoint of the stable run (default: from scratch, or from the state in --folder)"
     parser.add_argument("--begin-with", type=Path, default=None, metavar="FOLDER", help=help_text)
-    help_text = "train nothing: write the stable run that is in --folder as such a checkpoint"
+    help_text = "do not train: write the stable run in --folder as such a checkpoint"
     parser.add_argument("--pack", type=Path, default=None, metavar="FOLDER", help=help_text)
     parser.add_argument("--export-to", type=Path, default=WEIGHTS, help="default: the folder of the bundled models")
 
 
 def run_from_args(args: argparse.Namespace) -> int:
-    """Run what `add_arguments` parsed. Returns the exit status: 0, or 130 after an interrupt, which loses nothing."""
+    """Train with the options of `add_arguments`. Returns the exit code: 0, or 130 after an interrupt."""
     if args.pack is not None:
         pack_run(args.folder, args.pack)
         return 0
@@ -98,7 +98,7 @@ def run_from_args(args: argparse.Namespace) -> int:
             begin_with=args.begin_with,
         )
     except KeyboardInterrupt:
-        tqdm.write(f"stopped; the state is in {args.folder}, and the same command goes on from there")
+        tqdm.write(f"stopped; the state is in {args.folder}, and the same command continues from there")
         return 130
     return 0
 
@@ -106,5 +106,5 @@ def run_from_args(args: argparse.Namespace) -> int:
 def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} minutes is no time to train; give more than 0")
+        raise argparse.ArgumentTypeError(f"{text} minutes must be more than 0")
     return value

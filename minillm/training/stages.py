@@ -1,4 +1,4 @@
-"""The stages that make a pair: corpus, target, its decay, draft, distillation, export. What is done is skipped."""
+"""The stages of training: corpus, target, its decay, draft, distillation, export. Finished stages are skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TARGET_NAME, DRAFT_NAME = "minicoder", "minicoder-draft"
 
 
 def run_stages(pair: Pair, stages: Iterable[str]) -> None:
-    """Run the named stages in their order."""
+    """Run the named stages in the order of `STAGES`."""
     chosen = set(stages)
     if unknown := chosen - STAGES.keys():
         raise TrainingError(f"no such stage: {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
@@ -43,12 +43,12 @@ def make_corpus(pair: Pair) -> None:
 
 
 def train_target(pair: Pair) -> None:
-    """Stage `target`: the stable part of pretraining the target."""
+    """Stage `target`: pretrain the target at a stable learning rate."""
     _run(pair, "target", pair.training_text(), Compiled(next_token_loss))
 
 
 def decay_target(pair: Pair) -> None:
-    """Stage `decay`: a branch of the stable run whose rate falls to zero; the stable run may go on afterwards."""
+    """Stage `decay`: a branch of the stable run that decays the learning rate to zero. The stable run may continue."""
     text, stable = pair.training_text(), pair.state_file("target")
     _check_inputs(pair.folder / "decay", {"target": _tokens_seen(pair, "target")})
     _run(pair, "decay", text, Compiled(next_token_loss), branch_of=stable)
@@ -60,7 +60,7 @@ def train_draft(pair: Pair) -> None:
 
 
 def distill(pair: Pair) -> None:
-    """Stage `distill`: let the target write, then teach the draft to guess it."""
+    """Stage `distill`: generate text with the target, then train the draft to predict it."""
     code, folder = pair.training_text(), pair.folder / "distill"
     target, draft = pair.trained("decay"), pair.trained("draft")
     _check_inputs(folder, {stage: _tokens_seen(pair, stage) for stage in ("decay", "draft")})
@@ -77,7 +77,7 @@ def distill(pair: Pair) -> None:
 
 
 def export_pair(pair: Pair) -> None:
-    """Stage `export`: measure the pair as it is shipped, write both folders with their cards."""
+    """Stage `export`: evaluate the pair with exported precision, then write both folders with their model cards."""
     target, draft = _as_shipped(pair.trained("decay")), _as_shipped(pair.trained("distill"))
     evaluations = _evaluate(pair, target, draft)
     corpus = json.loads((pair.corpus / "corpus.json").read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ def _run(
     model: Decoder | None = None,
     branch_of: Path | None = None,
 ) -> None:
-    """Train `model` (default: a fresh one) as the recipe of `stage` says, unless that is done."""
+    """Train `model` (default: a new one) by the recipe of `stage`, unless that is finished."""
     folder = pair.folder / stage
     trainer = Trainer(model or pair.new_model(stage), batches, pair.recipe(stage), folder, loss, branch_of)
     if trainer.progress >= 1:
@@ -145,19 +145,19 @@ def _tokens_seen(pair: Pair, stage: str) -> int:
 
 
 def _check_inputs(folder: Path, inputs: dict[str, int]) -> None:
-    """Note which models a stage started from; refuse to go on from others."""
+    """Record the models that a stage started from. Raises `TrainingError` if it was started from others."""
     file = folder / "inputs.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(inputs) + "\n")
     elif (started := json.loads(file.read_text())) != inputs:
         raise TrainingError(
-            f"{folder} was begun with models of {started} tokens, now they have {inputs}; remove it to begin it anew"
+            f"{folder} was started with models of {started} tokens, now they have {inputs}; remove it to start again"
         )
 
 
 def _as_shipped(model: Decoder) -> Decoder:
-    """`model` with its weights rounded to fp16, as they are stored: what is measured is what is shipped."""
+    """Round the weights of `model` to fp16, as they are exported, so that the exported model is evaluated."""
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.half())
@@ -165,7 +165,7 @@ def _as_shipped(model: Decoder) -> Decoder:
 
 
 def _evaluate(pair: Pair, target: Decoder, draft: Decoder) -> dict[str, Evaluation]:
-    """Measure the pair, and the target with the draft as it was before distillation; kept in `evaluation.json`."""
+    """Evaluate the target with the draft before and after distillation. The result is cached in `evaluation.json`."""
     file = pair.folder / "evaluation.json"
     inputs = {stage: _tokens_seen(pair, stage) for stage in ("decay", "draft", "distill")}
     if file.exists():

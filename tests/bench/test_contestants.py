@@ -12,9 +12,9 @@ import torch
 
 from minillm import cli
 from minillm.bench import contestants, decode, llama_cpp, own_engine, transformers_peers
+from minillm.bench.benchmarks import BENCHMARKS, find
 from minillm.bench.completion import Completion, figures
 from minillm.bench.contestants import Workload, choose, decode_system, draft_for, left_out, load, prepared, prompt_ids
-from minillm.bench.registry import BENCHMARKS, find
 from minillm.bench.transformers_peers import FirstTokens
 from minillm.commands import bench
 from minillm.errors import ConfigError, UnsupportedError

@@ -18,20 +18,20 @@ from minillm import cli
 from minillm.bench import device_clock, gpu, kernels
 from minillm.bench.device_clock import CpuClock, CudaClock
 from minillm.bench.kernel_cases import REFERENCE, Case, Implementation
-from minillm.bench.on_gpu import check as gpu_check
-from minillm.bench.on_gpu import models as gpu_models
-from minillm.bench.on_gpu import stages as gpu_stages
-from minillm.bench.on_gpu.report import Findings, Report, Target
-from minillm.bench.on_gpu.site import Site
-from minillm.bench.on_gpu.speculation import SyntheticJudge, tokens_per_round
-from minillm.bench.on_gpu.stages import STAGES, Stage, run_stage
+from minillm.bench.on_gpu import random_models as gpu_models
+from minillm.bench.on_gpu import stage_check as gpu_check
+from minillm.bench.on_gpu import stage_runner as gpu_stages
+from minillm.bench.on_gpu.findings import Findings, Report, Target
+from minillm.bench.on_gpu.stage_runner import STAGES, Stage, run_stage
+from minillm.bench.on_gpu.stage_setup import Site
+from minillm.bench.on_gpu.stage_speculation import SyntheticJudge, tokens_per_round
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.errors import ConfigError, UnsupportedError
-from minillm.models.runner import ModelRunner
+from minillm.models.quantize import quantize_model
 from minillm.ops.dispatch import OPS, has_triton, op
 from minillm.quantization.int8 import Int8
-from minillm.quantization.model import quantize_model
+from minillm.runtime.runner import ModelRunner
 from minillm.speculative.drafter import Draft
 from minillm.speculative.rejection_sampler import Verdict
 
@@ -139,7 +139,7 @@ def ends_like(monkeypatch: pytest.MonkeyPatch, code: str, seconds: float = 60) -
 def test_what_a_stage_found_outlives_its_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ends_like(monkeypatch, CRASHES)
     assert (found["status"], [figure["value"] for figure in found["figures"]]) == ("failed", [1.0])
-    assert "ended with code -6" in found["error"]
+    assert "exited with code -6" in found["error"]
     found = ends_like(monkeypatch, RAISES)
     assert found["status"] == "failed" and "no more memory" in found["error"] and found["notes"] == {"how far": "here"}
 
@@ -147,7 +147,7 @@ def test_what_a_stage_found_outlives_its_crash(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes as Linux shows them")
 def test_a_stage_that_hangs_is_ended_with_all_that_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ends_like(monkeypatch, HANGS, seconds=4)
-    assert found["status"] == "out of time" and "its time was over" in found["error"]
+    assert found["status"] == "out of time" and "its time limit" in found["error"]
     for _ in range(50):
         state = Path(f"/proc/{found['notes']['child']}/stat")
         if not state.exists() or state.read_text().split()[2] == "Z":
@@ -194,7 +194,7 @@ def test_a_rehearsal_writes_nothing_that_was_measured(tmp_path: Path) -> None:
     assert not any(number in text for number in ("1.5", "1.9", "1.7", "2.0", "3.0"))
     assert [figure["met"] for figure in Findings.read(report.path).figures] == [None, None, True]
     for wrong in ([], [0.0], [-1.0], [float("nan")], [1.0, float("inf")]):
-        with pytest.raises(ValueError, match="no measured values"):
+        with pytest.raises(ValueError, match="must be positive and finite"):
             report.measured("gain", wrong, "times")
 
 
@@ -308,13 +308,12 @@ def test_tokens_per_round_sums_up_all_outcomes() -> None:
 def test_the_synthetic_judge_accepts_as_often_as_it_is_told() -> None:
     """20 000 rounds, whose number of tokens has a standard deviation of 1.64: with a probability below 1e-6 the mean is
     off by more than five standard errors."""
-    inner = SimpleNamespace(judge=lambda *arguments: (None, lambda: [Verdict([9], 0)]))
+    inner = SimpleNamespace(judge=lambda *arguments: [Verdict([9], 0)])
     judge, drafts = SyntheticJudge(inner, 0.8), [Draft([1, 2, 3, 4])]
     lengths = []
     for _ in range(20_000):
-        broken, decide = judge.judge([], drafts, torch.empty(0), torch.empty(0))
-        [verdict] = decide()
-        assert broken is None and verdict.token_ids == [*[1, 2, 3, 4][: verdict.num_accepted], 9]
+        [verdict] = judge.judge([], drafts, torch.empty(0), torch.empty(0))
+        assert verdict.token_ids == [*[1, 2, 3, 4][: verdict.num_accepted], 9]
         lengths.append(len(verdict.token_ids))
     assert abs(sum(lengths) / 20_000 - tokens_per_round(0.8, 4)) < 5 * 1.64 / 20_000**0.5
     assert set(lengths) == {1, 2, 3, 4, 5}
@@ -322,7 +321,7 @@ def test_the_synthetic_judge_accepts_as_often_as_it_is_told() -> None:
 
 @needs_triton
 def test_likely_tiles_are_few_and_of_every_kind() -> None:
-    from minillm.bench.on_gpu.tiles import ROWS, is_likely
+    from minillm.bench.on_gpu.stage_tiles import ROWS, is_likely
     from minillm.ops.triton.tiles import candidates
 
     for rows in ROWS.values():

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from minillm.bench import kernels
+from minillm.bench.benchmarks import find, find_table
 from minillm.bench.device_clock import CpuClock, Way, in_turn, last_cache_bytes, ratios
 from minillm.bench.kernel_attention import Pools, attention_cases
 from minillm.bench.kernel_cases import COMPILED, PREFILL, REFERENCE, Case, Implementation, Setting
 from minillm.bench.kernel_products import SCHEMES, Weights, _compiled
-from minillm.bench.registry import find, find_table
-from minillm.ceilings import Ceiling
+from minillm.doctor.machine_limits import Ceiling
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.ops.dispatch import OPS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from minillm.bench import processors, threads
-from minillm.bench.registry import find, find_table
+from minillm.bench.benchmarks import find, find_table
 from minillm.errors import ConfigError
 from tests.conftest import TinyPair
 

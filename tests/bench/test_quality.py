@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from minillm import cli
 from minillm.bench import quality, quality_systems
-from minillm.bench.prompts import evaluation_prompts
 from minillm.bench.quality import Texts, join, judge, logprobs, measure
 from minillm.bench.quality_systems import CACHES, Builder, QualitySystem, systems
 from minillm.cache.layouts import LAYOUTS
 from minillm.cache.paged import PagedKVCache
 from minillm.commands import bench
+from minillm.models.held_out import evaluation_prompts
 from minillm.quantization.schemes import SCHEMES
 from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair

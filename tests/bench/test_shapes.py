@@ -11,10 +11,10 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.bench import shapes
 from minillm.errors import ConfigError
+from minillm.models.causal import CausalAttention
 from minillm.models.loading import load_config, load_model
-from minillm.models.names import stored_parts
+from minillm.models.tensor_names import stored_parts
 from minillm.tokenizer import Tokenizer
-from minillm.training.causal import CausalAttention
 
 SMALL = replace(
     shapes.SHAPES["0.4b"],

@@ -8,8 +8,8 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.bench import harness, ladder, latency, prefill, verify
+from minillm.bench.benchmarks import find_table
 from minillm.bench.harness import same_start
-from minillm.bench.registry import find_table
 from minillm.bench.tables import speed_table
 from minillm.errors import ConfigError
 from tests.conftest import TinyPair

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from minillm.checks import find_chromium
+from minillm.doctor.checks import find_chromium
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "minillm"

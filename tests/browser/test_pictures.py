@@ -11,10 +11,10 @@ from playwright.sync_api import Browser, Page
 
 from minillm.trace import Trace
 from minillm.viz import AcceptanceStrip, CachePagesView, ReplayWidget
-from minillm.viz.replay_frames import spread
+from minillm.viz.live.replay_frames import spread
 from tests.browser.conftest import ROOT
 from tests.browser.text_boxes import Shown, faults, open_pictures, pictures_of
-from tests.viz.traces import busy, sharing, story
+from tests.trace.traces import busy, sharing, story
 
 SOLUTIONS = sorted((ROOT / "solutions").glob("*.ipynb"))
 WIDTHS, THEMES = (1400, 900), ("light", "dark")

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 from minillm.viz import CachePagesView, ReplayWidget
 from tests.browser.conftest import Lab
 from tests.browser.test_lesson_00 import CONNECTED
-from tests.viz.traces import sharing
+from tests.trace.traces import sharing
 
 MINUTE = 60_000
 NOTEBOOK = "replay.ipynb"

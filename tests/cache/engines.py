@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
-from minillm.bench.prompts import held_out_prompts
-from minillm.models.runner import ModelRunner, Segment
+from minillm.batch import Segment
+from minillm.models.held_out import held_out_prompts
+from minillm.runtime.runner import ModelRunner
 
 DRAFT = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4}
 

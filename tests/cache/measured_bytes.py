@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from minillm.cache.base import Batch
+from minillm.batch import Batch
 from minillm.cache.layouts import LAYOUTS
 from minillm.models.config import ModelConfig
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minillm import SamplingParams
-from minillm.cache.base import Batch
+from minillm.batch import Batch
 from minillm.cache.paged_quantized import PagedQuantizedKVCache
 from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.trace import BlockCopied, DraftProposed, RequestPreempted, TokensCommitted

@@ -64,7 +64,7 @@ def paged(model: str) -> list[list[int]]:
 
 @torch.inference_mode()
 def greedy_tokens(model: Decoder, attention: Attention, prompt: list[int]) -> list[int]:
-    """The likeliest tokens of a model whose attention is someone else's: the prompt at once, then one by one."""
+    """The most likely tokens of a model whose attention is someone else's: the prompt at once, then one by one."""
     tokens = list(prompt)
     past = 0
     for _ in range(GREEDY.max_tokens):

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minillm.cache.base import Batch, KVCache
+from minillm.batch import Batch
+from minillm.cache.base import KVCache
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.rope import inverse_frequencies
 

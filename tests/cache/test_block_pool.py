@@ -1,4 +1,4 @@
-"""The allocator under every order of use: nothing is lost or freed twice, and names lead to the right blocks."""
+"""The allocator under every order of use: nothing is lost or freed twice, and hashes lead to the right blocks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.pool.on_free = self.see_freed
         self.tables: dict[int, list[int]] = {}
         self.tokens: dict[int, int] = {}
-        self.names: dict[int, bytes] = {}
-        """Block → its name, as it should be."""
+        self.hashes: dict[int, bytes] = {}
+        """Block → its hash, as it should be."""
         self.cached: list[int] = []
         """Named blocks without owners, the one to be evicted next first."""
         self.evicted: list[int] = []
         self.freed: list[int] = []
-        self.next_request = self.next_name = 0
+        self.next_request = self.next_hash = 0
 
     # What the pool tells, taken down; and what it should have told.
 
@@ -59,7 +59,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         num_evicted = 0 if blocks is None else max(0, count - num_empty)
         gone, self.cached = self.cached[:num_evicted], self.cached[num_evicted:]
         for block_id in gone:
-            del self.names[block_id]
+            del self.hashes[block_id]
         self.expect_told(gone, gone)
         if blocks is not None:
             assert len(blocks) == len(set(blocks)) == count
@@ -72,8 +72,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         del self.tables[request][keep:]
         self.pool.free(tail)
         ownerless = [block_id for block_id in reversed(tail) if not self.owners(block_id)]
-        self.cached += [block_id for block_id in ownerless if block_id in self.names]
-        self.expect_told([], [block_id for block_id in ownerless if block_id not in self.names])
+        self.cached += [block_id for block_id in ownerless if block_id in self.hashes]
+        self.expect_told([], [block_id for block_id in ownerless if block_id not in self.hashes])
 
     def pick(self, which: int) -> int:
         return sorted(self.tables)[which % len(self.tables)]
@@ -117,24 +117,24 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tables)
     @rule(which=WHICH, index=WHICH, old=st.booleans())
-    def name(self, which: int, index: int, old: bool) -> None:
-        """A block is full and gets a name. A name that another block has, or a second name, is refused."""
+    def register(self, which: int, index: int, old: bool) -> None:
+        """A block is full and gets a hash. A hash that another block has, or a second hash, is refused."""
         table = self.tables[self.pick(which)]
         block_id = table[index % len(table)]
-        taken = sorted(self.names.values())
-        name = taken[index % len(taken)] if old and taken else b"%d" % self.next_name
-        self.next_name += 1
-        accepted = self.pool.name(block_id, name)
-        assert accepted == (name not in taken and block_id not in self.names)
+        taken = sorted(self.hashes.values())
+        block_hash = taken[index % len(taken)] if old and taken else b"%d" % self.next_hash
+        self.next_hash += 1
+        accepted = self.pool.register(block_id, block_hash)
+        assert accepted == (block_hash not in taken and block_id not in self.hashes)
         if accepted:
-            self.names[block_id] = name
+            self.hashes[block_id] = block_hash
 
-    @precondition(lambda self: self.names)
+    @precondition(lambda self: self.hashes)
     @rule(which=WHICH, count=st.integers(1, 3), num_more=st.integers(0, 3))
     def share(self, which: int, count: int, num_more: int) -> None:
-        """A new request finds named blocks, used or cached, and takes others besides."""
-        names = sorted(self.names.values())
-        found = [self.pool.find(name) for name in (names + names)[which % len(names) :][: min(count, len(names))]]
+        """A new request finds hashed blocks, used or cached, and takes others besides."""
+        hashes = sorted(self.hashes.values())
+        found = [self.pool.find(h) for h in (hashes + hashes)[which % len(hashes) :][: min(count, len(hashes))]]
         self.pool.share(found)
         self.cached = [block_id for block_id in self.cached if block_id not in found]
         self.expect_told([], [])
@@ -147,7 +147,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(which=WHICH)
     def fork(self, which: int) -> None:
-        """Another completion of the same prompt shares all its blocks, with or without names."""
+        """Another completion of the same prompt shares all its blocks, with or without hashes."""
         request = self.pick(which)
         self.pool.share(self.tables[request])
         self.tables[self.next_request] = list(self.tables[request])
@@ -167,23 +167,23 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.expect_told([], [])
 
     @rule()
-    def forget_cached(self) -> None:
-        """The prefix cache is emptied; what is in use keeps its name."""
-        self.pool.forget_cached()
+    def evict_cached(self) -> None:
+        """The prefix cache is emptied; what is in use keeps its hash."""
+        self.pool.evict_cached()
         for block_id in self.cached:
-            del self.names[block_id]
+            del self.hashes[block_id]
         self.expect_told(self.cached, self.cached)
         self.cached = []
 
     @rule()
     def reclaim(self) -> None:
-        """After an accident the tables alone rebuild the pool, and no name is trusted."""
+        """After an accident the tables alone rebuild the pool, and no hash is trusted."""
         stolen = self.allocate(min(2, self.pool.num_free))
         assert stolen is not None
         self.pool.reclaim(self.tables.values())
         empty = [block_id for block_id in range(self.pool.num_blocks) if not self.owners(block_id)]
         self.expect_told(self.cached, empty)
-        self.names, self.cached = {}, []
+        self.hashes, self.cached = {}, []
 
     # ---------------------------------------------------------------------------------------------------- invariants
 
@@ -199,13 +199,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert len(table) == self.pool.blocks_for(self.tokens[request])
 
     @invariant()
-    def names_lead_to_their_blocks(self) -> None:
-        """Exactly the named blocks are found, each by its own name."""
+    def hashes_lead_to_their_blocks(self) -> None:
+        """Exactly the cached blocks are found, each by its own hash."""
         assert self.pool.num_cached == len(self.cached)
-        for block_id, name in self.names.items():
-            assert self.pool.find(name) == block_id
-        for number in range(self.next_name):
-            if b"%d" % number not in self.names.values():
+        for block_id, block_hash in self.hashes.items():
+            assert self.pool.find(block_hash) == block_id
+        for number in range(self.next_hash):
+            if b"%d" % number not in self.hashes.values():
                 assert self.pool.find(b"%d" % number) is None
 
 
@@ -224,7 +224,7 @@ def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
 def test_an_allocation_that_does_not_fit_evicts_nothing() -> None:
     pool = BlockPool(4, 16)
     kept, held = pool.allocate(1) or [], pool.allocate(2) or []
-    pool.name(kept[0], b"kept")
+    pool.register(kept[0], b"kept")
     pool.free(kept)
     assert pool.allocate(3) is None
     assert pool.find(b"kept") == kept[0]
@@ -264,7 +264,7 @@ def test_of_one_prefix_the_end_is_evicted_first() -> None:
     pool = BlockPool(4, 4)
     table = pool.allocate(4) or []
     for block_id in table:
-        pool.name(block_id, b"%d" % block_id)
+        pool.register(block_id, b"%d" % block_id)
     pool.free(table)
     evicted: list[int] = []
     pool.on_evict = evicted.extend
@@ -277,7 +277,7 @@ def test_what_is_shared_again_is_evicted_last() -> None:
     pool = BlockPool(3, 4)
     table = pool.allocate(3) or []
     for block_id in table:
-        pool.name(block_id, b"%d" % block_id)
+        pool.register(block_id, b"%d" % block_id)
         pool.free([block_id])
     pool.share(table[:1])
     pool.free(table[:1])
@@ -291,18 +291,18 @@ def test_what_is_shared_again_is_evicted_last() -> None:
 
 
 def a_pool() -> tuple[BlockPool, list[list[int]]]:
-    """Six blocks: 0 (named) and 1 with one owner each, 2 with two, 3 cached, 4 and 5 empty."""
+    """Six blocks: 0 (cached) and 1 with one owner each, 2 with two, 3 cached, 4 and 5 empty."""
     pool = BlockPool(6, 4)
     tables = [pool.allocate(3) or [], pool.allocate(1) or []]
-    pool.name(0, b"zero")
-    pool.name(3, b"three")
+    pool.register(0, b"zero")
+    pool.register(3, b"three")
     pool.free(tables.pop())
     pool.share([2])
     return pool, [*tables, [2]]
 
 
-def unname(pool: BlockPool, block_id: int) -> None:
-    del pool._blocks[pool._names.pop(block_id)]
+def drop_hash(pool: BlockPool, block_id: int) -> None:
+    del pool._block_with[pool._hash_of.pop(block_id)]
 
 
 DAMAGE: dict[str, tuple[Callable[[BlockPool, list[list[int]]], object], str]] = {
@@ -319,13 +319,13 @@ DAMAGE: dict[str, tuple[Callable[[BlockPool, list[list[int]]], object], str]] = 
     "cached and used": (lambda pool, tables: pool._cached.update({0: None}), "block 0 is free and has 1 owners"),
     "an empty block lost": (lambda pool, tables: pool._empty.remove(4), "4 blocks are not free, but fewer"),
     "a cached block lost": (lambda pool, tables: pool._cached.clear(), "4 blocks are not free, but fewer"),
-    "a name that leads nowhere": (lambda pool, tables: pool._blocks.pop(b"zero"), "another name than its own"),
-    "a block without its name": (lambda pool, tables: pool._names.pop(0), "another name than its own"),
-    "one name for two blocks": (lambda pool, tables: pool._names.update({2: b"three"}), "another name than its own"),
-    "two names for one block": (lambda pool, tables: pool._blocks.update({b"3": 3}), "another name than its own"),
-    "names crossed": (lambda pool, tables: pool._blocks.update({b"zero": 3, b"three": 0}), "another name than its own"),
-    "cached without a name": (lambda pool, tables: unname(pool, 3), "cached block has no name"),
-    "empty with a name": (lambda pool, tables: pool._cached.clear() or pool._empty.append(3), "empty block has one"),
+    "a hash that leads nowhere": (lambda pool, tables: pool._block_with.pop(b"zero"), "another hash"),
+    "a block without its hash": (lambda pool, tables: pool._hash_of.pop(0), "another hash"),
+    "one hash for two blocks": (lambda pool, tables: pool._hash_of.update({2: b"three"}), "another hash"),
+    "two hashes for one block": (lambda pool, tables: pool._block_with.update({b"3": 3}), "another hash"),
+    "hashes crossed": (lambda pool, tables: pool._block_with.update({b"zero": 3, b"three": 0}), "another hash"),
+    "cached without a hash": (lambda pool, tables: drop_hash(pool, 3), "cached block has no hash"),
+    "empty with a hash": (lambda pool, tables: pool._cached.clear() or pool._empty.append(3), "empty block has one"),
 }
 
 

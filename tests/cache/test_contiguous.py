@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.cache import rows as rows_module
+from minillm.cache import sequence_rows as rows_module
 from minillm.cache.contiguous import ContiguousKVCache, best_rows
 from minillm.cache.paged import PagedKVCache
 from minillm.trace import DraftProposed, RequestPreempted

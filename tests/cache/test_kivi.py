@@ -151,7 +151,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
 
 
 def test_what_the_layout_cannot_do_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="can take back 8 tokens"):
+    with pytest.raises(UnsupportedError, match="can roll back 8 tokens"):
         LLM("minicoder", speculative_config={**check.DRAFT, "num_speculative_tokens": 9}, **KIVI)
     with pytest.raises(UnsupportedError, match="enable_prefix_caching"):
         LLM("minicoder", enable_prefix_caching=True, **KIVI)
@@ -179,7 +179,7 @@ def test_preempted_is_not_preempted(expected: list[list[int]]) -> None:
 def test_a_step_that_broke_off_half_way_is_as_if_it_had_never_begun() -> None:
     """By then some layers have overwritten recent tokens that the others still need; in prefill and while decoding.
 
-    Log-probabilities are compared, for the likeliest token may survive what its probability does not.
+    Log-probabilities are compared, for the most likely token may survive what its probability does not.
     """
 
     def run(breaks: tuple[int, ...]) -> list[float]:

@@ -37,7 +37,7 @@ def test_a_layout_of_whole_requests_is_sized_with_the_options_it_is_built_with(n
 @pytest.mark.parametrize(
     "config, error, words",
     [
-        ({"layout": "rowwise"}, UnsupportedError, r"no cache layout 'rowwise'.*there are: .*contiguous"),
+        ({"layout": "rowwise"}, UnsupportedError, r"cache layout 'rowwise'.*not available; there are: .*contiguous"),
         (
             {"layout": "contiguous", "window": 8},
             UnknownOptionError,
@@ -45,7 +45,7 @@ def test_a_layout_of_whole_requests_is_sized_with_the_options_it_is_built_with(n
         ),
         ({"layout": "window", "sinks": 4}, UnknownOptionError, r"no option 'sinks'; it has: layout, spare, window"),
         ({"layout": "contiguous", "growth": "double"}, ConfigError, r"'double' must be one of preallocated, concat"),
-        ({"layout": "contiguous", "rows": 8}, ConfigError, r"rows=8 means nothing to growth='preallocated'"),
+        ({"layout": "contiguous", "rows": 8}, ConfigError, r"rows=8 has no effect with growth='preallocated'"),
         ({"layout": "contiguous", "growth": "every", "rows": 0}, ConfigError, r"rows=0 must be .* at least 1"),
         ({"layout": "contiguous", "growth": "every", "rows": True}, ConfigError, r"rows=True must be"),
         ({"layout": "contiguous", "growth": "every", "rows": 257}, ConfigError, r"rows=257 is over the 256 rows"),
@@ -66,10 +66,13 @@ def test_options_that_make_no_sense(tiny: TinyPair, config: dict[str, Any], erro
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"enable_prefix_caching": True}, r"enable_prefix_caching=True cannot be had with cache layout .*leave it out"),
-        ({"block_size": 16}, r"block_size=16 means nothing to cache layout .*leave it out"),
-        ({"kv_cache_dtype": "int8"}, r"no cache layout .*with kv_cache_dtype='int8'"),
-        ({"ops": {"paged_attention": print}}, r"no use for 'paged_attention'.*it could replace: nothing"),
+        ({"enable_prefix_caching": True}, r"enable_prefix_caching=True is not supported by .*leave it out"),
+        ({"block_size": 16}, r"block_size=16 is not supported by cache layout .*leave it out"),
+        ({"kv_cache_dtype": "int8"}, r"cache layout .*with kv_cache_dtype='int8' is not available"),
+        (
+            {"ops": {"paged_attention": print}},
+            r"'paged_attention'.* is not called by cache layout .*it can replace: nothing",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

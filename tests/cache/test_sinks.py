@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm.cache import rows as rows_module
+from minillm.cache import sequence_rows as rows_module
 from minillm.cache import window as window_module
 from minillm.cache.sinks import SinksKVCache
 from minillm.errors import ConfigError, MinillmError
@@ -81,7 +81,7 @@ def test_going_back_beyond_spare_is_refused() -> None:
     play = Play(config, cache, streaming(4, 10), 0, max_back=3)
     play.step([(0, 0, 60)])
     play.step([(0, 57, 4)])
-    with pytest.raises(MinillmError, match=r"from 61 tokens to 56, which is 5 tokens.*spare=3"):
+    with pytest.raises(MinillmError, match=r"from 61 tokens to 56, by 5 tokens.*spare=3"):
         play.step([(0, 56, 1)])
 
 
@@ -101,7 +101,7 @@ def test_bytes_are_as_claimed_and_nothing_stays() -> None:
 
 def test_sinks_and_window_must_fit_into_a_window_of_the_models_own() -> None:
     assert make(4, 8, 3, sliding_window=12)
-    with pytest.raises(ConfigError, match=r"sinks=4 and window=9 show a query 13 tokens.*layer 1.*trained to see 12"):
+    with pytest.raises(ConfigError, match=r"sinks=4 and window=9 give a query 13 tokens.*layer 1.*window of 12"):
         make(4, 9, 3, sliding_window=12, sliding_layers=(False, True))
 
 

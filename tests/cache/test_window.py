@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.cache import rows as rows_module
+from minillm.cache import sequence_rows as rows_module
 from minillm.cache import window as window_module
 from minillm.cache.window import WindowKVCache
 from minillm.errors import MinillmError, UnsupportedError
@@ -70,7 +70,7 @@ def test_every_roll_back_within_spare_is_exact_and_the_next_one_is_refused() -> 
     config, cache = make(10, 4)
     play = Play(config, cache, last_tokens(10), 0, max_back=4)
     play.step([(0, 0, 40)])
-    with pytest.raises(MinillmError, match=r"from 40 tokens to 34, which is 6 tokens.*spare=4"):
+    with pytest.raises(MinillmError, match=r"from 40 tokens to 34, by 6 tokens.*spare=4"):
         play.step([(0, 34, 1)])
 
 
@@ -166,7 +166,7 @@ def test_minicoder_drafts_without_loss() -> None:
 
 def test_more_drafts_than_can_be_taken_back_are_refused(tiny: TinyPair) -> None:
     draft = {**draft_of(tiny), "num_speculative_tokens": 4}
-    with pytest.raises(UnsupportedError, match=r"num_speculative_tokens=4.*can take back 3 tokens"):
+    with pytest.raises(UnsupportedError, match=r"num_speculative_tokens=4.*can roll back 3 tokens"):
         LLM(str(tiny.target), kv_cache_config={"layout": "window", "spare": 3}, speculative_config=draft)
 
 

@@ -61,14 +61,14 @@ def test_it_prints_the_bytes_of_the_file(tiny: TinyPair, tmp_path: Path, capsys,
         (["--scheme", "int8", "--group-size", "64"], "scheme 'int8' has no such option"),
         (["--scheme", "int4", "--bits", "3"], "bits=3"),
         (["--scheme", "awq", "--group-size", "7"], "group_size=7 must be a multiple of 8"),
-        (["--scheme", "int8", "--out", "{taken}"], "is there already and not empty"),
+        (["--scheme", "int8", "--out", "{taken}"], "already exists and is not empty"),
         (["--scheme", "int8", "--out", "{tmp}/no/out"], "there is no folder"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_loaded(
     argv: list[str], words: str, tiny: TinyPair, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    monkeypatch.setattr("minillm.quantization.convert.load_model", lambda *_: pytest.fail("loaded first"))
+    monkeypatch.setattr("minillm.export.write_quantized.load_model", lambda *_: pytest.fail("loaded first"))
     argv = [word.format(taken=tiny.draft, tmp=tmp_path) for word in argv]
     out = [] if "--out" in argv else ["--out", str(tmp_path / "out")]
     assert cli.main(["quantize", str(tiny.target), *argv, *out]) == 2

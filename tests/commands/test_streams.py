@@ -18,7 +18,7 @@ import pytest
 from minillm import cli
 from minillm.commands import lab
 from minillm.commands.parser import COMMANDS
-from minillm.streams import STAND_INS, check_streams
+from minillm.commands.streams import STAND_INS, check_streams
 from tests.conftest import TinyPair
 
 FULL = Path("/dev/full")
@@ -86,17 +86,17 @@ def test_generate_in_an_ascii_terminal(tiny: TinyPair, options: list[str]) -> No
 
 
 def test_doctor_in_an_ascii_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minillm.doctor import Report, Row
+    from minillm.doctor.report import Report, Row
 
     rows = (Row("γ", "ok", "größer", "× …"), Row("b", "missing", "é", "m", "fix it"))
-    monkeypatch.setattr(sys.modules["minillm.doctor"], "doctor", lambda measure: Report(rows))
+    monkeypatch.setattr(sys.modules["minillm.doctor.report"], "doctor", lambda measure: Report(rows))
     with terminal() as (shown, _):
         assert cli.main(["doctor"]) == 1
     assert "+ ok       g  groser" in shown.text and "x missing" in shown.text
 
 
 def test_demo_in_an_ascii_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minillm.demo.NEW_TOKENS", 4)
+    monkeypatch.setattr("minillm.commands.side_by_side.NEW_TOKENS", 4)
     with terminal() as (shown, _):
         assert cli.main(["demo"]) == 0
     assert "with a draft, g = 3" in shown.text and "speed-up" in shown.text
@@ -128,11 +128,11 @@ def test_generate_on_a_full_disk(tiny: TinyPair, options: list[str]) -> None:
     [["--version"], ["--help"], ["bench", "--help"], ["lab", "--no-open"], ["doctor"], ["doctor", "--json"], ["demo"]],
 )
 def test_every_command_says_that_the_disk_is_full(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from minillm.doctor import Report, Row
+    from minillm.doctor.report import Report, Row
 
     report = Report((Row("a", "ok", "b", "c"),))
-    monkeypatch.setattr(sys.modules["minillm.doctor"], "doctor", lambda measure: report)
-    monkeypatch.setattr("minillm.demo.NEW_TOKENS", 2)
+    monkeypatch.setattr(sys.modules["minillm.doctor.report"], "doctor", lambda measure: report)
+    monkeypatch.setattr("minillm.commands.side_by_side.NEW_TOKENS", 2)
     with full_disk() as said:
         assert cli.main(words) == 2
     assert said.text == "minillm: No space left on device\n"
@@ -166,7 +166,7 @@ def test_a_prompt_from_a_closed_or_garbled_input_is_refused(
     assert capsys.readouterr().err == "minillm: standard input is closed; give the prompt itself instead of -\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff"), encoding="utf-8"))
     assert cli.main(["generate", "-"]) == 2
-    assert capsys.readouterr().err == "minillm: byte 2 of standard input is no utf-8; convert it\n"
+    assert capsys.readouterr().err == "minillm: byte 2 of standard input is not utf-8; convert it\n"
 
 
 def test_a_reader_may_leave_at_any_byte() -> None:
@@ -180,7 +180,7 @@ def test_a_reader_may_leave_at_any_byte() -> None:
         assert (process.stderr.read(), process.wait()) == (b"", 0)
 
 
-@pytest.mark.parametrize("where", ["minillm.commands.parser.parser", "minillm.streams.check_streams"])
+@pytest.mark.parametrize("where", ["minillm.commands.parser.parser", "minillm.commands.streams.check_streams"])
 def test_an_interrupt_while_it_starts_is_said_in_one_line(
     where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +219,7 @@ def impossible(file: Path) -> list[Path]:
     ("command", "finds"),
     [
         (["lab", "--no-open", "--dir"], None),
-        (["quantize", "minicoder", "--scheme", "int8", "--out"], "minillm.quantization.convert.load_model"),
+        (["quantize", "minicoder", "--scheme", "int8", "--out"], "minillm.export.write_quantized.load_model"),
         (["export", "minicoder", "--gguf"], "minillm.export.gguf.load_model"),
         (["bench", "decode", "--json"], "minillm.commands.bench.find"),
     ],
@@ -306,7 +306,7 @@ def test_an_odd_command_line_is_answered_by_one_line_or_usage(
     if words[:1] == ["generate"] and not any(word.startswith("--model") for word in words):
         words = [*words[:1], "--model", str(tiny.target), *words[1:]]
     wrong: Callable[..., None] = lambda *_, **__: pytest.fail("it began to work")  # noqa: E731
-    for work in ("minillm.training.run.train", "minillm.quantization.convert.load_model"):
+    for work in ("minillm.training.run.train", "minillm.export.write_quantized.load_model"):
         monkeypatch.setattr(work, wrong)
     try:
         code = cli.main(words)

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from minillm.batch import Segment
 from minillm.cache.block_pool import BlockPool
-from minillm.cache.prefix import extend_names
-from minillm.engine.request import Request
-from minillm.models.runner import ModelRunner, Segment
+from minillm.cache.prefix import extend_block_hashes
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
 
 Contents = tuple[int, ...]
 """The tokens from the first of the sequence to the one at this slot."""
@@ -117,29 +118,31 @@ class Shadow:
                 f"{request.request_id}: the {self.who} believes position {position} computed; its slot holds {held}"
             )
 
-    def check_name(self, block_id: int, name: bytes, salts: Sequence[str]) -> None:
-        """A named block holds, in all its slots, tokens that have this name under one of the salts."""
+    def check_hash(self, block_id: int, block_hash: bytes, salts: Sequence[str]) -> None:
+        """A cached block holds, in all its slots, tokens that have this hash under one of the salts."""
         held = [self.slots.get(block_id * self.block_size + offset) for offset in range(self.block_size)]
         last = held[-1]
-        assert last is not None and len(last) % self.block_size == 0, f"block {block_id} has a name and holds {held}"
+        assert last is not None and len(last) % self.block_size == 0, f"block {block_id} has a hash and holds {held}"
         first = len(last) - self.block_size
         assert held == [last[: first + offset + 1] for offset in range(self.block_size)]
-        assert name in true_names(last, self.block_size, tuple(salts)), f"block {block_id} has a name of other contents"
+        assert block_hash in true_hashes(last, self.block_size, tuple(salts)), (
+            f"block {block_id} has a hash of other contents"
+        )
 
 
 @cache
-def true_names(contents: Contents, block_size: int, salts: tuple[str, ...]) -> list[bytes]:
-    """What the last block of these tokens may be called."""
-    return [extend_names([], contents, block_size, salt)[-1] for salt in salts]
+def true_hashes(contents: Contents, block_size: int, salts: tuple[str, ...]) -> list[bytes]:
+    """The hashes the last block of these tokens may have."""
+    return [extend_block_hashes([], contents, block_size, salt)[-1] for salt in salts]
 
 
-def check_pool_names(pool: BlockPool, shadow: Shadow, requests: Sequence[Request], salts: Sequence[str]) -> None:
-    """Every name in the pool is true, and everyone who holds such a block has committed these very tokens."""
-    for block_id, name in pool._names.items():
-        shadow.check_name(block_id, name, salts)
+def check_pool_hashes(pool: BlockPool, shadow: Shadow, requests: Sequence[Request], salts: Sequence[str]) -> None:
+    """Every hash in the pool is right, and everyone who holds such a block has committed these very tokens."""
+    for block_id, block_hash in pool._hash_of.items():
+        shadow.check_hash(block_id, block_hash, salts)
     for request in requests:
-        names = request.block_names(pool.block_size)
+        hashes = request.block_hashes(pool.block_size)
         for index, block_id in enumerate(request.block_table):
-            assert pool._names.get(block_id) in (None, *names[index : index + 1]), (
-                f"{request.request_id} holds block {block_id}, whose name is of other tokens than {request.token_ids}"
+            assert pool._hash_of.get(block_id) in (None, *hashes[index : index + 1]), (
+                f"{request.request_id} holds block {block_id}, whose hash is of other tokens than {request.token_ids}"
             )

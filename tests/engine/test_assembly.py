@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from minillm import LLM, SamplingParams
 from minillm.engine import assembly
-from minillm.models import cpu_executor
-from minillm.models.cpu_executor import CpuExecutor
 from minillm.models.loading import load_model, save_llama
-from minillm.models.runner import ModelRunner
 from minillm.ops.cpu.simd import BFLOAT
 from minillm.ops.paged_attention import paged_attention
 from minillm.quantization.base import QuantizedLinear
 from minillm.quantization.int8 import Int8
+from minillm.runtime import cpu_executor, packed_decoder
+from minillm.runtime.cpu_executor import CpuExecutor
+from minillm.runtime.runner import ModelRunner
 from tests.conftest import TinyPair
 from tests.engine.tiny_engines import pair
 
@@ -82,9 +82,9 @@ def test_16_bit_weights_give_the_tokens_of_the_same_weights_in_32_bits(folders: 
     narrow, wide = make(folders, "bfloat16"), make(folders, "float32")
     for mine, others in zip(runners(narrow), runners(wide), strict=True):
         assert isinstance(mine.executor, CpuExecutor) and in_float32(mine)
-        assert mine.executor.weights.dtype == BFLOAT
+        assert mine.executor.packed.weights.dtype == BFLOAT
         for part in ("weights", "head", "embedding", "vectors", "matrices", "layers"):
-            assert np.array_equal(getattr(mine.executor, part), getattr(others.executor, part)), part
+            assert np.array_equal(getattr(mine.executor.packed, part), getattr(others.executor.packed, part)), part
         assert mine.cache.num_bytes == CACHE_BYTES / 2
     assert tokens(narrow) == tokens(wide)
 
@@ -103,7 +103,7 @@ def test_who_stays_in_pytorch_computes_in_float32(folders: dict[str, Path], opti
 def test_where_nothing_is_compiled_the_engine_computes_in_float32(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_executor, "why_not", lambda *_: "not here")
+    monkeypatch.setattr(cpu_executor, "unsupported_reason", lambda *_: "not here")
     assert all(runner.executor is None and in_float32(runner) for runner in runners(make(folders, "bfloat16")))
 
 
@@ -141,11 +141,11 @@ def test_the_weights_are_never_there_twice(
     def count_left(_: Any) -> None:
         num_alive.append(sum(matrix() is not None for matrix in matrices))
 
-    before("_pack_all", cpu_executor, find)
-    before("pack", cpu_executor, count_left)
-    before("pack_floats", cpu_executor, count_left)
-    before("pack_pairs", cpu_executor, count_left)
-    before("_compile", CpuExecutor, count_left)
+    before("_pack_all", packed_decoder, find)
+    before("pack", packed_decoder, count_left)
+    before("pack_floats", packed_decoder, count_left)
+    before("pack_pairs", packed_decoder, count_left)
+    before("try_out", CpuExecutor, count_left)
     LLM(str(folders["target bfloat16"]), device="cpu", quantization=quantization)
     # Eight of the layers, embedding, unembedding. The embedding is taken over when the layers are packed.
     assert num_alive == [10, 9, 8, 7, 6, 5, 4, 3, 1, 0]
@@ -168,9 +168,9 @@ def test_an_unembedding_is_rounded_where_weights_have_eight_bits(
 
 
 def test_a_gpu_that_falls_back_says_why_and_a_cpu_does_not(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelRunner, "speed_up", lambda self, *limits: "Triton cannot be imported")
+    monkeypatch.setattr(ModelRunner, "unsupported_reason", lambda self: "Triton cannot be imported")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LLM(str(tiny.target), device="cpu")
-    with pytest.warns(UserWarning, match="plain PyTorch, right and slower: Triton cannot be imported"):
-        assembly.tell_of_fallback("Triton cannot be imported")
+    with pytest.warns(UserWarning, match="plain PyTorch, which is correct but slower: Triton cannot be imported"):
+        assembly.warn_of_fallback("Triton cannot be imported")

@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm import LLM, SamplingParams, device_sampling
-from minillm.device_sampling import DeviceSampler
+from minillm import LLM, SamplingParams
 from minillm.engine import judge as judge_file
 from minillm.engine.judge import DeviceJudge, judge
-from minillm.engine.request import Request
 from minillm.errors import DraftError, NonFiniteLogitsError
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
+from minillm.sampling import device as device_sampling
+from minillm.sampling.device import DeviceSampler
 from minillm.speculative.drafter import Draft
 from tests.conftest import TinyPair
 from tests.engine.test_judge import CountCalls
@@ -63,8 +64,10 @@ def judge_on_device(
 ) -> tuple[Any, Counter[str]]:
     """The verdicts, and how often they crossed."""
     with NoWaiting() as crossed:
-        broken_row, verdicts = device_judge.judge(requests, drafts, logits, logits)
-        decided = verdicts() if broken_row is None else broken_row
+        try:
+            decided: Any = device_judge.judge(requests, drafts, logits, logits)
+        except judge_file.BrokenRowError as broken:
+            decided = broken.row
     return decided, crossed
 
 
@@ -95,7 +98,7 @@ def test_a_greedy_step_asks_little_of_pytorch() -> None:
     found = device_judge.sampler.argmax(logits), device_judge.all_finite(logits)
     device_judge.sampler.argmax, device_judge.all_finite = lambda x: found[0], lambda x: found[1]
     with CountCalls() as calls:
-        device_judge.judge(requests, drafts, logits, logits)[1]()
+        device_judge.judge(requests, drafts, logits, logits)
     assert 0 < calls.count <= 7
 
 
@@ -148,19 +151,22 @@ def test_a_tensor_forgotten_on_the_host_is_seen(monkeypatch: pytest.MonkeyPatch)
 def test_the_first_broken_row_is_found_among_those_of_prompts_too(wishes: str, bad: float) -> None:
     requests, drafts, logits = random_round(random.Random(3), WISHES[wishes], "nds")
     everything = torch.cat([torch.randn(3, VOCAB), logits])
-    assert DEVICE_JUDGE.judge(requests, drafts, logits, everything)[0] is None
+    assert len(DEVICE_JUDGE.judge(requests, drafts, logits, everything)) == len(requests)
     everything[2, 5] = everything[-1, 7] = bad
-    assert DEVICE_JUDGE.judge(requests, drafts, everything[3:], everything)[0] == 2
+    for judge_of_step in (DEVICE_JUDGE, judge_file.HostJudge()):
+        with pytest.raises(judge_file.BrokenRowError) as broken:
+            judge_of_step.judge(requests, drafts, everything[3:], everything)
+        assert broken.value.row == 2
     assert judge_file.first_broken_row(everything) == 2
 
 
 def test_rows_of_prompts_alone_are_read_and_no_rows_at_all_are_not() -> None:
     with NoWaiting() as crossed:
-        broken_row, verdicts = DEVICE_JUDGE.judge([], [], torch.empty(0, VOCAB), torch.ones(2, VOCAB))
-    assert (broken_row, verdicts(), dict(crossed)) == (None, [], {"read": 1})
+        verdicts = DEVICE_JUDGE.judge([], [], torch.empty(0, VOCAB), torch.ones(2, VOCAB))
+    assert (verdicts, dict(crossed)) == ([], {"read": 1})
     with NoWaiting() as crossed:
-        broken_row, verdicts = DEVICE_JUDGE.judge([], [], torch.empty(0, VOCAB), torch.empty(0, VOCAB))
-    assert (broken_row, verdicts(), dict(crossed)) == (None, [], {})
+        verdicts = DEVICE_JUDGE.judge([], [], torch.empty(0, VOCAB), torch.empty(0, VOCAB))
+    assert (verdicts, dict(crossed)) == ([], {})
 
 
 def request(**params: Any) -> Request:
@@ -208,7 +214,7 @@ def on_device(llm: LLM, implementation: str = "reference") -> list[Counter[str]]
         return run
 
     device = engine.runner.device
-    engine.device_judge = DeviceJudge(device, implementation)
+    engine.judge = DeviceJudge(device, implementation)
     engine._judge = watched(engine._judge)
     if engine.drafter is not None:
         engine.drafter.sampler = DeviceSampler(device, implementation)
@@ -257,7 +263,7 @@ def test_logprobs_are_the_same(tiny: TinyPair) -> None:
     """They are read when the step has been judged, by those who asked for them."""
     expected = texts(engine(tiny, "probabilistic"), "all side by side", logprobs=2, prompt_logprobs=1)
     llm = engine(tiny, "probabilistic")
-    llm.engine.device_judge = DEVICE_JUDGE
+    llm.engine.judge = DEVICE_JUDGE
     assert texts(llm, "all side by side", logprobs=2, prompt_logprobs=1) == expected
     assert expected[0][0][1] and expected[0][2]
 
@@ -294,7 +300,7 @@ def test_one_broken_logit_names_its_request_and_costs_nobody_else(
 def test_a_broken_logit_of_a_prompt_names_its_request(tiny: TinyPair, judged_on_device: bool) -> None:
     llm = engine(tiny, None)
     if judged_on_device:
-        llm.engine.device_judge = DEVICE_JUDGE
+        llm.engine.judge = DEVICE_JUDGE
     run = llm.engine.runner.run
 
     def break_a_prompt(segments: Sequence[Any]) -> Tensor:
@@ -310,10 +316,10 @@ def test_a_broken_logit_of_a_prompt_names_its_request(tiny: TinyPair, judged_on_
 
 def test_a_cpu_looks_at_numbers_and_only_another_device_judges_otherwise(tiny: TinyPair) -> None:
     llm = engine(tiny, "probabilistic")
-    assert llm.engine.device_judge is None
+    assert isinstance(llm.engine.judge, judge_file.HostJudge)
     assert llm.engine.drafter.sampler is None
     crossings = on_device(llm)
-    llm.engine.device_judge = None
+    llm.engine.judge = judge_file.HostJudge()
     with pytest.raises(Waits, match="item"):
         texts(llm, "greedy")
     assert not crossings
@@ -329,8 +335,10 @@ def test_kernels_choose_tokens_only_where_they_have_been_seen_to_run(
     seen: list[Any] = []
     for file in (judge_file, device_sampling):
         monkeypatch.setattr(file, "op", lambda name, where, implementation=None: seen.append(implementation))
-    runner = SimpleNamespace(device=torch.device(device), executor=executor)
-    assert (DeviceJudge.beside(runner) is None) == (DeviceSampler.beside(runner) is None) == (device == "cpu")
+    runner = object.__new__(ModelRunner)
+    runner.device, runner.executor = torch.device(device), executor
+    sampler = DeviceSampler.unless_on_cpu(runner.device, runner.sampling_implementation)
+    assert (DeviceJudge.for_runner(runner) is None) == (sampler is None) == (device == "cpu")
     assert seen == asked + asked[:2]
 
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from minillm import RequestOutput, SamplingParams
-from minillm.engine.request import Request
 from minillm.errors import RequestTooLargeError
 from minillm.llm_engine import LLMEngine
+from minillm.request import Request
 from minillm.trace import (
     BlockCopied,
     BlocksAllocated,
@@ -35,7 +35,7 @@ from minillm.trace import (
     TokensCommitted,
     Work,
 )
-from tests.engine.shadow import Accidents, Shadow, check_pool_names
+from tests.engine.shadow import Accidents, Shadow, check_pool_hashes
 from tests.engine.tiny_engines import alone, engine
 
 EXAMPLES = int(os.environ.get("MINILLM_MACHINE_EXAMPLES", "0"))
@@ -243,7 +243,7 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self) -> None:
         """One step, and everything it must have kept to."""
         scheduler = self.llm.engine.scheduler
-        before = Before(list(scheduler.running), list(scheduler.waiting))
+        before = Before(list(scheduler.running), list(scheduler.waiting), self.llm.engine.drafter)
         self.events.clear()
         for shadow in self.shadows:
             shadow.first_reads.clear()
@@ -279,14 +279,15 @@ class EngineMachine(RuleBasedStateMachine):
         assert not {*inner.scheduler.running} & {*inner.scheduler.waiting}
         for request in inner.scheduler.waiting:
             assert not request.block_table and not request.num_computed_tokens
-            assert not request.num_draft_computed_tokens
-        for shadow, counter in zip(self.shadows, ("num_computed_tokens", "num_draft_computed_tokens"), strict=False):
-            for request in inner.scheduler.running:
-                shadow.check_computed(request, getattr(request, counter))
-        check_pool_names(inner.pool, self.shadows[0], inner.scheduler.running, SALTS)
+            assert inner.drafter is None or not inner.drafter.num_computed_tokens(request)
+        for request in inner.scheduler.running:
+            self.shadows[0].check_computed(request, request.num_computed_tokens)
+            if inner.drafter is not None:
+                self.shadows[1].check_computed(request, inner.drafter.num_computed_tokens(request))
+        check_pool_hashes(inner.pool, self.shadows[0], inner.scheduler.running, SALTS)
         if inner.drafter is not None:
-            for block_id, name in inner.drafter._filled.items():
-                self.shadows[1].check_name(block_id, name, SALTS)
+            for block_id, block_hash in inner.drafter._filled.items():
+                self.shadows[1].check_hash(block_id, block_hash, SALTS)
         for group in self.groups.values():
             for request in group.requests:
                 expected, _ = solo(group, request, self.compiled)
@@ -414,20 +415,20 @@ class EngineMachine(RuleBasedStateMachine):
 class Before:
     """The queues as a step found them."""
 
-    def __init__(self, running: list[Request], waiting: list[Request]) -> None:
+    def __init__(self, running: list[Request], waiting: list[Request], drafter: Any) -> None:
         self.running, self.waiting = running, waiting
         self.awaiting_parent = [
             r
             for r in waiting
             if r.fork_of and not r.fork_of.finished and r.fork_of.num_computed_tokens < r.fork_of.num_prompt_tokens
         ]
-        self.draft_computed = {r.request_id: r.num_draft_computed_tokens for r in running}
+        self.draft_computed = {r.request_id: drafter.num_computed_tokens(r) if drafter else 0 for r in running}
 
 
 def sampling(arrival: Arrival, drafted: bool) -> SamplingParams:
     """Parameters whose tokens do not depend on what goes on around. Sampled drafts do: how many fit differs.
 
-    With a draft, several completions are the same one: only the likeliest token is left to sample from.
+    With a draft, several completions are the same one: only the most likely token is left to sample from.
     """
     shared: dict[str, Any] = {"detokenize": False, "max_tokens": arrival.max_tokens, "ignore_eos": True}
     if arrival.stops:

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from minillm import LLM, SamplingParams
 from minillm.engine.judge import judge
-from minillm.engine.request import Request
 from minillm.errors import NonFiniteLogitsError
-from minillm.sampling import SamplingRow, likeliest, probs_from_logits
+from minillm.request import Request
+from minillm.sampling import SamplingRow, argmax, probs_from_logits
 from minillm.speculative.drafter import Draft
 from minillm.speculative.rejection_sampler import greedy_verdicts, rejection_sample
 from tests.conftest import TinyPair
@@ -35,7 +35,7 @@ def random_round(rng: random.Random) -> tuple[list[list[int]], torch.Tensor]:
     vocab = rng.choice([2, 5, 40])
     counts = [rng.choice([0, 1, 2, 5]) for _ in range(rng.randint(1, 4))]
     logits = torch.tensor([[float(rng.randint(0, 3)) for _ in range(vocab)] for _ in range(sum(counts) + len(counts))])
-    best, drafts = iter(likeliest(logits)), []
+    best, drafts = iter(argmax(logits)), []
     for count in counts:
         right = [next(best) for _ in range(count + 1)]
         drafts.append([x if rng.random() < 0.7 else rng.randrange(vocab) for x in right[:count]])
@@ -49,7 +49,7 @@ def test_verdicts_without_probabilities_are_those_of_rejection_sampling() -> Non
         probs = probs_from_logits(logits, [SamplingRow(GREEDY)] * len(logits))
         nobody = [None] * len(drafts)
         expected = rejection_sample(drafts, nobody, probs, list(range(len(drafts))), [9] * len(drafts))
-        assert greedy_verdicts(drafts, likeliest(logits)) == expected
+        assert greedy_verdicts(drafts, argmax(logits)) == expected
         accepted |= {(len(x), verdict.num_accepted) for x, verdict in zip(drafts, expected, strict=True)}
     assert accepted == {(k, n) for k in (0, 1, 2, 5) for n in range(k + 1)}
 
@@ -67,7 +67,7 @@ def test_one_request_that_needs_probabilities_gets_them_and_changes_nobody(chang
         Request("a", "", [3, 4, 5], 2, params, 24, 7, stop_ids=frozenset({int(logits[4].argmax())}))
         for params in (GREEDY, replace(GREEDY, **changes))
     )
-    assert plain.takes_likeliest and not bent.takes_likeliest
+    assert plain.takes_argmax and not bent.takes_argmax
     drafts = [Draft([int(logits[0].argmax()), int(logits[1].argmax()), 0]), Draft([1, 2])]
     alone = judge([plain], drafts[:1], logits[:4])
     assert judge([plain, bent], drafts, logits)[0] == alone[0]
@@ -116,7 +116,7 @@ class CountCalls(TorchFunctionMode):
 @pytest.mark.parametrize("drafted, per_step", [(False, 8), (True, 8 + 4 * 5)], ids=["plain", "drafted"])
 def test_a_greedy_step_asks_little_of_pytorch(tiny: TinyPair, drafted: bool, per_step: int) -> None:
     """A call costs microseconds whatever the model, so a step of a small one is made of them: sum, its number, the
-    likeliest tokens; and those again for every draft. No distribution, no copy of the logits."""
+    most likely tokens; and those again for every draft. No distribution, no copy of the logits."""
     llm = engine(tiny, drafted)
     calls = CountCalls()
     for runner in (llm.engine.runner, *([llm.engine.drafter.runner] if drafted else [])):

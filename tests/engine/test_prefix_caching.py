@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from minillm import LLM, RequestOutput, SamplingParams
-from minillm.bench.prompts import held_out_prompts
-from minillm.models.runner import ModelRunner
+from minillm.models.held_out import held_out_prompts
+from minillm.runtime.runner import ModelRunner
 from minillm.trace import (
     BlockCopied,
     BlocksEvicted,
@@ -155,18 +155,18 @@ def test_the_next_turn_of_a_chat_finds_the_last_answer(tiny: TinyPair) -> None:
     assert tokens([second]) == tokens(alone)
 
 
-def test_only_computed_and_judged_tokens_get_a_name(tiny: TinyPair) -> None:
-    """After every step, every name in the pool is that of committed tokens whose keys are written."""
+def test_only_computed_and_judged_tokens_get_a_hash(tiny: TinyPair) -> None:
+    """After every step, every hash in the pool is that of committed tokens whose keys are written."""
     llm = LLM(str(tiny.target), block_size=2, speculative_config=drafted(tiny, 5))
     requests = llm.submit([TEXT[:30], TEXT[:50]], WARM)
     pool = llm.engine.pool
     while llm.engine.has_requests:
         llm.engine.step()
         for request in requests:
-            names = request.block_names(2)
+            hashes = request.block_hashes(2)
             for index, block_id in enumerate(request.block_table):
-                if block_id in pool._names:
-                    assert pool._names[block_id] == names[index]
+                if block_id in pool._hash_of:
+                    assert pool._hash_of[block_id] == hashes[index]
                     assert (index + 1) * 2 <= request.num_computed_tokens
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.bench.prompts import held_out_prompts
 from minillm.models import bundled
+from minillm.models.held_out import held_out_prompts
 from minillm.trace import DraftProposed, RequestPreempted, StepRan
 
 NUM_PROMPTS = 40
 NEW_TOKENS = 24
 DRAFT = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4}
+TREE = {"method": "draft_tree", "model": "minicoder-draft"}
 ROUGH_DRAFT = {**DRAFT, "quantization": "w8a8"}
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
@@ -71,7 +72,7 @@ def test_together_looking_back(expected: list[list[int]], options: dict) -> None
     assert options["method"] == "ngram" or llm.engine.num_steps - steps < steps
 
 
-@pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])
+@pytest.mark.parametrize("speculative", [None, DRAFT, TREE], ids=["plain", "drafted", "tree"])
 def test_in_plain_pytorch(expected: list[list[int]], speculative: dict | None) -> None:
     llm = LLM("minicoder", speculative_config=speculative, enforce_eager=True)
     assert llm.engine.runner.executor is None
@@ -101,7 +102,7 @@ def test_one_by_one(expected: list[list[int]], speculative: dict | None) -> None
     assert [tokens_of(llm, [prompt])[0] for prompt in prompts()] == expected
 
 
-@pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])
+@pytest.mark.parametrize("speculative", [None, DRAFT, TREE], ids=["plain", "drafted", "tree"])
 def test_chunked_prefill_of_seven_tokens(expected: list[list[int]], speculative: dict | None) -> None:
     llm = LLM("minicoder", max_num_seqs=4, max_num_batched_tokens=7, speculative_config=speculative)
     with llm.trace() as trace:
@@ -109,7 +110,7 @@ def test_chunked_prefill_of_seven_tokens(expected: list[list[int]], speculative:
     assert max(sum(work.num_tokens for work in step.work) for step in trace.of(StepRan)) == 7
 
 
-@pytest.mark.parametrize("speculative", [None, DRAFT], ids=["plain", "drafted"])
+@pytest.mark.parametrize("speculative", [None, DRAFT, TREE], ids=["plain", "drafted", "tree"])
 def test_pool_so_small_that_requests_are_preempted(expected: list[list[int]], speculative: dict | None) -> None:
     llm = LLM("minicoder", block_size=4, num_kv_blocks=67, speculative_config=speculative)
     with llm.trace() as trace:

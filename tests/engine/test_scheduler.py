@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from minillm import LLM, SamplingParams
-from minillm.engine.request import Request
 from minillm.errors import ConfigError
+from minillm.request import Request
 from minillm.trace import (
     BlocksAllocated,
     DraftProposed,

@@ -13,7 +13,6 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.cache.paged import PagedKVCache
-from minillm.engine.request import Request
 from minillm.errors import (
     CheckpointError,
     ConfigError,
@@ -25,6 +24,8 @@ from minillm.errors import (
     UnknownOptionError,
     UnsupportedError,
 )
+from minillm.request import Request
+from minillm.speculative.ngram import NgramDrafter
 from minillm.trace import RequestFinished, StepStarted
 from tests.conftest import TinyPair, random_model
 
@@ -102,7 +103,7 @@ def test_a_bad_prompt_is_refused_before_any_compute_and_others_go_on(
         (
             {"enable_prefix_caching": True, "kv_cache_config": {"layout": OneRow}},
             UnsupportedError,
-            "enable_prefix_caching=True cannot be had with cache layout 'OneRow'",
+            "enable_prefix_caching=True is not supported by cache layout 'OneRow'",
         ),
         ({"block_size": 8, "kv_cache_config": {"layout": OneRow}}, UnsupportedError, "block_size=8"),
         ({"kv_cache_config": {"layout": "nosuch"}}, UnsupportedError, "nosuch"),
@@ -115,7 +116,12 @@ def test_a_bad_prompt_is_refused_before_any_compute_and_others_go_on(
         ({"speculative_config": {"method": "medusa", "model": "x"}}, UnsupportedError, "medusa"),
         ({"speculative_config": {"model": "x", "num_speculative_tokens": 0}}, ConfigError, "num_speculative_tokens=0"),
         ({"speculative_config": {"model": "minicoder-draft", "quantization": "int3"}}, UnsupportedError, "int3"),
-        ({"speculative_config": {"method": object, "quantization": "int8"}}, ConfigError, "leave one of them out"),
+        ({"speculative_config": {"method": object}}, UnsupportedError, "or pass a Drafter class"),
+        (
+            {"speculative_config": {"method": NgramDrafter, "quantization": "int8"}},
+            ConfigError,
+            "leave one of them out",
+        ),
         ({"speculative_config": {"model": "x", "gamma": 4}}, UnknownOptionError, "gamma"),
         ({"speculative_config": {"model": "x", "rejection_sample_method": "block"}}, UnsupportedError, "block"),
         ({"speculative_config": {"model": "x", "draft_sample_method": "hot"}}, ConfigError, "hot"),
@@ -142,7 +148,7 @@ def test_params_must_match_prompts(tiny: TinyPair) -> None:
 
 def test_a_draft_with_another_tokenizer_is_refused(tiny: TinyPair, tmp_path: Any) -> None:
     from minillm.models.loading import save_llama
-    from minillm.training.tokenizer import save_tokenizer, train_tokenizer
+    from minillm.training.train_tokenizer import save_tokenizer, train_tokenizer
 
     save_llama(random_model(1, 32, 1, 2, 1), tmp_path, torch.float32)
     save_tokenizer(train_tokenizer(["entirely other text, twice as odd"] * 9, 300), tmp_path, 256)

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
+from minillm.batch import Segment
 from minillm.cache.paged import PagedKVCache
-from minillm.llm_engine import EngineArgs, LLMEngine
+from minillm.config import EngineArgs
+from minillm.llm_engine import LLMEngine
 from minillm.models.decoder import Decoder
 from minillm.models.loading import save_llama
-from minillm.models.runner import ModelRunner, Segment
+from minillm.runtime.runner import ModelRunner
 from minillm.sampling import Draw, SamplingParams, SamplingRow, probs_from_logits, sample, uniform
-from minillm.training.tokenizer import save_tokenizer, train_tokenizer
+from minillm.training.train_tokenizer import save_tokenizer, train_tokenizer
 from tests.conftest import TEXTS, random_model
 
 VOCAB = 272
@@ -77,7 +79,7 @@ def _alone(compiled: bool) -> ModelRunner:
     model = deepcopy(pair(compiled)["target"][1])
     runner = ModelRunner(model, PagedKVCache(model.config, 1, LONGEST, dtype, torch.device("cpu")), LONGEST)
     if compiled:
-        assert runner.speed_up() is None
+        assert runner.use_executor() is None
     return runner
 
 

@@ -11,11 +11,11 @@ import torch
 from minillm import LLM, SamplingParams, cli
 from minillm.bench.contestants import prompt_ids
 from minillm.bench.llama_cpp import SETTINGS, LlamaCpp
-from minillm.bench.prompts import held_out_prompts
 from minillm.commands import export as command
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.export import gguf as exporter
 from minillm.export.gguf import TYPES, architecture_of, export_gguf, interleave
+from minillm.models.held_out import held_out_prompts
 from minillm.models.loading import load_config, load_model, resolve, stored_tensors
 from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
@@ -25,8 +25,8 @@ gguf = pytest.importorskip("gguf", reason="the extra `peers` is not installed")
 llama_cpp_only = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="llama-cpp-python is missing")
 
 REFUSED = {
-    "llama, yarn rope with its own numbers": "YaRN with its own",
-    "llama, yarn rope with mscale": "YaRN with its own",
+    "llama, yarn rope with its own numbers": "YaRN with a custom",
+    "llama, yarn rope with mscale": "YaRN with a custom",
     "mistral, window": "a sliding window of 5 tokens",
     "qwen2, window in the upper layers": "a sliding window of 6 tokens",
     "qwen2, window in listed layers": "a sliding window of 4 tokens",
@@ -202,7 +202,7 @@ def test_mistakes_are_told_before_anything_is_loaded(
     (tmp_path / "taken.gguf").touch()
     for file, kind, words in (
         (tmp_path / "out.gguf", "q4", "'q4' is not available; there are: f32, f16, bf16, q8_0"),
-        (tmp_path / "taken.gguf", "f32", "is there already"),
+        (tmp_path / "taken.gguf", "f32", "exists already"),
         (tmp_path / "no" / "out.gguf", "f32", "there is no folder"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -235,7 +235,7 @@ def test_the_command_says_what_it_wrote(tiny: TinyPair, tmp_path: Path, capsys: 
     assert f"{file}: {file.stat().st_size:,} bytes, architecture llama, q8_0" in printed.out
     assert "300 tokens, split as 'llama-bpe'" in printed.out and "writing: 100%" in printed.err
     assert cli.main(["export", str(tiny.target), "--gguf", str(file)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert set(command.TYPES) == set(TYPES)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.training.causal import CausalAttention
 from tests.models.naive_attention import NaiveAttention
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from minillm.errors import CheckpointError, UnsupportedError
+from minillm.models.causal import CausalAttention
 from minillm.models.config_json import llama_config, model_config
 from minillm.models.loading import load_config, load_model, save_llama
-from minillm.training.causal import CausalAttention
 from tests.models.hf_checkpoints import CASES, HfCheckpoint, make
 from tests.models.naive_attention import NaiveAttention
 
@@ -81,15 +81,18 @@ MINIMAL = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; minillm reads LlamaForCausalLM, "),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported; minillm supports LlamaForCausalLM, ",
+        ),
         ({"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}, r"\(auto_map\) is never run"),
         ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba'"),
         ({"architectures": None}, "model_type None"),
-        ({"hidden_size": None}, "hidden_size is None"),
+        ({"hidden_size": None}, "hidden_size is missing or null"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"vocab_size": "8"}, "vocab_size is '8'"),
         ({"num_key_value_heads": 3}, "2 query heads over 3 KV heads"),
-        ({"head_dim": 5}, "channels even"),
+        ({"head_dim": 5}, "number of channels must be even"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu' or 'swish'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised \\(gptq\\)"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),

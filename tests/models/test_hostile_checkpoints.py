@@ -23,8 +23,8 @@ from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, MinillmError
 from minillm.models.config_schema import SWITCHES, RopeScaling, StoredConfig
 from minillm.models.loading import load_model
-from minillm.quantization.checkpoint import save_quantized
-from minillm.quantization.model import quantize_model
+from minillm.models.quantize import quantize_model
+from minillm.models.quantized_checkpoint import save_quantized
 from minillm.quantization.schemes import make_scheme
 from tests.conftest import TinyPair
 
@@ -106,7 +106,7 @@ def test_any_value_of_any_entry_of_rope_runs_or_is_refused(folder: Path, kind: s
     [
         ("num_hidden_layers", "1000000000", "num_hidden_layers is 1000000000; .* a whole number from 1 to 1,024"),
         ("max_position_embeddings", "1" + "0" * 30, "max_position_embeddings is 10+; it must be .* to 16,777,216"),
-        ("max_position_embeddings", LONG_NUMBER, "config.json is no JSON .*digits"),
+        ("max_position_embeddings", LONG_NUMBER, "config.json is not valid JSON .*digits"),
         ("rms_norm_eps", '"small"', "rms_norm_eps is 'small'; it must be a number above 0 and up to 1"),
         ("rms_norm_eps", "NaN", "rms_norm_eps is nan; it must be a number above 0 and up to 1"),
         ("rope_theta", "Infinity", r"rope_theta is inf; it must be a number above 1 and up to 1e\+15"),
@@ -114,14 +114,14 @@ def test_any_value_of_any_entry_of_rope_runs_or_is_refused(folder: Path, kind: s
         ("rope_scaling", '{"rope_type": "linear"}', "kind 'linear' needs the number 'factor'"),
         ("rope_scaling", '{"type": "linear", "factor": 1e400}', r"rope_scaling.factor is inf; .* up to 1e\+06"),
         ("rope_scaling", '{"type": "longrope", "factor": 2}', "RoPE of kind 'longrope' is not supported"),
-        ("rope_scaling", '{"type": "linear", "factor": 2, "mrope_section": [1]}', "has an entry 'mrope_section'"),
+        ("rope_scaling", '{"type": "linear", "factor": 2, "mrope_section": [1]}', "unknown entry 'mrope_section'"),
         ("eos_token_id", "300", "eos_token_id has 300; ids of this model go from 0 to 299"),
         ("eos_token_id", "[0, -3]", r"eos_token_id\[1\] is -3; it must be a token's id, a list of ids, or null"),
         ("quantization_config", "[1]", r"quantization_config is \[1\]; it must be an object, or null"),
         ("layer_types", '"full_attention"', "layer_types is 'full_attention'; it must be 'full_attention' or"),
         ("architectures", '"LlamaForCausalLM"', "architectures is 'LlamaForCausalLM'; it must be a list of names"),
         ("torch_dtype", '"load"', "torch_dtype is 'load'; it must be float32, float16"),
-        ("final_logit_softcapping", "30.0", "final_logit_softcapping is 30.0, which minillm's decoder does not have"),
+        ("final_logit_softcapping", "30.0", "final_logit_softcapping is 30.0, which .* does not support"),
         ("num_local_experts", "8", "num_local_experts is 8, which .* it must be 0 or 1 or left out"),
         ("a", DEEP, "config.json is nested too deeply"),
     ],
@@ -245,12 +245,12 @@ def test_a_tensor_that_two_files_have_is_refused(folder: Path) -> None:
     save_file({"model.norm.weight": tensors["model.norm.weight"] * 2}, folder / "b.safetensors")
     index = dict.fromkeys(tensors, "a.safetensors") | {"model.norm.weight": "b.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert "model.norm.weight is in a.safetensors and in b.safetensors" in outcome(folder)
+    assert "model.norm.weight is stored twice, in a.safetensors and in b.safetensors" in outcome(folder)
 
 
 def test_an_adapter_is_not_passed_over(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    assert "holds an adapter (adapter_config.json)" in outcome(folder)
+    assert "contains an adapter (adapter_config.json)" in outcome(folder)
 
 
 @pytest.mark.parametrize("method", ["int8", "int4"])

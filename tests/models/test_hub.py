@@ -40,7 +40,8 @@ def test_a_local_folder_is_taken_as_it_is(weights: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["smal", "/no/such/folder", "./missing/folder", "a/b/c", "own er/name"])
 def test_a_name_that_is_nothing_says_what_it_could_be(weights: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"no bundled one \(large, small\), no folder here, and no hub id"):
+    wanted = r"not a bundled model \(large, small\), not a local folder, and not a hub id"
+    with pytest.raises(CheckpointError, match=wanted):
         resolve(name)
 
 

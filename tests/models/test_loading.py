@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.errors import CheckpointError
-from minillm.models import staging, unfilled
+from minillm.models import empty_weights, staging
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.models.loading import load_config, load_model, save_llama, stored_tensors, widen
+from minillm.models.empty_weights import own_pages
+from minillm.models.loading import cast_model, load_config, load_model, save_llama, stored_tensors
 from minillm.models.shards import Shards
-from minillm.models.unfilled import own_pages
 from tests.models.hf_checkpoints import make
 
 WEIGHTS = "model.safetensors"
@@ -134,7 +134,7 @@ def test_matrices_may_stay_in_the_bits_of_the_file_and_be_widened_later(
     assert {p.dtype for p in model.parameters() if p.ndim == 1} == {torch.float32}
     right = load_model(tmp_path, torch.float32)
     assert {p.dtype for p in right.parameters()} == {torch.float32}
-    assert same(widen(model, torch.float32), right)
+    assert same(cast_model(model, torch.float32), right)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert (model.lm_head.weight is model.embed_tokens.weight) is tied
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -187,7 +187,7 @@ def test_each_weight_has_memory_of_its_own(
     maps: weakref.WeakSet[mmap.mmap],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(unfilled, "MAPPED_BYTES", 1)
+    monkeypatch.setattr(empty_weights, "MAPPED_BYTES", 1)
     model = load_model(folder, torch.float32, quantization=quantization)
     assert len(maps) == 2 + 2 * tensors  # two tables; in each of two layers as many as stand for its matrices
     model.layers[0].qkv_proj = torch.nn.Identity()
@@ -233,11 +233,11 @@ def test_frequencies_that_old_checkpoints_store_are_passed_over(folder: Path) ->
         ({"model__norm__weight": None}, "lacks model.norm.weight$"),
         ({"lm_head__weight": None}, "lacks lm_head.weight$"),
         ({"model__layers__1__self_attn__k_proj__weight": None}, "lacks model.layers.1.self_attn.k_proj.weight$"),
-        ({"model__layers__0__self_attn__q_proj__bias": torch.ones(16)}, "no place for: .*q_proj.bias$"),
-        ({"model__layers__2__mlp__up_proj__weight": torch.ones(24, 16)}, "no place for: .*2.mlp.up_proj"),
+        ({"model__layers__0__self_attn__q_proj__bias": torch.ones(16)}, "do not fit its config.json: .*q_proj.bias$"),
+        ({"model__layers__2__mlp__up_proj__weight": torch.ones(24, 16)}, "do not fit its config.json: .*2.mlp.up_proj"),
         (
             {"model__layers__0__self_attn__v_proj__weight": torch.ones(9, 16)},
-            r"shape than its config.json says: .*v_proj.weight \[9, 16\] \(should be \[8, 16\]\)$",
+            r"shape other than its config.json implies: .*v_proj.weight \[9, 16\] \(should be \[8, 16\]\)$",
         ),
         ({"model__norm__weight": torch.ones(16, dtype=torch.int8)}, "model.norm.weight is stored as I8"),
     ],
@@ -272,24 +272,24 @@ def test_a_corrupt_header_is_refused(folder: Path) -> None:
 
 def test_pickle_is_never_opened(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"holds pytorch_model.bin, but only safetensors are read"):
+    with pytest.raises(CheckpointError, match=r"contains pytorch_model.bin, but minillm reads only safetensors"):
         load_model(folder, torch.float32)
 
 
 def test_a_folder_without_weights_says_what_it_lacks(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
-    with pytest.raises(CheckpointError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(CheckpointError, match=r"contains neither model.safetensors nor model.safetensors.index.json"):
         load_model(folder, torch.float32)
 
 
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "is no index of safetensors"),
-        ("[]", "is no index of safetensors"),
-        ('{"weight_map": {"x": 3}}', "is no index of safetensors"),
+        ("{", "is not a valid index"),
+        ("[]", "is not a valid index"),
+        ('{"weight_map": {"x": 3}}', "is not a valid index"),
         ('{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}', "lacks a.safetensors, b.safetensors of its 2"),
-        ('{"weight_map": {"x": "../kept.safetensors"}}', "names '../kept.safetensors', which is no file of"),
+        ('{"weight_map": {"x": "../kept.safetensors"}}', "names '../kept.safetensors', which is not a file in"),
     ],
 )
 def test_a_broken_index_is_refused(folder: Path, index: str, message: str) -> None:
@@ -303,9 +303,12 @@ def test_a_broken_index_is_refused(folder: Path, index: str, message: str) -> No
     ("content", "message"),
     [
         (None, r"cannot read config.json \(No such file"),
-        ("{", "config.json is no JSON"),
-        ("[1]", "config.json holds no JSON object"),
-        ('{"architectures": ["BertModel"]}', "architecture BertModel is not supported; minillm reads LlamaForCausalLM"),
+        ("{", "config.json is not valid JSON"),
+        ("[1]", "config.json is not a JSON object"),
+        (
+            '{"architectures": ["BertModel"]}',
+            "architecture BertModel is not supported; minillm supports LlamaForCausalLM",
+        ),
     ],
 )
 def test_a_config_that_says_nothing_is_refused(folder: Path, content: str | None, message: str) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from minillm.errors import CheckpointError, UnsupportedError
 from minillm.models.config import ModelConfig, RopeConfig
-from minillm.models.rope import RotaryEmbedding, inverse_frequencies, rotate
+from minillm.models.rope import RotaryEmbedding, inverse_frequencies
+from minillm.ops.rope import rope as rotate
 
 LLAMA_32 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 QWEN_25 = {"factor": 4.0, "original_max_position_embeddings": 32768}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minillm.cache.base import Batch
+from minillm.batch import Batch
 from minillm.ops import paged_attention as op
 
 
@@ -92,11 +92,11 @@ def test_blocks_in_a_row_are_read_in_place_with_the_same_result() -> None:
         return op.paged_attention(q, keys, values, batch), batch
 
     in_row, batch = run([2, 3, 4])
-    assert isinstance(batch.plans[None].products[0].slots, slice)
+    assert isinstance(batch.plans[(op.AttentionPlan, None)].products[0].slots, slice)
     for source in (keys, values):
         source[40:48], source[32:40] = source[32:40].clone(), source[40:48].clone()
     scattered, batch = run([2, 3, 5])
-    assert not isinstance(batch.plans[None].products[0].slots, slice)
+    assert not isinstance(batch.plans[(op.AttentionPlan, None)].products[0].slots, slice)
     assert torch.equal(in_row, scattered)
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.models import bundled
+from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import load_model
 from minillm.quantization.base import LayerStatistics
 from minillm.tokenizer import Tokenizer
-from minillm.training.causal import CausalAttention
 
 
 def random_decoder(**changes: object) -> Decoder:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from minillm.models import staging
 from minillm.models.decoder import Decoder
 from minillm.models.loading import load_model, save_llama
+from minillm.models.quantize import decoder_linears, quantize_model, quantize_unembedding
+from minillm.models.quantized_checkpoint import save_quantized
 from minillm.models.shards import Shards
 from minillm.ops.linear import Linear
 from minillm.quantization.base import Scheme
-from minillm.quantization.checkpoint import save_quantized
-from minillm.quantization.model import decoder_linears, quantize_model, quantize_unembedding
 from minillm.quantization.schemes import make_scheme
 from tests.quantization.models import random_decoder
 
@@ -90,7 +90,7 @@ def test_the_unembedding_is_quantised_some_rows_at_a_time(monkeypatch: pytest.Mo
         return quantize(self, weight)
 
     right = scheme.quantize(weight)
-    monkeypatch.setattr("minillm.quantization.model.UNEMBEDDING_ROWS", 7)
+    monkeypatch.setattr("minillm.models.quantize.UNEMBEDDING_ROWS", 7)
     monkeypatch.setattr(Scheme, "quantize", watched)
     model = quantize_unembedding(random_decoder(), scheme)
     assert max(rows) == 7 and sum(rows) == weight.shape[0] and weight.shape[0] % 7

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from minillm.bench.prompts import calibration_prompts, evaluation_prompts
+from minillm.models.calibration import calibrate
 from minillm.models.decoder import Decoder
+from minillm.models.held_out import calibration_prompts, evaluation_prompts
+from minillm.models.quantize import Calibration, linear_bytes, num_weights, quantize_model
 from minillm.quantization.base import Scheme
-from minillm.quantization.calibration import calibrate
-from minillm.quantization.model import Calibration, linear_bytes, num_weights, quantize_model
 from minillm.quantization.schemes import make_scheme
 from tests.quantization.models import divergence, log_probs, minicoder
 

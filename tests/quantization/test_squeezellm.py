@@ -206,10 +206,10 @@ def test_sparse_values_over_fp16_are_refused() -> None:
     [
         ("sparse_columns", lambda t: t.fill_(250), "points outside 250 columns"),
         ("sparse_columns", lambda t: t.fill_(-1), "points outside 250 columns"),
-        ("sparse_rows", lambda t: t.add_(1), "does not divide"),
-        ("sparse_rows", lambda t: t.copy_(t.flip(0)), "does not divide"),
-        ("codebooks", lambda t: t.fill_(float("nan")), "codebooks holds NaN"),
-        ("sparse_values", lambda t: t.fill_(float("inf")), "sparse_values holds NaN or infinity"),
+        ("sparse_rows", lambda t: t.add_(1), "not a partition"),
+        ("sparse_rows", lambda t: t.copy_(t.flip(0)), "not a partition"),
+        ("codebooks", lambda t: t.fill_(float("nan")), "codebooks contains NaN"),
+        ("sparse_values", lambda t: t.fill_(float("inf")), "sparse_values contains NaN or infinity"),
     ],
 )
 def test_tensors_that_contradict_themselves_are_refused(name: str, change: object, words: str) -> None:

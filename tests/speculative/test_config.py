@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
 from minillm.speculative.config import SpeculativeConfig
+from minillm.speculative.drafter import Draft, Drafter
 
 
 @pytest.mark.parametrize(
@@ -21,29 +23,50 @@ from minillm.speculative.config import SpeculativeConfig
 )
 def test_ngram_sizes_default_as_in_vllm(options: dict[str, int], sizes: tuple[int, int]) -> None:
     config = SpeculativeConfig.from_dict({"method": "ngram", **options})
-    assert config.lookup == sizes and config.max_drafts == 4
+    assert config.options.lookup == sizes and config.max_drafts == 4
 
 
 def test_suffix_drafts_as_many_as_its_depth_unless_told() -> None:
-    assert SpeculativeConfig(method="suffix").max_drafts == 24
-    assert SpeculativeConfig(method="suffix", suffix_decoding_max_tree_depth=7).max_drafts == 7
-    assert SpeculativeConfig(method="suffix", num_speculative_tokens=3).max_drafts == 3
-    assert SpeculativeConfig(method="suffix").suffix_options == {}
-    given = SpeculativeConfig(
-        method="suffix", suffix_decoding_max_cached_requests=0, suffix_decoding_max_spec_factor=0.5
-    )
-    assert given.suffix_options == {"max_cached_requests": 0, "max_spec_factor": 0.5}
+    def most(**options: int) -> int:
+        return SpeculativeConfig.from_dict({"method": "suffix", **options}).max_drafts
+
+    assert (most(), most(suffix_decoding_max_tree_depth=7), most(num_speculative_tokens=3)) == (24, 7, 3)
+
+
+class Own(Drafter):
+    """A drafter with an option of its own, declared beside it."""
+
+    @dataclass(frozen=True)
+    class Options:
+        patience: int = 1
+
+    def propose(self, requests, num_drafts):
+        return [Draft([]) for _ in requests]
+
+
+def test_a_drafter_of_ones_own_declares_its_options() -> None:
+    config = SpeculativeConfig.from_dict({"method": Own, "patience": 3, "num_speculative_tokens": 2})
+    assert config.options == Own.Options(3) and config.method_name == "Own"
+    assert SpeculativeConfig.from_dict({"method": Own}).options.patience == 1
+    with pytest.raises(UnknownOptionError, match="'impatience'"):
+        SpeculativeConfig.from_dict({"method": Own, "impatience": 3})
 
 
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"method": "eagle"}, UnsupportedError, "'draft_model', 'ngram' or 'suffix'"),
+        ({"method": "eagle"}, UnsupportedError, "'draft_model', 'draft_tree', 'ngram' or 'suffix'"),
         ({"method": "ngram", "prompt_lookup_max": 0}, ConfigError, "prompt_lookup_max=0"),
         ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, ConfigError, "prompt_lookup_min=3"),
-        ({"method": "ngram", "model": "minicoder-draft"}, ConfigError, "model='minicoder-draft'.*'draft_model'"),
+        ({"method": "ngram", "model": "small"}, ConfigError, "model='small'.*'draft_model' or 'draft_tree'"),
         ({"method": "suffix", "prompt_lookup_max": 3}, ConfigError, "prompt_lookup_max=3.*'ngram'.*'suffix'"),
-        ({"method": object, "quantization": "int8"}, ConfigError, "quantization='int8'.*'object'"),
+        ({"method": Own, "quantization": "int8"}, ConfigError, "quantization='int8'.*'Own'"),
+        ({"method": object}, UnsupportedError, "class 'object'.*pass a Drafter class"),
+        ({"method": "draft_tree", "model": "x", "tree_branching": [8, 8]}, ConfigError, "72 drafts, at most 63"),
+        ({"method": "draft_tree", "model": "x", "tree_branching": [2, 0]}, ConfigError, "levels=0.*at least 1"),
+        ({"method": "draft_tree", "model": "x", "tree_branching": 3}, ConfigError, "tree_branching=3"),
+        ({"method": "draft_tree", "tree_branching": [2]}, ConfigError, "needs 'model'"),
+        ({"method": "ngram", "rejection_sample_method": "typical"}, UnsupportedError, "'typical'.*AcceptRule"),
         ({"model": "x", "suffix_decoding_max_tree_depth": 3}, ConfigError, "'suffix'.*'draft_model'"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, ConfigError, "suffix_decoding_max_tree_depth=0"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, ConfigError, "at least 0"),

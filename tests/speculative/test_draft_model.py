@@ -53,10 +53,10 @@ def test_a_block_that_a_guess_was_written_to_has_lost_its_name(tiny: TinyPair) -
 
     def propose(requests, num_drafts):
         drafter._filled = dict.fromkeys(range(80), b"of other tokens")
-        first = [request.num_draft_computed_tokens for request in requests]
+        first = [drafter.num_computed_tokens(request) for request in requests]
         drafts = real(requests, num_drafts)
-        for request, start in zip(requests, first, strict=True):
-            written = range(start // 2, (request.num_draft_computed_tokens - 1) // 2 + 1)
+        for request, start, draft in zip(requests, first, drafts, strict=True):
+            written = range(start // 2, (request.num_tokens + len(draft.token_ids) - 2) // 2 + 1)
             checked.extend(drafter._filled.get(request.block_table[i]) for i in written)
         return drafts
 
@@ -125,7 +125,7 @@ def test_a_drafter_of_ones_own_cannot_change_the_output(tiny: TinyPair) -> None:
 def test_sampled_text_through_the_engine_follows_the_target(tiny: TinyPair) -> None:
     """χ² over the second and third token of 3000 drafted completions against plain sampling of the target.
 
-    Both are samples, so this is a two-sample test on the 12 likeliest pairs and the rest; with seeds fixed it either
+    Both are samples, so this is a two-sample test on the 12 most likely pairs and the rest; with seeds fixed it either
     always passes or always fails, and a correct engine fails with probability 1e-6 over the choice of seeds.
     """
     from scipy.stats import chi2_contingency

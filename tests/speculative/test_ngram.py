@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm import LLM, SamplingParams
-from minillm.bench.prompts import held_out_prompts
-from minillm.engine.request import Request
+from minillm.models.held_out import held_out_prompts
+from minillm.request import Request
 from minillm.speculative.ngram import NgramDrafter
 from minillm.trace import DraftProposed, TokensCommitted
 from tests.conftest import TinyPair
@@ -92,7 +92,7 @@ def test_the_tokens_are_those_of_the_plain_engine(together: bool) -> None:
 
 
 def test_sampled_tokens_are_drawn_from_the_target(tiny: TinyPair) -> None:
-    """At temperature 0.0005 the target says its likeliest token, so a rule that keeps any guess would be seen here.
+    """At temperature 0.0005 the target says its most likely token, so a rule that keeps any guess would be seen here.
 
     That the rule keeps the distribution for drafts without chance is for `test_rejection_sampler`.
     """

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy.stats import chi2_contingency
 
 from minillm import LLM, SamplingParams
-from minillm.engine.request import Request
 from minillm.models import bundled
-from minillm.speculative.suffix import EarlierOutputs, SaltedOutputs, SuffixDrafter, continuations, likeliest_path
+from minillm.request import Request
+from minillm.speculative.suffix import EarlierOutputs, SaltedOutputs, SuffixDrafter, continuations, most_probable_path
 from minillm.speculative.suffix_trie import MOST_PLACES
 from minillm.trace import DraftProposed, RequestPreempted, TokensCommitted
 from tests.conftest import TinyPair
@@ -157,8 +157,8 @@ def test_a_loop_is_guessed_beyond_its_own_length() -> None:
 
 
 def test_score_is_the_sum_of_the_paths_probabilities() -> None:
-    assert likeliest_path([[1, 2, 3], [1, 2, 4], [5, 5, 5]], 0.0) == ([1, 2, 3], 5 / 3)
-    assert likeliest_path([[1, 2, 3]], 1.0) == ([1, 2, 3], 3.0)
+    assert most_probable_path([[1, 2, 3], [1, 2, 4], [5, 5, 5]], 0.0) == ([1, 2, 3], 5 / 3)
+    assert most_probable_path([[1, 2, 3]], 1.0) == ([1, 2, 3], 3.0)
     assert continuations([7, 8, 9], [2, 1], 5) == [[9] * 5, [8, 9, 8, 9, 8]]
 
 
@@ -336,7 +336,7 @@ def test_sampled_text_follows_the_target(tiny: TinyPair) -> None:
     """χ² over the second and third token of 1200 completions against plain sampling of the target.
 
     The guesses come from other completions of the same prompt, so that most rounds have one; still each token must be
-    drawn from the target alone. A two-sample test on the 12 likeliest pairs and the rest; with seeds fixed it either
+    drawn from the target alone. A two-sample test on the 12 most likely pairs and the rest; with seeds fixed it either
     always passes or always fails, and a correct engine fails with probability 1e-6 over the choice of seeds.
     """
     counts, proposed = [], 0

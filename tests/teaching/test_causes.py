@@ -10,12 +10,12 @@ import textwrap
 import pytest
 import torch
 
+from minillm.teaching.attempt import Outcome, call, difference
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.exercises import l01_decoding, l02_kv_cache, l03_roofline
 from minillm.teaching.grade import grade
 from minillm.teaching.registry import find
 from minillm.teaching.source import edited
-from minillm.teaching.trial import Outcome, call, difference
 
 every_exercise = pytest.mark.parametrize(
     "one",
@@ -51,7 +51,7 @@ LEARNERS = {  # answers that passed once, or were told a wrong cause
         ("before >= top_p", "before > top_p"): "> instead of >=",
     },
     "l01.generate_naive": {
-        ("int(forward(ids)[-1].argmax())", "forward(ids)[-1].argmax()"): "tokens that are no whole numbers",
+        ("int(forward(ids)[-1].argmax())", "forward(ids)[-1].argmax()"): "tokens that are not ints",
         ("ids[-1] == eos_id", "eos_id in ids"): "because the prompt holds the end-of-text token",
         ("range(max_tokens)", "range(max_tokens if eos_id not in prompt_ids else 0)"): "calls the model 0 times",
     },

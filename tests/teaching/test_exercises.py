@@ -9,13 +9,13 @@ from functools import cache
 import pytest
 
 from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.attempt import call, named_inputs
 from minillm.teaching.compare import exact
 from minillm.teaching.diagnosis import alike
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.grade import grade
 from minillm.teaching.registry import exercises_of, find, module_names
 from minillm.teaching.result import Status
-from minillm.teaching.trial import call, named_inputs
 
 ALL = [exercise for module in module_names() for exercise in exercises_of(module)]
 every_exercise = pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)

@@ -84,7 +84,7 @@ def test_addresses_and_places_on_the_page_and_code_are_left_alone(tmp_path):
 def test_lesson_that_is_cited_but_does_not_exist_is_found():
     text = "Lesson 2 and lessons 4, 6 and 13 say why; lessons 3 to 5 too.\n\nIn Lesson 10, or `lesson 99`."
     found = cited_but_absent(notebook(text), {2, 3, 4, 5, 6})
-    assert found == [f"cell 1 speaks of lesson {n}, which does not exist" for n in (10, 13, 99)]
+    assert found == [f"cell 1 cites lesson {n}, which does not exist" for n in (10, 13, 99)]
 
 
 def test_check_reports_a_cited_lesson_that_does_not_exist(course, no_kernel):
@@ -93,7 +93,7 @@ def test_check_reports_a_cited_lesson_that_does_not_exist(course, no_kernel):
     build(course)
     [stale] = build(course, check=True)
     assert stale.path == Path("solutions/90_sample.py")
-    assert stale.reason == "cell 1 speaks of lesson 91, which does not exist"
+    assert stale.reason == "cell 1 cites lesson 91, which does not exist"
 
 
 def test_check_reports_a_glossary_edited_by_hand(course):

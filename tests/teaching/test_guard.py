@@ -96,7 +96,7 @@ def exits(x):
     [
         (endless, "did not return within 1 s (an endless loop?)"),
         (endless_and_stubborn, "did not return within 1 s (an endless loop?)"),
-        (reads_address_zero_on_the_second_case, "crashed (SIGSEGV): it read or wrote memory that belongs to nobody"),
+        (reads_address_zero_on_the_second_case, "crashed (SIGSEGV): it read or wrote memory outside its arrays"),
         (hoards, "asked for more than 0.5 GiB of memory"),
         (hoards_lists, "asked for more than 0.5 GiB of memory"),
         (waits, "waits for something and did nothing for 1 s"),

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm import LLM, SamplingParams
+from minillm.models.causal import CausalAttention
 from minillm.models.loading import load_model, resolve
-from minillm.models.rope import RotaryEmbedding, inverse_frequencies, rotate
+from minillm.models.rope import RotaryEmbedding, inverse_frequencies
+from minillm.ops.rope import rope as rotate
 from minillm.sampling import SamplingRow, probs_from_logits, sample
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.exercises.l01_decoding import (
@@ -27,7 +29,6 @@ from minillm.teaching.exercises.l01_decoding import (
 )
 from minillm.teaching.grade import grade
 from minillm.tokenizer import Tokenizer
-from minillm.training.causal import CausalAttention
 from minillm.training.recipes import TARGET
 
 SHAPES = {"num_tokens": st.integers(1, 12), "kv_heads": st.integers(1, 3), "group": st.integers(1, 3)}

@@ -127,7 +127,7 @@ def test_free_padding_means_preallocate():
 def test_counterexample_of_append_is_short_enough_to_redo_by_hand():
     exercise = next(e for e in EXERCISES if e.name == "l02.append_kv")
     report = str(grade(exercise, lambda k, v, past, new_k, new_v: (k, v)))
-    assert "the first token of all" in report
+    assert "the first token" in report
     assert "at ['keys']: [1]" in report
     assert "at ['keys']: [0, 0, 0]" in report
     assert len(report) < 900

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minillm.cache.paged import PagedKVCache
 from minillm.errors import CheckpointError
+from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import load_model, save_llama
@@ -41,9 +42,8 @@ from minillm.teaching.roofline_parts import (
     weights_per_row,
     with_kv_heads,
 )
-from minillm.training.causal import CausalAttention
 from minillm.training.recipes import TARGET
-from minillm.viz.roofline import Roof
+from minillm.viz.charts.roofline import Roof
 
 POSITIVE = st.floats(1e-3, 1e15)
 SMALL = st.integers(1, 6)

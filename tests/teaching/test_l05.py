@@ -192,9 +192,9 @@ def _all_that_tie(weight: Tensor, share: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("name", "answer", "cause"),
     [
-        ("quantise_groups", _codes_not_limited, "does not limit the codes"),
-        ("quantise_groups", _zero_point_not_limited, "does not limit the zero point"),
-        ("split_outliers", _all_that_tie, "sets apart all weights that are as large as the last outlier"),
+        ("quantise_groups", _codes_not_limited, "does not clamp the codes"),
+        ("quantise_groups", _zero_point_not_limited, "does not clamp the zero point"),
+        ("split_outliers", _all_that_tie, "splits off all weights that are as large as the last outlier"),
     ],
 )
 def test_answers_that_once_passed_are_caught_and_named(name: str, answer, cause: str):

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.cache.base import Batch
+from minillm.batch import Batch
 from minillm.cache.block_pool import BlockPool
-from minillm.cache.prefix import extend_names
+from minillm.cache.prefix import extend_block_hashes
 from minillm.ops.paged_attention import paged_attention
 from minillm.teaching.exercises._l06_reference import attention
 from minillm.teaching.exercises.l06_paged_blocks import (
@@ -54,7 +54,7 @@ def test_gathered_attention_is_the_engines(block_size: int, seq_len: int, num_ne
 
 @given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=14), known=st.lists(st.integers(0, 3), max_size=14))
 def test_found_blocks_hold_the_same_beginning_and_leave_the_last_token(tokens: list[int], known: list[int]):
-    names = extend_names([], known, 2)
+    names = extend_block_hashes([], known, 2)
     found = find_prefix(tokens, {name: i for i, name in enumerate(names)}, 2, "")
     assert found == list(range(len(found)))
     assert tokens[: 2 * len(found)] == known[: 2 * len(found)]
@@ -130,9 +130,9 @@ def _copies_one_slot_too_many(block_table, index, free, ref_counts, keys, values
     [
         ("release", _releases_a_set, "sorts the blocks (a set does, too)"),
         ("release", _releases_sorted, "sorts the blocks"),
-        ("gather_attention", _reads_whole_blocks_and_masks, "reads slots that nobody has written and masks them"),
+        ("gather_attention", _reads_whole_blocks_and_masks, "reads unwritten slots and masks them"),
         ("find_prefix", _finds_one_token_less, "leaves a block out when exactly one token comes after it"),
-        ("find_prefix", _block_zero_is_no_block, "takes block 0 for no block"),
+        ("find_prefix", _block_zero_is_no_block, "treats block 0 as no block"),
         ("own_block", _copies_one_slot_too_many, "copies one slot too many"),
     ],
 )

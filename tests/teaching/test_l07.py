@@ -16,7 +16,7 @@ from minillm.teaching.exercises.l07_continuous_batching import (
 )
 from minillm.teaching.grade import grade
 from minillm.teaching.workshop.l07_serving import starts_and_ends
-from minillm.viz.static_batching import Job, static_schedule
+from minillm.trace.static_batching import Job, static_schedule
 
 WANTED = st.lists(st.integers(1, 60), min_size=1, max_size=9)
 

@@ -212,7 +212,7 @@ from minillm.teaching.grade import grade
 print(grade(EXERCISES[2], EXERCISES[2].reference))
 """
 AFTER_THE_DOCTOR = """
-from minillm.doctor import doctor
+from minillm.doctor.report import doctor
 doctor()
 import os
 os.environ["TRITON_INTERPRET"] = "1"

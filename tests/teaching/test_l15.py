@@ -28,8 +28,8 @@ from minillm.teaching.exercises.l15_under_100_ms import (
 from minillm.teaching.grade import grade
 from minillm.teaching.latency import decode_step, operations_called, race, record, with_panel_products
 from minillm.teaching.result import Status
-from minillm.viz.latency_waterfall import COLOURS
-from minillm.viz.roofline import Roof
+from minillm.viz.charts.roofline import Roof
+from minillm.viz.timeline.latency_waterfall import COLOURS
 
 NAMES = ["RequestAdded", "StepStarted", "StepRan prefill", "StepRan verify", "DraftProposed", "Detokenised", "Other"]
 PRODUCT = next(e for e in EXERCISES if e.name == "l15.panel_product")
@@ -172,7 +172,7 @@ def test_a_compiled_stub_is_not_done_yet():
 
 def test_counterexample_of_the_product_can_be_redone_by_hand():
     report = str(grade(PRODUCT, PRODUCT.wrong[0].function))
-    assert "sixteen outputs, three numbers in" in report
+    assert "sixteen outputs, three inputs" in report
     assert PRODUCT.wrong[0].mistake in report
 
 

@@ -244,7 +244,7 @@ def test_unpublished_lessons_carry_no_badge_and_install_an_uploaded_wheel_on_col
 
 def test_first_cell_installs_nothing_elsewhere_and_says_on_colab_what_to_upload(monkeypatch, capsys):
     code = Home().first_cell.replace("    %pip install", "    installed = True  # ")
-    code = code.partition("from minillm.doctor")[0]
+    code = code.partition("from minillm import doctor")[0]
     exec(code, elsewhere := {})
     assert "installed" not in elsewhere
     monkeypatch.setitem(sys.modules, "google.colab", object())

@@ -140,7 +140,7 @@ def test_a_declared_equivalent_is_no_survivor_and_one_that_is_gone_is_reported(m
 def test_names_choose_lessons_or_exercises_and_an_unknown_one_is_refused():
     assert {e.name.partition(".")[0] for e in mutants._chosen(["07", "l02"])} == {"l02", "l07"}
     assert [e.name for e in mutants._chosen(["l07.admit"])] == ["l07.admit"]
-    with pytest.raises(LessonError, match="no exercise fits '77'"):
+    with pytest.raises(LessonError, match="no exercise matches '77'"):
         mutants._chosen(["77"])
 
 

@@ -73,7 +73,7 @@ def test_draft_is_not_distilled_further_from_another_target(made, tmp_path):
     other = replace(made, folder=tmp_path)
     log = tmp_path / "decay" / "log.jsonl"
     log.write_text(log.read_text() + json.dumps({"step": 99, "tokens": 9999, "seconds": 1.0, "loss": 1.0}) + "\n")
-    with pytest.raises(TrainingError, match="remove it to begin it anew"):
+    with pytest.raises(TrainingError, match="remove it to start again"):
         run_stages(other, ["distill"])
 
 
@@ -82,7 +82,7 @@ def test_stable_run_goes_on_after_a_branch_and_a_new_branch_must_be_asked_for(ma
     longer = replace(made, folder=tmp_path, target_recipe=replace(recipe(40), decay_from=1.0))
     run_stages(longer, ["target"])
     assert RunRecord.load(tmp_path / "target").tokens == 40 * 256
-    with pytest.raises(TrainingError, match="remove it to begin it anew"):
+    with pytest.raises(TrainingError, match="remove it to start again"):
         run_stages(longer, ["decay"])
 
 
@@ -97,7 +97,7 @@ def test_missing_input_names_the_stage_that_makes_it(tmp_path, stage, message):
 def test_unfinished_target_is_not_distilled_from(made, tmp_path):
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "decay" / "inputs.json").write_text(json.dumps({"target": 31_000_000}))
-    with pytest.raises(TrainingError, match="run it to its end first"):
+    with pytest.raises(TrainingError, match="finish it first"):
         run_stages(replace(made, folder=tmp_path), ["distill"])
 
 
@@ -138,7 +138,7 @@ def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypat
     args = parser.parse_args(["--folder", str(tmp_path), "--stages", "distill", "export", "--distill-minutes", "3.5"])
     assert run_from_args(args) == 130
     assert seen["stages"] == ["distill", "export"] and seen["distill_minutes"] == 3.5 and seen["target_minutes"] == 400
-    assert "goes on from there" in capsys.readouterr().out
+    assert "continues from there" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         parser.parse_args(["--target-minutes", "0"])
 

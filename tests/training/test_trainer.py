@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minillm.errors import TrainingError
-from minillm.training.causal import CausalAttention
+from minillm.models.causal import CausalAttention
 from minillm.training.data import Passes, Windows
 from minillm.training.pretrain import Recipe, Trainer, bits_per_byte, new_model, next_token_loss
 

@@ -1,4 +1,4 @@
-"""One stage of the GPU benchmark: `python -m minillm.bench.on_gpu.worker MODULE:FUNCTION FILE [--rehearse]`."""
+"""Runs one stage of the GPU benchmark: `python -m minillm.bench.on_gpu.worker MODULE:FUNCTION FILE [--rehearse]`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> None:
-    """Run the stage; what it finds goes to FILE, line by line."""
-    place, path, is_rehearsal = arguments[0], Path(arguments[1]), "--rehearse" in arguments
+    """Run the stage and write its results to FILE, line by line."""
+    target, path, is_rehearsal = arguments[0], Path(arguments[1]), "--rehearse" in arguments
     import numpy as np
 
-    from minillm.bench.on_gpu.report import Report
-    from minillm.bench.on_gpu.site import Site
+    from minillm.bench.on_gpu.findings import Report
+    from minillm.bench.on_gpu.stage_setup import Site
 
-    module, function = place.split(":")
+    module, function = target.split(":")
+    module = module if "." in module else f"minillm.bench.on_gpu.{module}"
     with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns of infinities
         getattr(import_module(module), function)(Site.here(is_rehearsal), Report(path, is_rehearsal))
 

@@ -2,15 +2,15 @@
 
 A tile register holds up to 16 rows of 64 bytes. One instruction takes a tile of A (up to 16 rows of 32 numbers) and a
 tile of B (32 by 16) and adds their product to a tile of sums (16 by 16 floats): 8,192 multiply-adds in 16 cycles, where
-two units for vectors of sixteen floats make 512. A row of B's tile is two of its rows, interleaved: [k, n], [k + 1, n].
+two vector units of sixteen floats do 512. A row of B's tile is two rows of B, interleaved: [k, n], [k + 1, n].
 
-The instruction multiplies and adds in float32, each rounded to nearest: for every sum first the products of even k, and
-apart from them those of odd k, in order; the two are added, and that goes to the sum. Denormals count as zero. Rows do
-not touch each other, so a row is the same to the last bit whoever is beside it.
+The instruction multiplies and adds in float32, each rounded to nearest. For every sum it adds up the products of even k
+in order, separately those of odd k in order, adds the two, and adds the result to the sum. Denormals count as zero.
+Rows are independent: a row gives the same bits whatever the other rows are.
 
-A sum that was just added to is ready again after 52 cycles, so four are added to in turn: two panels with two groups of
-sixteen rows, or four panels with one. The eight registers are named in the instructions, so they hold their tiles from
-one function here to the next.
+A sum is ready for the next addition after 52 cycles, so four sums take turns: of two panels and two groups of sixteen
+rows, or of four panels and one group. The instructions name the eight tile registers directly, so a tile stays in its
+register from one function here to the next.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from minillm.ops.cpu.simd import FLOATS, I8, I16, I32, I64, INTS, LANES, address, call, loop_in_registers, read, repeat
+from minillm.ops.cpu.register_tiles import loop_in_registers
+from minillm.ops.cpu.simd import FLOATS, I8, I16, I32, I64, INTS, LANES, address, call, read, repeat
 
 ROWS, ROW_BYTES = 16, 64
-"""Of a full tile."""
+"""Size of a full tile."""
 TILE_BYTES = ROWS * ROW_BYTES
 DEPTH = 32
 """Columns of A, rows of B, that one instruction sums over."""
 PARTS = 3
-"""Tiles of A that are multiplied by the same tile of B: a float32 is three bfloat16s."""
+"""Tiles of A that are multiplied by the same tile of B: a float32 is the sum of three bfloat16s."""
 SUMS, B, A = range(4), range(4, 6), range(6, 8)
-"""The numbers of the registers."""
+"""The tile registers."""
 CONFIG_BYTES, COLUMNS_AT, ROWS_AT = 64, 16, 48
-"""What `ldtilecfg` reads: a 1, at 16 the bytes of a row of each register (16 bits each), at 48 the rows of each."""
+"""What `ldtilecfg` reads: byte 0 is 1; from byte 16 on the bytes per row of each register (16 bits each); from byte 48
+on its rows."""
 NOTHING = ir.VoidType()
 SIXTEEN = ir.VectorType(I16, LANES)
 
@@ -50,8 +52,8 @@ def _strided(builder: ir.IRBuilder, name: str, register: int, pointer: Any, row_
 
 @intrinsic
 def configure(typing: Any, first: Any, second: Any) -> Any:
-    """Say how many rows (1 to 16) the tiles have from now on, in this thread: those of A and of sums, the first half
-    and the second half of each. All become zero."""
+    """Set the number of rows (1 to 16) of this thread's tiles of A and of sums: `first` for the first half of each,
+    `second` for the second half. All tiles become zero."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         config = cgutils.alloca_once(builder, ir.ArrayType(I8, CONFIG_BYTES))
@@ -75,7 +77,7 @@ def configure(typing: Any, first: Any, second: Any) -> Any:
 
 @intrinsic
 def release(typing: Any) -> Any:
-    """This thread needs no tiles for now: the system need not keep them for it."""
+    """Release this thread's tiles, so that the operating system need not save them."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         call(builder, "llvm.x86.tilerelease", NOTHING)
@@ -86,7 +88,7 @@ def release(typing: Any) -> Any:
 
 @intrinsic
 def zero_tiles(typing: Any) -> Any:
-    """Let all sums be zero."""
+    """Set all sums to zero."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for register in SUMS:
@@ -97,11 +99,11 @@ def zero_tiles(typing: Any) -> Any:
 
 
 def _for_each_sum(name: str) -> Callable[..., Any]:
-    """A function that moves the sums of a literal number of groups and panels from or to `y`."""
+    """A function that loads the sums of a literal number of groups and panels from `y`, or stores them there."""
 
     @intrinsic(prefer_literal=True)
     def move(typing: Any, y: Any, at: Any, row: Any, groups: Any, panels: Any) -> Any:
-        """Group g, panel p: from `y[at + 16 g · row + 16 p]` on, rows `row` floats apart."""
+        """The sums of group g and panel p begin at `y[at + 16 g · row + 16 p]`, with rows `row` floats apart."""
         if not isinstance(panels, types.IntegerLiteral):
             return None
 
@@ -123,7 +125,7 @@ load_tiles, store_tiles = _for_each_sum("tileloadd64"), _for_each_sum("tilestore
 
 
 def _registers(groups: int, panels: int) -> dict[int, tuple[int, int]]:
-    """Which sum a register holds: (group, panel). A second group begins with the second half of them."""
+    """Register → the (group, panel) of its sums. A second group begins at the second half of the registers."""
     return {SUMS[g * 2 + p]: (g, p) for g in range(groups) for p in range(panels)}
 
 
@@ -131,11 +133,11 @@ def _registers(groups: int, panels: int) -> dict[int, tuple[int, int]]:
 def add_tiles(
     typing: Any, w: Any, w_at: Any, panel: Any, x: Any, x_at: Any, group: Any, steps: Any, groups: Any, panels: Any
 ) -> Any:
-    """sums += A · B over `steps` times `DEPTH` columns, for (literal) one group of rows and up to four panels, or two
-    and two.
+    """sums += A · B over `steps` times `DEPTH` columns, for one group of rows and up to four panels, or for two groups
+    and two panels (literal numbers).
 
-    B: panel p's tiles begin at `w[w_at + p · panel]`, one behind the other. A: group g's begin at the byte
-    `x[x_at + g · group]`, those of the three `PARTS` for each step. The order of each sum is that of steps, then parts.
+    B: panel p's tiles begin at `w[w_at + p · panel]`, one after the other. A: group g's tiles begin at the byte
+    `x[x_at + g · group]`, for each step one tile per part (`PARTS`). Each sum goes through steps, then parts, in order.
     """
     if not isinstance(panels, types.IntegerLiteral):
         return None
@@ -179,10 +181,10 @@ def add_tiles(
 def add_row(
     typing: Any, w: Any, w_at: Any, panel: Any, x: Any, x_at: Any, steps: Any, y: Any, y_at: Any, panels: Any
 ) -> Any:
-    """What `add_tiles` does to one row, to the last bit, in vectors of sixteen: y, the sums of a literal number of
-    panels, sixteen floats each, += A · B over `steps` times `DEPTH` columns. `x[x_at]`: the row in its first tile.
+    """As `add_tiles` for one row, with the same bits, in vectors of sixteen: y += A · B over `steps` times `DEPTH`
+    columns, sixteen floats for each of a literal number of panels. `x[x_at]`: the row in its first tile.
 
-    For each tile instruction two sums per output, of even and of odd columns, both from zero.
+    Each tile instruction becomes two sums per output, of even and of odd columns, which start from zero.
     """
     if not isinstance(panels, types.IntegerLiteral):
         return None
@@ -235,18 +237,18 @@ def add_row(
 
 
 def _cut(builder: ir.IRBuilder, floats: Any) -> tuple[Any, Any]:
-    """The first eight significant bits of each, as integers that hold a float's bits, and what is left, as floats."""
+    """The first eight significant bits of each float, as the bits of a float, and the rest, as floats."""
     upper = builder.and_(builder.bitcast(floats, INTS), ir.Constant(INTS, [0xFFFF0000] * LANES))
     return upper, builder.fsub(floats, builder.bitcast(upper, FLOATS))
 
 
 @intrinsic
 def split_sixteen(typing: Any, x: Any, x_at: Any, codes: Any, at: Any) -> Any:
-    """`x[x_at : x_at + 16]` (float32) as three bfloat16s each that add up to it, 32 bytes a part: the last to
-    `codes[at]`, and one and two tiles behind it the middle and the first.
+    """Split each of `x[x_at : x_at + 16]` (float32) into three bfloat16s that add up to it. The last parts (32 bytes)
+    go to `codes[at]`, the middle ones one tile behind it, the first ones two tiles behind it.
 
-    The first eight significant bits of a float32 are a bfloat16: its upper half. What is left is a float32 with
-    sixteen, and so on; every subtraction is exact.
+    The upper half of a float32 is a bfloat16 with its first eight significant bits. The rest is a float32 with sixteen
+    significant bits, which is split in the same way. Every subtraction is exact.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,23 +1,21 @@
 """Linear layers with AMX: bfloat16 weights times float32 activations, exactly, through tiles of bfloat16.
 
-A float32 has 24 significant bits, a bfloat16 eight. So a number x is cut into three bfloat16s that add up to it,
+A float32 has 24 significant bits, a bfloat16 eight. So a number x is split into three bfloat16s that add up to it,
 
     x = first + middle + last
 
-and x · w = first · w + middle · w + last · w, where each product fits into a float32 (8 + 8 bits): nothing is rounded
-but the sums, as in any float32 product. So results are as good as those of `panels.py`, though not the same to the last
-bit; processors without AMX multiply there. Tiles count numbers below 2^-126 as zero, and an infinite one gives
-NaN.
+and x · w = first · w + middle · w + last · w, where each product fits into a float32 (8 + 8 bits). Only the sums are
+rounded, as in any float32 product. So results are as exact as those of `panels.py`, which processors without AMX use,
+but not the same to the last bit. Tiles count numbers below 2^-126 as zero, and an infinite number gives NaN.
 
-Operations: three tiles multiplied where rounding x to bfloat16, as others do, would take one. That leaves 171
-multiply-adds a cycle, against 32 of two units for vectors of sixteen floats. Seen with 128 rows on one core of a
-virtual machine (Xeon), whose speed changes: 180 to 258 G multiply-adds a second at its best times, 65 to 75 at others;
-in vectors 54 and 38.
+Operations: three tile products, where rounding x to bfloat16 would need one. That leaves 171 multiply-adds per cycle,
+against 32 of two vector units of sixteen floats. Measured with 128 rows on one core of a virtual machine (Xeon) whose
+speed varies: 180 to 258 G multiply-adds a second at its best times, 65 to 75 at others; in vectors 54 and 38.
 
-Bytes: the matrix once per `CHUNK` rows of x. Those rows go through `BLOCK` · 32 columns of all panels before the next,
-so that x stays in the second cache; the sums wait where results go. A tile takes nearly as long for one row as for
-sixteen, so up to `FEW` rows are multiplied in vectors, which make the same sums in the same order (and keep numbers
-below 2^-126): reading the matrix is what counts there.
+Bytes: the matrix is read once per `CHUNK` rows of x. Those rows are multiplied by `BLOCK` · 32 columns of all panels
+before the next columns, so that x stays in the L2 cache; the sums wait in the result's memory. A tile takes nearly as
+long for one row as for sixteen, so up to `FEW` rows are multiplied in vectors, which add up in the same order (and keep
+numbers below 2^-126): with so few rows the time goes to reading the matrix.
 """
 
 from __future__ import annotations
@@ -46,21 +44,21 @@ from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, NONE, PANEL
 from minillm.ops.cpu.simd import LANES, load, splat, stay_whole, store
 
 FEW = 2
-"""Rows for which vectors are as quick."""
+"""Most rows for which vectors are as fast as tiles."""
 CHUNK = 128
-"""Rows of x that are carried through the matrix together."""
+"""Rows of x that are multiplied by the whole matrix together."""
 BLOCK = 32
-"""Times `DEPTH` columns that they go through together."""
+"""These rows are multiplied by `BLOCK` · `DEPTH` columns at a time."""
 SLAB = 64
-"""Panels whose sums wait together for a bias, or to be added to what is there."""
+"""Panels whose sums are kept in scratch memory until a bias or the residual is added."""
 AMX_SUMS_SIZE = CHUNK * SLAB * LANES
-"""Floats that `multiply_tiles` needs room for."""
+"""Floats of scratch memory that `multiply_tiles` needs."""
 ZERO = np.float32(0)
 
 
 def pack_tiles(bits: np.ndarray) -> np.ndarray:
-    """`[out, in]`, the bits of bfloat16s (uint16) → tiles of B, flat: panel after panel of sixteen rows, and in a panel
-    two columns interleaved after the other. Rows are padded to sixteen and columns to `DEPTH`, with zeros."""
+    """`[out, in]`, the bits of bfloat16s (uint16) → tiles of B, flat: panels of sixteen rows, and in a panel pairs of
+    interleaved columns. Rows are padded to a multiple of sixteen and columns to one of `DEPTH`, with zeros."""
     out, columns = bits.shape
     padded = np.zeros((-(-out // LANES) * LANES, -(-columns // DEPTH) * DEPTH), np.uint16)
     padded[:out, :columns] = bits
@@ -76,15 +74,15 @@ def tiled_panel_size(columns):
 
 @njit(**OPTIONS)
 def split_size(columns):
-    """Bytes that a row of x becomes; rows come in groups of `ROWS`."""
+    """Bytes of a row of x in tiles; rows are stored in groups of `ROWS`."""
     return -(-columns // DEPTH) * PARTS * ROW_BYTES
 
 
 @njit(**OPTIONS)
 def split_row(x, x_at, columns, codes, row):
-    """Row `row` of the tiles of A, from `columns` floats at `x[x_at]`.
+    """Write row `row` of the tiles of A to `codes`, from `columns` floats at `x[x_at]`.
 
-    A group of `ROWS` rows is the tiles of its first `DEPTH` columns, one for each part, then those of the next.
+    Of a group of `ROWS` rows come first the tiles of its first `DEPTH` columns, one for each part, then of the next.
     """
     at = row // ROWS * ROWS * split_size(columns) + row % ROWS * ROW_BYTES
     for i in range(0, columns, LANES):
@@ -96,8 +94,8 @@ def split_row(x, x_at, columns, codes, row):
 
 
 def _product(w, w_at, columns, first, steps, codes, x_at, y, y_at, y_row, groups, panels):
-    """y (+)= x Wᵀ over `steps` · `DEPTH` columns from the column `first` on, for literal numbers of groups and panels
-    (see `add_tiles`). The first columns make y, later ones are added to it."""
+    """y (+)= x Wᵀ over `steps` · `DEPTH` columns from column `first` on, for literal numbers of groups and panels (see
+    `add_tiles`). For `first` = 0 y is overwritten, otherwise added to."""
     raise NotImplementedError
 
 
@@ -188,26 +186,26 @@ def _sums(w, w_at, columns, codes, x_at, rows, y, y_at, y_row, panels):
 
 
 @njit(**OPTIONS)
-def multiply_tiles(w, matrix, vectors, codes, rows, first, last, out, out_at, out_row, add, own, own_at):
+def multiply_tiles(w, matrix, vectors, codes, rows, first, last, out, out_at, out_row, add, scratch, scratch_at):
     """Panels `first` to `last - 1` of one linear layer, for `rows` rows: out (+)= x Wᵀ + b; see `panels.multiply`.
 
-    x: at `codes`, by `split_row`. At `own[own_at]` is room for `AMX_SUMS_SIZE` floats that no other thread uses.
+    `codes`: x by `split_row`. `scratch[scratch_at]`: `AMX_SUMS_SIZE` floats that no other thread uses.
     """
     stay_whole()
-    columns, waits = matrix[COLUMNS], add or matrix[BIAS] != NONE
+    columns, needs_scratch = matrix[COLUMNS], add or matrix[BIAS] != NONE
     for start in range(0, rows, CHUNK):
         count = min(CHUNK, rows - start)
         x_at, row_at = start * split_size(columns), out_at + start * out_row
         for p in range(first, last, SLAB):
             panels, w_at = min(SLAB, last - p), matrix[PANEL] + p * tiled_panel_size(columns)
-            if not waits:
+            if not needs_scratch:
                 _sums(w, w_at, columns, codes, x_at, count, out, row_at + p * LANES, out_row, panels)
                 continue
             width = panels * LANES
-            _sums(w, w_at, columns, codes, x_at, count, own, own_at, width, panels)
+            _sums(w, w_at, columns, codes, x_at, count, scratch, scratch_at, width, panels)
             for r in range(count):
                 for lane in range(0, width, LANES):
-                    y, column = load(own, own_at + r * width + lane), p * LANES + lane
+                    y, column = load(scratch, scratch_at + r * width + lane), p * LANES + lane
                     if matrix[BIAS] != NONE:
                         y = y + load(vectors, matrix[BIAS] + column)
                     if add:

@@ -1,18 +1,17 @@
-"""Paged attention: every query row walks its request's block table, and nothing is gathered.
+"""Paged attention: every query row walks its request's block table; keys and values are not gathered first.
 
     out = Σ_j softmax_j(q · k_j / √d) v_j        over the positions j ≤ p (and j > p - window, if there is one)
 
 A task is one KV head of one request and up to `ROWS` query rows: the query heads that share the KV head (GQA), for one
-or several new tokens. So decoding, verifying and prefill differ only in how many tasks they make. Keys come by sixteen,
-are made floats once for all rows of the task, if they are not, and turned on their side, so that sixteen scores are the
-lanes of one vector; values need no turning, and floats are read where they lie.
+or several new tokens. So decode, verification and prefill differ only in the number of tasks. A task reads sixteen keys
+at a time, dequantises them, once for all its rows, if they are codes, and transposes them, so that sixteen scores are
+the lanes of one vector. Values need no transpose; float values are read in place.
 
-Keys come in blocks of `KEYS`, with a softmax that goes on from block to block (`softmax.py`), so that scores stay in
-the caches nearest to the processor. Blocks that no row of the task may see are left out. Blocks begin at fixed
-positions, and each row is summed up in the order of positions; so its numbers are the same whatever else the task
-holds.
+A **key block** is `KEYS` positions. The softmax goes block by block (`softmax.py`), so that scores stay in the L1 and
+L2 caches. Key blocks that no row of the task may see are skipped. Key blocks begin at fixed positions, and each row is
+summed in the order of positions, so its result does not depend on the other rows of the task.
 
-Bytes moved: 2 · positions · (bytes of a row), once per task; nothing is gathered first, as PyTorch must.
+Bytes moved: 2 · positions · (bytes of a row), once per task. PyTorch gathers keys and values first.
 """
 
 from __future__ import annotations
@@ -24,57 +23,63 @@ from numba import njit, types
 from numba.extending import overload
 
 from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.kv_rows import read_row
 from minillm.ops.cpu.panels import tiles
-from minillm.ops.cpu.rows import read_row
 from minillm.ops.cpu.simd import LANES, load, splat, stay_whole, store, transpose
-from minillm.ops.cpu.softmax import finish_row, start_row, weigh_block
+from minillm.ops.cpu.softmax import NOTHING, finish_row, start_row, weigh_block
 
 ROWS = 96
-"""Query rows of a task, at most: sixteen tiles."""
+"""Most query rows of a task: sixteen tiles."""
 FEW = 6
 """Rows of one tile."""
 KEYS = 128
-"""Positions of a block, which begins at a multiple of them: so the numbers of a row do not depend on its task."""
+"""Positions of a key block. Blocks begin at multiples of it, so the result of a row does not depend on its task."""
+MASK = 1
+"""Column of `tree`: which new tokens of its request a token sees, bit i for the i-th; -1: all up to itself."""
+NO_TREE = np.empty((0, 2), np.int64)
+"""`tree` of a step without draft trees: the new tokens of each request are a chain."""
 GROUPS = 4
-"""Times sixteen keys that are scored together, so that few rows make enough sums at a time to hide their waits."""
+"""Groups of sixteen keys that one tile scores. With few rows too, it then has enough independent sums to hide the
+latency of a multiply-add."""
 
 
 def scratch_size(head_dim: int) -> int:
-    """Floats that a thread needs: of each row its largest score, the scores of a block, the query and the sums; then a
-    block of values, or sixteen keys and `GROUPS` times sixteen turned ones."""
+    """Floats of scratch memory that a thread needs. For each row: its largest score, the scores of a key block, the
+    query and the sums. Once: the values of a key block, or sixteen keys and `GROUPS` · sixteen transposed ones."""
     return ROWS * (1 + KEYS + 2 * head_dim + LANES) + max(KEYS, (1 + GROUPS) * LANES) * head_dim
 
 
 @njit(**OPTIONS)
 def attend(
-    number, size, heads, heads_at, heads_row, num_heads, num_kv_heads, head_dim, window,
-    requests, tables, block_size, layer_row, keys, values, out, out_at, scratch, own_at,
+    team, heads, heads_at, heads_row, num_heads, num_kv_heads, head_dim, window,
+    requests, tables, tree, block_size, layer_row, keys, values, out, out_at, scratch, thread_at,
 ):  # fmt: skip
-    """The tasks of thread `number` of `size`.
+    """Run this thread's tasks.
 
     Queries: token i's heads lie at `heads[heads_at + i · heads_row]`, results go to `out[out_at + i · num_heads ·
-    head_dim]`. `requests`: `[n, 4]`, of each its first token, new tokens, tokens in all, and where its block table
-    begins in `tables`. `layer_row`: the first row of this layer in `keys` and `values`. `window`: 0 for none.
-    `scratch[own_at]`: `scratch_size` floats.
+    head_dim]`. `requests`: `[n, 4]`, for each the index of its first token, the number of its new tokens and of all
+    its tokens, and where its block table begins in `tables`. `tree`: `[tokens, 2]` if a request has a draft tree, else
+    `[0, 2]`. `layer_row`: the first row of this layer in `keys` and `values`. `window`: 0 for none.
+    `scratch[thread_at]`: `scratch_size` floats.
     """
     stay_whole()
     group = num_heads // num_kv_heads
     all_rows = 0
     for r in range(requests.shape[0]):
         all_rows += requests[r, 1] * group * num_kv_heads
-    most = min(ROWS, max(1, (all_rows + size - 1) // size))
+    max_rows = min(ROWS, max(1, (all_rows + team.num_threads - 1) // team.num_threads))
     task = 0
     for r in range(requests.shape[0]):
         request_rows = requests[r, 1] * group
-        tasks = (request_rows + most - 1) // most
-        rows = (request_rows + tasks - 1) // tasks  # tasks of one size: threads that share them end together
+        tasks = (request_rows + max_rows - 1) // max_rows
+        rows = (request_rows + tasks - 1) // tasks  # tasks of equal size, so that threads finish together
         for head in range(num_kv_heads):
             for first in range(0, request_rows, rows):
-                if task % size == number:
+                if task % team.num_threads == team.thread_id:
                     _task(
                         first, min(rows, request_rows - first), group, head, heads, heads_at, heads_row, num_heads,
-                        num_kv_heads, head_dim, window, requests[r], tables, block_size, layer_row, keys, values,
-                        out, out_at, scratch, own_at,
+                        num_kv_heads, head_dim, window, requests[r], tables, tree, block_size, layer_row, keys, values,
+                        out, out_at, scratch, thread_at,
                     )  # fmt: skip
                 task += 1
 
@@ -82,13 +87,13 @@ def attend(
 @njit(**OPTIONS)
 def _task(
     first, rows, group, head, heads, heads_at, heads_row, num_heads, num_kv_heads, head_dim, window,
-    request, tables, block_size, layer_row, keys, values, out, out_at, scratch, at,
+    request, tables, tree, block_size, layer_row, keys, values, out, out_at, scratch, at,
 ):  # fmt: skip
     stay_whole()
     token, count, seq_len, table = request[0], request[1], request[2], request[3]
     start, size = seq_len - count, head_dim + LANES
     low = max(0, start + first // group - window + 1) // KEYS * KEYS if window else 0
-    high = start + (first + rows - 1) // group + 1  # the last row sees most
+    high = start + (first + rows - 1) // group + 1  # the last row sees the most keys
     scores = at + ROWS
     queries = scores + rows * KEYS
     sums = queries + rows * head_dim
@@ -100,23 +105,29 @@ def _task(
         for i in range(0, head_dim, LANES):
             store(scratch, queries + r * head_dim + i, load(heads, place + i) * scale)
         start_row(scratch, at + r, scratch, sums + r * size, head_dim)
-    for block in range(low, high, KEYS):
-        seen = min(KEYS, high - block)
+    for position in range(low, high, KEYS):
+        num_keys = min(KEYS, high - position)
         _score(
-            block, seen, keys, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
-            queries, rows, scores,
+            position, num_keys, keys, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch,
+            spare, queries, rows, scores,
         )  # fmt: skip
-        width = (seen + LANES - 1) // LANES * LANES
+        if len(tree):
+            for r in range(rows):
+                index = (first + r) // group
+                _apply_tree_mask(
+                    tree[token + index, MASK], index, start - position, num_keys, scratch, scores + r * KEYS
+                )
+        width = (num_keys + LANES - 1) // LANES * LANES
         for r in range(rows):
             last = start + (first + r) // group + 1
-            unseen = max(0, last - window - block) if window else 0
+            unseen = max(0, last - window - position) if window else 0
             weigh_block(
-                scratch, scores + r * KEYS, width, unseen, min(last - block, width), scratch, at + r, scratch,
+                scratch, scores + r * KEYS, width, unseen, min(last - position, width), scratch, at + r, scratch,
                 sums + r * size, head_dim,
             )  # fmt: skip
         _add_values(
-            block, seen, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
-            scores, rows, sums,
+            position, num_keys, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch,
+            spare, scores, rows, sums,
         )  # fmt: skip
     for r in range(rows):
         row, query_head = token + (first + r) // group, head * group + (first + r) % group
@@ -124,56 +135,70 @@ def _task(
 
 
 @njit(**OPTIONS)
+def _apply_tree_mask(mask, index, new_at, num_keys, scores, at):
+    """Mask the scores of earlier new tokens that new token `index` of a request does not see in the draft tree.
+
+    `new_at`: where the scores of new tokens begin in the key block; negative if they begin before it. (The largest
+    score of a row stays finite: the row has seen a key before a whole key block is masked for it.)
+    """
+    if mask == -1:
+        return
+    for i in range(max(0, -new_at), min(index, num_keys - new_at)):
+        if not (mask >> i) & 1:
+            scores[at + new_at + i] = NOTHING
+
+
+@njit(**OPTIONS)
 def _score(
-    block, count, keys, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare, queries,
+    position, count, keys, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare, queries,
     rows, scores,
 ):  # fmt: skip
-    """The scores of `count` keys, from position `block` on, for all rows."""
-    (pool,) = _where(keys, block_size, scratch)
-    turned, step = spare + LANES * head_dim, LANES * head_dim
+    """Compute the scores of `count` keys, from `position` on, for all rows."""
+    (pool,) = _row_array(keys, block_size, scratch)
+    transposed, step = spare + LANES * head_dim, LANES * head_dim
     for j in range(0, count, GROUPS * LANES):
         groups = GROUPS if count - j > (GROUPS - 1) * LANES else (count - j + LANES - 1) // LANES
         for g in range(groups):
             key = j + g * LANES
-            source, row, _ = _find(
-                keys, block + key, min(LANES, count - key), tables, table, block_size, layer_row, num_kv_heads, head,
-                head_dim, scratch, spare,
+            source, row, _ = _find_rows(
+                keys, position + key, min(LANES, count - key), tables, table, block_size, layer_row, num_kv_heads,
+                head, head_dim, scratch, spare,
             )  # fmt: skip
             for i in range(0, head_dim, LANES):
-                transpose(pool, source + i, row, scratch, turned + g * step + i * LANES)
+                transpose(pool, source + i, row, scratch, transposed + g * step + i * LANES)
         if groups == GROUPS:
             tiles(
-                scratch, turned, step, LANES, scratch, queries, head_dim, head_dim, scratch, scores + j, KEYS, rows,
-                False, 4,
+                scratch, transposed, step, LANES, scratch, queries, head_dim, head_dim, scratch, scores + j, KEYS,
+                rows, False, 4,
             )  # fmt: skip
         else:
             for g in range(groups):
                 tiles(
-                    scratch, turned + g * step, step, LANES, scratch, queries, head_dim, head_dim, scratch,
+                    scratch, transposed + g * step, step, LANES, scratch, queries, head_dim, head_dim, scratch,
                     scores + j + g * LANES, KEYS, rows, False, 1,
                 )  # fmt: skip
 
 
 @njit(**OPTIONS)
 def _add_values(
-    block, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare, weights,
-    rows, sums,
+    position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
+    weights, rows, sums,
 ):  # fmt: skip
-    """Add `count` weighted values, from position `block` on, to the sums of all rows."""
-    if rows > FEW:  # they are read in every tile: side by side they fit into the first cache
+    """Add `count` weighted values, from `position` on, to the sums of all rows."""
+    if rows > FEW:  # every tile reads the values: copied side by side they fit into the L1 cache
         for j in range(0, count, LANES):
             _copy_sixteen(
-                values, block + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim,
+                values, position + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim,
                 scratch, spare + j * head_dim,
             )  # fmt: skip
         _add_rows(scratch, spare, head_dim, count, head_dim, scratch, weights, rows, sums)
         return
-    (pool,) = _where(values, block_size, scratch)
+    (pool,) = _row_array(values, block_size, scratch)
     j = 0
     while j < count:
-        source, row, here = _find(
-            values, block + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch,
-            spare,
+        source, row, here = _find_rows(
+            values, position + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim,
+            scratch, spare,
         )  # fmt: skip
         _add_rows(pool, source, row, here, head_dim, scratch, weights + j, rows, sums)
         j += here
@@ -181,7 +206,7 @@ def _add_values(
 
 @njit(**OPTIONS)
 def _add_rows(values, at, row, count, head_dim, scratch, weights, rows, sums):
-    """Add `count` weighted values, `row` numbers apart."""
+    """Add `count` weighted values, which lie `row` numbers apart, to the sums of all rows."""
     size = head_dim + LANES
     for p in range(0, head_dim, 4 * LANES):
         if head_dim - p >= 4 * LANES:
@@ -190,15 +215,17 @@ def _add_rows(values, at, row, count, head_dim, scratch, weights, rows, sums):
             tiles(values, at + p, LANES, row, scratch, weights, KEYS, count, scratch, sums + p, size, rows, True, 2)
 
 
-def _where(pool, block_size, spare):
-    """The array that `_find` finds rows in, as a tuple of one. Floats stay where they are, in the pool; codes, and
-    floats whose blocks hold no multiple of sixteen, are copied to `spare`."""
+def _row_array(pool, block_size, spare):
+    """The array in which `_find_rows` finds rows, as a tuple of one. Floats are read in the pool; codes, and floats
+    whose block size is no multiple of sixteen, are copied to `spare`."""
     raise NotImplementedError
 
 
-def _find(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at):
-    """Rows j, j + 1, … of a request as floats: where the first begins, the distance from one to the next, and how many
-    lie so: up to `most`, and at least sixteen of them if they are as many. At `spare[spare_at]` is room for sixteen."""
+def _find_rows(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at):
+    """Rows j, j + 1, … of a request as floats: (index of the first, distance from one to the next, number of rows).
+
+    The number is at most `most` and at least min(`most`, 16). `spare[spare_at]`: room for sixteen rows.
+    """
     raise NotImplementedError
 
 
@@ -232,15 +259,17 @@ def _find_floats(
     return at, num_kv_heads * head_dim, min(count, most)
 
 
-@overload(_where, jit_options=OPTIONS)
-def _typed_where(pool, block_size, spare):
+@overload(_row_array, jit_options=OPTIONS)
+def _typed_row_array(pool, block_size, spare):
     if pool[0].dtype == types.float32:
         return lambda pool, block_size, spare: (spare,) if block_size % LANES else (pool[0],)
     return lambda pool, block_size, spare: (spare,)
 
 
-@overload(_find, jit_options=OPTIONS)
-def _typed_find(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at):
+@overload(_find_rows, jit_options=OPTIONS)
+def _typed_find_rows(
+    pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at
+):
     find = _find_floats if pool[0].dtype == types.float32 else _copy_sixteen
     return lambda pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at: (
         find(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at)

@@ -1,9 +1,9 @@
-"""How the functions of this folder are compiled, and where the machine code is kept for next time.
+"""How numba compiles the functions of this folder, and where it caches the machine code.
 
-Compiling a step takes some ten seconds, once for each kind of weights and cache. numba keeps the result on disk, but to
-tell whether it is out of date it looks at the one file that holds the entry point. A step is made of all files of this
-folder; so the name of the folder that the results lie in is made of all their contents, of numba's version and of the
-processor. Environments and machines that share a disk find each their own; what none has used for long is deleted.
+Compiling a step takes some ten seconds, once for each kind of weights and cache. numba caches the result on disk, but
+checks only the file of the entry point for changes. A step is compiled from all files of this folder, so the name of
+the cache folder contains a hash of all of them, numba's version and the processor. Environments and machines that share
+a disk have a cache folder each; folders that were not used for `UNUSED_DAYS` are deleted.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tqdm import tqdm
 from minillm.ops.cpu.processor import has_amx
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True, "_nrt": False}
-"""For every function compiled here: dividing by zero gives infinity, and other threads go on meanwhile."""
+"""For every function compiled here: division by zero gives infinity, and the GIL is released."""
 PREFIX = "minillm-step-"
 UNUSED_DAYS = 30
 FUNCTIONS = 60
-"""About how many functions a step is compiled from."""
+"""About the number of functions that a step is compiled from, for the progress bar."""
 
 
 def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` with results kept on disk, in `cache_folder()`."""
+    """`numba.njit` whose results are cached on disk, in `cache_folder()`."""
 
     def compiled(function: Callable[..., Any]) -> Any:
         before, config.CACHE_DIR = config.CACHE_DIR, str(cache_folder())
@@ -50,7 +50,7 @@ def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @cache
 def cache_folder() -> Path:
-    """Where steps of these sources are kept, as this numba compiles them for this processor."""
+    """The cache folder for these sources, this version of numba and this processor."""
     _, name, _ = target = cpu_target.target_context.codegen().magic_tuple()
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     digest = sha256(sources + repr((target, llvm_version, has_amx())).encode()).hexdigest()[:16]
@@ -64,7 +64,7 @@ def cache_folder() -> Path:
 
 
 def _delete_unused(root: Path, kept: Path) -> None:
-    """Delete the folders of other sources, versions and processors that nobody has asked for in `UNUSED_DAYS`."""
+    """Delete the cache folders of other sources, versions and processors that were not used for `UNUSED_DAYS`."""
     oldest = time.time() - UNUSED_DAYS * 24 * 3600
     for other in root.glob(f"{PREFIX}*"):
         with suppress(OSError):
@@ -73,8 +73,8 @@ def _delete_unused(root: Path, kept: Path) -> None:
 
 
 def _root() -> Path:
-    """`NUMBA_CACHE_DIR` if that is set; else beside the compiled Python files; else, if that may not be written to, in
-    the user's cache."""
+    """The parent of all cache folders: `NUMBA_CACHE_DIR` if that is set; else this folder's `__pycache__`; if that is
+    not writable, the user's cache."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(chosen)
     beside = Path(__file__).parent / "__pycache__"
@@ -87,7 +87,7 @@ def _root() -> Path:
 
 @contextmanager
 def showing_progress() -> Iterator[None]:
-    """A progress bar for what is compiled meanwhile; nothing is shown if nothing is."""
+    """Show a progress bar as soon as numba compiles something."""
     listener = _Bar()
     event.register("numba:compile", listener)
     try:
@@ -100,7 +100,7 @@ def showing_progress() -> Iterator[None]:
 
 
 class _Bar(event.Listener):
-    """One tick per function."""
+    """A progress bar with one tick per compiled function."""
 
     bar: tqdm[Any] | None = None
 

@@ -1,11 +1,11 @@
-"""What a step knows of a matrix: a row of numbers, one for each of these."""
+"""The description of a packed matrix: a row of integers with these fields."""
 
 from __future__ import annotations
 
 PANEL, COLUMNS, OUTPUTS, SCALES, SUMS, BIAS, GROUP, INPUTS = range(8)
-"""Where its panels begin among all weights, its columns, its rows (a multiple of sixteen), where its scales, its sums
-of codes and its bias begin among the vectors; and for nibbles, how many columns share a scale, and where what its
-inputs are multiplied by begins among the vectors."""
+"""PANEL: index of its first panel in the weights. COLUMNS, OUTPUTS: its columns and rows (rows padded to a multiple of
+sixteen). SCALES, SUMS, BIAS: indices of its scales, sums of codes and bias in `step.Weights.vectors`. For nibbles also
+GROUP: columns that share a scale, and INPUTS: index of its input scales in `vectors`."""
 MATRIX_FIELDS = 8
 NONE = -1
-"""In the place of an offset: there is none."""
+"""The value of a field that the matrix does not have."""

@@ -1,5 +1,5 @@
-"""What lies between the products: RMSNorm, RoPE, SiLU. All of it moves only what the cache nearest to the processor
-holds, so none of it matters, as long as it costs no call of its own."""
+"""The operations between the matrix products: RMSNorm, RoPE, SiLU. Their data is in the L1 cache, so they cost little,
+as long as none of them is a call of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ZERO = np.float32(0)
 
 @njit(**OPTIONS)
 def rms_norm(x, x_at, size, weights, weight_at, eps, out, out_at):
-    """out = x / √(mean(x²) + ε) · weight, `size` numbers."""
+    """out = x / √(mean(x²) + ε) · weight, of `size` numbers."""
     squares = splat(ZERO)
     for i in range(0, size, LANES):
         v = load(x, x_at + i)
@@ -26,14 +26,15 @@ def rms_norm(x, x_at, size, weights, weight_at, eps, out, out_at):
 
 @njit(**OPTIONS)
 def rotate(x, at, size, cos, signed_sin, row):
-    """RoPE of one head, in place: pairs (i, i + size / 2), by row `row` of the tables (`[positions, size]`, flat)."""
+    """RoPE of one head, in place: rotates the pairs (i, i + size / 2) by row `row` of the tables (`[positions, size]`,
+    flat)."""
     half, table = size // 2, row * size
     for i in range(0, half, LANES):
         low, high = load(x, at + i), load(x, at + half + i)
-        turned_low = fma(high, load(signed_sin, table + i), low * load(cos, table + i))
-        turned_high = fma(low, load(signed_sin, table + half + i), high * load(cos, table + half + i))
-        store(x, at + i, turned_low)
-        store(x, at + half + i, turned_high)
+        rotated_low = fma(high, load(signed_sin, table + i), low * load(cos, table + i))
+        rotated_high = fma(low, load(signed_sin, table + half + i), high * load(cos, table + half + i))
+        store(x, at + i, rotated_low)
+        store(x, at + half + i, rotated_high)
 
 
 @njit(**OPTIONS)

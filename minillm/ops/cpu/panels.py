@@ -1,25 +1,25 @@
-"""Linear layers, y = x Wᵀ: the matrix lies in panels, and the outputs are the lanes.
+"""Linear layers, y = x Wᵀ: the matrix is stored in panels, and the outputs are the lanes of a vector.
 
 A panel is sixteen rows of W with their columns interleaved: panel p, column k holds W[16 p … 16 p + 15, k]. So one load
-brings one weight each of sixteen outputs, one number of x multiplies all of them, no sum ever has to be taken across
-lanes, and a step reads the matrix from its first byte to its last.
+brings one weight of each of sixteen outputs, one number of x multiplies all of them, no sum is taken across lanes, and
+a step reads the matrix from its first byte to its last.
 
-Bytes moved: the matrix once per 6 rows of x from the cache nearest to the processor, once per step from memory. With
-one row that is all that counts. Six rows and four panels make 24 sums, as many as the registers of AVX-512 hold, and
-there each weight is used six times for one load: the processor's arithmetic is the limit (57 G multiply-adds a second
-on one core of an AMD EPYC 9004, where one row reaches 25). The registers of AVX2 and NEON hold six sums beside what
-those are made of: there, six rows go with one panel, two with two, one with four. Weights are stored as narrow as they
-are exact: a checkpoint in 16-bit floats is kept so and multiplied in fp32, which halves the bytes and changes no bit.
+Bytes moved: the matrix once per step from memory, once per 6 rows of x from the L1 cache. With one row only memory
+counts. Six rows and four panels make 24 sums, as many as the registers of AVX-512 hold, and each loaded weight is used
+six times: there arithmetic is the limit (57 G multiply-adds a second on one core of an AMD EPYC 9004; one row reaches
+25). The registers of AVX2 and NEON hold six sums beside their operands: there six rows go with one panel, two with two,
+one with four. Weights are stored in the fewest bits that hold them exactly: a checkpoint in 16-bit floats stays so and
+is multiplied in fp32, which halves the bytes and changes no bit of the result.
 
-INT8 weights are multiplied as bytes where the processor can (VNNI on x86, dot products on ARM): with AVX-512 220 G
-multiply-adds a second. Four columns lie together, as `simd.tile_bytes` wants them, and activations are made bytes
-first: one for each number (`PAIRED`: W8A8), or two, the second of which goes on where the first ends (`TWICE_PAIRED`).
-Sixteen bits spread over the range of a row are off by 1/65 000 of its largest number at most: bfloat16 loses a hundred
-times as much on that one, float32 loses less. Two bytes are two rows: twice the arithmetic of W8A8, the same weights
-read, and half the time of turning weights into floats and multiplying those, which is what other processors do.
+INT8 weights are multiplied as bytes where the processor can (VNNI on x86, dot products on ARM): 220 G multiply-adds a
+second with AVX-512. Four columns lie together, as `tile_bytes` needs them, and activations are first rounded to bytes:
+one per number (`PAIRED`: W8A8), or two, a high and a low byte (`TWICE_PAIRED`). The error of two bytes is at most
+1/65,000 of the largest number of the row; for that number bfloat16's is a hundred times as large, float32's smaller.
+Two bytes are two rows: twice the arithmetic of W8A8 for the same bytes of weights, and half the time of casting the
+weights to floats and multiplying those, which is what other processors do.
 
-INT4 weights in groups have panels of their own, of 4.25 bits a weight: `nibbles.py`. So have weights in bfloat16 where
-the processor has AMX: `amx_products.py`.
+INT4 weights in groups have panels of their own, 4.25 bits a weight (`nibbles.py`), and so do bfloat16 weights where the
+processor has AMX (`amx_products.py`).
 """
 
 from __future__ import annotations
@@ -35,37 +35,25 @@ from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, GROUP, NONE, PANEL, SCALES, SUMS
 from minillm.ops.cpu.nibbles import float_nibble_tiles, nibble_tiles, panel_size, row_size
 from minillm.ops.cpu.processor import has_amx, processor
-from minillm.ops.cpu.simd import (
-    FITS_ALL,
-    LANES,
-    PAIRED,
-    fma,
-    load,
-    load_sums,
-    number,
-    splat,
-    stay_whole,
-    store,
-    tile,
-    tile_bytes,
-)
+from minillm.ops.cpu.register_tiles import FITS_ALL, tile, tile_bytes
+from minillm.ops.cpu.simd import LANES, PAIRED, fma, load, load_sums, number, splat, stay_whole, store
 
 PANELS = 4
-"""That go together if there are as many."""
+"""Panels that one tile multiplies, if as many are left; otherwise it multiplies one."""
 BYTE_ROWS = 4 if processor().byte_products == "vpmaddwd" else 6
-"""Rows of the largest tile of bytes: `vpmaddwd` needs registers for the even and the odd ones."""
+"""Rows of the largest tile of bytes. `vpmaddwd` leaves fewer registers: even and odd bytes need their own."""
 CHUNK = 48
-"""Rows of x that are carried through the matrix together: they stay in the second cache."""
+"""Rows of x that are multiplied by all panels before the next rows: they stay in the L2 cache."""
 TILED = (types.uint16,) if has_amx() else ()
-"""Kinds of weights that are multiplied in AMX's tiles."""
+"""numba types of the weights that AMX tiles multiply."""
 SUMS_SIZE = max(2 * CHUNK * LANES * PANELS, AMX_SUMS_SIZE if TILED else 0)
-"""Numbers that `multiply` needs room for."""
+"""Floats of scratch memory that `multiply` needs."""
 BYTE = np.float32(256)
-"""What a unit of the first of two bytes counts."""
+"""An activation in two bytes is 256 · first + second."""
 
 
 def pack(weight: np.ndarray) -> np.ndarray:
-    """`[out, in]` in any of the kinds that `simd.load` reads → panels, flat, rows padded to sixteen with zeros."""
+    """`[out, in]` in any dtype that `simd.load` reads → panels, flat; rows are padded to sixteen with zeros."""
     out, columns = weight.shape
     padded = np.zeros((-(-out // LANES) * LANES, columns), weight.dtype)
     padded[:out] = weight
@@ -73,8 +61,7 @@ def pack(weight: np.ndarray) -> np.ndarray:
 
 
 def pack_pairs(codes: np.ndarray, kind: type = PAIRED) -> np.ndarray:
-    """`[out, in]` int8, `in` a multiple of 4 → panels for `tile_bytes`, flat. `kind`: `PAIRED` or
-    `TWICE_PAIRED`."""
+    """`[out, in]` int8, `in` a multiple of 4 → panels for `tile_bytes`, flat. `kind`: `PAIRED` or `TWICE_PAIRED`."""
     out, columns = codes.shape
     padded = np.zeros((-(-out // LANES) * LANES, columns), np.int8)
     padded[:out] = codes
@@ -83,12 +70,12 @@ def pack_pairs(codes: np.ndarray, kind: type = PAIRED) -> np.ndarray:
 
 
 def pack_floats(weight: np.ndarray) -> np.ndarray:
-    """`[out, in]` in any of the kinds that `simd.load` reads → what `multiply` wants, flat."""
+    """`[out, in]` in any dtype that `simd.load` reads → the layout that `multiply` reads, flat."""
     return pack_tiles(weight) if numba_type(weight.dtype) in TILED else pack(weight)
 
 
 def packed_columns(columns: int, kind: np.dtype) -> int:
-    """How many columns there are after `pack_floats`."""
+    """The number of columns after `pack_floats`, padding included."""
     return -(-columns // DEPTH) * DEPTH if numba_type(kind) in TILED else columns
 
 
@@ -116,7 +103,7 @@ def wide_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, row
 
 @njit(**OPTIONS)
 def narrow_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
-    """As `wide_tiles`, with no more panels in a tile than six sums allow."""
+    """As `wide_tiles`, for few registers: a tile has at most six sums."""
     if panels == 1 or rows == 1:
         wide_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels)
     elif rows == 2:
@@ -154,7 +141,7 @@ def wide_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows,
 
 @njit(**OPTIONS)
 def narrow_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
-    """As `wide_byte_tiles`, with no more panels in a tile than six sums allow."""
+    """As `wide_byte_tiles`, for few registers: a tile has at most six sums."""
     if panels == 1 or rows == 1:
         wide_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels)
     elif rows == 2:
@@ -170,7 +157,7 @@ byte_tiles = wide_byte_tiles if FITS_ALL else narrow_byte_tiles
 
 
 def _panel_size(w, matrix):
-    """Numbers in a panel."""
+    """Numbers in a panel, by the dtype of `w`."""
     raise NotImplementedError
 
 
@@ -182,7 +169,8 @@ def _typed_panel_size(w, matrix):
 
 
 def _sums(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
-    """The inner products of `rows` rows of the input with `panels` panels: floats, or the integers behind them."""
+    """The inner products of `rows` rows of the input with `panels` panels, written to `y`: floats, or for `PAIRED`
+    and `TWICE_PAIRED` weights the bits of int32."""
     raise NotImplementedError
 
 
@@ -223,13 +211,13 @@ def _typed_sums(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, pane
 
 
 def _finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
-    """Sixteen outputs of row `r` from what `_sums` left at `y[y_at]`, without bias."""
+    """Sixteen outputs of row `r`, without bias, from the result of `_sums` at `y[y_at]`."""
     raise NotImplementedError
 
 
 @overload(_finish, jit_options=OPTIONS)
 def _typed_finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
-    # Bytes were moved up by `MIDDLE` to be unsigned: `load_sums` takes MIDDLE · Σ w away again.
+    # `MIDDLE` was added to the bytes to make them unsigned: `load_sums` subtracts MIDDLE · Σ w.
     if w.dtype == types.uint8:
 
         def finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
@@ -263,10 +251,10 @@ def multiply(
 ):
     """Panels `first` to `last - 1` of one linear layer, for `rows` rows: out (+)= x Wᵀ + b.
 
-    `w`: the weights of all layers; `matrix`: which of them (see `matrix_fields`). x: `[rows, columns]` at
-    `scratch[x_at]`, or for weights in bytes or `TILED` ones `codes` (see `rounding.round_row`), and for bytes their
-    scales at `scratch[scales_at]`. Row r of the result lies at `out[out_at + r · out_row]`. `add`: add to what is
-    there. At `scratch[sums_at]` is room for `SUMS_SIZE` numbers that no other thread uses.
+    `w`: the weights of all layers; `matrix`: the fields of one (see `matrix_fields`). x: `[rows, columns]` at
+    `scratch[x_at]`. For weights multiplied as bytes and for `TILED` ones x is in `codes` (see `rounding.round_row`);
+    bytes have their scales at `scratch[scales_at]`. Row r of the result goes to `out[out_at + r · out_row]`; `add`: it
+    is added there. `scratch[sums_at]`: `SUMS_SIZE` floats that no other thread uses.
     """
     _multiply(
         w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
@@ -276,30 +264,14 @@ def multiply(
 def _multiply(
     w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
 ):
-    """`multiply`, by the kind of weights."""
+    """`multiply`, by the dtype of the weights."""
     raise NotImplementedError
 
 
-@overload(_multiply, jit_options=OPTIONS)
-def _typed_multiply(
+def _in_vectors(
     w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
 ):
-    if w.dtype not in TILED:
-        return multiply_vectors.py_func  # type: ignore[no-any-return]
-
-    def in_tiles(
-        w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
-    ):
-        multiply_tiles(w, matrix, vectors, codes, rows, first, last, out, out_at, out_row, add, scratch, sums_at)
-
-    return in_tiles
-
-
-@njit(**OPTIONS)
-def multiply_vectors(
-    w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
-):
-    """`multiply` in vectors of sixteen."""
+    """`multiply` in vectors of sixteen, without AMX."""
     stay_whole()
     panel, wide = _panel_size(w, matrix), PANELS * LANES
     for start in range(0, rows, CHUNK):
@@ -327,8 +299,23 @@ def multiply_vectors(
             p += together
 
 
+@overload(_multiply, jit_options=OPTIONS)
+def _typed_multiply(
+    w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
+):
+    if w.dtype not in TILED:
+        return _in_vectors
+
+    def in_tiles(
+        w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
+    ):
+        multiply_tiles(w, matrix, vectors, codes, rows, first, last, out, out_at, out_row, add, scratch, sums_at)
+
+    return in_tiles
+
+
 def unpack_row(w, columns, row, out, out_at):
-    """`out[out_at : out_at + columns]` = row `row` of the matrix that begins at `w[0]`, as floats."""
+    """Store row `row` of the matrix that begins at `w[0]`, as floats, in `out[out_at : out_at + columns]`."""
     raise NotImplementedError
 
 

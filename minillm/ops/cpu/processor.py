@@ -1,8 +1,8 @@
-"""What the processor that numba compiles for can do, as the compiler itself says.
+"""What the processor that numba compiles for can do, as the compiler itself shows.
 
-Tables of processors grow old, and the map of features that LLVM gives is empty on some (Apple's). So three small
-functions are compiled for the processor, in some 20 ms, and one looks at the instructions that they became. That is
-right as well where `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` ask for another processor than this one.
+Tables of processors become outdated, and LLVM's map of features is empty on some processors (Apple's). So three small
+functions are compiled for the processor, in some 20 ms, and `examine` searches the assembly for certain instructions.
+That is also right where `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` select another processor than this one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from llvmlite import binding
 
 FIRST_VERSION_WITH_PTR = 17
-"""Of LLVM: since then a pointer's type does not say what it points to."""
+"""Version of LLVM since which every pointer has the type `ptr`."""
 PROBE = """
 declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
 declare i32 @llvm.vector.reduce.add.v64i32(<64 x i32>)
@@ -42,42 +42,44 @@ define i32 @multiply_bytes(<64 x i8>* %p, <64 x i8>* %q) {
 }
 """
 INSTRUCTIONS = (("vpdpbusd", r"vpdpbusd"), ("sdot", r"sdot"), ("vpmaddwd", r"vpmaddwd .*[yz]mm"))
-"""Those that add up products of bytes, the best first: four products a lane of unsigned by signed bytes, of signed by
-signed ones, and two products a lane of 16-bit numbers (at least 256 bits wide)."""
+"""(name, pattern in assembly) of the instructions that add up products of bytes, best first: four products per lane
+of unsigned by signed bytes, four of signed by signed ones, two of 16-bit numbers (at least 256 bits wide)."""
 
 AMX_FEATURES = {"+amx-tile", "+amx-bf16", "+avx512bw"}
-"""LLVM's names of what `amx.py` needs."""
+"""LLVM's names of the features that `amx.py` needs."""
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
-"""The system call of x86-64, and what it is asked: that this process may use a part of the registers, and which."""
+"""Linux on x86-64: the number of the system call `arch_prctl`, its request for permission to use some registers, and
+the number of AMX's registers."""
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What matters to the functions of this folder."""
+    """The properties that the functions of this folder depend on."""
 
     architecture: str
     """"x86", "arm" or "other"."""
     has_fma: bool
-    """Multiplies and adds in one instruction."""
+    """Whether it multiplies and adds in one instruction."""
     converts_halves: bool
-    """Turns float16 into float32 in one instruction. Without it LLVM calls a function that nobody may have."""
+    """Whether it converts float16 to float32 in one instruction. If not, LLVM calls a function that may be missing."""
     registers: int
-    """How many vectors of sixteen floats fit into its registers."""
+    """Number of vectors of sixteen floats that its registers hold."""
     byte_products: str | None
-    """One of `INSTRUCTIONS`; None: there is none."""
+    """The name of one of `INSTRUCTIONS`; None: it has none of them."""
     byte_lanes: int
-    """Sums that one such instruction makes, 32 bits each."""
+    """Number of 32-bit sums that one such instruction computes."""
     amx: bool = False
-    """Multiplies tiles of bfloat16. LLVM is asked for its features here: what it cannot compile ends the process."""
+    """Whether it multiplies tiles of bfloat16. This comes from LLVM's features, not from `PROBE`: LLVM ends the process
+    when it cannot compile something."""
 
     @property
     def is_x86(self) -> bool:
-        """Whether it is an Intel's or AMD's."""
+        """Whether it is an x86 processor (Intel, AMD)."""
         return self.architecture == "x86"
 
     @property
     def unsupported_reason(self) -> str | None:
-        """Why nothing is compiled for this processor; None if it is."""
+        """Why the step cannot be compiled for this processor; None if it can."""
         if self.is_x86 and not (self.has_fma and self.converts_halves):
             lacking = [name for name, there in (("FMA", self.has_fma), ("F16C", self.converts_halves)) if not there]
             return (
@@ -88,13 +90,13 @@ class Processor:
 
     @property
     def multiplies_bytes(self) -> bool:
-        """Whether it adds up products of bytes four by four."""
+        """Whether one instruction adds up four products of bytes per lane."""
         return self.byte_products in ("vpdpbusd", "sdot")
 
 
 @cache
 def processor() -> Processor:
-    """The one that numba compiles for."""
+    """The processor that numba compiles for."""
     from numba.core.registry import cpu_target
 
     return examine(*cpu_target.target_context.codegen().magic_tuple())
@@ -102,14 +104,15 @@ def processor() -> Processor:
 
 @cache
 def has_amx() -> bool:
-    """Whether the processor has AMX and this process may use it: Linux wants to be asked, once for all threads."""
+    """Whether the processor has AMX and this process may use it. On Linux a process must request that, once for all
+    threads."""
     if not processor().amx or platform.system() != "Linux":
         return False
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
 
 
 def findings() -> dict[str, str | None]:
-    """What the doctor says of the processor: why it cannot be used, and its instruction for bytes."""
+    """What `minillm doctor` reports: why the processor is unsupported, and its instruction for products of bytes."""
     found = processor()
     return {
         "unsupported_reason": found.unsupported_reason,
@@ -118,11 +121,11 @@ def findings() -> dict[str, str | None]:
 
 
 def examine(triple: str, name: str, features: str = "") -> Processor:
-    """What LLVM makes of `PROBE` for a processor that it knows by this name, such as "apple-m1"."""
+    """Compile `PROBE` for the processor that LLVM knows by this name, such as "apple-m1", and inspect the assembly."""
     start = triple.split("-")[0]
     is_x86 = start in ("x86_64", "i386", "i686")
     source = PROBE.replace("EXTEND", "zext")
-    if not is_x86:  # one vector of theirs, and both signed
+    if not is_x86:  # one vector of 128 bits, both operands signed
         source = PROBE.replace("EXTEND", "sext").replace("64 x", "16 x").replace("v64i32", "v16i32")
     if binding.llvm_version_info[0] >= FIRST_VERSION_WITH_PTR:
         source = re.sub(r"(<\d+ x \w+>|half)\*", "ptr", source)

@@ -1,7 +1,7 @@
-"""Activations made ready for the weights they meet: rounded to bytes where those are multiplied as bytes.
+"""Prepares activations for the product with a matrix: rounds them to bytes where the weights are multiplied as bytes.
 
-A row x becomes whole numbers, one unit of which stands for a step of max|x| / 127 or, in two bytes, of
-max|x| / 32 639; so no number is off by more than half a step. As the norms, this moves only what is near.
+A row x becomes integers in units of a step: max|x| / 127 in one byte, max|x| / 32 639 in two. So no number is off by
+more than half a step. As in `norms.py`, the data is in the L1 cache.
 """
 
 from __future__ import annotations
@@ -34,34 +34,37 @@ from minillm.ops.cpu.simd import (
 ZERO, LARGEST, TINY = np.float32(0), np.float32(127), np.finfo(np.float32).tiny
 PER_BYTE, UPWARDS = np.float32(1 / 256), np.float32(1 / 512)
 LARGEST_OF_TWO = np.float32(127 * 256 + 127)
-"""The largest number whose two bytes are signed both. `UPWARDS`: halves go up, so that the second is at most 127."""
+"""The largest code with two signed bytes. `UPWARDS`: halves round up, so that the second byte is at most 127."""
 
 
 def codes_size(rows: int, columns: int, group: int) -> int:
-    """Bytes that `rows` rows of inputs become, whatever they are multiplied by. `group`: of nibbles, else `NONE`."""
+    """Bytes that `rows` rows of inputs take at most, for weights of any kind. `group`: of nibbles, else `NONE`."""
     nibbles = row_size.py_func(columns, columns if group == NONE else group)
     return -(-rows // ROWS) * ROWS * max(nibbles, split_size.py_func(columns) if TILED else 0)
 
 
 def round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
-    """Make the numbers at `x[x_at]` ready to be multiplied by `matrix`, as row `row`.
+    """Prepare the numbers at `x[x_at]` for the product with `matrix`, as row `row` of `codes`. By the dtype of `w`:
 
-    For weights `w` that are multiplied as bytes: the codes and their scale. `PAIRED` ones take a byte per number, moved
-    up by `MIDDLE`; `TWICE_PAIRED` two, in rows 2 · `row` and the next: code = 256 · first + second, both moved up so;
-    `NIBBLES` two signed ones and sums (see `nibbles.row_size`). For nibbles of either kind x is first multiplied, in
-    place, by the matrix' input scales, if it has such. For `TILED` weights: its parts (see `amx_products.split_row`).
-    For other weights nothing.
+        PAIRED          one byte per number, plus `MIDDLE`
+        TWICE_PAIRED    code = 256 · first + second, each byte plus `MIDDLE`, in rows 2 · `row` and 2 · `row` + 1
+        NIBBLES         two signed bytes, and sums (see `nibbles.row_size`)
+        `TILED` ones    three bfloat16 parts (see `amx_products.split_row`)
+        others          nothing
+
+    The first three also store the scale at `scales[scale_at]`. For `NIBBLES` and `FLOAT_NIBBLES` x is first multiplied,
+    in place, by the input scales of the matrix, if it has any.
     """
     raise NotImplementedError
 
 
 @njit(**OPTIONS)
-def _step(x, x_at, size, most, scales, scale_at):
-    """What one unit of the codes stands for, if the largest of them is `most`."""
+def _step(x, x_at, size, max_code, scales, scale_at):
+    """Store and return the step that makes `max_code` the largest code."""
     high = absolute(load(x, x_at))
     for i in range(LANES, size, LANES):
         high = maximum(high, absolute(load(x, x_at + i)))
-    step = largest(high) / most
+    step = largest(high) / max_code
     step = TINY if step < TINY else step
     scales[scale_at] = step
     return splat(step)
@@ -69,7 +72,7 @@ def _step(x, x_at, size, most, scales, scale_at):
 
 @njit(**OPTIONS)
 def _first_byte(code):
-    """The first of the two bytes of codes."""
+    """The first of the two bytes of each code."""
     return rint(fma(code, splat(PER_BYTE), splat(UPWARDS)))
 
 
@@ -95,7 +98,7 @@ def _in_two_with_sums(x, x_at, size, group, codes, row, scales, scale_at):
     step, at = _step(x, x_at, size, LARGEST_OF_TWO, scales, scale_at), row * row_size(size, group)
     sum_at = at + 2 * size
     for begin in range(0, size, group):
-        firsts = seconds = splat(ZERO)  # apart, so that sums of many are whole numbers still
+        firsts = seconds = splat(ZERO)  # separate sums, small enough to be exact in float32
         for i in range(begin, min(begin + group, size), LANES):
             code = rint(load(x, x_at + i) / step)
             first = _first_byte(code)
@@ -109,7 +112,7 @@ def _in_two_with_sums(x, x_at, size, group, codes, row, scales, scale_at):
 
 @njit(**OPTIONS)
 def _scale_inputs(matrix, vectors, x, x_at):
-    """AWQ: x · input scales, in place."""
+    """Multiply x by the input scales (AWQ), in place."""
     if matrix[INPUTS] != NONE:
         for i in range(0, matrix[COLUMNS], LANES):
             store(x, x_at + i, load(x, x_at + i) * load(vectors, matrix[INPUTS] + i))
@@ -127,11 +130,11 @@ def _typed_round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
         )
     if w.dtype == types.uint32:
 
-        def ready(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
+        def scale_and_round(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
             _scale_inputs(matrix, vectors, x, x_at)
             _in_two_with_sums(x, x_at, matrix[COLUMNS], matrix[GROUP], codes, row, scales, scale_at)
 
-        return ready
+        return scale_and_round
     if w.dtype == types.int32:
         return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _scale_inputs(matrix, vectors, x, x_at)
     if w.dtype in TILED:

@@ -1,9 +1,9 @@
-"""A softmax that is taken block by block (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
+"""Online softmax, block by block (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
 
-Three things are kept of a row: the largest score so far, m; the sum of e^(s - m) so far; and the sum of the values with
-these weights. If a block has a larger score, both sums are multiplied by e^(m_old - m_new), and go on from there.
+The state of a row: the largest score so far, m; the sum of the weights e^(s - m) so far; and the sum of the values with
+these weights. If a block has a larger score, both sums are first multiplied by e^(m_old - m_new).
 
-The sum of weights is kept in sixteen lanes until the end, and lies behind the `size` sums of values.
+The sum of weights is kept in sixteen lanes until the end. It lies behind the `size` sums of values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ZERO, NOTHING = np.float32(0), np.float32(-np.inf)
 
 @intrinsic
 def larger(typing: Any, a: Any, b: Any) -> Any:
-    """`a` in the lanes where it is larger, else `b`, also where either is NaN: one instruction of x86."""
+    """`a` in the lanes where it is larger, else `b`, also where either is NaN: one instruction on x86."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         a, b = args
@@ -33,13 +33,13 @@ def larger(typing: Any, a: Any, b: Any) -> Any:
 
 @njit(**OPTIONS)
 def exp_of_negative(x):
-    """`exp` for what is not above zero, in fewer instructions. NaN stays NaN."""
+    """`exp` of x ≤ 0, in fewer instructions. NaN stays NaN."""
     return exp_within(x, larger(splat(LOWEST), x))
 
 
 @njit(**OPTIONS)
 def start_row(largest_scores, row, sums, sums_at, size):
-    """Nothing seen yet."""
+    """Initialise the state of a row."""
     largest_scores[row] = NOTHING
     for i in range(0, size + LANES, LANES):
         store(sums, sums_at + i, splat(ZERO))
@@ -47,10 +47,11 @@ def start_row(largest_scores, row, sums, sums_at, size):
 
 @njit(**OPTIONS)
 def weigh_block(scores, scores_at, width, first, last, largest_scores, row, sums, sums_at, size):
-    """Turn a block of scores into weights e^(s - m), those outside `first` to `last - 1` into zero, in place; `width`,
-    a multiple of sixteen, is their number. The sums become those for this m, but for the values of the block.
+    """Turn the scores of a block into weights e^(s - m), in place. `width`: their number, a multiple of sixteen;
+    weights outside `first` to `last - 1` become zero. Updates m, rescales both sums and adds the weights to
+    theirs; the caller adds the weighted values.
 
-    A NaN among the scores becomes one among the weights, whatever m is.
+    A NaN among the scores becomes a NaN among the weights, whatever m is.
     """
     if first >= last:
         for j in range(0, width, LANES):
@@ -67,20 +68,20 @@ def weigh_block(scores, scores_at, width, first, last, largest_scores, row, sums
     peak = largest(high)
     if peak > before:
         largest_scores[row] = peak
-        shrink = exp_of_negative(splat(before) - splat(peak))
+        rescale = exp_of_negative(splat(before) - splat(peak))
         for i in range(0, size + LANES, LANES):
-            store(sums, sums_at + i, load(sums, sums_at + i) * shrink)
-    whole = load(sums, sums_at + size)
+            store(sums, sums_at + i, load(sums, sums_at + i) * rescale)
+    weight_sum = load(sums, sums_at + size)
     for j in range(0, width, LANES):
         e = exp_of_negative(load(scores, scores_at + j) - splat(peak))
-        whole = whole + e
+        weight_sum = weight_sum + e
         store(scores, scores_at + j, e)
-    store(sums, sums_at + size, whole)
+    store(sums, sums_at + size, weight_sum)
 
 
 @njit(**OPTIONS)
 def finish_row(sums, sums_at, size, out, out_at):
-    """The weighted mean of the values."""
-    whole = splat(total(load(sums, sums_at + size)))
+    """Store the weighted mean of the values in `out`."""
+    weight_sum = splat(total(load(sums, sums_at + size)))
     for i in range(0, size, LANES):
-        store(out, out_at + i, load(sums, sums_at + i) / whole)
+        store(out, out_at + i, load(sums, sums_at + i) / weight_sum)

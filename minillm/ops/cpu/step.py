@@ -1,39 +1,94 @@
-"""The whole decoder for one ragged step: what every thread of the team runs.
+"""The whole decoder for one ragged step: what every thread runs.
 
-It is `minillm.models.decoder` again, line by line, with one difference: between two lines that need each other's
-results the threads meet. Each linear layer is cut by its outputs, attention by KV heads and query rows, the rest by
-tokens. Activations of all tokens lie in `scratch`, which every thread reads and writes.
+It is `minillm.models.decoder` again, line by line, with one difference: there is a barrier between two lines if the
+second needs what other threads computed in the first. Each linear layer is divided by its outputs, attention by KV
+heads and query rows, the rest by tokens. Activations of all tokens lie in `scratch.floats`, which every thread reads
+and writes; `…_at` is the index at which something begins there.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
 from minillm.ops.cpu.attention import attend, scratch_size
 from minillm.ops.cpu.compiled import OPTIONS, entry_point
+from minillm.ops.cpu.kv_rows import write_row
 from minillm.ops.cpu.matrix_fields import COLUMNS, NONE, OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
 from minillm.ops.cpu.panels import SUMS_SIZE, TILED, multiply, unpack_row
 from minillm.ops.cpu.rounding import round_row
-from minillm.ops.cpu.rows import write_row
 from minillm.ops.cpu.simd import LANES, load, stay_whole, store
-from minillm.ops.cpu.team import join, meet, share
+from minillm.ops.cpu.team import barrier, join_team, thread_range
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, BLOCK_SIZE, SLOTS, FINAL_NORM, TIED, VOCABULARY = range(11)
-"""The model's numbers, `dims`."""
+"""Indices in `dims`."""
 INPUT_NORM, POST_NORM, Q_NORM, K_NORM, ROTATES, WINDOW = range(6)
-"""A layer's numbers: where its norms begin among the vectors, whether it applies RoPE, its window (0: none)."""
+"""Indices in a row of `Weights.layers`: where the layer's norms begin in `Weights.vectors`, whether it applies RoPE,
+its sliding window (0: none)."""
 QKV, OUT, GATE_UP, DOWN = range(4)
 """A layer's matrices, in this order; the unembedding follows those of the last layer."""
 EPS = 0
-"""Where ε lies among the vectors."""
+"""Index of ε in `Weights.vectors`."""
+DEPTH = 0
+"""Column of `Inputs.tree`: what is added to the position of a request's first new token. The other is the mask
+(`attention.MASK`)."""
+
+
+class Weights(NamedTuple):
+    """A packed model (`minillm.runtime.packed_decoder`)."""
+
+    layers: np.ndarray
+    """`[layers, 6]`."""
+    matrices: np.ndarray
+    """`[4 · layers + 1, fields]` (`matrix_fields`)."""
+    vectors: np.ndarray
+    """Norms, scales and biases, float32, flat."""
+    panels: np.ndarray
+    """All matrices of the layers."""
+    head: np.ndarray
+    """The unembedding, in panels."""
+    embedding: np.ndarray
+    """`[vocab · hidden]`; empty if it is tied to the unembedding."""
+    cos: np.ndarray
+    signed_sin: np.ndarray
+    """`[positions · head_dim]`."""
+
+
+class Inputs(NamedTuple):
+    """One ragged step, all int64."""
+
+    token_ids: np.ndarray
+    """`[tokens]`."""
+    requests: np.ndarray
+    """`[requests, 4]`: index of its first token, number of new tokens, of all its tokens, where its block table begins
+    in `tables`."""
+    tables: np.ndarray
+    """All block tables, one after the other."""
+    tree: np.ndarray
+    """`[tokens, 2]` if a request brings a draft tree (see `minillm.batch.Segment`), else `[0, 2]`."""
+    wanted: np.ndarray
+    """The rows whose logits are computed."""
+
+
+class Scratch(NamedTuple):
+    """Memory of a step."""
+
+    floats: np.ndarray
+    """Activations of all tokens (`areas`), then `thread_size` floats for each thread."""
+    codes: np.ndarray
+    """Activations rounded to bytes."""
+    thread_size: int
 
 
 @njit(**OPTIONS)
 def areas(dims, tokens):
-    """Where things begin in `scratch`: residual stream, normed rows, heads, attention's results, gate and up, gated,
-    scales of the codes, what each thread has for itself; then the size of that."""
+    """The index in `Scratch.floats` at which each area begins: residual stream, normalised rows, heads, results of
+    attention, gate and up, gated, scales of the codes, scratch of the threads. The last is also the size of all areas
+    before it."""
     x = 0
     normed = x + tokens * dims[HIDDEN]
     heads = normed + tokens * dims[HIDDEN]
@@ -41,117 +96,117 @@ def areas(dims, tokens):
     gate_up = attended + tokens * dims[HEADS] * dims[HEAD_DIM]
     gated = gate_up + tokens * 2 * dims[INTERMEDIATE]
     scales = gated + tokens * dims[INTERMEDIATE]
-    own = (scales + tokens + LANES) // LANES * LANES
-    return x, normed, heads, attended, gate_up, gated, scales, own
+    threads = (scales + tokens + LANES) // LANES * LANES
+    return x, normed, heads, attended, gate_up, gated, scales, threads
 
 
-def own_size(dims):
-    """Floats that each thread needs for itself."""
+def thread_scratch_size(dims):
+    """Floats of scratch memory that each thread needs for itself."""
     return max(SUMS_SIZE, scratch_size(dims[HEAD_DIM])) + LANES
 
 
 @njit(inline="always", **OPTIONS)
-def forward(
-    number, size, sync, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
-    token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
-):  # fmt: skip
-    """Thread `number`'s part of one forward. `wanted`: the rows whose logits go to `logits` (`[rows, outputs]`).
+def forward(team, dims, weights, keys, values, inputs, n, scratch, logits):
+    """This thread's part of one forward of the first `n` tokens; `logits`: `[wanted rows, outputs]`, flat.
 
-    It is copied into `run`, so that it is compiled once and not for itself, too.
+    It is inlined into `run`, so that numba compiles it only once.
     """
-    n, hidden, head_dim, inter = len(token_ids), dims[HIDDEN], dims[HEAD_DIM], dims[INTERMEDIATE]
+    layers, matrices, vectors, w, head, embedding, cos, signed_sin = weights
+    token_ids, requests, tables, tree, wanted = inputs
+    floats, codes, thread_size = scratch
+    hidden, head_dim, inter = dims[HIDDEN], dims[HEAD_DIM], dims[INTERMEDIATE]
     num_heads, num_kv, eps = dims[HEADS], dims[KV_HEADS], vectors[EPS]
     q_size, heads_row = num_heads * head_dim, (num_heads + 2 * num_kv) * head_dim
-    x_at, normed_at, heads_at, attended_at, gate_up_at, gated_at, scales_at, own_at = areas(dims, n)
-    own_at += number * own_floats
+    x_at, normed_at, heads_at, attended_at, gate_up_at, gated_at, scales_at, threads_at = areas(dims, n)
+    thread_at = threads_at + team.thread_id * thread_size
 
-    for i in range(number, n, size):
-        embed(embedding, head, dims, token_ids[i], scratch, x_at + i * hidden)
+    for i in range(team.thread_id, n, team.num_threads):
+        embed(embedding, head, dims, token_ids[i], floats, x_at + i * hidden)
     for layer in range(dims[LAYERS]):
         fields, first = layers[layer], 4 * layer
         normalise(
-            number, size, w, matrices[first + QKV], n, vectors, fields[INPUT_NORM], eps, scratch, x_at, normed_at,
-            codes, scales_at,
+            team, w, matrices[first + QKV], n, vectors, fields[INPUT_NORM], eps, floats, x_at, normed_at, codes,
+            scales_at,
         )  # fmt: skip
-        meet(sync, size)
-        begin, end = share(heads_row // LANES, number, size)
+        barrier(team)
+        begin, end = thread_range(team, heads_row // LANES)
         multiply(
-            w, matrices[first + QKV], vectors, scratch, normed_at, codes, scales_at, n, begin, end,
-            scratch, heads_at, heads_row, False, own_at,
+            w, matrices[first + QKV], vectors, floats, normed_at, codes, scales_at, n, begin, end,
+            floats, heads_at, heads_row, False, thread_at,
         )  # fmt: skip
-        meet(sync, size)
+        barrier(team)
         layer_row = layer * dims[SLOTS] * num_kv
-        keep(
-            number, size, fields, dims, requests, tables, vectors, eps, cos, signed_sin, scratch, heads_at,
+        norm_rope_store(
+            team, fields, dims, requests, tables, tree, vectors, eps, cos, signed_sin, floats, heads_at,
             keys, values, layer_row,
         )  # fmt: skip
-        meet(sync, size)
+        barrier(team)
         attend(
-            number, size, scratch, heads_at, heads_row, num_heads, num_kv, head_dim, fields[WINDOW],
-            requests, tables, dims[BLOCK_SIZE], layer_row, keys, values, scratch, attended_at, scratch, own_at,
+            team, floats, heads_at, heads_row, num_heads, num_kv, head_dim, fields[WINDOW],
+            requests, tables, tree, dims[BLOCK_SIZE], layer_row, keys, values, floats, attended_at, floats, thread_at,
         )  # fmt: skip
-        meet(sync, size)
-        if layer == dims[LAYERS] - 1:  # from here on only the rows that are wanted
+        barrier(team)
+        if layer == dims[LAYERS] - 1:  # from here on only the wanted rows
             n = len(wanted)
-            if number == 0:
+            if team.thread_id == 0:
                 for i in range(n):
-                    copy(scratch, x_at + wanted[i] * hidden, scratch, x_at + i * hidden, hidden)
-                    copy(scratch, attended_at + wanted[i] * q_size, scratch, attended_at + i * q_size, q_size)
-            meet(sync, size)
-        round_rows(w, number, size, matrices[first + OUT], n, vectors, scratch, attended_at, codes, scales_at, sync)
-        begin, end = share(hidden // LANES, number, size)
+                    copy(floats, x_at + wanted[i] * hidden, floats, x_at + i * hidden, hidden)
+                    copy(floats, attended_at + wanted[i] * q_size, floats, attended_at + i * q_size, q_size)
+            barrier(team)
+        round_rows(w, team, matrices[first + OUT], n, vectors, floats, attended_at, codes, scales_at)
+        begin, end = thread_range(team, hidden // LANES)
         multiply(
-            w, matrices[first + OUT], vectors, scratch, attended_at, codes, scales_at, n, begin, end,
-            scratch, x_at, hidden, True, own_at,
+            w, matrices[first + OUT], vectors, floats, attended_at, codes, scales_at, n, begin, end,
+            floats, x_at, hidden, True, thread_at,
         )  # fmt: skip
-        meet(sync, size)
+        barrier(team)
         normalise(
-            number, size, w, matrices[first + GATE_UP], n, vectors, fields[POST_NORM], eps, scratch, x_at, normed_at,
-            codes, scales_at,
+            team, w, matrices[first + GATE_UP], n, vectors, fields[POST_NORM], eps, floats, x_at, normed_at, codes,
+            scales_at,
         )  # fmt: skip
-        meet(sync, size)
-        begin, end = share(inter // LANES, number, size)
+        barrier(team)
+        begin, end = thread_range(team, inter // LANES)
         for half in range(2):
             shift = half * inter // LANES
             multiply(
-                w, matrices[first + GATE_UP], vectors, scratch, normed_at, codes, scales_at, n, begin + shift,
-                end + shift, scratch, gate_up_at, 2 * inter, False, own_at,
+                w, matrices[first + GATE_UP], vectors, floats, normed_at, codes, scales_at, n, begin + shift,
+                end + shift, floats, gate_up_at, 2 * inter, False, thread_at,
             )  # fmt: skip
         for i in range(n):
-            at, column, many = gate_up_at + i * 2 * inter, begin * LANES, (end - begin) * LANES
-            silu_gate(scratch, at + column, at + inter + column, many, scratch, gated_at + i * inter + column)
-        meet(sync, size)
-        round_rows(w, number, size, matrices[first + DOWN], n, vectors, scratch, gated_at, codes, scales_at, sync)
-        begin, end = share(hidden // LANES, number, size)
+            at, column, count = gate_up_at + i * 2 * inter, begin * LANES, (end - begin) * LANES
+            silu_gate(floats, at + column, at + inter + column, count, floats, gated_at + i * inter + column)
+        barrier(team)
+        round_rows(w, team, matrices[first + DOWN], n, vectors, floats, gated_at, codes, scales_at)
+        begin, end = thread_range(team, hidden // LANES)
         multiply(
-            w, matrices[first + DOWN], vectors, scratch, gated_at, codes, scales_at, n, begin, end,
-            scratch, x_at, hidden, True, own_at,
+            w, matrices[first + DOWN], vectors, floats, gated_at, codes, scales_at, n, begin, end,
+            floats, x_at, hidden, True, thread_at,
         )  # fmt: skip
-        meet(sync, size)
+        barrier(team)
     matrix = matrices[4 * dims[LAYERS]]
-    normalise(number, size, head, matrix, n, vectors, dims[FINAL_NORM], eps, scratch, x_at, normed_at, codes, scales_at)
-    meet(sync, size)
-    begin, end = share(matrix[OUTPUTS] // LANES, number, size)
+    normalise(team, head, matrix, n, vectors, dims[FINAL_NORM], eps, floats, x_at, normed_at, codes, scales_at)
+    barrier(team)
+    begin, end = thread_range(team, matrix[OUTPUTS] // LANES)
     multiply(
-        head, matrix, vectors, scratch, normed_at, codes, scales_at, n, begin, end,
-        logits, 0, matrix[OUTPUTS], False, own_at,
+        head, matrix, vectors, floats, normed_at, codes, scales_at, n, begin, end,
+        logits, 0, matrix[OUTPUTS], False, thread_at,
     )  # fmt: skip
-    meet(sync, size)
+    barrier(team)
 
 
 @njit(**OPTIONS)
-def normalise(number, size, w, matrix, n, vectors, norm, eps, scratch, x_at, normed_at, codes, scales_at):
-    """RMSNorm of this thread's rows, made ready to be multiplied by `matrix`."""
+def normalise(team, w, matrix, n, vectors, norm, eps, floats, x_at, normed_at, codes, scales_at):
+    """RMSNorm of this thread's rows, which are then rounded for `matrix` if its weights need that."""
     hidden = matrix[COLUMNS]
-    for i in range(number, n, size):
+    for i in range(team.thread_id, n, team.num_threads):
         at = normed_at + i * hidden
-        rms_norm(scratch, x_at + i * hidden, hidden, vectors, norm, eps, scratch, at)
-        round_row(w, matrix, vectors, scratch, at, codes, i, scratch, scales_at + i)
+        rms_norm(floats, x_at + i * hidden, hidden, vectors, norm, eps, floats, at)
+        round_row(w, matrix, vectors, floats, at, codes, i, floats, scales_at + i)
 
 
 @njit(**OPTIONS)
-def keep(
-    number, size, fields, dims, requests, tables, vectors, eps, cos, signed_sin, scratch, heads_at, keys, values,
+def norm_rope_store(
+    team, fields, dims, requests, tables, tree, vectors, eps, cos, signed_sin, floats, heads_at, keys, values,
     layer_row,
 ):  # fmt: skip
     """Normalise and rotate the queries and keys of this thread's tokens, and store their keys and values."""
@@ -161,21 +216,22 @@ def keep(
     for r in range(requests.shape[0]):
         token, count, seq_len, table = requests[r]
         for i in range(count):
-            if (token + i) % size != number:
+            if (token + i) % team.num_threads != team.thread_id:
                 continue
-            position, row = seq_len - count + i, heads_at + (token + i) * heads_row
+            index, row = seq_len - count + i, heads_at + (token + i) * heads_row
+            position = seq_len - count + tree[token + i, DEPTH] if len(tree) else index
             for h in range(num_heads + num_kv):
                 at = row + h * head_dim
                 norm = fields[Q_NORM] if h < num_heads else fields[K_NORM]
                 if norm != NONE:
-                    rms_norm(scratch, at, head_dim, vectors, norm, eps, scratch, at)
+                    rms_norm(floats, at, head_dim, vectors, norm, eps, floats, at)
                 if fields[ROTATES]:
-                    rotate(scratch, at, head_dim, cos, signed_sin, position)
-            slot = tables[table + position // block_size] * block_size + position % block_size
+                    rotate(floats, at, head_dim, cos, signed_sin, position)
+            slot = tables[table + index // block_size] * block_size + index % block_size
             for h in range(num_kv):
-                at, place = row + (num_heads + h) * head_dim, layer_row + slot * num_kv + h
-                write_row(keys, place, scratch, at, head_dim)
-                write_row(values, place, scratch, at + num_kv * head_dim, head_dim)
+                at, kv_row = row + (num_heads + h) * head_dim, layer_row + slot * num_kv + h
+                write_row(keys, kv_row, floats, at, head_dim)
+                write_row(values, kv_row, floats, at + num_kv * head_dim, head_dim)
 
 
 @njit(**OPTIONS)
@@ -196,63 +252,58 @@ def embed(embedding, head, dims, token, out, at):
             store(out, at + i, load(embedding, token * hidden + i))
 
 
-def round_rows(w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync):
-    """For weights whose inputs have to be made ready (see `round_row`): do so with `n` rows together, and meet. Else
-    nothing."""
+def round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
+    """Round `n` rows for the weights `w` (see `round_row`), then wait at a barrier. Does nothing for weights that are
+    multiplied by float activations."""
     raise NotImplementedError
 
 
 @overload(round_rows, jit_options=OPTIONS)
-def _typed_round_rows(w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync):
+def _typed_round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
     if w.dtype not in (types.uint8, types.boolean, types.uint32, types.int32, *TILED):
-        return lambda w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync: None
+        return lambda w, team, matrix, n, vectors, floats, x_at, codes, scales_at: None
 
-    def together(w, number, size, matrix, n, vectors, scratch, x_at, codes, scales_at, sync):
-        for i in range(number, n, size):
-            round_row(w, matrix, vectors, scratch, x_at + i * matrix[COLUMNS], codes, i, scratch, scales_at + i)
-        meet(sync, size)
+    def round_and_wait(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
+        for i in range(team.thread_id, n, team.num_threads):
+            round_row(w, matrix, vectors, floats, x_at + i * matrix[COLUMNS], codes, i, floats, scales_at + i)
+        barrier(team)
 
-    return together
+    return round_and_wait
 
 
 @entry_point()
-def run(
-    sync, threads, drafted, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
-    token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
-):  # fmt: skip
+def run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits):
     """One thread's part of a step.
 
-    With `drafted` (`[requests, steps]`, int64) of some width, the step is repeated with the likeliest token of each
-    request until there are so many; `wanted` must then be the last row of each request. `token_ids` and `requests`
-    are overwritten.
+    If `drafted` (`[requests, steps]`, int64) has columns, the step is repeated until they are filled, each time with
+    the argmax of every request as its next token; `inputs.wanted` must then be the last row of each request.
+    `inputs.token_ids` and `inputs.requests` are overwritten.
     """
-    number, size = join(sync, threads)
-    if number < 0:
+    team = join_team(sync, threads)
+    if team.thread_id < 0:
         return
-    count, outputs = requests.shape[0], matrices[4 * dims[LAYERS]][OUTPUTS]
+    token_ids, requests, wanted = inputs.token_ids, inputs.requests, inputs.wanted
+    count, outputs = requests.shape[0], weights.matrices[4 * dims[LAYERS]][OUTPUTS]
     tokens, steps = len(token_ids), drafted.shape[1]
     for i in range(max(steps, 1)):
-        forward(
-            number, size, sync, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
-            token_ids[:tokens], requests, tables, wanted, scratch, own_floats, codes, logits,
-        )  # fmt: skip
+        forward(team, dims, weights, keys, values, inputs, tokens, scratch, logits)
         if steps == 0:
             break
-        for r in range(number, count, size):
-            drafted[r, i] = likeliest(logits, r * outputs, dims[VOCABULARY])
-        meet(sync, size)
+        for r in range(team.thread_id, count, team.num_threads):
+            drafted[r, i] = argmax(logits, r * outputs, dims[VOCABULARY])
+        barrier(team)
         if i == steps - 1:
             break
-        if number == 0:
+        if team.thread_id == 0:
             for r in range(count):
                 token_ids[r], wanted[r] = drafted[r, i], r
                 requests[r, 0], requests[r, 1], requests[r, 2] = r, 1, requests[r, 2] + 1
         tokens = count
-        meet(sync, size)
+        barrier(team)
 
 
 @njit(**OPTIONS)
-def likeliest(logits, at, size):
+def argmax(logits, at, size):
     """The index of the (first) largest of `size` numbers."""
     best = at
     for i in range(at, at + size):
@@ -262,13 +313,7 @@ def likeliest(logits, at, size):
 
 
 @entry_point(parallel=True)
-def run_together(
-    sync, threads, drafted, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
-    token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
-):  # fmt: skip
+def run_together(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits):
     """`run` on `threads` threads at once."""
     for _ in prange(threads):
-        run(
-            sync, threads, drafted, dims, layers, matrices, vectors, w, head, embedding, cos, signed_sin, keys, values,
-            token_ids, requests, tables, wanted, scratch, own_floats, codes, logits,
-        )  # fmt: skip
+        run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits)

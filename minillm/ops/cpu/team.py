@@ -1,19 +1,18 @@
-"""A few threads that run one function together: how they meet, and how they wait for each other.
+"""The threads of a compiled step: how they start together, and the barrier between its parts.
 
-A step has some sixty points at which all threads must have finished one part before any may begin the next. Starting
-and ending a parallel loop at each of them costs 2 µs a time, a tenth of the step of a small model. Here the threads
-start once, and wait for each other by looking at a counter: 0.04 to 0.12 µs on two cores of an AMD EPYC.
+A step has some sixty points at which every thread must have finished one part before any thread may begin the next.
+Starting and ending a parallel loop at each of them costs 2 µs a time, a tenth of the step of a small model. Here the
+threads start once and then spin on a counter: a barrier costs 0.04 to 0.12 µs on two cores of an AMD EPYC.
 
-Threads that wait by looking must really run at the same time. Whether they do is for the system to decide, so a team
-is made of those that came: the first waits a moment for the others, then closes the door. Who comes later goes away.
-And who has looked for long offers its processor to whoever else wants to run: on a busy machine that may be the very
-thread it waits for.
+Threads that spin must really run at the same time, and only the operating system decides whether they do. So thread 0
+waits briefly for the others and then starts with those that have arrived; a thread that arrives later returns at once.
+A thread that has spun for long yields its processor: on a busy machine the thread it waits for may need it.
 """
 
 from __future__ import annotations
 
 import platform
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -24,25 +23,36 @@ from numba.extending import intrinsic
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.processor import processor
 
-DOOR, SIZE, MEETING = 0, 8, 16
-"""Where the counters lie in `sync` (int64), a cache line each."""
+ARRIVED, NUM_THREADS, BARRIER = 0, 8, 16
+"""Indices of the counters in `sync` (int64), one cache line each."""
 SYNC_WORDS = 24
-CLOSED = 1 << 32
-PATIENCE = 20_000
-"""How often the first looks for the others before it closes the door."""
-LOOKS = 1000
-"""After so many looks in vain, some 25 µs, a thread offers its processor to others."""
+STARTED = 1 << 32
+"""Added to the counter of arrivals when the step starts: a thread that reads this or more is late."""
+START_SPINS = 20_000
+"""How often thread 0 looks for the other threads before it starts without them."""
+YIELD_SPINS = 1000
+"""A waiting thread yields its processor each time after so many spins, about 25 µs."""
 YIELD = "SwitchToThread" if platform.system() == "Windows" else "sched_yield"
 
 
+class Team(NamedTuple):
+    """What a thread knows of the threads that run one step."""
+
+    thread_id: int
+    """-1: this thread arrived after the start and has nothing to do."""
+    num_threads: int
+    sync: np.ndarray
+
+
 def new_sync() -> np.ndarray:
-    """Counters for one team; all zero before each start."""
+    """The counters of one step; all must be zero before it starts."""
     return np.zeros(SYNC_WORDS, np.int64)
 
 
 @intrinsic
-def _add(typing: Any, sync: Any, at: Any, value: Any) -> Any:
-    """Add to `sync[at]`; returns what was there before. Who reads the new value sees all that was written before it."""
+def _fetch_add(typing: Any, sync: Any, at: Any, value: Any) -> Any:
+    """Atomically add to `sync[at]` and return its old value. A thread that reads the new value also sees every earlier
+    write of this thread."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
@@ -52,8 +62,8 @@ def _add(typing: Any, sync: Any, at: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _look(typing: Any, sync: Any, at: Any) -> Any:
-    """`sync[at]` as it is now, whoever wrote it."""
+def _atomic_load(typing: Any, sync: Any, at: Any) -> Any:
+    """Atomically read `sync[at]`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
@@ -64,13 +74,13 @@ def _look(typing: Any, sync: Any, at: Any) -> Any:
 
 @intrinsic
 def _pause(typing: Any) -> Any:
-    """Tell the processor that this is a waiting loop: for some 40 ns it then leaves its units to others."""
+    """Tell the processor that this is a spin loop: it then pauses this thread for about 40 ns."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         nothing = ir.FunctionType(ir.VoidType(), [])
         if processor().architecture == "x86":
             builder.call(cgutils.get_or_insert_function(builder.module, nothing, "llvm.x86.sse2.pause"), [])
-        elif processor().architecture == "arm":  # `yield` does nothing there; `isb` waits about as long
+        elif processor().architecture == "arm":  # there `yield` does nothing; `isb` waits about as long as `pause`
             builder.asm(nothing, "isb", "~{memory}", [], True)
         return context.get_dummy_value()
 
@@ -79,7 +89,7 @@ def _pause(typing: Any) -> Any:
 
 @intrinsic
 def _yield(typing: Any) -> Any:
-    """Let another thread have this processor: the one that is waited for may be waiting for it."""
+    """Yield this processor to another thread."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -90,45 +100,45 @@ def _yield(typing: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _wait(looks):
-    """What to do between two looks; returns their number."""
-    if looks % LOOKS == LOOKS - 1:
+def _spin(spins):
+    """Wait a moment; returns the number of spins so far."""
+    if spins % YIELD_SPINS == YIELD_SPINS - 1:
         _yield()
     else:
         _pause()
-    return looks + 1
+    return spins + 1
 
 
 @njit(**OPTIONS)
-def join(sync, wanted):
-    """Join the team; returns (number of this thread, size of the team), or (-1, 0) if the door is closed."""
-    number = _add(sync, DOOR, 1)
-    if number >= CLOSED:
-        return -1, 0
-    if number == 0:
-        looks = 0
-        while _look(sync, DOOR) < wanted and looks < PATIENCE:
-            looks = _wait(looks)
-        _add(sync, SIZE, _add(sync, DOOR, CLOSED))
-    looks = 0
-    while _look(sync, SIZE) == 0:
-        looks = _wait(looks)
-    return number, _look(sync, SIZE)
+def join_team(sync, wanted):
+    """Join the `wanted` threads of a step."""
+    thread_id = _fetch_add(sync, ARRIVED, 1)
+    if thread_id >= STARTED:
+        return Team(-1, 0, sync)
+    if thread_id == 0:
+        spins = 0
+        while _atomic_load(sync, ARRIVED) < wanted and spins < START_SPINS:
+            spins = _spin(spins)
+        _fetch_add(sync, NUM_THREADS, _fetch_add(sync, ARRIVED, STARTED))
+    spins = 0
+    while _atomic_load(sync, NUM_THREADS) == 0:
+        spins = _spin(spins)
+    return Team(thread_id, _atomic_load(sync, NUM_THREADS), sync)
 
 
 @njit(**OPTIONS)
-def meet(sync, size):
-    """Wait until every thread of the team has come here."""
-    if size == 1:
+def barrier(team):
+    """Wait until every thread of the step has reached this point."""
+    if team.num_threads == 1:
         return
-    arrivals = _add(sync, MEETING, 1) + 1
-    complete = (arrivals + size - 1) // size * size
-    looks = 0
-    while _look(sync, MEETING) < complete:
-        looks = _wait(looks)
+    arrivals = _fetch_add(team.sync, BARRIER, 1) + 1
+    complete = (arrivals + team.num_threads - 1) // team.num_threads * team.num_threads
+    spins = 0
+    while _atomic_load(team.sync, BARRIER) < complete:
+        spins = _spin(spins)
 
 
 @njit(**OPTIONS)
-def share(count, number, size):
-    """The part of `range(count)` that falls to thread `number` of `size`: (first, last + 1)."""
-    return count * number // size, count * (number + 1) // size
+def thread_range(team, count):
+    """The part of `range(count)` that is this thread's: (first, last + 1)."""
+    return count * team.thread_id // team.num_threads, count * (team.thread_id + 1) // team.num_threads

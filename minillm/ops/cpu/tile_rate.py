@@ -1,4 +1,4 @@
-"""The tiles of `panels.py` alone, on a matrix that stays in the processor's cache: the most that a step can compute."""
+"""The tiles of `panels.py` alone, on a matrix that stays in the processor's cache: the compute limit of a step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from minillm.ops.cpu.panels import CHUNK, PANELS, tiles
 from minillm.ops.cpu.simd import LANES
 
 COLUMNS, GROUPS, TIMES = 384, 6, 40
-"""Numbers in a row, groups of panels (so 384 outputs), and how often the product is made in one run."""
+"""Columns of the matrix, groups of panels (together 384 outputs), and products per run."""
 
 
 @entry_point()
 def _multiply(weights, x, y, times):
-    """y = x Wᵀ, `times` times over: x `[CHUNK, COLUMNS]`, W in panels, y `[CHUNK, GROUPS · PANELS · LANES]`."""
+    """y = x Wᵀ, repeated `times` times: x `[CHUNK, COLUMNS]`, W in panels, y `[CHUNK, GROUPS · PANELS · LANES]`."""
     panel, outputs = COLUMNS * LANES, GROUPS * PANELS * LANES
     for _ in range(times):
         for g in range(GROUPS):
@@ -26,7 +26,7 @@ def _multiply(weights, x, y, times):
 
 
 def tile_product(num_threads: int) -> tuple[int, Callable[[], object]]:
-    """(operations of one run, the run): every thread makes products of its own; the first call compiles."""
+    """(operations of one run, a function that does a run). Every thread has its own x and y; the first run compiles."""
     outputs = GROUPS * PANELS * LANES
     draw = np.random.default_rng(0)
     weights = draw.standard_normal(outputs * COLUMNS, np.float32)

@@ -1,11 +1,11 @@
-"""Where the next drafted token of each request goes, worked out on the device. See `minillm.ops.advance`.
+"""Compute the cache slot of each request's next draft token on the device. See `minillm.ops.advance`.
 
-Bytes moved: four numbers per request. What counts is the launch: one, where PyTorch makes ten, between two forwards of
-a draft model that make some twenty-five. Wins: drafting under a CUDA graph, where the host must not be asked. Loses: to
-nothing but the forward's own kernels doing it on the side.
+Bytes moved: four numbers per request. The launch is what costs: one here, ten in PyTorch, between two forwards of a
+draft model of some twenty-five launches each. Wins: drafting in a CUDA graph, where the host must not be involved.
+Loses: only to fusing this into a kernel of the forward.
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from minillm.ops.triton.machine import dense
 
 REQUESTS = 64
-"""Requests of one program."""
+"""Requests per program."""
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride"])

@@ -1,16 +1,16 @@
-"""The linear layer over INT4 weights in groups: w = (q - z) · s, two codes to a byte, the even column low.
+"""The linear layer over INT4 weights in groups: w = (q - z) · s, two codes per byte, the even column in the low bits.
 
-Where a tile's columns all lie in one group, the product runs on the whole numbers q - z, which fp16 and bfloat16 hold
-exactly, and the scale is applied to each tile's sum: one multiplication per output and tile. Tiles are made as shallow
-as that takes. Only groups such as 8 or 24, which no tile fits, have every weight made before it is multiplied. Sums are
-fp32.
+If the columns of a tile lie in one group, the product runs on the integers q - z, which fp16 and bfloat16 hold exactly.
+The scale is then applied to the tile's sum: one multiplication per output and tile. The tile's depth (its columns) is
+reduced until it fits into a group. For groups such as 8 or 24, into which no tile fits, each weight is dequantised
+before the product. Sums are fp32.
 
-Bytes moved: in · out / 2 for the codes, 2.5 bytes per group and output for scale and zero point; a quarter of fp16's,
-and a sixteenth more with groups of 128. Wins: few rows, bound by reading the weights. Loses: many rows, where unpacking
-comes on top of arithmetic that is the limit already; groups below 64, whose tiles are shallow.
+Bytes moved: in · out / 2 for the codes, and 2.5 bytes per group and output for scale and zero point; a quarter of
+fp16's, and a sixteenth more with groups of 128. Wins: few rows, bound by reading the weights. Loses: many rows, which
+are bound by arithmetic, to which unpacking is added; groups below 64, whose tiles are shallow.
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import torch
@@ -38,7 +38,7 @@ def _int4_linear(
     x_stride: int,
     w_stride: int,
     GROUP: tl.constexpr,
-    ALIGNED: tl.constexpr,  # whether every tile lies in one group
+    ALIGNED: tl.constexpr,  # whether the columns of every tile lie in one group
     BIAS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -98,7 +98,7 @@ def int4_linear(
         return out
     tiles = tiles or choose("int4", rows, outputs, columns, x.dtype)
     splits = tiles.splits
-    # The deepest tile that lies in one group; a group of an odd size has none.
+    # Most columns per tile that always lie in one group: a power of two that divides the group size.
     aligned = min(tiles.k, group_size & -group_size)
     depth = aligned if aligned >= SMALLEST_DOT else tiles.k
     part = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)

@@ -1,15 +1,15 @@
 """The linear layer over INT8 weights and float activations: y = (x Qᵀ) · s + b, with one scale s per output.
 
-A code is a whole number up to 127, exact in fp16 and bfloat16, so the product runs on the codes as they are and the
-scale is applied to the sum, once per output instead of once per weight. Sums are fp32.
+A code is an integer of at most 127, exact in fp16 and bfloat16. So the product runs on the codes, and the scale is
+applied to the sum: once per output instead of once per weight. Sums are fp32.
 
 Bytes moved: in · out for the weights, once per tile of rows; the activations once per tile of outputs. Half of fp16's.
 Wins: few rows (decode, verification, small batches), which are bound by reading the weights, up to twice as fast as
-fp16. Loses: many rows, bound by arithmetic, where turning codes into floats comes on top; fp32 activations, whose
-products do not run on tensor cores; small matrices (a few hundred on a side), where the launch is all.
+fp16. Loses: many rows, which are bound by arithmetic, to which casting the codes is added; fp32 activations, whose
+products do not run on tensor cores; small matrices (a few hundred on a side), where the launch dominates.
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import torch

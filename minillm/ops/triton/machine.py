@@ -1,7 +1,7 @@
-"""What the launchers ask of the machine: interpreter or GPU, its number types, its number of processors.
+"""What the launchers need to know about the machine: interpreter or GPU, its dtypes, its number of SMs.
 
-A kernel is compiled for the GPU it runs on, or walked through in Python by Triton's interpreter. Which of the two is
-decided when Triton is imported: `TRITON_INTERPRET=1` must be set before that, and stay set while kernels run.
+A kernel is either compiled for the current GPU or executed in Python by Triton's interpreter. This is decided when
+Triton is imported: `TRITON_INTERPRET=1` must be set before the import, and must stay set while kernels run.
 """
 
 from __future__ import annotations
@@ -16,53 +16,54 @@ from minillm.errors import UnsupportedError
 from minillm.ops.dispatch import interpreted
 
 SMALLEST_DOT = 16
-"""Sides of our smallest tiles. `tl.dot` (Triton 3.6 to 3.9) takes any number of rows and columns, and sums over at
-least 16 products of 16-bit numbers, 8 of fp32 or 32 of int8. Tensor cores work on 16 rows: fewer are padded to them."""
+"""Smallest side of a tile. `tl.dot` (Triton 3.6 to 3.9) accepts any number of rows and columns, but must sum over at
+least 16 products of 16-bit numbers, 8 of fp32 or 32 of int8. Tensor cores work on 16 rows: fewer are padded to 16."""
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @lru_cache(maxsize=1)
 def capability() -> tuple[int, int]:
-    """Compute capability of the current GPU; in the interpreter that of a GPU that can do everything but bfloat16."""
+    """Return the compute capability of the current GPU. The interpreter counts as sm_75: it lacks only bfloat16."""
     return (7, 5) if interpreted() else torch.cuda.get_device_capability()
 
 
 @lru_cache(maxsize=1)
 def num_processors() -> int:
-    """Streaming multiprocessors of the current GPU; 1 in the interpreter, which runs one program after the other."""
+    """Return the number of streaming multiprocessors (SMs) of the current GPU; 1 in the interpreter (it is serial)."""
     return 1 if interpreted() else torch.cuda.get_device_properties("cuda").multi_processor_count
 
 
 @lru_cache(maxsize=1)
 def gpu_name() -> str:
-    """What the current GPU calls itself."""
+    """Return the name of the current GPU."""
     return "interpreter" if interpreted() else torch.cuda.get_device_name()
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """The number type that `tl.dot` multiplies for activations of `dtype`; sums are always fp32.
+    """Return the dtype to which activations of `dtype` are cast before `tl.dot`; sums are always fp32.
 
-    bfloat16 stands for itself from sm_80 on and is fp32 below, and in the interpreter, whose bfloat16 products are
-    wrong (it keeps the bits in integers, and multiplies those). Raises `UnsupportedError` for other types.
+    bfloat16 stays bfloat16 from sm_80 on. Below sm_80 it is cast to fp32, and so it is in the interpreter, whose
+    bfloat16 products are wrong (it stores the bits as integers and multiplies those). Raises `UnsupportedError` for
+    other dtypes.
     """
     if dtype not in FLOATS:
-        raise UnsupportedError(f"kernels take float32, float16 and bfloat16, not {dtype}; choose one with dtype=")
+        raise UnsupportedError(f"kernels support float32, float16 and bfloat16, not {dtype}; choose one with dtype=")
     return tl.float32 if dtype == torch.bfloat16 and capability() < (8, 0) else FLOATS[dtype]
 
 
 def has_fast_dots(dtype: torch.dtype) -> bool:
-    """Whether `tl.dot` runs on tensor cores for activations of `dtype`: not in fp32, and not before sm_80, where Triton
-    (3.9) multiplies in registers and wants smaller tiles."""
+    """Whether `tl.dot` runs on tensor cores for activations of `dtype`. It does not in fp32 or before sm_80: there
+    Triton (3.9) multiplies in registers and needs smaller tiles."""
     return dtype != torch.float32 and capability() >= (8, 0)
 
 
 def power_of_two(count: int, at_least: int = 1) -> int:
-    """The smallest power of two that is no less than either number: the sides of a tile must be one."""
+    """Return the smallest power of two that is at least `count` and `at_least`: what the side of a tile must be."""
     return max(at_least, 1 << max(count - 1, 0).bit_length())
 
 
 def dense(x: Tensor, last_dims: int = 1) -> Tensor:
-    """`x` itself if its last dimensions lie side by side in memory, else a copy."""
+    """Return `x` itself if its last `last_dims` dimensions are contiguous, else a contiguous copy."""
     expected = 1
     for size, stride in zip(reversed(x.shape[-last_dims:]), reversed(x.stride()[-last_dims:]), strict=True):
         if stride != expected and size > 1:

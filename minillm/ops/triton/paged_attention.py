@@ -1,40 +1,41 @@
-"""Paged attention that walks the block table: decode, verification, chunked prefill and trees, one kernel for all.
+"""Paged attention over the block table: one kernel for decode, verification, chunked prefill and draft trees.
 
 The maths, for query head h of KV head g = h // group, and a query at position p of its request:
 
     out = Σ_j softmax_j(q · k_j / √d) v_j            over the request's positions j ≤ p (and j > p - window, if any)
 
-Rows. The query heads that share a KV head, of a few neighbouring queries, are the rows of one tile: a key is read
-once for all of them. With a group of 3 and 16 rows that is 5 queries, so verifying 4 drafts costs one tile, as decoding
-does.
+Rows. The rows of one tile are the query heads that share a KV head, for a few neighbouring queries. Each key is read
+once for all of them. With a group of 3, a tile of 16 rows holds 5 queries: verifying 4 drafts costs one tile, the same
+as decoding one token.
 
     rows of a tile, KV head g     0: query 0, head 3g   1: query 0, head 3g + 1   2: …   3: query 1, head 3g   …
 
-Columns. Keys come `keys` at a time, each found through `block_tables`; a running maximum m, sum l and output o are
-corrected when a larger score turns up (Milakov & Gimelshein 2018, FlashAttention: Dao et al. 2022), so scores never
-leave the chip:   m' = max(m, s);   l' = l·2^(m - m') + Σ 2^(s - m');   o' = o·2^(m - m') + Σ 2^(s - m') v
+Columns. Keys are read `Tiling.keys` at a time, each found through `block_tables`. The softmax is online: a running
+maximum m, sum l and output o are rescaled when a larger score appears (Milakov & Gimelshein 2018, FlashAttention: Dao
+et al. 2022), so scores never leave the chip:
+    m' = max(m, s);   l' = l·2^(m - m') + Σ 2^(s - m');   o' = o·2^(m - m') + Σ 2^(s - m') v
 
-Splits. A lone decode has as many tiles as KV heads, and a GPU a hundred processors. So the keys of a request are cut
-into parts, each a program that writes its own o / l and log2-sum L = m + log2 l, and a second kernel merges them
-(Flash-Decoding, Dao et al. 2023):   out = Σ_i 2^(L_i - L) o_i,  L = log2 Σ_i 2^(L_i)
+Splits. A single decoding request has only as many tiles as KV heads, but a GPU has a hundred SMs. So the keys of a
+request are split over several programs. Each writes its own o / l and log2-sum L = m + log2 l, and a second kernel
+merges them (Flash-Decoding, Dao et al. 2023):   out = Σ_i 2^(L_i - L) o_i,  L = log2 Σ_i 2^(L_i)
 
-Stored numbers. Pools hold the activations' floats, or INT8 codes with a scale per token and KV head (a factor of the
-key's score, so it is applied there), or INT4 codes with scale and zero point per group of channels: the formats of
-`cache/paged_int8.py` and `cache/paged_int4.py`. They become numbers in registers.
+Stored formats. Pools hold floats in the activations' dtype; or INT8 codes with a scale per token and KV head (for keys
+it is applied to the score, of which it is a factor); or INT4 codes with a scale and a zero point per group of channels.
+These are the formats of `cache/paged_int8.py` and `cache/paged_int4.py`. Codes are dequantised in registers.
 
-Bytes moved per layer: the keys and values that are seen, as they are stored, once per tile of queries; the queries and
-the output once. A split adds 4 · (head_dim + 1) bytes per query head, written and read. What PyTorch's reference adds,
-gathering all rows into a dense copy (and decoding a quantised pool into it), is gone. Bound by memory for few queries,
-by the products in a long prefill.
+Bytes moved per layer: the keys and values that are attended to, as stored, once per tile of queries; the queries and
+the output once. A split adds 4 · (head_dim + 1) bytes per query head, written and read. The PyTorch reference also
+gathers all rows into a dense copy (and dequantises a quantised pool into it); this kernel does not. Bound by memory
+bandwidth with few queries, by arithmetic in a long prefill.
 
-Wins: decode and verification over long contexts; quantised pools, whose saving reaches the time and not only the room.
-Loses: contexts of a few tokens, where the launch is all; a long prefill in one piece with nothing cached, where keys
-lie side by side and a dense FlashAttention need not look them up; a group of 1, which fills one row in 16 when
-decoding; a step that mixes one long prefill with many decodes, for all get the prefill's tile; fp32, whose products do
-not run on tensor cores.
+Wins: decode and verification over long contexts; quantised pools, which save time here and not only memory.
+Loses: contexts of a few tokens, where the launch dominates; a long prefill in one piece with nothing cached, whose keys
+are contiguous, so that a dense FlashAttention needs no block table; a group of 1, which fills one row in 16 when
+decoding; a step that mixes one long prefill with many decodes, because all get the prefill's tile; fp32, whose products
+do not run on tensor cores.
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import math
@@ -44,14 +45,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.cache.base import Batch
+from minillm.batch import Batch
 from minillm.errors import UnsupportedError
 from minillm.ops.triton.machine import SMALLEST_DOT, dense, dot_type, power_of_two
 from minillm.ops.triton.stored_rows import Stored, StoredRows
-from minillm.ops.triton.tiling import Places, Tiling, num_tiles
+from minillm.ops.triton.tiling import AttentionMetadata, Tiling, num_tiles
 
 MAX_TREE = 64
-"""Nodes of a draft tree: the bits of its mask."""
+"""Most nodes of a draft tree: each has one bit of a 64-bit mask."""
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride", "splits"])
@@ -68,7 +69,7 @@ def _attend(
     table_ptr,  # [requests, table_stride] block ids
     start_ptr,  # [requests + 1] int32: query_start
     length_ptr,  # [requests] int32: seq_lens
-    tree_ptr,  # [tokens] int64, if TREE: bit i is set for a new token i that this one sees
+    tree_ptr,  # [tokens] int64, if TREE: bit i is set if this token attends to new token i
     num_requests: int,
     table_stride: int,
     q_stride: int,
@@ -81,10 +82,10 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     TREE: tl.constexpr,
-    BITS: tl.constexpr,  # of a stored number; 0: floats
-    CHANNELS: tl.constexpr,  # of an INT4 group
-    WIDTH: tl.constexpr,  # the largest power of two that divides it
-    REQUESTS: tl.constexpr,  # num_requests, filled up to a power of two
+    BITS: tl.constexpr,  # per stored code; 0: floats
+    CHANNELS: tl.constexpr,  # per INT4 group
+    WIDTH: tl.constexpr,  # the largest power of two that divides CHANNELS
+    REQUESTS: tl.constexpr,  # num_requests, padded to a power of two
     ROWS: tl.constexpr,
     QUERIES: tl.constexpr,  # ROWS // GROUP
     KEYS: tl.constexpr,
@@ -93,7 +94,8 @@ def _attend(
 ) -> None:
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
 
-    # Request r owns the tiles from start[r] // QUERIES + r on: enough for any lengths, and known without reading them.
+    # Request r owns the tiles from start[r] // QUERIES + r on. These are enough for any query lengths, so the grid size
+    # depends only on the numbers of tokens and requests.
     r = tl.arange(0, REQUESTS)
     starts = tl.load(start_ptr + r, mask=r < num_requests, other=0)
     request = tl.sum(((starts // QUERIES + r <= tile) & (r < num_requests)).to(tl.int32), 0) - 1
@@ -146,7 +148,7 @@ def _attend(
             k = tl.reshape(tl.interleave(both & 15, both >> 4).to(tl.float32), (KEYS, PAD_DIM // WIDTH, WIDTH))
             both = tl.load(v_ptr + pairs_at, mask=pairs, other=0)
             v = tl.reshape(tl.interleave(both & 15, both >> 4).to(tl.float32), (KEYS, PAD_DIM // WIDTH, WIDTH))
-            # WIDTH channels lie in one group: all of the group, or a part if its size is no power of two.
+            # WIDTH channels lie in one group: the whole group, or a part of it if its size is not a power of two.
             first_channel = tl.arange(0, PAD_DIM // WIDTH) * WIDTH
             known = exists[:, None] & (first_channel < DIM)[None, :]
             group_at = at[:, None] * (DIM // CHANNELS) + (first_channel // CHANNELS)[None, :]
@@ -177,7 +179,7 @@ def _attend(
         score = tl.where(visible & exists[None, :], score, float("-inf"))
 
         new_best = tl.maximum(best, tl.max(score, 1))
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)  # a row that has seen nothing yet
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)  # no visible key in this row yet
         weight = tl.exp2(score - base[:, None])
         keep = tl.exp2(best - base)
         total = total * keep + tl.sum(weight, 1)
@@ -202,7 +204,7 @@ def _merge(
     splits: int,
     DIM: tl.constexpr,
     PAD_DIM: tl.constexpr,
-    PAD_SPLITS: tl.constexpr,  # splits, filled up to a power of two
+    PAD_SPLITS: tl.constexpr,  # splits, padded to a power of two
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     split, channel = tl.arange(0, PAD_SPLITS), tl.arange(0, PAD_DIM)
@@ -227,17 +229,17 @@ def paged_attention(
 ) -> Tensor:
     """As `minillm.ops.paged_attention.paged_attention`; with a `tree`, as `minillm.ops.tree_attention.tree_attention`.
 
-    `tree`: `[num_tokens]` int64; bit i of a token's number says that it sees the i-th new token of its request. It sees
-    everything cached before. A batch may bring its tiling (`batch.plans[Tiling]`) and its numbers on the device
-    (`batch.plans[Places]`), as one for a CUDA graph does: then only `query_start[-1]` and the number of requests are
-    read from its lists. Raises `UnsupportedError` for a tree of more than 64 nodes or with a window, and for pools of a
-    format that no cache has.
+    `tree`: `[num_tokens]` int64 masks; bit i of a token's mask is set if the token attends to the i-th new token of its
+    request. Every token attends to all tokens cached before the step. A batch for a CUDA graph brings its own tiling
+    (`Tiling`) and metadata (`AttentionMetadata`) as plans: then only `query_start[-1]` and the number
+    of requests are read from its lists. Raises `UnsupportedError` for a tree of more than 64 nodes, for a tree with a
+    window, and for pools in an unknown format.
     """
     q, (num_tokens, heads, dim) = dense(q, 2), q.shape
     num_kv = keys.shape[1]
     stored = Stored.of(keys), Stored.of(values)
     _check_tree(tree, window, batch)
-    tiling = tiling or batch.plans.get(Tiling) or Tiling.of(batch, q, num_kv)
+    tiling = tiling or batch.plans.get((Tiling,)) or Tiling.of(batch, q, num_kv)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out
@@ -246,9 +248,9 @@ def paged_attention(
         part = torch.empty(num_tokens, heads, tiling.splits, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(num_tokens, heads, tiling.splits, dtype=torch.float32, device=q.device)
     group, pad_dim = heads // num_kv, power_of_two(dim, SMALLEST_DOT)
-    queries, places, tables = tiling.rows // group, Places.of(batch), dense(batch.block_tables)
+    queries, metadata, tables = tiling.rows // group, AttentionMetadata.of(batch), dense(batch.block_tables)
     _attend[(num_tiles(batch, queries), num_kv, tiling.splits)](
-        *(q, part, lse, *stored[0].pools, *stored[1].pools, tables, places.query_start, places.seq_lens),
+        *(q, part, lse, *stored[0].pools, *stored[1].pools, tables, metadata.query_start, metadata.seq_lens),
         *(q if tree is None else tree, batch.num_requests, tables.stride(0), q.stride(0), tiling.splits),
         math.log2(math.e) / dim**0.5,
         NUM_KV=num_kv,
@@ -287,8 +289,8 @@ def _check_tree(tree: Tensor | None, window: int | None, batch: Batch) -> None:
     if tree is None:
         return
     if window is not None:
-        raise UnsupportedError(f"a draft tree over a sliding window ({window}) is not supported; verify chains there")
+        raise UnsupportedError(f"draft trees are not supported with a sliding window ({window}); draft chains instead")
     if max(batch.query_lens, default=0) > MAX_TREE:
         raise UnsupportedError(
-            f"a draft tree of {max(batch.query_lens)} nodes: at most {MAX_TREE} have a bit; draft fewer"
+            f"a draft tree of {max(batch.query_lens)} nodes is too large, at most {MAX_TREE} are supported; draft fewer"
         )

@@ -1,17 +1,17 @@
-"""RMSNorm in one pass, alone or with the residual addition before it.
+"""RMSNorm in one pass, alone or fused with the residual addition before it.
 
     y = x / √(mean(x²) + ε) · w            or, with s = x + residual:  y = s / √(mean(s²) + ε) · w,  and s itself
 
-One program has one row, kept in registers between the sum and the product. Sums are in fp32; s is rounded to the dtype
-of x before it is normalised, because later layers add to the rounded one.
+One program handles one row and keeps it in registers between the sum and the product. Sums are in fp32. s is rounded to
+the dtype of x before it is normalised, because later layers add to the rounded s.
 
-Bytes moved: x in, y out (with a residual: two in, two out); as separate PyTorch calls the sum is written, read for the
-mean, and read again. Wins: every norm of a decoder, which is bound by memory and by launches. Loses: rows of 64 numbers
-(per-head norms of q and k), of which a program could hold many; rows too wide for the registers of one program
-(some 16 thousand numbers).
+Bytes moved: x is read and y written (with a residual: two read, two written). Separate PyTorch calls write the sum,
+read it for the mean, and read it again. Wins: every norm of a decoder, which is bound by memory bandwidth and launches.
+Loses: rows of 64 numbers (per-head norms of q and k), because one program could hold many of them; rows too wide for
+the registers of one program (some 16 thousand numbers).
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import torch
@@ -59,7 +59,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The normalised tensor, and what was normalised."""
+    """Return the normalised tensor and its input: x, or the sum s."""
     x, size = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)

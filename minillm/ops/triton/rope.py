@@ -5,13 +5,13 @@
 for i < h = head_dim / 2, with s the signed sine. Computed in fp32 and rounded once; the PyTorch reference rounds each
 product when x is 16 bits wide.
 
-Bytes moved: x in and out, and a token's cosines and sines once for all its heads. PyTorch rolls x into a copy and
-writes an intermediate product, so it moves about three times as much, in three launches. Wins: wherever launches or
-memory are the limit, which is always for an operation that does so little. Loses: to a projection that rotates as it
-finishes, or a cache write that rotates as it begins: those would save x in and out as well.
+Bytes moved: x is read and written, and a token's cosines and sines are read once for all its heads. PyTorch rolls x
+into a copy and writes an intermediate product, so it moves about three times as much, in three launches. Wins: always,
+because so small an operation is bound by launches or memory bandwidth. Loses: to fusing the rotation into the
+projection before it or the cache write after it, which would save reading and writing x as well.
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from minillm.ops.triton.machine import dense, power_of_two
 
 HEADS = 16
-"""Heads of one program."""
+"""Heads per program."""
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _rope(
     x_stride: int,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
-    HALF: tl.constexpr,  # dim / 2, filled up to a power of two
+    HALF: tl.constexpr,  # dim / 2, padded to a power of two
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -52,13 +52,13 @@ def _rope(
     first = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + x_at + DIM // 2, mask=inside, other=0.0).to(tl.float32)
     out_at = token * num_heads * DIM + at
-    kind = out_ptr.dtype.element_ty
-    tl.store(out_ptr + out_at, (first * cos_low + second * sin_low).to(kind), mask=inside)
-    tl.store(out_ptr + out_at + DIM // 2, (second * cos_high + first * sin_high).to(kind), mask=inside)
+    dtype = out_ptr.dtype.element_ty
+    tl.store(out_ptr + out_at, (first * cos_low + second * sin_low).to(dtype), mask=inside)
+    tl.store(out_ptr + out_at + DIM // 2, (second * cos_high + first * sin_high).to(dtype), mask=inside)
 
 
 def rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """As `minillm.ops.rope.rope`. `x` may be a slice of a wider tensor, as q and k are of one projection."""
+    """As `minillm.ops.rope.rope`. `x` may be a slice of a wider tensor, as q and k are slices of one projection."""
     x = dense(x, 2)
     num_tokens, num_heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,21 +1,21 @@
-"""Choosing tokens on the device: the largest logit, and inverting a cumulative distribution.
+"""Choose tokens on the device: by argmax, or by sampling from a cumulative distribution.
 
-    argmax    each lane keeps the best of every BLOCK-th logit and where it was; at the end the lanes compare, and
-              of equal ones the lowest token wins
-    finite    each lane remembers whether any of its logits was NaN or infinite
-    sample    first the total T = Σ p, then once more from the left: the first token whose cumulative sum is above u · T
+    argmax        each lane keeps the largest of every BLOCK-th logit and its token id; at the end the lanes are
+                  reduced, and of equal logits the lowest token id wins
+    all_finite    each lane records whether any of its logits was NaN or infinite
+    sample        a first pass sums T = Σ p; a second pass finds the first token whose cumulative sum is above u · T
 
-Sums are in fp64. Their order is not that of a sum from left to right, so a cumulative sum may differ from the
-reference's by a few 10^-16 of the total, and the token with it if the uniform falls just there. A token of
-probability 0 is never taken: rounding may lift the sum there, so tokens must be above 0 themselves.
+Sums are in fp64. They are not added from left to right, so a cumulative sum may differ from the reference's by a few
+10^-16 of the total. If the uniform falls into that difference, the token differs too. A token of probability 0 is never
+chosen: rounding may raise the cumulative sum at such a token, so its own probability is checked as well.
 
-Bytes moved: the logits once; the probabilities once, and up to the chosen token again. PyTorch writes and reads all
-cumulative sums as fp64. One program per row. Wins: no tensor as large as the logits is made, and nothing waits for the
-host. Loses: one row of a large vocabulary keeps one processor of a hundred busy; GPUs that do fp64 at 1/32 of the fp32
-rate (T4), for `sample`.
+Bytes moved: the logits once; the probabilities once, and again up to the chosen token. PyTorch writes and reads all
+cumulative sums as fp64. One program per row. Wins: no tensor as large as the logits is made, and the device never waits
+for the host. Loses: one row of a large vocabulary occupies one SM of a hundred; `sample` on GPUs whose fp64 rate is
+1/32 of their fp32 rate (T4).
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from minillm.ops.triton.machine import dense, power_of_two
 
 BLOCK = 2048
-"""Tokens at a time."""
+"""Tokens per iteration."""
 
 
 @triton.jit
@@ -100,12 +100,12 @@ def _all_finite(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    is_broken = tl.full((BLOCK,), 0, tl.int32)
+    is_bad = tl.full((BLOCK,), 0, tl.int32)
     for first in range(0, vocab, BLOCK):
         token = first + lane
         x = tl.load(logit_ptr + row * stride + token, mask=token < vocab, other=0.0).to(tl.float32)
-        is_broken |= (x != x).to(tl.int32) | (tl.abs(x) == float("inf")).to(tl.int32)
-    tl.store(finite_ptr + row, tl.max(is_broken, 0) == 0)
+        is_bad |= (x != x).to(tl.int32) | (tl.abs(x) == float("inf")).to(tl.int32)
+    tl.store(finite_ptr + row, tl.max(is_bad, 0) == 0)
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def all_finite(logits: Tensor) -> Tensor:
 
 
 def sample(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """As `minillm.ops.sample.sample`, but for draws within rounding of a border between two tokens."""
+    """As `minillm.ops.sample.sample`; the token may differ if a uniform is within rounding error of a border."""
     p, (rows, vocab) = dense(probs), probs.shape
     tokens, is_valid = _results(rows, p.device)
     if rows:

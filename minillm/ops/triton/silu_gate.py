@@ -1,11 +1,11 @@
 """The gate of a SwiGLU layer, y = silu(gate) · up with silu(g) = g / (1 + e^-g), computed in fp32 and rounded once.
 
-Bytes moved: two numbers in and one out per result, each once. PyTorch writes silu(gate) and reads it again: five
-instead of three, and two launches instead of one. Bound by memory. Wins: always on a GPU. Loses: to a matrix product
-that applies the gate as it finishes, which saves these three as well.
+Bytes moved: per output two numbers are read and one is written. PyTorch also writes silu(gate) and reads it again: five
+numbers instead of three, and two launches instead of one. Bound by memory bandwidth. Wins: always on a GPU. Loses: to
+fusing the gate into the matrix product before it, which saves these three as well.
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from minillm.ops.triton.machine import dense, power_of_two
 
 COLUMNS = 1024
-"""Results of one program."""
+"""Outputs per program."""
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _silu_gate(
     inside = column < size
     gate = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    # e^-g may overflow to infinity: then the quotient is 0, which is right.
+    # e^-g may overflow to infinity; the quotient is then 0, as it should be.
     out = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_ptr + row * size + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 

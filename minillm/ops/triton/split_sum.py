@@ -1,13 +1,13 @@
-"""The end of a product whose columns were split over several programs: add the parts, scale, add the bias, round.
+"""The second kernel of a split-K product: add the parts, scale, add the bias, round.
 
     y[m, n] = (Σ_s part[s, m, n]) · x_scale[m] · w_scale[n] + bias[n]
 
-A second kernel and not atomic additions, so that the order of the sum, and with it every bit, is the same in each run.
-Bytes moved: 4 · splits · rows · outputs, written before and read here. With few rows that is little beside the weights;
-with many rows it is not, and then nothing is split.
+A second kernel is used instead of atomic additions, so that the order of the sum, and so every bit of it, is the same
+in each run. Bytes moved: 4 · splits · rows · outputs, written by the product and read here. That is little compared
+with the weights if there are few rows; products of many rows are not split.
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import triton
@@ -52,7 +52,7 @@ def _split_sum(
 
 
 def split_sum(part: Tensor, out: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, bias: Tensor | None) -> None:
-    """`part`: `[splits, rows, outputs]` → `out`: `[rows, outputs]`, filled."""
+    """Sum `part` (`[splits, rows, outputs]`) over its splits into `out` (`[rows, outputs]`)."""
     splits, rows, outputs = part.shape
     block = min(BLOCK, power_of_two(outputs))
     scales = (out if x is None else x for x in (x_scale, w_scale, bias))

@@ -1,22 +1,22 @@
-"""Writing new keys and values into the paged cache, quantised on the way: one launch for both.
+"""Quantise new keys and values and write them into the paged cache: one launch for both.
 
-A program has the key and the value of one token, all KV heads. The codes and scales are those of `kv_quant` on a CPU,
-bit for bit:
+One program handles the key and the value of one token, for all KV heads. Codes and scales equal those of `kv_quant` on
+a CPU bit for bit:
 
     INT8   s = amax / 127, rounded to bfloat16 (nearest, ties to even)       code = round(x / s)
     INT4   per group: zero = min rounded down to float16, s = (max - zero) / 15 rounded up to float16
            code = clamp(round((x - zero) / s), 0, 15), two to a byte, the even channel low
 
-That takes three cares. Divisions are `div_rn`, for a kernel's plain `/` may be off by a bit. Rounding to a whole number
-(ties to even) is adding and taking away 1.5 · 2^23: a float of that size has no digits behind the point. And bfloat16
-is rounded in the bits of the float, because Triton's interpreter cuts digits off where a GPU rounds.
+Bit equality needs three precautions. Divisions are `div_rn`, because a kernel's plain `/` may be off by one bit.
+Rounding to an integer (ties to even) adds and subtracts 1.5 · 2^23: a float of that size has no fractional digits.
+bfloat16 is rounded on the bits of the float, because Triton's interpreter truncates where a GPU rounds.
 
-Bytes moved: k and v in, codes out; PyTorch makes and reads back about ten intermediate tensors. Wins: in every step
-with a quantised cache, where it replaces some forty launches by one. Loses: plain pools on their own gain only one
-launch of two; a KV head of a few groups fills a program badly when one token is written.
+Bytes moved: k and v are read and codes are written; PyTorch writes and reads back about ten intermediate tensors.
+Wins: with a quantised cache, where one launch replaces some forty. Loses: float pools save only one launch of two; KV
+heads of a few groups fill a program badly when one token is written.
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from minillm.ops.kv_quant import SMALLEST_SCALE, SMALLEST_STEP
 from minillm.ops.triton.machine import dense, power_of_two
 
 WHOLE = tl.constexpr(1.5 * 2.0**23)
-"""Added and taken away, rounds |x| < 2^22 to a whole number, ties to even."""
+"""Adding and subtracting it rounds |x| < 2^22 to an integer, ties to even."""
 TINY_SCALE, TINY_STEP = tl.constexpr(SMALLEST_SCALE), tl.constexpr(SMALLEST_STEP)
 
 
@@ -44,7 +44,7 @@ def _bfloat16(x):  # noqa: ANN202
 
 @triton.jit
 def _half_below(x):  # noqa: ANN202
-    """fp32 → a float16 at most as large, as `kv_quant._half_below`."""
+    """fp32 → a float16 number no larger than it, as `kv_quant._half_below`."""
     near = x.to(tl.float16)
     below = (x - tl.abs(x) * 0.0009765625 - TINY_STEP).to(tl.float16)  # 2^-10
     return tl.where(near.to(tl.float32) > x, below, near)
@@ -52,7 +52,7 @@ def _half_below(x):  # noqa: ANN202
 
 @triton.jit
 def _store_floats(x_at, pool_ptr, rows_at, inside, DIM: tl.constexpr, PAD_DIM: tl.constexpr) -> None:
-    """A row per KV head. `x_at`: where its numbers begin; `rows_at`: the row of the pool."""
+    """Store one row per KV head. `x_at`: pointer to its first number; `rows_at`: its row in the pool."""
     channel = tl.arange(0, PAD_DIM)[None, :]
     mask = inside[:, None] & (channel < DIM)
     x = tl.load(x_at[:, None] + channel, mask=mask, other=0.0)
@@ -61,7 +61,7 @@ def _store_floats(x_at, pool_ptr, rows_at, inside, DIM: tl.constexpr, PAD_DIM: t
 
 @triton.jit
 def _store_int8(x_at, pool_ptr, scale_ptr, rows_at, inside, DIM: tl.constexpr, PAD_DIM: tl.constexpr) -> None:
-    """A row per KV head."""
+    """Store one row per KV head, with one scale."""
     channel = tl.arange(0, PAD_DIM)[None, :]
     mask = inside[:, None] & (channel < DIM)
     x = tl.load(x_at[:, None] + channel, mask=mask, other=0.0).to(tl.float32)
@@ -78,7 +78,7 @@ def _store_int8(x_at, pool_ptr, scale_ptr, rows_at, inside, DIM: tl.constexpr, P
 def _store_int4(
     x_at, pool_ptr, scale_ptr, zero_ptr, rows_at, inside, CHANNELS: tl.constexpr, PAD_PAIRS: tl.constexpr
 ) -> None:
-    """A row per KV head and group. Even and odd channels are loaded apart, so that a pair meets without a shuffle."""
+    """Store one row per KV head and group. Even and odd channels are loaded separately, so packing needs no shuffle."""
     pair = tl.arange(0, PAD_PAIRS)[None, :]
     mask = inside[:, None] & (pair < CHANNELS // 2)
     even = tl.load(x_at[:, None] + 2 * pair, mask=mask, other=0.0).to(tl.float32)
@@ -113,7 +113,7 @@ def _store_kv(
     slot_ptr,  # [tokens] int32 or int64
     k_stride: int,
     v_stride: int,
-    BITS: tl.constexpr,  # of a stored number; 0: floats
+    BITS: tl.constexpr,  # per stored code; 0: floats
     NUM_ROWS: tl.constexpr,  # KV heads; INT4: times groups
     ROW: tl.constexpr,  # numbers that share a scale: dim; INT4: a group
     PAD_ROWS: tl.constexpr,
@@ -142,8 +142,8 @@ def _store_kv(
 def store_kv(
     k: Tensor, v: Tensor, key_pools: Sequence[Tensor], value_pools: Sequence[Tensor], slot_mapping: Tensor
 ) -> None:
-    """As `minillm.ops.store_kv.store_kv`. INT4 groups of an odd number of channels, whose pairs straddle groups, are
-    left to the reference."""
+    """As `minillm.ops.store_kv.store_kv`. INT4 groups of an odd number of channels run through the reference, because
+    there a byte may belong to two groups."""
     bits = reference.code_bits(key_pools)
     num_tokens, num_kv, dim = k.shape
     groups = key_pools[1].shape[2] if bits == 4 else 1
@@ -152,9 +152,9 @@ def store_kv(
         return reference.store_kv(k, v, key_pools, value_pools, slot_mapping)
     if num_tokens:
         k, v = dense(k, 2), dense(v, 2)
-        filled = [pool for pools in (key_pools, value_pools) for pool in (*pools, pools[0], pools[0])[:3]]
+        padded_pools = [pool for pools in (key_pools, value_pools) for pool in (*pools, pools[0], pools[0])[:3]]
         _store_kv[(num_tokens,)](
-            *(k, v, *filled, dense(slot_mapping), k.stride(0), v.stride(0)),
+            *(k, v, *padded_pools, dense(slot_mapping), k.stride(0), v.stride(0)),
             BITS=bits,
             NUM_ROWS=num_kv * groups,
             ROW=channels,

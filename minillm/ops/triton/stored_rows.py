@@ -1,4 +1,4 @@
-"""What a layer's cache holds, as the attention kernel takes it: floats, or codes with what makes numbers of them."""
+"""The cached keys or values of a layer, as the attention kernel takes them: floats, or codes with scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minillm.ops.store_kv import code_bits
 
 
 class StoredRows(Protocol):
-    """Keys or values of one layer as a quantised cache holds them (`cache.paged_quantized.DequantizedRows`)."""
+    """Keys or values of one layer in a quantised cache (`cache.paged_quantized.DequantizedRows`)."""
 
     pools: Sequence[Tensor]
     """INT8: codes `[slots, KV heads, dim]`, scales `[slots, KV heads]`. INT4: packed codes `[slots, KV heads,
@@ -27,20 +27,20 @@ class Stored:
     """The pools of keys or values as the kernel takes them."""
 
     bits: int
-    """Of a code: 8, 4, or 0 where floats are stored."""
+    """Bits of a code: 8 or 4; 0 where floats are stored."""
     pools: tuple[Tensor, Tensor, Tensor]
-    """Codes or numbers, scales, zero points; the first stands in for what a format lacks."""
+    """Codes or floats, scales, zero points. Where a format has no scales or zero points, the first pool is repeated."""
     channels: int
-    """Of an INT4 group."""
+    """Channels per INT4 group; 1 in other formats."""
 
     @classmethod
     def of(cls, rows: Tensor | StoredRows) -> Stored:
-        """Tell the format by the dtypes. Raises `UnsupportedError` for one that no cache has, or pools with gaps."""
+        """Detect the format by the dtypes. Raises `UnsupportedError` for an unknown format or non-contiguous pools."""
         pools = (rows,) if isinstance(rows, Tensor) else tuple(rows.pools)
         bits, first = code_bits(pools), pools[0]
         if not all(pool.is_contiguous() for pool in pools):
             raise UnsupportedError(
-                "the pools of a layer must lie whole in memory; give the kernel one layer's, not views"
+                "the pools of a layer must be contiguous; pass whole pools of one layer, not strided views"
             )
         channels = rows.shape[2] // pools[1].shape[2] if bits == 4 else 1
         return cls(bits, (*pools, first, first)[:3], channels)

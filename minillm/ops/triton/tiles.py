@@ -1,10 +1,10 @@
-"""How large the tiles of a matrix product are: a table by kind, shape class and GPU, and the tool that fills it.
+"""Tile sizes of the quantised matrix products: a table by kind, shape class and GPU, and the tool that fills it.
 
-A product of few rows (decode, verification) is bound by reading the weights: small tiles, the depth split over several
-programs so that all processors read. One of many rows (prefill) is bound by arithmetic: large tiles. What is best
-depends on the GPU, so the table has its measured winners, and defaults for GPUs that nobody has measured. `measure`
-finds them; what it prints is pasted into `MEASURED`. A choice in a table can be read and does not change from run to
-run, which is why `triton.autotune`, which decides anew in every process and in the middle of a step, is not used.
+A product with few rows (decode, verification) is bound by reading the weights. It uses small tiles, and splits the
+columns over several programs (split-K) so that all SMs read. A product with many rows (prefill) is bound by arithmetic
+and uses large tiles. The best tiles depend on the GPU, so the table holds measured winners, and defaults for GPUs that
+have not been measured. `measure` finds the winners, to be pasted into `MEASURED`. `triton.autotune` is not used: it
+chooses anew in every process, in the middle of a step. The choices of a table can be read and never change.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ CLASSES = ("few", "some", "many")
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sides of a tile, and how its program runs. It changes the speed, and the results in the last bits."""
+    """Tile sizes and launch options. They change the speed, and the results only in the last bits."""
 
     m: int
-    """Rows of x."""
+    """Rows of x per tile."""
     n: int
-    """Rows of the weight: outputs."""
+    """Rows of the weight, that is outputs, per tile."""
     k: int
-    """Columns at a time."""
+    """Columns per iteration."""
     splits: int = 1
-    """Programs that share the columns of one tile; a second kernel adds their sums, always in the same order."""
+    """Programs that share the columns of one tile (split-K); a second kernel adds their sums, always in one order."""
     warps: int = 4
     stages: int = 3
 
 
 DEFAULTS = {"few": Tiles(16, 64, 128), "some": Tiles(32, 64, 64), "many": Tiles(64, 128, 64, warps=8)}
 WIDE = {"few": Tiles(16, 32, 64), "some": Tiles(32, 32, 32), "many": Tiles(64, 64, 32, warps=8)}
-"""Where products take registers instead of tensor cores: in fp32, and before sm_80."""
+"""Defaults where products run in registers and not on tensor cores: in fp32, and before sm_80."""
 INTERPRETED = Tiles(16, 32, 32)
 MEASURED: dict[tuple[str, str, str], Tiles] = {}
-"""`(GPU, kind, shape class)` → the winner. Empty: no GPU has been measured yet."""
+"""`(GPU, kind, shape class)` → the fastest tiles. Empty: no GPU has been measured yet."""
 PER_PROCESSOR = 2
-"""Programs that a processor should have, or the columns are split."""
+"""With fewer programs per SM than this, the columns are split."""
 LEAST_DEPTH = 256
-"""Columns of a split at least."""
+"""Least columns per split."""
 MAX_SPLITS = 16
 
 
 def shape_class(rows: int) -> str:
-    """`few`, `some` or `many` rows."""
+    """Return `few`, `some` or `many`."""
     return CLASSES[0] if rows <= FEW_ROWS else CLASSES[1] if rows <= SOME_ROWS else CLASSES[2]
 
 
 def choose(kind: str, rows: int, outputs: int, columns: int, dtype: torch.dtype) -> Tiles:
-    """The tiles for a product of `kind` (`int8`, `w8a8`, `int4`): measured ones if there are, else the defaults."""
+    """Return the tiles for a product of `kind` (`int8`, `w8a8`, `int4`): the measured ones, else the defaults."""
     if interpreted():
         return INTERPRETED
     found = MEASURED.get((machine.gpu_name(), kind, shape_class(rows)))
@@ -71,7 +71,7 @@ def choose(kind: str, rows: int, outputs: int, columns: int, dtype: torch.dtype)
 
 
 def _splits(tiles: Tiles, rows: int, outputs: int, columns: int) -> int:
-    """Enough to keep every processor busy, none of them too shallow; a power of two."""
+    """Return enough splits to keep every SM busy, none with fewer than `LEAST_DEPTH` columns; a power of two."""
     programs = -(-rows // tiles.m) * -(-outputs // tiles.n)
     wanted = PER_PROCESSOR * machine.num_processors() // max(programs, 1)
     most = max(1, min(wanted, columns // LEAST_DEPTH, MAX_SPLITS))
@@ -79,7 +79,7 @@ def _splits(tiles: Tiles, rows: int, outputs: int, columns: int) -> int:
 
 
 def candidates(rows: int) -> Iterator[Tiles]:
-    """What `measure` tries for so many rows."""
+    """Yield the tiles that `measure` tries for this number of rows."""
     sides = (SMALLEST_DOT,) if rows <= FEW_ROWS else (32, 64) if rows <= SOME_ROWS else (64, 128)
     for m, n, k, splits, warps, stages in product(sides, (32, 64, 128), (32, 64, 128), (1, 2, 4, 8), (4, 8), (2, 3, 4)):
         if rows <= SOME_ROWS or splits == 1:
@@ -87,10 +87,10 @@ def candidates(rows: int) -> Iterator[Tiles]:
 
 
 def measure(run: Callable[[Tiles], Any], rows: int) -> tuple[Tiles, float]:
-    """The fastest candidate for `run(tiles)`, and its median in milliseconds. For a real GPU only.
+    """Return the fastest candidate for `run(tiles)` and its median time in milliseconds. Needs a real GPU.
 
-    Candidates that the GPU has no room for are passed over. Inputs should be larger than the second-level cache, or be
-    rotated by `run`, or what is measured is the cache.
+    Candidates that need more shared memory or registers than the GPU has are skipped. The inputs should be larger than
+    the L2 cache, or `run` should rotate them; otherwise the cache is measured.
     """
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench

@@ -1,18 +1,18 @@
-"""The linear layer of whole numbers: activations rounded to INT8 token by token, INT8 weights, sums in int32.
+"""The W8A8 linear layer: activations quantised to INT8 per token, INT8 weights, sums in int32.
 
     s_x = max|x| / 127      q_x = round(x / s_x)      y = (q_x Qᵀ) · s_x · s_w + b
 
-Two kernels: one rounds a token per program; the other multiplies, and its sum is exact in any order, so tiles and
-splits change no bit of the result. Divisions are `div_rn`, and rounding adds and takes away 1.5 · 2^23, as in
+Two kernels. One quantises a token per program. The other multiplies; its integer sum is exact in any order, so tiles
+and splits do not change the result by a bit. Divisions are `div_rn`, and rounding adds and subtracts 1.5 · 2^23, as in
 `store_kv`.
 
-Bytes moved: in · out for the weights, rows · in three times over for the activations (read, written as bytes, read).
-Wins: many rows, on tensor cores that multiply INT8 twice as fast as fp16 (from sm_75 on); fp32 models, which have no
-tensor cores otherwise. Loses: few rows, where the weights are the same bytes as in `int8_linear` and rounding is a
-launch more; activations with outlier channels, in quality (see `quantization/w8a8.py`).
+Bytes moved: in · out for the weights; rows · in three times for the activations (read, written as bytes, read). Wins:
+many rows, on tensor cores that multiply INT8 twice as fast as fp16 (from sm_75 on); fp32 models, which use no tensor
+cores otherwise. Loses: few rows, where it reads as many bytes of weights as `int8_linear` and needs one launch more;
+activations with outlier channels, in quality (see `quantization/w8a8.py`).
 """
 
-# ruff: noqa: ANN001, N803  (the compiler looks annotations up, so pointers have none; constants are in capitals)
+# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import torch
@@ -27,7 +27,7 @@ from minillm.ops.triton.tiles import Tiles, choose
 WHOLE = tl.constexpr(1.5 * 2.0**23)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 INT8_DEPTH = 32
-"""An INT8 `tl.dot` is at least so deep."""
+"""Least columns of an INT8 `tl.dot`."""
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _quantize_tokens(
     inside = column < columns
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 0), 127.0), TINY)
-    # A maximum passes NaN by, but a row with NaN must not come out finite.
+    # tl.max ignores NaN, but a row with NaN must not become finite.
     scale = tl.where(tl.max((x != x).to(tl.int32), 0) != 0, float("nan"), scale)
     code = (tl.div_rn(x, scale) + WHOLE) - WHOLE
     code = tl.minimum(tl.maximum(code, -127.0), 127.0)

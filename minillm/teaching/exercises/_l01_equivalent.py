@@ -1,8 +1,8 @@
-"""Spoilt references of lesson 1 that answer as the reference does, and why (see `minillm.teaching.mutants`)."""
+"""Mutants of lesson 1's references that return the same answers, and why (see `minillm.teaching.mutants`)."""
 
 ONE_AXIS = "the tensor has one axis, so the first is the last"
-ALL_KEPT = "all tokens are kept either way: no sum in front of a token reaches 1"
-FEW_TOKENS = "so few numbers are sorted in a stable way, and summed exactly enough, in any case"
+ALL_KEPT = "all tokens are kept either way: no sum before a token reaches 1"
+FEW_TOKENS = "with so few numbers every sort is stable, and float32 sums are exact enough"
 
 EQUIVALENT = {
     "l01.sample_next": {
@@ -11,7 +11,7 @@ EQUIVALENT = {
         "before = ranked.cumsum(0) - ranked [0 -> -1]": ONE_AXIS,
         "cumulative = probs.double().cumsum(0) [0 -> -1]": ONE_AXIS,
         "if 0 < top_k < len(probs): [0 < top_k < len(probs) -> 0 < top_k <= len(probs)]": (
-            "keeping as many tokens as there are keeps all"
+            "top_k = len(probs) keeps all tokens"
         ),
         "if top_p < 1: [-> if True:]": ALL_KEPT,
         "if top_p < 1: [top_p < 1 -> top_p <= 1]": ALL_KEPT,

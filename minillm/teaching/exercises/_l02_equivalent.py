@@ -1,4 +1,4 @@
-"""Spoilt references of lesson 2 that answer as the reference does, and why (see `minillm.teaching.mutants`)."""
+"""Mutants of lesson 2's references that return the same answers, and why (see `minillm.teaching.mutants`)."""
 
 SAME_ROWS = "keys and values have the same number of rows"
 

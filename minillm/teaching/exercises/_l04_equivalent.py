@@ -1,7 +1,7 @@
-"""Spoilt references of lesson 4 that answer as the reference does, and why (see `minillm.teaching.mutants`)."""
+"""Mutants of lesson 4's references that are equivalent to the reference, and why (see `minillm.teaching.mutants`)."""
 
-NEVER_BEYOND = "bfloat16 moves a scale by 0.2% at most, so 127 becomes 127.25 at most, and rounds to 127"
-CAST_ALIKE = "float32 with a 16-bit type is computed in float32, so the cast is made in any case"
+NEVER_BEYOND = "bfloat16 changes a scale by 0.2% at most, so 127 becomes 127.25 at most, which rounds to 127"
+CAST_ALIKE = "an operation of float32 with a 16-bit type casts to float32 anyway"
 TWO_AXES = "q has two axes, so the second is the last"
 
 _ROUNDED = "(x / scale.float()[..., None]).round()"

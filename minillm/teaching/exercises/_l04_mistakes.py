@@ -23,7 +23,7 @@ from minillm.teaching.exercises._l04_reference import (
 
 
 def _codes(x: Tensor, scale: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """What the wrong versions below do with a scale of any shape that broadcasts to `[tokens, heads]`."""
+    """Codes and scale for a given scale, of any shape that broadcasts to `[tokens, heads]`."""
     scale = torch.where(scale == 0, 1.0, scale).expand(x.shape[:-1]).to(torch.bfloat16)
     return (x / scale.float()[..., None]).round().clamp(-levels, levels).to(torch.int8), scale
 
@@ -60,7 +60,7 @@ def _multiplies(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 
 SYMMETRIC = (
-    WrongVersion("takes one scale for the whole tensor", lambda x, levels: _codes(x, x.abs().amax() / levels, levels)),
+    WrongVersion("uses one scale for the whole tensor", lambda x, levels: _codes(x, x.abs().amax() / levels, levels)),
     WrongVersion(
         "shares one scale between all heads of a token",
         lambda x, levels: _codes(x, x.abs().amax((1, 2))[:, None] / levels, levels),
@@ -70,15 +70,15 @@ SYMMETRIC = (
         lambda x, levels: _codes(x, x.abs().amax((0, 2))[None] / levels, levels),
     ),
     WrongVersion(
-        "looks for the largest number and not for the largest absolute one",
+        "uses the largest number instead of the largest absolute value",
         lambda x, levels: _codes(x, x.amax(-1) / levels, levels),
     ),
     WrongVersion(
-        "takes the scale from the mean, so that whatever is larger is cut off",
+        "computes the scale from the mean, so that larger numbers are clamped",
         lambda x, levels: _codes(x, x.abs().mean(-1) / levels, levels),
     ),
     WrongVersion(
-        "takes the scale from the smallest number", lambda x, levels: _codes(x, x.abs().amin(-1) / levels, levels)
+        "computes the scale from the smallest number", lambda x, levels: _codes(x, x.abs().amin(-1) / levels, levels)
     ),
     WrongVersion(
         "divides by levels + 1 (128 for INT8), a code that does not exist",
@@ -95,11 +95,13 @@ SYMMETRIC = (
         lambda x, levels: _codes(x, 2 * x.abs().amax(-1) / levels, levels),
     ),
     WrongVersion("divides by zero when a row is all zeros", _divides_by_zero),
-    WrongVersion("keeps scales away from zero by a constant, which swallows small rows", _with_epsilon),
-    WrongVersion("cuts the fraction off instead of rounding", _truncates),
+    WrongVersion(
+        "limits all scales from below by a constant, which is too coarse for rows of small numbers", _with_epsilon
+    ),
+    WrongVersion("truncates instead of rounding", _truncates),
     WrongVersion("rounds down instead of to nearest", _rounds_down),
     WrongVersion("computes codes from the exact scale, and stores a rounded one", _exact_scale),
-    WrongVersion("multiplies by the scale where it should divide", _multiplies),
+    WrongVersion("multiplies by the scale instead of dividing", _multiplies),
     WrongVersion(
         "rounds the scale to float16 instead of bfloat16",
         lambda x, levels: (quantise_symmetric(x, levels)[0], quantise_symmetric(x, levels)[1].half()),
@@ -142,8 +144,8 @@ PACK = (
     WrongVersion("loses the signs", lambda codes: pack_int4(codes.abs())),
     WrongVersion("stores code + 8 instead of two's complement", lambda codes: pack_int4(codes + 8)),
     WrongVersion("keeps three bits of each code (& 7); four bits are & 15", lambda codes: pack_int4(codes & 7)),
-    WrongVersion("forgets the odd codes", lambda codes: codes[..., ::2].to(torch.uint8) & 15),
-    WrongVersion("forgets the even codes", lambda codes: (codes[..., 1::2].to(torch.uint8) & 15) << 4),
+    WrongVersion("leaves out the odd codes", lambda codes: codes[..., ::2].to(torch.uint8) & 15),
+    WrongVersion("leaves out the even codes", lambda codes: (codes[..., 1::2].to(torch.uint8) & 15) << 4),
     WrongVersion(
         "shifts by three bits instead of four",
         lambda codes: (codes[..., ::2].to(torch.uint8) & 15) | ((codes[..., 1::2].to(torch.uint8) & 15) << 3),
@@ -179,23 +181,25 @@ def _eight_is_positive(packed: Tensor) -> Tensor:
 
 UNPACK = (
     WrongVersion("loses the signs: no code is ever negative", _never_negative),
-    WrongVersion("takes the high half first", _high_first),
+    WrongVersion("puts the high half first", _high_first),
     WrongVersion("puts all low halves before all high ones", _side_by_side),
     WrongVersion("reads -8 as 8", _eight_is_positive),
     WrongVersion(
         "reads 7 as -9: 7 is the largest positive code",
         lambda packed: torch.where(_never_negative(packed) >= 7, _never_negative(packed) - 16, _never_negative(packed)),
     ),
-    WrongVersion("takes 8 off every code instead of 16 off those above 7", lambda packed: _never_negative(packed) - 8),
     WrongVersion(
-        "takes 8 off the codes above 7 instead of 16",
+        "subtracts 8 from every code instead of 16 from those above 7", lambda packed: _never_negative(packed) - 8
+    ),
+    WrongVersion(
+        "subtracts 8 from the codes above 7 instead of 16",
         lambda packed: torch.where(_never_negative(packed) > 7, _never_negative(packed) - 8, _never_negative(packed)),
     ),
     WrongVersion(
-        "takes 15 off the codes above 7 instead of 16",
+        "subtracts 15 from the codes above 7 instead of 16",
         lambda packed: torch.where(_never_negative(packed) > 7, _never_negative(packed) - 15, _never_negative(packed)),
     ),
-    WrongVersion("takes 16 off every code", lambda packed: _never_negative(packed) - 16),
+    WrongVersion("subtracts 16 from every code", lambda packed: _never_negative(packed) - 16),
     WrongVersion(
         "flips the signs: the codes up to 7 become negative",
         lambda packed: torch.where(_never_negative(packed) > 7, _never_negative(packed), _never_negative(packed) - 16),
@@ -217,7 +221,7 @@ Coded = tuple[Tensor, Tensor, Tensor]
 
 
 def _affine(x: Tensor, group_size: int, low: Tensor, high: Tensor, codes: int = 15) -> tuple[Tensor, Tensor, Tensor]:
-    """What the wrong versions do with limits of any shape that broadcasts to `[groups, group_size, heads, dim]`."""
+    """Codes, scale and zero for given limits, of any shape that broadcasts to `[groups, group_size, heads, dim]`."""
     grouped = x.unflatten(0, (-1, group_size))
     limits = (len(grouped), 1, *x.shape[1:])
     zero = low.half()
@@ -306,21 +310,23 @@ def _changed(change: Callable[[Tensor, Tensor, Tensor], tuple]) -> Callable[[Ten
 
 
 PER_CHANNEL = (
-    WrongVersion("looks along the channels of a token, not along the tokens of a channel", _per_token),
-    WrongVersion("takes all tokens for one group", _one_group),
+    WrongVersion(
+        "takes minimum and maximum along the channels of a token, not along the tokens of a channel", _per_token
+    ),
+    WrongVersion("treats all tokens as one group", _one_group),
     WrongVersion("puts every n-th token into a group instead of neighbours", _strided),
     WrongVersion("shares the limits of a channel between heads", _channels_of_all_heads),
-    WrongVersion("forgets the zero point, so what is below zero is cut off", _no_zero_point),
+    WrongVersion("leaves out the zero point, so that numbers below zero are clamped", _no_zero_point),
     WrongVersion("stores the zero point, but does not subtract it before dividing", _from_zero_point),
     WrongVersion("makes the range symmetric around 0 instead of from the minimum to the maximum", _symmetric),
     WrongVersion("divides by 16: sixteen codes have fifteen steps between them", _with_steps(16)),
     WrongVersion("divides by 255, as for 8 bits", _with_steps(255)),
     WrongVersion("divides by 7, as for symmetric codes", _with_steps(7)),
     WrongVersion("forgets to clamp, so -1 becomes code 255", _no_clamp),
-    WrongVersion("cuts the fraction off instead of rounding", _truncated),
+    WrongVersion("truncates instead of rounding", _truncated),
     WrongVersion("computes codes from exact limits, and stores scale and zero point rounded to float16", _exact_limits),
     WrongVersion("stores a scale of zero for a channel that never changes", _constant_divides),
-    WrongVersion("exchanges scale and zero point", _changed(lambda codes, scale, zero: (codes, zero, scale))),
+    WrongVersion("swaps scale and zero point", _changed(lambda codes, scale, zero: (codes, zero, scale))),
     WrongVersion(
         "returns the scale in float32; it is stored in float16",
         _changed(lambda codes, scale, zero: (codes, scale.float(), zero)),
@@ -383,11 +389,11 @@ BYTES = (
     ),
     WrongVersion("gives each code a whole byte", lambda config, bits, size, each: cache_bytes(config, 8, size, each)),
     WrongVersion(
-        "takes bits for bytes: divide the bits by 8",
+        "counts bits as bytes: divide the bits by 8",
         lambda config, bits, size, each: cache_bytes(config, 8 * bits, size, each),
     ),
     WrongVersion(
-        "takes the bytes of a group for bits",
+        "counts the bytes of a group as bits",
         lambda config, bits, size, each: (cache_bytes(config, 8 * bits, size, each)) // 8,
     ),
     WrongVersion(
@@ -411,14 +417,14 @@ def _of_q(size: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor
 
 BOUND = (
     WrongVersion(
-        "takes the length of q (2-norm), which bounds the usual error and not the worst",
+        "uses the length of q (2-norm), which bounds the usual error, not the worst",
         _of_q(lambda q: q.norm(dim=-1)),
     ),
-    WrongVersion("adds the numbers of q with their signs, so that they cancel", _of_q(lambda q: q.sum(-1))),
-    WrongVersion("takes the largest number of q instead of the sum", _of_q(lambda q: q.abs().amax(-1))),
-    WrongVersion("takes the mean of q's absolute values instead of the sum", _of_q(lambda q: q.abs().mean(-1))),
+    WrongVersion("adds the numbers of q with their signs, so that they cancel out", _of_q(lambda q: q.sum(-1))),
+    WrongVersion("uses the largest absolute value of q instead of the sum", _of_q(lambda q: q.abs().amax(-1))),
+    WrongVersion("uses the mean of q's absolute values instead of the sum", _of_q(lambda q: q.abs().mean(-1))),
     WrongVersion("adds squares instead of absolute values", _of_q(lambda q: q.square().sum(-1))),
-    WrongVersion("allows a whole step of the scale where rounding is off by half a step", _times(lambda dim: 2)),
+    WrongVersion("assumes an error of one step of the scale; rounding is off by half a step", _times(lambda dim: 2)),
     WrongVersion("forgets that scores are divided by √d", _times(math.sqrt)),
     WrongVersion("divides by d instead of √d", _times(lambda dim: 1 / math.sqrt(dim))),
     WrongVersion("multiplies by √d instead of dividing", _times(lambda dim: dim)),

@@ -1,4 +1,4 @@
-"""Lesson 04, the right answers: symmetric codes, two codes to a byte, a scale per channel, bytes, a bound on scores."""
+"""Lesson 04, the references: symmetric codes, two codes to a byte, a scale per channel, bytes, a bound on scores."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def quantise_symmetric(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Two signed codes to a byte: int8 codes -8 … 7 `[..., n]`, n even → uint8 `[..., n / 2]`; the even ones lie low.
+    """Pack two signed codes into each byte: int8 codes -8 … 7 `[..., n]`, n even → uint8 `[..., n / 2]`.
 
-    Each code is kept in two's complement, as its lowest four bits.
+    Codes 0, 2, 4 … are in the low halves. Each code is stored as its lowest four bits, in two's complement.
     """
     nibbles = codes.to(torch.uint8) & 15
     return nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
@@ -35,10 +35,11 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 
 def quantise_per_channel(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """KIVI's keys: a scale and a zero point per channel for each group of `group_size` tokens.
+    """Quantise keys as KIVI does: a scale and a zero point per channel for each group of `group_size` tokens.
 
-    `x`: `[tokens, heads, dim]`, whole groups. Returns codes 0 … 15 (uint8, like `x`), scale and zero (float16,
-    `[groups, heads, dim]`). A scale that is not above 0 becomes 1. Liu et al. 2024, section 3.
+    `x`: `[tokens, heads, dim]`, tokens a multiple of `group_size`. Returns codes 0 … 15 (uint8, shaped like
+    `x`), scale and zero (float16, `[groups, heads, dim]`). A scale that is not above 0 becomes 1. Liu et al. 2024,
+    section 3.
     """
     grouped = x.unflatten(0, (-1, group_size))
     low, high = grouped.amin(1), grouped.amax(1)
@@ -52,14 +53,14 @@ def quantise_per_channel(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Te
 def cache_bytes(config: ModelConfig, bits: int, group_size: int, group_bytes: int) -> int:
     """Bytes that one token adds to a quantised cache over all layers, scales included.
 
-    `bits` per code; each group of `group_size` numbers has `group_bytes` beside them (scale, zero point).
+    `bits` per code, and `group_bytes` for each group of `group_size` numbers (its scale and zero point).
     """
     numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return numbers * bits // 8 + numbers // group_size * group_bytes
 
 
 def score_error_bound(q: Tensor, scale: Tensor) -> Tensor:
-    """Most that quantised keys can move the scores q · k / √d: ‖q‖₁ · s / (2 √d).
+    """Return how far quantised keys can move the scores q · k / √d at most: ‖q‖₁ · s / (2 √d).
 
     `q`: `[queries, dim]`; `scale`: `[keys]`, the scale of each key. Returns `[queries, keys]`.
     """

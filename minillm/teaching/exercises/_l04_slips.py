@@ -1,4 +1,4 @@
-"""Lesson 04, slips in one place of the right answer, planted so that a check can name them."""
+"""Lesson 04, planted mistakes, each one edit of the reference, so that a check can name them."""
 
 from __future__ import annotations
 
@@ -15,74 +15,74 @@ from minillm.teaching.source import slips
 SYMMETRIC = slips(
     quantise_symmetric,
     {
-        "gives rows of zeros the scale 0, and all others the scale 1: the condition is the wrong way round": (
+        "gives rows of zeros the scale 0, and all others the scale 1: the condition is inverted": (
             "amax == 0",
             "amax != 0",
         ),
-        "divides levels by the largest number: the scale is upside down": ("amax / levels", "levels / amax"),
+        "divides levels by the largest number: the scale is inverted": ("amax / levels", "levels / amax"),
         "multiplies the largest number by levels instead of dividing": ("amax / levels", "amax * levels"),
         "rounds x without dividing it by the scale": ("(x / scale.float()[..., None])", "x"),
-        "divides the scale by x, where x is divided by the scale": (
+        "divides the scale by x instead of x by the scale": (
             "x / scale.float()[..., None]",
             "scale.float()[..., None] / x",
         ),
         "gives a row of zeros a scale other than 1": ("0, 1.0", "0, 2.0"),
-        "cuts the largest code off: the limits are one level too narrow": (
+        "never gives the largest code: the limits are one level too narrow": (
             "clamp(-levels, levels)",
             "clamp(1 - levels, levels - 1)",
         ),
-        "cuts all negative codes off: the lower limit is -levels": ("clamp(-levels", "clamp(0"),
+        "clamps all negative codes to 0: the lower limit is -levels": ("clamp(-levels", "clamp(0"),
     },
 )
 
 PACK = slips(
     pack_int4,
     {
-        "sets the lowest four bits of every code (| 15), where & 15 keeps them": ("& 15", "| 15"),
+        "sets the lowest four bits of every code (| 15) instead of keeping them (& 15)": ("& 15", "| 15"),
         "masks with 16, which is one bit; four bits are 15": ("& 15", "& 16"),
         "loses the lowest bit of each code (& 14); four bits are 15": ("& 15", "& 14"),
         "shifts by five bits instead of four": ("<< 4", "<< 5"),
-        "takes the even codes for both halves": ("1::2", "::2"),
-        "joins the halves by &, which keeps only bits that both have": ("| (nibbles", "& (nibbles"),
+        "uses the even codes for both halves": ("1::2", "::2"),
+        "combines the halves by &, which keeps only bits that are set in both": ("| (nibbles", "& (nibbles"),
     },
 )
 
 UNPACK = slips(
     unpack_int4,
     {
-        "sets the lowest four bits of every byte (| 15), where & 15 keeps them": ("packed & 15", "packed | 15"),
+        "sets the lowest four bits of every byte (| 15) instead of keeping them (& 15)": ("packed & 15", "packed | 15"),
         "masks the low half with 16, which is one bit; four bits are 15": ("& 15", "& 16"),
         "loses the lowest bit of the low half (& 14); four bits are 15": ("& 15", "& 14"),
         "shifts the high half down by five bits instead of four": (">> 4", ">> 5"),
         "shifts the high half down by three bits instead of four": (">> 4", ">> 3"),
         "shifts the high half up instead of down": ("packed >> 4", "packed << 4"),
         "does not shift the high half down": ("packed >> 4", "packed"),
-        "adds 16 to the codes above 7 instead of taking 16 off": ("nibbles - 16", "nibbles + 16"),
-        "takes 17 off the codes above 7 instead of 16": ("nibbles - 16", "nibbles - 17"),
-        "takes the codes above 7 from 16, so that they lose their sign": ("nibbles - 16", "16 - nibbles"),
+        "adds 16 to the codes above 7 instead of subtracting 16": ("nibbles - 16", "nibbles + 16"),
+        "subtracts 17 from the codes above 7 instead of 16": ("nibbles - 16", "nibbles - 17"),
+        "subtracts the codes above 7 from 16, so that they lose their sign": ("nibbles - 16", "16 - nibbles"),
         "puts all low halves before all high halves": ("dim=-1", "dim=0"),
-        "counts in uint8, where nothing is below 0: the codes must become int8 first": (".to(torch.int8)", ""),
+        "computes in uint8, which has no negative numbers: cast to int8 first": (".to(torch.int8)", ""),
     },
 )
 
 PER_CHANNEL = slips(
     quantise_per_channel,
     {
-        "exchanges minimum and maximum": (
+        "swaps minimum and maximum": (
             "grouped.amin(1), grouped.amax(1)",
             "grouped.amax(1), grouped.amin(1)",
         ),
-        "takes the maximum for both limits": ("grouped.amin(1)", "grouped.amax(1)"),
-        "takes the minimum for both limits": ("grouped.amax(1)", "grouped.amin(1)"),
+        "uses the maximum for both limits": ("grouped.amin(1)", "grouped.amax(1)"),
+        "uses the minimum for both limits": ("grouped.amax(1)", "grouped.amin(1)"),
         "multiplies the range by 15 instead of dividing": ("/ 15", "* 15"),
         "forgets to divide the range by 15": (" / 15", ""),
-        "divides 15 by the range: the scale is upside down": (
+        "divides 15 by the range: the scale is inverted": (
             "(high - zero.float()) / 15",
             "15 / (high - zero.float())",
         ),
         "adds the zero point to the maximum; the range is their difference": ("high - zero", "high + zero"),
-        "takes the maximum for the range, without taking the minimum off": ("high - zero.float()", "high"),
-        "takes the maximum off the minimum, so that no range is above 0": (
+        "uses the maximum as the range, without subtracting the minimum": ("high - zero.float()", "high"),
+        "subtracts the maximum from the minimum, so that no range is above 0": (
             "high - zero.float()",
             "zero.float() - high",
         ),
@@ -91,13 +91,13 @@ PER_CHANNEL = slips(
             "torch.where(scale > 0, scale, 1.0)",
             "torch.where(scale > 0, 1.0, scale)",
         ),
-        "takes scales up to 1 for zero": ("scale > 0", "scale > 1"),
+        "treats scales up to 1 as zero": ("scale > 0", "scale > 1"),
         "gives a channel that never changes a scale other than 1": ("scale, 1.0", "scale, 2.0"),
         "never gives the code 0 (the lower limit is 1)": ("clamp(0, 15)", "clamp(1, 15)"),
         "lets codes fall to -1, which uint8 keeps as 255": ("clamp(0, 15)", "clamp(-1, 15)"),
         "lets codes rise to 16, which four bits do not hold": ("clamp(0, 15)", "clamp(0, 16)"),
         "never gives the code 15 (the upper limit is 14)": ("clamp(0, 15)", "clamp(0, 14)"),
-        "multiplies by the scale where it should divide": (
+        "multiplies by the scale instead of dividing": (
             "(grouped - zero.float()[:, None]) / scale",
             "(grouped - zero.float()[:, None]) * scale",
         ),
@@ -105,11 +105,11 @@ PER_CHANNEL = slips(
             "((grouped - zero.float()[:, None]) / scale.float()[:, None])",
             "(grouped - zero.float()[:, None])",
         ),
-        "divides the scale by the distance from the zero point: the quotient is upside down": (
+        "divides the scale by the distance from the zero point: the quotient is inverted": (
             "((grouped - zero.float()[:, None]) / scale.float()[:, None])",
             "(scale.float()[:, None] / (grouped - zero.float()[:, None]))",
         ),
-        "adds the zero point where it should be subtracted": (
+        "adds the zero point instead of subtracting it": (
             "grouped - zero.float()[:, None]",
             "grouped + zero.float()[:, None]",
         ),
@@ -137,11 +137,11 @@ BYTES = slips(
         "counts one bit for each code, whatever bits is": ("numbers * bits // 8", "numbers // 8"),
         "counts the bits of one code, and not of all": ("numbers * bits // 8", "bits // 8"),
         "counts three vectors of each token; there are a key and a value": ("2 * config", "3 * config"),
-        "multiplies by group_size, as if every number had so many groups": (
+        "multiplies by group_size instead of dividing": (
             "numbers // group_size",
             "numbers * group_size",
         ),
-        "takes one of group_size and group_bytes for the other, so that every number has a byte more": (
+        "uses group_size in place of group_bytes, so that every number costs one byte more": (
             "* group_bytes",
             "* group_size",
         ),
@@ -153,9 +153,12 @@ BOUND = slips(
     {
         "multiplies by 2 √d instead of dividing": ("/ (2", "* (2"),
         "forgets to divide by 2 √d": (" / (2 * q.shape[-1] ** 0.5)", ""),
-        "divides by the scales of the keys; a coarser key is further off": ("* scale[None, :]", "/ scale[None, :]"),
+        "divides by the scales of the keys; a larger scale means a larger error": (
+            "* scale[None, :]",
+            "/ scale[None, :]",
+        ),
         "divides by 3 √d instead of 2 √d": ("(2 *", "(3 *"),
-        "takes the number of queries for d": ("q.shape[-1]", "q.shape[0]"),
-        "takes half of d for its root (* 0.5 instead of ** 0.5)": ("** 0.5", "* 0.5"),
+        "uses the number of queries as d": ("q.shape[-1]", "q.shape[0]"),
+        "uses half of d instead of its square root (* 0.5 instead of ** 0.5)": ("** 0.5", "* 0.5"),
     },
 )

@@ -59,23 +59,25 @@ def _epsilon(weight: Tensor) -> Rows:
 
 
 ROWS = (
-    WrongVersion("has one scale for the whole matrix", _per_tensor),
-    WrongVersion("has one scale per input (column) instead of per output (row)", _per_column),
+    WrongVersion("uses one scale for the whole matrix", _per_tensor),
+    WrongVersion("uses one scale per input (column) instead of per output (row)", _per_column),
     WrongVersion("divides by 128, for which int8 has no positive code", lambda w: _by_scale(w, w.abs().amax(1) / 128)),
     WrongVersion("divides by 255, as if there were 255 positive codes", lambda w: _by_scale(w, w.abs().amax(1) / 255)),
     WrongVersion("forgets to divide the largest weight by 127", lambda w: _by_scale(w, w.abs().amax(1))),
     WrongVersion("gives a row of zeros the scale 0, so that 0/0 becomes a code", _divides_by_zero),
-    WrongVersion("keeps scales away from zero by a small constant; a row of zeros gets the scale 1", _epsilon),
-    WrongVersion(
-        "cuts off the fraction instead of rounding", lambda w: _by_scale(w, w.abs().amax(1) / 127, torch.trunc)
-    ),
+    WrongVersion("limits all scales from below by a small constant; only a row of zeros gets the scale 1", _epsilon),
+    WrongVersion("truncates instead of rounding", lambda w: _by_scale(w, w.abs().amax(1) / 127, torch.trunc)),
     WrongVersion("rounds down instead of to nearest", lambda w: _by_scale(w, w.abs().amax(1) / 127, torch.floor)),
     WrongVersion(
-        "looks for the largest weight without taking absolute values", lambda w: _by_scale(w, w.amax(1) / 127)
+        "uses the largest weight instead of the largest absolute value", lambda w: _by_scale(w, w.amax(1) / 127)
     ),
-    WrongVersion("looks for the smallest weight instead of the largest", lambda w: _by_scale(w, w.abs().amin(1) / 127)),
-    WrongVersion("takes the mean of the row instead of the largest", lambda w: _by_scale(w, w.abs().mean(1) / 127)),
-    WrongVersion("multiplies by the scale where it should divide", _multiplies),
+    WrongVersion(
+        "uses the smallest absolute weight instead of the largest", lambda w: _by_scale(w, w.abs().amin(1) / 127)
+    ),
+    WrongVersion(
+        "uses the mean of the absolute weights instead of the largest", lambda w: _by_scale(w, w.abs().mean(1) / 127)
+    ),
+    WrongVersion("multiplies by the scale instead of dividing", _multiplies),
     WrongVersion("returns 127 / amax, the inverse of the scale", _inverse_scale),
     WrongVersion("returns the scale first and the codes second", lambda w: quantise_rows(w)[::-1]),
     WrongVersion(
@@ -127,20 +129,20 @@ def _per_channel_of_x(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 LINEAR = (
-    WrongVersion("adds up in int8, which overflows", _int8_sum),
+    WrongVersion("accumulates in int8, which overflows", _int8_sum),
     WrongVersion("forgets the scale of the activations", _rescaled(lambda y, sx, sw: y * sw)),
     WrongVersion("forgets the scale of the weights", _rescaled(lambda y, sx, sw: y * sx[:, None])),
     WrongVersion("forgets both scales", _rescaled(lambda y, sx, sw: y)),
     WrongVersion(
-        "exchanges the scales: the token's belongs to a row of the result, the output's to a column",
+        "swaps the scales: a token's scale belongs to a row of the result, an output's to a column",
         _rescaled(lambda y, sx, sw: y * sx * sw[:, None]),
     ),
-    WrongVersion("divides by the scales where it should multiply", _rescaled(lambda y, sx, sw: y / sx[:, None] / sw)),
+    WrongVersion("divides by the scales instead of multiplying", _rescaled(lambda y, sx, sw: y / sx[:, None] / sw)),
     WrongVersion("adds the scales instead of multiplying them", _rescaled(lambda y, sx, sw: y * (sx[:, None] + sw))),
     WrongVersion("rounds all tokens by one scale, so a token depends on its neighbours", _one_activation_scale),
-    WrongVersion("rounds each channel of x by its own scale, which cannot leave the sum", _per_channel_of_x),
+    WrongVersion("rounds each channel of x by its own scale, which cannot be moved out of the sum", _per_channel_of_x),
     WrongVersion("leaves the activations in floating point", _not_rounded),
-    WrongVersion("cuts off the fraction of the activations instead of rounding", _truncated),
+    WrongVersion("truncates the activations instead of rounding", _truncated),
     WrongVersion("divides a token of zeros by its scale of 0", _nan_for_zeros),
     WrongVersion(
         "does not transpose the weight",
@@ -251,13 +253,13 @@ def _changed(change: Callable[[Tensor, Tensor, Tensor], tuple]) -> Callable[[Ten
 GROUPS = (
     WrongVersion("groups the outputs of a column instead of the inputs of a row", _along_outputs),
     WrongVersion("puts every n-th weight into a group instead of neighbours", _strided),
-    WrongVersion("has one scale for the whole row", _whole_rows),
+    WrongVersion("uses one scale for the whole row", _whole_rows),
     WrongVersion(
         "counts 16 steps; between 16 levels there are 15", lambda w, size: _coded(w, *_ends(w, size), steps=16)
     ),
     WrongVersion("divides by 255, as for 8 bits", lambda w, size: _coded(w, *_ends(w, size), steps=255)),
-    WrongVersion("makes the range symmetric, so that levels lie where no weight is", _symmetric),
-    WrongVersion("does not extend the range to contain 0, so the zero point is cut off", _without_zero),
+    WrongVersion("makes the range symmetric, so that some levels lie outside the range of the weights", _symmetric),
+    WrongVersion("does not extend the range to contain 0, so that the zero point is clamped", _without_zero),
     WrongVersion("forgets to add the zero point, so that negative codes wrap around", _not_added),
     WrongVersion("forgets to add the zero point, so that negative weights become code 0", _not_added_and_cut),
     WrongVersion(
@@ -267,23 +269,23 @@ GROUPS = (
     WrongVersion("keeps a scale of 0 for a group of zeros", _scale_of_zero),
     WrongVersion("computes codes with the exact scale, and stores one rounded to float16", _exact_scale),
     WrongVersion(
-        "does not limit the codes to 15 at the end: the code above may be 16",
+        "does not clamp the codes to at most 15: rounding can give 16",
         lambda w, size: _coded(w, *_ends(w, size), clamp=(0, 255)),
     ),
     WrongVersion(
-        "does not limit the codes to 0 … 15 at the end",
+        "does not clamp the codes to 0 … 15",
         lambda w, size: _coded(w, *_ends(w, size), clamp=(-255, 255)),
     ),
-    WrongVersion("does not limit the zero point to 0 … 15", _zero_not_clamped),
+    WrongVersion("does not clamp the zero point to 0 … 15", _zero_not_clamped),
     WrongVersion(
-        "cuts off the fraction of the codes instead of rounding",
+        "truncates the codes instead of rounding",
         lambda w, size: _coded(w, *_ends(w, size), round_=torch.trunc),
     ),
     WrongVersion(
         "returns the scale in float32; it is stored in float16",
         _changed(lambda codes, scale, zero: (codes, scale.float(), zero)),
     ),
-    WrongVersion("exchanges scale and zero point", _changed(lambda codes, scale, zero: (codes, zero, scale))),
+    WrongVersion("swaps scale and zero point", _changed(lambda codes, scale, zero: (codes, zero, scale))),
     WrongVersion(
         "returns the codes in groups, [out, groups, group_size], instead of [out, in]",
         _changed(lambda codes, scale, zero: (codes.unflatten(1, (scale.shape[1], -1)), scale, zero)),
@@ -302,7 +304,7 @@ def _search(
     exact: Callable[[Tensor, Tensor, Rounding], Tensor] = lambda w, x, q: x @ w.T,
     choose: Callable[..., tuple[float, Tensor]] = min,
 ) -> Searching:
-    """The search with one part exchanged."""
+    """The search with one part replaced."""
 
     def search(weight: Tensor, x: Tensor, rounded: Rounding, exponents: Sequence[float]) -> tuple[float, Tensor]:
         right = exact(weight, x, rounded)
@@ -323,13 +325,13 @@ AWQ = (
         _search(output=lambda w, x, q, s: (x * s) @ q(w / s).T),
     ),
     WrongVersion(
-        "scales so that s does not cancel: the weights must be multiplied by s, and x divided by it",
+        "multiplies the weights by s, but does not divide x by it, so that s does not cancel",
         _search(output=lambda w, x, q, s: x @ q(w * s).T),
     ),
     WrongVersion("rounds the weights before scaling them", _search(output=lambda w, x, q, s: (x / s) @ (q(w) * s).T)),
     WrongVersion("keeps the a with the largest error", _search(choose=max)),
     WrongVersion(
-        "compares weights with weights, where outputs count",
+        "compares weights instead of outputs",
         _search(output=lambda w, x, q, s: q(w * s) / s, exact=lambda w, x, q: w),
     ),
     WrongVersion(
@@ -339,12 +341,13 @@ AWQ = (
     WrongVersion("takes the last exponent without comparing", _search(choose=lambda scales, key: scales[-1])),
     WrongVersion("takes the first exponent without comparing", _search(choose=lambda scales, key: scales[0])),
     WrongVersion(
-        "averages x with its signs, so that a channel around 0 looks idle", _search(size=lambda x: x.mean(0).abs())
+        "averages x with its signs, so that a channel around 0 seems inactive", _search(size=lambda x: x.mean(0).abs())
     ),
-    WrongVersion("takes the largest |x| of a channel instead of the mean", _search(size=lambda x: x.abs().amax(0))),
+    WrongVersion("uses the largest |x| of a channel instead of the mean", _search(size=lambda x: x.abs().amax(0))),
     WrongVersion("averages over the channels of a token instead of over tokens", _mean_of_tokens),
     WrongVersion(
-        "lets s become 0 for a channel that is never active: at least 1e-4", _search(scale=lambda size, a: size.pow(a))
+        "lets s become 0 for a channel that is never active; the limit is 1e-4",
+        _search(scale=lambda size, a: size.pow(a)),
     ),
     WrongVersion(
         "multiplies the mean by a instead of raising it to the power a",
@@ -364,7 +367,7 @@ def _by_mask(weight: Tensor, kept: Tensor) -> Split:
 
 
 def _by_size(size: Callable[[Tensor], Tensor], count: Callable[[float], int] = int) -> Callable[[Tensor, float], Split]:
-    """The `count(share · numel)` weights with the largest `size(weight)` set apart."""
+    """Split off the `count(share · numel)` weights with the largest `size(weight)`."""
 
     def split(weight: Tensor, share: float) -> Split:
         chosen = min(count(share * weight.numel()), weight.numel())
@@ -407,20 +410,20 @@ OUTLIERS = (
         lambda weight, share: (weight.clone(), split_outliers(weight, share)[1]),
     ),
     WrongVersion(
-        "takes the outliers out and keeps them nowhere",
+        "removes the outliers and does not store them in the sparse part",
         lambda weight, share: (split_outliers(weight, share)[0], torch.zeros_like(weight)),
     ),
-    WrongVersion("chooses by value instead of magnitude and misses negative outliers", _by_size(lambda w: w)),
-    WrongVersion("sets the smallest weights apart", _by_size(lambda w: -w.abs())),
-    WrongVersion("sets one weight too many apart", _by_size(torch.abs, lambda wanted: int(wanted) + 1)),
+    WrongVersion("chooses by value instead of magnitude, and misses negative outliers", _by_size(lambda w: w)),
+    WrongVersion("splits off the smallest weights", _by_size(lambda w: -w.abs())),
+    WrongVersion("splits off one weight too many", _by_size(torch.abs, lambda wanted: int(wanted) + 1)),
     WrongVersion("rounds the number of outliers up; int() rounds down", _by_size(torch.abs, math.ceil)),
-    WrongVersion("takes share for a percentage", _by_size(torch.abs, lambda wanted: int(wanted / 100))),
-    WrongVersion("takes the share from every row instead of from the whole matrix", _per_row),
-    WrongVersion("takes what is near the largest value instead of a share of the weights", _near_the_largest),
-    WrongVersion("sets apart all weights that are as large as the last outlier: more than the share", _all_that_tie),
+    WrongVersion("uses share as a percentage", _by_size(torch.abs, lambda wanted: int(wanted / 100))),
+    WrongVersion("applies the share to every row instead of to the whole matrix", _per_row),
+    WrongVersion("splits off all weights near the largest one instead of a share of the weights", _near_the_largest),
+    WrongVersion("splits off all weights that are as large as the last outlier: more than the share", _all_that_tie),
     WrongVersion(
-        "sets apart only weights larger than the next one: fewer than the share when some are equal", _none_that_tie
+        "splits off only weights larger than the next one: fewer than the share if some are equal", _none_that_tie
     ),
     WrongVersion("clips the outliers in the dense part instead of leaving 0", _clips),
-    WrongVersion("exchanges the dense and the sparse part", lambda *args: split_outliers(*args)[::-1]),
+    WrongVersion("swaps the dense and the sparse part", lambda *args: split_outliers(*args)[::-1]),
 )

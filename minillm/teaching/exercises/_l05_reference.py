@@ -1,4 +1,4 @@
-"""Lesson 05, the right answers: rows, products of whole numbers, groups, scaled channels, outliers."""
+"""Lesson 05, the references: rows, integer products, groups, scaled channels, outliers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 Rounding = Callable[[Tensor], Tensor]
-"""A matrix `[out, in]` to the matrix that is left after quantising it and back."""
+"""Quantises a matrix `[out, in]` and dequantises it again."""
 
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """One symmetric INT8 scale per output channel: codes `[out, in]` int8 within ±127, scale `[out]` float32.
+    """Quantise to INT8, symmetrically, with one scale per output channel: codes `[out, in]` within ±127, scale `[out]`.
 
-    `weight`: `[out, in]` float32. |weight - codes · scale| ≤ scale / 2; a row of zeros has the scale 1.
+    `weight` and scale are float32, codes int8. |weight - codes · scale| ≤ scale / 2; a row of zeros has the scale 1.
     """
     amax = weight.abs().amax(1)
     scale = torch.where(amax == 0, 1.0, amax / 127)
@@ -22,17 +22,17 @@ def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def w8a8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """Round each token by its own scale, multiply whole numbers, rescale: `[tokens, in]` → `[tokens, out]`, float32.
+    """Round each token by its own scale, multiply integers, rescale: `[tokens, in]` → `[tokens, out]`, float32.
 
-    `codes` (`[out, in]` int8, within ±127) and `scale` (`[out]`) are a weight as `quantise_rows` keeps it. The sums are
-    taken in float32, where whole numbers are exact up to 2^24: up to 1040 columns.
+    `codes` (`[out, in]` int8, within ±127) and `scale` (`[out]`) are a weight as `quantise_rows` returns it. The
+    sums are in float32, where integers are exact up to 2^24: up to 1040 columns.
     """
     x_codes, x_scale = quantise_rows(x)
     return (x_codes.float() @ codes.float().T) * x_scale[:, None] * scale
 
 
 def quantise_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round to the nearest of 16 levels; each `group_size` neighbours of a row share a scale and a zero point.
+    """Round to the nearest of 16 levels; every `group_size` neighbours in a row share a scale and a zero point.
 
     `weight`: `[out, in]` float32, `in` a multiple of `group_size`. Returns codes `[out, in]` uint8 (0 … 15), scale
     `[out, groups]` float16 and zero `[out, groups]` uint8, the code that stands for 0; weight ≈ (codes - zero) · scale.
@@ -54,10 +54,10 @@ def restore_groups(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def awq_scale(weight: Tensor, x: Tensor, rounded: Rounding, exponents: Sequence[float]) -> tuple[float, Tensor]:
-    """The exponent a, and s = mean|x|^a per input channel, with the least ‖Q(W s)(x / s) − W x‖².
+    """Return the exponent a, and s = mean|x|^a per input channel, with the least ‖Q(W s)(x / s) − W x‖².
 
     AWQ (Lin et al. 2023, arXiv:2306.00978). `weight`: `[out, in]`; `x`: `[tokens, in]`, a sample of inputs; `rounded`
-    is Q. Returns (a, s `[in]`). A channel that was never active gets at least 1e-4.
+    is Q. Returns (a, s `[in]`). s is at least 1e-4, for channels that are never active.
     """
     mean, exact = x.abs().mean(0), x @ weight.T
     best, least = (0.0, torch.ones_like(mean)), float("inf")
@@ -70,9 +70,9 @@ def awq_scale(weight: Tensor, x: Tensor, rounded: Rounding, exponents: Sequence[
 
 
 def split_outliers(weight: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Set the int(share · numel) weights of the largest magnitude apart: (dense, sparse), both `[out, in]`.
+    """Split off the int(share · numel) weights of the largest magnitude: (dense, sparse), both `[out, in]`.
 
-    `dense` has 0 in their places, `sparse` has 0 everywhere else, so dense + sparse is `weight` (SqueezeLLM's
+    `dense` has 0 in their positions, `sparse` has 0 everywhere else, so dense + sparse is `weight` (SqueezeLLM's
     dense-and-sparse decomposition, Kim et al. 2023). Of weights of equal magnitude, any may be chosen.
     """
     kept = torch.zeros(weight.numel(), dtype=torch.bool)

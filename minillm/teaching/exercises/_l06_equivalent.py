@@ -1,4 +1,4 @@
-"""Spoilt references of lesson 6 that answer as the reference does, and why (see `minillm.teaching.mutants`)."""
+"""Mutants of lesson 6's references that are equivalent to the reference, and why (see `minillm.teaching.mutants`)."""
 
 EQUIVALENT = {
     "l06.own_block": {

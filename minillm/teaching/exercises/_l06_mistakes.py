@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minillm.cache.prefix import block_name, root_name
+from minillm.cache.prefix import hash_block_tokens, root_hash
 from minillm.teaching.exercise import WrongVersion
 from minillm.teaching.exercises._l06_reference import (
     allocate,
@@ -62,8 +62,10 @@ def _raises(free: list[int], ref_counts: list[int], count: int) -> list[int]:
 
 
 ALLOCATE = (
-    WrongVersion("hands out what there is when there is too little", _takes_what_is_there),
-    WrongVersion("takes blocks although it fails, and so loses them", _takes_then_fails),
+    WrongVersion("takes the blocks that are left when too few are free", _takes_what_is_there),
+    WrongVersion(
+        "removes blocks from the free list although it returns None, so that they are lost", _takes_then_fails
+    ),
     WrongVersion(
         "leaves the taken blocks without an owner",
         lambda free, ref_counts, count: allocate(free, list(ref_counts), count),
@@ -72,7 +74,7 @@ ALLOCATE = (
         "does not remove the taken blocks from the free list",
         lambda free, ref_counts, count: allocate(list(free), ref_counts, count),
     ),
-    WrongVersion("gives each block as many owners as blocks were asked for", _counts_up_from_one),
+    WrongVersion("sets each reference count to `count` instead of 1", _counts_up_from_one),
     WrongVersion("takes blocks from the front of the free list, not from the end", _from_the_front),
     WrongVersion("returns the blocks in the order of the free list, not in the order taken", _slice_of_the_end),
     WrongVersion("takes free[-count:], which is the whole list when count is 0", _minus_zero),
@@ -112,8 +114,8 @@ def _to_the_front(free: list[int], ref_counts: list[int], block_ids: list[int]) 
 
 RELEASE = (
     WrongVersion("frees a shared block while others still read it", _all_owners_gone),
-    WrongVersion("never puts a block back on the free list: a leak", _releasing(lambda owners: False)),
-    WrongVersion("puts a block back on the free list although it still has an owner", _releasing(lambda owners: True)),
+    WrongVersion("never appends a block to the free list: a leak", _releasing(lambda owners: False)),
+    WrongVersion("appends a block to the free list although it still has an owner", _releasing(lambda owners: True)),
     WrongVersion("frees a block that has one owner left", _releasing(lambda owners: owners <= 1)),
     WrongVersion("does not lower the reference count", _releasing(lambda owners: owners == 1, lowers=False)),
     WrongVersion("releases the last block only", lambda free, counts, ids: release(free, counts, ids[-1:])),
@@ -150,22 +152,23 @@ def _counts_from_the_first_new(block_table: list[int], start: int, num_tokens: i
 
 
 SLOTS = (
-    WrongVersion("assumes that all blocks lie behind the first one", _contiguous),
+    WrongVersion("assumes that the blocks are consecutive, starting with the first one", _contiguous),
     WrongVersion(
-        "forgets the tokens that were there before: it begins at token 0 instead of at start",
+        "begins at token 0 instead of at start",
         lambda table, start, num_tokens, size: slot_mapping(table, 0, num_tokens, size),
     ),
-    WrongVersion("does not look into the block table at all", _mapping(lambda table, p, size: p)),
+    WrongVersion("does not use the block table at all", _mapping(lambda table, p, size: p)),
     WrongVersion(
-        "forgets that a block is block_size slots long", _mapping(lambda table, p, size: table[p // size] + p % size)
+        "uses a block id as the first slot; block b begins at slot b · block_size",
+        _mapping(lambda table, p, size: table[p // size] + p % size),
     ),
-    WrongVersion("runs out of its block into the block that lies behind it", _stuck_in_block),
-    WrongVersion("counts the place in a block from the first new token", _counts_from_the_first_new),
+    WrongVersion(
+        "continues past the end of the block instead of looking up the next block in the table", _stuck_in_block
+    ),
+    WrongVersion("counts the offset in a block from the first new token", _counts_from_the_first_new),
     WrongVersion("returns the first slot of each block", _mapping(lambda table, p, size: table[p // size] * size)),
-    WrongVersion("returns blocks instead of slots", _mapping(lambda table, p, size: table[p // size])),
-    WrongVersion(
-        "exchanges // and %", _mapping(lambda table, p, size: table[p % size % len(table)] * size + p // size)
-    ),
+    WrongVersion("returns block ids instead of slots", _mapping(lambda table, p, size: table[p // size])),
+    WrongVersion("swaps // and %", _mapping(lambda table, p, size: table[p % size % len(table)] * size + p // size)),
     WrongVersion(
         "multiplies by the length of the table instead of by block_size",
         _mapping(lambda table, p, size: table[p // size] * len(table) + p % size),
@@ -175,7 +178,7 @@ SLOTS = (
         lambda table, start, num_tokens, size: slot_mapping(table, start, num_tokens - 1, size),
     ),
     WrongVersion(
-        "takes num_tokens for the end of the range",
+        "uses num_tokens as the end of the range",
         lambda table, start, num_tokens, size: slot_mapping(table, start, num_tokens - start, size),
     ),
     WrongVersion(
@@ -240,9 +243,9 @@ def _blocks_for_slots(
 
 
 ATTENTION = (
-    WrongVersion("attends over whole blocks, so over slots that nobody has written", _whole_blocks),
+    WrongVersion("attends over whole blocks, including unwritten slots", _whole_blocks),
     WrongVersion(
-        "reads slots that nobody has written and masks them: what lies there may be NaN, and 0 · NaN is NaN",
+        "reads unwritten slots and masks them: they may hold NaN, and 0 · NaN is NaN",
         _masks_unwritten,
     ),
     WrongVersion(
@@ -266,12 +269,12 @@ ATTENTION = (
         "lets new tokens see only each other, and not the tokens before them",
         _masked(lambda key, query, old: (key >= old) & (key <= query + old)),
     ),
-    WrongVersion("reads the blocks in the order they lie in memory", _other_table(sorted)),
+    WrongVersion("reads the blocks in the order of their ids", _other_table(sorted)),
     WrongVersion("reads the blocks of the table from last to first", _other_table(lambda table: table[::-1])),
     WrongVersion("gathers the keys and forgets the values", _values_not_gathered),
     WrongVersion("uses block ids as if they were slots", _blocks_for_slots),
     WrongVersion(
-        "exchanges keys and values",
+        "swaps keys and values",
         lambda q, keys, values, table, seq_len, size: gather_attention(q, values, keys, table, seq_len, size),
     ),
 )
@@ -282,36 +285,37 @@ Finding = Callable[[list[int], dict[bytes, int], int, str], list[int]]
 
 
 def _hashes(token_ids: list[int], block_size: int, parents: bool, salt: str) -> list[bytes]:
-    chain = [root_name(salt)]
+    chain = [root_hash(salt)]
     for start in range(0, len(token_ids) - block_size, block_size):
         parent = chain[-1] if parents else chain[0]
-        chain.append(block_name(parent, token_ids[start : start + block_size]))
+        chain.append(hash_block_tokens(parent, token_ids[start : start + block_size]))
     return chain[1:]
 
 
 def _no_parent(token_ids: list[int], known: dict[bytes, int], block_size: int, salt: str) -> list[int]:
     found = []
-    for name in _hashes(token_ids, block_size, False, salt):
-        if name not in known:
+    for block_hash in _hashes(token_ids, block_size, False, salt):
+        if block_hash not in known:
             break
-        found.append(known[name])
+        found.append(known[block_hash])
     return found
 
 
 def _skips_misses(token_ids: list[int], known: dict[bytes, int], block_size: int, salt: str) -> list[int]:
-    return [known[name] for name in _hashes(token_ids, block_size, True, salt) if name in known]
+    hashes = _hashes(token_ids, block_size, True, salt)
+    return [known[block_hash] for block_hash in hashes if block_hash in known]
 
 
 def _zero_is_false(token_ids: list[int], known: dict[bytes, int], block_size: int, salt: str) -> list[int]:
     found: list[int] = []
-    for name in _hashes(token_ids, block_size, True, salt):
-        if not known.get(name):
+    for block_hash in _hashes(token_ids, block_size, True, salt):
+        if not known.get(block_hash):
             break
-        found.append(known[name])
+        found.append(known[block_hash])
     return found
 
 
-def _names(token_ids: list[int], known: dict[bytes, int], block_size: int, salt: str) -> list[bytes]:
+def _found_hashes(token_ids: list[int], known: dict[bytes, int], block_size: int, salt: str) -> list[bytes]:
     return _hashes(token_ids, block_size, True, salt)[: len(find_prefix(token_ids, known, block_size, salt))]
 
 
@@ -320,8 +324,8 @@ def _of(change: Callable[[list[int]], list[int]]) -> Finding:
 
 
 PREFIX = (
-    WrongVersion("hashes a block's own tokens alone, as if what stands before did not matter", _no_parent),
-    WrongVersion("goes on after a block that is not known", _skips_misses),
+    WrongVersion("hashes a block's own tokens alone, without the hash of the block before", _no_parent),
+    WrongVersion("continues after a block that is not known", _skips_misses),
     WrongVersion(
         "leaves no token to compute when everything is known",
         lambda token_ids, known, size, salt: find_prefix([*token_ids, 0], known, size, salt),
@@ -334,13 +338,13 @@ PREFIX = (
         "always leaves a whole block to compute, where one token is enough",
         lambda token_ids, known, size, salt: find_prefix(token_ids[: 1 - size], known, size, salt),
     ),
-    WrongVersion("takes block 0 for no block: 0 is a block id, and false in an `if`", _zero_is_false),
+    WrongVersion("treats block 0 as no block: 0 is a block id, but false in an `if`", _zero_is_false),
     WrongVersion("forgets the salt", lambda token_ids, known, size, salt: find_prefix(token_ids, known, size, "")),
     WrongVersion("never finds more than the first block", _of(lambda found: found[:1])),
     WrongVersion("leaves out the last block that is known", _of(lambda found: found[:-1])),
     WrongVersion("returns the blocks from last to first", _of(lambda found: found[::-1])),
-    WrongVersion("finds nothing, whatever is known", _of(lambda found: [])),
-    WrongVersion("returns hashes instead of block ids", _names),
+    WrongVersion("always returns an empty list", _of(lambda found: [])),
+    WrongVersion("returns block hashes instead of block ids", _found_hashes),
 )
 
 # ---------------------------------------------------------------------------------------------------------- own_block
@@ -354,7 +358,7 @@ def _owning(
     copy: Callable[[Tensor, Tensor, int, int, int], None] | None = None,
     gives_up_old: bool = True,
 ) -> Owning:
-    """`own_block` with one part exchanged: when to do nothing, how to copy (keys, values, new, old, size), release."""
+    """`own_block` with one part replaced: when to do nothing, how to copy (keys, values, new, old, size), release."""
 
     def own(
         table: list[int], index: int, free: list[int], counts: list[int], keys: Tensor, values: Tensor, size: int
@@ -431,7 +435,7 @@ def _no_owner(
 
 OWN = (
     WrongVersion(
-        "copies nothing, so the new block holds what someone else left there", _owning(copy=lambda *args: None)
+        "copies nothing, so the new block keeps the contents of an earlier request", _owning(copy=lambda *args: None)
     ),
     WrongVersion("copies the keys and forgets the values", _owning(copy=_copy_keys)),
     WrongVersion("copies the values and forgets the keys", _owning(copy=_copy_values)),
@@ -441,24 +445,26 @@ OWN = (
         "copies one slot too many, over the first slot of another block",
         _owning(copy=lambda *args: _copy_both(*args, more=1)),
     ),
-    WrongVersion("leaves the last slot of the block out", _owning(copy=lambda *args: _copy_both(*args, more=-1))),
-    WrongVersion("takes block ids for slots: block b begins at slot b · block_size", _owning(copy=_copy_rows)),
-    WrongVersion("does not take one owner from the old block", _owning(gives_up_old=False)),
-    WrongVersion("copies a block that nobody else owns", _owning(sole=lambda table, counts, index: False)),
-    WrongVersion("never copies, so it writes where others read", _owning(sole=lambda table, counts, index: True)),
+    WrongVersion("does not copy the last slot of the block", _owning(copy=lambda *args: _copy_both(*args, more=-1))),
+    WrongVersion("uses block ids as slots: block b begins at slot b · block_size", _owning(copy=_copy_rows)),
+    WrongVersion("does not remove one owner from the old block", _owning(gives_up_old=False)),
+    WrongVersion("copies a block that has only one owner", _owning(sole=lambda table, counts, index: False)),
     WrongVersion(
-        "looks up the owners of number `index` of the pool, not of the block that the table has there",
+        "never copies, so that the request writes into a shared block", _owning(sole=lambda table, counts, index: True)
+    ),
+    WrongVersion(
+        "reads ref_counts[index]; the block is block_table[index]",
         _owning(sole=lambda table, counts, index: counts[index] == 1),
     ),
     WrongVersion(
-        "copies only for three owners or more (two already share)",
+        "copies only for three owners or more; with two owners a block is already shared",
         _owning(sole=lambda table, counts, index: counts[table[index]] <= 2),
     ),
-    WrongVersion("frees the old block while others read it", _old_is_freed),
+    WrongVersion("frees the old block although it has other owners", _old_is_freed),
     WrongVersion(
-        "leaves the old block in the table, and so writes where others read",
+        "leaves the old block in the table, so that the request writes into a shared block",
         lambda table, *rest: own_block(list(table), *rest),
     ),
-    WrongVersion("appends the copy to the table instead of putting it in the old one's place", _appends),
+    WrongVersion("appends the copy to the table instead of replacing the old block", _appends),
     WrongVersion("leaves the new block without an owner", _no_owner),
 )

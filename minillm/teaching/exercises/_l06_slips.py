@@ -1,4 +1,4 @@
-"""Lesson 06, slips in one place of the right answer, planted so that a check can name them."""
+"""Lesson 06, planted mistakes, each one edit of the reference, so that a check can name them."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from minillm.teaching.source import slips
 ALLOCATE = slips(
     allocate,
     {
-        "refuses when there are enough blocks, and goes on when there are not": (
+        "returns None when enough blocks are free, and allocates when too few are": (
             "count > len(free)",
             "count <= len(free)",
         ),
-        "refuses always": ("count > len(free)", "True"),
+        "always returns None": ("count > len(free)", "True"),
         "takes one block too many": ("range(count)", "range(count + 1)"),
         "takes one block too few": ("range(count)", "range(count - 1)"),
         "gives each block two owners": ("] = 1", "] = 2"),
-        "gives an owner only to the first block that it takes": ("in taken:", "in taken[:1]:"),
+        "sets the reference count of the first block only": ("in taken:", "in taken[:1]:"),
     },
 )
 
 RELEASE = slips(
     release,
     {
-        "never lowers a reference count, so that none comes to 0": ("-= 1", "-= 0"),
+        "never lowers a reference count, so that none reaches 0": ("-= 1", "-= 0"),
         "raises the reference count instead of lowering it": ("-= 1", "+= 1"),
         "sets the reference count to 1 instead of lowering it by 1": ("-= 1", "= 1"),
-        "takes two owners from each block": ("-= 1", "-= 2"),
-        "frees the blocks that still have owners, and keeps those that have none": ("== 0", "!= 0"),
-        "frees a block when one owner is left, and not when none is": ("== 0", "== 1"),
+        "removes two owners from each block": ("-= 1", "-= 2"),
+        "frees blocks that still have owners, and not those without": ("== 0", "!= 0"),
+        "frees a block when one owner is left, not when none is left": ("== 0", "== 1"),
     },
 )
 
 SLOTS = slips(
     slot_mapping,
     {
-        "takes the place within the block off the block's first slot instead of adding it": (
+        "subtracts the offset from the block's first slot instead of adding it": (
             "+ position %",
             "- position %",
         ),
-        "leaves out the block: it returns places within a block": (
+        "leaves out the block: it returns offsets within a block": (
             "block_table[position // block_size] * block_size + ",
             "",
         ),
-        "puts all tokens into block 1: it does not look the block up in the table": (
+        "puts all tokens into block 1: it does not read the block table": (
             "block_table[position // block_size] * block_size",
             "block_size",
         ),
-        "adds the number of the logical block instead of the place within it": (
+        "adds the index of the logical block instead of the offset within it": (
             "+ position % block_size",
             "+ position // block_size",
         ),
-        "adds the whole position instead of the place within the block": ("+ position % block_size", "+ position"),
-        "has a range that ends where it begins, so that there are no slots": ("start + num_tokens", "start"),
+        "adds the whole position instead of the offset within the block": ("+ position % block_size", "+ position"),
+        "has an empty range, so that it returns no slots": ("start + num_tokens", "start"),
     },
 )
 
 ATTENTION = slips(
     gather_attention,
     {
-        "begins one token before the first, and so leaves the last one out": ("block_table, 0,", "block_table, -1,"),
-        "hides what a token may see, and shows what it may not": ("<= positions", "> positions"),
-        "has a mask without rows: the positions of the queries must run down, [:, None]": (
+        "starts one token before the first, so that the last one is left out": ("block_table, 0,", "block_table, -1,"),
+        "inverts the mask: it hides visible keys and shows hidden ones": ("<= positions", "> positions"),
+        "has a mask without rows: the query positions need a column, [:, None]": (
             "positions[:, None]",
             "positions[None, :]",
         ),
@@ -78,7 +78,7 @@ ATTENTION = slips(
 PREFIX = slips(
     find_prefix,
     {
-        "looks at the first block only, and at that even if it holds the last token": (
+        "looks up the first block only, even if it holds the last token": (
             "range(0, len(token_ids) - block_size, block_size)",
             "range(0, block_size, block_size)",
         ),
@@ -88,9 +88,9 @@ PREFIX = slips(
 OWN = slips(
     own_block,
     {
-        "copies a block that nobody else owns, and not one that is shared": ("== 1", "!= 1"),
-        "does nothing for a block that two own, and copies one that nobody else owns": ("== 1", "== 2"),
-        "copies from one slot after the beginning of the old block on": (
+        "copies a block with one owner, and not a shared one": ("== 1", "!= 1"),
+        "does nothing for a block with two owners, and copies a block with one": ("== 1", "== 2"),
+        "leaves out the first slot of the old block": (
             "pool[old * block_size : (old + 1) * block_size]",
             "pool[old * block_size + 1 : (old + 1) * block_size]",
         ),

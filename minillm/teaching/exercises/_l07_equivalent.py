@@ -1,4 +1,4 @@
-"""Spoilt references of lesson 7 that answer as the reference does, and why (see `minillm.teaching.mutants`)."""
+"""Mutants of lesson 7's references that are equivalent to the reference, and why (see `minillm.teaching.mutants`)."""
 
 SAME_LENGTH = "both lists have one entry per request"
 

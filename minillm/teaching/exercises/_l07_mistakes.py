@@ -35,7 +35,7 @@ STATIC = (
         "forgets the last batch when it is not full",
         lambda lengths, batch_size: static_steps(lengths[: len(lengths) // batch_size * batch_size], batch_size),
     ),
-    WrongVersion("runs the requests one after the other", lambda lengths, batch_size: sum(lengths)),
+    WrongVersion("runs the requests one after another, without batches", lambda lengths, batch_size: sum(lengths)),
     WrongVersion(
         "ends a batch with its shortest request instead of its longest",
         lambda lengths, batch_size: sum(map(min, _batches(lengths, batch_size))),
@@ -50,13 +50,13 @@ STATIC = (
         lambda lengths, batch_size: sum(max(lengths[i : i + batch_size]) for i in range(len(lengths))),
     ),
     WrongVersion(
-        "puts one request too many into each batch (the end of a slice is not part of it)",
+        "puts one request too many into each batch (a slice excludes its end)",
         lambda lengths, batch_size: sum(
             max(lengths[i : i + batch_size + 1]) for i in range(0, len(lengths), batch_size)
         ),
     ),
     WrongVersion(
-        "leaves the last request out of each batch (the end of a slice is not part of it)",
+        "leaves the last request out of each batch (a slice excludes its end)",
         lambda lengths, batch_size: sum(
             max(lengths[i : i + batch_size - 1]) for i in range(0, len(lengths), batch_size)
         ),
@@ -72,17 +72,17 @@ STATIC = (
         lambda lengths, batch_size: static_steps(lengths[1:], batch_size),
     ),
     WrongVersion(
-        "ends the range one too early, so that a last batch of one request is lost",
+        "ends the range one too early, so that a last batch with one request is left out",
         lambda lengths, batch_size: sum(
             max(lengths[i : i + batch_size]) for i in range(0, len(lengths) - 1, batch_size)
         ),
     ),
     WrongVersion(
-        "takes each batch from the start of the list, so that earlier requests count again",
+        "starts every batch at the start of the list, so that earlier requests count again",
         lambda lengths, batch_size: sum(max(lengths[: i + batch_size]) for i in range(0, len(lengths), batch_size)),
     ),
     WrongVersion(
-        "takes each batch up to the end of the list, so that later requests count too",
+        "extends every batch to the end of the list, so that later requests count too",
         lambda lengths, batch_size: sum(max(lengths[i:]) for i in range(0, len(lengths), batch_size)),
     ),
 )
@@ -104,7 +104,7 @@ def _sharing(take: Callable[[int, int, int], int], lower: int = 1) -> Callable[[
 
 
 def _in_order(key: Callable[[int, int], int]) -> Callable[[list[int], int], list[int]]:
-    """The right shares, handed out in another order; `key(number, tokens)`, the lowest first."""
+    """The right shares, given in another order: the lowest `key(number, tokens)` first."""
 
     def share(wanted: list[int], budget: int) -> list[int]:
         order = sorted(range(len(wanted)), key=lambda i: key(i, wanted[i]))
@@ -116,7 +116,7 @@ def _in_order(key: Callable[[int, int], int]) -> Callable[[list[int], int], list
 
 BUDGET = (
     WrongVersion(
-        "lets a long prompt take the whole step, so that the requests behind it get nothing",
+        "lets a long prompt take the whole budget, so that the requests behind it get nothing",
         _sharing(lambda tokens, budget, behind: min(tokens, budget)),
     ),
     WrongVersion(
@@ -124,16 +124,16 @@ BUDGET = (
         _sharing(lambda tokens, budget, behind: tokens if tokens <= budget else 0),
     ),
     WrongVersion(
-        "gives everyone the same share, whether it can be used or not",
+        "gives every request the same share, even if others could use more",
         lambda wanted, budget: [min(tokens, budget // len(wanted)) for tokens in wanted],
     ),
     WrongVersion(
-        "hands out more tokens than the budget has: it sets one token aside for each other request, and then does not "
-        "lower the budget",
+        "gives out more tokens than the budget: it reserves one token for each other request, but does not subtract "
+        "the shares from the budget",
         lambda wanted, budget: [min(tokens, budget - len(wanted) + 1) for tokens in wanted],
     ),
     WrongVersion(
-        "sets tokens aside for requests that already have theirs",
+        "reserves tokens for requests that already have their share",
         lambda wanted, budget: _sharing(lambda tokens, left, behind: max(1, min(tokens, left - len(wanted))))(
             wanted, budget
         ),
@@ -142,33 +142,33 @@ BUDGET = (
     WrongVersion("serves the longest first instead of the most urgent", _in_order(lambda number, tokens: -tokens)),
     WrongVersion("serves the last request first; the first is the most urgent", _in_order(lambda number, _: -number)),
     WrongVersion(
-        "sets one token too many aside: a request is not behind itself",
+        "reserves one token too many: a request is not behind itself",
         _sharing(lambda tokens, budget, behind: max(1, min(tokens, budget - behind - 1))),
     ),
     WrongVersion(
-        "sets one token too few aside for the requests behind",
+        "reserves one token too few for the requests behind",
         _sharing(lambda tokens, budget, behind: min(tokens, budget - max(0, behind - 1))),
     ),
     WrongVersion(
-        "does not lower the budget by what it hands out",
+        "does not subtract the shares from the budget",
         _sharing(lambda tokens, budget, behind: min(tokens, budget - behind), lower=0),
     ),
-    WrongVersion("gives everyone what they want and ignores the budget", lambda wanted, budget: list(wanted)),
+    WrongVersion("gives every request what it wants and ignores the budget", lambda wanted, budget: list(wanted)),
     WrongVersion(
-        "hands out what is left even to a request that wants less",
+        "gives a request all that is left, even if it wants less",
         _sharing(lambda tokens, budget, behind: budget - behind),
     ),
     WrongVersion("gives every request one token and no more", lambda wanted, budget: [1] * len(wanted)),
     WrongVersion(
-        "adds to the budget what it hands out instead of taking it away",
+        "adds each share to the budget instead of subtracting it",
         _sharing(lambda tokens, budget, behind: min(tokens, budget - behind), lower=-1),
     ),
     WrongVersion(
-        "adds a token for each request behind instead of setting it aside",
+        "adds a token for each request behind instead of reserving it",
         _sharing(lambda tokens, budget, behind: min(tokens, budget + behind)),
     ),
     WrongVersion(
-        "takes the larger of what is wanted and what is left instead of the smaller",
+        "uses the larger of what is wanted and what is left instead of the smaller",
         _sharing(lambda tokens, budget, behind: max(tokens, budget - behind)),
     ),
 )
@@ -187,7 +187,7 @@ def _admitting(
     skips: bool = False,
     more_seats: int = 0,
 ) -> Callable[[list[int], int, int, int, int], list[int]]:
-    """`admit` with one part exchanged."""
+    """`admit` with one part replaced."""
 
     def admit(waiting: list[int], budget: int, seats: int, free_blocks: int, block_size: int) -> list[int]:
         shares: list[int] = []
@@ -234,10 +234,10 @@ def _only_when_all_run_out(waiting: list[int], budget: int, seats: int, free_blo
 ADMIT = (
     WrongVersion("lets short requests overtake a long one, which may then wait forever", _admitting(skips=True)),
     WrongVersion(
-        "asks for room for the first chunk only, so that the request will soon be preempted",
+        "checks the blocks of the first chunk only, so that the request will soon be preempted",
         _admitting(blocks=lambda tokens, size, budget: -(-min(tokens, budget) // size)),
     ),
-    WrongVersion("does not cut a prompt into chunks: it waits until all of it fits the budget", _whole_prompts),
+    WrongVersion("does not split a prompt into chunks: it waits until the budget fits all of it", _whole_prompts),
     WrongVersion(
         "forgets the last block, which is only partly filled (// rounds down)",
         _admitting(blocks=lambda tokens, size, budget: tokens // size),
@@ -248,7 +248,7 @@ ADMIT = (
             waiting, budget, len(waiting), free_blocks, block_size
         ),
     ),
-    WrongVersion("admits requests when nothing is left of the budget", _admitting(asks_budget=False)),
+    WrongVersion("admits requests when no budget is left", _admitting(asks_budget=False)),
     WrongVersion(
         "keeps a request out when it needs exactly the blocks that are free (>= instead of >)",
         _admitting(stops=lambda need, free, tokens: need >= free),
@@ -261,10 +261,10 @@ ADMIT = (
         "compares tokens with blocks: divide the tokens by block_size first",
         _admitting(blocks=lambda tokens, size, budget: tokens),
     ),
-    WrongVersion("does not take a request's blocks away from the free ones", _admitting(takes_blocks=False)),
-    WrongVersion("does not lower the budget by what it hands out", _admitting(takes_budget=False)),
+    WrongVersion("does not subtract a request's blocks from free_blocks", _admitting(takes_blocks=False)),
+    WrongVersion("does not subtract the shares from the budget", _admitting(takes_budget=False)),
     WrongVersion(
-        "never finds too few free blocks: it does not ask, or the number of blocks it asks for is not above 0",
+        "never finds too few free blocks: it does not check, or the number of needed blocks is not above 0",
         _admitting(stops=lambda need, free, tokens: False),
     ),
     WrongVersion(
@@ -284,13 +284,13 @@ ADMIT = (
         _only_when_all_run_out,
     ),
     WrongVersion(
-        "stops at a request that fits, and admits one that does not (the comparison is the wrong way round)",
+        "stops at a request that fits, and admits one that does not (the comparison is inverted)",
         _admitting(stops=lambda need, free, tokens: need <= free),
     ),
-    WrongVersion("takes the larger of tokens and budget instead of the smaller", _admitting(share=max)),
-    WrongVersion("admits nobody", lambda waiting, budget, seats, free_blocks, block_size: []),
+    WrongVersion("uses the larger of tokens and budget instead of the smaller", _admitting(share=max)),
+    WrongVersion("admits no request", lambda waiting, budget, seats, free_blocks, block_size: []),
     WrongVersion(
-        "goes on after the budget is used up, because it asks for exactly 0 and hands out more than is left",
+        "continues after the budget is used up: it gives out more than is left, and stops only at exactly 0",
         _admitting(share=lambda tokens, budget: tokens),
     ),
     WrongVersion(
@@ -304,35 +304,33 @@ ADMIT = (
 # ------------------------------------------------------------------------------------------------------ choose_victim
 
 VICTIM = (
+    WrongVersion("preempts the most urgent request", lambda running: min(range(len(running)), key=running.__getitem__)),
+    WrongVersion("always preempts the last request of the list", lambda running: len(running) - 1),
+    WrongVersion("always preempts the first request of the list", lambda running: 0),
+    WrongVersion("ignores the priority", lambda running: max(range(len(running)), key=lambda i: running[i][1])),
     WrongVersion(
-        "takes the blocks of the most urgent request", lambda running: min(range(len(running)), key=running.__getitem__)
-    ),
-    WrongVersion("takes the last of the list, whoever that is", lambda running: len(running) - 1),
-    WrongVersion("takes the first of the list, whoever that is", lambda running: 0),
-    WrongVersion(
-        "does not look at the priority", lambda running: max(range(len(running)), key=lambda i: running[i][1])
-    ),
-    WrongVersion(
-        "does not look at the arrival among requests of the same priority",
+        "ignores the arrival number among requests of the same priority",
         lambda running: max(range(len(running)), key=lambda i: running[i][0]),
     ),
     WrongVersion(
-        "takes the earliest arrival among requests of the same priority",
+        "preempts the earliest arrival among requests of the same priority",
         lambda running: max(range(len(running)), key=lambda i: (running[i][0], -running[i][1])),
     ),
     WrongVersion(
-        "takes the lowest priority number for the least urgent",
+        "treats the lowest priority number as the least urgent",
         lambda running: min(range(len(running)), key=lambda i: (running[i][0], -running[i][1])),
     ),
     WrongVersion(
-        "never takes the last of the list", lambda running: max(range(len(running) - 1), key=running.__getitem__)
+        "never preempts the last request of the list",
+        lambda running: max(range(len(running) - 1), key=running.__getitem__),
     ),
     WrongVersion(
-        "never takes the first of the list", lambda running: max(range(1, len(running)), key=running.__getitem__)
+        "never preempts the first request of the list",
+        lambda running: max(range(1, len(running)), key=running.__getitem__),
     ),
     WrongVersion("returns the request instead of its index", max),
     WrongVersion(
-        "returns the number of arrival instead of the index in the list",
+        "returns the arrival number instead of the index in the list",
         lambda running: running[choose_victim(running)][1],
     ),
 )

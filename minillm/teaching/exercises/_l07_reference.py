@@ -1,18 +1,18 @@
-"""Lesson 07, the right answers: steps of a static batch, the budget of a step, who is admitted, who is preempted."""
+"""Lesson 07, the references: steps of static batching, the token budget of a step, admission, preemption."""
 
 from __future__ import annotations
 
 
 def static_steps(lengths: list[int], batch_size: int) -> int:
-    """Steps of static batching: the requests in batches, in order, each batch as long as its longest request."""
+    """Return the steps of static batching: batches in the order given, each as long as its longest request."""
     return sum(max(lengths[i : i + batch_size]) for i in range(0, len(lengths), batch_size))
 
 
 def share_budget(wanted: list[int], budget: int) -> list[int]:
-    """How many tokens each running request computes in this step: the most urgent first, and everybody at least one.
+    """Return the tokens that each running request computes in this step; each gets at least one.
 
-    `wanted`: tokens each could compute (1 while it decodes, the rest of its prompt before), most urgent first.
-    `budget`: tokens of the step, at least as many as there are requests.
+    `wanted`: tokens that each could compute (the rest of its prompt, or 1 once it decodes), most urgent first.
+    `budget`: tokens of the step, at least one per request. A more urgent request takes as many as it can use.
     """
     shares = []
     for behind, tokens in zip(range(len(wanted) - 1, -1, -1), wanted, strict=True):
@@ -22,11 +22,11 @@ def share_budget(wanted: list[int], budget: int) -> list[int]:
 
 
 def admit(waiting: list[int], budget: int, seats: int, free_blocks: int, block_size: int) -> list[int]:
-    """Tokens that the first waiting requests compute in this step; as many numbers as requests are admitted.
+    """Return the tokens that each admitted request computes in this step, for the first requests in the queue.
 
-    `waiting`: tokens each has to compute, first in line first. A request is admitted if a seat is free, the budget is
-    not used up, and there are blocks for *all* its tokens, though it may compute only a part of them now. The first
-    one that cannot be admitted holds up those behind it.
+    `waiting`: tokens that each has to compute, in the order of the queue. A request is admitted if a seat is free, the
+    budget is not used up, and blocks are free for *all* its tokens, though it may compute only a part of them now. The
+    first one that cannot be admitted blocks those behind it.
     """
     shares = []
     for tokens in waiting:
@@ -40,8 +40,8 @@ def admit(waiting: list[int], budget: int, seats: int, free_blocks: int, block_s
 
 
 def choose_victim(running: list[tuple[int, int]]) -> int:
-    """Index of the running request that loses its blocks when no block is free: the least urgent one.
+    """Return the index of the running request to preempt when no block is free: the least urgent one.
 
-    Each is (priority, number of arrival): a lower priority number is more urgent, then who came first.
+    Each is (priority, arrival number): a lower priority number is more urgent, then a lower arrival number.
     """
     return max(range(len(running)), key=lambda i: running[i])

@@ -1,9 +1,9 @@
-"""Spoilt references of lesson 8 that answer as the reference does, and why (see `minillm.teaching.mutants`)."""
+"""Mutants of lesson 8 that give the same answers as the reference, and why (see `minillm.teaching.mutants`)."""
 
-ONE_AXIS = "a block of one axis: the first is the last"
-LOADS_ZERO = "the interpreter loads 0 where nothing is named; what a GPU loads is not defined"
-NOT_STORED = "what masked lanes load is not stored, and goes into no sum"
-CAST_ALIKE = "with float32 it is computed in float32, so the cast is made in any case"
+ONE_AXIS = "the block has one axis: axis 0 is axis -1"
+LOADS_ZERO = "without `other` the interpreter loads 0 into masked lanes; on a GPU the value is undefined"
+NOT_STORED = "the value of masked lanes is neither stored nor summed"
+CAST_ALIKE = "the other operand is float32, so the cast happens in any case"
 
 _STORE_SOFTMAX = "tl.store(out_ptr + row * columns + column, e / tl.sum(e, 0), mask=inside)"
 _X = "tl.load(x_ptr + row * columns + column, mask=inside, other=0.0)"

@@ -1,10 +1,10 @@
-"""The kernels of lesson 08: the four right ones, and one kernel for each mistake. Importing this file imports Triton.
+"""The kernels of lesson 08: four reference kernels, and one kernel per planted mistake. Importing this imports Triton.
 
-It is imported when a kernel is first launched (`_l08_launch.resolve`), never before: Triton decides on import whether
-it compiles or interprets. A wrong kernel differs from the right one in one place, which its name tells.
+So it is imported only when a kernel is first launched (`_l08_launch.resolve`): Triton decides on import whether it
+compiles or interprets. A wrong kernel differs from its reference in one place, and its name says where.
 """
 
-# ruff: noqa: ANN001, ANN202, N803  (the compiler looks annotations up, so pointers have none; constants in capitals)
+# ruff: noqa: ANN001, ANN202, N803  (Triton evaluates annotations, so pointers have none; constants are in capitals)
 from __future__ import annotations
 
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def copy_kernel(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.constexpr):
-    """Program (row, part): numbers part · BLOCK … of one row."""
+    """Copy x to out. Program (row, b): columns b · BLOCK … of one row."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -115,7 +115,7 @@ def copy_swapped_ids(x_ptr, out_ptr, columns, x_stride, out_stride, BLOCK: tl.co
 
 @triton.jit
 def softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
-    """Program i: the whole of row i, in one block."""
+    """Softmax of each row. Program i: row i, in one block."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -214,7 +214,7 @@ def softmax_undivided(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def rms_norm_kernel(x_ptr, weight_ptr, out_ptr, columns, eps, BLOCK: tl.constexpr):
-    """Program i: the whole of row i, in one block, sums in float32."""
+    """RMSNorm of each row. Program i: row i, in one block, sums in float32."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -337,7 +337,7 @@ def rms_takes_mean_off(x_ptr, weight_ptr, out_ptr, columns, eps, BLOCK: tl.const
 
 @triton.jit
 def dequantise_kernel(codes_ptr, scale_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program i: a tile of ROWS rows, each with its own scale."""
+    """out = code · scale. Program i: a tile of ROWS rows, each with its own scale."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < columns)[None, :]

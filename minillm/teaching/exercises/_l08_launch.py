@@ -1,8 +1,9 @@
-"""How lesson 08 launches a kernel that it does not trust, and what it reports of the launch.
+"""How lesson 08 launches a learner's kernel, and what it reports about the launch.
 
-Every tensor stands in a larger buffer full of a poison: NaN, or 99 for codes. A result is poison too until somebody
-writes it. So a kernel that reads or writes beyond the end of a tensor meets NaN or leaves a trace. What leaves no trace
-is a read whose lanes are never stored; that one is looked for in the source, and found against a wall (`_wall`).
+Every tensor lies in a larger buffer filled with poison: NaN, or 99 for codes. A result holds poison too until it is
+written. So a kernel that reads past the end of a tensor gets NaN, and one that writes past it changes the poison. A
+read whose lanes are never stored has no such effect. It is found in the source (`unmasked_loads`) or by a protected
+page behind the tensor (`_wall`).
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from minillm.ops.dispatch import has_triton
 from minillm.teaching.exercises._wall import check_against_walls, has_walls, walled
 
 GUARD = 512
-"""Poisoned numbers before and after every tensor: more than any wrong kernel of the lesson strays."""
+"""Poisoned elements before and after every tensor: more than any wrong kernel of the lesson is off by."""
 POISON_CODE = 99
 UNWRITTEN = {torch.float32: 0x7FC0BEEF, torch.float16: 0x7E55}
-"""NaN of other bits than usual: a result that nobody has written is told from one that somebody has spoilt."""
+"""NaN with unusual bits, which distinguishes an unwritten element from a NaN that the kernel computed."""
 BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 Launch = Callable[..., Any]
 
 
 class KernelError(LessonError):
-    """A kernel stopped: what the interpreter or the compiler says, and the line."""
+    """A kernel raised an error; the message quotes the interpreter or the compiler, and the line."""
 
 
 class LazyKernel:
-    """A kernel of `_l08_kernels`, looked up when it is used, because importing it imports Triton.
+    """A kernel of `_l08_kernels`, imported at its first use, because that imports Triton.
 
-    Launched as a kernel is: `kernel[grid](…)`. `changes`: parts of its source and what stands in their place, which
-    makes it a planted mistake.
+    It is launched like a kernel: `kernel[grid](…)`. `changes`: replacements `(old, new)` in its source, which make it a
+    planted mistake.
     """
 
     def __init__(self, name: str, *changes: tuple[str, str]) -> None:
@@ -55,17 +56,17 @@ class LazyKernel:
         return resolve(self)[grid]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises `LessonError`: a kernel has a grid."""
+        """Raise `LessonError`: a kernel is launched with a grid."""
         raise LessonError(f"a kernel is launched with a grid: {self.__name__}[(programs,)](…)")
 
     @property
     def fn(self) -> Any:
-        """The Python function that the kernel is made from."""
+        """The Python function under `@triton.jit`."""
         return resolve(self).fn
 
     @cached_property
     def kernel(self) -> Any:
-        """What Triton makes of it. Raises `LessonError` if a part to change is not there."""
+        """The Triton kernel. Raises `LessonError` if `changes` name text that is not in its source."""
         right = getattr(_kernels(), self.__name__)
         return changed_kernel(right, self.changes, vars(_kernels())) if self.changes else right
 
@@ -75,9 +76,9 @@ class LazyKernel:
 
 
 def changed_kernel(right: Any, changes: Sequence[tuple[str, str]], space: Mapping[str, Any]) -> Any:
-    """The kernel `right`, of a module with the names of `space`, with parts of its source exchanged.
+    """Return the kernel `right` with the replacements `changes` in its source; `space`: the globals of its module.
 
-    Raises `LessonError` if a part is not there, so that a planted mistake cannot drift from the kernel.
+    Raises `LessonError` if an old text is not in the source, so that a planted mistake cannot drift from the kernel.
     """
     source = textwrap.dedent(inspect.getsource(right.fn))
     name = right.fn.__name__
@@ -95,8 +96,10 @@ def changed_kernel(right: Any, changes: Sequence[tuple[str, str]], space: Mappin
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Without a GPU: Triton is told to interpret, while it is imported and while kernels run. NumPy, which the
-    interpreter computes with, keeps quiet about infinities, as a GPU does."""
+    """Without a GPU, set `TRITON_INTERPRET=1`: for the import of Triton, and while kernels run.
+
+    The interpreter computes with NumPy, whose warnings about infinities are switched off: a GPU does not warn either.
+    """
     before = os.environ.get("TRITON_INTERPRET")
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
@@ -112,7 +115,7 @@ def interpreting() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _kernels() -> Any:
-    """The module of kernels. Raises `LessonError` where there is no Triton, or one that was imported too early."""
+    """The module of kernels. Raises `LessonError` if Triton is not installed, or was imported too early."""
     if not has_triton():
         raise LessonError("Triton is not installed; on Linux, WSL and Colab: pip install triton")
     with interpreting():
@@ -120,19 +123,19 @@ def _kernels() -> Any:
         library = import_module("triton.language")
     if type(found.copy_kernel) is not type(library.sum):  # `tl.sum` is a kernel too, made when Triton was imported
         raise LessonError(
-            "Triton was imported before TRITON_INTERPRET=1 was set, and can now neither compile nor interpret; restart "
+            "Triton was imported before TRITON_INTERPRET=1 was set, so it can neither compile nor interpret; restart "
             "the notebook's kernel and run it from its first cell"
         )
     return found
 
 
 def resolve(function: Any) -> Any:
-    """The Triton kernel behind `function`: itself, or the one that a `LazyKernel` names."""
+    """The Triton kernel of `function`: that of a `LazyKernel`, or `function` itself."""
     return function.kernel if isinstance(function, LazyKernel) else function
 
 
 class Fence:
-    """A tensor in the middle of poison. `tensor` has `shape`, rows `stride` numbers apart; `stride` None: no gaps."""
+    """A tensor surrounded by poison. `tensor` has `shape`; rows begin `stride` elements apart (None: contiguous)."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, stride: int | None = None) -> None:
         rows = shape[0] if len(shape) == 2 else 1
@@ -154,22 +157,22 @@ class Fence:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: torch.dtype, stride: int | None = None) -> Fence:
-        """Room for a result of floats, NaN until it is written."""
+        """A fenced float tensor for a result; its elements are NaN until they are written."""
         fence = cls(shape, dtype, stride)
         fence.before = fence.bits.fill_(UNWRITTEN[dtype]).clone()
         return fence
 
     def walled(self) -> Tensor:
-        """A copy of the tensor, its strides kept, whose last number is the last of its memory."""
+        """A copy of the tensor with the same strides, whose last element is the last of its memory."""
         size = 1 + sum((n - 1) * step for n, step in zip(self.tensor.shape, self.tensor.stride(), strict=True))
         return walled(self.buffer[GUARD : GUARD + size]).as_strided(self.tensor.shape, self.tensor.stride())
 
     def num_unwritten(self) -> int:
-        """Numbers of a result that hold what they held before the launch."""
+        """The number of elements of a result that the launch did not write."""
         return int((self.tensor.contiguous().view(self.bits.dtype) == UNWRITTEN.get(self.tensor.dtype, 0)).sum())
 
     def num_changed(self, outside: bool) -> int:
-        """Numbers that are not what they were: of the whole buffer, or only those `outside` the tensor."""
+        """The number of elements that have changed: of the whole buffer, or only `outside` the tensor."""
         changed = self.bits != self.before
         if outside:
             changed.as_strided(self.tensor.shape, self.tensor.stride(), GUARD).fill_(False)
@@ -186,23 +189,30 @@ def launch(
     wall: bool = False,
     **sizes: int,
 ) -> dict[str, object]:
-    """Run the kernel `function` and say what it did: the result, and where else it was.
+    """Launch the kernel `function`; return its result and what it did outside of it.
 
-    It is called with the tensors of `inputs`, that of `out`, `numbers`, and `sizes` as its `tl.constexpr`. `full`: all
-    its lanes have a number to work on, so it may do without masks. With `wall` it runs once more, on tensors that end
-    where memory ends. Raises `NotImplementedError` for a stub, `KernelError` for a kernel that stops,
-    `OutOfBoundsError` if it touches a wall, `LessonError` for what is no kernel.
+    The kernel gets the tensors of `inputs`, the tensor of `out`, `numbers`, and `sizes` as its `tl.constexpr`. `full`:
+    all lanes have an element to work on, so the kernel needs no masks. With `wall` it runs a second time, on tensors
+    that end where their memory ends.
+
+    Raises:
+        NotImplementedError: the kernel is a stub.
+        KernelError: the kernel raised an error.
+        OutOfBoundsError: the kernel accessed memory behind a tensor.
+        LessonError: `function` is not a kernel, or has other parameters.
     """
     kernel = resolve(function)
     if not hasattr(kernel, "fn"):
-        function(*(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes)  # a plain stub says so itself
-        raise LessonError("this is a Python function and no kernel: is @triton.jit above it?")
+        function(
+            *(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes
+        )  # a stub without @triton.jit raises here
+        raise LessonError("this is a Python function, not a kernel: is @triton.jit above it?")
     _check_parameters(kernel, len(inputs) + 1 + len(numbers), tuple(sizes))
     tree = _source(kernel)
     if (stub := _stub(tree)) is not None:
         raise NotImplementedError(stub)
     with interpreting():
-        _kernels()  # says so if Triton cannot run
+        _kernels()  # raises if Triton cannot run
         try:
             kernel[grid](*(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes)
         except Exception as problem:
@@ -221,7 +231,7 @@ def launch(
 
 
 def _check_parameters(kernel: Any, count: int, sizes: tuple[str, ...]) -> None:
-    """Raises `LessonError` if the kernel cannot be given `count` tensors and numbers, and `sizes` by name."""
+    """Raise `LessonError` unless the kernel takes `count` tensors and numbers, then `sizes` by name."""
     names = tuple(inspect.signature(kernel.fn).parameters)
     if len(names) != count + len(sizes) or names[count:] != sizes:
         raise LessonError(
@@ -231,7 +241,7 @@ def _check_parameters(kernel: Any, count: int, sizes: tuple[str, ...]) -> None:
 
 
 def _in_words(kernel: Any, problem: Exception) -> str:
-    """What stopped the kernel, in one line, with the line of the kernel that did."""
+    """The error of a kernel in one line, with the line of the kernel that raised it."""
     cause = problem.__cause__ or problem
     lines = [line for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]
     own = kernel.fn.__code__.co_filename
@@ -241,7 +251,7 @@ def _in_words(kernel: Any, problem: Exception) -> str:
 
 
 def _source(kernel: Any) -> ast.FunctionDef | None:
-    """The kernel as Python reads it; None if its text is not to be had."""
+    """The syntax tree of the kernel; None if its source is not available."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))
     except (OSError, SyntaxError, TypeError):
@@ -250,7 +260,7 @@ def _source(kernel: Any) -> ast.FunctionDef | None:
 
 
 def _stub(tree: ast.FunctionDef | None) -> str | None:
-    """The message of a kernel that only raises `NotImplementedError`; None if it does more."""
+    """The message of a stub, which only raises `NotImplementedError`; None for any other kernel."""
     body = [node for node in tree.body if not _is_text(node)] if tree else []
     if not body or not isinstance(body[0], ast.Raise):
         return None
@@ -263,10 +273,10 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 def unmasked_loads(tree: ast.FunctionDef | None) -> list[str]:
-    """Calls of `tl.load` that fetch a whole block and have no mask, as they are written.
+    """The source of each call of `tl.load` that loads a block without a mask.
 
-    A block is what is made from `tl.arange`. One whose places are kept inside the tensor in another way (by `%`,
-    `tl.minimum`, `tl.where` or `tl.clamp`) needs no mask. The source is looked at, not the run.
+    A block is an expression made from `tl.arange`. If `%`, `tl.minimum`, `tl.where` or `tl.clamp` keeps its offsets
+    inside the tensor, it needs no mask. Only the source is examined; the kernel does not run.
     """
     found, kinds = [], {}
     for node in _in_order(tree.body if tree else []):
@@ -283,7 +293,7 @@ def unmasked_loads(tree: ast.FunctionDef | None) -> list[str]:
 
 
 def _in_order(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Simple statements, those of loops and branches included."""
+    """Simple statements in order, including those inside loops and branches."""
     for node in body:
         inner = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
         if inner:
@@ -293,7 +303,7 @@ def _in_order(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _kind(node: ast.expr, kinds: Mapping[str, str]) -> str:
-    """`block`, `kept inside` (a block that cannot leave the tensor) or `number`."""
+    """The kind of an expression: `block`, `kept inside` (a block that cannot leave the tensor) or `number`."""
     if isinstance(node, ast.Call) and _name(node.func) in ("load", "sum", "max", "min"):
         return "number"
     parts = [kinds.get(node.id, "number")] if isinstance(node, ast.Name) else []

@@ -1,13 +1,13 @@
-"""The kernels of lesson 09 as a learner is asked to write them. Importing this file imports Triton.
+"""The reference kernels of lesson 09, which learners write. Importing this file imports Triton.
 
-One program per request and KV head, one block per turn of the loop, and sums instead of `tl.dot`, so that any small
-size will do. Block size, head size and the number of splits are powers of two. The engine's own kernel, in
+One program per request and KV head, one block per turn of the loop, and sums instead of `tl.dot`, so that small sizes
+work too. Block size, head size and the number of splits are powers of two. The engine's own kernel, in
 `minillm.ops.triton.paged_attention`, does more and does it faster.
 
-`decode_kernel` is written out. Of its lines `load_queries` and `add_block` are made, and the other kernels call those.
+`decode_kernel` calls no other kernel. `load_queries` and `add_block` repeat its lines for the kernels that follow.
 """
 
-# ruff: noqa: ANN001, ANN202, N803  (the compiler looks annotations up, so pointers have none; constants in capitals)
+# ruff: noqa: ANN001, ANN202, N803  (Triton evaluates annotations, so pointers have none; constants are in capitals)
 from __future__ import annotations
 
 import triton
@@ -30,7 +30,7 @@ def decode_kernel(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
-    """One query per request over its cached keys: one program per request and KV head, a block at a time."""
+    """Attention of one query per request over its cached keys: one program per request and KV head."""
     request, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(length_ptr + request)
     head, channel, place = tl.arange(0, PAD_GROUP), tl.arange(0, DIM), tl.arange(0, BLOCK_SIZE)
@@ -60,7 +60,7 @@ def decode_kernel(
 
 @triton.jit
 def load_queries(q_ptr, scale, NUM_KV: tl.constexpr, GROUP: tl.constexpr, PAD_GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Rows, and queries times scale, of the heads that share a KV head: `[PAD_GROUP]` and `[PAD_GROUP, DIM]`."""
+    """Row indices `[PAD_GROUP]` and scaled queries `[PAD_GROUP, DIM]` of the heads that share a KV head."""
     head, channel = tl.arange(0, PAD_GROUP), tl.arange(0, DIM)
     row = (tl.program_id(0) * NUM_KV + tl.program_id(1)) * GROUP + head
     q_at = row[:, None] * DIM + channel[None, :]
@@ -70,7 +70,7 @@ def load_queries(q_ptr, scale, NUM_KV: tl.constexpr, GROUP: tl.constexpr, PAD_GR
 
 @triton.jit
 def add_block(score, v, exists, m, total, out):
-    """Merge one block into what came before. score: `[PAD_GROUP, BLOCK_SIZE]`; v: `[BLOCK_SIZE, DIM]`."""
+    """Merge one block into m, l (total) and o (out). score: `[PAD_GROUP, BLOCK_SIZE]`; v: `[BLOCK_SIZE, DIM]`."""
     score = tl.where(exists[None, :], score, float("-inf"))
     m_new = tl.maximum(m, tl.max(score, 1))
     weight = tl.exp(score - m_new[:, None])
@@ -98,7 +98,7 @@ def split_kernel(
     BLOCK_SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """As `decode_kernel`, over one of SPLITS parts of the keys: one program per request, KV head and part."""
+    """Like `decode_kernel`, over one of SPLITS parts of the keys: one program per request, KV head and part."""
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(length_ptr + request)
     head, channel, place = tl.arange(0, PAD_GROUP), tl.arange(0, DIM), tl.arange(0, BLOCK_SIZE)
@@ -131,7 +131,7 @@ def merge_kernel(
     DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    """The parts of one query head, weighted by how much of the softmax each of them holds."""
+    """Merge the parts of one query head, weighted by their share of the softmax: one program per query head."""
     row = tl.program_id(0)
     split, channel = tl.arange(0, SPLITS), tl.arange(0, DIM)
     lse = tl.load(lse_ptr + row * SPLITS + split)
@@ -159,7 +159,7 @@ def int8_kernel(
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
-    """As `decode_kernel`, over INT8 codes that become numbers in registers."""
+    """Like `decode_kernel`, over INT8 codes that are dequantised in registers."""
     request, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(length_ptr + request)
     head, channel, place = tl.arange(0, PAD_GROUP), tl.arange(0, DIM), tl.arange(0, BLOCK_SIZE)

@@ -1,7 +1,7 @@
-"""How lesson 09 names its kernels, plants mistakes in them, and launches a kernel that it does not trust.
+"""How lesson 09 refers to its kernels by name, plants mistakes in them, and launches a learner's kernel.
 
-Every tensor stands in poison. The kernels are in `_l09_kernels`, which is imported when one of them is launched and
-not before, because that imports Triton, and Triton decides on import whether it compiles or interprets.
+Every tensor is surrounded by poison. The kernels are in `_l09_kernels`, which is imported only when one of them is
+launched: that imports Triton, and Triton decides on import whether it compiles or interprets.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class KernelFailed(LessonError):
-    """A kernel cannot be launched, or stopped with an error; names its line where that is known."""
+    """A kernel cannot be launched, or raised an error; the message names its line if that is known."""
 
 
 class KernelByName:
-    """A kernel of `_l09_kernels`, perhaps with other words in its source; made when it is first used.
+    """A kernel of `_l09_kernels`, or a planted mistake made from one; imported or compiled at its first use.
 
-    A planted mistake is a line or two of `changes`, from what is right to what is wrong, so it cannot drift from the
-    rest of the kernel. Launched as a kernel is: `kernel[grid](...)`.
+    `changes`: replacements `(right, wrong)` in its source, so a planted mistake cannot drift from the rest of the
+    kernel. It is launched like a kernel: `kernel[grid](...)`.
     """
 
     def __init__(self, name: str, *changes: tuple[str, str]) -> None:
@@ -45,12 +45,12 @@ class KernelByName:
 
     @cached_property
     def fn(self) -> Function:
-        """The Python function that the kernel is made from."""
+        """The Python function under `@triton.jit`."""
         return self.kernel.fn
 
     @cached_property
     def kernel(self) -> Any:
-        """What Triton makes of it. Raises `LessonError` if a line to change is not there."""
+        """The Triton kernel. Raises `LessonError` if `changes` name text that is not in its source."""
         right = getattr(_kernels(), self.__name__)
         return changed_kernel(right, self.changes, vars(_kernels())) if self.changes else right
 
@@ -62,28 +62,28 @@ class KernelByName:
         return self.kernel[grid]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises `KernelFailed`: a kernel has a grid."""
+        """Raise `KernelFailed`: a kernel is launched with a grid."""
         raise KernelFailed(f"a kernel is launched with a grid: {self.__name__}[grid](...)")
 
 
 def _kernels() -> Any:
-    """The module of kernels. Raises `LessonError` where there is no Triton, or one that was imported too early."""
+    """The module of kernels. Raises `LessonError` if Triton is not installed, or was imported too early."""
     if not has_triton():
         raise LessonError("Triton is not installed; it exists for Linux and WSL (pip install triton) and on Colab")
     with interpreting():
         kernels, library = import_module("minillm.teaching.exercises._l09_kernels"), import_module("triton.language")
-    if type(kernels.decode_kernel) is not type(library.sum):  # which is a kernel too, made when Triton was imported
+    if type(kernels.decode_kernel) is not type(library.sum):  # `tl.sum` is a kernel too, made when Triton was imported
         raise LessonError(
-            "Triton was imported before TRITON_INTERPRET=1 was set, and can now neither compile nor interpret; restart "
+            "Triton was imported before TRITON_INTERPRET=1 was set, so it can neither compile nor interpret; restart "
             "the notebook's kernel and run it from its first cell"
         )
     return kernels
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
-    """Run a learner's kernel on `args`, which are on the GPU if there is one.
+    """Launch a learner's kernel on `args`, which are on the GPU if there is one.
 
-    Raises `NotImplementedError` for a stub, `KernelFailed` for what is no kernel or stops with an error.
+    Raises `NotImplementedError` for a stub, and `KernelFailed` if it is not a kernel or raises an error.
     """
     kernel = getattr(kernel, "kernel", kernel)
     plain = getattr(kernel, "fn", kernel)
@@ -91,7 +91,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> 
     if "raise NotImplementedError" in _source_of(plain):
         raise NotImplementedError(f"write {name} here, then run its check")
     if not hasattr(kernel, "fn"):
-        raise KernelFailed(f"{name} is no kernel: put @triton.jit on the line above its def")
+        raise KernelFailed(f"{name} is not a kernel: put @triton.jit on the line above its def")
     if type(kernel) is not type(_kernels().decode_kernel):
         raise KernelFailed("TRITON_INTERPRET=1 was not set when this kernel was defined; run the notebook from the top")
     failure = ""
@@ -114,11 +114,11 @@ def run_fenced(
     wall: bool = False,
     **constants: int,
 ) -> dict[str, Tensor]:
-    """Launch on copies that stand in poison; the results by name.
+    """Launch on copies that are surrounded by poison; return the results by name.
 
-    `inputs`: tensors, each with the poison around it (None: NaN). `results`: shapes of float32 tensors that follow
-    them, NaN until they are written. With `wall` the kernel runs once more, on tensors that end where memory ends.
-    Raises `OutOfBoundsError` if the kernel wrote beyond a result, or touched a wall.
+    `inputs`: tensors, each with the poison around it (None: NaN). `results`: shapes of the float32 results, which are
+    the next arguments and hold NaN until they are written. With `wall` the kernel runs a second time, on tensors that
+    end where their memory ends. Raises `OutOfBoundsError` if the kernel wrote outside a result or accessed a wall.
     """
     fences = Fences(DEVICE)
     given = [fences.input(name, x.contiguous(), poison=poison) for name, (x, poison) in inputs.items()]
@@ -132,7 +132,7 @@ def run_fenced(
 
 
 def remembering(drive: Function) -> Function:
-    """`drive`, but a kernel of ours that has answered a case before is not interpreted again: it takes 10 ms a time."""
+    """`drive` with a memo: a `KernelByName` runs once per case, because interpreting it takes 10 ms each time."""
     answers: dict[tuple[object, ...], Any] = {}
 
     @wraps(drive)
@@ -155,7 +155,7 @@ def _source_of(function: Function) -> str:
 
 
 def _in_words(error: BaseException, name: str) -> str:
-    """What stopped the kernel, and the last of its own lines that Python saw."""
+    """The error of a kernel, with the last line of the kernel in its traceback."""
     own: list[traceback.FrameSummary] = []
     while True:
         own += [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name == name and frame.line]

@@ -1,4 +1,4 @@
-"""Lesson 09, slips in one place of the right answer, as edits of its text: {what it does wrong: (right, wrong)}."""
+"""Lesson 09: mistakes in one place of a right answer, as edits of its source: {what it does wrong: (right, wrong)}."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MERGE: Edits = {
     "gives the second sum of weights the factor of the first": ("l_b * factor_b", "l_b * factor_a"),
     "gives the first sum of values the factor of the second": ("o_a * factor_a", "o_a * factor_b"),
     "gives the second sum of values the factor of the first": ("o_b * factor_b", "o_b * factor_a"),
-    "takes the smaller of the two maxima for m, and factors that go with it": ("torch.maximum", "torch.minimum"),
+    "uses the smaller of the two maxima as m": ("torch.maximum", "torch.minimum"),
     "has no exponential in the factors": ("torch.exp(x - m)", "x - m"),
-    "takes exp of the part's own maximum, without subtracting the common one": ("torch.exp(x - m)", "torch.exp(x)"),
-    "subtracts the part's maximum from the common one: the sign is upside down": ("x - m)", "m - x)"),
+    "computes exp of a set's own maximum, without subtracting the common one": ("torch.exp(x - m)", "torch.exp(x)"),
+    "subtracts a set's maximum from the common one: the sign is wrong": ("x - m)", "m - x)"),
     "adds the two maxima in the exponent; it must be their difference": ("torch.exp(x - m)", "torch.exp(x + m)"),
     "gives the factor 2 to the set with the larger maximum; it must be 1": ("m, 1.0", "m, 2.0"),
     "gives the factor 0 to the set with the larger maximum; it must be 1": ("m, 1.0", "m, 0.0"),
@@ -39,7 +39,7 @@ MERGE: Edits = {
 
 
 def _loop(begin: str, end: str) -> Edits:
-    """Wrong ways through the blocks, for a kernel whose loop is `range(begin, end, BLOCK_SIZE)`."""
+    """Mistakes in the walk over the blocks, for a kernel whose loop is `range(begin, end, BLOCK_SIZE)`."""
     loop = f"range({begin}, {end}, BLOCK_SIZE)"
     return {
         "leaves out a last block that holds one row (the end of the range is one too small)": (
@@ -47,26 +47,26 @@ def _loop(begin: str, end: str) -> Edits:
             f"range({begin}, {end} - 1, BLOCK_SIZE)",
         ),
         "begins with the second block": (loop, f"range({begin} + BLOCK_SIZE, {end}, BLOCK_SIZE)"),
-        "takes the first block of the table every time": (" + first // BLOCK_SIZE)", ")"),
-        "loads the rows that do not exist, and not those that do": (
+        "reads the first block of the table every time": (" + first // BLOCK_SIZE)", ")"),
+        "loads the rows that do not exist instead of those that do": (
             "first + place < length",
             "first + place >= length",
         ),
-        "compares the place within the block with the length, and forgets where the block begins": (
+        "compares the offset within the block with the length, without the beginning of the block": (
             "first + place < length",
             "place < length",
         ),
-        "takes the values for the keys": ("tl.load(k_ptr + at", "tl.load(v_ptr + at"),
+        "loads the values instead of the keys": ("tl.load(k_ptr + at", "tl.load(v_ptr + at"),
     }
 
 
 DECODE: Edits = {
     **_loop("0", "length"),
-    "exchanges the request and the KV head of the program": ("request, kv_head =", "kv_head, request ="),
+    "swaps the request and the KV head of the program": ("request, kv_head =", "kv_head, request ="),
     "divides the queries by 1/√DIM instead of multiplying": ("* scale", "/ scale"),
     "divides the queries by the keys; a score is a product": ("q[:, None, :] * k", "q[:, None, :] / k"),
     "forgets the exponential of the scores": ("tl.exp(score - m_new[:, None])", "score - m_new[:, None]"),
-    "does not take the maximum off before the exponential of the scores": ("score - m_new[:, None]", "score"),
+    "does not subtract the maximum before the exponential of the scores": ("score - m_new[:, None]", "score"),
     "subtracts the scores from the maximum; it must be the other way round": (
         "score - m_new[:, None]",
         "m_new[:, None] - score",
@@ -90,11 +90,11 @@ DECODE: Edits = {
     ),
     "does not keep the new maximum for the next block": ("    m = m_new\n", ""),
     "multiplies by the sum of the weights instead of dividing": ("out / total", "out * total"),
-    "divides the sum of the weights by the result: the quotient is upside down": (
+    "divides the sum of the weights by the result: the quotient is inverted": (
         "out / total[:, None]",
         "total[:, None] / out",
     ),
-    "stores for every request where the first one belongs": (
+    "stores every request at the place of the first one": (
         "out_ptr + q_at, out",
         "out_ptr + q_at - request * NUM_KV * GROUP * DIM, out",
     ),
@@ -106,14 +106,14 @@ DECODE: Edits = {
 
 SPLIT: Edits = {
     **_loop("begin", "end"),
-    "begins every part where the second one belongs": ("begin = split * keys_of_a_part", "begin = keys_of_a_part"),
-    "begins the parts one key after each other": ("begin = split * keys_of_a_part", "begin = split"),
+    "begins every part where the second one begins": ("begin = split * keys_of_a_part", "begin = keys_of_a_part"),
+    "begins each part one key after the previous one": ("begin = split * keys_of_a_part", "begin = split"),
     "ends every part at the end of the keys or beyond (maximum instead of minimum)": ("tl.minimum(", "tl.maximum("),
-    "takes the log of the sum off the maximum instead of adding it": ("m + tl.log", "m - tl.log"),
+    "subtracts the log of the sum from the maximum instead of adding it": ("m + tl.log", "m - tl.log"),
     "multiplies by the sum instead of dividing": ("out / divisor", "out * divisor"),
-    "divides the sum by the result: the quotient is upside down": ("out / divisor[:, None]", "divisor[:, None] / out"),
-    "replaces the sums that are not 0 by 1, and leaves those that are": ("total == 0.0", "total != 0.0"),
-    "stores every part where the first part belongs": ("row * SPLITS + split", "row * SPLITS"),
+    "divides the sum by the result: the quotient is inverted": ("out / divisor[:, None]", "divisor[:, None] / out"),
+    "replaces the sums that are not 0 by 1, and keeps those that are 0": ("total == 0.0", "total != 0.0"),
+    "stores every part at the place of the first one": ("row * SPLITS + split", "row * SPLITS"),
     "stores the parts of the first head only, one after the other": ("row * SPLITS + split", "split"),
 }
 
@@ -122,13 +122,13 @@ MERGE_KERNEL: Edits = {
     "multiplies by the sum of the weights instead of dividing": ("/ tl.sum(weight", "* tl.sum(weight"),
     "gives the part with the largest lse the smallest weight": ("lse - tl.max(lse, 0)", "tl.max(lse, 0) - lse"),
     "subtracts the smallest lse, so that large differences overflow": ("tl.max(", "tl.min("),
-    "takes lse minus the largest for the weight, without the exponential": (
+    "uses lse minus the largest as the weight, without the exponential": (
         "tl.exp(lse - tl.max(lse, 0))",
         "lse - tl.max(lse, 0)",
     ),
     "divides the parts by their weights instead of multiplying": ("weight[:, None] * part", "part / weight[:, None]"),
-    "stores every row where the first one belongs": ("out_ptr + row * DIM", "out_ptr"),
-    "lets the rows of out begin one number after each other": ("out_ptr + row * DIM", "out_ptr + row"),
+    "stores every row at the place of the first one": ("out_ptr + row * DIM", "out_ptr"),
+    "lets the rows of out begin one element apart": ("out_ptr + row * DIM", "out_ptr + row"),
 }
 
 INT8: Edits = {

@@ -1,4 +1,4 @@
-"""The last hint of an exercise: its reference, as the body of the function to write."""
+"""The last hint of an exercise: the body of its reference function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def body(reference: Callable[..., object]) -> str:
-    """The lines of a function below its docstring, on lines of their own, without indentation."""
+    """Return the lines of a function after its docstring, unindented, with a line break in front."""
     source = textwrap.dedent(inspect.getsource(reference))
     function = ast.parse(source).body[0]
     assert isinstance(function, ast.FunctionDef)

@@ -1,8 +1,8 @@
-"""Arrays that end where their memory ends, so that even a read that leaves no trace is seen.
+"""Arrays that end at a protected page, a "wall", so that every access past their end is found.
 
-Poison around an array (`minillm.teaching.fence`) finds a read beyond its end if the result is used, and every write. A
-wall finds all of them: the page behind the array must not be touched, and the process that touches it is stopped. So
-code is run against walls in a process of its own, after it has run in poison.
+Poison around an array (`minillm.teaching.fence`) finds all writes past its end, but only those reads whose value
+reaches the result. A wall finds all reads too: accessing the protected page ends the process with SIGSEGV. So code runs
+against walls in a forked process, after it has run in poison.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import Tensor
 from minillm.teaching.fence import OutOfBoundsError
 
 WALL_BYTES = 1 << 24
-"""Address space behind an array that must not be touched; it takes no memory."""
+"""Size of the protected address space behind an array; it takes no memory."""
 PROT_NONE = 0  # as in <sys/mman.h>
 PATIENCE_S = 20.0
 
 
 def has_walls() -> bool:
-    """Whether memory can be protected and a process be forked: not on Windows, and not for the memory of a GPU."""
+    """Whether memory can be protected and processes forked: not on Windows, and not for GPU memory."""
     return os.name == "posix" and not torch.cuda.is_available()
 
 
 def walled(x: Tensor) -> Tensor:
-    """A copy of `x`, packed, on the CPU. Whoever touches what lies behind its last number is stopped (SIGSEGV)."""
+    """A contiguous copy of `x` on the CPU. Any access behind its last element ends the process (SIGSEGV)."""
     size = max(1, x.numel()) * x.dtype.itemsize
     room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     region = mmap.mmap(-1, room + WALL_BYTES, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -46,21 +46,21 @@ def walled(x: Tensor) -> Tensor:
 
 
 def check_against_walls(run: Callable[[], object]) -> None:
-    """Run in a forked process what works on `walled` arrays; what it returns, raises or changes is lost.
+    """Call `run`, which works on `walled` arrays, in a forked process; what it returns, raises or changes is lost.
 
-    Raises `OutOfBoundsError` if it touched a wall. Does nothing where there are no walls.
+    Raises `OutOfBoundsError` if it accessed a wall. Does nothing without `has_walls()`.
     """
     if has_walls() and stopped_by(run) in ("SIGSEGV", "SIGBUS"):
         raise OutOfBoundsError("read or wrote beyond the end of an array, though its results are right")
 
 
 def stopped_by(run: Callable[[], object], patience_s: float = PATIENCE_S) -> str:
-    """Run in a forked process; the signal that stopped it (`SIGSEGV`), or "" if it ended by itself.
+    """Call `run` in a forked process; return the signal that ended it (`SIGSEGV`), or "" if it ended normally.
 
-    A run that takes longer than `patience_s` is stopped (`SIGKILL`).
+    After `patience_s` seconds the process is killed (`SIGKILL`).
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads; the child starts none
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads running; the child starts none
         child = os.fork()
     if child == 0:
         try:
@@ -79,7 +79,7 @@ def stopped_by(run: Callable[[], object], patience_s: float = PATIENCE_S) -> str
 
 
 def _be_quiet() -> None:
-    """No core file, nothing said of the expected end, and one thread: pools do not survive a fork."""
+    """Write no core file and no traceback at the expected crash; use one thread: thread pools do not survive a fork."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

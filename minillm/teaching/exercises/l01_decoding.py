@@ -1,4 +1,4 @@
-"""Lesson 01, decoding from scratch: causal attention, RoPE, choose the next token, loop without a cache, add it up."""
+"""Lesson 01, decoding from scratch: causal attention, RoPE, sampling, the loop without a cache, and its work."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _attention_cases() -> list[Case]:
     def rows(*numbers: float) -> Tensor:
-        """One head of width 4 whose rows are these numbers and zeros: a score is then a product of two numbers."""
+        """Return one head of width 4. Each row is a number and three zeros, so a score is a product of two numbers."""
         return torch.tensor([[[number, 0.0, 0.0, 0.0]] for number in numbers])
 
     def one(*numbers: float) -> Tensor:
-        """One token whose heads are one number wide."""
+        """Return one token with heads of width 1."""
         return torch.tensor([[[float(number)] for number in numbers]])
 
     draw = torch.Generator().manual_seed(0)
@@ -48,42 +48,40 @@ def _attention_cases() -> list[Case]:
         Case("six query heads share two KV heads, one token", (one(1, 2, 3, 4, 5, 6), one(1, 1), one(10, 20))),
         Case("scores in the hundreds", (rows(20, 40), rows(10, 11), rows(1, 2))),
         Case(
-            "scores far below zero: even these are more than what is hidden gets",
+            "scores far below zero: hidden tokens must still get no weight",
             (rows(40, 40), rows(-10, -11), rows(1, 2)),
         ),
         Case("three tokens, six query heads, two KV heads", tuple(shared)),
     ]
 
 
-def _what_attention_breaks(attempt: Attempt) -> str | None:
-    """A property that every right answer has and this one has not."""
+def _diagnose_attention(attempt: Attempt) -> str | None:
+    """Return the first property of attention that the answer violates."""
     got, (_, _, values) = attempt.got, attempt.case.args
     if not isinstance(got, Tensor) or got.shape != attempt.expected.shape:
         return None
     if got.isnan().any():
-        return "your function makes NaN: a token sees nothing at all (all its scores are -inf), or an exp overflowed"
+        return "your function returns NaN: all scores of a token are -inf, or an exp overflowed"
     group = got.shape[1] // values.shape[1]
     own, low, high = (x.repeat_interleave(group, dim=-2) for x in (values[0], values.amin(0), values.amax(0)))
     if (got < low - 1e-4).any() or (got > high + 1e-4).any():
-        return (
-            "your function returns what is no mixture of the values: weights from 0 to 1 with a sum of 1 cannot give it"
-        )
+        return "your function returns numbers outside the range of the values, which an average cannot give"
     if not torch.allclose(got[0], own, atol=1e-4):
-        return "your function does not give the first token its own value, though that is all it may see"
-    return "your function mixes values, but with other weights: look at the scale of the scores, mask and softmax axis"
+        return "your function does not give the first token its own value, though it sees nothing else"
+    return "your function averages the values with wrong weights: check the scale of the scores, mask and softmax axis"
 
 
 _ATTENTION = Exercise(
     name="l01.causal_attention",
     reference=causal_attention,
     cases=_attention_cases,
-    otherwise=_what_attention_breaks,
+    otherwise=_diagnose_attention,
     hints=(
-        "Three steps: score every query against every key, turn each query's scores into weights that sum to 1, mix "
-        "the values by these weights. Before the second step, what must a token not see?",
+        "Three steps: score every query against every key, turn each query's scores into weights that sum to 1, "
+        "average the values with these weights. Before the second step, which keys must a token not see?",
         "Give every query head its own copy of the KV head it reads: k.repeat_interleave(num_heads // num_kv_heads, "
-        "dim=1), v alike. Scores are [heads, queries, keys], divided by the square root of head_dim. Set those above "
-        "the diagonal to -inf; the softmax runs over the keys, the last axis.",
+        "dim=1), the same for v. Scores are [heads, queries, keys], divided by the square root of head_dim. Set those "
+        "above the diagonal to -inf; the softmax runs over the keys, the last axis.",
         'scores = torch.einsum("qhd,khd->hqk", q, keys) / ...; hidden = torch.ones(n, n, dtype=torch.bool).triu(...); '
         'weights = scores.masked_fill(hidden, ...).softmax(...); return torch.einsum("hqk,khd->qhd", weights, values)',
         body_of(causal_attention),
@@ -95,25 +93,28 @@ _ATTENTION = Exercise(
             "divides the scores by head_dim instead of its square root": ("head_dim**0.5", "head_dim"),
             "multiplies the scores by the square root of head_dim instead of dividing": ("/ head_dim", "* head_dim"),
             "lets a token see the tokens after it (no mask)": (".triu(1)", ".triu(num_tokens)"),
-            "lets a token see one token too many: the next one": (".triu(1)", ".triu(2)"),
+            "lets a token see the next token too": (".triu(1)", ".triu(2)"),
             "hides each token from itself, so the first one sees nothing": (".triu(1)", ".triu(0)"),
-            "hides the tokens before instead of those after": (".triu(1)", ".tril(-1)"),
-            "hides what should be seen and shows what should be hidden": (".triu(1)", ".tril()"),
+            "hides the tokens before each token instead of those after it": (".triu(1)", ".tril(-1)"),
+            "inverts the mask: hides the tokens that may be seen, and shows the others": (".triu(1)", ".tril()"),
             "hides everything": (".triu(1)", ""),
             "takes the softmax over the queries instead of over the keys": (".softmax(-1)", ".softmax(-2)"),
             "takes the softmax over the heads instead of over the keys": (".softmax(-1)", ".softmax(0)"),
-            "forgets the softmax: scores are no weights": (".softmax(-1)", ""),
-            "gives hidden scores the value 0, which is an ordinary score and gets a share": ("-torch.inf", "0.0"),
-            "gives hidden scores a number such as -100, which low scores undercut; only -inf never gets a share": (
+            "forgets the softmax: uses the scores as weights": (".softmax(-1)", ""),
+            "sets hidden scores to 0, which still gets weight in the softmax; -inf gets none": (
+                "-torch.inf",
+                "0.0",
+            ),
+            "sets hidden scores to a number such as -100, and other scores can be lower; only -inf never gets weight": (
                 "-torch.inf",
                 "-100.0",
             ),
-            "gives hidden scores +inf instead of -inf": ("-torch.inf", "torch.inf"),
+            "sets hidden scores to +inf instead of -inf": ("-torch.inf", "torch.inf"),
             "hides after the softmax, so the weights of a row no longer sum to 1": (
                 "scores.masked_fill(hidden, -torch.inf).softmax(-1)",
                 "scores.softmax(-1).masked_fill(hidden, 0.0)",
             ),
-            "hands out KV heads in turn (repeat) instead of to neighbours (repeat_interleave)": (
+            "lets query heads read KV heads alternately (repeat); neighbours must share one (repeat_interleave)": (
                 "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
                 "k.repeat(1, group, 1), v.repeat(1, group, 1)",
             ),
@@ -121,7 +122,7 @@ _ATTENTION = Exercise(
                 "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)",
                 "k, v",
             ),
-            "repeats every KV head once for each query head instead of once for each of its group": (
+            "repeats every KV head num_heads times instead of num_heads // num_kv_heads times": (
                 "num_heads // k.shape[1]",
                 "num_heads",
             ),
@@ -130,7 +131,7 @@ _ATTENTION = Exercise(
             "scores keys against keys, without the queries": ("q, keys)", "keys, keys)"),
             "scores the queries against the values instead of the keys": ("q, keys)", "q, values)"),
             "scores the queries against themselves": ("q, keys)", "q, q)"),
-            "takes exp of large scores, which overflows; softmax subtracts the largest first": (
+            "takes exp of large scores, which overflows; torch.softmax subtracts the largest first": (
                 "weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)",
                 "weights = scores.exp().tril(); weights = weights / weights.sum(-1, keepdim=True)",
             ),
@@ -142,7 +143,7 @@ _ATTENTION = Exercise(
 
 
 def apply_rope(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    """Turn each pair of channels by position · frequency radians (RoPE, Su et al. 2021).
+    """Rotate each pair of channels by position · frequency radians (RoPE, Su et al. 2021).
 
     `x`: `[num_tokens, num_heads, head_dim]`; `positions`: `[num_tokens]`; `freqs`: `[head_dim / 2]`, radians per
     position. Pair i is (channel i, channel i + head_dim / 2), the half-split order of Llama checkpoints in Hugging
@@ -155,7 +156,7 @@ def apply_rope(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
 
 
 def interleaved_rope(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-    """RoPE for checkpoints of the other convention: pair i is (channel 2 i, channel 2 i + 1). Wrong for Llama's."""
+    """RoPE of the other convention: pair i is (channel 2 i, channel 2 i + 1). Wrong for Llama checkpoints."""
     halves = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     return apply_rope(halves, positions, freqs).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
@@ -170,58 +171,58 @@ def _overwrites(x: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
 
 
 def _rope_cases() -> list[Case]:
-    slow_and_fast = torch.tensor([1.0, 0.1])
+    fast_and_slow = torch.tensor([1.0, 0.1])
     draw = torch.Generator().manual_seed(1)
     return [
-        Case("position 0 turns nothing", (torch.tensor([[[3.0, 4.0]]]), torch.tensor([0]), torch.tensor([1.0]))),
+        Case("position 0 rotates nothing", (torch.tensor([[[3.0, 4.0]]]), torch.tensor([0]), torch.tensor([1.0]))),
         Case(
             "a quarter turn",
             (torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]), torch.tensor([1]), torch.tensor([math.pi / 2])),
         ),
         Case(
-            "two pairs, which turn at different speeds",
-            (torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), torch.tensor([2]), slow_and_fast),
+            "two pairs, which rotate at different speeds",
+            (torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), torch.tensor([2]), fast_and_slow),
         ),
         Case(
-            "two tokens that stand at positions 5 and 9",
+            "two tokens at positions 5 and 9",
             (torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]]), torch.tensor([5, 9]), torch.tensor([0.1])),
         ),
         Case(
             "three tokens of three heads each",
-            (torch.randn(3, 3, 4, generator=draw), torch.tensor([0, 1, 2]), slow_and_fast),
+            (torch.randn(3, 3, 4, generator=draw), torch.tensor([0, 1, 2]), fast_and_slow),
         ),
         Case(
-            "far into a text",
+            "position 1000",
             (torch.randn(1, 2, 6, generator=draw), torch.tensor([1000]), torch.tensor([1.0, 0.1, 0.01])),
         ),
     ]
 
 
-def _what_rope_breaks(attempt: Attempt) -> str | None:
-    """A rotation keeps the length of every pair, so a length that changed says where to look."""
+def _diagnose_rope(attempt: Attempt) -> str | None:
+    """Whether the shape, the length of a pair (which a rotation keeps) or the angle is wrong."""
     got, x = attempt.got, attempt.case.args[0]
     if not isinstance(got, Tensor) or got.shape != x.shape:
-        return (
-            "your function does not return one tensor of the shape of x: the two halves are joined along the channels"
-        )
+        return "your function does not return a tensor of the shape of x: join the halves along the channels"
     lengths = [torch.stack(each.chunk(2, dim=-1)).norm(dim=0) for each in (x, got)]
     if not torch.allclose(*lengths, rtol=1e-3, atol=1e-4):
-        return "your function changes the length of a pair, which no turn does: compare both lines with the formula"
-    return "your function turns the pairs, but by another angle than position times frequency"
+        return (
+            "your function changes the length of a pair, which no rotation does: compare both halves with the formula"
+        )
+    return "your function rotates the pairs, but by another angle than position times frequency"
 
 
 _ROPE = Exercise(
     name="l01.apply_rope",
     reference=apply_rope,
     cases=_rope_cases,
-    otherwise=_what_rope_breaks,
+    otherwise=_diagnose_rope,
     hints=(
-        "A pair (a, b) is a point in the plane, and turning it by an angle mixes a and b with a cosine and a sine. "
-        "Which two channels are a pair here, and by which angle does the pair turn?",
+        "A pair (a, b) is a point in the plane. Rotating it by an angle combines a and b with a cosine and a sine. "
+        "Which two channels are a pair here, and what is the angle?",
         "first, second = x.chunk(2, dim=-1) are all a's and all b's. The angles are positions times freqs, "
-        "[num_tokens, head_dim / 2]; put an axis for the heads between these two, or they will be broadcast wrongly.",
+        "[num_tokens, head_dim / 2]; insert an axis for the heads between these two, or they broadcast wrongly.",
         "angles = (positions[:, None] * freqs)[:, None, :]; first, second = x.chunk(2, dim=-1); "
-        "return torch.cat((..., ...), dim=-1), first the a line of the formula, then the b line",
+        "return torch.cat((..., ...), dim=-1), first the formula for a, then the formula for b",
         body_of(apply_rope),
     ),
     wrong=(
@@ -229,16 +230,16 @@ _ROPE = Exercise(
         *slips(
             apply_rope,
             {
-                "turns the other way round": (
+                "rotates in the wrong direction": (
                     "first * cos - second * sin, second * cos + first * sin",
                     "first * cos + second * sin, second * cos - first * sin",
                 ),
-                "counts positions from 0 in every call instead of taking those given": (
+                "counts positions from 0 in every call instead of using the argument positions": (
                     "positions[:, None]",
                     "torch.arange(len(x))[:, None]",
                 ),
-                "turns all pairs at the same speed": (" * freqs", " * freqs[:1].expand_as(freqs)"),
-                "leaves out the frequencies: one radian per position for every pair": (
+                "uses the first frequency for all pairs": (" * freqs", " * freqs[:1].expand_as(freqs)"),
+                "leaves out the frequencies and rotates every pair by one radian per position": (
                     " * freqs",
                     " * torch.ones_like(freqs)",
                 ),
@@ -248,13 +249,13 @@ _ROPE = Exercise(
                     "positions[:, None] * freqs",
                     "torch.deg2rad(positions[:, None] * freqs)",
                 ),
-                "lets the angles run along the heads instead of along the tokens": (
+                "broadcasts the angles along the heads instead of along the tokens": (
                     "angles.cos()[:, None, :], angles.sin()[:, None, :]",
                     "angles.cos(), angles.sin()",
                 ),
                 "swaps cosine and sine": ("cos, sin =", "sin, cos ="),
-                "has a minus in both lines, which is no rotation": ("second * cos + first", "second * cos - first"),
-                "has a plus in both lines, which is no rotation": ("first * cos - second", "first * cos + second"),
+                "subtracts in both halves, which is not a rotation": ("second * cos + first", "second * cos - first"),
+                "adds in both halves, which is not a rotation": ("first * cos - second", "first * cos + second"),
                 "forgets the sine in the first half": ("first * cos - second * sin,", "first * cos,"),
                 "forgets the sine in the second half": ("second * cos + first * sin)", "second * cos)"),
                 "leaves the second half as it was": ("second * cos + first * sin)", "second)"),
@@ -276,7 +277,7 @@ _ROPE = Exercise(
             },
         ),
         WrongVersion(
-            "writes into its input, and the second half is computed from the first half's new numbers", _overwrites
+            "writes into its input, so the second half is computed from the new numbers of the first", _overwrites
         ),
     ),
 )
@@ -285,13 +286,13 @@ _ROPE = Exercise(
 
 
 def sample_next(logits: Tensor, uniform: float, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> int:
-    """The token that a number drawn uniformly from [0, 1) stands for.
+    """Return the token that `uniform`, a random number from [0, 1), selects.
 
-    `logits`: `[vocab]`. `temperature` 0 takes the largest logit; `top_k` 0, or the whole vocabulary and more, keeps
-    all tokens, as does `top_p` 1. The order is temperature, top-k, top-p over what top-k left (renormalised), draw.
-    `top_p` keeps the most probable tokens, of equal ones the lower id first, until their sum reaches it, the one that
-    reaches it included (Holtzman et al. 2020). The draw walks the ids from 0 up and takes the first whose cumulative
-    probability is above `uniform`, as `minillm.sampling.sample` does.
+    `logits`: `[vocab]`. `temperature` 0 takes the largest logit. `top_k` 0, or the size of the vocabulary or more,
+    keeps all tokens, as does `top_p` 1. The order is: temperature, top-k, renormalise, top-p, draw. `top_p` keeps the
+    most probable tokens, of equal ones the lower id first, up to and including the one with which their sum reaches it
+    (Holtzman et al. 2020). The draw takes the lowest id whose cumulative probability is above `uniform`, as
+    `minillm.sampling.sample` does.
     """
     if temperature == 0:
         return int(logits.argmax())
@@ -327,7 +328,7 @@ UNIFORMS = (0.0, 0.04, 0.12, 0.3, 0.5, 0.7, 0.88, 0.99)
 def _draw_some(
     sample: Function, logits: Tensor, uniforms: Sequence[float], temperature: float, top_k: int, top_p: float
 ) -> list[object]:
-    """The token for each of several uniforms, so that one case shows where every border between tokens lies."""
+    """Return the token for each of several uniforms, so that one case tests every border between tokens."""
     return [sample(logits, uniform, temperature, top_k, top_p) for uniform in uniforms]
 
 
@@ -343,7 +344,7 @@ def _sampling_cases() -> list[Case]:
         case("probabilities 0.10, 0.45, 0.05, 0.25, 0.15 as they are"),
         case("temperature 0.5", temperature=0.5),
         case("temperature 2", temperature=2.0),
-        case("only the most probable one (top_k = 1)", top_k=1),
+        case("only the most probable token (top_k = 1)", top_k=1),
         case("only the two most probable (top_k = 2)", top_k=2),
         case("only the three most probable (top_k = 3)", top_k=3),
         case("top_k = 9, more than there are tokens, keeps all", top_k=9),
@@ -355,17 +356,17 @@ def _sampling_cases() -> list[Case]:
     ]
 
 
-def _what_sampling_breaks(attempt: Attempt) -> str | None:
-    """Which tokens can be drawn says more than which one was."""
+def _diagnose_sampling(attempt: Attempt) -> str | None:
+    """Whether the answer draws tokens that must be dropped, or never draws one that must be kept."""
     got, expected = attempt.got, attempt.expected
     if not (isinstance(got, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in got)):
-        return "your function does not return the id of a token, a whole number: int(...) makes one of a tensor"
+        return "your function does not return a token id as an int: convert a tensor with int(...)"
     surplus, missing = sorted(set(got) - set(expected)), sorted(set(expected) - set(got))
     if surplus:
-        return f"your function can return token {surplus[0]}, which is none of those that should be left"
+        return f"your function can return token {surplus[0]}, which should have been dropped"
     if missing:
-        return f"your function never returns token {missing[0]}, which one of these uniforms should draw"
-    return "your function keeps the right tokens, but their pieces of the line have other lengths or another order"
+        return f"your function never returns token {missing[0]}, which at least one of these uniforms should select"
+    return "your function keeps the right tokens, but their parts of the line have wrong lengths or a wrong order"
 
 
 _SAMPLE = Exercise(
@@ -373,16 +374,16 @@ _SAMPLE = Exercise(
     reference=sample_next,
     cases=_sampling_cases,
     drive=_draw_some,
-    otherwise=_what_sampling_breaks,
+    otherwise=_diagnose_sampling,
     hints=(
-        "Make probabilities first, then narrow them down, then draw. Lay the probabilities side by side on a line "
-        "from 0 to 1, token 0 first: into which token's piece does the uniform number fall?",
+        "Compute the probabilities first, then drop tokens, then draw. Lay the probabilities side by side on a line "
+        "from 0 to 1, token 0 first: on which token's part does the uniform number fall?",
         "Divide the logits, not the probabilities, by the temperature (0: return the argmax). Set all but the top_k to "
-        "zero, divide by the sum. For top_p sort in falling order and drop a token only if the sum before it has "
-        "reached top_p. Let the line be as long as what is left, not 1.",
+        "zero, divide by the sum. For top_p sort in descending order and drop a token only if the sum before it "
+        "has reached top_p. The line is as long as the sum of what is left, which may be less than 1.",
         "probs = torch.softmax(...); if 0 < top_k < len(probs): probs[probs < (the top_k-th largest)] = 0 and divide "
-        "by the sum; if top_p < 1: ranked, order = probs.sort(descending=True, stable=True), before = (the sum in "
-        "front of each), probs[order[...]] = 0; return int(torch.searchsorted(probs.cumsum(0), ..., right=True))",
+        "by the sum; if top_p < 1: ranked, order = probs.sort(descending=True, stable=True), before = (the sum "
+        "before each), probs[order[...]] = 0; return int(torch.searchsorted(probs.cumsum(0), ..., right=True))",
         body_of(sample_next),
     ),
     wrong=(
@@ -394,11 +395,11 @@ _SAMPLE = Exercise(
                     "torch.softmax(logits, dim=-1) / temperature",
                 ),
                 "multiplies the logits by the temperature instead of dividing": ("logits / temp", "logits * temp"),
-                "divides the caller's logits in place, so that they are divided again next time": (
+                "divides the caller's logits in place, so that the next call divides them again": (
                     "logits / temperature",
                     "logits.div_(temperature)",
                 ),
-                "takes logits for probabilities: the softmax is missing": (
+                "uses the logits as probabilities: the softmax is missing": (
                     "torch.softmax(logits / temperature, dim=-1)",
                     "logits / temperature",
                 ),
@@ -417,7 +418,7 @@ _SAMPLE = Exercise(
                 ),
                 "keeps only the most probable token, whatever top_k is": (".values[-1]", ".values[0]"),
                 "does not allow top_k above the size of the vocabulary": ("0 < top_k < len(probs)", "0 < top_k"),
-                "takes top_p of all probabilities, not of those that top_k left, which sum to 1 again": (
+                "applies top_p without dividing the probabilities that top_k kept by their sum": (
                     "probs = probs / probs.sum()",
                     "pass",
                 ),
@@ -426,7 +427,7 @@ _SAMPLE = Exercise(
                     "ranked.cumsum(0) - ranked",
                     "ranked.cumsum(0)",
                 ),
-                "drops the token with which the sum first reaches top_p, and keeps one at least": (
+                "drops the token with which the sum first reaches top_p, unless it is the first": (
                     "before = ranked.cumsum(0) - ranked",
                     "before = ranked.cumsum(0); before[0] = 0",
                 ),
@@ -435,21 +436,21 @@ _SAMPLE = Exercise(
                     "before >= top_p",
                     "before > top_p",
                 ),
-                "keeps what top_p should drop and drops what it should keep": ("before >= top_p", "before < top_p"),
+                "drops the tokens that top_p should keep, and keeps the others": ("before >= top_p", "before < top_p"),
                 "compares each probability with top_p instead of their running sum": (
                     "before = ranked.cumsum(0) - ranked",
                     "before = 1 - ranked",
                 ),
-                "does not stretch the uniform to what is left after dropping tokens": (
+                "does not multiply the uniform by the sum of the probabilities that are left": (
                     "uniform * cumulative[-1]",
                     "uniform",
                 ),
-                "gives a token of probability 0 when the uniform is 0 (right=True is missing)": (", right=True", ""),
+                "returns a token of probability 0 when the uniform is 0 (right=True is missing)": (", right=True", ""),
             },
         ),
         WrongVersion("always takes the largest logit, whatever the uniform", _always_greedy),
         WrongVersion("returns the rank of the token instead of its id", _rank_for_id),
-        WrongVersion("walks the tokens from the most probable down instead of by id", _by_likelihood),
+        WrongVersion("orders the tokens on the line by probability instead of by id", _by_likelihood),
     ),
 )
 
@@ -459,11 +460,11 @@ Forward = Callable[[list[int]], Tensor]
 
 
 def generate_naive(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
-    """Greedy decoding that hands the whole text to the model for every new token.
+    """Greedy decoding that runs the whole text through the model for every new token.
 
-    `forward(ids)` returns logits `[len(ids), vocab]`; row i scores the token after `ids[i]`. Returns the new tokens:
-    `max_tokens` of them, or fewer if `eos_id` is chosen, which then is the last (as in vLLM and minillm's engine).
-    `prompt_ids` is left as it was, and may hold `eos_id` itself.
+    `forward(ids)` returns logits `[len(ids), vocab]`; row i scores the token after `ids[i]`. Returns `max_tokens` new
+    tokens, or fewer if `eos_id` is chosen, which is then the last of them (as in vLLM and minillm's engine).
+    `prompt_ids` is not changed, and an `eos_id` inside it does not stop the loop.
     """
     ids = list(prompt_ids)
     for _ in range(max_tokens):
@@ -479,13 +480,13 @@ def _grows_prompt(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_
     return new
 
 
-def _swallows_eos(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
+def _drops_eos(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id: int) -> list[int]:
     new = generate_naive(forward, prompt_ids, max_tokens, eos_id)
     return new[:-1] if new[-1:] == [eos_id] else new
 
 
 def _count_rows(generate: Function, prompt_ids: list[int], max_tokens: int, eos_id: int) -> dict[str, object]:
-    """Run on a model of ten tokens whose next token is (sum of the text so far) mod 10, and note what it is given.
+    """Run `generate` on a model of ten tokens whose next token is (sum of the text so far) mod 10; record its calls.
 
     A row in the middle is the most certain one, so that taking the largest of all logits goes wrong.
     """
@@ -503,19 +504,19 @@ def _count_rows(generate: Function, prompt_ids: list[int], max_tokens: int, eos_
     return {"new tokens": generate(forward, prompt_ids, max_tokens, eos_id), "rows per forward": lengths}
 
 
-def _what_the_loop_breaks(attempt: Attempt) -> str | None:
-    """Whether the calls or the answer are wrong, and in which direction."""
+def _diagnose_loop(attempt: Attempt) -> str | None:
+    """Whether the number of calls, their inputs or the returned tokens are wrong."""
     expected, got = attempt.expected, attempt.got
     calls, should = len(got["rows per forward"]), len(expected["rows per forward"])
     if calls != should:
-        return f"your function calls the model {calls} times, where {should} are needed: look at what ends the loop"
+        return f"your function calls the model {calls} times instead of {should}: check what ends the loop"
     if got["rows per forward"] != expected["rows per forward"]:
-        return "your function hands the model another text than the prompt and all new tokens"
+        return "your function does not pass the prompt and all new tokens to the model"
     if isinstance(got["new tokens"], list) and len(got["new tokens"]) != len(expected["new tokens"]):
-        return "your function runs the model as it should, but returns another part of the list than the new tokens"
+        return "your function calls the model correctly, but returns another part of the list than the new tokens"
     if any(type(token) is not int for token in got["new tokens"]):
-        return "your function returns tokens that are no whole numbers: int() makes one of a tensor"
-    return "your function chooses other tokens, though it runs the model as it should: the last row's argmax counts"
+        return "your function returns tokens that are not ints: convert a tensor with int(...)"
+    return "your function calls the model correctly, but chooses other tokens than the argmax of the last row"
 
 
 _GENERATE = Exercise(
@@ -526,15 +527,15 @@ _GENERATE = Exercise(
         Case("three new tokens after a prompt of one", ([1], 3, 0)),
         Case("end of text (here id 0) is chosen second", ([6, 4, 5], 8, 0)),
         Case("end of text (here id 7) is the only token", ([4, 3], 5, 7)),
-        Case("a prompt longer than what is asked for", ([2, 2, 1, 3, 1, 4], 3, 0)),
+        Case("a prompt longer than the new tokens", ([2, 2, 1, 3, 1, 4], 3, 0)),
         Case("a prompt that holds the end-of-text token (here id 0), as between two documents", ([3, 0, 4], 3, 0)),
         Case("a prompt that ends with the end-of-text token (here id 0)", ([3, 0], 3, 0)),
-        Case("no new tokens wanted", ([1, 2], 0, 0)),
+        Case("max_tokens is 0", ([1, 2], 0, 0)),
     ],
     drive=_count_rows,
-    otherwise=_what_the_loop_breaks,
+    otherwise=_diagnose_loop,
     hints=(
-        "Keep one list of ids that starts as a copy of the prompt. Which row of the logits tells what comes after the "
+        "Keep one list of ids that starts as a copy of the prompt. Which row of the logits scores the token after the "
         "last token of the text?",
         "Repeat at most max_tokens times: logits = forward(ids); the last row's argmax is the next token; append it; "
         "if it is eos_id, stop. Return only what came after the prompt.",
@@ -550,12 +551,12 @@ _GENERATE = Exercise(
                     "forward(ids)",
                     "forward(prompt_ids)",
                 ),
-                "feeds only the newest token, though the model remembers nothing": (
+                "passes only the newest token, but the model has no cache": (
                     "forward(ids)",
                     "forward(ids if len(ids) == len(prompt_ids) else ids[-1:])",
                 ),
                 "reads the first row of the logits instead of the last": ("forward(ids)[-1]", "forward(ids)[0]"),
-                "reads the last but one row of the logits": ("forward(ids)[-1]", "forward(ids)[-2:][0]"),
+                "reads the second-to-last row of the logits": ("forward(ids)[-1]", "forward(ids)[-2:][0]"),
                 "takes the largest of all rows' logits at once": ("forward(ids)[-1]", "forward(ids)"),
                 "takes the smallest logit instead of the largest": ("argmax", "argmin"),
                 "does not stop at the end of the text": ("if ids[-1] == eos_id:", "if False:"),
@@ -569,15 +570,15 @@ _GENERATE = Exercise(
                 "returns the prompt as well": ("ids[len(prompt_ids) :]", "ids"),
                 "leaves out the first new token": ("len(prompt_ids) :", "len(prompt_ids) + 1 :"),
                 "returns the prompt's last token as well": ("len(prompt_ids) :", "len(prompt_ids) - 1 :"),
-                "makes one token more than max_tokens": ("range(max_tokens)", "range(max_tokens + 1)"),
-                "makes one token fewer than max_tokens": ("range(max_tokens)", "range(max_tokens - 1)"),
-                "counts the prompt's tokens as if they were new ones": (
+                "generates one token more than max_tokens": ("range(max_tokens)", "range(max_tokens + 1)"),
+                "generates one token fewer than max_tokens": ("range(max_tokens)", "range(max_tokens - 1)"),
+                "counts the prompt's tokens as new tokens": (
                     "range(max_tokens)",
                     "range(max_tokens - len(ids))",
                 ),
             },
         ),
-        WrongVersion("leaves the end-of-text token out of the answer", _swallows_eos),
+        WrongVersion("leaves the end-of-text token out of the answer", _drops_eos),
         WrongVersion(
             "appends to the caller's prompt",
             _grows_prompt,
@@ -590,7 +591,7 @@ _GENERATE = Exercise(
 
 
 def total_work(num_prompt: int, num_new: int) -> tuple[int, int]:
-    """What the naive loop puts through each layer: (rows, pairs), summed over the forwards of `num_new` tokens.
+    """Return (rows, pairs) of one layer in the naive loop, summed over the forwards for `num_new` tokens.
 
     A forward over n tokens has n rows in the linear layers, and in attention n (n + 1) / 2 pairs of a query and a key
     that it may see.
@@ -599,16 +600,16 @@ def total_work(num_prompt: int, num_new: int) -> tuple[int, int]:
     return sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
 
 
-def _what_the_bill_breaks(attempt: Attempt) -> str | None:
-    """Which of the two numbers is wrong, and by which factor if it is a simple one."""
+def _diagnose_work(attempt: Attempt) -> str | None:
+    """Whether the rows, the pairs or both are wrong."""
     expected, got = attempt.expected, attempt.got
     if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(number, int) for number in got)):
-        return "your function does not return two whole numbers: each is a sum, and halves are taken with //"
+        return "your function does not return two ints: each is a sum, and // halves without making a float"
     wrong = [name for name, e, g in zip(("rows", "pairs"), expected, got, strict=True) if e != g]
     if len(wrong) == 2:
-        return "your function has both numbers wrong: write down the lengths of the texts, forward by forward"
+        return "your function returns both numbers wrong: write down the lengths of the texts, forward by forward"
     right = "rows" if wrong == ["pairs"] else "pairs"
-    return f"your function has the {right} right, and only the {wrong[0]} wrong, so the lengths are not the mistake"
+    return f"your function returns the right {right} and wrong {wrong[0]}, so its lengths are right"
 
 
 _WORK = Exercise(
@@ -619,9 +620,9 @@ _WORK = Exercise(
         Case("three tokens after a prompt of two", (2, 3)),
         Case("a hundred tokens from a prompt of one", (1, 100)),
         Case("a prompt of 500, then 20 tokens", (500, 20)),
-        Case("nothing is asked for", (5, 0)),
+        Case("no new tokens", (5, 0)),
     ],
-    otherwise=_what_the_bill_breaks,
+    otherwise=_diagnose_work,
     hints=(
         "Write down the lengths of the texts that go through the model, forward by forward. The last new token is "
         "chosen, but does it ever go through?",
@@ -633,22 +634,22 @@ _WORK = Exercise(
     wrong=slips(
         total_work,
         {
-            "counts the new token of each forward as if it had gone through already": (
+            "counts in each forward the new token that it only produces": (
                 "range(num_prompt, num_prompt + num_new)",
                 "range(num_prompt + 1, num_prompt + num_new + 1)",
             ),
-            "adds a forward for the last token, which nobody needs": ("+ num_new)", "+ num_new + 1)"),
+            "adds a forward over the last new token, which is not needed": ("+ num_new)", "+ num_new + 1)"),
             "counts one forward too few": ("+ num_new)", "+ num_new - 1)"),
             "leaves the prompt out": ("num_prompt, num_prompt + num_new", "1, 1 + num_new"),
-            "lets the prompt go through token by token, as if it had been generated": (
+            "counts the prompt token by token, as if it had been generated": (
                 "range(num_prompt, ",
                 "range(1, ",
             ),
             "counts the pairs that the mask hides as well": ("n * (n + 1) // 2", "n * n"),
             "forgets that a token also sees itself": ("(n + 1)", "(n - 1)"),
-            "takes half of the square: the diagonal counts whole": ("n * (n + 1) // 2", "n * n // 2"),
+            "takes half of the square; the diagonal counts in full": ("n * (n + 1) // 2", "n * n // 2"),
             "forgets to halve n (n + 1)": ("n * (n + 1) // 2", "n * (n + 1)"),
-            "counts only the newest query's pairs, though all rows attend again": ("n * (n + 1) // 2", "n"),
+            "counts only the newest query's pairs, though every row attends again": ("n * (n + 1) // 2", "n"),
             "counts the last forward only": (
                 "range(num_prompt, num_prompt + num_new)",
                 "range(num_prompt, num_prompt + num_new)[-1:]",
@@ -657,7 +658,7 @@ _WORK = Exercise(
                 "sum(lengths), sum(n * (n + 1) // 2 for n in lengths)",
                 "sum(n * (n + 1) // 2 for n in lengths), sum(lengths)",
             ),
-            "takes the prompt's length for the number of new tokens and the other way round": (
+            "exchanges the prompt's length and the number of new tokens": (
                 "range(num_prompt, num_prompt + num_new)",
                 "range(num_new, num_new + num_prompt)",
             ),

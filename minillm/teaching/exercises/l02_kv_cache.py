@@ -15,10 +15,10 @@ from minillm.teaching.source import body_of, slips
 
 
 def append_kv(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
-    """Write new rows after the `past` rows that are there, in place, and return views of all valid rows.
+    """Write new rows after the first `past` rows, in place, and return views of all valid rows.
 
     `cache_k`, `cache_v`: `[capacity, num_kv_heads, head_dim]`; `new_k`, `new_v`: `[num_new, num_kv_heads, head_dim]`.
-    Returns two `[past + num_new, num_kv_heads, head_dim]`. Raises `ValueError` if the rows do not fit.
+    Returns two views `[past + num_new, num_kv_heads, head_dim]`. Raises `ValueError` if the rows do not fit.
     """
     end = past + new_k.shape[0]
     if end > cache_k.shape[0]:
@@ -32,9 +32,9 @@ HEADS, WIDTH = 2, 3
 
 
 def _use_append(append: Function, capacity: int, past: int, num_new: int) -> dict[str, object]:
-    """Row i of the keys is filled with i + 1, row i of the values with 10 · (i + 1), rows not yet written with 0.
+    """Run `append` on a cache whose row i holds i + 1 for keys, 10 · (i + 1) for values, and 0 where it is unused.
 
-    So a counterexample is a few lists of numbers, and it can say whether the rows returned *are* the cache.
+    So a counterexample is a few lists of numbers. It also says whether the returned rows are views of the cache.
     """
     cache_k, cache_v = (torch.cat((_rows(0, past, s), torch.zeros(capacity - past, HEADS, WIDTH))) for s in (1, 10))
     raised = "nothing"
@@ -60,7 +60,7 @@ def _rows(first: int, count: int, scale: int) -> Tensor:
 
 
 def _read(rows: object) -> object:
-    """The number that fills each row, or `rows` as it is if it is not made of such rows."""
+    """Return the number that fills each row, or `rows` unchanged if some row holds different numbers."""
     if not isinstance(rows, Tensor) or rows.shape[1:] != (HEADS, WIDTH):
         return rows
     filled = torch.equal(rows, rows[:, :1, :1].expand_as(rows))
@@ -75,24 +75,24 @@ def _concatenates(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, ne
     return torch.cat((cache_k[:past], new_k)), torch.cat((cache_v[:past], new_v))
 
 
-def _what_append_breaks(attempt: Attempt) -> str | None:
-    """Which of the parts of the answer is wrong, the most telling first."""
+def _diagnose_append(attempt: Attempt) -> str | None:
+    """Whether the error, the contents of the caches, or the returned rows are wrong."""
     got, expected = attempt.got, attempt.expected
     if got["raised"] != expected["raised"]:
-        return f"your function raises {got['raised']} here, and should raise {expected['raised']}"
+        return f"your function raises {got['raised']} here, but should raise {expected['raised']}"
     for part, what in (("cache_k", "the cache of keys"), ("cache_v", "the cache of values")):
         if got[part] != expected[part]:
-            return f"your function leaves other rows in {what} than the old ones and, behind them, the new ones"
+            return f"your function does not leave the old rows, followed by the new rows, in {what}"
     if got["memory"] != expected["memory"]:
-        return "your function returns copies, or not keys and then values: one view of each cache is wanted"
-    return "your function writes the right rows, but returns others than all that are valid"
+        return "your function does not return a view of the cache of keys and then a view of the cache of values"
+    return "your function writes the right rows, but does not return exactly the valid ones"
 
 
 _APPEND = Exercise(
     name="l02.append_kv",
     reference=append_kv,
     cases=[
-        Case("the first token of all", (3, 0, 1)),
+        Case("the first token", (3, 0, 1)),
         Case("one token after two", (4, 2, 1)),
         Case("a prompt of three tokens", (4, 0, 3)),
         Case("two tokens at once after one, filling the cache", (3, 1, 2)),
@@ -100,14 +100,14 @@ _APPEND = Exercise(
     ],
     drive=_use_append,
     hints=(
-        "The cache is a long table, of which the first rows are in use. How many are they? Where does the next go?",
-        "The new rows take the places past to past + num_new - 1. Assign to a slice; do not build a new tensor. "
-        "A slice that reaches beyond the end is silently shortened, so compare the end with the capacity first.",
+        "The cache is a table whose first rows are in use. How many are in use? Where does the next row go?",
+        "The new rows go to rows past to past + num_new - 1. Assign to a slice; do not build a new tensor. "
+        "A slice beyond the end is shortened silently, so compare the end with the capacity first.",
         "end = past + new_k.shape[0]; if ...: raise ValueError(...); cache_k[...:...] = new_k, the same for v; "
         "return cache_k[...], cache_v[...]",
         body_of(append_kv),
     ),
-    otherwise=_what_append_breaks,
+    otherwise=_diagnose_append,
     wrong=(
         *slips(
             append_kv,
@@ -137,8 +137,8 @@ _APPEND = Exercise(
                     "new_k, new_v = new_k[-1:], new_v[-1:]; end = past + 1",
                 ),
                 "loses a row without an error when the cache is full": ("if end > cache_k.shape[0]:", "if False:"),
-                "refuses to fill the last row of the cache": ("end > cache_k", "end >= cache_k"),
-                "writes at row 0 instead of after the past rows": (
+                "raises an error when the last row of the cache would be filled": ("end > cache_k", "end >= cache_k"),
+                "writes at row 0 instead of after the first past rows": (
                     "cache_k[past:end] = new_k\n    cache_v[past:end] = new_v",
                     "cache_k[: len(new_k)] = new_k\n    cache_v[: len(new_v)] = new_v",
                 ),
@@ -164,21 +164,21 @@ _APPEND = Exercise(
 def offset_mask(num_new: int, past: int) -> Tensor:
     """Which key each new token may see: bool `[num_new, past + num_new]`, True = may see.
 
-    New token i sits at position past + i and sees every key up to and including its own.
+    New token i is at position past + i and sees every key up to and including its own.
     """
     positions = past + torch.arange(num_new)
     return torch.arange(past + num_new)[None, :] <= positions[:, None]
 
 
-def _what_the_mask_breaks(attempt: Attempt) -> str | None:
-    """Which part of the mask differs: the columns of the cached tokens, or the triangle of the new ones."""
+def _diagnose_mask(attempt: Attempt) -> str | None:
+    """Whether the shape, the columns of the cached tokens or the triangle of the new ones is wrong."""
     got, expected, past = attempt.got, attempt.expected, attempt.case.args[1]
     if not isinstance(got, Tensor) or got.dtype != expected.dtype:
         return None
     if got.shape != expected.shape:
-        return "your mask has another shape than one row for each new token and one column for each key, old or new"
+        return "your mask must have one row for each new token and one column for each key, cached or new"
     if not got[:, :past].all():
-        return "your function hides a cached key, though every new token comes after all of them"
+        return "your function hides a cached key, but every new token comes after all of them and sees them"
     if not got[:, past:].diagonal().all():
         return "your function hides a new token from itself"
     return "your function lets a new token see one that comes after it, or hides one that comes before"
@@ -194,36 +194,39 @@ _MASK = Exercise(
         Case("two tokens after three: the next chunk of a prompt", (2, 3)),
     ],
     hints=(
-        "Number the keys from 0. At which position does the first new token sit, if past tokens are cached?",
+        "Number the keys from 0. What is the position of the first new token if past tokens are cached?",
         "Row i belongs to position past + i; column j is key j. Row i may see column j when j is not later than it.",
         "positions = ...; return torch.arange(past + num_new)[None, :] <= ...",
         body_of(offset_mask),
     ),
-    otherwise=_what_the_mask_breaks,
+    otherwise=_diagnose_mask,
     wrong=slips(
         offset_mask,
         {
-            "lets the triangle start in the top left corner, as if nothing were cached": (
+            "starts the triangle in the top left corner, as if nothing were cached": (
                 "positions = past + torch.arange(num_new)",
                 "positions = torch.arange(num_new)",
             ),
-            "starts one position too late, so a new token sees the next one": ("= past + torch", "= past + 1 + torch"),
+            "counts positions from past + 1, so a new token sees the next one": (
+                "= past + torch",
+                "= past + 1 + torch",
+            ),
             "lets a new token see the new tokens after it": (
                 "<= positions[:, None]",
                 "< past + num_new + 0 * positions[:, None]",
             ),
             "hides each token from itself": ("<= positions", "< positions"),
-            "marks what is hidden instead of what may be seen": ("<= positions", "> positions"),
+            "returns True for hidden keys instead of visible ones": ("<= positions", "> positions"),
             "shows later keys and hides earlier ones": ("<= positions", ">= positions"),
             "leaves out the columns of the cached tokens": (
                 "torch.arange(past + num_new)[None, :]",
                 "torch.arange(past, past + num_new)[None, :]",
             ),
-            "has rows and columns exchanged": (
+            "exchanges rows and columns": (
                 "torch.arange(past + num_new)[None, :] <= positions[:, None]",
                 "torch.arange(past + num_new)[:, None] <= positions[None, :]",
             ),
-            "gives 0 and -inf (to be added to the scores) instead of True and False": (
+            "returns 0 and -inf (to be added to the scores) instead of True and False": (
                 "return torch.arange(past + num_new)[None, :] <= positions[:, None]",
                 "return torch.zeros(num_new, past + num_new).masked_fill("
                 "torch.arange(past + num_new)[None, :] > positions[:, None], -torch.inf)",
@@ -241,7 +244,7 @@ def kv_bytes_per_token(config: ModelConfig, bytes_per_value: int) -> int:
 
 
 def shape(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
-    """A `ModelConfig` of which only what matters for the cache is chosen (Llama's other numbers stay plausible)."""
+    """Return a `ModelConfig` with these sizes; its other fields do not matter for the cache."""
     return ModelConfig(
         vocab_size=32_000,
         hidden_size=hidden,
@@ -257,17 +260,17 @@ def shape(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int) ->
 LLAMA_2_70B = shape(layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128)
 LLAMA_3_8B = shape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128)
 QWEN_3_06B = shape(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128)
-"""Its heads are wider than hidden / heads = 64: a formula that divides gets this one wrong."""
+"""Its head_dim is larger than hidden_size / num_heads = 64, so a formula that divides is wrong for it."""
 
 
-def _what_the_count_breaks(attempt: Attempt) -> str | None:
-    """The factor between the answer and the right one, which tells what was counted too often or not at all."""
+def _diagnose_bytes(attempt: Attempt) -> str | None:
+    """The factor between the answer and the right one: it hints at what was counted twice or left out."""
     got, expected = attempt.got, attempt.expected
     if not isinstance(got, int) or isinstance(got, bool) or got <= 0:
         return None
     if got > expected:
-        return f"your count is {got / expected:.4g} times too large: what of the configuration has this ratio?"
-    return f"your count is {expected / got:.4g} times too small: what of the configuration has this ratio?"
+        return f"your count is {got / expected:.4g} times too large: which numbers of config explain this factor?"
+    return f"your count is {expected / got:.4g} times too small: which numbers of config explain this factor?"
 
 
 _BYTES = Exercise(
@@ -284,26 +287,26 @@ _BYTES = Exercise(
         "What exactly is stored for one token? Count the numbers first, then multiply by the size of one.",
         "Each layer stores one key and one value per KV head, and each has head_dim numbers. Query heads store "
         "nothing: several of them read the same key.",
-        "return 2 * (how many layers) * (how many heads that store) * (numbers in a head) * bytes_per_value",
+        "return 2 * (number of layers) * (number of heads that store) * (numbers in a head) * bytes_per_value",
         body_of(kv_bytes_per_token),
     ),
-    otherwise=_what_the_count_breaks,
+    otherwise=_diagnose_bytes,
     wrong=slips(
         kv_bytes_per_token,
         {
             "counts every query head, though only the KV heads are stored": ("config.num_kv_heads", "config.num_heads"),
-            "multiplies by the size of a group of query heads instead of the number of KV heads": (
+            "multiplies by the number of query heads per KV head instead of the number of KV heads": (
                 "config.num_kv_heads",
                 "(config.num_heads // config.num_kv_heads)",
             ),
             "counts one head only": ("config.num_kv_heads * ", ""),
             "counts the keys and forgets the values": ("2 * ", ""),
             "counts one layer only": ("config.num_layers * ", ""),
-            "takes hidden_size / num_heads for the width of a head": (
+            "uses hidden_size / num_heads as the width of a head instead of head_dim": (
                 "config.head_dim",
                 "(config.hidden_size // config.num_heads)",
             ),
-            "takes hidden_size for the width of a head": ("config.head_dim", "config.hidden_size"),
+            "uses hidden_size as the width of a head instead of head_dim": ("config.head_dim", "config.hidden_size"),
             "leaves out the width of a head": ("config.head_dim * ", ""),
             "counts numbers instead of bytes": (" * bytes_per_value", ""),
             "always counts two bytes a number": ("bytes_per_value", "2"),
@@ -317,11 +320,11 @@ _BYTES = Exercise(
 
 
 def next_capacity(capacity: int, past: int, num_new: int, every: int) -> tuple[int, int]:
-    """The capacity needed before `num_new` rows go in after `past`, and how many rows move to get there.
+    """Return the capacity needed to add `num_new` rows after `past`, and how many rows are copied to reach it.
 
-    A cache that has room stays as it is and moves nothing. One that has not is replaced by the smallest multiple of
-    `every` rows that holds all of them, and the `past` rows are copied over. So `every=1` is `torch.cat` and `every`
-    as long as the whole sequence is preallocation (the spectrum of BMC, Ramachandran et al. 2025).
+    A cache with enough room stays unchanged, and 0 rows are copied. Otherwise the new capacity is the smallest multiple
+    of `every` that holds all rows, and the `past` rows are copied. So `every=1` is `torch.cat`, and `every` as large as
+    the whole sequence is preallocation (the range that BMC describes, Ramachandran et al. 2025).
     """
     needed = past + num_new
     if needed <= capacity:
@@ -329,27 +332,27 @@ def next_capacity(capacity: int, past: int, num_new: int, every: int) -> tuple[i
     return -(-needed // every) * every, past  # rounded up
 
 
-def _what_growing_breaks(attempt: Attempt) -> str | None:
+def _diagnose_capacity(attempt: Attempt) -> str | None:
     """Whether the capacity or the number of copied rows is wrong."""
     got, (capacity, past, num_new, every) = attempt.got, attempt.case.args
     if not (isinstance(got, tuple) and len(got) == 2 and all(isinstance(number, int) for number in got)):
         return None
     if got[0] == attempt.expected[0]:
-        return "your capacity is right, and only the number of copied rows is wrong"
+        return "your capacity is right, but the number of copied rows is wrong"
     if got[0] < past + num_new:
         return f"your buffer of {got[0]} rows cannot hold the {past + num_new} that are needed"
     if got[0] < capacity:
-        return "your buffer became smaller, though the rows fitted into the old one"
+        return "your buffer becomes smaller, though the rows fit into the old one"
     if got[0] % every and got[0] != capacity:
-        return "your capacity is no multiple of every"
-    return "your buffer is larger than it need be"
+        return "your capacity is not a multiple of every"
+    return "your buffer is larger than needed"
 
 
 _CAPACITY = Exercise(
     name="l02.next_capacity",
     reference=next_capacity,
     cases=[
-        Case("the first token into nothing, r = 4", (0, 0, 1, 4)),
+        Case("the first token into an empty cache, r = 4", (0, 0, 1, 4)),
         Case("room for one more", (8, 5, 1, 8)),
         Case("the last free row", (8, 7, 1, 8)),
         Case("a full buffer, r = 8", (8, 8, 1, 8)),
@@ -357,23 +360,23 @@ _CAPACITY = Exercise(
         Case("a prompt of 21 tokens, r = 8", (0, 0, 21, 8)),
         Case("five tokens where three fit, r = 4", (8, 5, 5, 4)),
         Case("a buffer with far more room than needed stays as it is, r = 8", (32, 3, 1, 8)),
-        Case("a buffer whose size is no multiple of r = 4 is full", (6, 6, 1, 4)),
+        Case("a full buffer whose size is not a multiple of r = 4", (6, 6, 1, 4)),
     ],
     hints=(
         "Two situations: the rows fit, or they do not. What does each cost in copied rows?",
         "needed = past + num_new. If needed <= capacity nothing changes. Otherwise round needed up to a multiple "
-        "of every (a prompt can need several portions at once); what must be copied is only what was written.",
+        "of every (a prompt can need more than one); only the rows in use must be copied.",
         "needed = past + num_new; if ...: return capacity, 0; return (needed rounded up to a multiple of every), ...",
         body_of(next_capacity),
     ),
-    otherwise=_what_growing_breaks,
+    otherwise=_diagnose_capacity,
     wrong=slips(
         next_capacity,
         {
-            "grows by one portion, however many are needed": ("-(-needed // every) * every", "capacity + every"),
+            "grows by every rows, even if more are needed": ("-(-needed // every) * every", "capacity + every"),
             "grows to exactly what is needed, not to a multiple of every": ("-(-needed // every) * every", "needed"),
             "rounds up the number of new rows instead of all rows": ("-needed //", "-num_new //"),
-            "adds a portion even where a multiple is reached exactly": (
+            "adds every rows even if needed is already a multiple": (
                 "-(-needed // every) * every",
                 "(needed // every + 1) * every",
             ),
@@ -381,11 +384,11 @@ _CAPACITY = Exercise(
             "shrinks a buffer that has more room than needed": ("needed <= capacity:", "needed == capacity:"),
             "never grows": ("needed <= capacity:", "True:"),
             "copies the empty rows of the old buffer too": ("every, past", "every, capacity"),
-            "copies the new rows too, which are not there yet": ("every, past", "every, needed"),
+            "copies the new rows too, which are not written yet": ("every, past", "every, needed"),
             "forgets that the rows must be copied into the new buffer": ("every, past", "every, 0"),
-            "copies the past rows at every step, room or not": ("capacity, 0", "capacity, past"),
+            "copies the past rows at every step, even if there is room": ("capacity, 0", "capacity, past"),
             "rounds down, so that the rows do not fit": ("-(-needed // every)", "needed // every"),
-            "gives the number of portions instead of rows": ("// every) * every", "// every)"),
+            "returns the number of multiples of every instead of rows": ("// every) * every", "// every)"),
         },
     ),
 )
@@ -394,10 +397,10 @@ _CAPACITY = Exercise(
 
 
 def best_r(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: float) -> float:
-    """The r that makes N²/(2r)·copy + N·r/2·pad + N/r·allocation smallest, kept within 1 … N.
+    """Return the r between 1 and N for which N²/(2r)·copy + N·r/2·pad + N/r·allocation is smallest.
 
-    Setting the derivative by r to zero gives r* = √((N·copy + 2·allocation) / pad). When an unused row costs nothing,
-    the sum falls with every larger r, so the answer is N: preallocate. Derived here in the spirit of BMC's model.
+    Setting the derivative by r to zero gives r* = √((N·copy + 2·allocation) / pad). If an unused row costs nothing, the
+    sum falls as r grows, so the answer is N: preallocate. The cost model follows BMC's; the formula is derived here.
     """
     if pad_cost == 0:
         return float(num_tokens)
@@ -405,8 +408,8 @@ def best_r(num_tokens: int, copy_cost: float, pad_cost: float, allocation_cost: 
     return min(max(r, 1.0), float(num_tokens))
 
 
-def _what_the_best_r_breaks(attempt: Attempt) -> str | None:
-    """Whether the answer is at an end of the range where the right one is not, or on the wrong side of it."""
+def _diagnose_best_r(attempt: Attempt) -> str | None:
+    """Whether the answer is out of range, too small or too large."""
     got, expected, num_tokens = attempt.got, attempt.expected, attempt.case.args[0]
     if not isinstance(got, (int, float)) or isinstance(got, bool):
         return None
@@ -423,20 +426,20 @@ _BEST_R = Exercise(
         Case("copying a row costs as much as attending over it, allocation is free", (100, 1.0, 1.0, 0.0)),
         Case("an allocation costs as much as copying 48 rows", (100, 1.0, 1.0, 48.0)),
         Case("an unused row costs four times as much as copying one", (100, 1.0, 4.0, 0.0)),
-        Case("a best r that is no whole number stays one", (50, 3.0, 1.0, 0.0)),
+        Case("a best r that is not a whole number: it is not rounded", (50, 3.0, 1.0, 0.0)),
         Case("a long text", (1000, 1.0, 2.7, 25.0)),
         Case("unused rows cost nothing", (100, 1.0, 0.0, 5.0)),
         Case("copies cost almost nothing, unused rows a lot: not below 1", (100, 0.001, 10.0, 0.0)),
         Case("unused rows cost almost nothing: not above the length of the text", (100, 1.0, 0.0001, 0.0)),
     ],
     hints=(
-        "The copies fall with r, the unused rows grow with r. The best r is where the total stops falling.",
-        "Total(r) = (N² copy/2 + N allocation) / r + (N pad/2) r. Differentiate, set to zero, solve for r². Then think "
-        "of the ends: r below 1 or above N makes no sense, and pad may be 0.",
+        "Copies cost less as r grows, unused rows cost more. The best r is where the total stops falling.",
+        "Total(r) = (N² copy/2 + N allocation) / r + (N pad/2) r. Differentiate, set to zero, solve for r². Then "
+        "consider the extremes: r below 1 or above N makes no sense, and pad may be 0.",
         "if pad_cost == 0: return ...; r = math.sqrt((...) / pad_cost); return min(max(r, ...), ...)",
         body_of(best_r),
     ),
-    otherwise=_what_the_best_r_breaks,
+    otherwise=_diagnose_best_r,
     wrong=slips(
         best_r,
         {
@@ -448,13 +451,13 @@ _BEST_R = Exercise(
             "ignores pad_cost": (" / pad_cost", ""),
             "multiplies by pad_cost instead of dividing": (" / pad_cost", " * pad_cost"),
             "leaves out the cost of allocating": (" + 2 * allocation_cost", ""),
-            "counts each allocation once, where the derivative gives 2 times": (
+            "uses allocation_cost once; the derivative has it twice": (
                 "2 * allocation_cost",
                 "allocation_cost",
             ),
             "leaves out the cost of copying": ("num_tokens * copy_cost + ", ""),
             "leaves out the length of the text": ("num_tokens * copy_cost", "copy_cost"),
-            "counts N²/2 copies without dividing by r, so the length is squared": (
+            "uses num_tokens squared; dividing by the N of the pad term leaves num_tokens": (
                 "num_tokens * copy_cost",
                 "num_tokens**2 * copy_cost",
             ),
@@ -468,8 +471,11 @@ _BEST_R = Exercise(
             ),
             "lets r fall below 1": ("max(r, 1.0)", "r"),
             "lets r exceed the length of the text": ("min(max(r, 1.0), float(num_tokens))", "max(r, 1.0)"),
-            "has the ends exchanged, so that r is always an end": ("min(max(r, 1.0)", "max(max(r, 1.0)"),
-            "gives 1 (grow at every token) when unused rows are free": ("return float(num_tokens)\n", "return 1.0\n"),
+            "uses max instead of min for the upper limit, so that r is never below num_tokens": (
+                "min(max(r, 1.0)",
+                "max(max(r, 1.0)",
+            ),
+            "returns 1 (grow at every token) when unused rows are free": ("return float(num_tokens)\n", "return 1.0\n"),
         },
     ),
 )

@@ -1,4 +1,4 @@
-"""Lesson 03, heads, bytes and the roofline: room for requests, intensity, the roof, MBU, and pooling heads."""
+"""Lesson 03, heads, bytes and the roofline: requests that fit, intensity, the roof, MBU, and pooling heads."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from minillm.teaching.exercise import Attempt, Case, Exercise
 from minillm.teaching.source import body_of, slips
 
 
-def _the_factor(attempt: Attempt) -> str | None:
-    """The factor between a number and the right one: it tells what was left out, or counted twice."""
+def _diagnose_factor(attempt: Attempt) -> str | None:
+    """The factor between the answer and the right one: it hints at what was left out or counted twice."""
     got, expected = attempt.got, attempt.expected
     if not isinstance(got, (int, float)) or isinstance(got, bool) or not expected > 0:
         return None
     if not got > 0:
-        return "your result is not above 0 here, and the right one is"
+        return "your result must be above 0 here"
     if got > expected:
-        return f"your result is {got / expected:.4g} times too large here: which of the inputs has this ratio?"
-    return f"your result is {expected / got:.4g} times too small here: which of the inputs has this ratio?"
+        return f"your result is {got / expected:.4g} times too large here: which inputs explain this factor?"
+    return f"your result is {expected / got:.4g} times too small here: which inputs explain this factor?"
 
 
 # -------------------------------------------------------------------------------------------------- requests_that_fit
 
 
 def requests_that_fit(memory: int, weight_bytes: int, kv_bytes_per_token: int, num_tokens: int) -> int:
-    """How many requests of `num_tokens` tokens each find room for their keys and values beside the weights.
+    """Return how many requests of `num_tokens` tokens each fit into memory with their caches, beside the weights.
 
-    All of `memory`, `weight_bytes` and `kv_bytes_per_token` in bytes. The weights are there once, whatever the number
-    of requests; a request whose last tokens would not fit is not counted.
+    `memory`, `weight_bytes` and `kv_bytes_per_token` are in bytes. All requests share the weights. A request whose last
+    tokens would not fit is not counted.
     """
     left = memory - weight_bytes
     return max(0, left // (kv_bytes_per_token * num_tokens))
@@ -39,7 +39,7 @@ _ROOM = Exercise(
     reference=requests_that_fit,
     cases=[
         Case("100 bytes, 40 of them weights, 3 tokens of 10 bytes each", (100, 40, 10, 3)),
-        Case("a part of a request does not count", (100, 40, 2, 7)),
+        Case("a fraction of a request does not count", (100, 40, 2, 7)),
         Case("nearly one more", (100, 40, 7, 3)),
         Case("exactly one request fits", (100, 40, 6, 10)),
         Case("the weights alone are too large", (100, 140, 2, 10)),
@@ -47,25 +47,25 @@ _ROOM = Exercise(
         Case("the same with a cache of 8 times as many bytes", (80 * 10**9, 16 * 10**9, 8 * 131_072, 4096)),
     ],
     hints=(
-        "What is in memory once, and what once for every request?",
-        "The weights are there once, so subtract them first. Each request then needs kv_bytes_per_token for each "
+        "What is stored once, and what is stored once per request?",
+        "The weights are stored once, so subtract them first. Each request then needs kv_bytes_per_token for each "
         "of its tokens. Divide and round down. What if the weights alone do not fit?",
         "left = ...; return max(0, left // (...))",
         body_of(requests_that_fit),
     ),
-    otherwise=_the_factor,
+    otherwise=_diagnose_factor,
     wrong=slips(
         requests_that_fit,
         {
             "forgets the weights": ("memory - weight_bytes", "memory"),
             "adds the weights to the memory": ("memory - weight_bytes", "memory + weight_bytes"),
             "subtracts the memory from the weights": ("memory - weight_bytes", "weight_bytes - memory"),
-            "gives every request weights of its own": (
+            "stores the weights once per request": (
                 "left // (kv_bytes_per_token * num_tokens)",
                 "memory // (weight_bytes + kv_bytes_per_token * num_tokens)",
             ),
             "counts tokens instead of requests": (" * num_tokens", ""),
-            "counts each token as one byte": ("kv_bytes_per_token * ", ""),
+            "counts one byte per token": ("kv_bytes_per_token * ", ""),
             "rounds up, so that the last request does not fit": (
                 "left // (kv_bytes_per_token * num_tokens)",
                 "-(-left // (kv_bytes_per_token * num_tokens))",
@@ -74,13 +74,13 @@ _ROOM = Exercise(
                 "left // (kv_bytes_per_token * num_tokens)",
                 "round(left / (kv_bytes_per_token * num_tokens))",
             ),
-            "gives a fraction of a request": ("left //", "left /"),
-            "gives a negative number when the weights alone do not fit": ("max(0, left", "max(left, left"),
-            "leaves one request out": (
+            "returns a fraction of a request": ("left //", "left /"),
+            "returns a negative number when the weights alone do not fit": ("max(0, left", "max(left, left"),
+            "returns one request too few": (
                 "left // (kv_bytes_per_token * num_tokens)",
                 "left // (kv_bytes_per_token * num_tokens) - 1",
             ),
-            "adds the bytes of a token and the number of tokens": (
+            "adds the bytes per token and the number of tokens instead of multiplying": (
                 "kv_bytes_per_token * num",
                 "kv_bytes_per_token + num",
             ),
@@ -92,7 +92,7 @@ _ROOM = Exercise(
 
 
 def arithmetic_intensity(rows: int, in_features: int, out_features: int, bytes_per_value: int) -> float:
-    """Operations per byte of y = x Wᵀ: x `[rows, in_features]`, W `[out_features, in_features]`.
+    """Return the operations per byte of y = x Wᵀ: x `[rows, in_features]`, W `[out_features, in_features]`.
 
     A multiplication and an addition are two operations. W and x are read once and y is written once, so with few rows
     it is close to 2 · rows / bytes_per_value, and it never exceeds 2 / bytes_per_value · in · out / (in + out).
@@ -114,22 +114,22 @@ _INTENSITY = Exercise(
     hints=(
         "Two counts, one division. How many multiplications and additions? Which tensors must be moved, and how large "
         "are they?",
-        "Operations: each of the rows times out_features results is a sum of in_features products, so 2 rows in out. "
+        "Operations: y has rows × out_features numbers, each a sum of in_features products, so 2 × rows × in × out. "
         "Bytes: W once, however many rows there are; x once; y once.",
         "operations = 2 * ...; numbers = (size of W) + (size of x) + (size of y); return operations / (numbers * ...)",
         body_of(arithmetic_intensity),
     ),
-    otherwise=_the_factor,
+    otherwise=_diagnose_factor,
     wrong=slips(
         arithmetic_intensity,
         {
-            "reads the weights again for every row, so that rows share nothing": (
+            "counts the bytes of the weights once per row; all rows share one reading": (
                 "in_features * out_features + rows * (",
                 "rows * (in_features * out_features + ",
             ),
             "counts multiplications and forgets the additions": ("2 * rows", "rows"),
             "counts the operations of one row only": ("2 * rows * in", "2 * in"),
-            "counts the bytes of the weights only, which breaks down for many rows": (
+            "counts the bytes of the weights only, which is wrong for many rows": (
                 "numbers = in_features * out_features + rows * (in_features + out_features)",
                 "numbers = in_features * out_features",
             ),
@@ -140,17 +140,17 @@ _INTENSITY = Exercise(
                 "(numbers * bytes_per_value)",
                 "numbers * bytes_per_value",
             ),
-            "is upside down: bytes per operation": (
+            "returns bytes per operation instead of operations per byte": (
                 "operations / (numbers * bytes_per_value)",
                 "(numbers * bytes_per_value) / operations",
             ),
-            "forgets that the result must be written": ("(in_features + out_features)", "in_features"),
-            "forgets that the input must be read": ("(in_features + out_features)", "out_features"),
+            "forgets the bytes of the output": ("(in_features + out_features)", "in_features"),
+            "forgets the bytes of the input": ("(in_features + out_features)", "out_features"),
             "multiplies input and output sizes where it should add them": (
                 "(in_features + out_features)",
                 "(in_features * out_features)",
             ),
-            "gives operations, not operations per byte": (" / (numbers * bytes_per_value)", ""),
+            "returns operations, not operations per byte": (" / (numbers * bytes_per_value)", ""),
         },
     ),
 )
@@ -159,11 +159,11 @@ _INTENSITY = Exercise(
 
 
 def attention_intensity(num_heads: int, num_kv_heads: int, num_new: int, bytes_per_value: int) -> float:
-    """Operations per byte of attention over a long cache: 2 · group · num_new / bytes_per_value.
+    """Return the operations per byte of attention over a long cache: 2 · group · num_new / bytes_per_value.
 
     Per cached token and KV head, 2 · head_dim numbers are read once. Each of the group · num_new queries that share
-    them makes 2 · head_dim operations for its score and 2 · head_dim for its share of the value. The softmax and the
-    queries themselves are small beside a long cache and are left out. Neither the length nor the batch appears.
+    them does 2 · head_dim operations for its score and 2 · head_dim for its share of the value. The softmax and the
+    queries themselves are small beside a long cache and are left out. The length and the batch cancel.
     """
     return 2 * (num_heads // num_kv_heads) * num_new / bytes_per_value
 
@@ -181,35 +181,38 @@ _ATTENTION = Exercise(
     hints=(
         "Look at one key and one value of one KV head. They are read once. How many queries use them, and how many "
         "operations is each use?",
-        "A group of num_heads / num_kv_heads query heads shares each KV head, and each of them asks num_new questions. "
-        "A question costs 2 d operations for q·k and 2 d for adding its share of v; the key and the value are 2 d "
+        "A group of num_heads / num_kv_heads query heads shares each KV head, and each of them has num_new queries. "
+        "A query does 2 d operations for q·k and 2 d for adding its share of v; the key and the value are 2 d "
         "numbers. The d cancels.",
         "return 2 * (query heads that share a KV head) * (new tokens that share a reading) / ...",
         body_of(attention_intensity),
     ),
-    otherwise=_the_factor,
+    otherwise=_diagnose_factor,
     wrong=slips(
         attention_intensity,
         {
-            "lets each query head read a copy of its own: the group shares one reading": (
+            "counts one reading of the cache per query head; a group shares one reading": (
                 "(num_heads // num_kv_heads) * ",
                 "",
             ),
-            "counts all query heads, though only those of a group share a KV head": (
+            "counts all query heads; only those of one group share a KV head": (
                 "(num_heads // num_kv_heads)",
                 "num_heads",
             ),
-            "multiplies by the number of KV heads; what counts is how many queries share each": (
+            "multiplies by the number of KV heads instead of the number of query heads that share one": (
                 "(num_heads // num_kv_heads)",
                 "num_kv_heads",
             ),
-            "has the size of the group upside down": (
+            "divides by the size of the group instead of multiplying": (
                 "(num_heads // num_kv_heads)",
                 "(num_kv_heads / num_heads)",
             ),
-            "counts half of the operations: the scores q·k without the values, or no additions": ("2 * ", ""),
-            "counts operations twice, or only the keys' bytes": ("2 * ", "4 * "),
-            "reads the cache again for every new token of a request": (" * num_new", ""),
+            "counts half of the operations: only the scores q·k, or only multiplications": ("2 * ", ""),
+            "counts the operations twice, or only the bytes of the keys": ("2 * ", "4 * "),
+            "counts one reading of the cache per new token; the new tokens of a request share one reading": (
+                " * num_new",
+                "",
+            ),
             "divides by the new tokens instead of multiplying": ("* num_new", "/ num_new"),
             "divides by numbers instead of bytes": (" / bytes_per_value", ""),
             "multiplies by the bytes of a number instead of dividing": ("/ bytes_per_value", "* bytes_per_value"),
@@ -221,7 +224,7 @@ _ATTENTION = Exercise(
 
 
 def attainable(intensity: float, peak_rate: float, bandwidth: float) -> float:
-    """The roofline: operations per second that work of this intensity can reach (Williams et al. 2009).
+    """The roofline: the most operations per second that a computation of this intensity reaches (Williams et al. 2009).
 
     `intensity` in operations per byte, `peak_rate` in operations per second, `bandwidth` in bytes per second.
     """
@@ -236,7 +239,7 @@ _ATTAINABLE = Exercise(
         Case("exactly at the ridge", (5.0, 100.0, 20.0)),
         Case("far right of the ridge", (50.0, 100.0, 20.0)),
         Case("one row of bf16 on an H100 (data sheet)", (1.0, 989e12, 3.35e12)),
-        Case("a machine of more bytes than operations per second", (0.5, 20.0, 100.0)),
+        Case("a machine with more bytes than operations per second", (0.5, 20.0, 100.0)),
     ],
     hints=(
         "Suppose the arithmetic were free. How many operations per second do the bytes allow? Now suppose the bytes "
@@ -246,24 +249,24 @@ _ATTAINABLE = Exercise(
         "return min(..., ...)",
         body_of(attainable),
     ),
-    otherwise=_the_factor,
+    otherwise=_diagnose_factor,
     wrong=slips(
         attainable,
         {
-            "takes the higher of the two limits; the lower one counts": ("min(", "max("),
-            "has no flat part: enough bytes do not make arithmetic units faster": (
+            "returns the higher of the two limits instead of the lower": ("min(", "max("),
+            "has no flat part: it ignores peak_rate": (
                 "min(peak_rate, intensity * bandwidth)",
                 "intensity * bandwidth",
             ),
-            "has no slope: it ignores the bytes": ("min(peak_rate, intensity * bandwidth)", "peak_rate"),
+            "has no slope: it ignores the bandwidth": ("min(peak_rate, intensity * bandwidth)", "peak_rate"),
             "ignores the intensity": ("intensity * bandwidth", "bandwidth"),
-            "adds the two times, as if nothing were computed while bytes move": (
+            "adds the times for bytes and arithmetic, as if they did not overlap": (
                 "min(peak_rate, intensity * bandwidth)",
                 "1 / (1 / peak_rate + 1 / (intensity * bandwidth))",
             ),
             "divides the bandwidth by the intensity": ("intensity * bandwidth", "bandwidth / intensity"),
             "divides the intensity by the bandwidth": ("intensity * bandwidth", "intensity / bandwidth"),
-            "gives the ridge, which is a property of the machine alone": (
+            "returns the ridge (peak_rate / bandwidth)": (
                 "min(peak_rate, intensity * bandwidth)",
                 "peak_rate / bandwidth",
             ),
@@ -278,9 +281,9 @@ _ATTAINABLE = Exercise(
 def mbu(
     weight_bytes: float, kv_bytes_per_request: float, batch: int, seconds_per_step: float, bandwidth: float
 ) -> float:
-    """Model bandwidth utilisation of one decode step, 0 to 1: bytes it must read / bytes that fit into its time.
+    """Return the model bandwidth utilisation of a decode step, 0 to 1: bytes it must read / bytes its time allows.
 
-    A step reads the weights once for the whole batch and every request's cache for itself. The definition is
+    A step reads the weights once for the whole batch, and the cache of every request. The definition is
     MosaicML's (Agarwal et al. 2023), with a measured bandwidth in place of the data sheet's.
     """
     must_read = weight_bytes + batch * kv_bytes_per_request
@@ -300,45 +303,45 @@ _MBU = Exercise(
         ),
     ],
     hints=(
-        "The top of the fraction: what must this step read? The bottom: what could have been read in the same time?",
+        "The numerator: what must this step read? The denominator: what could have been read in the same time?",
         "One step serves the whole batch. The weights are read once for all of it, the cache once per request. In "
         "seconds_per_step the memory could have delivered seconds_per_step times bandwidth bytes.",
         "must_read = weight_bytes + ...; return must_read / (...)",
         body_of(mbu),
     ),
-    otherwise=_the_factor,
+    otherwise=_diagnose_factor,
     wrong=slips(
         mbu,
         {
-            "leaves out the cache, which at long contexts outweighs the weights": (
+            "leaves out the cache, which at long contexts has more bytes than the weights": (
                 " + batch * kv_bytes_per_request",
                 "",
             ),
             "leaves out the weights": ("weight_bytes + batch", "batch"),
-            "reads the weights once per request; a batch shares one reading": (
+            "counts the weights once per request; a batch shares one reading": (
                 "weight_bytes + batch * kv_bytes_per_request",
                 "batch * (weight_bytes + kv_bytes_per_request)",
             ),
-            "reads one request's cache only; every request has its own": ("batch * kv", "kv"),
+            "counts the cache of one request only; every request has its own": ("batch * kv", "kv"),
             "divides the cache by the batch instead of multiplying": (
                 "batch * kv_bytes_per_request",
                 "kv_bytes_per_request / batch",
             ),
-            "is upside down: what could be read over what must be": (
+            "divides the bytes that could be read by those that must be, instead of the other way round": (
                 "must_read / (seconds_per_step * bandwidth)",
                 "(seconds_per_step * bandwidth) / must_read",
             ),
-            "gives percent instead of a share between 0 and 1": ("return must_read", "return 100 * must_read"),
-            "gives bytes per second and does not divide by the bandwidth": (
+            "returns percent instead of a share between 0 and 1": ("return must_read", "return 100 * must_read"),
+            "returns bytes per second: it does not divide by the bandwidth": (
                 "(seconds_per_step * bandwidth)",
                 "seconds_per_step",
             ),
             "forgets the time": ("(seconds_per_step * bandwidth)", "bandwidth"),
-            "divides by the time and multiplies by the bandwidth (brackets are missing)": (
+            "divides by the time and multiplies by the bandwidth (parentheses are missing)": (
                 "(seconds_per_step * bandwidth)",
                 "seconds_per_step * bandwidth",
             ),
-            "takes milliseconds": ("(seconds_per_step *", "(seconds_per_step / 1000 *"),
+            "treats seconds_per_step as milliseconds": ("(seconds_per_step *", "(seconds_per_step / 1000 *"),
         },
     ),
 )
@@ -347,30 +350,29 @@ _MBU = Exercise(
 
 
 def mean_pool_heads(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
-    """Fewer heads for a key or value projection: each new head is the mean of a group of old ones.
+    """Return a key or value projection with fewer heads: each new head is the mean of a group of old ones.
 
     `weight`: `[num_heads * head_dim, hidden]`, head after head; `num_kv_heads` divides `num_heads`. Returns
     `[num_kv_heads * head_dim, hidden]`. Groups are consecutive heads, because query head h reads KV head
-    h // (num_heads / num_kv_heads). Ainslie et al. 2023, section 2.1; they then train 5% more.
+    h // (num_heads / num_kv_heads). Source: Ainslie et al. 2023, section 2.1; they then train for 5% of the original
+    steps.
     """
     heads = weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1))
     return heads.mean(dim=1).flatten(0, 1)
 
 
-def _what_pooling_breaks(attempt: Attempt) -> str | None:
-    """What a mean of rows cannot do: leave the range of the old rows, or use a head twice."""
+def _diagnose_pooling(attempt: Attempt) -> str | None:
+    """Whether the shape, the range, the overall mean or the grouping is wrong."""
     got, (weight, _, _) = attempt.got, attempt.case.args
     if not isinstance(got, Tensor):
         return None
     if got.shape != attempt.expected.shape:
-        return (
-            "your matrix has not num_kv_heads times head_dim rows: which of its axes were averaged, and which joined?"
-        )
+        return "your matrix must have num_kv_heads times head_dim rows: which axis did you average, which did you join?"
     if got.max() > weight.max() or got.min() < weight.min():
-        return "your matrix has numbers beyond those of the old heads, which no mean has"
+        return "your matrix has numbers outside the range of the old heads, which a mean cannot have"
     if not torch.allclose(got.mean(), weight.mean(), rtol=1e-3):
-        return "your heads' mean is not that of the old heads: some count too much, or are left out"
-    return "your numbers are means, but of other rows: the same channel of the heads of one group belongs together"
+        return "the mean of your heads is not the mean of the old heads: some count too much, or are left out"
+    return "your numbers are means of the wrong rows: average the same channel of all heads of one group"
 
 
 def _pool_cases() -> list[Case]:
@@ -384,7 +386,7 @@ def _pool_cases() -> list[Case]:
         Case("6 heads become 1: multi-query attention", (numbered(6, 2, 3), 6, 1)),
         Case("6 heads become 3, hidden size 5", (numbered(6, 4, 5), 6, 3)),
         Case("3 heads stay 3", (numbered(3, 2, 2), 3, 3)),
-        Case("4 heads in falling order become 2", (numbered(4, 2, 1).flip(0), 4, 2)),
+        Case("4 heads in descending order become 2", (numbered(4, 2, 1).flip(0), 4, 2)),
     ]
 
 
@@ -399,11 +401,11 @@ _POOL = Exercise(
         "heads = weight.unflatten(0, (groups, members of a group, -1)); return heads.mean(dim=...).flatten(0, 1)",
         body_of(mean_pool_heads),
     ),
-    otherwise=_what_pooling_breaks,
+    otherwise=_diagnose_pooling,
     wrong=slips(
         mean_pool_heads,
         {
-            "groups heads 0, 2, … and 1, 3, …; heads that share are neighbours": (
+            "groups heads 0, 2, … and 1, 3, …; a group consists of neighbours": (
                 "(num_kv_heads, num_heads // num_kv_heads, -1))\n    return heads.mean(dim=1)",
                 "(num_heads // num_kv_heads, num_kv_heads, -1))\n    return heads.mean(dim=0)",
             ),
@@ -412,14 +414,14 @@ _POOL = Exercise(
             "adds the heads of a group without dividing": (".mean(dim=1)", ".sum(dim=1)"),
             "takes the largest number of a group instead of the mean": (".mean(dim=1)", ".amax(dim=1)"),
             "takes the median of a group instead of the mean": (".mean(dim=1)", ".median(dim=1).values"),
-            "averages neighbouring rows, so it mixes channels of one head": (
+            "averages neighbouring rows, which are channels of one head": (
                 "heads = weight.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1))\n"
                 "    return heads.mean(dim=1).flatten(0, 1)",
                 "return weight.unflatten(0, (-1, num_heads // num_kv_heads)).mean(dim=1)",
             ),
             "averages over the channels instead of the heads of a group": ("mean(dim=1)", "mean(dim=2)"),
             "averages over the groups instead of the heads of a group": ("mean(dim=1)", "mean(dim=0)"),
-            "divides by all heads instead of those of a group": (
+            "divides by the number of all heads instead of the heads of a group": (
                 ".mean(dim=1)",
                 ".sum(dim=1).div(num_heads)",
             ),
@@ -427,11 +429,11 @@ _POOL = Exercise(
                 "heads.mean(dim=1).flatten(0, 1)",
                 "weight[: len(weight) * num_kv_heads // num_heads]",
             ),
-            "keeps as many heads as before, though equal ones: no byte is saved": (
+            "keeps the old number of heads, equal within each group: no byte is saved": (
                 ".mean(dim=1).flatten(0, 1)",
                 ".mean(dim=1, keepdim=True).expand_as(heads).flatten(0, 2)",
             ),
-            "returns [heads, width, hidden]; the checkpoint wants one matrix": (".flatten(0, 1)", ""),
+            "returns [heads, head_dim, hidden] instead of one matrix": (".flatten(0, 1)", ""),
         },
     ),
 )

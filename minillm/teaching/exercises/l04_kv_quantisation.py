@@ -20,7 +20,7 @@ from minillm.teaching.exercises._solution import body
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, LLAMA_3_8B, shape
 
 SMALL_HEADS = shape(layers=12, hidden=512, heads=16, kv_heads=16, head_dim=32)
-"""Many narrow heads: a scale for each of them weighs more."""
+"""Many narrow heads, so that the scale of each head is a larger share of the bytes."""
 
 
 def _rows(*rows: list[float]) -> Tensor:
@@ -37,7 +37,7 @@ def _symmetric_cases() -> list[Case]:
         Case("two heads of one token", (torch.tensor([[[8.0, -3.1], [0.5, 0.13]]]), 127)),
         Case("a row of zeros", (_rows([0.0, 0.0, 0.0], [1.0, 2.1, -3.0]), 127)),
         Case("a row of very small numbers", (_rows([1e-5, -3e-6, 7e-6, 2e-6]), 127)),
-        Case("a scale that bfloat16 rounds a long way", (_rows([127.4, -100.75, 88.3, 61.7]), 127)),
+        Case("a scale with a large rounding error in bfloat16", (_rows([127.4, -100.75, 88.3, 61.7]), 127)),
     ]
 
 
@@ -47,9 +47,9 @@ _SYMMETRIC = Exercise(
     cases=_symmetric_cases,
     hints=(
         "The largest absolute number of a row must become the largest code. Which dimension is a row?",
-        "One number per token and head: the largest absolute one, x.abs().amax(-1). The scale is that / levels, or 1 "
-        "where it is 0, rounded to bfloat16 before anything is divided by it, because that is what the reader will "
-        "multiply with.",
+        "One number per token and head: the largest absolute value, x.abs().amax(-1). The scale is that / levels, or 1 "
+        "where it is 0. Round it to bfloat16 before you divide by it, because dequantising multiplies by the rounded "
+        "scale.",
         "amax = …; scale = torch.where(amax == 0, …, …).to(torch.bfloat16); codes = (x / …).round() within ±levels, as "
         "int8. The scale needs a last dimension to divide x: scale.float()[..., None].",
         body(quantise_symmetric),
@@ -72,8 +72,8 @@ _PACK = Exercise(
     ],
     hints=(
         "A negative int8 is a byte of which all upper bits are set. Which of its bits do you want?",
-        "Keep the lowest four bits of every code (& 15). Shift the odd ones up by four, and join them with the even "
-        "ones by |. Do it in uint8: in int8 the shift meets the sign.",
+        "Keep the lowest four bits of every code (& 15). Shift the odd codes left by four bits and combine them "
+        "with the even ones by |. Do it in uint8: in int8 the shift changes the sign bit.",
         "nibbles = codes.to(torch.uint8) & …; return nibbles[..., ::2] | (… << …).",
         body(pack_int4),
     ),
@@ -93,7 +93,7 @@ _UNPACK = Exercise(
     hints=(
         "Four bits hold 0 to 15. Which of these numbers stand for negative codes?",
         "packed & 15 is the low half, packed >> 4 the high one. They must alternate in the result: stack them along a "
-        "new last dimension and flatten. What is above 7 means 16 less.",
+        "new last dimension and flatten. Subtract 16 from values above 7.",
         "nibbles = torch.stack((…, …), dim=-1).flatten(-2).to(torch.int8); return torch.where(…, …, nibbles).",
         body(unpack_int4),
     ),
@@ -123,12 +123,12 @@ _PER_CHANNEL = Exercise(
     reference=quantise_per_channel,
     cases=_per_channel_cases,
     hints=(
-        "Bring the tokens of a group into a dimension of their own. Along which dimension are minimum and maximum?",
+        "Give the tokens of a group their own dimension. Along which dimension do you take minimum and maximum?",
         "x.unflatten(0, (-1, group_size)) is [groups, group_size, heads, dim]. Minimum and maximum along dimension 1. "
         "zero = the minimum as float16, scale = (maximum - zero) / 15 as float16, or 1 if that is not above 0.",
         "grouped = …; low, high = …; zero = low.half(); scale = (…).half(), and 1 where it is not above 0; codes = "
-        "((grouped - …) / …).round().clamp(…), and back to [tokens, heads, dim] by .flatten(0, 1). zero and scale lack "
-        "a dimension: zero.float()[:, None].",
+        "((grouped - …) / …).round().clamp(…), and back to [tokens, heads, dim] by .flatten(0, 1). zero and scale need "
+        "another dimension there: zero.float()[:, None].",
         body(quantise_per_channel),
     ),
     wrong=(*PER_CHANNEL, *slips.PER_CHANNEL),
@@ -167,7 +167,7 @@ _BOUND = Exercise(
         Case("two queries, three keys", (torch.tensor([[2.0, 1.0], [-4.0, 0.3]]), torch.tensor([0.2, 0.1, 1.0]))),
     ],
     hints=(
-        "Each number of a key is off by at most s / 2, up or down. Which signs would hurt a given query most?",
+        "Each number of a key is off by at most s / 2, up or down. Which signs of the errors move a score most?",
         "The worst case adds |q_i| · s / 2 over all channels: the sum of absolute values of q, times s / 2. Then the "
         "division by √d that every score has.",
         "…[:, None] · scale[None, :] / (…): one number per query, as a column, times one per key, as a row.",

@@ -1,4 +1,4 @@
-"""Lesson 05, INT8 weights: round rows, multiply whole numbers, round groups, scale channels, set outliers apart."""
+"""Lesson 05, INT8 weights: round rows, multiply integers, round groups, scale channels, split off outliers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _scale_direction(attempt: Attempt) -> str | None:
-    """`quantise_rows`: a scale with a second dimension."""
+    """Diagnose a scale with a second dimension in an answer to `quantise_rows`."""
     got = attempt.got
     pair = isinstance(got, tuple) and len(got) == 2 and all(isinstance(part, Tensor) for part in got)
     if pair and got[0].ndim == got[1].ndim == 2 and 1 in got[1].shape:
@@ -48,8 +48,8 @@ _ROWS = Exercise(
         Case("as many inputs as outputs", (_random(6, 6) * torch.logspace(-1, 1, 6)[:, None],)),
     ],
     hints=(
-        "An output is the product of one row with the input. What must all weights of a sum have in common, so that "
-        "the scale can be multiplied in once, after the sum?",
+        "An output is the product of one row with the input. What must all weights of a sum share, so that you can "
+        "multiply by the scale once, after the sum?",
         "One number per row: the largest absolute weight, weight.abs().amax(1). The scale is that number / 127, but 1 "
         "where the row is all zeros. The codes are weight / scale, rounded.",
         "amax = …; scale = torch.where(amax == 0, …, …); return (weight / scale[:, None])… .to(torch.int8), scale. The "
@@ -69,9 +69,9 @@ def _linear_cases() -> list[Case]:
     return [
         Case("one token, two inputs, two outputs", (torch.tensor([[1.0, -0.37]]), *weight)),
         Case("a small token beside a large one", (two_sizes, *wide)),
-        Case("a token of zeros, as padding is", (torch.stack((torch.zeros(40), _random(40, seed=4))), *wide)),
+        Case("a token of zeros, such as padding", (torch.stack((torch.zeros(40), _random(40, seed=4))), *wide)),
         Case("as many tokens as outputs", (_random(3, 40, seed=5), *wide)),
-        Case("700 columns that all add up", (torch.full((1, 700), 3.0), *large)),
+        Case("a sum over 700 columns of the same sign", (torch.full((1, 700), 3.0), *large)),
     ]
 
 
@@ -80,8 +80,8 @@ _LINEAR = Exercise(
     reference=w8a8_linear,
     cases=_linear_cases,
     hints=(
-        "A token is a row of numbers, and you have a function that rounds rows. What remains is a product of codes "
-        "and two scales.",
+        "A token is a row of numbers, and you have a function that quantises rows. What remains is a product of "
+        "codes and two scales.",
         "Σ (cx·sx)(cw·sw) = sx·sw·Σ cx·cw, where sx belongs to the token (a row of the result) and sw to the output "
         "(a column). The sum does not fit into int8: 127 · 127 alone is 16129. Convert the codes first.",
         "x_codes, x_scale = …; return (… @ codes.float().T) times the two scales, one shaped [tokens, 1], one [out].",
@@ -102,7 +102,7 @@ _GROUPS = Exercise(
         Case("a group of zeros", (torch.tensor([[0.0, 0.0, 1.5, -0.41]]), 2)),
         Case("both ends round up: the largest code would be 16", (torch.tensor([[-0.75, 0.75, 0.22, 0.0]]), 4)),
         Case(
-            "weights so small that float16 rounds their scale by a tenth",
+            "weights so small that float16 changes their scale by a tenth",
             (torch.tensor([[-1e-6, -3.1e-7, 0.0, -6.2e-7]]), 4),
         ),
         Case("a range whose scale float16 rounds", (torch.tensor([[-33.3, 71.9, 5.1, 49.0]]), 4)),
@@ -126,7 +126,7 @@ _GROUPS = Exercise(
 
 
 def rounded_in_fours(weight: Tensor) -> Tensor:
-    """INT4 in groups of 4 and back, for the cases."""
+    """Quantise to INT4 in groups of 4 and dequantise, for the cases."""
     return restore_groups(*quantise_groups(weight, 4))
 
 
@@ -145,14 +145,14 @@ def _awq_cases() -> list[Case]:
     return [
         case("one input channel is much larger", 7, 1.0, one_large, GRID),
         case("channels of all sizes", 9, 1.0, steps, GRID),
-        case("small weights meet large inputs", 9, steps.pow(-0.7), steps, GRID),
+        case("small weights with large inputs", 9, steps.pow(-0.7), steps, GRID),
         case("only a = 0: nothing is scaled", 11, 1.0, 1.0, (0.0,)),
         case("one channel is never active", 13, 1.0, dead, GRID),
         case("all channels alike", 15, 1.0, 1.0, GRID),
         case("the exponents from the largest to the smallest", 9, 1.0, steps, GRID[::-1]),
         case("a = 0 is not among the exponents", 7, 1.0, one_large, GRID[1:]),
         case("channels of all sizes, and a is 0.5 at least", 19, 1.0, steps, GRID[2:]),
-        case("large inputs, so that even the least error is large", 21, 1.0, 300 * steps, GRID),
+        case("large inputs, so that even the smallest error is large", 21, 1.0, 300 * steps, GRID),
     ]
 
 
@@ -161,10 +161,10 @@ _AWQ = Exercise(
     reference=awq_scale,
     cases=_awq_cases,
     hints=(
-        "If W is multiplied by s column by column, and x divided by it, the product is the same before rounding. So "
+        "If W is multiplied by s, column by column, and x divided by s, the product is the same before rounding. So "
         "try several s, round, and keep the one whose outputs are nearest to x @ weight.T.",
-        "For each a: s = mean|x|^a per channel (a mean over tokens, at least 1e-4), then the error of "
-        "(x / s) @ rounded(weight · s).T against x @ weight.T, squared and summed. Return the (a, s) with the least.",
+        "For each a: s = mean|x|^a per channel (a mean over tokens, at least 1e-4), then the squared "
+        "error of (x / s) @ rounded(weight · s).T against x @ weight.T, summed. Return the (a, s) with the least.",
         "mean, exact = …; best, least = …, infinity; for a in exponents: s = …; error = ((x / s) @ … - "
         "exact).square().sum(); keep (a, s) if the error is less than the least so far.",
         body(awq_scale),
@@ -175,7 +175,7 @@ _AWQ = Exercise(
 
 
 def _same_split(expected: object, got: object) -> str | None:
-    """Any choice among weights of equal magnitude is right."""
+    """Compare two answers to `split_outliers`; any choice among weights of equal magnitude is right."""
     problem = values_match(expected, got)
     if problem is None or not isinstance(got, tuple) or len(got) != 2 or values_match(_kinds(expected), _kinds(got)):
         return problem
@@ -207,10 +207,10 @@ _OUTLIERS = Exercise(
         Case("none at all", (torch.tensor([[0.1, 0.9], [0.3, -0.2]]), 0.0)),
     ],
     hints=(
-        "Which weights force a coarse scale on all others? Those go into one matrix, everything else into the other; "
-        "where one has a weight, the other has 0.",
-        "Count: int(share · numel), over the whole matrix. Find the places of the largest absolute values with topk on "
-        "the flattened matrix and make a boolean mask of them.",
+        "Which weights force a coarse scale on all others? Put those into one matrix and all others into another; "
+        "where one matrix has a weight, the other has 0.",
+        "Count: int(share · numel), over the whole matrix. Find the indices of the largest absolute values with topk "
+        "on the flattened matrix and make a boolean mask of them.",
         "kept = torch.zeros(weight.numel(), dtype=torch.bool); kept[… .indices] = True; kept = kept.view_as(weight). "
         "Then two calls of weight.masked_fill, one with kept and one with ~kept.",
         body(split_outliers),

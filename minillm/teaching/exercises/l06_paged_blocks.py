@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minillm.cache.prefix import block_name, root_name
+from minillm.cache.prefix import hash_block_tokens, root_hash
 from minillm.teaching.exercise import Case, Exercise, Function
 from minillm.teaching.exercises import _l06_slips as slips
 from minillm.teaching.exercises._l06_mistakes import ALLOCATE, ATTENTION, OWN, PREFIX, RELEASE, SLOTS
@@ -24,15 +24,15 @@ _ALLOCATE = Exercise(
     reference=allocate,
     cases=[
         Case("two of three free blocks", ([2, 1, 0], [0, 0, 0], 2)),
-        Case("all that is left", ([4, 3], [1, 1, 2, 0, 0], 2)),
-        Case("more than there are", ([1], [1, 0], 2)),
+        Case("all free blocks", ([4, 3], [1, 1, 2, 0, 0], 2)),
+        Case("more than are free", ([1], [1, 0], 2)),
         Case("one of two", ([1, 0], [0, 0], 1)),
         Case("none", ([1, 0], [0, 0], 0)),
     ],
     hints=(
-        "First decide whether you can; only then change anything. Half an allocation is worse than none.",
-        "Compare count with len(free). Then call free.pop() as often as needed: it takes from the end and removes. "
-        "Each block taken has one owner.",
+        "First check whether enough blocks are free. Change nothing if not: a partial allocation is worse than none.",
+        "Compare count with len(free). Then call free.pop() count times: it removes the last id and returns it. Each "
+        "block taken has one owner.",
         "if …: return None. Then taken = [… for _ in range(count)], and for each block of taken set its entry of "
         "ref_counts. What stands for the dots?",
         body(allocate),
@@ -47,15 +47,15 @@ _RELEASE = Exercise(
     cases=[
         Case("two blocks with one owner each", ([0], [0, 1, 1], [1, 2])),
         Case("a block that two requests share", ([0], [0, 2, 1], [1, 2])),
-        Case("the second owner of a shared block goes", ([], [1, 1], [0])),
+        Case("the second owner of a shared block releases it", ([], [1, 1], [0])),
         Case("three blocks that are not in the order of their ids", ([0], [0, 1, 1, 1], [3, 1, 2])),
-        Case("blocks in falling order, one of them shared", ([4], [1, 3, 1, 1, 0], [3, 1, 2, 0])),
+        Case("blocks in descending order, one of them shared", ([4], [1, 3, 1, 1, 0], [3, 1, 2, 0])),
         Case("nothing to release", ([1], [2, 0], [])),
     ],
     hints=(
         "A block may have several owners. Which of them may return it to the pool?",
-        "Lower the reference count first. Only the owner who brings it to zero returns the block, by free.append.",
-        "for block in block_ids: lower ref_counts[block] by one; if …: free.append(block). What is the condition?",
+        "Decrement the reference count first. If it is now zero, append the block to free.",
+        "for block in block_ids: decrement ref_counts[block]; if …: free.append(block). What is the condition?",
         body(release),
     ),
     wrong=(*RELEASE, *slips.RELEASE),
@@ -69,14 +69,14 @@ _SLOTS = Exercise(
         Case("the first token", ([5], 0, 1, 4)),
         Case("three tokens in the second block", ([5, 2], 4, 3, 4)),
         Case("a prompt over three scattered blocks", ([7, 0, 3], 0, 10, 4)),
-        Case("two tokens across the border of two blocks", ([1, 9, 4], 7, 2, 4)),
+        Case("two tokens across the boundary of two blocks", ([1, 9, 4], 7, 2, 4)),
         Case("blocks of three tokens, beginning inside the second", ([6, 1, 8], 4, 5, 3)),
         Case("blocks of one token", ([3, 1, 2], 1, 2, 1)),
     ],
     hints=(
-        "Which entry of the block table does token number 9 belong to, if a block holds 4? And which place in it?",
-        "Position p lies in logical block p // block_size, at place p % block_size. The table turns the logical block "
-        "into a physical one, and a physical block b begins at slot b · block_size.",
+        "A block holds 4 tokens. Which entry of the block table has token 9, and at which offset in the block?",
+        "Position p is in logical block p // block_size, at offset p % block_size. The table maps the logical block to "
+        "a physical block, and physical block b begins at slot b · block_size.",
         "[block_table[…] * block_size + … for position in range(start, start + num_tokens)]: two expressions are "
         "missing.",
         body(slot_mapping),
@@ -97,7 +97,7 @@ def _attention_cases() -> list[Case]:
         Case("a prompt of three tokens", (torch.randn(3, 1, 2), keys, values, [2], 3, 4)),
         Case("two new tokens after five", (torch.randn(2, 1, 2), keys, values, [1, 0], 7, 4)),
         Case("two query heads share one KV head", (torch.randn(1, 2, 2), keys, values, [2, 3], 7, 4)),
-        Case("slots that nobody has written hold NaN", (torch.randn(2, 1, 2), *holes, [3, 1], 6, 4)),
+        Case("unwritten slots hold NaN", (torch.randn(2, 1, 2), *holes, [3, 1], 6, 4)),
     ]
 
 
@@ -106,10 +106,10 @@ _ATTENTION = Exercise(
     reference=gather_attention,
     cases=_attention_cases,
     hints=(
-        "Bring the request's keys and values into order first; then it is the attention of lesson 2.",
-        "slots = your slot mapping of tokens 0 … seq_len - 1; keys[slots] are its keys in order. The new tokens are "
+        "Gather the request's keys and values in the order of its text; the rest is the attention of lesson 2.",
+        "slots = your slot mapping of tokens 0 … seq_len - 1; keys[slots] are the keys in order. The new tokens are "
         "the last len(q) of them, so the mask needs lesson 2's offset.",
-        "slots = torch.tensor(slot_mapping(…)). New token i stands at position seq_len - len(q) + i and may see key j "
+        "slots = torch.tensor(slot_mapping(…)). New token i has position seq_len - len(q) + i and may see key j "
         "if j <= that position: mask is [num_new, seq_len]. Then attention(q, keys[slots], values[slots], mask).",
         body(gather_attention),
     ),
@@ -120,24 +120,24 @@ TEXT = [11, 12, 13, 14, 21, 22, 23, 24, 31, 32, 33, 34]
 """Three blocks of four tokens."""
 
 
-def names(token_ids: list[int], block_size: int = 4, salt: str = "") -> list[bytes]:
-    """The hashes of the full blocks of `token_ids`."""
-    chain = [root_name(salt)]
+def full_block_hashes(token_ids: list[int], block_size: int = 4, salt: str = "") -> list[bytes]:
+    """Return the block hashes of the full blocks of `token_ids`."""
+    chain = [root_hash(salt)]
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        chain.append(block_name(chain[-1], token_ids[start : start + block_size]))
+        chain.append(hash_block_tokens(chain[-1], token_ids[start : start + block_size]))
     return chain[1:]
 
 
 def _use_find(find: Function, known: dict[str, int], token_ids: list[int], salt: str) -> object:
-    """`known` says in words which contents are in which block; the hashes are made here, since nobody can read them."""
-    contents = {
-        "tokens 11 to 14": names(TEXT)[0],
-        "tokens 21 to 24 after those": names(TEXT)[1],
-        "tokens 31 to 34 after those": names(TEXT)[2],
-        "tokens 21 to 24 at the start of a text": names(TEXT[4:])[0],
-        "tokens 11 to 14 of alice": names(TEXT, salt="alice")[0],
+    """Call `find` with block hashes for the keys of `known`, which describe contents in words."""
+    hash_of = {
+        "tokens 11 to 14": full_block_hashes(TEXT)[0],
+        "tokens 21 to 24 after those": full_block_hashes(TEXT)[1],
+        "tokens 31 to 34 after those": full_block_hashes(TEXT)[2],
+        "tokens 21 to 24 at the start of a text": full_block_hashes(TEXT[4:])[0],
+        "tokens 11 to 14 of alice": full_block_hashes(TEXT, salt="alice")[0],
     }
-    found = find(token_ids, {contents[words]: block for words, block in known.items()}, 4, salt)
+    found = find(token_ids, {hash_of[words]: block for words, block in known.items()}, 4, salt)
     return found if isinstance(found, list) else kind(found)
 
 
@@ -147,32 +147,32 @@ _PREFIX = Exercise(
     name="l06.find_prefix",
     reference=find_prefix,
     cases=[
-        Case("nothing known", ({}, TEXT, "")),
+        Case("no block known", ({}, TEXT, "")),
         Case("the first block known", ({_FIRST: 7}, TEXT, "")),
         Case("two blocks known, a third that is not full", ({_FIRST: 7, _SECOND: 2}, [*TEXT[:8], 31, 32], "")),
         Case("two blocks known, and one token after them", ({_FIRST: 7, _SECOND: 2}, [*TEXT[:8], 31], "")),
         Case("one block known, and one token after it", ({_FIRST: 7}, [*TEXT[:4], 21], "")),
-        Case("the first block lies in block 0 of the pool", ({_FIRST: 0, _SECOND: 5}, TEXT, "")),
+        Case("the first block is block 0 of the pool", ({_FIRST: 0, _SECOND: 5}, TEXT, "")),
         Case("a text shorter than a block", ({_FIRST: 7}, TEXT[:3], "")),
-        Case("a text of exactly one block, and known", ({_FIRST: 7}, TEXT[:4], "")),
+        Case("a text of exactly one block, which is known", ({_FIRST: 7}, TEXT[:4], "")),
         Case(
-            "everything known: the last token must be computed all the same",
+            "all blocks known: the last token must still be computed",
             ({_FIRST: 7, _SECOND: 2, _THIRD: 5}, TEXT, ""),
         ),
         Case(
-            "a block with the right tokens at another place of another text",
+            "a block with the same tokens after another prefix",
             ({_FIRST: 7, "tokens 21 to 24 at the start of a text": 4}, TEXT, ""),
         ),
-        Case("a gap", ({_SECOND: 2}, [*TEXT, 9], "")),
-        Case("bob must not find what alice has sent", ({_FIRST: 7}, TEXT, "bob")),
-        Case("alice finds her own", ({"tokens 11 to 14 of alice": 3}, TEXT, "alice")),
+        Case("a gap: the first block unknown, the second known", ({_SECOND: 2}, [*TEXT, 9], "")),
+        Case("bob must not find a block without his salt", ({_FIRST: 7}, TEXT, "bob")),
+        Case("alice finds her own block", ({"tokens 11 to 14 of alice": 3}, TEXT, "alice")),
     ],
     hints=(
         "Keys and values of a token depend on every token before it. What must be equal for two blocks to be equal?",
-        "Start with parent = root_name(salt). For each full block: parent = block_name(parent, its tokens); stop at "
-        "the first one that is not in known. Leave out a block that would contain the last token.",
-        "for start in range(0, …, block_size): parent = block_name(parent, …); break if it is not known; else append "
-        "known[parent]. The range must end before the block with the last token.",
+        "Start with parent = root_hash(salt). For each full block: parent = hash_block_tokens(parent, its tokens); "
+        "stop at the first hash that is not in known. Leave out a block that would contain the last token.",
+        "for start in range(0, …, block_size): parent = hash_block_tokens(parent, …); break if it is not known; else "
+        "append known[parent]. The range must end before the block with the last token.",
         body(find_prefix),
     ),
     wrong=(*PREFIX, *slips.PREFIX),
@@ -181,7 +181,7 @@ _PREFIX = Exercise(
 
 
 def _use_own(own: Function, block_table: list[int], index: int, ref_counts: list[int]) -> dict[str, object]:
-    """Six blocks of two slots; slot i of the keys holds i + 1, of the values 10 · (i + 1). Block 3 is free."""
+    """Call `own` on six blocks of two slots: slot i has the key i + 1, the value 10 · (i + 1). Block 3 is free."""
     table, counts, free = list(block_table), list(ref_counts), [3]
     keys = torch.arange(1.0, 13.0)
     values = 10 * keys
@@ -199,14 +199,14 @@ _OWN = Exercise(
     name="l06.own_block",
     reference=own_block,
     cases=[
-        Case("a block of its own: nothing to do", ([0], 0, [1, 0, 0, 0, 1, 1])),
+        Case("the block has one owner: nothing to do", ([0], 0, [1, 0, 0, 0, 1, 1])),
         Case("the last block is shared by two", ([0, 1], 1, [2, 2, 0, 0, 1, 1])),
         Case("the first block is shared by three", ([0, 1], 0, [3, 1, 0, 0, 1, 1])),
-        Case("the second entry is a block of its own, the first is shared", ([1, 2], 1, [0, 2, 1, 0, 1, 1])),
+        Case("the second entry has one owner, the first is shared", ([1, 2], 1, [0, 2, 1, 0, 1, 1])),
     ],
     hints=(
-        "When may a request write into a block without asking anyone? When must it not?",
-        "If ref_counts[old] is 1, return. Otherwise: allocate one, copy the old block's slots of keys and of values, "
+        "When may a request write into a block directly, and when must it copy the block first?",
+        "If ref_counts[old] is 1, return. Otherwise allocate one, copy the old block's slots of keys and of values, "
         "put the new block into the table, release the old one.",
         "old = block_table[index]; return if …; [new] = allocate(free, ref_counts, 1); copy slots … of keys and of "
         "values; block_table[index] = new; release(…). Block b covers slots b · block_size … (b + 1) · block_size - 1.",

@@ -1,4 +1,4 @@
-"""Lesson 08, Triton, first kernels: lanes and masks, a copy with strides, softmax, RMSNorm, INT8 codes to numbers."""
+"""Lesson 08, Triton, first kernels: lanes and masks, a copy with strides, softmax, RMSNorm, INT8 dequantisation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVers
 
 
 def loads_without_mask(attempt: Attempt) -> str | None:
-    """Says so if nothing is wrong but a load that reaches beyond the end of its tensor."""
+    """A message if the only mistake is a load without a mask, which reads past the end of its tensor; else None."""
     loads = attempt.got["blocks loaded without a mask"]
     rest = [key for key in attempt.got if key not in ("out", "blocks loaded without a mask")]
     if not loads or any(attempt.got[key] != attempt.expected[key] for key in rest):
@@ -35,7 +35,7 @@ def loads_without_mask(attempt: Attempt) -> str | None:
 
 
 def about_rows(attempt: Attempt) -> str | None:
-    """Where else the kernel was, else which rows or columns are wrong."""
+    """What the kernel wrote outside its result, or else which rows or columns are wrong."""
     for name in ("numbers written beyond out", "input numbers overwritten"):
         if attempt.got[name]:
             return f"{attempt.got[name]} {name}: look at the address and the mask of the store"
@@ -46,9 +46,9 @@ def about_lanes(attempt: Attempt) -> str | None:
     """Which of the two numbers is wrong."""
     (programs, idle), (got_programs, got_idle) = attempt.expected, attempt.got
     if got_programs == programs:
-        return "the number of programs is right, that of the masked lanes is not"
+        return "the number of programs is right, the number of masked lanes is wrong"
     return f"{'too many' if got_programs > programs else 'too few'} programs" + (
-        "" if got_idle != idle else " (the lanes are right)"
+        "" if got_idle != idle else " (the number of masked lanes is right)"
     )
 
 
@@ -56,7 +56,7 @@ def about_lanes(attempt: Attempt) -> str | None:
 
 
 def lanes(rows: int, columns: int, block: int) -> tuple[int, int]:
-    """Programs, and lanes switched off by the mask, when each program has `block` columns of one row."""
+    """Return (programs, masked lanes) when each program handles `block` columns of one row."""
     programs = rows * -(-columns // block)
     return programs, programs * block - rows * columns
 
@@ -95,18 +95,18 @@ _LANES = Exercise(
         Case("rows of 384 in blocks of 512", (4, 384, 512)),
     ],
     hints=(
-        "How many blocks does one row need? A block that is not full is a block all the same.",
-        "Blocks of a row: columns / block, rounded up. There are so many programs for each row, `block` lanes each; "
-        "rows · columns of all lanes have a number to work on.",
+        "How many blocks does one row need? A block that is not full counts too.",
+        "Blocks per row: columns / block, rounded up. Each row has that many programs, with `block` lanes each. "
+        "Of all lanes, rows · columns have an element to work on; the others are masked.",
         "programs = rows * …  # -(-a // b) is a / b, rounded up\nreturn programs, programs * block - …",
         "programs = rows * -(-columns // block)\nreturn programs, programs * block - rows * columns",
     ),
     wrong=(
-        WrongVersion("rounds down, so the last columns have no program", _rounds_down),
+        WrongVersion("rounds down, so that no program handles the last columns", _rounds_down),
         WrongVersion("always adds a block, even where columns divide evenly", _one_more),
-        WrongVersion("lets a block run on into the next row", _flat),
+        WrongVersion("lets a block continue in the next row", _flat),
         WrongVersion("counts the masked lanes of one row only", _one_row_of_lanes),
-        WrongVersion("counts the lanes that work, not those that are masked", _busy_lanes),
+        WrongVersion("counts the lanes that are on, not those that are masked", _busy_lanes),
         *slips(lanes, _l08_slips.LANES),
     ),
     otherwise=about_lanes,
@@ -119,7 +119,7 @@ _LANES = Exercise(
 def run_copy(
     kernel: LazyKernel, x: Tensor, x_stride: int, out_stride: int, block: int, wall: bool = False
 ) -> dict[str, object]:
-    """Launch a copy of `x` `[rows, columns]` whose rows lie `x_stride` apart, to rows `out_stride` apart."""
+    """Launch a copy of `x` `[rows, columns]`, with row stride `x_stride`, to a tensor with row stride `out_stride`."""
     rows, columns = x.shape
     numbers = (columns, x_stride, out_stride)
     out, grid = Fence.empty((rows, columns), x.dtype, out_stride), (rows, -(-columns // block))
@@ -127,7 +127,7 @@ def run_copy(
 
 
 def _grid_of(rows: int, columns: int) -> Tensor:
-    """Numbers that say where they are: row 2, column 3 holds 2.3."""
+    """A tensor whose elements encode their position: row 2, column 3 holds 2.3."""
     return torch.arange(rows)[:, None] + torch.arange(columns)[None, :] / 10
 
 
@@ -138,17 +138,16 @@ _COPY = Exercise(
         Case("one row of two whole blocks", (_grid_of(1, 8), 8, 8, 4)),
         Case("the last block is not full", (_grid_of(1, 6), 6, 6, 4)),
         Case("three rows", (_grid_of(3, 4), 4, 4, 4)),
-        Case("rows of a wider tensor: 5 columns, rows 7 apart", (_grid_of(2, 5), 7, 5, 4)),
-        Case("rows of a wider result: 5 columns, rows 9 apart", (_grid_of(2, 5), 5, 9, 4)),
+        Case("rows of a wider tensor: 5 columns, stride 7", (_grid_of(2, 5), 7, 5, 4)),
+        Case("rows of a wider result: 5 columns, stride 9", (_grid_of(2, 5), 5, 9, 4)),
         Case("every tensor ends where its memory ends", (_grid_of(3, 6), 6, 6, 4, True)),
     ],
     drive=run_copy,
     hints=(
-        "Two questions: which row is this program's, and which of its columns? Then: where in memory is that, in x and "
+        "Which row does this program handle, and which columns of it? Then: at which address do they begin, in x and "
         "in out?",
         "row = tl.program_id(0); column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK). A row begins at "
-        "row * stride, and the two tensors have strides of their own. Lanes with column >= columns must do "
-        "nothing.",
+        "row * stride, and each of the two tensors has its own stride. Mask the lanes with column >= columns.",
         "The shape of it:\n"
         "row = tl.program_id(0)\n"
         "column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)\n"
@@ -163,15 +162,15 @@ _COPY = Exercise(
         "tl.store(out_ptr + row * out_stride + column, x, mask=inside)",
     ),
     wrong=(
-        _planted("has no mask, so the last block of a row runs over its end", "copy_without_mask"),
+        _planted("has no mask, so that the last block of a row goes past its end", "copy_without_mask"),
         _planted("loads without a mask", "copy_loads_without_mask", says="has no mask: it reads beyond the end"),
-        _planted("lets one lane too many in (<= instead of <)", "copy_one_too_many"),
+        _planted("leaves one lane too many on (<= instead of <)", "copy_one_too_many"),
         _planted("loads one lane too many (<= instead of <)", "copy_loads_one_too_many"),
         _planted("swaps the strides of x and out", "copy_swapped_strides"),
-        _planted("copies whole blocks and leaves the remainder", "copy_whole_blocks"),
+        _planted("copies whole blocks only and leaves out the remainder", "copy_whole_blocks"),
         _planted("copies the first block in every program: program_id(1) is missing", "copy_first_block"),
-        _planted("takes the number of columns for the distance between rows", "copy_columns_for_stride"),
-        _planted("takes the stride of x for the stride of out", "copy_one_stride"),
+        _planted("uses the number of columns instead of the strides", "copy_columns_for_stride"),
+        _planted("uses the stride of x for out as well", "copy_one_stride"),
         _planted("swaps the two program ids", "copy_swapped_ids"),
         *_slips("copy_kernel", _l08_slips.COPY),
     ),
@@ -199,14 +198,14 @@ _SOFTMAX = Exercise(
         Case("large scores: e^1000 is infinite", (torch.tensor([[1000.0, 999.0, 998.0]]), 4)),
         Case("large scores in a block that is full", (torch.tensor([[1000.0, 0.0, 999.0, 998.0]]), 4)),
         Case("scores far below zero: e^-200 is zero", (torch.tensor([[-200.0, -201.0, -200.5]]), 4)),
-        Case("a key that must not be seen", (torch.tensor([[0.5, -float("inf"), 1.5]]), 4)),
+        Case("a key with the score -inf", (torch.tensor([[0.5, -float("inf"), 1.5]]), 4)),
         Case("every tensor ends where its memory ends", (_grid_of(2, 5), 8, True)),
     ],
     drive=run_softmax,
     hints=(
-        "The sum and the maximum run over all lanes of the block, the masked ones too. Which number in a masked lane "
+        "The sum and the maximum run over all lanes of the block, the masked ones too. Which value in a masked lane "
         "changes neither?",
-        "Load with other=-float('inf'): it never is the maximum, and e to the power of it is 0. Take the maximum off "
+        "Load with other=-float('inf'): it is never the maximum, and its exponential is 0. Subtract the maximum "
         "before the exponential; the quotient stays the same and nothing overflows.",
         "The shape of it:\n"
         "row, column = tl.program_id(0), tl.arange(0, BLOCK)\n"
@@ -222,14 +221,14 @@ _SOFTMAX = Exercise(
         "tl.store(out_ptr + row * columns + column, e / tl.sum(e, 0), mask=inside)",
     ),
     wrong=(
-        _planted("does not take the maximum off, so large scores overflow", "softmax_without_max"),
-        _planted("sums over the padding: e^0 = 1 for every masked lane", "softmax_counts_padding"),
-        _planted("takes the maximum over the padding's zeros", "softmax_max_of_padding"),
+        _planted("does not subtract the maximum, so that large scores overflow", "softmax_without_max"),
+        _planted("counts masked lanes in the sum: they must hold -inf, not 0", "softmax_counts_padding"),
+        _planted("counts masked lanes in the maximum: they must hold -inf, not 0", "softmax_max_of_padding"),
         _planted("has no mask at all", "softmax_without_mask"),
-        _planted("stores without a mask, into the row that follows", "softmax_stores_without_mask"),
+        _planted("stores without a mask, into the next row", "softmax_stores_without_mask"),
         _planted("reads the first row in every program", "softmax_first_row"),
-        _planted("takes BLOCK for the distance between rows", "softmax_rows_of_block"),
-        _planted("computes powers of 2 and not of e", "softmax_base_two"),
+        _planted("uses BLOCK as the distance between rows; it is columns", "softmax_rows_of_block"),
+        _planted("computes powers of 2 instead of e", "softmax_base_two"),
         _planted("does not divide by the sum (or by the maximum, which is 1)", "softmax_undivided"),
         *_slips("softmax_kernel", _l08_slips.SOFTMAX),
     ),
@@ -268,10 +267,10 @@ _RMS_NORM = Exercise(
     cases=_rms_cases,
     drive=run_rms_norm,
     hints=(
-        "Load the row and turn it into float32 before anything is squared. Which number in a masked lane leaves a sum "
-        "of squares alone, and how many numbers is the mean over?",
+        "Load the row and cast it to float32 before you square it. Which value in a masked lane does not change a sum "
+        "of squares, and over how many elements is the mean?",
         "x = tl.load(…, mask=inside, other=0.0).to(tl.float32); the mean is tl.sum(x * x, 0) / columns, never / BLOCK; "
-        "eps is added to it under the root. The weight is one row, the same for all programs.",
+        "add eps to the mean, under the square root. The weight is one row, the same for all programs.",
         "The shape of it:\n"
         "row, column = tl.program_id(0), tl.arange(0, BLOCK)\n"
         "inside = column < columns\n"
@@ -288,16 +287,16 @@ _RMS_NORM = Exercise(
         "tl.store(out_ptr + row * columns + column, x / tl.sqrt(mean + eps) * weight, mask=inside)",
     ),
     wrong=(
-        _planted("divides the sum by BLOCK and not by the number of columns", "rms_mean_of_block"),
+        _planted("divides the sum by BLOCK instead of the number of columns", "rms_mean_of_block"),
         _planted("forgets eps", "rms_without_eps"),
-        _planted("adds eps after the root and not under it", "rms_eps_outside"),
-        _planted("forgets the root", "rms_without_root"),
-        _planted("takes the sum of the squares and not their mean", "rms_sum_for_mean"),
+        _planted("adds eps after the square root and not under it", "rms_eps_outside"),
+        _planted("forgets the square root", "rms_without_root"),
+        _planted("uses the sum of the squares instead of their mean", "rms_sum_for_mean"),
         _planted("forgets the weight", "rms_without_weight"),
-        _planted("looks for another weight in every row", "rms_weight_per_row"),
+        _planted("reads other weights for every row; all rows share one row of weights", "rms_weight_per_row"),
         _planted("squares in float16, where 300² is infinite", "rms_squares_in_half"),
-        _planted("loads without a mask, so that what lies behind the row is in the sum", "rms_without_mask"),
-        _planted("takes the mean off first, which is LayerNorm", "rms_takes_mean_off"),
+        _planted("loads without a mask, so that memory after the row counts in the sum", "rms_without_mask"),
+        _planted("subtracts the mean first, as LayerNorm does", "rms_takes_mean_off"),
         *_slips("rms_norm_kernel", _l08_slips.RMS_NORM),
     ),
     diagnose=loads_without_mask,
@@ -310,7 +309,7 @@ _RMS_NORM = Exercise(
 def run_dequantise(
     kernel: LazyKernel, codes: Tensor, scale: Tensor, rows_per_program: int, block: int, wall: bool = False
 ) -> dict[str, object]:
-    """Launch codes `[rows, columns]` times scale `[rows]` → float32, `rows_per_program` rows to a program."""
+    """Launch codes `[rows, columns]` times scale `[rows]` → float32, with `rows_per_program` rows per program."""
     rows, columns = codes.shape
     inputs, out = [Fence.around(codes), Fence.around(scale)], Fence.empty((rows, columns), torch.float32)
     grid, full = (-(-rows // rows_per_program),), rows % rows_per_program == 0 and columns == block
@@ -339,8 +338,8 @@ _DEQUANTISE = Exercise(
     cases=_dequantise_cases,
     drive=run_dequantise,
     hints=(
-        "A program has a tile: a column of row numbers, [:, None], and a row of column numbers, [None, :]. Where both "
-        "meet is one number. Which of the two does a scale depend on?",
+        "A program handles a tile. Its row indices are row[:, None], its column indices column[None, :]; broadcast, "
+        "each pair of them is one element. Which of the two does a scale depend on?",
         "row = tl.program_id(0) * ROWS + tl.arange(0, ROWS); place = row[:, None] * columns + column[None, :]; mask: "
         "(row < rows)[:, None] & (column < columns)[None, :]. Scales are loaded at scale_ptr + row, with a mask too.",
         "The shape of it:\n"
@@ -361,16 +360,16 @@ _DEQUANTISE = Exercise(
         "tl.store(out_ptr + place, codes.to(tl.float32) * scale.to(tl.float32)[:, None], mask=inside)",
     ),
     wrong=(
-        _planted("takes one scale for the whole tensor", "dequantise_per_tensor"),
-        _planted("takes one scale for all rows of a tile", "dequantise_per_tile"),
-        _planted("numbers the scales by program and not by row", "dequantise_scale_of_program"),
+        _planted("uses one scale for the whole tensor", "dequantise_per_tensor"),
+        _planted("uses one scale for all rows of a tile", "dequantise_per_tile"),
+        _planted("indexes the scales by program and not by row", "dequantise_scale_of_program"),
         _planted("divides by the scale", "dequantise_divides"),
-        _planted("takes a scale per column and not per row", "dequantise_scale_per_column"),
+        _planted("uses a scale per column and not per row", "dequantise_scale_per_column"),
         _planted("multiplies as int8, where 100 · 2 is -56", "dequantise_in_int8"),
         _planted("reads the codes as unsigned, so -1 becomes 255", "dequantise_unsigned"),
         _planted("masks columns and not rows", "dequantise_without_row_mask"),
         _planted("masks rows and not columns", "dequantise_without_column_mask"),
-        _planted("does the first tile in every program", "dequantise_first_tile"),
+        _planted("handles the first tile in every program", "dequantise_first_tile"),
         _planted("loads scales without a mask", "dequantise_loads_without_mask", says="has no mask: it reads beyond"),
         *_slips("dequantise_kernel", _l08_slips.DEQUANTISE),
     ),

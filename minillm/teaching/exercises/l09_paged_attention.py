@@ -27,8 +27,8 @@ def merge(m_a: Tensor, l_a: Tensor, o_a: Tensor, m_b: Tensor, l_b: Tensor, o_b: 
     """Attention over two sets of keys from the attention over each (Milakov & Gimelshein 2018, section 3).
 
     Per query: `m` is the largest score, `l = Σ exp(score - m)`, `o = Σ exp(score - m) · value`. `m`, `l`:
-    `[num_queries]`; `o`: `[num_queries, head_dim]`. Returns the same three of both sets together. A set without keys is
-    m = -inf, l = 0, o = 0; so are two of them together.
+    `[num_queries]`; `o`: `[num_queries, head_dim]`. Returns m, l and o of both sets together. A set without keys has
+    m = -inf, l = 0, o = 0; two such sets together give the same.
     """
     m = torch.maximum(m_a, m_b)
     factor_a, factor_b = (torch.where(x == m, 1.0, torch.exp(x - m)) for x in (m_a, m_b))  # exp(-inf + inf) is NaN
@@ -105,9 +105,9 @@ def _merge_cases() -> list[Case]:
         Case("two keys with equal scores", (*one(2.0, 1.0, 1.0, 0.0), *one(2.0, 1.0, 0.0, 4.0))),
         Case("the larger score comes second", (*one(0.0, 2.0, 2.0, 1.0), *one(1.0, 1.0, 3.0, 5.0))),
         Case("the larger score comes first", (*one(3.0, 1.5, 6.0, 1.0), *one(1.0, 2.0, 2.0, 2.0))),
-        Case("the first keys of all: nothing came before", (*nothing, *one(1.5, 2.0, 3.0, 4.0))),
-        Case("nothing comes after", (*one(1.5, 2.0, 3.0, 4.0), *nothing)),
-        Case("nothing and nothing", (*nothing, *nothing)),
+        Case("the first set has no keys", (*nothing, *one(1.5, 2.0, 3.0, 4.0))),
+        Case("the second set has no keys", (*one(1.5, 2.0, 3.0, 4.0), *nothing)),
+        Case("neither set has keys", (*nothing, *nothing)),
         Case("scores far apart", (*one(-200.0, 1.0, 1.0, 1.0), *one(300.0, 1.0, 2.0, 3.0))),
         Case(
             "two queries at once",
@@ -124,10 +124,10 @@ _MERGE = Exercise(
     reference=merge,
     cases=_merge_cases,
     hints=(
-        "Both sums are relative to their own maximum. What must happen to them before they may be added?",
-        "m is the larger of the two maxima (`torch.maximum`). A sum made with exp(score - m_a) becomes one made with "
-        "exp(score - m) if you multiply it by exp(m_a - m). The same factor holds for l and for o. If both maxima are "
-        "-inf their difference is NaN: where m_a equals m the factor is 1, and nothing need be computed.",
+        "Both sums are relative to their own maximum. What must you do with them before you may add them?",
+        "m is the larger of the two maxima (`torch.maximum`). Multiply a sum of exp(score - m_a) by exp(m_a - m), and "
+        "it is a sum of exp(score - m). Use the same factor for l and for o. If both maxima are -inf, their difference "
+        "is NaN, so set the factor to 1 where m_a equals m (`torch.where`).",
         "The shape of it:\n"
         "m = torch.maximum(m_a, m_b)\n"
         "factor_a = torch.where(m_a == m, 1.0, torch.exp(…))\n"
@@ -145,24 +145,24 @@ _MERGE = Exercise(
         WrongVersion("keeps the first maximum, even if a larger score comes later or none came before", _first_maximum),
         WrongVersion("rescales l and forgets to rescale o", _l_only),
         WrongVersion("rescales o and forgets to rescale l", _o_only),
-        WrongVersion("has the sign of the factor upside down: exp(m - m_a) instead of exp(m_a - m)", _upside_down),
+        WrongVersion("has the wrong sign in the factor: exp(m - m_a) instead of exp(m_a - m)", _upside_down),
         WrongVersion("gives each part the factor of the other", _swaps_factors),
         WrongVersion("takes the smaller of the two maxima", _smaller_maximum),
-        WrongVersion("computes powers of 2 and not of e", _base_two),
-        WrongVersion("divides o by l already, and so cannot go on merging", _divides),
-        WrongVersion("gives NaN for nothing and nothing: -inf minus -inf is not 0", _nan_for_nothing),
+        WrongVersion("computes powers of 2 instead of e", _base_two),
+        WrongVersion("divides o by l, so that the result cannot be merged again", _divides),
+        WrongVersion("gives NaN for two sets without keys: -inf minus -inf is NaN", _nan_for_nothing),
         *slips(merge, _l09_slips.MERGE),
     ),
     parts=("m", "l", "o"),
 )
 
-# -------------------------------------------------------------------------------------------- what kernels are given
+# -------------------------------------------------------------------------------------------------- kernel arguments
 
 
 def _poisoned(
     seed: int, seq_lens: list[int], tables: list[list[int]], heads: int, num_kv: int, block_size: int = 4, dim: int = 4
 ) -> Decode:
-    """Queries, pools whose unused slots hold NaN, block tables padded with their first block, lengths."""
+    """Queries, pools whose unused slots hold NaN, block tables padded with their first block, lengths, block size."""
     generator = torch.Generator().manual_seed(seed)
     num_slots = (1 + max(map(max, tables))) * block_size
     keys, values = (torch.full((num_slots, num_kv, dim), torch.nan) for _ in "kv")
@@ -184,7 +184,7 @@ def _sizes(q: Tensor, num_kv: int, block_size: int) -> dict[str, int]:
 def _inputs(
     q: Tensor, pools: dict[str, Tensor], tables: Tensor, seq_lens: list[int], block_size: int
 ) -> dict[str, tuple[Tensor, float | None]]:
-    """Tensors with what lies around them: NaN, ids of a block that does not exist, requests of length 0."""
+    """Tensors, each with its poison: NaN; for block ids that of a block that does not exist; for lengths 0."""
     floats = {name: (x, None) for name, x in ({"q": q} | pools).items()}
     beyond = next(iter(pools.values())).shape[0] // block_size
     return floats | {"block_tables": (tables, beyond), "seq_lens": (torch.tensor(seq_lens), 0)}
@@ -212,7 +212,7 @@ def _run_decode(
     block_size: int,
     wall: bool = False,
 ) -> Tensor:
-    """Launch on a grid of requests by KV heads; what the kernel does not write stays NaN."""
+    """Launch on a grid of requests × KV heads; elements that the kernel does not write stay NaN."""
     num_kv = keys.shape[1]
     inputs = _inputs(q, {"keys": keys, "values": values}, block_tables, seq_lens, block_size)
     numbers = block_tables.stride(0), q.shape[2] ** -0.5
@@ -221,7 +221,7 @@ def _run_decode(
 
 
 def _falling(case: Decode) -> Decode:
-    """The keys of each block are the opposite of those before: scores of one sign, then of the other."""
+    """Negate the keys of every second block, so that its scores lie far below those of the first."""
     q, keys, values, tables, lengths, block_size = case
     keys = torch.nan_to_num(keys.abs() + 0.5)
     keys[tables[0, 1::2].repeat_interleave(block_size) * block_size + torch.arange(block_size).repeat(1)] *= -1
@@ -229,7 +229,7 @@ def _falling(case: Decode) -> Decode:
 
 
 def _far_apart(case: Decode) -> Decode:
-    """The heads of a group have scores of several hundred, of about 1, and of several hundred below zero."""
+    """Give the heads of a group scores of several hundred, of about 1, and of several hundred below zero."""
     q, keys, *rest = case
     return q.abs() * torch.tensor([[400.0], [1.0], [-400.0]]), keys.abs() + 0.5, *rest
 
@@ -259,7 +259,7 @@ def _decode_cases() -> list[Case]:
 
 
 def _everything() -> Decode:
-    """Padding heads, a block filled in part, and a last request that fills its blocks."""
+    """Padding heads, a partly filled block, and a last request that fills its blocks."""
     return _poisoned(8, [6, 8], [[3, 0], [1, 2]], 6, 2)
 
 
@@ -277,10 +277,11 @@ _DECODE = Exercise(
     reference=KernelByName("decode_kernel"),
     cases=_decode_cases,
     hints=(
-        "It is your merge, block by block: (m, l, o) of what came before, and the scores and values of one block more.",
-        "Turn number first // BLOCK_SIZE of the loop loads one block id from the request's row of the table, then "
-        "BLOCK_SIZE rows of k and of v from slot block · BLOCK_SIZE + place on. Rows that do not exist need two masks: "
-        "one for the loads, and -inf for their scores.",
+        "It is your merge, block by block: merge (m, l, o) of the previous blocks with the scores and values of the "
+        "next block.",
+        "Turn first // BLOCK_SIZE of the loop loads one block id from the request's row of the table, then BLOCK_SIZE "
+        "rows of k and of v; row `place` lies in slot block · BLOCK_SIZE + place. Mask rows that do not exist twice: "
+        "in the loads, and with -inf as their score.",
         "The shape of it:\n"
         "for first in range(0, length, BLOCK_SIZE):\n"
         "    block = tl.load(table_ptr + …)\n"
@@ -313,33 +314,33 @@ _DECODE = Exercise(
     wrong=(
         _decode_wrong("gives weight to rows of the last block that do not exist: a score of 0 is not -inf", _NO_WHERE),
         _decode_wrong(
-            "loads slots that nobody has written; a weight of 0 does not help, for 0 · NaN is NaN",
+            "loads slots that were never written; a weight of 0 does not help, because 0 · NaN is NaN",
             ("tl.load(v_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(v_ptr + at)"),
         ),
-        _decode_wrong("lets one row too many in (<= length)", ("first + place < length", "first + place <= length")),
+        _decode_wrong("includes one row too many (<= length)", ("first + place < length", "first + place <= length")),
         _decode_wrong(
-            "leaves out the last block if it is filled in part",
+            "leaves out the last block if it is not full",
             ("range(0, length, BLOCK_SIZE)", "range(0, length // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE)"),
         ),
         _decode_wrong("stops after the first block", ("range(0, length, BLOCK_SIZE)", "range(0, 1, BLOCK_SIZE)")),
         _decode_wrong(
             "reads the blocks 0, 1, 2 … instead of those in the table",
             ("tl.load(table_ptr + request * table_stride + first // BLOCK_SIZE)", "first // BLOCK_SIZE"),
-            # so that it reads numbers where it should not look at all, and not only NaN
+            # % 8: so that it also finds numbers in slots that it must not read, and not only NaN
             ("* BLOCK_SIZE + place) *", "* BLOCK_SIZE + place) % 8 *"),
         ),
         _decode_wrong("reads the table of the first request for all of them", ("request * table_stride + ", "")),
         _decode_wrong(
-            "rescales neither sum when a larger score turns up", ("tl.exp(m - m_new)", "tl.exp(m_new - m_new)")
+            "rescales neither sum when a block has a larger score", ("tl.exp(m - m_new)", "tl.exp(m_new - m_new)")
         ),
         _decode_wrong("rescales the sum of the weights and forgets that of the values", (_SUM_O, "out")),
         _decode_wrong("rescales the sum of the values and forgets that of the weights", (_SUM_L, "total")),
         _decode_wrong(
-            "has the sign of the factor upside down: exp(m_new - m) instead of exp(m - m_new)",
+            "has the wrong sign in the factor: exp(m_new - m) instead of exp(m - m_new)",
             ("tl.exp(m - m_new)", "tl.exp(tl.where(m > -1e30, m_new - m, -1e9))"),
         ),
         _decode_wrong(
-            "takes no maximum, so a large score becomes infinite",
+            "does not subtract the maximum, so that large scores overflow",
             ("tl.maximum(m, tl.max(score, 1))", "tl.max(score, 1) * 0.0"),
         ),
         _decode_wrong(
@@ -350,28 +351,28 @@ _DECODE = Exercise(
             "takes one maximum for all heads, so that a head with low scores has only weights of 0",
             ("tl.max(score, 1)", "tl.max(score)"),
         ),
-        _decode_wrong("computes powers of 2 and not of e", ("tl.exp(", "tl.exp2(")),
+        _decode_wrong("computes powers of 2 instead of e", ("tl.exp(", "tl.exp2(")),
         _decode_wrong("does not divide by the sum of the weights", (" / total[:, None]", "")),
         _decode_wrong("leaves out the factor 1/√DIM of the scores", (" * scale", "")),
         _decode_wrong(
-            "multiplies the result by 1/√DIM, and not the scores",
+            "multiplies the result by 1/√DIM instead of the scores",
             (" * scale", ""),
             ("out / total[:, None]", "out / total[:, None] * scale"),
         ),
         _decode_wrong("reads KV head 0 for every query head", ("* NUM_KV + kv_head)[:, None]", "* NUM_KV)[:, None]")),
         _decode_wrong(
-            "takes every NUM_KV-th head for a group; heads that share a KV head lie side by side",
+            "uses every NUM_KV-th head as a group; heads that share a KV head are adjacent",
             (_ROWS, "(request * NUM_KV * GROUP + head[:, None] * NUM_KV + kv_head)"),
         ),
         _decode_wrong("forgets that a slot holds a row per KV head", ("* NUM_KV + kv_head)[:, None]", ")[:, None]")),
-        _decode_wrong("takes the keys for the values", ("tl.load(v_ptr + at", "tl.load(k_ptr + at")),
+        _decode_wrong("loads the keys instead of the values", ("tl.load(v_ptr + at", "tl.load(k_ptr + at")),
         _decode_wrong(
-            "stores without a mask: the padding of a group overwrites the head behind it",
+            "stores without a mask: the padding of a group overwrites the next head",
             (", mask=is_head)", ")"),
             says="beyond the end of",
         ),
         _decode_wrong(
-            "loads queries without a mask, the last of them beyond the end of q",
+            "loads queries without a mask, so that it reads past the end of q",
             (", mask=is_head, other=0.0)", ")"),
             says="beyond the end of",
         ),
@@ -395,7 +396,7 @@ def _run_split(
     splits: int,
     wall: bool = False,
 ) -> dict[str, Tensor]:
-    """Launch on a grid of requests by KV heads by parts; what the kernel does not write stays NaN."""
+    """Launch on a grid of requests × KV heads × parts; elements that the kernel does not write stay NaN."""
     num_kv = keys.shape[1]
     inputs = _inputs(q, {"keys": keys, "values": values}, block_tables, seq_lens, block_size)
     results = {"part": (*q.shape[:2], splits, q.shape[2]), "lse": (*q.shape[:2], splits)}
@@ -425,8 +426,8 @@ _SPLIT = Exercise(
     cases=lambda: [
         Case("four blocks in two parts", (*_poisoned(1, [16], [[3, 0, 4, 1]], 1, 1), 2)),
         Case("three blocks in two parts, one row in the last block", (*_poisoned(2, [9], [[2, 0, 3]], 1, 1), 2)),
-        Case("one block in two parts: one has nothing to do", (*_poisoned(3, [3], [[1]], 1, 1), 2)),
-        Case("six blocks in four parts of two, two, two and none", (*_poisoned(6, [23], [[*range(6)]], 1, 1), 4)),
+        Case("one block in two parts: the second has no keys", (*_poisoned(3, [3], [[1]], 1, 1), 2)),
+        Case("six blocks in four parts of two, two, two and no blocks", (*_poisoned(6, [23], [[*range(6)]], 1, 1), 4)),
         Case(
             "two requests, three query heads of eight channels share a KV head",
             (*_poisoned(4, [5, 3], [[4, 0], [1]], 3, 1, dim=8), 2),
@@ -435,8 +436,8 @@ _SPLIT = Exercise(
     ],
     hints=(
         "The loop over the blocks is given. Where does it begin and end for part `split`, and what is stored after it?",
-        "Give every part the same whole number of blocks: the number of blocks divided by SPLITS, rounded up, and cut "
-        "the last part at length. Store out / total, and beside it log Σ exp(score) = m + log(total).",
+        "Give every part the same whole number of blocks: the number of blocks divided by SPLITS, rounded up. The last "
+        "part ends at length. Store out / total, and also log Σ exp(score) = m + log(total).",
         "The shape of it. A part without keys has total 0 and m -inf, and must store 0 and -inf:\n"
         "keys_of_a_part = tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS) * BLOCK_SIZE\n"
         "begin = …\n"
@@ -458,22 +459,22 @@ _SPLIT = Exercise(
         "tl.store(lse_ptr + part_row, m + tl.log(divisor), mask=head < GROUP)",
     ),
     wrong=(
-        _split_wrong("has every part walk over all keys", (_BEGIN, "begin = 0"), ("begin + keys_of_a_part", "length")),
+        _split_wrong("lets every part walk over all keys", (_BEGIN, "begin = 0"), ("begin + keys_of_a_part", "length")),
         _split_wrong(
-            "rounds the size of a part down, so that the last blocks belong to nobody",
+            "rounds the size of a part down, so that the last blocks belong to no part",
             (_BLOCKS_OF_A_PART, "(tl.cdiv(length, BLOCK_SIZE) // SPLITS)"),
         ),
         _split_wrong(
-            "counts whole blocks only, so that a block filled in part belongs to nobody",
+            "counts full blocks only, so that a partly filled block belongs to no part",
             (_BLOCKS_OF_A_PART, "tl.cdiv(length // BLOCK_SIZE, SPLITS)"),
         ),
         _split_wrong(
-            "cuts blocks in two: a part must begin at the beginning of a block",
+            "splits blocks: a part must begin at the beginning of a block",
             (_BLOCKS_OF_A_PART + " * BLOCK_SIZE", "tl.cdiv(length, SPLITS)"),
         ),
-        _split_wrong("lets every part run on to the end of the keys", (_END, "length")),
+        _split_wrong("lets every part continue to the end of the keys", (_END, "length")),
         _split_wrong(
-            "has every part begin at the first key",
+            "lets every part begin at the first key",
             (_BEGIN, "begin = 0"),
             (_END, "tl.minimum((split + 1) * keys_of_a_part, length)"),
         ),
@@ -482,15 +483,15 @@ _SPLIT = Exercise(
         _split_wrong(
             "stores the log of the sum alone, without the maximum", ("m + tl.log(divisor)", "tl.log(divisor)")
         ),
-        _split_wrong("takes the logarithm to base 2", ("tl.log(divisor)", "tl.log2(divisor)")),
-        _split_wrong("stores the sum itself and not its logarithm", ("m + tl.log(divisor)", "m + divisor")),
+        _split_wrong("computes the logarithm to base 2", ("tl.log(divisor)", "tl.log2(divisor)")),
+        _split_wrong("stores the sum itself instead of its logarithm", ("m + tl.log(divisor)", "m + divisor")),
         _split_wrong("divides 0 by 0 in a part that has no keys", ("tl.where(total == 0.0, 1.0, total)", "total")),
         _split_wrong(
-            "stores part by part; the parts of one head must lie side by side",
+            "stores part by part; the parts of one head must be adjacent",
             ("row * SPLITS + split", "split * (NUM_KV * GROUP * tl.num_programs(0)) + row"),
         ),
         _split_wrong(
-            "stores without a mask: the padding of a group overwrites the head behind it",
+            "stores without a mask: the padding of a group overwrites the next head",
             (", mask=head[:, None] < GROUP)", ")"),
             (", mask=head < GROUP)", ")"),
             says="beyond the end of",
@@ -517,8 +518,10 @@ def _merge_kernel_cases() -> list[Case]:
     four = torch.arange(16.0).view(2, 4, 2)
     lse_of_four = torch.tensor([[0.0, 1.0, 2.0, 0.5], [3.0, -1.0, 0.0, 2.5]])
     return [
-        Case("two parts that weigh the same", (part, torch.tensor([[1.0, 1.0]]))),
-        Case("one part weighs three times the other", (part, torch.tensor([[2.0 + np.log(3.0).item(), 2.0]]))),
+        Case("two parts with equal weights", (part, torch.tensor([[1.0, 1.0]]))),
+        Case(
+            "one part has three times the weight of the other", (part, torch.tensor([[2.0 + np.log(3.0).item(), 2.0]]))
+        ),
         Case("a part without keys", (part * torch.tensor([1.0, 0.0])[:, None], torch.tensor([[0.5, -torch.inf]]))),
         Case("scores of several hundred", (part, torch.tensor([[401.0, 400.0]]))),
         Case("scores of several hundred below zero", (part, torch.tensor([[-401.0, -400.0]]))),
@@ -538,9 +541,9 @@ _MERGE_KERNEL = Exercise(
     reference=KernelByName("merge_kernel"),
     cases=_merge_kernel_cases,
     hints=(
-        "A part whose scores were larger has more of the whole softmax. Its lse says exactly how much.",
-        "exp(lse) is the part's own sum of exp(score). The weights are those sums divided by their sum: a softmax over "
-        "the parts. Subtract the largest lse first.",
+        "A part with larger scores holds more of the whole softmax. Its lse says exactly how much.",
+        "exp(lse) is the part's own sum of exp(score). The weights are these sums divided by their total: a softmax "
+        "over the parts. Subtract the largest lse first.",
         "The shape of it:\n"
         "row = tl.program_id(0)\n"
         "split, channel = tl.arange(0, SPLITS), tl.arange(0, DIM)\n"
@@ -560,13 +563,13 @@ _MERGE_KERNEL = Exercise(
     ),
     wrong=(
         _merge_wrong(
-            "averages the parts, as if each held as much of the softmax as any other",
+            "averages the parts, as if each held the same share of the softmax",
             (_WEIGHT, "tl.where(lse == lse, 1.0, 0.0)"),
         ),
-        _merge_wrong("takes exp(lse) without subtracting the largest first", (" - tl.max(lse, 0)", "")),
+        _merge_wrong("computes exp(lse) without subtracting the largest lse first", (" - tl.max(lse, 0)", "")),
         _merge_wrong("does not divide by the sum of the weights", (" / tl.sum(weight, 0)", "")),
         _merge_wrong("weights by lse itself instead of exp(lse)", (_WEIGHT, "lse")),
-        _merge_wrong("computes powers of 2 and not of e", ("tl.exp(", "tl.exp2(")),
+        _merge_wrong("computes powers of 2 instead of e", ("tl.exp(", "tl.exp2(")),
         _merge_wrong(
             "reads the parts of the first row in every program", ("(row * SPLITS + split)[:, None]", "split[:, None]")
         ),
@@ -594,7 +597,7 @@ def _run_int8(
     block_size: int,
     wall: bool = False,
 ) -> Tensor:
-    """Launch on a grid of requests by KV heads; what the kernel does not write stays NaN."""
+    """Launch on a grid of requests × KV heads; elements that the kernel does not write stay NaN."""
     num_kv = key_codes.shape[1]
     pools = {"key_codes": key_codes, "key_scales": key_scales, "value_codes": value_codes, "value_scales": value_scales}
     inputs = _inputs(q, pools, block_tables, seq_lens, block_size)
@@ -604,7 +607,7 @@ def _run_int8(
 
 
 def _coded(case: Decode) -> tuple[object, ...]:
-    """The same in INT8. Scales of unused slots are NaN; rows differ in size, so that another row's scale is wrong."""
+    """`case` in INT8. Scales of unused slots are NaN; rows differ in size, so that another row's scale is wrong."""
     q, keys, values, *rest = case
     sizes = 1 + torch.arange(keys.shape[0] * keys.shape[1]).view(-1, keys.shape[1], 1) % 5
     k, v = (quantize_symmetric(x * sizes, INT8_LEVELS) for x in (keys, values))
@@ -623,14 +626,14 @@ _INT8 = Exercise(
     cases=lambda: [
         Case("one request, one full block", _coded(_poisoned(1, [4], [[1]], 1, 1))),
         Case("the last block holds one of four", _coded(_poisoned(2, [5], [[2, 0]], 1, 1))),
-        Case("two full blocks, the second of which lies first", _coded(_poisoned(5, [8], [[1, 0]], 1, 1))),
+        Case("two full blocks, in reverse order in memory", _coded(_poisoned(5, [8], [[1, 0]], 1, 1))),
         Case("two requests, two KV heads of eight channels", _coded(_poisoned(3, [3, 6], [[4], [2, 0]], 2, 2, dim=8))),
         Case("every tensor ends where its memory ends", (*_coded(_everything()), True)),
     ],
     hints=(
-        "A code times its scale is a number; the rest does not change. Which scales belong to this block's rows?",
-        "The scale of a row lies at slot · NUM_KV + kv_head: the number that is called `slot` here. Load BLOCK_SIZE of "
-        "them for the keys and as many for the values, masked like the rows.",
+        "Dequantising is code times scale; the rest does not change. Which scales belong to the rows of this block?",
+        "The scale of a row lies at (block · BLOCK_SIZE + place) · NUM_KV + kv_head, which is `slot` here. Load "
+        "BLOCK_SIZE scales for the keys and BLOCK_SIZE for the values, masked like the rows.",
         "The shape of it:\n"
         "k = tl.load(k_ptr + at, mask=exists[:, None], other=0).to(tl.float32)\n"
         "v = …\n"
@@ -657,18 +660,18 @@ _INT8 = Exercise(
         ),
         _int8_wrong("divides by the scales instead of multiplying", (_K_SCALED, " / k_scale[None, :]")),
         _int8_wrong(
-            "takes the scales by position in the text instead of by slot",
+            "indexes the scales by token position instead of by slot",
             ("k_scale_ptr + slot", "k_scale_ptr + (first + place) * NUM_KV + kv_head"),
             ("v_scale_ptr + slot", "v_scale_ptr + (first + place) * NUM_KV + kv_head"),
         ),
         _int8_wrong(
-            "takes the scale of KV head 0 for every head", ("_scale_ptr + slot,", "_scale_ptr + slot - kv_head,")
+            "uses the scale of KV head 0 for every head", ("_scale_ptr + slot,", "_scale_ptr + slot - kv_head,")
         ),
         _int8_wrong(
-            "takes one scale for the whole block", ("_scale_ptr + slot,", "_scale_ptr + slot - place * NUM_KV,")
+            "uses one scale for the whole block", ("_scale_ptr + slot,", "_scale_ptr + slot - place * NUM_KV,")
         ),
         _int8_wrong(
-            "loads scales of rows that do not exist; a weight of 0 does not help, for 0 · NaN is NaN",
+            "loads scales of rows that do not exist; a weight of 0 does not help, because 0 · NaN is NaN",
             ("tl.load(v_scale_ptr + slot, mask=exists, other=0.0)", "tl.load(v_scale_ptr + slot)"),
         ),
         _int8_wrong(

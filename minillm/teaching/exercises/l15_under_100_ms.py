@@ -1,4 +1,4 @@
-"""Lesson 15, the capstone: where the time of a completion goes, what it must take, a kernel of one's own, which γ."""
+"""Lesson 15, the capstone: the parts of a completion's time, the least time of a step, a product kernel, and γ."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ PARTS = ("tokenise", "queue", "prefill", "draft", "target", "python", "detokenis
 
 
 def attribute(marks: Marks) -> dict[str, float]:
-    """Seconds of each of `PARTS`; together they are the time from the first mark to the last.
+    """Seconds of each of `PARTS`; they sum to the time from the first mark to the last.
 
-    The time between two marks belongs to what the second one says has happened.
+    The time between two marks belongs to the part of the second mark.
     """
     part_of = {
         "RequestAdded": "tokenise",
@@ -105,7 +105,7 @@ def _only_parts_that_are_there(marks: Marks) -> dict[str, float]:
 
 
 def _marks(*steps: tuple[float, str]) -> Marks:
-    """Marks from the seconds that each took."""
+    """Marks from (seconds since the previous mark, name)."""
     ends = itertools.accumulate(seconds for seconds, _ in steps)
     return [(0.0, "Start"), *((end, name) for end, (_, name) in zip(ends, steps, strict=True))]
 
@@ -118,14 +118,14 @@ def _about_parts(attempt: Attempt) -> str | None:
     """Which parts have too much or too little, and whether the parts sum to the whole."""
     wanted, got, marks = attempt.expected, attempt.got, attempt.case.args[0]
     if set(wanted) != set(got):
-        return f"the parts must be {', '.join(wanted)}, each of them also where it is 0.0"
+        return f"the parts must be {', '.join(wanted)}; return all of them, also those that are 0.0"
     less = [part for part in wanted if got[part] < wanted[part] - 1e-9]
     more = [part for part in wanted if got[part] > wanted[part] + 1e-9]
-    told = [f"too little for {', '.join(less)}"] if less else []
-    told += [f"too much for {', '.join(more)}"] if more else []
+    facts = [f"too little for {', '.join(less)}"] if less else []
+    facts += [f"too much for {', '.join(more)}"] if more else []
     whole, summed = marks[-1][0] - marks[0][0], sum(got.values())
-    told += [f"the parts sum to {summed:g} s of {whole:g}"] if abs(summed - whole) > 1e-9 else []
-    return "; ".join(told) or None
+    facts += [f"the parts sum to {summed:g} s of {whole:g}"] if abs(summed - whole) > 1e-9 else []
+    return "; ".join(facts) or None
 
 
 _ATTRIBUTE = Exercise(
@@ -171,12 +171,12 @@ _ATTRIBUTE = Exercise(
                 ),
             ),
         ),
-        Case("nothing but a start", ([(5.0, "Start")],)),
+        Case("only a start", ([(5.0, "Start")],)),
     ],
     hints=(
-        "Look at two marks that follow each other. Which of the two says what the time between them was used for?",
-        "The time before `StepRan decode` is the time of that forward. So: for each neighbouring pair, add (second "
-        "minus first) to the part of the second's name. Names that are not in the table are python.",
+        "Look at two consecutive marks. Which of the two says what the time between them was used for?",
+        "The time before `StepRan decode` is the time of that forward. So for each pair of consecutive marks, add the "
+        "time between them to the part of the second mark. Names that are not in the table belong to python.",
         "The shape of it:\n"
         'parts = dict.fromkeys(["tokenise", "queue", "prefill", "draft", "target", "python", "detokenise"], 0.0)\n'
         "for (began, _), (ended, name) in itertools.pairwise(marks):\n"
@@ -190,15 +190,16 @@ _ATTRIBUTE = Exercise(
     ),
     wrong=(
         WrongVersion(
-            "credits the time to the mark that it begins with, not to the one it ends with", _by_what_came_before
+            "adds the time between two marks to the part of the first mark; it belongs to the second",
+            _by_what_came_before,
         ),
         WrongVersion("leaves out what is not in the table, so that the parts do not sum to the whole", _drops_the_rest),
-        WrongVersion("takes the first forward for the whole prompt, which may come in chunks", _first_forward_only),
-        WrongVersion("keeps the last time of each part instead of adding them up", _last_wins),
+        WrongVersion("counts only the first forward as prefill; a prompt may come in chunks", _first_forward_only),
+        WrongVersion("keeps the last time of each part instead of adding the times up", _last_wins),
         WrongVersion("counts drafting as part of the target", _draft_is_target),
         WrongVersion("does not count verifying drafts as part of the target", _forgets_verification),
         WrongVersion("measures every mark from the start, not from the mark before it", _from_the_start),
-        WrongVersion("gives shares of the whole instead of seconds", _shares),
+        WrongVersion("returns shares of the whole instead of seconds", _shares),
         WrongVersion("leaves out the parts that take no time; they are 0.0", _only_parts_that_are_there),
         *slips(attribute, _l15_slips.ATTRIBUTE),
     ),
@@ -211,10 +212,10 @@ _ATTRIBUTE = Exercise(
 def step_seconds(
     num_bytes: float, operations: float, calls: int, bandwidth: float, rate: float, seconds_per_call: float
 ) -> float:
-    """What a step must take: its calls one by one, and beside them the slower of moving bytes and computing.
+    """The least time of a step: that of its calls, plus the slower of moving bytes and computing.
 
     With `calls` = 0 it is the floor of the roofline (Williams et al. 2009). On a CPU the thread that makes a call is
-    the thread that does the work, so calls add to it; on a GPU they overlap.
+    the thread that does the work, so the times add up; on a GPU they overlap.
     """
     return calls * seconds_per_call + max(num_bytes / bandwidth, operations / rate)
 
@@ -268,7 +269,7 @@ def _bytes_only(
 
 
 def _about_step(attempt: Attempt) -> str | None:
-    """What the time is too short for, or that it is longer than all three one after the other."""
+    """What the time is too short for, or that it exceeds the sum of calls, bytes and operations."""
     num_bytes, operations, calls, bandwidth, rate, seconds_per_call = attempt.case.args
     alone = {
         "the calls": calls * seconds_per_call,
@@ -279,36 +280,36 @@ def _about_step(attempt: Attempt) -> str | None:
     if short:
         return f"{attempt.got:g} s is too short for {' and '.join(short)} alone"
     if attempt.got > sum(alone.values()) + 1e-9:
-        return f"{attempt.got:g} s is longer than calls, bytes and operations one after the other"
+        return f"{attempt.got:g} s is longer than the sum of calls, bytes and operations"
     way = "shorter" if attempt.got < attempt.expected else "longer"
-    return f"{attempt.got:g} s is {way} than the calls and then the slower of bytes and operations"
+    return f"{attempt.got:g} s is {way} than the calls plus the slower of bytes and operations"
 
 
 _STEP = Exercise(
     name="l15.step_seconds",
     reference=step_seconds,
     cases=[
-        Case("60 bytes at 20 a second, 10 operations at 10 a second, no calls", (60.0, 10.0, 0, 20.0, 10.0, 0.5)),
-        Case("the same in four calls of half a second", (60.0, 10.0, 4, 20.0, 10.0, 0.5)),
+        Case("60 bytes at 20 per second, 10 operations at 10 per second, no calls", (60.0, 10.0, 0, 20.0, 10.0, 0.5)),
+        Case("the same with four calls of half a second", (60.0, 10.0, 4, 20.0, 10.0, 0.5)),
         Case("many operations on few bytes: a prompt", (60.0, 100.0, 4, 20.0, 10.0, 0.5)),
-        Case("a tiny model: the calls are most of it", (1.0, 1.0, 100, 20.0, 10.0, 0.5)),
+        Case("a tiny model: the calls take most of the time", (1.0, 1.0, 100, 20.0, 10.0, 0.5)),
     ],
     hints=(
-        "Three times: for the bytes, for the operations, for the calls. Which of them happen at the same time?",
-        "The processor fetches the next weights while it multiplies these: of bytes and operations the slower one "
-        "counts (`max`). A call is work of the same thread before it begins, so the calls are added.",
+        "There are three times: for the bytes, the operations and the calls. Which of them overlap?",
+        "The processor loads the next weights while it multiplies the current ones: the slower of bytes and operations "
+        "counts (`max`). The same thread makes the calls and does the work, so the time of the calls is added.",
         "return … * seconds_per_call + max(num_bytes / …, operations / …)",
         "return calls * seconds_per_call + max(num_bytes / bandwidth, operations / rate)",
     ),
     wrong=(
         WrongVersion("leaves out the time of the calls", _no_calls),
-        WrongVersion("counts one call, however many there are", _one_call),
+        WrongVersion("counts one call only", _one_call),
         WrongVersion("divides bytes by operations per second, and operations by bytes per second", _swaps_limits),
-        WrongVersion("looks at operations only, though a decode step mostly waits for bytes", _operations_only),
+        WrongVersion("counts operations only, although a decode step mostly waits for bytes", _operations_only),
         WrongVersion("adds moving and computing, which overlap", _adds_all),
         WrongVersion("lets calls overlap with the work, as on a GPU; here one thread does both", _calls_overlap),
-        WrongVersion("takes the faster of bytes and operations; the slower one decides", _faster_of_both),
-        WrongVersion("looks at bytes only, though arithmetic limits a prompt", _bytes_only),
+        WrongVersion("uses the faster of bytes and operations; the slower one decides", _faster_of_both),
+        WrongVersion("counts bytes only, although arithmetic limits a prompt", _bytes_only),
         *slips(step_seconds, _l15_slips.STEP),
     ),
     otherwise=_about_step,
@@ -321,10 +322,10 @@ ZERO = np.float32(0)
 
 @njit(**OPTIONS)
 def panel_product(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
-    """y = W x. `panels`: W `[out, columns]` as `minillm.ops.cpu.panels.pack` lays it, flat; `x`: `[columns]`;
-    `y`: `[out padded to sixteen]`, overwritten; all float32.
+    """Write W x to `y`. `panels`: W `[out, columns]` in the layout of `minillm.ops.cpu.panels.pack`, flat; `x`:
+    `[columns]`; `y`: `[out, padded to a multiple of sixteen]`, overwritten; all float32.
 
-    One load brings a weight each of sixteen outputs; one number of x multiplies all of them.
+    One load fetches one weight for each of sixteen outputs; one element of x multiplies all of them.
     """
     columns = len(x)
     for panel in range(len(y) // LANES):
@@ -441,19 +442,21 @@ def _vector_of_x(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
 
 
 def _panel_with(edit: tuple[str, str]) -> Callable[..., Any]:
-    """`panel_product` with one part exchanged, not compiled."""
+    """`panel_product` with one edit of its source, not compiled."""
     return edited(panel_product.py_func, edit).py_func
 
 
 @lru_cache(maxsize=64)
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    if getattr(function, "__globals__", None) is globals():  # a planted mistake: compiling all of them takes too long
+    if (
+        getattr(function, "__globals__", None) is globals()
+    ):  # planted mistakes run in Python: compiling all of them takes too long
         return FunctionType(function.__code__, globals() | _INTERPRETED, function.__name__)
     return function if hasattr(function, "py_func") else njit(**OPTIONS)(function)
 
 
 def _at(array: np.ndarray, at: int) -> np.ndarray:
-    """Sixteen numbers of memory, also beyond the end of `array`, as compiled code sees them."""
+    """The sixteen numbers in memory from `array[at]` on, without bounds checks, like compiled code."""
     return np.ctypeslib.as_array((ctypes.c_float * LANES).from_address(array.ctypes.data + 4 * at))
 
 
@@ -467,23 +470,24 @@ _INTERPRETED: dict[str, Callable[..., Any]] = {
     "fma": lambda a, b, sums: a * b + sums,
     "store": _store,
 }
-"""The four words in Python."""
+"""The four SIMD functions in Python."""
 
 
 HELD = 1e6
-"""What y holds before it is written: a number that no sum of the cases comes to."""
+"""The initial value of y: a number that no sum in the cases equals."""
 
 
 def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, wall: bool = False) -> Tensor:
-    """`x` Wᵀ by `function(panels, x, y)`: `weight` `[out, in]`, `x` `[rows, in]` → `[rows, out]`, float32.
+    """Compute `x` Wᵀ with `function(panels, x, y)`: `weight` `[out, in]`, `x` `[rows, in]` → `[rows, out]`, float32.
 
-    Every array stands in poison, wide enough for one panel per output; `y` holds `HELD` before, and what is not written
-    is NaN. With `wall` the function runs once more, on arrays that end where memory ends. Raises `LessonError` if numba
-    cannot compile it, and `OutOfBoundsError` if it wrote beyond `y` or touched a wall.
+    Every array is surrounded by poison, wide enough for one panel per output. `y` holds `HELD` before the call, and
+    unwritten elements are returned as NaN. With `wall` the function runs once more, on arrays that end where their
+    memory ends. Raises `LessonError` if numba cannot compile it, and `OutOfBoundsError` if it wrote outside `y` or
+    accessed a wall.
     """
     plain = getattr(function, "py_func", function)
     if "NotImplementedError" in getattr(getattr(plain, "__code__", None), "co_names", ()):
-        return plain(None, None, None)  # a stub; Python raises what it raises
+        return plain(None, None, None)  # a stub: raises NotImplementedError
     out = len(weight)
     packed = torch.from_numpy(pack(weight.numpy()))
     padded = -(-out // LANES) * LANES
@@ -506,23 +510,23 @@ def _run(function: Callable[..., Any], *arrays: Tensor) -> None:
     try:
         _compiled(function)(*(array.numpy() for array in arrays))
     except NumbaError as problem:
-        told = [line for line in str(problem).splitlines() if line.strip()][:4]
-        raise LessonError("numba cannot compile this: " + " ".join(told)) from None
+        message = [line for line in str(problem).splitlines() if line.strip()][:4]
+        raise LessonError("numba cannot compile this: " + " ".join(message)) from None
 
 
 def _product_cases() -> list[Case]:
     def numbers(*shape: int) -> Tensor:
-        """Small whole numbers, so that every order of summing gives the same and a counterexample can be redone."""
+        """Small integers: every order of summing gives the same result, and a counterexample can be checked by hand."""
         return torch.arange(1, 1 + int(np.prod(shape))).float().reshape(shape) % 7 - 2
 
     draw = torch.Generator().manual_seed(0)
     return [
-        Case("two outputs, one number in", (numbers(2, 1), torch.tensor([[3.0]]))),
-        Case("sixteen outputs, three numbers in: one panel", (numbers(16, 3), numbers(1, 3))),
-        Case("twenty outputs, the second panel filled in part", (numbers(20, 5), numbers(1, 5))),
-        Case("two rows after each other", (numbers(33, 17), numbers(2, 17))),
+        Case("two outputs, one input", (numbers(2, 1), torch.tensor([[3.0]]))),
+        Case("sixteen outputs, three inputs: one panel", (numbers(16, 3), numbers(1, 3))),
+        Case("twenty outputs: the second panel is partly filled", (numbers(20, 5), numbers(1, 5))),
+        Case("two rows of x, one after the other", (numbers(33, 17), numbers(2, 17))),
         Case(
-            "131 outputs, 97 numbers in, random",
+            "131 outputs, 97 inputs, random",
             (torch.randn(131, 97, generator=draw), torch.randn(1, 97, generator=draw)),
         ),
         Case("every array ends where its memory ends", (numbers(20, 5), numbers(1, 5), True)),
@@ -534,8 +538,8 @@ _PRODUCT = Exercise(
     reference=panel_product,
     cases=_product_cases,
     hints=(
-        "A panel is sixteen outputs. What is added up for them, number of x by number of x, and where does the column "
-        "k of panel p begin?",
+        "A panel holds the weights of sixteen outputs. What must you add to their sums for each element of x, and "
+        "where does column k of panel p begin?",
         "Column k of panel p begins at (p * columns + k) * LANES. Start each panel with sums = splat(ZERO), add "
         "load(panels, …) times splat(x[k]) with fma for every k, and store the sums at p * LANES.",
         "The shape of it. There are len(y) // LANES panels:\n"
@@ -554,22 +558,26 @@ _PRODUCT = Exercise(
         "    store(y, panel * LANES, sums)",
     ),
     wrong=(
-        WrongVersion("steps by one number from column to column; a column of a panel is sixteen", _rows_of_the_matrix),
+        WrongVersion("steps by one number from column to column; a column of a panel has sixteen", _rows_of_the_matrix),
         WrongVersion("keeps the last column's product instead of the sum", _last_column),
-        WrongVersion("does not start again from zero for the next panel", _goes_on),
+        WrongVersion("does not reset the sums to zero for the next panel", _goes_on),
         WrongVersion("reads the first panel for every output", _first_panel_again),
-        WrongVersion("leaves out the last columns when their number is no multiple of sixteen", _whole_vectors_only),
+        WrongVersion(
+            "leaves out the last columns if the number of columns is not a multiple of sixteen", _whole_vectors_only
+        ),
         WrongVersion("adds to what y held before", _adds_to_y),
         WrongVersion(
-            "takes a panel for every output; a panel is sixteen outputs", _panel_per_output, says="beyond the end of y"
+            "loops over one panel per output; a panel has sixteen outputs",
+            _panel_per_output,
+            says="beyond the end of y",
         ),
-        WrongVersion("stores panel p from y[p] on; it begins at y[p * LANES]", _stores_side_by_side),
+        WrongVersion("stores panel p at y[p]; it begins at y[p * LANES]", _stores_side_by_side),
         WrongVersion("leaves out the last panel", _leaves_the_last_panel),
         WrongVersion("leaves out the last column", _leaves_the_last_column),
         WrongVersion(
-            "looks for column k of all panels in one place; panels lie one after the other", _columns_of_all_panels
+            "expects column k of all panels side by side; whole panels follow each other", _columns_of_all_panels
         ),
-        WrongVersion("multiplies by sixteen numbers of x; all lanes take the same one (splat)", _vector_of_x),
+        WrongVersion("multiplies by sixteen elements of x; all lanes use the same element (splat)", _vector_of_x),
         *(WrongVersion(mistake, _panel_with(edit)) for mistake, edit in _l15_slips.PANEL.items()),
     ),
     compare=close(1e-4, 1e-3),
@@ -581,12 +589,12 @@ _PRODUCT = Exercise(
 
 
 def choose_gamma(acceptance: float, draft_cost: float, verify_costs: list[float]) -> int:
-    """The number of drafts a round that is fastest; 0: do not draft.
+    """The number of draft tokens per round that makes decoding fastest, the smallest of equals; 0: do not draft.
 
-    `acceptance`: chance that a draft is right if those before it were. `draft_cost` (c): seconds of one draft over
-    those of one plain step. `verify_costs[g]` (v): seconds of a step that judges g drafts over those of a plain step;
-    the first is 1. A round of g drafts gains 1 + a + … + aᵍ tokens and takes g·c + v (Leviathan et al. 2023, theorem
-    3.8, with v in place of 1). Among equals the smallest.
+    `acceptance` (a): probability that a draft token is accepted if those before it were. `draft_cost` (c): seconds per
+    draft token, divided by those of a plain step. `verify_costs[g]` (v): seconds of a step that verifies g draft
+    tokens, divided by those of a plain step; the first is 1. A round of g draft tokens gains 1 + a + … + aᵍ tokens and
+    takes g·c + v plain steps (Leviathan et al. 2023, theorem 3.8, with v instead of 1).
     """
 
     def speed_up(gamma: int) -> float:
@@ -651,13 +659,13 @@ def _most_tokens(acceptance: float, draft_cost: float, verify_costs: list[float]
 
 
 def _about_gamma(attempt: Attempt) -> str | None:
-    """How fast the chosen number is, beside the best."""
+    """The speed of the chosen number of draft tokens and that of the best."""
     acceptance, draft_cost, verify_costs = attempt.case.args
     if not 0 <= attempt.got < len(verify_costs):
-        return f"{attempt.got} drafts: verify_costs says what 0 to {len(verify_costs) - 1} drafts take"
+        return f"{attempt.got} draft tokens: verify_costs has the costs of 0 to {len(verify_costs) - 1}"
     speeds = [sum(acceptance**i for i in range(g + 1)) / (g * draft_cost + cost) for g, cost in enumerate(verify_costs)]
     mine, best = speeds[attempt.got], speeds[attempt.expected]
-    return f"{attempt.got} drafts give {mine:.3g} tokens per plain step, {attempt.expected} give {best:.3g}"
+    return f"{attempt.got} draft tokens give {mine:.3g} tokens per plain step, {attempt.expected} give {best:.3g}"
 
 
 _FREE = [1.0] * 9
@@ -665,25 +673,23 @@ _GAMMA = Exercise(
     name="l15.choose_gamma",
     reference=choose_gamma,
     cases=[
-        Case("cheap drafts, often right, verifying is free", (0.8, 0.05, _FREE)),
-        Case(
-            "the same drafts, and each one judged makes the step longer", (0.8, 0.05, [1 + 0.2 * g for g in range(9)])
-        ),
-        Case("drafts that are right half of the time", (0.5, 0.1, _FREE)),
-        Case("drafts that cost a quarter of a step", (0.8, 0.25, _FREE)),
-        Case("drafts as dear as the target", (0.9, 1.0, _FREE)),
-        Case("good drafts, but judging one doubles the step", (0.6, 0.1, [1.0, 2.0, 2.2, 2.4, 2.6])),
+        Case("cheap draft tokens, often accepted; verifying is free", (0.8, 0.05, _FREE)),
+        Case("the same, but every verified token makes the step longer", (0.8, 0.05, [1 + 0.2 * g for g in range(9)])),
+        Case("half of the draft tokens are accepted", (0.5, 0.1, _FREE)),
+        Case("a draft token costs a quarter of a step", (0.8, 0.25, _FREE)),
+        Case("a draft token costs as much as a step of the target", (0.9, 1.0, _FREE)),
+        Case("cheap draft tokens, but verifying one doubles the step", (0.6, 0.1, [1.0, 2.0, 2.2, 2.4, 2.6])),
         Case("nothing can be verified", (0.9, 0.1, [1.0])),
-        Case("drafts that are never right and cost nothing: all are equal", (0.0, 0.0, _FREE)),
-        Case("drafts that are always right", (1.0, 0.05, _FREE)),
-        Case("drafts that cost nothing, and judging two is faster than judging one", (0.1, 0.0, [1.0, 1.5, 1.1])),
-        Case("judging takes far longer with every draft", (0.9, 0.0, [1.0, 8.0, 27.0, 64.0])),
-        Case("six drafts are judged as fast as five", (0.85, 0.05, [1.0, 1.1, 1.2, 1.3, 1.4, 1.8, 1.8])),
+        Case("draft tokens are never accepted and cost nothing: all numbers are equal", (0.0, 0.0, _FREE)),
+        Case("draft tokens are always accepted", (1.0, 0.05, _FREE)),
+        Case("draft tokens cost nothing, and verifying two is faster than verifying one", (0.1, 0.0, [1.0, 1.5, 1.1])),
+        Case("verifying takes far longer with every draft token", (0.9, 0.0, [1.0, 8.0, 27.0, 64.0])),
+        Case("verifying six takes as long as verifying five", (0.85, 0.05, [1.0, 1.1, 1.2, 1.3, 1.4, 1.8, 1.8])),
     ],
     hints=(
-        "How many tokens does a round of g drafts gain on average, and how long does it take, in plain steps?",
-        "Tokens: 1 + a + a² + … + a^g, for draft i counts only if all before it were right, and the target always "
-        "adds one. Time: g·c + v[g]. Compare tokens / time for every g from 0.",
+        "How many tokens does a round of g draft tokens gain on average, and how many plain steps does it take?",
+        "Tokens: 1 + a + a² + … + a^g, because draft token i counts only if all before it were accepted, and the "
+        "target always adds one token. Time: g·c + v[g]. Compare tokens / time for every g from 0.",
         "The shape of it (`max` keeps the first of equals):\n"
         "def speed_up(gamma):\n"
         "    tokens = sum(… for i in range(gamma + 1))\n"
@@ -697,20 +703,22 @@ _GAMMA = Exercise(
     ),
     wrong=(
         WrongVersion("leaves out the token that the target adds to every round", _no_bonus),
-        WrongVersion("takes the cost of judging one draft less", _verifies_one_less),
+        WrongVersion("uses the cost of verifying one draft token less", _verifies_one_less),
         WrongVersion(
-            "takes the largest of equals; more drafts for the same speed are not worth it", _largest_of_equals
+            "returns the largest of equals; more draft tokens for the same speed are not worth it", _largest_of_equals
         ),
         WrongVersion(
-            "takes the shortest round: it leaves the tokens out, or counts every draft as a whole step",
+            "picks the shortest round: it ignores the tokens, or counts every draft token as a whole step",
             _time_and_not_speed,
         ),
-        WrongVersion("counts the drafts only if all of them are right", _all_or_nothing),
-        WrongVersion("counts 1 + γ·acceptance tokens a round, as if a wrong draft did not end it", _linear_tokens),
-        WrongVersion("takes verification for free", _free_verification),
-        WrongVersion("takes drafts for free, or all of them for the price of one", _free_drafts),
-        WrongVersion("drafts even where not drafting is faster", _always_drafts),
-        WrongVersion("takes as many drafts as it can", _most_tokens),
+        WrongVersion("counts the draft tokens only if all of them are accepted", _all_or_nothing),
+        WrongVersion(
+            "counts 1 + γ·acceptance tokens per round, as if a rejected token did not end the round", _linear_tokens
+        ),
+        WrongVersion("treats verification as free", _free_verification),
+        WrongVersion("treats drafting as free, or all draft tokens together as one", _free_drafts),
+        WrongVersion("drafts even if not drafting is faster", _always_drafts),
+        WrongVersion("always returns the largest number", _most_tokens),
         *slips(choose_gamma, _l15_slips.GAMMA),
     ),
     otherwise=_about_gamma,

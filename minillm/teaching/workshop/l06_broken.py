@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import minillm.cache.prefix as prefix
-from minillm.engine.request import Request
 from minillm.engine.scheduler import Found, Scheduler
+from minillm.request import Request
 
 
 class NoCopyOnWrite(Scheduler):
@@ -38,16 +38,16 @@ class EmptyCopy(Scheduler):
 class SharesHalfFull(Scheduler):
     """Also shares blocks that are only partly filled, under the hash of the tokens they will hold later."""
 
-    def _name_full_blocks(self, request: Request, start: int, end: int) -> None:
-        super()._name_full_blocks(request, start, min(end + self.pool.block_size - 1, request.num_tokens))
+    def _cache_full_blocks(self, request: Request, start: int, end: int) -> None:
+        super()._cache_full_blocks(request, start, min(end + self.pool.block_size - 1, request.num_tokens))
 
 
 class ForgetsParents(Scheduler):
     """Hashes a block's own tokens alone, without what stands before them."""
 
-    def _name_full_blocks(self, request: Request, start: int, end: int) -> None:
+    def _cache_full_blocks(self, request: Request, start: int, end: int) -> None:
         self._forget_parents(request)
-        super()._name_full_blocks(request, start, end)
+        super()._cache_full_blocks(request, start, end)
 
     def _find_blocks(self, request: Request) -> Found:
         self._forget_parents(request)
@@ -56,7 +56,7 @@ class ForgetsParents(Scheduler):
     def _forget_parents(self, request: Request) -> None:
         size = self.pool.block_size
         starts = range(0, len(request.token_ids) - size + 1, size)
-        request._block_names[:] = [prefix.block_name(b"", request.token_ids[at : at + size]) for at in starts]
+        request._block_hashes[:] = [prefix.hash_block_tokens(b"", request.token_ids[at : at + size]) for at in starts]
 
 
 class Leaks(Scheduler):

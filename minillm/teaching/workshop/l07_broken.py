@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from minillm.engine.request import Request
 from minillm.engine.scheduler import Scheduled, Scheduler
+from minillm.request import Request
 
 
 class Overtakes(Scheduler):

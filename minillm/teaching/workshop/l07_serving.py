@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm import LLM, SamplingParams
-from minillm.engine.request import Request
+from minillm.request import Request
 from minillm.trace import RequestPreempted, StepRan, Trace
 
 

@@ -29,5 +29,5 @@ cd /minillm
 /venv/bin/pip install --quiet -c constraints.txt -e . pytest pytest-timeout hypothesis
 export OMP_NUM_THREADS=1
 /venv/bin/python -c 'from minillm.ops.cpu.processor import processor; print(processor())'
-/venv/bin/python -m pytest -q --timeout 0 tests/ops/cpu tests/models/test_cpu_executor.py
+/venv/bin/python -m pytest -q --timeout 0 tests/ops/cpu tests/runtime/test_cpu_executor.py
 INSIDE

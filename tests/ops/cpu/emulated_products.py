@@ -1,10 +1,10 @@
-"""The products as they are compiled for ARM, run by an emulator against the same sums in C. By hand:
+"""The products compiled for ARM, run in an emulator and compared with the same sums in C. Run by hand:
 
     apt-get install qemu-user-static gcc-aarch64-linux-gnu libc6-dev-arm64-cross
     python -m tests.ops.cpu.emulated_products
 
-It takes seconds, and prints a line for each processor and tile; any wrong sum ends it with an error. The whole step is
-emulated by `emulated_aarch64.sh`, which takes hours.
+It takes seconds and prints a line for each processor and tile; a wrong sum ends it with an error.
+`emulated_aarch64.sh` emulates the whole step, which takes hours.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 from llvmlite import binding
 
-from minillm.bench.assembly import byte_product, float_product
+from minillm.bench.machine_code import byte_product, float_product
 
 LINUX = "aarch64-unknown-linux-gnu"
 PROCESSORS = {"apple-m1": "max", "neoverse-n1": "neoverse-n1", "cortex-a72": "cortex-a72"}
-"""LLVM's name → qemu's."""
+"""Name of a processor in LLVM → in qemu."""
 TILES = [(6, 1), (5, 1), (3, 1), (2, 2), (1, 4)]
 COMMON = """
 #include <stdint.h>
@@ -67,7 +67,7 @@ int main(void) {
 
 def check(name: str, rows: int, panels: int, folder: Path) -> None:
     """Compile, link and run both products. Raises `CalledProcessError` for a wrong sum."""
-    signed = "int8_t" if name != "cortex-a72" else "uint8_t"  # `sdot` wants x signed
+    signed = "int8_t" if name != "cortex-a72" else "uint8_t"  # `sdot` reads x as signed
     for kind, compiled, source in (
         ("bytes", byte_product(name, rows, panels, LINUX), BYTES.replace("NUMBER", signed)),
         ("floats", float_product(name, rows, panels, LINUX), FLOATS),

@@ -1,4 +1,4 @@
-"""Products through AMX's tiles: as exact as any product in float32, and the same however rows are grouped."""
+"""Products with AMX: as exact as products in float32, and the same to the last bit however rows are grouped."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from minillm.ops.cpu.processor import has_amx
 from minillm.ops.cpu.rounding import codes_size
 from minillm.ops.cpu.simd import LANES
 
-needs_amx = pytest.mark.skipif(not has_amx(), reason="this processor has no AMX: test_panels.py has what runs instead")
+needs_amx = pytest.mark.skipif(
+    not has_amx(), reason="this processor has no AMX; test_panels.py tests what it runs instead"
+)
 
 
 def bits(x: np.ndarray) -> np.ndarray:
-    """The upper halves."""
+    """The upper halves of the float32s: bfloat16s."""
     return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -43,7 +45,7 @@ def product(
     vectors = np.zeros(outputs, np.float32)
     if bias is not None:
         matrix[BIAS], vectors = 0, bias
-    codes = np.full(codes_size(rows, columns, NONE), 0xFF, np.uint8)  # NaN wherever nothing is written
+    codes = np.full(codes_size(rows, columns, NONE), 0xFF, np.uint8)  # NaN where nothing is written
     split_rows(x.reshape(-1), rows, columns, codes)
     out = np.full((rows, outputs), np.nan, np.float32) if start is None else start.copy()
     own = np.full(SUMS_SIZE, np.nan, np.float32)
@@ -55,7 +57,7 @@ def product(
 
 
 def test_the_three_parts_of_a_number_add_up_to_it() -> None:
-    """Also without AMX: only ordinary instructions cut it."""
+    """This runs without AMX too: numbers are split by ordinary instructions."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((20, 48)) * 10.0 ** rng.integers(-20, 20, (20, 48))).astype(np.float32)
     codes = np.zeros(2 * ROWS * split_size.py_func(48), np.uint8)
@@ -64,7 +66,7 @@ def test_the_three_parts_of_a_number_add_up_to_it() -> None:
     tiles = codes.view(np.uint16).reshape(2, steps, PARTS, ROWS, ROW_BYTES // 2)
     parts = floats(tiles).transpose(2, 0, 3, 1, 4).reshape(PARTS, 2 * ROWS, steps * ROW_BYTES // 2)
     assert np.array_equal(parts[:, :20, :48].astype(np.float64).sum(0), x.astype(np.float64))
-    assert not parts[:, :20, 48:].any()  # no column of another row
+    assert not parts[:, :20, 48:].any()  # the padding is zero
 
 
 @needs_amx
@@ -86,7 +88,7 @@ def test_products_are_as_exact_as_in_float32(rows: int) -> None:
 
 
 @needs_amx
-def test_a_row_is_the_same_to_the_last_bit_whoever_is_beside_it() -> None:
+def test_a_row_is_the_same_to_the_last_bit_whatever_rows_are_beside_it() -> None:
     rng = np.random.default_rng(1)
     columns = (BLOCK + 2) * 32
     weight, x = bits(rng.standard_normal((80, columns))), rng.standard_normal((CHUNK + 40, columns)).astype("f")

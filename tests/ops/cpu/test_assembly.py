@@ -1,16 +1,16 @@
-"""The inner loops as they are compiled for processors that are not here."""
+"""The inner loops compiled for processors other than this one."""
 
 from __future__ import annotations
 
 import pytest
 from llvmlite import binding
 
-from minillm.bench.assembly import byte_loop, float_loop
+from minillm.bench.machine_code import byte_loop, float_loop
 
 NARROW = ["haswell", "alderlake", "apple-m1", "neoverse-n1", "neoverse-v1"]
 WIDE = ["skylake-avx512", "cascadelake"]
 FEW = 4
-"""Spills that LLVM 15 (numba 0.61) needs for ARM; later versions none."""
+"""Most spills that are allowed: LLVM 15 (numba 0.61) has some on ARM, later versions none."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,7 +21,7 @@ def every_target() -> None:
 
 @pytest.mark.parametrize("name", NARROW)
 def test_six_rows_of_one_panel_stay_in_narrow_registers(name: str) -> None:
-    """With four panels, as AVX-512 takes them, sums would go to memory and back in each round."""
+    """With four panels, as for AVX-512, sums would be spilled to memory in each iteration."""
     loop = float_loop(name, rows=6, panels=1)
     assert loop.spills <= FEW
     assert sum(loop.multiplications.values()) in (12, 24)  # six sums in two registers, or in four
@@ -30,7 +30,7 @@ def test_six_rows_of_one_panel_stay_in_narrow_registers(name: str) -> None:
 
 @pytest.mark.parametrize("name", WIDE)
 def test_six_rows_of_four_panels_stay_in_wide_registers_and_do_not_move(name: str) -> None:
-    """24 multiply-adds, 10 loads, and little more: loads in another order once cost 44 moves and 4 spills a round."""
+    """24 multiply-adds, 10 loads, and little more. Loads in another order once cost 44 moves and 4 spills a round."""
     loop = float_loop(name, rows=6, panels=4)
     assert loop.spills == 0 and loop.multiplications == {"vfmadd231ps": 24}
     assert len(loop.lines) < 50

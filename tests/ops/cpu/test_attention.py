@@ -1,18 +1,23 @@
-"""Paged attention on the CPU against the reference, over ragged steps with poison wherever nobody may look."""
+"""Paged attention on the CPU against the reference, over ragged steps with NaN in every slot that must not be read."""
 
 from __future__ import annotations
+
+import random
 
 import numpy as np
 import pytest
 import torch
 
-from minillm.ops.cpu.attention import KEYS, attend, scratch_size
+from minillm.batch import Segment, tree_masks
+from minillm.ops.cpu.attention import KEYS, NO_TREE, attend, scratch_size
+from minillm.ops.cpu.team import Team, new_sync
 from minillm.ops.paged_attention import paged_attention
+from minillm.ops.tree_attention import tree_attention
 from tests.ops.test_paged_attention import MIXES, random_step
 
 
-def run(q, keys, values, batch, window=None, threads: int = 1) -> torch.Tensor:
-    """`attend` by `threads` threads one after the other: tasks do not depend on each other."""
+def run(q, keys, values, batch, window=None, threads: int = 1, tree=NO_TREE) -> torch.Tensor:
+    """`attend` as `threads` threads, one after the other: tasks do not depend on each other."""
     heads, dim = q.shape[1:]
     requests, table, tables = [], 0, []
     for r, seq_len in enumerate(batch.seq_lens):
@@ -21,11 +26,11 @@ def run(q, keys, values, batch, window=None, threads: int = 1) -> torch.Tensor:
         table, tables = table + len(row), tables + row
     pools = [(np.where(np.abs(p := pool.numpy().reshape(-1)) == 1e4, np.nan, p),) for pool in (keys, values)]
     out = np.full(q.numel(), np.nan, np.float32)
-    for number in range(threads):
+    for thread_id in range(threads):
         scratch = np.full(scratch_size(dim), np.nan, np.float32)
         attend(
-            number, threads, q.numpy().reshape(-1), 0, heads * dim, heads, keys.shape[1], dim, window or 0,
-            np.array(requests), np.array(tables), batch.block_size, 0, *pools, out, 0, scratch, 0,
+            Team(thread_id, threads, new_sync()), q.numpy().reshape(-1), 0, heads * dim, heads, keys.shape[1], dim,
+            window or 0, np.array(requests), np.array(tables), tree, batch.block_size, 0, *pools, out, 0, scratch, 0,
         )  # fmt: skip
     return torch.from_numpy(out).view_as(q)
 
@@ -33,7 +38,7 @@ def run(q, keys, values, batch, window=None, threads: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((6, 1), 64), ((2, 2), 96), ((8, 2), 128)])
 @pytest.mark.parametrize("block_size", [1, 7, 16, 64])
-def test_every_ragged_step_is_that_of_the_reference(mix, heads, dim: int, block_size: int) -> None:
+def test_every_ragged_step_matches_the_reference(mix, heads, dim: int, block_size: int) -> None:
     q, keys, values, batch, _ = random_step(sum(mix) + block_size, block_size, heads, dim, mix)
     for window in (None, 1, 9):
         batch.plans.clear()
@@ -42,7 +47,39 @@ def test_every_ragged_step_is_that_of_the_reference(mix, heads, dim: int, block_
         assert float((got - right).norm() / right.norm()) < 1e-6, window
 
 
-def test_a_row_is_the_same_to_the_last_bit_in_any_company_and_on_any_thread() -> None:
+def random_masks(rng: random.Random, query_lens: list[int]) -> list[int]:
+    """Masks of a random tree for every request of at most 64 tokens, with its first token as the root; -1 for the
+    tokens of longer requests."""
+    masks: list[int] = []
+    for count in query_lens:
+        parents = [rng.randrange(-1, node) for node in range(count - 1)]
+        segment = Segment([0] * count, 0, [0], parents=parents if count <= 64 else None)
+        masks += tree_masks([segment])
+    return masks
+
+
+@pytest.mark.parametrize("mix", [*MIXES, [64], [3, 70, 64, 1]], ids=str)
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_draft_tree_matches_the_reference(mix: list[int], block_size: int, threads: int) -> None:
+    q, keys, values, batch, _ = random_step(sum(mix), block_size, (6, 2), 64, mix)
+    masks = random_masks(random.Random(len(mix)), mix)
+    right = tree_attention(q, keys, values, batch, torch.tensor(masks))
+    tree = np.array([[0] * len(masks), masks], np.int64).T.copy()
+    got = run(q, keys, values, batch, None, threads, tree)
+    assert float((got - right).norm() / right.norm()) < 1e-6
+    if max(mix) > 2:
+        assert float((got - run(q, keys, values, batch)).norm()) > 0.1  # a chain gives another result
+
+
+def test_a_tree_that_is_a_chain_gives_the_bits_of_a_chain() -> None:
+    q, keys, values, batch, _ = random_step(3, 16, (6, 2), 64, [5, 1, 64])
+    for mask in ([-1] * 70, [(1 << i + 1) - 1 for count in (5, 1, 63) for i in range(count)] + [-1]):
+        tree = np.array([[0] * 70, mask], np.int64).T.copy()
+        assert torch.equal(run(q, keys, values, batch, tree=tree), run(q, keys, values, batch))
+
+
+def test_a_row_is_the_same_to_the_last_bit_on_any_number_of_threads() -> None:
     q, keys, values, batch, _ = random_step(5, 16, (6, 2), 64, [1, 40, 5])
     whole = run(q, keys, values, batch)
     assert torch.equal(whole, run(q, keys, values, batch, threads=2))
@@ -56,8 +93,8 @@ def test_large_scores_do_not_overflow() -> None:
     assert float((got - right).norm() / right.norm()) < 1e-4  # the difference of scores near 1000 has fewer digits
 
 
-def test_a_prompt_of_several_blocks_is_that_of_the_reference_and_the_same_however_it_is_cut() -> None:
-    """Keys come in blocks: a softmax that forgot to shrink its sums for a larger score would be off from the second."""
+def test_a_prompt_of_several_key_blocks_matches_the_reference_and_is_the_same_however_it_is_split() -> None:
+    """A softmax that did not rescale its sums for a larger score would be wrong from the second key block on."""
     q, keys, values, batch, _ = random_step(7, 16, (6, 2), 64, [2 * KEYS + 40])
     q = q * torch.linspace(0.5, 3, len(q))[:, None, None]
     for window in (None, KEYS - 5, KEYS + 9):
@@ -65,7 +102,7 @@ def test_a_prompt_of_several_blocks_is_that_of_the_reference_and_the_same_howeve
         right = paged_attention(q, keys, values, batch, window)
         whole = run(q, keys, values, batch, window)
         assert float((whole - right).norm() / right.norm()) < 1e-6, window
-        for threads in (3, 200):  # few rows a task, and one
+        for threads in (3, 200):  # few rows per task, and one
             assert torch.equal(run(q, keys, values, batch, window, threads), whole), window
 
 

@@ -1,4 +1,4 @@
-"""Where compiled steps are kept: every version beside the others."""
+"""The cache folders of compiled steps: one for each version, and unused ones are deleted."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def folder() -> Path:
     return cache_folder.__wrapped__()
 
 
-def test_versions_and_processors_that_share_a_folder_keep_each_others_steps(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_and_processors_have_a_cache_folder_each(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [folder()]
     monkeypatch.setattr(compiled, "numba_version", "0.1")
     found.append(folder())
@@ -41,7 +39,7 @@ def test_versions_and_processors_that_share_a_folder_keep_each_others_steps(
     assert sorted(root.iterdir()) == sorted(found)
 
 
-def test_what_nobody_has_used_for_long_is_deleted_and_nothing_else(root: Path) -> None:
+def test_only_folders_that_were_not_used_for_long_are_deleted(root: Path) -> None:
     def made(name: str, days: float) -> Path:
         (root / name).mkdir()
         os.utime(root / name, (time.time() - days * DAY,) * 2)
@@ -51,5 +49,5 @@ def test_what_nobody_has_used_for_long_is_deleted_and_nothing_else(root: Path) -
     foreign = made("somebody-elses", UNUSED_DAYS + 1)
     own = folder()
     os.utime(own, (time.time() - 2 * UNUSED_DAYS * DAY,) * 2)
-    assert folder() == own and own.stat().st_mtime > time.time() - DAY  # used again
+    assert folder() == own and own.stat().st_mtime > time.time() - DAY  # using it renews its time
     assert recent.exists() and foreign.exists() and not old.exists()

@@ -1,4 +1,4 @@
-"""Products with nibbles against the dequantised matrix in fp64 and, for the whole numbers behind them, exactly."""
+"""Products with nibbles against the dequantised matrix in fp64; their integer sums exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba import njit
 
-from minillm.ops.cpu import simd
+from minillm.ops.cpu import register_tiles
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, GROUP, MATRIX_FIELDS, NONE, OUTPUTS, PANEL
 from minillm.ops.cpu.nibbles import (
@@ -26,14 +26,14 @@ from minillm.ops.cpu.processor import Processor
 from minillm.ops.cpu.rounding import round_row
 from minillm.ops.cpu.simd import LANES
 from minillm.quantization.groups import Groups, dequantize_groups, quantize_groups
-from tests.ops.cpu.test_simd import ways_here
+from tests.ops.cpu.test_register_tiles import ways_here
 
 KINDS = [NIBBLES, FLOAT_NIBBLES]
 SHAPES = [(16, 32, 16), (64, 128, 64), (100, 256, 128), (176, 192, 128), (72, 80, 64), (40, 48, 128)]
-"""Outputs, columns, group size: one panel and many, with and without a rest; groups that divide the columns or not."""
+"""(outputs, columns, group size): one panel and several, full and padded; groups that divide the columns or not."""
 LARGEST = 127 * 256 + 127
 BIT = 2.0**-24
-"""What rounding to fp32 changes at most, relatively."""
+"""Largest relative error of rounding to fp32."""
 
 
 @njit(**OPTIONS)
@@ -43,7 +43,7 @@ def rounded(w, matrix, vectors, scratch, codes, rows, scales_at):
 
 
 def matrix_of(outputs: int, columns: int, group: int, seed: int = 0) -> Groups:
-    """A random matrix in groups. The rows have means of their own, so that zero points lie anywhere from 0 to 15."""
+    """A random matrix in groups. Each row has its own mean, so that zero points range from 0 to 15."""
     rng = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, columns, generator=rng) + torch.randn(outputs, 1, generator=rng)
     return quantize_groups(weight, 4, group)
@@ -52,7 +52,7 @@ def matrix_of(outputs: int, columns: int, group: int, seed: int = 0) -> Groups:
 def run(
     kind: type, weight: Groups, group: int, x: torch.Tensor, bias: torch.Tensor | None = None, add: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y = x Wᵀ through `round_row` and `multiply`; the codes of x, `[rows, columns]`, and what a unit stands for."""
+    """y = x Wᵀ through `round_row` and `multiply`, the codes of x (`[rows, columns]`), and their steps (`[rows]`)."""
     (outputs, columns), rows = weight.codes.shape, len(x)
     panels = pack_nibbles(weight.codes.numpy(), weight.scales.numpy(), weight.zeros.numpy(), group, kind)
     padded = -(-outputs // LANES) * LANES
@@ -78,8 +78,8 @@ def run(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 50])
-def test_products_are_those_of_the_dequantised_matrix(kind: type, rows: int) -> None:
-    """Rounding moves each x by half a step at most, so y by ‖w‖₁ · step / 2; fp32 by 2^-24 of Σ |w x| for each sum."""
+def test_products_match_the_dequantised_matrix(kind: type, rows: int) -> None:
+    """Rounding changes each x by at most step / 2, so y by ‖w‖₁ · step / 2; each fp32 sum adds 2^-24 · Σ |w x|."""
     for outputs, columns, group in SHAPES:
         weight = matrix_of(outputs, columns, group, rows)
         x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
@@ -94,7 +94,7 @@ def test_products_are_those_of_the_dequantised_matrix(kind: type, rows: int) -> 
 
 
 def test_sums_of_whole_numbers_are_exact() -> None:
-    """With scales that are powers of two and few groups nothing is rounded but the last product."""
+    """With scales that are powers of two and few groups, only the last product is rounded."""
     for outputs, columns, group in SHAPES:
         weight = matrix_of(outputs, columns, group)
         weight = weight._replace(scales=torch.ones_like(weight.scales))
@@ -125,7 +125,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: type) -> None:
         assert torch.equal(run(kind, weight, 128, x[first:last])[0], together[first:last])
 
 
-def test_a_matrix_is_one_stream_of_groups_each_with_what_belongs_to_it() -> None:
+def test_a_matrix_is_one_stream_of_groups_each_after_its_scales_and_zero_points() -> None:
     columns, group = 96, 64
     weight = matrix_of(20, columns, group)
     flat = pack_nibbles(weight.codes.numpy(), weight.scales.numpy(), weight.zeros.numpy(), group)
@@ -138,7 +138,7 @@ def test_a_matrix_is_one_stream_of_groups_each_with_what_belongs_to_it() -> None
         eight, k = divmod(column - group, 8)
         words = second_group[16 + eight * 16 :][:4]
         assert np.array_equal(words >> (8 * (k % 4) + 4 * (k // 4)) & 15, weight.codes[16:, column])
-        assert not second_group[16 + eight * 16 :][4:16].any()  # the rows that fill up the panel
+        assert not second_group[16 + eight * 16 :][4:16].any()  # the rows that pad the panel
 
 
 def test_bytes_of_a_weight() -> None:
@@ -159,7 +159,7 @@ def one_group() -> Any:
 def test_the_largest_numbers_of_the_longest_group_fit_with_every_instruction(
     code: int, zero: int, way: Processor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simd, "processor", lambda: way)
+    monkeypatch.setattr(register_tiles, "processor", lambda: way)
     columns = LONGEST_GROUP
     codes, zeros = np.full((16, columns), code, np.uint8), np.full((16, 1), zero, np.uint8)
     w = pack_nibbles(codes, np.ones((16, 1), np.float16), zeros, columns)

@@ -27,7 +27,7 @@ from minillm.quantization.w8a8 import integer_product
 
 KINDS = ("float32", "half", "bfloat", "int8", "pairs twice", "pairs")
 TOLERANCE = {"pairs twice": 6e-5}
-"""Sixteen bits from -max to max: off by max / 65 000 at most, where max is some four times the usual number."""
+"""Sixteen bits from -max to max: an error of at most max / 65 000, where max is some four times a typical number."""
 TWO_BYTES = 127 * 256 + 127
 
 
@@ -40,7 +40,7 @@ def two_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None, add: bool = False):
-    """y (and for `add` what it is added to) through `multiply`, and the weight that the panels stand for."""
+    """Return y through `multiply` (for `add`: added to 0.5, which is then subtracted), and the right y."""
     outputs, columns = weight.shape
     padded = -(-outputs // LANES) * LANES
     vectors: list[np.ndarray] = []
@@ -74,7 +74,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
     scratch = np.concatenate([x.numpy().reshape(-1), scales_x.numpy(), np.zeros(SUMS_SIZE)]).astype("f")
     if kind == "bfloat":
         unsigned = np.full(codes_size(rows, columns, NONE), 0xFF, np.uint8)
-        made_ready(panels, matrix, np.zeros(0, np.float32), scratch, rows, unsigned)
+        round_rows(panels, matrix, np.zeros(0, np.float32), scratch, rows, unsigned)
     out = np.full((rows, padded), 0.5 if add else np.nan, np.float32)
     multiply(
         panels, matrix, np.concatenate([*vectors, np.zeros(LANES)]).astype("f"), scratch, 0, unsigned, rows * columns,
@@ -89,7 +89,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
 
 
 @njit(**OPTIONS)
-def made_ready(w, matrix, vectors, x, rows, codes):
+def round_rows(w, matrix, vectors, x, rows, codes):
     for r in range(rows):
         round_row(w, matrix, vectors, x, r * matrix[COLUMNS], codes, r, x, 0)
 
@@ -136,7 +136,7 @@ def both_tiles(w, x, y, columns, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 13])
-def test_tiles_for_few_registers_give_the_bits_of_those_for_many(rows: int) -> None:
+def test_tiles_for_few_and_for_many_registers_give_the_same_bits(rows: int) -> None:
     torch.manual_seed(rows)
     weight, x = torch.randn(64, 48), torch.randn(rows, 48)
     y = np.full((2, rows * 64), np.nan, np.float32)
@@ -152,7 +152,7 @@ def both_byte_tiles(w, x, y, columns, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 13])
-def test_tiles_of_bytes_for_few_registers_give_the_sums_of_those_for_many(rows: int) -> None:
+def test_tiles_of_bytes_for_few_and_for_many_registers_give_the_same_sums(rows: int) -> None:
     rng = np.random.default_rng(rows)
     codes, x = rng.integers(-127, 128, (64, 48)).astype(np.int8), rng.integers(0, 127, (rows, 48)).astype(np.uint8)
     y = np.zeros((2, rows * 64), np.float32)

@@ -1,4 +1,4 @@
-"""What is said of processors that are not here: the compiler knows them all."""
+"""What `examine` finds for processors other than this one, which LLVM can compile for."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import pytest
 import torch
 from llvmlite import binding
 
-from minillm import checks, trial
+from minillm.batch import Segment
 from minillm.cache.paged import PagedKVCache
-from minillm.models import cpu_executor
+from minillm.doctor import checks, import_probe
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
-from minillm.models.runner import ModelRunner, Segment
 from minillm.ops.cpu import processor as processor_module
 from minillm.ops.cpu.processor import Processor, examine, processor
+from minillm.runtime import cpu_executor, packed_decoder
+from minillm.runtime.runner import ModelRunner
 
 X86, MAC, LINUX_ARM = "x86_64-unknown-linux-gnu", "arm64-apple-macosx14.0.0", "aarch64-unknown-linux-gnu"
 LACKING_BOTH = "no FMA and no F16C"
@@ -43,7 +44,7 @@ def every_target() -> None:
         ("znver3", 8, "vpmaddwd", 8),
     ],
 )
-def test_x86_processors_are_known_by_what_they_compile_to(
+def test_x86_processors_are_known_by_their_assembly(
     name: str, registers: int, byte_products: str, byte_lanes: int
 ) -> None:
     found = examine(X86, name)
@@ -59,7 +60,7 @@ def test_x86_without_fma_or_half_floats_is_refused_with_what_it_lacks(name: str,
     assert found is not None and found.endswith(reason)
 
 
-def test_f16c_alone_can_be_what_is_lacking() -> None:
+def test_an_x86_processor_may_lack_f16c_alone() -> None:
     found = examine(X86, "haswell", "-f16c")
     assert found.has_fma and not found.converts_halves
     assert found.unsupported_reason is not None and found.unsupported_reason.endswith("has no F16C")
@@ -87,7 +88,7 @@ def test_this_processor_is_the_one_that_numba_compiles_for() -> None:
 
     triple, name, features = cpu_target.target_context.codegen().magic_tuple()
     assert processor() == examine(triple, name, features)
-    assert cpu_executor.processor is processor
+    assert packed_decoder.processor is processor
 
 
 def test_amx_is_used_where_the_processor_has_it_and_the_system_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,22 +110,22 @@ def test_amx_is_used_where_the_processor_has_it_and_the_system_allows_it(monkeyp
 
 
 def test_the_executor_refuses_what_the_processor_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LLVM would end the process: float16 becomes a call of a function that is not there."""
+    """LLVM would end the process: without F16C it calls a conversion function that does not exist."""
     old = replace(processor(), architecture="x86", converts_halves=False)
-    monkeypatch.setattr(cpu_executor, "processor", lambda: old)
-    reason = cpu_executor.why_not(None, None)  # type: ignore[arg-type]  (before it looks at either)
+    monkeypatch.setattr(packed_decoder, "processor", lambda: old)
+    reason = cpu_executor.unsupported_reason(None, None)  # type: ignore[arg-type]  (it uses neither)
     assert reason is not None and "no F16C" in reason
 
 
 @pytest.mark.parametrize(("name", "status"), [("generic", "limited"), ("haswell", "limited")])
-def test_the_doctor_says_so_too(name: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_reports_an_unsupported_processor(name: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CPU_NAME", name)
     monkeypatch.setenv("NUMBA_CPU_FEATURES", "")
-    trial._ask.cache_clear()
+    import_probe._ask.cache_clear()
     try:
         row = checks.numba()
     finally:
-        trial._ask.cache_clear()
+        import_probe._ask.cache_clear()
     assert row.status == status
     if name == "generic":
         assert "not for this processor" in row.found and "no FMA" in row.meaning
@@ -133,19 +134,19 @@ def test_the_doctor_says_so_too(name: str, status: str, monkeypatch: pytest.Monk
 
 
 def test_without_numba_the_engine_runs_in_pytorch_and_the_doctor_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Windows on ARM64, for which there is no numba."""
+    """This is the case on Windows on ARM64, for which there is no numba."""
     monkeypatch.setitem(sys.modules, "numba", None)
-    for name in [name for name in sys.modules if name.startswith(("minillm.ops.cpu", "minillm.models.cpu_executor"))]:
+    for name in [name for name in sys.modules if name.startswith(("minillm.ops.cpu", "minillm.runtime.cpu_executor"))]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("minillm.models.cpu_executor")
+    monkeypatch.delattr("minillm.runtime.cpu_executor")
     config = ModelConfig(97, 64, 96, 1, 4, 2, 32, 64, rope=RopeConfig())
     cache = PagedKVCache(config, 4, 16, torch.float32, torch.device("cpu"))
     runner = ModelRunner(Decoder(config).eval(), cache, 16)
-    reason = runner.speed_up()
+    reason = runner.use_executor()
     assert reason is not None and "numba cannot be imported" in reason
     assert runner.run([Segment([1, 2, 3], 0, [0])]).shape == (1, 97)
 
-    monkeypatch.setattr(checks, "_tried", lambda question: trial.Answer("not installed"))
+    monkeypatch.setattr(checks, "_tried", lambda question: import_probe.Answer("not installed"))
     assert checks.numba().fix == "pip install numba"
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(platform, "machine", lambda: "ARM64")
@@ -154,7 +155,7 @@ def test_without_numba_the_engine_runs_in_pytorch_and_the_doctor_says_why(monkey
 
 
 def also_here() -> list[str]:
-    """Other processors whose instructions this one has."""
+    """Other processors whose code this one can run."""
     features = binding.get_host_cpu_features() if processor().is_x86 else {}
     needed = {"haswell": ("avx2", "fma", "f16c"), "alderlake": ("avx2", "fma", "f16c", "avxvnni")}
     return [name for name, those in needed.items() if all(features.get(feature) for feature in those)]
@@ -165,7 +166,7 @@ def test_products_that_are_compiled_for_another_processor_are_right(name: str) -
     environment = {**os.environ, "NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": ""}
     which = "bytes_are_multiplied_exactly"
     command = [sys.executable, "-m", "pytest", "-q", "tests/ops/cpu/test_panels.py", "-k", which]
-    root = Path(checks.__file__).parents[1]
+    root = Path(checks.__file__).parents[2]
     done = subprocess.run(command, check=False, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
     assert " passed" in done.stdout

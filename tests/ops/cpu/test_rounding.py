@@ -1,4 +1,4 @@
-"""Rows of activations made ready for what they are multiplied by, against the same with NumPy."""
+"""Rows of activations rounded for each kind of weights, against NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minillm.ops.cpu.simd import HALF, MIDDLE, PAIRED, TWICE_PAIRED
 
 SIZE, ROW, GROUP_SIZE = 48, 1, 32
 BYTES = {PAIRED: SIZE, TWICE_PAIRED: 2 * SIZE, NIBBLES: row_size(SIZE, GROUP_SIZE)}
-"""Of one row. The nibbles' second group is half as long as the first."""
+"""Bytes of one row. With nibbles the second group is half as long as the first."""
 
 
 @njit(**OPTIONS)
@@ -22,8 +22,8 @@ def rounded(w, matrix, vectors, x, codes, scales):
     round_row(w, matrix, vectors, x, 0, codes, ROW, scales, 0)
 
 
-def make_ready(kind: type, x: np.ndarray, input_scales: np.ndarray | None = None) -> tuple[np.ndarray, float]:
-    """What `round_row` writes to the row, and what one unit stands for."""
+def round_one(kind: type, x: np.ndarray, input_scales: np.ndarray | None = None) -> tuple[np.ndarray, float]:
+    """The bytes that `round_row` writes, and the step."""
     matrix = np.full(MATRIX_FIELDS, NONE, np.int64)
     matrix[COLUMNS], matrix[GROUP] = SIZE, GROUP_SIZE
     vectors = np.zeros(SIZE, np.float32)
@@ -32,13 +32,13 @@ def make_ready(kind: type, x: np.ndarray, input_scales: np.ndarray | None = None
     size = BYTES.get(kind, 0)
     codes, scales = np.zeros(3 * size, np.uint8), np.zeros(1, np.float32)
     rounded(np.zeros(1, kind), matrix, vectors, x, codes, scales)
-    assert not codes[: ROW * size].any() and not codes[(ROW + 1) * size :].any()  # the rows beside it are others'
+    assert not codes[: ROW * size].any() and not codes[(ROW + 1) * size :].any()  # other rows stay untouched
     return codes[ROW * size : (ROW + 1) * size], scales[0]
 
 
 def row_of(kind: type, x: np.ndarray) -> tuple[np.ndarray, float]:
-    """The signed codes that `round_row` makes of `x`, and what one unit stands for."""
-    row, step = make_ready(kind, x)
+    """The signed codes that `round_row` computes from `x`, and the step."""
+    row, step = round_one(kind, x)
     if kind is NIBBLES:
         parts = row[: 2 * SIZE].view(np.int8).astype(np.int64).reshape(2, SIZE)
     else:
@@ -49,7 +49,9 @@ def row_of(kind: type, x: np.ndarray) -> tuple[np.ndarray, float]:
 @pytest.mark.parametrize(
     ("kind", "largest"), [(PAIRED, 127), (TWICE_PAIRED, 127 * 256 + 127), (NIBBLES, 127 * 256 + 127)]
 )
-def test_the_largest_number_has_the_largest_code_and_all_are_near(kind: type, largest: int) -> None:
+def test_the_largest_number_has_the_largest_code_and_every_error_is_at_most_half_a_step(
+    kind: type, largest: int
+) -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         x = (rng.standard_normal(SIZE) * 10.0 ** rng.integers(-6, 6)).astype(np.float32)
@@ -60,13 +62,13 @@ def test_the_largest_number_has_the_largest_code_and_all_are_near(kind: type, la
 
 @pytest.mark.parametrize("kind", [TWICE_PAIRED, NIBBLES])
 def test_two_bytes_hold_every_code_there_is(kind: type) -> None:
-    """Above all those whose second byte is at an end of its range, where one more would be another byte."""
+    """The critical codes have a second byte at an end of its range, where the next code changes the first byte."""
     largest = 127 * 256 + 127
     every = np.arange(-largest, largest + 1)
     for first in range(0, len(every), SIZE - 1):
         wanted = np.zeros(SIZE, np.int64)
         part = every[first : first + SIZE - 1]
-        wanted[: len(part)], wanted[-1] = part, largest  # so that a unit is 1
+        wanted[: len(part)], wanted[-1] = part, largest  # so that the step is 1
         codes, step = row_of(kind, wanted.astype(np.float32))
         assert step == 1 and np.array_equal(codes, wanted)
 
@@ -80,23 +82,23 @@ def test_a_row_of_zeros_stays_one(kind: type) -> None:
 def test_each_group_of_nibbles_has_the_sum_of_its_codes() -> None:
     rng = np.random.default_rng(0)
     for x in (rng.standard_normal(SIZE), rng.random(SIZE), -np.ones(SIZE)):
-        row, _ = make_ready(NIBBLES, x.astype(np.float32))
+        row, _ = round_one(NIBBLES, x.astype(np.float32))
         codes, _ = row_of(NIBBLES, x.astype(np.float32))
         assert np.array_equal(row[2 * SIZE :].view(np.int32), [codes[:GROUP_SIZE].sum(), codes[GROUP_SIZE:].sum()])
 
 
 @pytest.mark.parametrize("kind", [NIBBLES, FLOAT_NIBBLES])
-def test_input_scales_multiply_what_nibbles_meet(kind: type) -> None:
+def test_input_scales_multiply_the_inputs_of_nibbles(kind: type) -> None:
     x, scales = np.arange(SIZE, dtype=np.float32), np.linspace(0.5, 2, SIZE, dtype=np.float32)
     ready = x.copy()
-    row, step = make_ready(kind, ready, scales)
+    row, step = round_one(kind, ready, scales)
     assert np.array_equal(ready, x * scales)
-    right, right_step = make_ready(kind, x * scales)
+    right, right_step = round_one(kind, x * scales)
     assert np.array_equal(row, right) and step == right_step
 
 
 @pytest.mark.parametrize("kind", [np.float32, HALF, np.int8, FLOAT_NIBBLES])
-def test_what_is_multiplied_as_floats_is_left_alone(kind: type) -> None:
+def test_inputs_that_are_multiplied_as_floats_are_left_alone(kind: type) -> None:
     x = np.arange(SIZE, dtype=np.float32)
-    _, step = make_ready(kind, x)
+    _, step = round_one(kind, x)
     assert np.array_equal(x, np.arange(SIZE)) and step == 0

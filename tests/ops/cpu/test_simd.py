@@ -1,8 +1,6 @@
-"""The vocabulary: every operation on sixteen lanes against numpy."""
+"""Every operation on vectors of sixteen lanes against numpy."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ from numba import njit
 
 from minillm.ops.cpu import simd
 from minillm.ops.cpu.compiled import OPTIONS
-from minillm.ops.cpu.processor import Processor
 
 RNG = np.random.default_rng(0)
 
@@ -48,7 +45,7 @@ def extremes(a, b, out):
     out[32], out[33] = simd.largest(simd.load(a, 0)), simd.smallest(simd.load(a, 0))
 
 
-def test_nan_wins_over_every_number_whichever_side_it_stands_on() -> None:
+def test_maximum_and_minimum_with_nan_are_nan() -> None:
     a, b, out = np.arange(16, dtype=np.float32), np.full(16, 7, np.float32), np.empty(34, np.float32)
     a[3], b[5], a[8], b[9], a[0], a[15] = np.nan, np.nan, -np.inf, np.inf, np.inf, -np.inf
     extremes(a, b, out)
@@ -59,8 +56,8 @@ def test_nan_wins_over_every_number_whichever_side_it_stands_on() -> None:
     assert (out[32], out[33]) == (16, 1)
 
 
-def test_nothing_is_asked_of_llvm_that_its_older_versions_cannot_do_on_x86() -> None:
-    """Before version 17 (numba 0.61 brings 15) `llvm.maximum` of vectors ends the process when it is compiled."""
+def test_no_llvm_intrinsic_is_used_that_older_versions_lack_on_x86() -> None:
+    """Before version 17 of LLVM (numba 0.61 brings 15) compiling `llvm.maximum` of vectors ends the process."""
     a, out = np.zeros(16, np.float32), np.empty(34, np.float32)
     extremes(a, a, out)
     exp_of([1.0])
@@ -84,7 +81,7 @@ def loaded(array, out):
 
 
 @pytest.mark.parametrize("kind", ["float32", "half", "bfloat", "int8"])
-def test_numbers_are_read_whatever_they_are_stored_as(kind: str) -> None:
+def test_every_stored_dtype_is_loaded_as_floats(kind: str) -> None:
     exact = RNG.integers(-127, 128, 64).astype(np.float32)
     stored = {
         "float32": exact,
@@ -132,7 +129,7 @@ def nibbles(x, packed, out):
     simd.store(out, 0, simd.load_nibbles(packed, 0))
 
 
-def test_nibbles_lie_two_to_a_byte_the_even_ones_low() -> None:
+def test_nibbles_are_two_to_a_byte_the_even_one_in_the_low_half() -> None:
     x, packed, out = np.arange(15, -1, -1).astype(np.float32), np.empty(8, np.uint8), np.empty(16, np.float32)
     nibbles(x, packed, out)
     assert np.array_equal(out, x)
@@ -140,68 +137,12 @@ def test_nibbles_lie_two_to_a_byte_the_even_ones_low() -> None:
 
 
 @njit(**OPTIONS)
-def turn(x):
+def transpose(x):
     simd.transpose(x, 3, 20, x, 500)
 
 
-def test_a_square_is_turned_on_its_side() -> None:
+def test_a_square_is_transposed() -> None:
     x = RNG.standard_normal(800).astype(np.float32)
     square = np.stack([x[3 + 20 * j : 19 + 20 * j] for j in range(16)])
-    turn(x)
+    transpose(x)
     assert np.array_equal(x[500:756].reshape(16, 16), square.T)
-
-
-def byte_sums():
-    @njit(**OPTIONS)
-    def product(w, x, fours, out):
-        simd.tile_bytes(w, 0, fours * 64, x, 0, 4 * fours, fours, out, 0, 32, 2, 3)
-
-    return product
-
-
-def ways_here() -> list[Processor]:
-    """This processor, and with fewer of its instructions those beside it: AVX-VNNI, AVX2, none."""
-    here = simd.processor()
-    ways = [here, replace(here, byte_products=None, byte_lanes=0)]
-    if here.is_x86:
-        ways.append(replace(here, byte_products="vpmaddwd", byte_lanes=8))
-        if here.byte_lanes == 16:
-            ways.append(replace(here, byte_products="vpmaddwd"))
-        if here.byte_products == "vpdpbusd":
-            ways.append(replace(here, byte_lanes=8))
-    return ways
-
-
-@pytest.mark.parametrize("way", ways_here(), ids=lambda way: f"{way.byte_products} x {way.byte_lanes}")
-def test_sums_of_bytes_are_exact_at_their_largest_with_every_instruction(
-    way: Processor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(simd, "processor", lambda: way)
-    fours = 9
-    w = RNG.integers(-127, 128, (2, fours, 16, 4)).astype(np.int8)
-    w[0, :, 0], w[0, :, 1] = 127, -127
-    x = RNG.integers(0, 256, (3, fours * 4)).astype(np.uint8)
-    x[0] = 255
-    out = np.empty(3 * 32, np.float32)
-    product = byte_sums()
-    product(w.reshape(-1).view(np.uint8), x.reshape(-1), fours, out)
-    rows = w.transpose(0, 2, 1, 3).reshape(32, -1).astype(np.int64)
-    meant = x.astype(np.int64) if way.byte_products != "sdot" else x.view(np.int8).astype(np.int64)
-    assert np.array_equal(out.view(np.int32).reshape(3, 32), meant @ rows.T)
-    [code] = product.inspect_asm().values()
-    registers = {8: "%ymm", 16: "%zmm"}.get(way.byte_lanes, "") if way.is_x86 else ""
-    found = [line for line in code.splitlines() if way.byte_products and f"\t{way.byte_products}\t" in line]
-    assert bool(found) == bool(way.byte_products) and all(registers in line for line in found)
-
-
-@njit(**OPTIONS)
-def one_tile(w, x, y, length):
-    simd.tile(w, 0, length * 16, 16, x, 0, length, length, y, 0, 64, False, 4, 6)
-
-
-def test_a_tile_of_24_sums_is_not_unrolled() -> None:
-    """Two rounds at once need more than 32 registers: the sums would be written to memory and read again in each."""
-    w, x, y = np.zeros(64 * 8, np.float32), np.zeros(6 * 8, np.float32), np.zeros(6 * 64, np.float32)
-    one_tile(w, x, y, 8)
-    [code] = one_tile.inspect_llvm().values()
-    assert code.count("call <16 x float> @llvm.fma.v16f32") == 24

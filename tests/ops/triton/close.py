@@ -1,4 +1,4 @@
-"""How far a kernel's result may be from its reference, and how many examples are enough."""
+"""The error allowed between a kernel's result and its reference, and the settings for random examples."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 FP32 = 1e-5
 HALF = 2e-2
-"""For 16-bit results against a fp32 reference of the same inputs."""
+"""The relative error allowed between 16-bit results and an fp32 reference of the same inputs."""
 
 
 def assert_close(found: Tensor, expected: Tensor, limit: float = FP32) -> None:
-    """‖found - expected‖ ≤ limit · ‖expected‖, of one shape. NaN anywhere fails, for no comparison with it is true."""
+    """Assert equal shapes and ‖found - expected‖ ≤ limit · ‖expected‖. NaN fails: no comparison with it is true."""
     assert found.shape == expected.shape
     error, size = (found.double() - expected.double()).norm().item(), expected.double().norm().item()
     assert error <= limit * size, f"relative error {error / max(size, 1e-300):.3g} is over {limit}"
 
 
 def examples(count: int) -> settings:
-    """So many random examples, the same in every run. A failure is not made smaller first: that takes hundreds of runs,
-    which the interpreter makes minutes of, and the examples are small as they come."""
+    """Run this many random examples, the same in every run, without shrinking failures. Shrinking takes hundreds of
+    runs, which are minutes in the interpreter, and the examples are small already."""
     return settings(max_examples=count, derandomize=True, phases=(Phase.explicit, Phase.generate))

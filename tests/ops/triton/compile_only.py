@@ -1,7 +1,7 @@
-"""Compile the kernels for GPUs that are not here: `python -m tests.ops.triton.compile_only 75 80 90`.
+"""Compile the kernels without a GPU: `python -m tests.ops.triton.compile_only 75 80 90`.
 
-Run by a test in a process of its own, because Triton must not be in interpreter mode. The launchers run as they are, on
-CPU tensors; where a kernel would be launched it is compiled to machine code instead, with the arguments it was given.
+A test runs this in a process of its own, because Triton must not be in interpreter mode. The launchers run unchanged,
+on CPU tensors. Where they launch a kernel, it is compiled to machine code instead, for the arguments of the launch.
 Prints one line per kernel and GPU.
 """
 
@@ -16,14 +16,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from minillm.batch import Segment
+from minillm.cache.base import KVCache
+from minillm.cache.paged import PagedKVCache
+from minillm.cache.paged_int4 import PagedInt4KVCache
+from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
-from minillm.models.gpu_executor import GpuExecutor
-from minillm.models.gpu_step import CACHES
-from minillm.models.runner import Segment
 from minillm.ops import dispatch
 from minillm.ops.dispatch import OPS
-from minillm.ops.tree_attention import tree_masks
 from minillm.ops.triton import machine
 from minillm.ops.triton.advance import advance
 from minillm.ops.triton.int4_linear import int4_linear
@@ -37,8 +38,10 @@ from minillm.ops.triton.silu_gate import silu_gate
 from minillm.ops.triton.store_kv import store_kv
 from minillm.ops.triton.tiling import Tiling
 from minillm.ops.triton.w8a8_linear import w8a8_linear
-from tests.ops.triton.steps import quantized, step
+from minillm.runtime.gpu_executor import GpuExecutor
+from tests.ops.triton.steps import node_masks, quantized, step
 
+CACHES: tuple[type[KVCache], ...] = (PagedKVCache, PagedInt8KVCache, PagedInt4KVCache)
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -53,20 +56,20 @@ TYPES = {
 
 
 def kind(value: Any) -> str:
-    """The name that Triton has for the type of an argument."""
+    """Return Triton's name for the type of an argument."""
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
 def compile_instead(target: GPUTarget, seen: set[str]) -> Callable[..., None]:
-    """What stands in for the launch of any kernel."""
+    """Return the function that replaces `JITFunction.run`: it compiles a kernel instead of launching it."""
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         names = [p.name for p in kernel.params]
         given = dict(zip(names, args)) | {k: v for k, v in kwargs.items() if k in names}  # noqa: B905
         options = {k: v for k, v in kwargs.items() if k not in names}
-        # A whole number that is 1 becomes a constant, as in a launch.
+        # An integer that is 1 becomes a constant, as in a launch.
         constants = {
             p.name: given[p.name]
             for p in kernel.params
@@ -77,7 +80,7 @@ def compile_instead(target: GPUTarget, seen: set[str]) -> Callable[..., None]:
         if key in seen:
             return
         seen.add(key)
-        # Pointers and multiples of 16 are marked as such, as a launch does.
+        # Pointers and multiples of 16 are marked as divisible by 16, as in a launch.
         whole = {
             (i,): [["tt.divisibility", 16]]
             for i, n in enumerate(names)
@@ -94,7 +97,7 @@ def compile_instead(target: GPUTarget, seen: set[str]) -> Callable[..., None]:
 
 
 def launches(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
-    """Every kernel, as the engine would launch it on activations of `dtype`."""
+    """Yield a launch of every kernel, as the engine makes it on activations of `dtype`."""
     x = torch.randn(4, 384, dtype=dtype)
     yield lambda: add_rms_norm(x, x, x[0], 1e-5)
     yield lambda: rope(torch.randn(4, 6, 64, dtype=dtype), *torch.randn(2, 4, 1, 64, dtype=dtype))
@@ -102,7 +105,7 @@ def launches(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     yield lambda: argmax(x)
     yield lambda: all_finite(x)
     yield from attention(dtype)
-    for rows, outputs in ((1, 64), (200, 64)):  # one row, whose columns are split, and many
+    for rows, outputs in ((1, 64), (200, 64)):  # one row, whose columns are split, and many rows
         wide = torch.randn(rows, 1024, dtype=dtype)
         codes, scales = torch.zeros(outputs, 1024, dtype=torch.int8), torch.ones(outputs)
         bytes_, zeros, halves = codes[:, :512].byte(), codes[:, :4].byte(), torch.ones(outputs, 8).half()
@@ -115,10 +118,10 @@ def launches(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
 
 
 def attention(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
-    """Decoding, a prefill, a tree and a window over every kind of pool, and writing to it."""
+    """Yield a decode, a prefill, a tree and a window over every kind of pool, and writes to it."""
     decode = step(0, [1, 5, 2], 16, (6, 2), 64, dtype)
     prefill = step(0, [100], 16, (8, 2), 128, dtype)
-    tree = torch.tensor([m for n in decode.batch.query_lens for m in tree_masks(list(range(-1, n - 1)))])
+    tree = torch.tensor([m for n in decode.batch.query_lens for m in node_masks(list(range(-1, n - 1)))])
     slots = torch.arange(8)
     yield lambda: paged_attention(*decode, tree=tree, tiling=Tiling(16, 64, splits=4))
     yield lambda: paged_attention(*decode, window=128)
@@ -133,7 +136,7 @@ def attention(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
 
 
 def whole_steps(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
-    """A decoding step as the executor runs it, with whole numbers of 32 bits from one tensor, over every cache."""
+    """Yield decoding steps as the executor runs them, with int32 inputs in one tensor, over every cache."""
     config = ModelConfig(96, 64, 96, 1, 4, 2, 32, 512, rope=RopeConfig(), qk_norm=True)
     model = Decoder(config).requires_grad_(False).to(dtype)
     for layout in CACHES:
@@ -146,7 +149,7 @@ def whole_steps(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
 
 
 def choices() -> Iterator[Callable[[], Any]]:
-    """What works on probabilities, which are always fp32."""
+    """Yield the kernels on probabilities, which are always fp32."""
     p, uniforms = torch.rand(5, 3000), torch.rand(5).double()
     yield lambda: sample(p, uniforms)
     drafts, start = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 3, 3], dtype=torch.int32)

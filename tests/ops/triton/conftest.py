@@ -1,7 +1,7 @@
-"""Kernels run on a GPU if there is one, else in Triton's interpreter, without any other test noticing.
+"""Kernels run on a GPU if there is one, else in Triton's interpreter, without affecting any other test.
 
-Triton decides when it is imported, and asks again while a kernel runs. So the environment says "interpret" while this
-file imports Triton and the kernels, and again during each of these tests, and at no other time.
+Triton reads `TRITON_INTERPRET` when it is imported and again while a kernel runs. So the variable is set while this
+file imports Triton and the kernels, and during each of these tests, and at no other time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The environment of a kernel's run. The interpreter computes with NumPy, which warns of infinities; a GPU does
-    not."""
+    """Set the environment in which a kernel runs, and silence NumPy, with which the interpreter computes: it warns of
+    infinities."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     with np.errstate(all="ignore"):

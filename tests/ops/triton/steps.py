@@ -1,4 +1,4 @@
-"""Ragged steps over pools full of poison: what attention must never look at is NaN, in every format."""
+"""Ragged steps over pools whose unused slots hold NaN, in every format: attention must never read them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minillm.cache.base import Batch
+from minillm.batch import Batch
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.cache.paged_quantized import DequantizedRows
@@ -35,7 +35,7 @@ def step(
     dtype: torch.dtype = torch.float32,
     past: tuple[int, ...] = (0, 1, 5, 37),
 ) -> Step:
-    """Requests with `query_lens` new tokens each and some cached ones, their blocks scattered over the pool."""
+    """Return requests with `query_lens` new tokens and some cached ones, their blocks scattered over the pool."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     seq_lens = [length + rng.choice(past) for length in query_lens]
@@ -63,8 +63,16 @@ def step(
 
 
 def quantized(numbers: Tensor, bits: int, group_size: int = 32) -> DequantizedRows:
-    """A layer's keys or values as an INT8 or INT4 cache holds them; where they are NaN, so are the scales."""
+    """Return keys or values quantised as in an INT8 or INT4 cache; where they are NaN, so are the scales."""
     config = ModelConfig(8, 8, 8, 1, numbers.shape[1], numbers.shape[1], numbers.shape[2], 8)
     layout, options = (PagedInt8KVCache, {}) if bits == 8 else (PagedInt4KVCache, {"group_size": group_size})
     cache = layout(config, 1, 1, numbers.dtype, numbers.device, **options)
     return DequantizedRows(cache.encode(numbers), cache.decode, tuple(numbers.shape))
+
+
+def node_masks(parents: list[int]) -> list[int]:
+    """`Batch.tree` of a segment all of whose tokens are nodes; -1: the node follows the cached tokens. At most 63."""
+    masks: list[int] = []
+    for node, parent in enumerate(parents):
+        masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
+    return masks

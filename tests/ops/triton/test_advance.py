@@ -1,4 +1,4 @@
-"""Where the next drafted token goes: the kernel against the reference, and both against what the host would say."""
+"""The slot of the next draft token: the kernel against the reference, and both against the host's arithmetic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_slots_and_lengths_are_what_the_host_would_say(requests: int, block_size
     for dtype in (torch.int32, torch.int64):
         x = torch.tensor(lengths, dtype=dtype, device=WHERE)
         table = torch.tensor(tables, dtype=dtype, device=WHERE).view(requests, 3)
-        wide = torch.cat((table, table), dim=1)[:, :3]  # a view: its rows lie further apart than they are long
+        wide = torch.cat((table, table), dim=1)[:, :3]  # a view whose row stride is larger than its row
         for advance in (reference_file.advance, kernel_file.advance):
             for given_table in (table, wide):
                 got_slots, got_lengths = advance(x, given_table, block_size)

@@ -1,4 +1,4 @@
-"""The interpreter forgives what the compiler does not: every kernel is compiled too, for a GPU that is not here."""
+"""The interpreter accepts code that the compiler rejects, so every kernel is also compiled, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNELS = [
 @pytest.mark.skipif(find_spec("triton.backends.nvidia") is None, reason="this Triton has no compiler for NVIDIA GPUs")
 @pytest.mark.skipif(
     tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 6),
-    reason="older Tritons describe arguments otherwise",
+    reason="older versions of Triton describe arguments in another way",
 )
 def test_every_kernel_compiles_for_ampere(tmp_path: Path) -> None:
     """To machine code, in fp16. `compile_only.py` takes other GPUs and dtypes by hand."""

@@ -34,7 +34,7 @@ def test_rms_norm_equals_the_reference(rows: int, size: int, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_residual_is_added_before_the_norm_and_returned(dtype: torch.dtype) -> None:
-    """Bit for bit, but for bfloat16 in the interpreter, which cuts digits off where a GPU rounds."""
+    """Equal bit for bit, except for bfloat16 in the interpreter, which truncates where a GPU rounds."""
     torch.manual_seed(0)
     x, residual, weight = randn(3, 2, 96, dtype=dtype), randn(3, 2, 96, dtype=dtype), randn(96, dtype=dtype)
     kept = x.clone()

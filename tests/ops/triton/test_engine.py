@@ -1,4 +1,4 @@
-"""The engine on the kernels: the same tokens as on PyTorch."""
+"""The engine on the kernels gives the same tokens as on PyTorch."""
 
 from __future__ import annotations
 

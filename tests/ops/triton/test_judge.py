@@ -1,4 +1,4 @@
-"""A step judged by the kernels: the verdicts of the judge that looks at everything."""
+"""Verdicts of the kernels against those of the judge on the host."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from minillm.device_sampling import DeviceSampler
-from minillm.engine.judge import DeviceJudge, judge
-from minillm.engine.request import Request
-from minillm.models.gpu_executor import GpuExecutor
+from minillm.engine.judge import DeviceJudge, HostJudge, judge
 from minillm.ops.triton import rejection as rejection_file
 from minillm.ops.triton import sample as sample_file
+from minillm.request import Request
+from minillm.runtime.gpu_executor import GpuExecutor
+from minillm.sampling.device import DeviceSampler
 from tests.conftest import TinyPair
 from tests.engine.test_device_judge import WISHES, elsewhere, engine, judge_on_device, on_device, random_round, texts
 from tests.no_waiting import NoWaiting
@@ -21,7 +21,7 @@ from tests.ops.triton.steps import WHERE
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small vocabularies take several steps."""
+    """Make small vocabularies take several iterations."""
     for file in (sample_file, rejection_file):
         monkeypatch.setattr(file, "BLOCK", 16)
 
@@ -29,8 +29,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kinds", ["n", "d", "s"])
 @pytest.mark.parametrize("wishes", ["greedy", "sampled", "all side by side"])
 def test_verdicts_of_the_kernels_are_the_same(wishes: str, kinds: str) -> None:
-    """A token differs if a uniform falls within 10^-7 of a border: in these draws one time in 10^5; with fixed seeds,
-    never."""
+    """A token would differ if a uniform were within 10^-7 of a border: in these draws one time in 10^5, with these
+    fixed seeds never."""
     rng, device_judge = random.Random(0), DeviceJudge(WHERE, "triton")
     torch.manual_seed(0)
     for _ in range(3):
@@ -44,7 +44,7 @@ def test_the_engine_says_the_same_when_kernels_judge(tiny: TinyPair) -> None:
     options = {"device": WHERE.type, "dtype": "float32"}
     fewer = {"max_tokens": 3, "min_tokens": 2}
     plain = engine(tiny, "probabilistic", **options)
-    plain.engine.device_judge = plain.engine.drafter.sampler = None
+    plain.engine.judge, plain.engine.drafter.sampler = HostJudge(), None
     expected = texts(plain, "all side by side", **fewer)
     llm = engine(tiny, "probabilistic", **options)
     crossings = on_device(llm, "triton")
@@ -55,9 +55,8 @@ def test_the_engine_says_the_same_when_kernels_judge(tiny: TinyPair) -> None:
 @pytest.mark.skipif(WHERE.type == "cuda", reason="on a CPU nothing waits; there it is asked what would")
 @pytest.mark.parametrize("drafts", [None, "probabilistic"])
 def test_a_whole_step_waits_once_and_once_for_each_drawn_draft(tiny: TinyPair, drafts: str | None) -> None:
-    """From the schedule to the commit: the model's kernels, the draft's, the judge's. The executor sends its inputs by
-    itself, and nothing else crosses. Drafts that are drawn are read one by one, because the host lays out the next
-    forward."""
+    """The step runs from the schedule to the commit, with the kernels of the model, the draft model and the judge. Only
+    the executor sends inputs. Sampled drafts are read one by one, because the host prepares the next forward."""
     fewer = {"max_tokens": 4, "min_tokens": 2}
     options = {"enforce_eager": True, "max_num_seqs": 4, "num_kv_blocks": 40, "dtype": "float32"}
     expected = texts(engine(tiny, drafts, **options), "sampled and bent", **fewer)
@@ -65,7 +64,7 @@ def test_a_whole_step_waits_once_and_once_for_each_drawn_draft(tiny: TinyPair, d
     loop, steps = llm.engine, []
     for runner in (loop.runner, *([loop.drafter.runner] if drafts else [])):
         runner.executor = GpuExecutor(runner.model, runner.cache, 4, 4, 64, use_graphs=False)
-    loop.device_judge = DeviceJudge("cpu", "triton")
+    loop.judge = DeviceJudge("cpu", "triton")
     if drafts:
         loop.drafter.sampler = DeviceSampler("cpu", "triton")
     real = loop._step
@@ -79,7 +78,7 @@ def test_a_whole_step_waits_once_and_once_for_each_drawn_draft(tiny: TinyPair, d
     loop._step = watched
     assert texts(llm, "sampled and bent", **fewer) == expected
     assert len(steps) > 1
-    most = 1 + 2 * bool(drafts)  # after the first token, two drafts and one more are all that fit
+    most = 1 + 2 * bool(drafts)  # after the first token, two drafts and one more token fit
     assert {crossed["read"] for crossed in steps} <= set(range(1, most + 1))
     assert max(crossed["read"] for crossed in steps) == most
     assert all(crossed["send"] == crossed["read"] for crossed in steps)

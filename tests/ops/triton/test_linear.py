@@ -39,7 +39,7 @@ def layer(scheme: Scheme, outputs: int, columns: int, bias: bool) -> QuantizedLi
 
 
 def run(made: QuantizedLinear, x: Tensor, tiles: Tiles | None) -> Tensor:
-    """The kernel of the layer's scheme."""
+    """Return the output of the kernel for the layer's scheme."""
     t = made.tensors
     if isinstance(made.scheme, Int4):
         group_size = made.scheme.group_size
@@ -61,7 +61,7 @@ def test_int8(rows: int, outputs: int, columns: int, bias: bool, splits: int, se
 @FEW
 @given(**SHAPES)
 def test_w8a8_is_exact(rows: int, outputs: int, columns: int, bias: bool, splits: int, seed: int) -> None:
-    """Whole numbers add up the same in any order, so in the interpreter even the last bit is the reference's."""
+    """Integer sums are the same in any order, so in the interpreter even the last bit equals the reference's."""
     torch.manual_seed(seed)
     made, x = layer(W8A8(), outputs, columns, bias), torch.randn(rows, columns).to(WHERE)
     out = run(made, x, Tiles(16, 16, 32, splits))
@@ -117,7 +117,7 @@ def test_tokens_are_rounded_as_the_scheme_rounds_them(rows: int, columns: int, s
     if rows:
         x[0] = 0
     codes, scales = quantize_tokens(x.to(WHERE))
-    expected_codes, expected_scales = reference.quantize_tokens(x)  # on a CPU, where a division is a division
+    expected_codes, expected_scales = reference.quantize_tokens(x)  # on a CPU, where division is exactly rounded
     assert torch.equal(codes.cpu(), expected_codes)
     assert torch.equal(scales.cpu(), expected_scales)
 
@@ -137,9 +137,9 @@ def test_the_table_is_asked_first_and_few_rows_are_split(monkeypatch: pytest.Mon
     own = Tiles(16, 64, 64)
     monkeypatch.setitem(table.MEASURED, ("some GPU", "int8", "few"), own)
     assert table.choose("int8", 3, 4096, 4096, half) is own
-    assert table.choose("int4", 3, 4096, 4096, half).splits == 2  # 64 tiles for 100 processors
+    assert table.choose("int4", 3, 4096, 4096, half).splits == 2  # 64 tiles for 100 SMs
     assert table.choose("int4", 3, 100_000, 4096, half).splits == 1
-    assert table.choose("int4", 3, 512, 512, half).splits == 2  # no deeper: 256 columns each
+    assert table.choose("int4", 3, 512, 512, half).splits == 2  # no more splits: 256 columns each
     assert table.choose("int4", 1000, 4096, 4096, half).splits == 1
     assert [table.shape_class(n) for n in (1, 16, 17, 64, 65)] == ["few", "few", "some", "some", "many"]
     assert table.choose("int8", 40, 64, 64, torch.float32) == table.WIDE["some"]

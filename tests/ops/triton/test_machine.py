@@ -1,4 +1,4 @@
-"""What the launchers know of the machine."""
+"""What the launchers know about the machine."""
 
 from __future__ import annotations
 

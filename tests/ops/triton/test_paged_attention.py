@@ -9,13 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minillm.batch import Segment, tree_masks
 from minillm.errors import UnsupportedError
 from minillm.ops.paged_attention import paged_attention as reference
-from minillm.ops.tree_attention import tree_attention, tree_masks
+from minillm.ops.tree_attention import tree_attention
 from minillm.ops.triton.paged_attention import paged_attention
-from minillm.ops.triton.tiling import Places, Tiling, num_splits
+from minillm.ops.triton.tiling import AttentionMetadata, Tiling, num_splits
 from tests.ops.triton.close import FP32, HALF, assert_close, examples
-from tests.ops.triton.steps import WHERE, quantized, step
+from tests.ops.triton.steps import WHERE, node_masks, quantized, step
 
 SMALL = Tiling(rows=16, keys=16, splits=1)
 
@@ -109,15 +110,15 @@ def test_trees_see_their_ancestors(bits: int, splits: int) -> None:
     parents = list(TREES.values())
     s = step(11, [len(p) for p in parents], 4, (6, 2), 32, past=(0, 9))
     keys, values = (quantized(x, bits) if bits else x for x in (s.keys, s.values))
-    tree = torch.tensor([mask for p in parents for mask in tree_masks(p)], device=WHERE)
+    tree = torch.tensor([mask for p in parents for mask in node_masks(p)], device=WHERE)
     out = paged_attention(s.q, keys, values, s.batch, tree=tree, tiling=replace(SMALL, splits=splits))
     assert_close(out, tree_attention(s.q, keys, values, s.batch, tree))
 
 
 def test_a_tree_that_is_a_chain_is_plain_attention_and_64_nodes_fit() -> None:
     s = step(12, [64, 3], 16, (2, 1), 32, past=(5,))
-    chains = [mask for n in (64, 3) for mask in tree_masks(list(range(-1, n - 1)))]
-    tree = torch.tensor([mask - (mask >> 63 << 64) for mask in chains], device=WHERE)  # bit 63 is the sign
+    chains = [Segment([0] * n, 0, [0], parents=range(-1, n - 2)) for n in (64, 3)]
+    tree = torch.tensor(tree_masks(chains), device=WHERE)
     out = paged_attention(s.q, s.keys, s.values, s.batch, tree=tree, tiling=SMALL)
     assert_close(out, reference(s.q, s.keys, s.values, s.batch))
 
@@ -125,7 +126,7 @@ def test_a_tree_that_is_a_chain_is_plain_attention_and_64_nodes_fit() -> None:
 def test_what_it_cannot_do_it_refuses() -> None:
     s = step(3, [65], 16, (2, 1), 32)
     tree = torch.ones(65, dtype=torch.int64, device=WHERE)
-    with pytest.raises(UnsupportedError, match="65 nodes: at most 64"):
+    with pytest.raises(UnsupportedError, match="65 nodes is too large, at most 64"):
         paged_attention(s.q, s.keys, s.values, s.batch, tree=tree)
     with pytest.raises(UnsupportedError, match="sliding window"):
         paged_attention(s.q, s.keys, s.values, s.batch, 8, tree=tree)
@@ -155,7 +156,7 @@ def test_few_programs_are_split_and_short_contexts_are_not(
 def test_lists_reach_the_device_once_per_step() -> None:
     s = step(4, [1, 2], 8, (4, 2), 32)
     paged_attention(s.q, s.keys, s.values, s.batch, tiling=SMALL)
-    places = Places.of(s.batch)
+    metadata = AttentionMetadata.of(s.batch)
     paged_attention(s.q, s.keys, s.values, s.batch, tiling=SMALL)
-    assert Places.of(s.batch) is places
+    assert AttentionMetadata.of(s.batch) is metadata
     assert FP32 < HALF

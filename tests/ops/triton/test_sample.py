@@ -27,13 +27,13 @@ FEW = examples(12)
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small vocabularies take several steps."""
+    """Make small vocabularies take several iterations."""
     for file in (sample_file, rejection_file):
         monkeypatch.setattr(file, "BLOCK", 16)
 
 
 def distributions(rows: int, vocab: int, zeros: float) -> Tensor:
-    """Random rows with a share of exact zeros, never all of them."""
+    """Return random rows with a share of exact zeros, but never only zeros."""
     probs = torch.rand(rows, vocab) ** 3 * (torch.rand(rows, vocab) >= zeros)
     probs[:, vocab // 2] += 1e-3
     return probs / probs.sum(-1, keepdim=True)
@@ -85,7 +85,7 @@ def test_argmax_of_16_bits(dtype: torch.dtype) -> None:
 @given(rows=st.integers(0, 4), vocab=st.sampled_from((1, 16, 33, 70)), zeros=st.sampled_from((0.0, 0.9)))
 @FEW
 def test_sample_draws_what_the_engine_draws(rows: int, vocab: int, zeros: float) -> None:
-    """The two differ only if a uniform falls within 10^-15 of a border: here, with fixed seeds, never."""
+    """The two differ only if a uniform is within 10^-15 of a border: with these fixed seeds never."""
     torch.manual_seed(vocab)
     probs = distributions(rows, vocab, zeros)
     uniforms = torch.rand(rows, dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_the_ends_of_the_uniforms_never_draw_a_token_of_probability_0() -> None:
 
 
 def test_rounding_between_blocks_never_draws_a_token_of_probability_0() -> None:
-    """Uniforms within a few units of the last place of where the first block ends; the second one begins with zeros."""
+    """Uniforms are within a few ulp of the sum at the end of the first block; the second block begins with zeros."""
     torch.manual_seed(2)
     probs = torch.zeros(60, 32)
     probs[:, :16] = 10.0 ** (-12 * torch.rand(60, 16))
@@ -130,7 +130,7 @@ def test_sample_flags_rows_that_hold_no_distribution() -> None:
 
 
 def flat_uniforms(counts: list[int], seeds: list[int], first: list[int]) -> tuple[Tensor, Tensor]:
-    """What the rejection sampler would draw with, laid out for the op."""
+    """Return the uniforms of the rejection sampler, in the layout of the op."""
     accept = [uniform(s, i + j, Draw.ACCEPT) for k, s, i in zip(counts, seeds, first, strict=True) for j in range(k)]
     own = [
         uniform(s, i + n, Draw.RECOVER if n < k else Draw.SAMPLE)
@@ -151,8 +151,8 @@ def flat_uniforms(counts: list[int], seeds: list[int], first: list[int]) -> tupl
 def test_verdicts_are_the_rejection_samplers(
     counts: list[int], vocab: int, one_hot: bool, near: float, seed: int
 ) -> None:
-    """`near`: how much the target is the draft. The tokens differ only if a uniform falls within some 10^-7 of a
-    border: in about 30 draws, one time in 10^5; with fixed seeds, never."""
+    """`near`: weight of the draft's distribution in the target's. The tokens differ only if a uniform is within some
+    10^-7 of a border: in about 30 draws one time in 10^5, with these fixed seeds never."""
     torch.manual_seed(seed)
     total = sum(counts)
     q = distributions(total, vocab, 0.3)

@@ -1,4 +1,4 @@
-"""The kernel that writes keys and values: codes and scales bit for bit, and nothing beside its slots."""
+"""The kernel that writes keys and values: codes and scales bit for bit, and no write outside its slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOTS = 9
 
 
 def pools(bits: int, heads: int, dim: int, group: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Pools of one layer, every byte of them 0x7b."""
+    """Return the pools of one layer, with every byte set to 0x7b."""
     if bits == 8:
         made = [((SLOTS, heads, dim), torch.int8), ((SLOTS, heads), torch.bfloat16)]
     elif bits == 4:
@@ -39,7 +39,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check(k: torch.Tensor, v: torch.Tensor, slots: list[int], bits: int, group: int, dtype: torch.dtype) -> None:
-    """Both ways into equal pools; the reference on a CPU, where a division is a division."""
+    """Write with kernel and reference into equal pools; the reference on a CPU, where division is exactly rounded."""
     shape = (bits, k.shape[1], k.shape[2], group, dtype)
     found, expected = ([pools(*shape) for _ in "kv"] for _ in range(2))
     expected = [[pool.cpu() for pool in side] for side in expected]
@@ -68,7 +68,7 @@ def test_codes_and_scales_are_the_references_bit_for_bit(
     group = head_group(dim, group if dim % group == 0 else 16)
     k, v = (torch.randn(tokens, heads + 1, dim)[:, :heads] * spread for _ in "kv")
     if tokens:
-        k[0, 0] = 0  # a row of zeros has a scale all the same
+        k[0, 0] = 0  # a row of zeros has a scale too
         v[0, 0] = 3.25
     slots = torch.randperm(SLOTS)[:tokens].tolist()
     check(k, v, slots, bits, group, torch.float32)
@@ -84,7 +84,7 @@ def test_ties_between_codes_go_to_the_even_one() -> None:
 
 
 def test_ties_between_scales_go_to_the_even_one() -> None:
-    """127 · (1 + 2^-8) lies between two bfloat16 scales and goes down, 127 · (1 + 3 · 2^-8) goes up."""
+    """127 · (1 + 2^-8) is midway between two bfloat16 scales and is rounded down, 127 · (1 + 3 · 2^-8) up."""
     k, v = (torch.full((1, 1, 32), 127 * (1 + odd * 2.0**-8)) for odd in (1, 3))
     check(k, v, [4], 8, 0, torch.float32)
     scales = pools(8, 1, 32, 0), pools(8, 1, 32, 0)

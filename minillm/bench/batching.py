@@ -1,0 +1,296 @@
+"""Static and continuous batching of 32 greedy requests that arrive at once and have very different lengths.
+
+Output lengths are heavy-tailed like those of real answers: most are short, a few reach the limit. A static batch runs
+until its longest request ends, and the batch slots ("seats") of finished requests stay empty. Continuous batching gives
+them to waiting requests. Every system runs 8 requests at a time. Because more seats can help on a CPU, the padded batch
+and minillm also run with a seat for each request. (transformers' continuous batching did not gain by more seats.)
+
+The systems, all of which must give the same tokens, in fp32:
+
+- `transformers padded batch`: left-padded `generate`, a batch until its longest request ends.
+- `transformers generate_batch`: transformers' continuous batching. `generate_batch` itself takes one `max_new_tokens`
+  for all requests, so the requests are passed to its manager, which takes one for each.
+- `minillm static`: minillm's engine, given the next batch when the previous one is done. It has no padding, and a
+  finished request costs nothing, so this is the lowest cost of static batching.
+- `minillm continuous`: minillm's engine, given all requests at once. `+ draft`: with the draft model while at most
+  `DRAFTING` requests are unfinished, that is for the longest answers, at the end. `+ suffix`: suffix decoding, always
+  on, because a look-up in the request's own text costs almost nothing.
+- `vLLM CPU`, if the environment variable `MINILLM_VLLM_PYTHON` names an interpreter that has it.
+
+With `--shape` the same token ids go to a larger checkpoint with random weights. Only vLLM (bf16) and `minillm
+continuous` (fp32 activations; bf16, INT8 and W8A8 weights) run it. Then tokens may differ, and the result says how many
+do.
+
+Two utilisations are computed from the trace. *Batch slots*: running requests, summed over the steps, divided by
+`max_num_seqs` · steps; once for the steps with a waiting request, and once for the whole run, at whose end only the
+longest requests are left. *KV slots*: slots that hold a token, divided by all slots of allocated blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from minillm.bench.contestants import choose, draft_for
+from minillm.bench.harness import Row, System, compare, peak_memory_of, result
+from minillm.bench.own_engine import LOOKING_BACK, QUANTIZED
+from minillm.bench.shapes import shape_folder
+from minillm.bench.vllm_peer import INTERPRETER, VllmPeer
+from minillm.models.held_out import held_out_prompts
+from minillm.trace import Event, RequestAdded, RequestFinished, StepRan
+from minillm.trace.step_metrics import step_metrics, summary
+
+REQUESTS = 32
+SEATS = 8
+"""Most requests that run at a time (`max_num_seqs`)."""
+SHORTEST, LONGEST, TAIL = 8, 256, 1.0
+"""Output lengths follow a Pareto distribution with this tail index, cut off at the longest."""
+SEED = 0
+ROUNDS = 5
+DRAFTING = 3
+"""Most unfinished requests with which drafting is on. With more of them, verification costs more than it saves."""
+NUM_DRAFTS = 3
+
+PADDED, GENERATE_BATCH = "transformers padded batch", "transformers generate_batch"
+STATIC, CONTINUOUS, VLLM = "minillm static", "minillm continuous", "vLLM CPU"
+ALL, DRAFTED, SUFFIX = f", {REQUESTS} seats", " + draft", " + suffix"
+PADDED_ALL, CONTINUOUS_ALL, CONTINUOUS_DRAFTED = PADDED + ALL, CONTINUOUS + ALL, CONTINUOUS + DRAFTED
+CONTINUOUS_SUFFIX = CONTINUOUS + SUFFIX
+TRANSFORMERS = (PADDED, PADDED_ALL, GENERATE_BATCH)
+
+BASELINES: dict[str, tuple[str, ...]] = {
+    PADDED: (),
+    PADDED_ALL: (PADDED,),
+    GENERATE_BATCH: (PADDED,),
+    VLLM: (PADDED,),
+    STATIC: (PADDED,),
+    CONTINUOUS: (*TRANSFORMERS, VLLM, STATIC),
+    CONTINUOUS_ALL: (*TRANSFORMERS, VLLM, CONTINUOUS),
+    CONTINUOUS_DRAFTED: (*TRANSFORMERS, VLLM, CONTINUOUS),
+    CONTINUOUS_SUFFIX: (*TRANSFORMERS, VLLM, CONTINUOUS),
+}
+"""System → its baselines, one row each."""
+OF_A_SHAPE: dict[str, tuple[str, ...]] = {
+    VLLM: (),
+    CONTINUOUS: (VLLM,),
+    f"{CONTINUOUS} int8": (VLLM, CONTINUOUS),
+    f"{CONTINUOUS} w8a8": (VLLM, CONTINUOUS),
+}
+"""The same with `--shape`."""
+
+Run = Callable[[], list[list[int]]]
+Extra = Callable[[], dict[str, Any]]
+
+
+def run(
+    model: str = "minicoder", shape: str | None = None, systems: Sequence[str] | None = None, rounds: int = ROUNDS
+) -> dict[str, Any]:
+    """Run all systems in turn on the same requests, with the same threads. Returns the result as JSON values.
+
+    Raises `ConfigError` for an unknown system.
+    """
+    import torch
+
+    table = OF_A_SHAPE if shape else BASELINES
+    interpreter = os.environ.get(INTERPRETER)
+    absent = {VLLM: not interpreter, CONTINUOUS_DRAFTED: draft_for(model, None) is None}
+    names = [name for name in choose(list(table), systems) if not absent.get(name)]
+    place = str(shape_folder(shape)) if shape else model
+    peer = _vllm(str(interpreter), place, "bfloat16" if shape else "float32") if VLLM in names else None
+    contestants = []
+    for name in names:
+        made = (peer.run, partial(getattr, peer, "about")) if name == VLLM else _system(name, place)
+        contestants.append(System(name, made[0], tuple(b for b in table[name] if b in names) or None, made[1]))
+    rows = compare(contestants, rounds, lambda name: peer.peak_memory if name == VLLM else _peak_memory(name, place))
+    if peer is not None:
+        peer.close()
+    config = {
+        "model": shape or model,
+        "requests": REQUESTS,
+        "max_num_seqs": SEATS,
+        "prompt_tokens": [len(ids) for ids in _prompts()],
+        "new_tokens": output_lengths(),
+        "sampling": "greedy",
+        "dtype": "bfloat16 weights; vLLM computes in bfloat16, minillm in float32" if shape else "float32",
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        **over_the_better(rows),
+    }
+    return result("batch", config, rows)
+
+
+def over_the_better(rows: Sequence[Row]) -> dict[str, Any]:
+    """The fastest of transformers' systems, and minillm's speed relative to it; empty if none of them ran."""
+    speeds = {row.system: row.tokens_per_s for row in rows if row.system in TRANSFORMERS}
+    if not speeds:
+        return {}
+    better = max(speeds, key=lambda name: speeds[name])
+    ratios = {row.system: row.ratio for row in rows if row.baseline == better and row.system.startswith(CONTINUOUS)}
+    return {"better_of_transformers": better, "over_the_better": ratios}
+
+
+def output_lengths() -> list[int]:
+    """The number of tokens that each request generates; the same in every run."""
+    rng = random.Random(SEED)
+    return [min(LONGEST, int(SHORTEST * (1 - rng.random()) ** (-1 / TAIL))) for _ in range(REQUESTS)]
+
+
+def utilisation(trace: Iterable[Event], seats: int, requests: int | None = None) -> dict[str, float | int | None]:
+    """The utilisation of batch and cache by `requests` requests (None: those of the trace) with `seats` batch slots.
+
+    `batch_slot_utilisation`: running requests, summed over the steps, divided by `seats` · steps. `…_while_waiting`:
+    the same for the steps with a waiting request, including requests not yet added to the engine; None if there was no
+    such step. `kv_slot_utilisation`: slots that hold a token divided by slots of allocated blocks, both summed over the
+    ends of steps.
+    """
+    events = list(trace)
+    requests = requests or sum(isinstance(event, RequestAdded) for event in events)
+    finished, steps = 0, []
+    for event in events:
+        if isinstance(event, StepRan):
+            steps.append((len(event.work), finished + len(event.work) < requests))
+        elif isinstance(event, RequestFinished):
+            finished += 1
+    contested = [running for running, others_wait in steps if others_wait]
+    return {
+        "steps": len(steps),
+        "batch_slot_utilisation": sum(running for running, _ in steps) / (seats * len(steps)),
+        "batch_slot_utilisation_while_waiting": sum(contested) / (seats * len(contested)) if contested else None,
+        "kv_slot_utilisation": summary(step_metrics(events)).slot_utilisation,
+    }
+
+
+def _prompts() -> list[list[int]]:
+    """The first held-out prompts, as ids of the bundled tokenizer."""
+    from minillm.models.loading import resolve
+    from minillm.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(resolve("minicoder"))
+    return [tokenizer.encode(prompt.prompt) for prompt in held_out_prompts(REQUESTS)]
+
+
+def _system(name: str, model: str) -> tuple[Run, Extra]:
+    seats = REQUESTS if name.endswith(ALL) else SEATS
+    if name.startswith("minillm"):
+        return _minillm(model, seats, name.removesuffix(ALL))
+    make = {PADDED: _padded, GENERATE_BATCH: _generate_batch}
+    return make[name.removesuffix(ALL)](model, seats)
+
+
+def _minillm(model: str, seats: int, name: str) -> tuple[Run, Extra]:
+    from minillm import LLM, SamplingParams
+
+    options: dict[str, Any] = {"max_num_seqs": seats}
+    if name.endswith(DRAFTED):
+        options["speculative_config"] = {
+            "model": draft_for(model, None),
+            "quantization": "w8a8",  # still lossless: the target verifies every draft
+            "num_speculative_tokens": NUM_DRAFTS,
+            "disable_by_batch_size": DRAFTING,
+        }
+    elif name.endswith(SUFFIX):
+        options["speculative_config"] = LOOKING_BACK["suffix"]
+    elif name.split()[-1] in QUANTIZED:
+        options["quantization"] = name.split()[-1]
+    llm = LLM(model, dtype="float32", device="cpu", enable_prefix_caching=False, **options)
+    prompts = [{"prompt_token_ids": ids} for ids in _prompts()]
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        for length in output_lengths()
+    ]
+    size = seats if name == STATIC else REQUESTS
+
+    def run_once() -> list[list[int]]:
+        outputs = []
+        for i in range(0, REQUESTS, size):
+            outputs += llm.generate(prompts[i : i + size], params[i : i + size], use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def extra() -> dict[str, Any]:
+        with llm.trace() as trace:
+            run_once()
+        return {**options, **utilisation(trace, seats, REQUESTS)}
+
+    return run_once, extra
+
+
+def _transformers(model: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from minillm.models.loading import resolve
+
+    peer = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32).eval()
+    peer.generation_config.eos_token_id = None  # end of text does not stop it: all run to their full length
+    return peer
+
+
+def _padded(model: str, seats: int) -> tuple[Run, Extra]:
+    import torch
+
+    peer, prompts, lengths = _transformers(model), _prompts(), output_lengths()
+
+    @torch.inference_mode()
+    def run_batch(prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        tokens = peer.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max(lengths), pad_token_id=0)
+        return [row[width : width + length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
+
+    starts = range(0, REQUESTS, seats)
+
+    def run_once() -> list[list[int]]:
+        return [row for i in starts for row in run_batch(prompts[i : i + seats], lengths[i : i + seats])]
+
+    steps, useful = sum(max(lengths[i : i + seats]) for i in starts), sum(lengths)
+    return run_once, lambda: {"batch": seats, "steps": steps, "batch_slot_utilisation": useful / (seats * steps)}
+
+
+def _generate_batch(model: str, seats: int) -> tuple[Run, Extra]:
+    import torch
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    peer, requests = _transformers(model), list(zip(_prompts(), output_lengths(), strict=True))
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=LONGEST, eos_token_id=-1, pad_token_id=0)
+    # The fastest settings found. With the defaults it took three times as long.
+    options = {"page_size": 32, "num_blocks": 16 * seats, "max_batch_tokens": 512, "max_requests_per_batch": seats}
+
+    @torch.inference_mode()
+    def run_once() -> list[list[int]]:
+        found: dict[str, list[int]] = {}
+        with peer.continuous_batching_context_manager(
+            generation_config=greedy, continuous_batching_config=ContinuousBatchingConfig(**options), warmup=False
+        ) as manager:
+            names = [manager.add_request(ids, max_new_tokens=length, eos_token_id=-1) for ids, length in requests]
+            while len(found) < len(names):
+                answer = manager.get_result(timeout=1)
+                if answer is not None and answer.is_finished():
+                    found[answer.request_id] = list(answer.generated_tokens)
+        return [found[name] for name in names]
+
+    return run_once, lambda: dict(options)
+
+
+def _vllm(interpreter: str, model: str, dtype: str) -> VllmPeer:
+    import torch
+
+    from minillm.models.loading import resolve
+
+    return VllmPeer(
+        interpreter,
+        torch.get_num_threads(),
+        model=str(resolve(model)),
+        dtype=dtype,
+        prompts=_prompts(),
+        lengths=output_lengths(),
+        max_num_seqs=SEATS,
+    )
+
+
+def _peak_memory(name: str, model: str) -> int | None:
+    return peak_memory_of(f"from minillm.bench import batching; batching._system({name!r}, {model!r})[0]()")

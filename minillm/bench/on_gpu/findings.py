@@ -1,0 +1,143 @@
+"""The results of a stage of the GPU benchmark, written at once: one line of JSON per figure, that is per number.
+
+If a stage crashes or runs out of time, the lines written so far remain. A figure has a kind (`measured`, `counted`,
+`modelled`) and, if something was promised, the target and whether it is met.
+
+A rehearsal writes no measured values: such a figure has no value and is marked as rehearsed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+MEASURED, COUNTED, MODELLED = "measured", "counted", "modelled"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A limit that a figure should keep: at least or at most some value."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def is_met(self, value: float) -> bool:
+        """Whether `value` keeps the limit; NaN does not."""
+        low = -math.inf if self.at_least is None else self.at_least
+        high = math.inf if self.at_most is None else self.at_most
+        return low <= value <= high
+
+    def __str__(self) -> str:
+        return f"≥ {self.at_least:g}" if self.at_least is not None else f"≤ {self.at_most:g}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of the report and what is needed to interpret it."""
+
+    name: str
+    value: float | None
+    """The median of several values. None in a rehearsal if the value is a measured one."""
+    unit: str
+    kind: str
+    low: float | None = None
+    high: float | None = None
+    target: str | None = None
+    met: bool | None = None
+    bound: str | None = None
+    """The bound that the value cannot exceed here, or what it was divided by."""
+    rehearsed: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+class Report:
+    """The file to which a stage writes its results."""
+
+    def __init__(self, path: Path, is_rehearsal: bool) -> None:
+        self.path, self.is_rehearsal = path, is_rehearsal
+
+    def measured(
+        self,
+        name: str,
+        values: float | Sequence[float],
+        unit: str,
+        target: Target | None = None,
+        bound: str | None = None,
+        **config: Any,
+    ) -> None:
+        """Write a figure computed from times: the median of `values`, and their spread.
+
+        Raises `ValueError` if there are no values or one is not finite and positive, also in a rehearsal.
+        """
+        found = [values] if isinstance(values, float | int) else list(values)
+        if not found or not all(math.isfinite(value) and value > 0 for value in found):
+            raise ValueError(f"{name}: measured values must be positive and finite, not {found}")
+        if self.is_rehearsal:
+            wanted = str(target) if target else None
+            self._write(Figure(name, None, unit, MEASURED, target=wanted, rehearsed=True, config=config))
+            return
+        middle = statistics.median(found)
+        self._figure(Figure(name, middle, unit, MEASURED, min(found), max(found), bound=bound, config=config), target)
+
+    def counted(self, name: str, value: float, unit: str, target: Target | None = None, **config: Any) -> None:
+        """Write a figure that does not depend on time."""
+        self._figure(Figure(name, value, unit, COUNTED, config=config), target)
+
+    def modelled(self, name: str, value: float, unit: str, **config: Any) -> None:
+        """Write a figure that follows from others by a formula."""
+        if self.is_rehearsal:
+            self._write(Figure(name, None, unit, MODELLED, rehearsed=True, config=config))
+        else:
+            self._figure(Figure(name, value, unit, MODELLED, config=config), None)
+
+    def note(self, name: str, value: Any) -> None:
+        """Write a fact that is not a figure: a name, a version, a line to paste."""
+        self._line({"note": name, "value": value})
+
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write rows of another benchmark's table. A rehearsal writes only their number."""
+        self._line({"rows": [] if self.is_rehearsal else list(rows), "num_rows": len(rows)})
+
+    def _figure(self, figure: Figure, target: Target | None) -> None:
+        content = asdict(figure)
+        if target is not None and figure.value is not None:
+            content |= {"target": str(target), "met": target.is_met(figure.value)}
+        self._line(content)
+
+    def _write(self, figure: Figure) -> None:
+        self._line(asdict(figure))
+
+    def _line(self, content: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The results that a stage has written."""
+
+    figures: list[dict[str, Any]]
+    notes: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path) -> Findings:
+        """Read the lines of a report so far. An incomplete last line is skipped."""
+        figures, notes, rows = [], {}, []
+        for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if "note" in line:
+                notes[line["note"]] = line["value"]
+            elif "rows" in line:
+                rows += line["rows"]
+            else:
+                figures.append(line)
+        return cls(figures, notes, rows)

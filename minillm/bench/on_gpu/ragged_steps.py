@@ -1,0 +1,103 @@
+"""Random ragged steps for checking attention. Slots that a kernel must not read hold NaN, in every format."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from minillm.batch import Batch
+from minillm.cache.paged_int4 import PagedInt4KVCache
+from minillm.cache.paged_int8 import PagedInt8KVCache
+from minillm.cache.paged_quantized import DequantizedRows, PagedQuantizedKVCache
+from minillm.models.config import ModelConfig
+
+PAST = (0, 1, 5, 37, 300)
+"""Possible numbers of tokens that a request has cached before."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Queries, the keys and values of one layer, and the batch that reads them."""
+
+    q: Tensor
+    """`[tokens, heads, dim]`."""
+    keys: Tensor | DequantizedRows
+    values: Tensor | DequantizedRows
+    batch: Batch
+
+    def exact(self) -> Step:
+        """Return the same step in fp64: codes are dequantised in fp32, all that follows is computed in fp64."""
+        keys, values = (_exactly(rows) for rows in (self.keys, self.values))
+        return Step(self.q.double(), keys, values, replace(self.batch, plans={}))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The properties for which a kernel is compiled."""
+
+    dtype: torch.dtype
+    bits: int
+    """Bits of a stored code; 0: floats."""
+    heads: tuple[int, int]
+    """Query heads, KV heads."""
+    dim: int
+    block_size: int
+    window: int | None
+
+
+def step(rng: random.Random, device: torch.device, layout: Layout, query_lens: Sequence[int]) -> Step:
+    """Return requests with these numbers of new tokens, scattered over a pool of floats or codes."""
+    (heads, num_kv), dim, block_size, dtype, bits = (
+        *(layout.heads, layout.dim, layout.block_size, layout.dtype, layout.bits),
+    )
+    seq_lens = [length + rng.choice(PAST) for length in query_lens]
+    blocks = [max(1, -(-length // block_size)) for length in seq_lens]
+    order = rng.sample(range(sum(blocks) + 2), sum(blocks))
+    tables = [[order.pop() for _ in range(count)] for count in blocks]
+    slots = [
+        table[i // block_size] * block_size + i % block_size
+        for table, length in zip(tables, seq_lens, strict=True)
+        for i in range(length)
+    ]
+    rows = []
+    for _ in "kv":
+        pool = torch.full(((sum(blocks) + 2) * block_size, num_kv, dim), torch.nan, device=device)
+        pool[slots] = torch.randn(len(slots), num_kv, dim, device=device)
+        rows.append(coded(pool.to(dtype), bits) if bits else pool.to(dtype))
+    batch = Batch(
+        token_ids=torch.empty(0),
+        positions=torch.empty(0),
+        slot_mapping=torch.empty(0),
+        block_tables=torch.tensor([t + t[:1] * (max(blocks) - len(t)) for t in tables], device=device),
+        query_start=[0, *accumulate(query_lens)],
+        seq_lens=seq_lens,
+        block_size=block_size,
+    )
+    return Step(torch.randn(sum(query_lens), heads, dim, device=device).to(dtype), *rows, batch)
+
+
+def cache_like(numbers: Tensor, bits: int, dtype: torch.dtype) -> PagedQuantizedKVCache:
+    """Return a cache whose `encode` and `decode` fit keys or values shaped like `numbers`."""
+    num_kv, dim = numbers.shape[1:]
+    config = ModelConfig(8, 8, 8, 1, num_kv, num_kv, dim, 8)
+    layout = PagedInt8KVCache if bits == 8 else PagedInt4KVCache
+    return layout(config, 1, 1, dtype, numbers.device)
+
+
+def coded(numbers: Tensor, bits: int) -> DequantizedRows:
+    """Return keys or values quantised as in an INT8 or INT4 cache; where they are NaN, so are the scales."""
+    cache = cache_like(numbers, bits, numbers.dtype)
+    return DequantizedRows(cache.encode(numbers), cache.decode, tuple(numbers.shape))  # type: ignore[arg-type]
+
+
+def _exactly(rows: Tensor | DequantizedRows) -> Tensor | DequantizedRows:
+    if isinstance(rows, Tensor):
+        return rows.double()
+    bits = 4 if len(rows.pools) == 3 else 8
+    like = torch.empty(rows.shape, device=rows.pools[0].device)
+    return replace(rows, decode=cache_like(like, bits, torch.float64).decode)

@@ -1,0 +1,258 @@
+"""Stage 2 of the GPU benchmark: every kernel against its reference, over random shapes, before anything is timed.
+
+Floats are compared in norm with the reference in fp64: 1e-5 for fp32, 2e-2 for 16 bits, whose inputs are rounded
+already. Integers (tokens, cache codes, slots) must be equal. `sample` and `rejection` may differ from their references
+if a uniform is within rounding error of a border between two tokens, some 1e-15 and 1e-7. Over all examples here that
+happens with a probability below 1e-4.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.bench.kernel_cases import chain
+from minillm.bench.on_gpu import ragged_steps
+from minillm.bench.on_gpu.findings import Report, Target
+from minillm.bench.on_gpu.stage_setup import Site
+from minillm.errors import UnsupportedError
+from minillm.ops.dispatch import OPS, implementations, op
+from minillm.quantization.base import Scheme
+from minillm.quantization.int4 import Int4
+from minillm.quantization.int8 import Int8
+from minillm.quantization.w8a8 import W8A8
+
+FP32, HALF = 1e-5, 2e-2
+OP_S = {"paged_attention": 30.0, "tree_attention": 12.0, "int8_linear": 8.0, "w8a8_linear": 8.0, "int4_linear": 8.0}
+OTHER_S = 4.0
+"""Seconds for the examples of one op, most of them for compiling. Examples that do not fit are skipped."""
+SCHEMES: dict[str, Scheme] = {"int8_linear": Int8(), "w8a8_linear": W8A8(), "int4_linear": Int4(group_size=64)}
+
+Example = tuple[float, float]
+"""The error of a result, and the largest error allowed."""
+
+
+def check(site: Site, report: Report) -> None:
+    """Check all ops, fp32 first. Each op has one figure: its worst error as a share of the error allowed."""
+    wrong: list[str] = []
+    able = [name for name in OPS if "triton" in implementations(name, site.device)]
+    report.counted("ops whose kernel runs here", len(able), "ops", Target(at_least=len(OPS)), all_ops=list(OPS))
+    for name in able:
+        try:
+            _check_op(site, report, name, wrong)
+        except Exception as problem:  # the other ops are checked all the same
+            wrong.append(name)
+            report.note(name, f"{type(problem).__name__}: {str(problem)[:400]}")
+    report.counted("ops whose kernel is wrong or fails", len(wrong), "ops", Target(at_most=0), names=wrong)
+    if not able:
+        raise UnsupportedError(f"no kernel runs on {site.device}: Triton is missing, or the GPU is too old")
+
+
+def _check_op(site: Site, report: Report, name: str, wrong: list[str]) -> None:
+    rng, began, worst, count = random.Random(name), time.monotonic(), 0.0, 0
+    torch.manual_seed(0)
+    for off, limit in _examples(site, name, rng):
+        share = off / limit if limit else (0.0 if off == 0 else float("inf"))
+        worst = max(worst, share)
+        count += 1
+        if time.monotonic() - began > OP_S.get(name, OTHER_S) and count >= 3:
+            break
+    if not worst <= 1:
+        wrong.append(name)
+    shown = worst if worst < float("inf") else 1e9
+    report.counted(f"{name}, worst error", shown, "of the limit", Target(at_most=1), examples=count)
+
+
+def _examples(site: Site, name: str, rng: random.Random) -> Iterator[Example]:
+    """Yield examples of one op: fp32, then 16 bits, then fp32 again, …
+
+    Compile-time arguments repeat, because compiling takes seconds; shapes and numbers are new each time.
+    """
+    makers: dict[str, Callable[..., Example]] = {
+        "paged_attention": _attention,
+        "tree_attention": _tree,
+        "store_kv": _store,
+        **dict.fromkeys(SCHEMES, _linear),
+    }
+    make = makers.get(name, _plain)
+    dtypes = _dtypes(site)
+    for i in range(site.pick(90, 2)):
+        yield make(site, name, rng, dtypes[i % len(dtypes)], i // len(dtypes))
+
+
+def _dtypes(site: Site) -> list[torch.dtype]:
+    """Return the dtypes to check. The interpreter's bfloat16 products are wrong, its float16 products are right."""
+    halves = [torch.float16] if site.half != torch.bfloat16 else [torch.float16, torch.bfloat16]
+    return [torch.float32, *halves]
+
+
+def _both(site: Site, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return op(name, site.device, "triton"), op(name, site.device, "reference")
+
+
+def _layout(dtype: torch.dtype, number: int) -> ragged_steps.Layout:
+    """Return one of five layouts; every dtype is checked with all of them."""
+    rows = [
+        (0, (32, 8), 128, 16, None),
+        (8, (32, 8), 128, 16, None),
+        (4, (6, 2), 64, 16, None),
+        (0, (5, 1), 80, 3, 7),
+        (8, (2, 2), 32, 64, None),
+    ]
+    return ragged_steps.Layout(dtype, *rows[number % len(rows)])  # type: ignore[arg-type]
+
+
+def _attention(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
+    kernel, reference = _both(site, name)
+    longest = site.pick(150, 21)
+    lengths = [rng.choice((1, 1, 2, 5, 21, longest)) for _ in range(rng.choice((1, site.pick(7, 2))))]
+    layout = _layout(dtype, number)
+    s = ragged_steps.step(rng, site.device, layout, lengths)
+    exact = s.exact()
+    right = reference(exact.q, exact.keys, exact.values, exact.batch, layout.window)
+    return error(kernel(s.q, s.keys, s.values, s.batch, layout.window), right, dtype)
+
+
+def _tree(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
+    kernel, reference = _both(site, name)
+    lengths = [rng.randint(1, site.pick(64, 9)) for _ in range(rng.choice((1, 3)))]
+    s = ragged_steps.step(rng, site.device, _layout(dtype, number % 3), lengths)
+    tree = torch.cat([chain(length, str(site.device)) for length in lengths])
+    exact = s.exact()
+    right = reference(exact.q, exact.keys, exact.values, exact.batch, tree=tree)
+    return error(kernel(s.q, s.keys, s.values, s.batch, tree=tree), right, dtype)
+
+
+def _linear(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
+    """Compare with the reference on a CPU: PyTorch on a GPU multiplies by an inverse to divide; codes may differ."""
+    kernel, reference = op(name, site.device, "triton"), op(name, "cpu", "reference")
+    rows = rng.choice((1, 2, 5, 17, site.pick(300, 17)))
+    outputs, columns = rng.randint(1, site.pick(600, 40)), 2 * rng.randint(1, site.pick(700, 40))
+    tensors = SCHEMES[name].quantize(torch.randn(outputs, columns))
+    kept = [tensors[key] for key in ("qweight", "scales", "qzeros") if key in tensors]
+    group = [SCHEMES[name].group_size] if isinstance(SCHEMES[name], Int4) else []
+    bias = torch.randn(outputs).to(dtype) if number % 2 else None
+    x = torch.randn(rows, columns).to(dtype)
+    right = reference(x.double(), *kept, *group, bias if bias is None else bias.double())
+    there = [tensor.to(site.device) for tensor in kept]
+    found = kernel(x.to(site.device), *there, *group, bias if bias is None else bias.to(site.device))
+    return error(found.cpu(), right, dtype)
+
+
+def _store(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
+    """Compare codes and scales bit for bit with those of a CPU, where divisions are exactly rounded."""
+    kernel, reference = op(name, site.device, "triton"), op(name, "cpu", "reference")
+    bits, tokens = (0, 8, 4)[number % 3], rng.choice((1, 5, 40))
+    k, v = (torch.randn(tokens, 2, 64) * 10.0 ** rng.randint(-6, 3) for _ in "kv")
+    slots = torch.tensor(rng.sample(range(50), tokens))
+    slots[rng.randrange(tokens)] = -1
+    zeros = torch.zeros(50, 2, 64)
+    empty = ragged_steps.cache_like(k, bits, dtype).encode(zeros) if bits else (zeros.to(dtype),)
+    pools = [[pool.clone() for pool in empty] for _ in "kv"]
+    there = [[pool.clone().to(site.device) for pool in part] for part in pools]
+    reference(k.to(dtype), v.to(dtype), *pools, slots)
+    kernel(k.to(site.device, dtype), v.to(site.device, dtype), *there, slots.to(site.device))
+    pairs = [(a, b.cpu()) for own, other in zip(pools, there, strict=True) for a, b in zip(own, other, strict=True)]
+    return float(sum(not torch.equal(a, b) for a, b in pairs)), 0.0
+
+
+def _plain(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
+    """Ops on activations and logits."""
+    kernel, reference = _both(site, name)
+    arguments = INPUTS[name](site, rng, dtype)
+    found, right = kernel(*arguments), reference(*_doubled(name, arguments))
+    found, right = (list(x) if isinstance(x, tuple) else [x] for x in (found, right))
+    if not right[0].is_floating_point():
+        return float(sum(not torch.equal(a, b) for a, b in zip(found, right, strict=True))), 0.0
+    errors = [error(a, b, dtype) for a, b in zip(found, right, strict=True)]
+    return max(errors, key=lambda example: example[0])
+
+
+def _doubled(name: str, arguments: Sequence[Any]) -> list[Any]:
+    """Return the arguments for the reference: in fp64 for an op whose result is floats."""
+    if name not in ("rms_norm", "add_rms_norm", "rope", "silu_gate"):
+        return list(arguments)
+    return [x.double() if isinstance(x, Tensor) else x for x in arguments]
+
+
+def error(found: Tensor, right: Tensor, dtype: torch.dtype) -> Example:
+    """Return the error of `found`, relative in norm, and the error allowed. NaN counts as an infinite error."""
+    found, right = found.double(), right.double()
+    off = float((found - right).norm() / right.norm().clamp_min(1e-300))
+    return (off if off == off else float("inf")), (FP32 if dtype == torch.float32 else HALF)
+
+
+def _norm(site: Site, rng: random.Random, dtype: torch.dtype, tensors: int) -> list[Any]:
+    rows, size = rng.randint(1, 9), rng.choice((64, 96, 384, site.pick(4096, 100)))
+    x = [torch.randn(rows, size, device=site.device).to(dtype) for _ in range(tensors)]
+    return [*x, torch.randn(size, device=site.device).to(dtype), 1e-5]
+
+
+def _rope(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+    tokens, heads, dim = rng.randint(1, 9), rng.randint(1, 20), rng.choice((32, 64, 80, 128))
+    x, table = torch.randn(tokens, heads, dim, device=site.device), torch.rand(2, tokens, 1, dim, device=site.device)
+    return [x.to(dtype), *table.to(dtype)]
+
+
+def _gate(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+    return [torch.randn(rng.randint(1, 9), 2 * rng.randint(1, site.pick(5000, 90)), device=site.device).to(dtype)]
+
+
+def _logits(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+    x = torch.randn(rng.randint(1, 5), rng.randint(2, site.pick(130_000, 90)), device=site.device).to(dtype)
+    if rng.random() < 0.2:
+        x[0, -1] = torch.nan
+    return [x]
+
+
+def _numbers(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+    """Logits without NaN: with NaN the token is meaningless."""
+    return [_logits(site, rng, dtype)[0].nan_to_num()]
+
+
+def _probs(site: Site, rng: random.Random, rows: int, vocab: int) -> Tensor:
+    return torch.rand(rows, vocab, device=site.device) ** 3 * (torch.rand(rows, vocab, device=site.device) > 0.3)
+
+
+def _sampled(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+    rows = rng.randint(1, 5)
+    probs = _probs(site, rng, rows, rng.randint(2, site.pick(130_000, 90)))
+    probs[:, 0] += 1e-3
+    return [probs, torch.rand(rows, dtype=torch.float64, device=site.device)]
+
+
+def _judged(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+    counts, vocab = [rng.randint(0, 5) for _ in range(rng.randint(1, 6))], rng.randint(2, site.pick(130_000, 60))
+    drafts, requests = sum(counts), len(counts)
+    p, q = (_probs(site, rng, n, vocab) + 1e-6 for n in (drafts + requests, drafts))
+    ids = torch.tensor([rng.randrange(vocab) for _ in range(drafts)], dtype=torch.int64, device=site.device)
+    start = torch.tensor([sum(counts[:i]) for i in range(requests + 1)], dtype=torch.int32, device=site.device)
+    uniforms = [torch.rand(n, dtype=torch.float64, device=site.device) for n in (drafts, drafts + requests)]
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    return [ids, start, rng.choice((q, None)), p, *uniforms]
+
+
+def _advanced(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+    requests, block_size = rng.randint(2, 9), rng.choice((1, 3, 16))
+    lengths = torch.tensor([0, *(rng.randint(0, 60) for _ in range(requests - 1))], dtype=torch.int32).to(site.device)
+    tables = torch.randperm(requests * 61, device=site.device).view(requests, 61).to(torch.int32)
+    return [lengths, tables, block_size]
+
+
+INPUTS: dict[str, Callable[[Site, random.Random, torch.dtype], list[Any]]] = {
+    "rms_norm": lambda site, rng, dtype: _norm(site, rng, dtype, 1),
+    "add_rms_norm": lambda site, rng, dtype: _norm(site, rng, dtype, 2),
+    "rope": _rope,
+    "silu_gate": _gate,
+    "argmax": _numbers,
+    "all_finite": _logits,
+    "advance": _advanced,
+    "sample": _sampled,
+    "rejection": _judged,
+}
+"""Makers of an op's arguments."""

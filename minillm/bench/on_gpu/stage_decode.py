@@ -1,0 +1,141 @@
+"""Stage 4 of the GPU benchmark: an 8B shape with random weights in decode, verification, batches and prefill.
+
+MBU (model bandwidth utilisation) is (bytes of weights + bytes of the keys and values read) / (time · measured bandwidth
+of a copy). The time of a step includes all that an engine needs: launch, forward, argmax, reading the token on the
+host. The same step without reading is reported as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from minillm.batch import Segment
+from minillm.bench.device_clock import Timing, Way, ratios
+from minillm.bench.on_gpu.findings import Report, Target
+from minillm.bench.on_gpu.random_models import (
+    CONFIGS,
+    fast_runner,
+    kv_bytes,
+    product_weights,
+    random_model,
+    read_tokens,
+    segments,
+    target_name,
+    weight_bytes,
+)
+from minillm.bench.on_gpu.stage_setup import Site
+from minillm.cache.paged import PagedKVCache
+from minillm.cache.paged_int8 import PagedInt8KVCache
+from minillm.models.quantize import quantize_model
+from minillm.quantization.int8 import Int8
+from minillm.runtime.runner import ModelRunner
+
+MBU, INT8_GAIN, VERIFY_COST = Target(at_least=0.8), Target(at_least=1.6), Target(at_most=1.15)
+VERIFIED = 5
+
+
+def decode(site: Site, report: Report) -> None:
+    """Measure batch 1 in three precisions, verification, batches and prefill; the most important first."""
+    name, past = target_name(site), site.pick(512, 20)
+    report.note("model", name)
+    report.note("context", past)
+    report.note("half", str(site.half).removeprefix("torch."))
+    length = past + site.pick(64, 16)
+    bandwidth = site.bandwidth()
+    half = fast_runner(site, random_model(site, name), PagedKVCache, _most_requests(site, name, length), length)
+    rounded = quantize_model(random_model(site, name), Int8())
+    site.clock.free()
+    runners = {
+        "half": half,
+        "int8": fast_runner(site, rounded, PagedKVCache, 1, length),
+        "int8 + int8 KV": fast_runner(site, rounded, PagedInt8KVCache, 1, length),
+    }
+    one = partial(segments, 1, past=past, length=length, vocab=CONFIGS[name].vocab_size)
+    steps = {f"{key} decode": (runner, one(1)) for key, runner in runners.items()}
+    steps["half verify"] = (half, one(VERIFIED))
+    steps["int8 verify"] = (runners["int8"], one(VERIFIED))
+    timings = site.time(*(Way(key, _read_each(runner, step)) for key, (runner, step) in steps.items()))
+    for key, runner in runners.items():
+        _bandwidth_used(report, f"{key} decode", timings, runner, past, bandwidth)
+    _compared(report, timings, runners, past)
+    without = site.time(Way("half decode, nothing read", _launch_each(*steps["half decode"])))
+    _bandwidth_used(report, "half decode, nothing read", without, half, past, bandwidth)
+    _batches(site, report, half, past, length)
+    _prefill(site, report, half, length)
+
+
+def _compared(report: Report, timings: dict[str, Timing], runners: dict[str, ModelRunner], past: int) -> None:
+    """Compare INT8 with 16 bits, and verifying with decoding."""
+    base = _least_bytes(runners["half"], past)
+    for key in ("int8", "int8 + int8 KV"):
+        most = f"{base / _least_bytes(runners[key], past):.2f}, the ratio of their bytes"
+        found = ratios(timings, f"{key} decode", "half decode")
+        report.measured(f"{key} over half", found, "times", INT8_GAIN if key == "int8" else None, most)
+    for key in ("half", "int8"):
+        costs = [1 / r for r in ratios(timings, f"{key} verify", f"{key} decode")]
+        target = VERIFY_COST if key == "half" else None
+        report.measured(f"{key} verify {VERIFIED} / decode 1", costs, "times", target, "1, if bound by the weights")
+
+
+def _bandwidth_used(
+    report: Report, name: str, timings: dict[str, Timing], runner: ModelRunner, past: int, bandwidth: float
+) -> None:
+    num_bytes, seconds = _least_bytes(runner, past), timings[name].seconds
+    floor = f"{1e3 * num_bytes / bandwidth:.3g} ms: {num_bytes / 1e9:.2f} GB at {bandwidth / 1e9:.0f} GB/s"
+    report.measured(name, [1e3 * s for s in seconds], "ms per token", bound=floor)
+    target = MBU if name == "half decode" else None
+    report.measured(f"{name}, MBU", [num_bytes / (s * bandwidth) for s in seconds], "of bandwidth", target)
+
+
+def _batches(site: Site, report: Report, runner: ModelRunner, past: int, length: int) -> None:
+    vocab, most = runner.model.config.vocab_size, runner.executor.max_num_seqs  # type: ignore[union-attr]
+    for requests in site.pick((1, 8, 32, 128), (1, 2)):
+        if requests > most:
+            report.note(f"batch {requests}", f"no room: the cache holds {most} requests")
+            continue
+        step = segments(requests, 1, past, length, vocab)
+        timing = site.time(Way("batch", _read_each(runner, step)), rounds=5)["batch"]
+        report.measured(f"half batch {requests}", [requests / s for s in timing.seconds], "tokens/s", batch=requests)
+
+
+def _prefill(site: Site, report: Report, runner: ModelRunner, length: int) -> None:
+    rate, c = site.product_rate(), runner.model.config
+    for tokens in site.pick((512, 2048), (9, 30)):
+        if tokens > length * runner.executor.max_num_seqs:  # type: ignore[union-attr]
+            report.note(f"prefill {tokens}", "no room in the cache")
+            continue
+        step = segments(1, tokens, 0, tokens, c.vocab_size)
+        timing = site.time(Way("prefill", _read_each(runner, step)), rounds=5)["prefill"]
+        work = 2 * tokens * product_weights(runner.model) + 2 * tokens**2 * c.num_heads * c.head_dim * c.num_layers
+        report.measured(f"half prefill {tokens}", [tokens / s for s in timing.seconds], "tokens/s", tokens=tokens)
+        shares = [work / (s * rate) for s in timing.seconds]
+        report.measured(f"half prefill {tokens}, MFU", shares, "of the rate of a matrix product", tokens=tokens)
+
+
+def _least_bytes(runner: ModelRunner, past: int) -> int:
+    return weight_bytes(runner.model) + kv_bytes(runner, past)
+
+
+def _most_requests(site: Site, name: str, length: int) -> int:
+    """Return the largest batch wanted, or a smaller one if its cache would take more than a third of free memory."""
+    config = CONFIGS[name]
+    each = PagedKVCache.bytes_per_block(config, 1, site.half) * (length + 16)
+    return max(1, min(site.pick(128, 2), int(site.free_bytes() / 3 / each)))
+
+
+def _read_each(runner: ModelRunner, step: list[Segment]) -> Callable[[int], Any]:
+    def run(count: int) -> None:
+        for _ in range(count):
+            read_tokens(runner.run(step))
+
+    return run
+
+
+def _launch_each(runner: ModelRunner, step: list[Segment]) -> Callable[[int], Any]:
+    def run(count: int) -> None:
+        for _ in range(count):
+            runner.run(step)
+
+    return run

@@ -1,0 +1,89 @@
+"""Stage 5 of the GPU benchmark: attention over a long context, then every op by itself.
+
+Decoding after 32 thousand tokens with the heads of the 8B shape reads 134 MB of keys and values in 16 bits. No L2 cache
+holds them, so the time is that of reading memory. Two requests are read in turn. Then follow the cases of `bench
+kernels` in that shape, as many as there is time for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+
+import torch
+
+from minillm.bench.device_clock import last_cache_bytes
+from minillm.bench.harness import Row
+from minillm.bench.kernel_attention import attention_cases
+from minillm.bench.kernel_cases import PREFILL, REFERENCE, TRITON, Case, Maker, Setting
+from minillm.bench.kernels import case_rows, makers
+from minillm.bench.on_gpu.findings import Report, Target
+from minillm.bench.on_gpu.random_models import CONFIGS, LARGE
+from minillm.bench.on_gpu.stage_setup import Site
+from minillm.doctor.machine_limits import Ceiling
+
+BANDWIDTH, INT8_GAIN = Target(at_least=0.85), Target(at_least=1.7)
+KERNELS_S = 35.0
+"""Seconds for the cases of `bench kernels`."""
+
+
+def kernels(site: Site, report: Report) -> None:
+    """Measure the long context first, then every op."""
+    ceilings = [Ceiling("copy bandwidth", site.clock.device, "B/s", site.bandwidth(), 0, 0, 7)]
+    setting = Setting(
+        shape="8b",
+        config=CONFIGS[site.pick(LARGE, "rehearsal")],
+        device=site.clock.device,
+        dtype=site.half,
+        cache_bytes=last_cache_bytes(site.clock.device) if not site.is_rehearsal else 2**12,
+        tokens=(1,),
+        contexts=(site.pick(32_768, 100),),
+    )
+    with torch.no_grad():
+        _long_context(site, report, setting, ceilings)
+        every = replace(setting, tokens=site.pick((1, 5, PREFILL), (1, 5)), contexts=(site.pick(2000, 20),))
+        _every_op(site, report, makers(every), ceilings)
+
+
+def _long_context(site: Site, report: Report, setting: Setting, ceilings: list[Ceiling]) -> None:
+    found: dict[str, list[float]] = {}
+    for maker in attention_cases(setting):
+        if maker.op != "paged_attention":
+            continue
+        case = maker.make()
+        row = next(row for row in _rows(site, case, ceilings) if row.config["implementation"] == TRITON)
+        spread = row.config.get("cold_us_spread", row.config["warm_us_spread"])
+        times = [min(spread), 1000 * row.p50_ms, max(spread)]  # µs
+        found[case.kind] = times
+        name = f"decode after {case.context}, {case.kind or 'half'} KV"
+        report.measured(name, times, "µs", bound=f"{1e6 * case.num_bytes / ceilings[0].median:.3g} µs at a copy's rate")
+        shares = [case.num_bytes / (us * 1e-6 * ceilings[0].median) for us in times]
+        target = None if case.kind else BANDWIDTH
+        report.measured(f"{name}, bandwidth", shares, "of a copy's", target, modelled_bytes=case.num_bytes)
+        if not row.outputs_equal:
+            report.note(f"{name} is wrong", row.config["error"])
+    for kind, target in (("int8", INT8_GAIN), ("int4", None)):
+        gains = [base / own for base, own in zip(found[""], found[kind], strict=True)]
+        report.measured(f"{kind} KV over half", gains, "times", target)
+
+
+def _every_op(site: Site, report: Report, cases: list[Maker], ceilings: list[Ceiling]) -> None:
+    """Measure every op, few tokens first."""
+    began, left_out, rows = time.monotonic(), [], []
+    for maker in cases:
+        if time.monotonic() - began > site.pick(KERNELS_S, 3.0):
+            left_out.append(maker.op)
+            continue
+        try:
+            found = _rows(site, maker.make(), ceilings)
+        except Exception as problem:  # the other ops are still measured
+            report.note(f"{maker.op} failed", f"{type(problem).__name__}: {str(problem)[:300]}")
+            continue
+        rows += [asdict(row) for row in found]
+    report.rows(rows)
+    report.note("left out for lack of time", left_out)
+
+
+def _rows(site: Site, case: Case, ceilings: list[Ceiling]) -> list[Row]:
+    seconds = site.pick(None, 1e-9)
+    return case_rows(case, site.clock, ceilings, site.pick(5, 1), {REFERENCE, TRITON}, seconds)

@@ -1,0 +1,117 @@
+"""Runs the stages of the GPU benchmark, each in its own process with a time limit.
+
+A kernel that reads out of bounds corrupts the CUDA context of its process, and a kernel that hangs can only be killed
+from outside. In its own process, a stage that crashes, hangs or runs out of time does not affect the others, and its
+results so far are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minillm.bench.on_gpu.findings import Findings
+
+DONE, FAILED, LATE, LEFT_OUT = "done", "failed", "out of time", "left out"
+TOTAL_S = 470.0
+"""Seconds for all stages together."""
+LEAST_S = 10.0
+"""With less time left, a stage is not started."""
+ERROR_CHARACTERS = 3000
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the benchmark."""
+
+    name: str
+    function: str
+    """`module:function`, a module of this folder unless its name has dots; called with a `Site` and a `Report`."""
+    budget_s: float
+    what: str
+
+
+STAGES = (
+    Stage("environment", "stage_environment:environment", 40, "the machine and its peak rates"),
+    Stage("check", "stage_check:check", 130, "every kernel against its reference"),
+    Stage("engine", "stage_engine:engine", 110, "graphs on = off = plain PyTorch, token for token"),
+    Stage("decode", "stage_decode:decode", 120, "an 8B shape: decoding, verification, batches, prefill"),
+    Stage("kernels", "stage_kernels:kernels", 75, "attention after 32K tokens, and every op by itself"),
+    Stage("speculation", "stage_speculation:speculation", 60, "measured speed-up against the promised one"),
+    Stage("tiles", "stage_tiles:find_tiles", 100, "the fastest tiles of the quantised products"),
+    Stage("bundled", "stage_bundled:bundled", 80, "the bundled model against transformers"),
+)
+"""In order of importance."""
+
+
+def run_stage(stage: Stage, is_rehearsal: bool, seconds: float) -> dict[str, Any]:
+    """Run a stage for at most `seconds`; returns its results and how it ended, as JSON values."""
+    info: dict[str, Any] = {"name": stage.name, "what": stage.what, "budget_s": seconds}
+    if seconds < LEAST_S:
+        return {**info, "status": LEFT_OUT, "seconds": 0.0, "error": "no time was left", **_found(Findings([], {}, []))}
+    with tempfile.TemporaryDirectory() as folder:
+        lines, errors = Path(folder, "lines.jsonl"), Path(folder, "errors.txt")
+        began = time.monotonic()
+        status, code = _run(stage, is_rehearsal, seconds, lines, errors)
+        took = time.monotonic() - began
+        error = None if status == DONE else _tail(errors, code)
+        return {**info, "status": status, "seconds": round(took, 1), "error": error, **_found(Findings.read(lines))}
+
+
+def _run(stage: Stage, is_rehearsal: bool, seconds: float, lines: Path, errors: Path) -> tuple[str, int | None]:
+    with errors.open("w", encoding="utf-8") as stream:
+        process = subprocess.Popen(
+            command(stage, lines, is_rehearsal),
+            stdout=stream,
+            stderr=stream,
+            env=environment(is_rehearsal),
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=seconds)
+            return (DONE if code == 0 else FAILED), code
+        except subprocess.TimeoutExpired:
+            return LATE, None
+        finally:
+            _kill(process)
+
+
+def command(stage: Stage, lines: Path, is_rehearsal: bool) -> list[str]:
+    """Return the command that runs a stage, which writes to `lines`."""
+    worker = [sys.executable, "-m", "minillm.bench.on_gpu.worker", stage.function, str(lines)]
+    return [*worker, *(["--rehearse"] if is_rehearsal else [])]
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a stage and the processes that it has started, such as compilers."""
+    if process.poll() is None and hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+
+
+def environment(is_rehearsal: bool) -> dict[str, str]:
+    """Return the environment of a stage's process: kernels are interpreted in a rehearsal only."""
+    variables = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    # The stage imports the same minillm package as this process, wherever it is.
+    here = str(Path(__file__).parents[3])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (here, variables.get("PYTHONPATH"))))
+    return variables | ({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if is_rehearsal else {})
+
+
+def _found(findings: Findings) -> dict[str, Any]:
+    return {"figures": findings.figures, "notes": findings.notes, "rows": findings.rows}
+
+
+def _tail(errors: Path, code: int | None) -> str:
+    """Return how the process ended and the last part of its output."""
+    text = errors.read_text(encoding="utf-8", errors="replace").strip()
+    how = "it was killed at its time limit" if code is None else f"it exited with code {code}"
+    return f"{how}\n{text[-ERROR_CHARACTERS:]}".strip()

@@ -1,0 +1,58 @@
+"""Where a stage of the GPU benchmark runs: on the GPU at full size, or in a rehearsal on a CPU at a tiny size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from minillm.bench.device_clock import Clock, Timing, Way, clock_for, in_turn
+from minillm.doctor.machine_limits import copy_bandwidth, matmul_rate
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Site:
+    """The device of a stage, its clock, and the sizes to run."""
+
+    is_rehearsal: bool
+    clock: Clock
+
+    @classmethod
+    def here(cls, is_rehearsal: bool) -> Site:
+        """Return the current GPU; for a rehearsal the CPU, where kernels run in Triton's interpreter."""
+        return cls(is_rehearsal, clock_for("cpu" if is_rehearsal else "cuda"))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        return torch.device(self.clock.device)
+
+    @property
+    def half(self) -> torch.dtype:
+        """The 16-bit type of large models: bfloat16, float16 before Ampere. The interpreter multiplies neither well."""
+        if self.is_rehearsal:
+            return torch.float32
+        return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+
+    def pick(self, real: T, tiny: T) -> T:
+        """Return the size for the GPU, or that of the rehearsal."""
+        return tiny if self.is_rehearsal else real
+
+    def bandwidth(self) -> float:
+        """Return the bytes per second, read and written, of a large copy."""
+        return copy_bandwidth(self.clock.device, num_bytes=self.pick(None, 2**16)).median
+
+    def product_rate(self) -> float:
+        """Return the operations per second of a large matrix product in `half`."""
+        return 1.0 if self.is_rehearsal else matmul_rate("cuda", self.half).median
+
+    def time(self, *ways: Way, seconds: float = 0.05, rounds: int = 7) -> dict[str, Timing]:
+        """Time ways in turn (see `in_turn`); a rehearsal runs each a few times."""
+        return in_turn(self.clock, ways, self.pick(rounds, 1), self.pick(seconds, 1e-9))
+
+    def free_bytes(self) -> int:
+        """Return the bytes that can be allocated; in a rehearsal more than enough."""
+        return 2**40 if self.is_rehearsal else torch.cuda.mem_get_info()[0]

@@ -1,0 +1,134 @@
+"""Stage 7 of the GPU benchmark: the fastest tiles of the quantised products on this GPU, at the shapes of an 8B model.
+
+Its results are lines to paste into `ops.triton.tiles.MEASURED`. Only candidates near the defaults are tried, because
+compiling each takes a second; the number tried is reported. The matrix is the largest of a layer, and the timer clears
+the L2 cache between two runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from triton import testing
+
+from minillm.bench.on_gpu.findings import Report
+from minillm.bench.on_gpu.random_models import CONFIGS, LARGE
+from minillm.bench.on_gpu.stage_setup import Site
+from minillm.ops.dispatch import implementations, op
+from minillm.ops.triton import machine, tiles
+from minillm.ops.triton.tiles import Tiles
+from minillm.quantization.int4 import Int4
+
+ROWS = {"few": 4, "some": 32, "many": 512}
+"""The number of rows with which a class is measured: decoding and verifying, a batch, a prefill."""
+KINDS = ("int8", "w8a8", "int4")
+TILES_S = 80.0
+"""Seconds for all products."""
+
+
+def find_tiles(site: Site, report: Report) -> None:
+    """Measure every kind, few rows first."""
+    combinations = [(kind, rows) for rows in ROWS for kind in KINDS]
+    began, budget = time.monotonic(), site.pick(TILES_S, 2.0)
+    lines = []
+    for number, (kind, rows) in enumerate(combinations):
+        if f"{kind}_linear" not in _kernels(site):
+            report.note(f"{kind} {rows}", "its kernel does not run on this device")
+            continue
+        left = budget - (time.monotonic() - began)
+        if left <= 0:
+            report.note(f"{kind} {rows}", "left out for lack of time")
+            continue
+        trial = Trial(product(site, kind, ROWS[rows]), left / (len(combinations) - number), site.pick(None, 2))
+        try:
+            with _timer(site):
+                best, milliseconds = tiles.measure(trial, ROWS[rows])
+        except Exception as problem:  # the other products are still measured
+            report.note(f"{kind} {rows} failed", f"{type(problem).__name__}: {str(problem)[:300]}")
+            continue
+        default = tiles.choose(kind, ROWS[rows], *_shape(site), site.half)
+        report.measured(f"{kind} {rows}, best", milliseconds, "ms", rows=ROWS[rows], tiles=str(best), tried=trial.tried)
+        with _timer(site):
+            ours = testing.do_bench(partial(trial.run, default), return_mode="median")
+        report.measured(f"{kind} {rows}, default", ours, "ms", rows=ROWS[rows], tiles=str(default))
+        lines.append(f'    ("{machine.gpu_name()}", "{kind}", "{rows}"): {best},')
+    report.note("lines for tiles.MEASURED", [] if site.is_rehearsal else lines)
+
+
+class Trial:
+    """One product, as `tiles.measure` calls it. It skips candidates by raising the error for too few resources."""
+
+    def __init__(self, run: Callable[[Tiles], Any], seconds: float, most: int | None) -> None:
+        self.run, self.seconds, self.most = run, seconds, most
+        self.began, self.tried, self.last = time.monotonic(), 0, None
+
+    def __call__(self, chosen: Tiles) -> Any:
+        """Multiply with these tiles. Raises Triton's `OutOfResources` for a candidate to be skipped."""
+        from triton.runtime.errors import OutOfResources
+
+        if chosen != self.last:
+            late = self.tried and (time.monotonic() - self.began > self.seconds or self.tried == self.most)
+            if late or not is_likely(chosen):
+                raise OutOfResources(0, 0, "time")
+            self.tried, self.last = self.tried + 1, chosen
+        return self.run(chosen)
+
+
+def is_likely(chosen: Tiles) -> bool:
+    """Whether tiles are near those known to be good: some eight candidates per class.
+
+    These have three stages, and four warps, or eight for a large tile. With few rows they are 128 columns deep and
+    split the columns; otherwise they are 64 columns deep and at least 64 outputs wide.
+    """
+    warps = 8 if chosen.m * chosen.n >= 64 * 128 else 4
+    if chosen.stages != 3 or chosen.warps != warps:
+        return False
+    if chosen.m <= tiles.FEW_ROWS:
+        return chosen.k == 128 and chosen.splits > 1
+    return chosen.k == 64 and chosen.n >= 64 and chosen.splits <= 2
+
+
+def product(site: Site, kind: str, rows: int) -> Callable[[Tiles], Any]:
+    """Return a product of random codes. The speed does not depend on the values, unless they are zeros."""
+    outputs, columns = _shape(site)
+    multiply = op(f"{kind}_linear", site.device, "triton")
+    x = torch.randn(rows, columns, device=site.device).to(site.half)
+    if kind == "int4":
+        group, groups = Int4().group_size, -(-columns // Int4().group_size)
+        codes = torch.randint(0, 256, (outputs, columns // 2), dtype=torch.uint8, device=site.device)
+        zeros = torch.randint(0, 256, (outputs, -(-groups // 2)), dtype=torch.uint8, device=site.device)
+        scales = torch.rand(outputs, groups, device=site.device).half()
+        return lambda chosen: multiply(x, codes, scales, zeros, group, tiles=chosen)
+    weight = torch.randint(-127, 128, (outputs, columns), dtype=torch.int8, device=site.device)
+    scales = torch.rand(outputs, device=site.device)
+    return lambda chosen: multiply(x, weight, scales, tiles=chosen)
+
+
+def _shape(site: Site) -> tuple[int, int]:
+    """Return the outputs and columns of the fused gate and up projection."""
+    config = CONFIGS[site.pick(LARGE, "rehearsal")]
+    return 2 * config.intermediate_size, config.hidden_size
+
+
+def _kernels(site: Site) -> set[str]:
+    names = {f"{kind}_linear" for kind in KINDS}
+    return {name for name in names if "triton" in implementations(name, site.device)}
+
+
+@contextmanager
+def _timer(site: Site) -> Iterator[None]:
+    """Replace Triton's timer, which needs a GPU, in a rehearsal by one that runs the product once."""
+    if not site.is_rehearsal:
+        yield
+        return
+    before = testing.do_bench
+    testing.do_bench = lambda run, **options: 1.0 + 0 * bool(run() is None)
+    try:
+        yield
+    finally:
+        testing.do_bench = before

@@ -1,0 +1,272 @@
+"""The checks behind the doctor: each looks at one part of the machine and returns one row.
+
+A lesson's first cell calls the doctor, and every module imported here stays in its memory. Every lesson needs PyTorch,
+but only some need numba and Triton, so their imports are tried in another process (see `import_probe`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from minillm.doctor.import_probe import Answer, ask, problem
+from minillm.doctor.report import Row
+from minillm.hardware import cpu, gpu, memory
+from minillm.models import bundled
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
+TRITON, NUMBA, OPENMP = "triton", "numba", "numba.np.ufunc.omppool"
+PROCESSOR = "minillm.ops.cpu.processor:findings"
+HEAVY = (TRITON, NUMBA, OPENMP, PROCESSOR)
+"""Imported only in another process."""
+NAMES = {
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx_vnni": "AVX-VNNI",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "asimddp": "NEON with dot products",
+    "asimd": "NEON",
+}
+"""The instruction sets that the compiled step can use, best first, with their usual names."""
+LOW_MEMORY_BYTES = 10**9
+"""The most memory that a lesson may need; the lessons are built to stay below it."""
+
+
+def run_checks() -> Iterator[Row]:
+    """Run every check in the order of the report. Without PyTorch, the checks that need it are left out."""
+    yield python()
+    yield pytorch()
+    if not problem("torch"):
+        yield from (device(), dtype(), triton(), kernels(), threads())
+    yield from (numba(), processor(), main_memory(), models(), widgets(), charts(), lab(), browser())
+
+
+def machine() -> str:
+    """A short description of the machine and of how the engine runs on it. It does not vary between calls."""
+    from minillm.version import __version__
+
+    card = None if problem("torch") else gpu()
+    if card is not None:
+        kernels_run = "PyTorch operations" if _tried(TRITON).problem else "Triton kernels"
+        return f"minillm {__version__} · {card.name}, {card.architecture} · {kernels_run}"
+    chip = cpu()
+    cores = f"{chip.usable_cores} core{'s' if chip.usable_cores > 1 else ''}"
+    best = next((NAMES[name] for name in NAMES if name in chip.simd), "")
+    runs = "plain PyTorch" if _tried(NUMBA).problem else "compiled step"
+    return f"minillm {__version__} · {', '.join(filter(None, ['CPU', cores, best]))} · {runs}"
+
+
+def find_chromium() -> Path | None:
+    """A Chromium-like browser: `$CHROME`, else one on the PATH, else macOS's default location; None if not found."""
+    named = os.environ.get("CHROME")
+    if named:
+        found = shutil.which(named)
+        return Path(found) if found else None
+    for name in BROWSERS:
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    mac = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
+    return mac if mac.exists() else None
+
+
+def python() -> Row:
+    """The interpreter."""
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Row("Python", "ok", found, "New enough for everything.")
+
+
+def pytorch() -> Row:
+    """The tensor library."""
+    reason = problem("torch")
+    if reason:
+        return Row("PyTorch", "missing", reason, "The engine cannot run at all.", "pip install torch")
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return Row("PyTorch", "ok", f"{torch.__version__}, {build}", "The reference path of every lesson runs.")
+
+
+def device() -> Row:
+    """The device that the engine uses by default."""
+    card = gpu()
+    if card is None:
+        meaning = "Every lesson runs on the CPU; GPU speeds cannot be measured here."
+        return Row("device", "limited", "CPU (PyTorch sees no CUDA GPU)", meaning)
+    found = f"{card.name}, {card.architecture}, {_gib(card.free)} of {_gib(card.total)} free"
+    return Row("device", "ok", found, "The engine uses this GPU unless you say device='cpu'.")
+
+
+def dtype() -> Row:
+    """What `dtype="auto"` means here, as `minillm.engine.assembly.choose_dtype` decides it."""
+    card = gpu()
+    if card is None:
+        meaning = "In float32, every way of running the engine on a CPU gives the same tokens."
+        return Row("dtype 'auto'", "ok", "float32", meaning)
+    if card.capability < (8, 0):
+        meaning = f"{card.architecture} has no bfloat16 arithmetic (that starts at sm_80), so float16 replaces it."
+        return Row("dtype 'auto'", "limited", "float16, or float32 if the checkpoint is", meaning)
+    return Row("dtype 'auto'", "ok", "the checkpoint's own", "This GPU computes in bfloat16 and float16 at full speed.")
+
+
+def triton() -> Row:
+    """The kernel language."""
+    reason = _tried(TRITON).problem
+    if reason:
+        fix = "pip install triton" if sys.platform == "linux" else "for kernels: Linux, WSL or a hosted notebook"
+        return Row("Triton", "limited", reason, "Triton kernels do not run; the engine uses PyTorch.", fix)
+    version, card = metadata.version("triton"), gpu()
+    if card is None:
+        meaning = "Without a GPU, Triton kernels run in its interpreter: correct, but slow."
+        return Row("Triton", "limited", f"{version}, interpreter only", meaning)
+    if card.capability < (8, 0):
+        meaning = f"Triton may refuse {card.architecture}; the engine then uses PyTorch."
+        return Row("Triton", "limited", f"{version}, on {card.architecture}", meaning)
+    return Row("Triton", "ok", f"{version}, on {card.architecture}", "Kernels compile and run on the GPU.")
+
+
+def kernels() -> Row:
+    """Which operations have a kernel on this GPU, according to the dispatch."""
+    from minillm.ops.dispatch import OPS, implementations
+
+    card = gpu()
+    if card is None:
+        meaning = "Kernels are for GPUs; on a CPU the compiled step does their work."
+        return Row("GPU kernels", "ok", f"none of {len(OPS)} operations: there is no GPU", meaning)
+    others = [name for name in OPS if implementations(name, "cuda")[0] != "triton"]
+    found = f"{len(OPS) - len(others)} of {len(OPS)} operations on {card.architecture}"
+    if len(others) == len(OPS):
+        return Row("GPU kernels", "limited", found, "The GPU runs PyTorch operations instead: correct, but slower.")
+    if others:
+        meaning = f"PyTorch runs the others, correct but slower: {', '.join(others)}."
+        return Row("GPU kernels", "limited", found, meaning)
+    return Row("GPU kernels", "ok", found, "Every operation of the engine that has a kernel runs as one.")
+
+
+def numba() -> Row:
+    """The compiler of the decoder step for the CPU."""
+    reason = _tried(NUMBA).problem
+    if reason:
+        meaning = "The step compiled for the CPU is off; PyTorch replaces it, two to eight times slower."
+        if sys.platform == "win32" and platform.machine().lower() == "arm64":
+            return Row("compiled step", "limited", "there is no numba for Windows on ARM64", meaning)
+        return Row("compiled step", "limited", f"numba is {reason}", meaning, "pip install numba")
+    found = f"numba {metadata.version('numba')}"
+    chip = _tried(PROCESSOR).value or {"unsupported_reason": _tried(PROCESSOR).problem, "byte_products": None}
+    if chip["unsupported_reason"]:
+        meaning = f"PyTorch replaces it: {chip['unsupported_reason']}."
+        return Row("compiled step", "limited", f"{found}, not for this processor", meaning)
+    if _tried(OPENMP).problem:
+        meaning = "It works, but without the OpenMP layer threads start more slowly in each step."
+        fix = "install libgomp (Linux) or libomp (macOS)"
+        return Row("compiled step", "limited", f"{found}, no OpenMP layer", meaning, fix)
+    if not chip["byte_products"]:
+        meaning = "All weight types run; int8, int4 and w8a8 would be faster with byte dot-product instructions."
+        return Row("compiled step", "limited", f"{found}, OpenMP layer, no VNNI or dot products", meaning)
+    meaning = "On the CPU a whole decoder step is one function, compiled on first use and cached on disk."
+    return Row("compiled step", "ok", f"{found}, OpenMP layer, {chip['byte_products']}", meaning)
+
+
+def processor() -> Row:
+    """The CPU and what its vector units can do."""
+    chip = cpu()
+    simd = " ".join(chip.simd) or "SIMD unknown"
+    found = f"{chip.name}, {chip.usable_cores} of {os.cpu_count()} logical cores, {simd}"
+    if platform.machine().lower() in ("x86_64", "amd64") and chip.simd and "avx2" not in chip.simd:
+        return Row("processor", "limited", found, "Without AVX2, INT8 products are slower than full precision.")
+    return Row("processor", "ok", found, "INT8 speed-ups depend on these instruction sets.")
+
+
+def threads() -> Row:
+    """How many threads one operation may use."""
+    import torch
+
+    used, chip, limit = torch.get_num_threads(), cpu(), os.environ.get("OMP_NUM_THREADS")
+    found = f"{used} per operation" + (f" (OMP_NUM_THREADS={limit})" if limit else "")
+    if used < min(chip.physical_cores, chip.usable_cores):
+        meaning = f"Some of the {chip.physical_cores} cores stay idle."
+        return Row("threads", "limited", found, meaning, "unset OMP_NUM_THREADS, or torch.set_num_threads(n)")
+    if used > chip.usable_cores:
+        meaning = f"More threads than the {chip.usable_cores} usable cores slow each other down."
+        return Row("threads", "limited", found, meaning, f"set OMP_NUM_THREADS={chip.usable_cores}")
+    return Row("threads", "ok", found, "Every usable core is used.")
+
+
+def main_memory() -> Row:
+    """RAM, or the container's limit."""
+    ram = memory()
+    found = f"{_gib(ram.free)} of {_gib(ram.total)} free"
+    if ram.free < LOW_MEMORY_BYTES:
+        return Row("memory", "limited", found, "A lesson may need up to 1 GB.", "close other notebooks' kernels")
+    return Row("memory", "ok", found, "Enough for every lesson on the bundled models.")
+
+
+def models() -> Row:
+    """The checkpoints that come with the package."""
+    names = ("minicoder", "minicoder-draft")
+    absent = [name for name in names if not (bundled.WEIGHTS / name / "model.safetensors").exists()]
+    if absent:
+        meaning = "Lessons have no model to run, unless MINILLM_MODEL names another one."
+        fix = "install minillm-lessons again, or run: minillm train"
+        return Row("bundled models", "missing", f"no {' and no '.join(absent)}", meaning, fix)
+    num_bytes = sum(file.stat().st_size for name in names for file in (bundled.WEIGHTS / name).iterdir())
+    return Row("bundled models", "ok", f"{', '.join(names)} ({num_bytes / 1e6:.0f} MB)", "No download is ever needed.")
+
+
+def widgets() -> Row:
+    """The package behind the interactive controls (knobs) of lessons."""
+    reason = problem("ipywidgets")
+    if reason:
+        meaning = "Knobs are absent; pictures and replays still work."
+        return Row("widgets", "missing", reason, meaning, "pip install ipywidgets")
+    version = metadata.version("ipywidgets")
+    found = f"ipywidgets {version}"
+    if int(version.split(".")[0]) < 8:
+        return Row("widgets", "ok", found, "Knobs work: lessons use only features that versions 7.7 and 8 share.")
+    return Row("widgets", "ok", found, "Knobs work.")
+
+
+def charts() -> Row:
+    """The package behind interactive charts."""
+    reason = problem("plotly")
+    if reason:
+        return Row("charts", "limited", reason, "Charts are static pictures.", "pip install plotly")
+    return Row("charts", "ok", f"plotly {metadata.version('plotly')}", "Charts can be hovered and zoomed.")
+
+
+def lab() -> Row:
+    """Where notebooks open."""
+    if "google.colab" in sys.modules:
+        return Row("JupyterLab", "ok", "not needed on Colab", "Colab is the notebook.")
+    if importlib.util.find_spec("jupyterlab") is None:
+        if "ipykernel" in sys.modules:
+            return Row("JupyterLab", "ok", "not installed, and not needed", "This runs in a notebook already.")
+        meaning = "`minillm lab` cannot open; other notebook programs can open the lessons."
+        return Row("JupyterLab", "missing", "not installed", meaning, "pip install 'minillm-lessons[lab]'")
+    return Row("JupyterLab", "ok", metadata.version("jupyterlab"), "`minillm lab` opens the first lesson.")
+
+
+def browser() -> Row:
+    """The browser for minillm's own browser tests; learners do not need it."""
+    found = find_chromium()
+    if found is None:
+        meaning = "Only the browser tests of minillm itself need one; every lesson runs."
+        fix = "install Chromium, or point CHROME at one"
+        none = f"none (CHROME={os.environ.get('CHROME', '')})"
+        return Row("Chromium", "limited", none, meaning, fix, for_lessons=False)
+    return Row("Chromium", "ok", str(found), "The browser tests can run.")
+
+
+def _tried(question: str) -> Answer:
+    """The answer of the import probe to one question of `HEAVY`; one process answers all of them."""
+    return ask(*HEAVY)[question]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,78 @@
+"""Find out in another process whether packages can be imported.
+
+Only an import shows whether an install is complete. But an imported module stays in memory: numba and Triton take some
+140 MB, also in a lesson that uses neither. And a broken install that kills its process would kill this one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+SECONDS = 120
+"""Time limit of the other process for all questions; a cold disk needs several seconds."""
+
+MARK = "minillm tried: "
+"""Prefix of the lines with answers in the other process's output; packages may print lines of their own."""
+PROGRAM = """
+import json, sys
+sys.path[:], questions = json.loads(sys.argv[1])
+from minillm.doctor.import_probe import MARK, answer
+for question in questions:
+    print(chr(10) + MARK + json.dumps([question, *answer(question)]), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of one import."""
+
+    problem: str
+    """Why it cannot be imported; empty if it can."""
+    value: Any = None
+    """What the function returned, if the question named one."""
+
+
+def problem(name: str) -> str:
+    """Import the module `name` in this process. Returns why that failed; empty if it succeeded."""
+    return answer(name)[0]
+
+
+def answer(question: str) -> tuple[str, Any]:
+    """Import `module`, or call `module:function` without arguments. Returns the problem (or "") and the value.
+
+    A broken install can raise any exception, so all are caught.
+    """
+    module, _, function = question.partition(":")
+    try:
+        found = importlib.import_module(module)
+        return "", getattr(found, function)() if function else None
+    except ModuleNotFoundError:
+        return "not installed", None
+    except Exception as error:
+        return f"broken: {error}".splitlines()[0], None
+
+
+def ask(*questions: str) -> dict[str, Answer]:
+    """Run `answer` for all questions in one new process with this one's `sys.path`. The answers are cached."""
+    return _ask(questions, tuple(sys.path))
+
+
+@lru_cache(maxsize=8)
+def _ask(questions: tuple[str, ...], path: tuple[str, ...]) -> dict[str, Answer]:
+    command = [sys.executable, "-c", PROGRAM, json.dumps([path, questions])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    except OSError:  # no process can be started, as in a browser
+        return {question: Answer(*answer(question)) for question in questions}
+    except subprocess.TimeoutExpired:
+        return dict.fromkeys(questions, Answer(f"broken: importing it took more than {SECONDS} seconds"))
+    lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    found = {question: Answer(problem, value) for question, problem, value in map(json.loads, lines)}
+    died = Answer(f"broken: importing it ends the process (exit status {done.returncode})")
+    return {question: found.get(question, died) for question in questions}

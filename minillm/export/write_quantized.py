@@ -1,0 +1,70 @@
+"""Quantise a checkpoint: load, calibrate, quantise, write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minillm.errors import UnsupportedError
+from minillm.models.calibration import calibrate
+from minillm.models.held_out import calibration_prompts
+from minillm.models.loading import load_model, resolve, stored_scheme
+from minillm.models.quantize import linear_bytes, num_weights, quantize_model
+from minillm.models.quantized_checkpoint import check_new_folder, save_quantized
+from minillm.models.shards import Shards
+from minillm.quantization.base import Scheme
+from minillm.tokenizer import Tokenizer
+
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The sizes of a checkpoint before and after, in bytes of its tensors."""
+
+    num_weights: int
+    """Weights in the linears of the layers."""
+    linears_before: int
+    linears_after: dict[str, int]
+    """By kind of tensor: packed weights, scales and so on."""
+    others: int
+    """Embedding, norms and biases; they do not change."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits per weight of the quantised linears, scales and other extra tensors included."""
+        return 8 * sum(self.linears_after.values()) / self.num_weights
+
+
+def quantize_checkpoint(name: str, scheme: Scheme, out: Path, progress: bool = False) -> Conversion:
+    """Write the checkpoint `name` (see `resolve`), quantised by `scheme`, to the new folder `out`.
+
+    If the scheme needs calibration, it uses the held-out calibration prompts. Everything is computed in fp32 on the
+    CPU. Raises `ConfigError` if `out` exists, `UnsupportedError` if the checkpoint is quantised already,
+    `CheckpointError` if it cannot be read.
+    """
+    check_new_folder(out)
+    source = resolve(name)
+    stored = stored_scheme(source)
+    if stored is not None:
+        raise UnsupportedError(f"{name} is quantised already ({stored.method}); give the original checkpoint")
+    model = load_model(source, torch.float32)
+    calibration = None
+    if scheme.needs:
+        tokenizer = Tokenizer.from_folder(source)
+        rows = [tokenizer.encode(prompt.prompt) for prompt in calibration_prompts()]
+        calibration = calibrate(model, rows, scheme.needs, progress=progress)
+    quantize_model(model, scheme, calibration, progress)
+    save_quantized(model, source, out)
+    before = stored_bytes(source)
+    linears = sum(size for tensor, size in before.items() if tensor.endswith("_proj.weight"))
+    return Conversion(num_weights(model), linears, linear_bytes(model), sum(before.values()) - linears)
+
+
+def stored_bytes(folder: Path) -> dict[str, int]:
+    """Bytes of each tensor of a full-precision checkpoint, from the headers of its files."""
+    shards = Shards(folder)
+    headers = {name: shards.header(name) for name in shards.names}
+    return {name: torch.Size(shape).numel() * BYTES[dtype] for name, (dtype, shape) in headers.items()}

@@ -1,0 +1,125 @@
+"""Calibration statistics of a model: samples of its linears' inputs, or the squared gradients of their weights.
+
+The text is held-out code (`minillm.models.held_out.calibration_prompts`), disjoint from the code that quality is
+measured on. Rows run one at a time with a causal mask and no sliding window: calibration rows are shorter than any
+window in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from minillm.errors import ConfigError, UnsupportedError
+from minillm.models.causal import CausalAttention
+from minillm.models.decoder import Decoder
+from minillm.models.quantize import Calibration, decoder_linears
+from minillm.quantization.base import LayerStatistics, QuantizedLinear
+
+MAX_ROWS = 1024
+"""Input rows kept per layer, evenly spread over the text: 4 · in · 1024 bytes per layer."""
+
+
+def calibrate(
+    model: Decoder,
+    rows: Sequence[Sequence[int]],
+    needs: str,
+    max_rows: int = MAX_ROWS,
+    progress: bool = False,
+) -> Calibration:
+    """Run `model` over `rows` of token ids and collect the statistics in `needs`: `inputs` or `gradients`.
+
+    Rows longer than the context are truncated. Raises `ConfigError` if no row is long enough, `UnsupportedError` if the
+    model is already quantised.
+    """
+    collect = {"inputs": _inputs, "gradients": _squared_gradients}.get(needs)
+    if collect is None:
+        raise ConfigError(f"needs={needs!r} must be 'inputs' or 'gradients'")
+    linears: dict[str, nn.Linear] = {}
+    for name, linear in decoder_linears(model):
+        if isinstance(linear, QuantizedLinear):
+            raise UnsupportedError(f"{name} is quantised already; calibrate the original model")
+        linears[name] = linear
+    shortest = 2 if needs == "gradients" else 1
+    context = model.config.max_position_embeddings
+    kept = [list(row[:context]) for row in rows if len(row) >= shortest]
+    if not kept:
+        raise ConfigError(f"calibration needs rows of at least {shortest} tokens; there are none")
+    num_tokens = sum(map(len, kept))
+    device = model.embed_tokens.weight.device
+    texts = (
+        torch.tensor(row, device=device) for row in tqdm(kept, desc="calibrating", unit=" texts", disable=not progress)
+    )
+    return Calibration(needs, num_tokens, collect(model, linears, texts, -(-num_tokens // max_rows)))
+
+
+@torch.no_grad()
+def _inputs(
+    model: Decoder, linears: dict[str, nn.Linear], texts: Iterator[Tensor], stride: int
+) -> dict[str, LayerStatistics]:
+    """Collect every `stride`-th input of each layer, and the mean |x| over all of its inputs."""
+    samples: dict[str, list[Tensor]] = {name: [] for name in linears}
+    totals = {name: torch.zeros(linear.in_features, dtype=torch.float64) for name, linear in linears.items()}
+    done = 0
+    for text in texts:
+        with _recording_inputs(linears) as inputs:
+            _logits(model, text)
+        for name, x in inputs.items():
+            samples[name].append(x[-done % stride :: stride].float().clone())
+            totals[name] += x.abs().sum(0, dtype=torch.float64).cpu()
+        done += len(text)
+    return {
+        name: LayerStatistics(
+            inputs=torch.cat(samples[name]), mean_abs=(totals[name] / done).float().to(samples[name][0])
+        )
+        for name in linears
+    }
+
+
+def _squared_gradients(
+    model: Decoder, linears: dict[str, nn.Linear], texts: Iterator[Tensor], stride: int
+) -> dict[str, LayerStatistics]:
+    """Σ over texts of (∂ log p(text) / ∂ weight)². A text is one sample: gradients are squared after summing."""
+    squares = {name: torch.zeros_like(linear.weight, dtype=torch.float32) for name, linear in linears.items()}
+    weights = [linear.weight for linear in linears.values()]
+    before = [weight.requires_grad for weight in weights]
+    try:
+        for weight in weights:
+            weight.requires_grad_(True)
+        for text in texts:
+            with torch.enable_grad():
+                loss = F.cross_entropy(_logits(model, text)[:-1].float(), text[1:], reduction="sum")
+                gradients = torch.autograd.grad(loss, weights)
+            for square, gradient in zip(squares.values(), gradients, strict=True):
+                square.addcmul_(gradient.float(), gradient.float())
+    finally:
+        for weight, required_grad in zip(weights, before, strict=True):
+            weight.requires_grad_(required_grad)
+    return {name: LayerStatistics(squared_gradients=square) for name, square in squares.items()}
+
+
+def _logits(model: Decoder, text: Tensor) -> Tensor:
+    """`[length]` → `[length, vocab]`."""
+    positions = torch.arange(len(text), device=text.device)
+    return model.logits(model(text, positions, CausalAttention(len(text))))
+
+
+@contextmanager
+def _recording_inputs(linears: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
+    """Yield a dict that receives the input of each layer when it runs."""
+    recorded: dict[str, Tensor] = {}
+
+    def record(name: str, linear: nn.Linear) -> torch.utils.hooks.RemovableHandle:
+        return linear.register_forward_pre_hook(lambda _, args: recorded.__setitem__(name, args[0]))
+
+    handles = [record(name, linear) for name, linear in linears.items()]
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()

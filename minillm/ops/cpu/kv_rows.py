@@ -1,0 +1,140 @@
+"""Keys and values as the paged layouts store them: one row per token and KV head, written and read as floats.
+
+`rows` is a tuple of flat arrays, one per field. Their dtypes identify the layout:
+
+    float32                                        PagedKVCache
+    int8 codes, bfloat16 scale                     PagedInt8KVCache     x̂ = code · s
+    packed uint8 codes, float16 scales and zeros   PagedInt4KVCache     x̂ = code · s + zero, per group
+
+Stored rows are the same to the bit as those of `minillm.ops.kv_quant`: PyTorch can read what the compiled step wrote,
+and the other way round.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.simd import (
+    LANES,
+    absolute,
+    bfloat_bits,
+    half_bits,
+    largest,
+    load,
+    load_nibbles,
+    maximum,
+    minimum,
+    number,
+    rint,
+    smallest,
+    splat,
+    store,
+    store_bytes,
+    store_nibbles,
+)
+from minillm.ops.kv_quant import AFFINE_CODES, INT8_LEVELS, SMALLEST_SCALE, SMALLEST_STEP
+
+LEVELS, SMALLEST = np.float32(INT8_LEVELS), np.float32(SMALLEST_SCALE)
+CODES, STEP, ZERO = np.float32(AFFINE_CODES), np.float32(SMALLEST_STEP), np.float32(0)
+RELATIVE_STEP = np.float32(2.0**-10)
+
+
+def write_row(rows, at, x, x_at, size):
+    """Store `x[x_at : x_at + size]` (float32) as row `at`."""
+    raise NotImplementedError
+
+
+def read_row(rows, at, out, out_at, size):
+    """Store row `at`, as floats, in `out[out_at : out_at + size]`."""
+    raise NotImplementedError
+
+
+@njit(**OPTIONS)
+def _write_floats(rows, at, x, x_at, size):
+    for i in range(0, size, LANES):
+        store(rows[0], at * size + i, load(x, x_at + i))
+
+
+@njit(**OPTIONS)
+def _read_floats(rows, at, out, out_at, size):
+    for i in range(0, size, LANES):
+        store(out, out_at + i, load(rows[0], at * size + i))
+
+
+@njit(**OPTIONS)
+def _write_int8(rows, at, x, x_at, size):
+    codes, scales = rows
+    high = absolute(load(x, x_at))
+    for i in range(LANES, size, LANES):
+        high = maximum(high, absolute(load(x, x_at + i)))
+    step = largest(high) / LEVELS
+    scales[at] = bfloat_bits(SMALLEST if step < SMALLEST else step)  # NaN is not smaller, so it stays
+    scale = splat(number(scales, at))
+    for i in range(0, size, LANES):
+        store_bytes(codes, at * size + i, load(x, x_at + i) / scale, 0)
+
+
+@njit(**OPTIONS)
+def _read_int8(rows, at, out, out_at, size):
+    codes, scales = rows
+    scale = splat(number(scales, at))
+    for i in range(0, size, LANES):
+        store(out, out_at + i, load(codes, at * size + i) * scale)
+
+
+@njit(**OPTIONS)
+def _half_below(array, at, x):
+    """Store in `array[at]` the bits of a float16 that is at most x, the same as in `kv_quant._half_below`."""
+    array[at] = half_bits(x)
+    if number(array, at) > x:
+        array[at] = half_bits(x - abs(x) * RELATIVE_STEP - STEP)
+
+
+@njit(**OPTIONS)
+def _write_int4(rows, at, x, x_at, size):
+    packed, scales, zeros, groups = rows
+    group = size // groups
+    for g in range(groups):
+        here, first = at * groups + g, x_at + g * group
+        low = high = load(x, first)
+        for i in range(LANES, group, LANES):
+            low, high = minimum(low, load(x, first + i)), maximum(high, load(x, first + i))
+        _half_below(zeros, here, smallest(low))
+        zero = number(zeros, here)
+        _half_below(scales, here, (zero - largest(high)) / CODES)
+        step = -number(scales, here)
+        scales[here] = half_bits(STEP if step < STEP else step)
+        scale = splat(number(scales, here))
+        for i in range(0, group, LANES):
+            code = rint((load(x, first + i) - splat(zero)) / scale)
+            code = minimum(maximum(code, splat(ZERO)), splat(CODES))
+            store_nibbles(packed, (at * size + g * group + i) // 2, code)
+
+
+@njit(**OPTIONS)
+def _read_int4(rows, at, out, out_at, size):
+    packed, scales, zeros, groups = rows
+    group = size // groups
+    for g in range(groups):
+        scale, zero = splat(number(scales, at * groups + g)), splat(number(zeros, at * groups + g))
+        for i in range(g * group, (g + 1) * group, LANES):
+            store(out, out_at + i, load_nibbles(packed, (at * size + i) // 2) * scale + zero)
+
+
+WRITERS = {types.float32: _write_floats, types.int8: _write_int8, types.uint8: _write_int4}
+READERS = {types.float32: _read_floats, types.int8: _read_int8, types.uint8: _read_int4}
+
+
+@overload(write_row, jit_options=OPTIONS)
+def _typed_write(rows, at, x, x_at, size):
+    write = WRITERS[rows[0].dtype]
+    return lambda rows, at, x, x_at, size: write(rows, at, x, x_at, size)
+
+
+@overload(read_row, jit_options=OPTIONS)
+def _typed_read(rows, at, out, out_at, size):
+    read = READERS[rows[0].dtype]
+    return lambda rows, at, out, out_at, size: read(rows, at, out, out_at, size)

@@ -1,0 +1,142 @@
+"""One request: its tokens, how many of them are in the cache, and its block table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minillm.cache.prefix import extend_block_hashes
+from minillm.outputs import Logprob
+from minillm.sampling import SamplingParams, SamplingRow
+from minillm.tokenizer import Detokenizer
+
+LogprobRow = dict[int, Logprob]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and its completion so far.
+
+        token_ids    [ prompt …… | output …… ]
+                       └─ computed ─┘└─ new ─┘
+
+        computed     num_computed_tokens: their keys and values are in the cache
+        new          num_new_tokens: they go through the model next
+
+    A request that decodes has exactly one new token, the last one. Drafts enter `token_ids` only when they are
+    accepted. Preemption frees all blocks and sets `num_computed_tokens` to 0, but it keeps `token_ids`.
+    """
+
+    request_id: str
+    prompt: str
+    token_ids: list[int]
+    """The prompt's tokens, then the output's."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    index: int = 0
+    """Which of the prompt's `n` completions this is, from 0."""
+    priority: int = 0
+    """Lower values run first, if the engine schedules by priority."""
+    cache_salt: str = ""
+    """Only requests with the same salt can share blocks through the prefix cache."""
+    fork_of: Request | None = None
+    """The first completion of the same prompt; its prompt blocks are shared as soon as they are computed."""
+    stop_ids: frozenset[int] = frozenset()
+    """End-of-text and stop tokens that end this request."""
+    eos_ids: frozenset[int] = frozenset()
+    """The model's end-of-text tokens, whether they end this request or not."""
+    detokenizer: Detokenizer | None = None
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    arrival: int = 0
+    """Position in the order of arrival, set by the scheduler."""
+    text: str = ""
+    """The text of the output so far, cut off at a stop string."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[LogprobRow] = field(default_factory=list)
+    prompt_logprobs: dict[int, LogprobRow] = field(default_factory=dict)
+    """Key: position in the prompt. Position 0 has no log-probability."""
+    _block_hashes: list[bytes] = field(default_factory=list, repr=False)
+    """Tokens are only appended, so a computed hash stays valid."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt and output tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of output tokens so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The output tokens so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Number of tokens that are not in the cache yet."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the last output token is new. A preempted request that recomputes its tokens is in prefill."""
+        return self.num_new_tokens == 1 and self.num_output_tokens > 0
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Number of output tokens that may still be generated."""
+        return self.max_tokens - self.num_output_tokens
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum of the log-probabilities of the output tokens; 0 if none were requested."""
+        chosen = zip(self.logprobs, self.output_token_ids, strict=False)
+        return sum(row[token].logprob for row, token in chosen)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended, for any reason."""
+        return self.finish_reason is not None
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether all further tokens are the argmax of the logits: greedy, no penalties, `min_tokens` reached."""
+        params = self.params
+        return params.is_greedy and not params.has_penalties and self.num_output_tokens >= params.min_tokens
+
+    def is_end_of_text(self, token: int) -> bool:
+        """Whether `token` is an end-of-text token that ends this request; False for a stop token."""
+        return token in self.eos_ids and not self.params.ignore_eos
+
+    def sampling_row(self, drafts: Sequence[int] = ()) -> SamplingRow:
+        """The sampling parameters and the context of the token that follows `token_ids` and `drafts`."""
+        params = self.params
+        ends_early = self.num_output_tokens + len(drafts) < params.min_tokens
+        forbidden = tuple(self.stop_ids | self.eos_ids) if ends_early else ()
+        if not params.has_penalties:
+            return SamplingRow(params, forbidden_token_ids=forbidden)
+        prompt = self.token_ids[: self.num_prompt_tokens]
+        return SamplingRow(params, prompt, [*self.output_token_ids, *drafts], forbidden)
+
+    def block_hashes(self, block_size: int) -> list[bytes]:
+        """Hashes of all full blocks of `token_ids`, in order (see `minillm.cache.prefix`). Do not change the list."""
+        return extend_block_hashes(self._block_hashes, self.token_ids, block_size, self.cache_salt)
+
+    def drop_cache(self) -> None:
+        """Clear the block table and set the number of computed tokens to 0. The caller has freed the blocks."""
+        self.block_table.clear()
+        self.num_computed_tokens = 0
+
+
+def request_seed(seed: int | None, engine_seed: int, number: int, index: int) -> int:
+    """The seed of completion `index`, from the user's seed if there is one, else from the engine's and `number`.
+
+    `number`: the number of the prompt. Seeds need only differ: `sampling.uniform` hashes them.
+    """
+    base = seed if seed is not None else (engine_seed << 40) + (number << 8) + (1 << 62)
+    return base * 1_000_003 + index

@@ -1,0 +1,175 @@
+"""Runs a decoder's steps through `minillm.ops.cpu`: one compiled call per step, over packed weights."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numba import get_num_threads, set_num_threads
+from numba.core.config import NUMBA_NUM_THREADS
+from torch import Tensor
+
+from minillm.batch import Segment, tree_masks, wanted_rows
+from minillm.cache.base import KVCache, StoredRows
+from minillm.hardware import usable_processors
+from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
+from minillm.ops.cpu import amx, step
+from minillm.ops.cpu.attention import NO_TREE
+from minillm.ops.cpu.compiled import showing_progress
+from minillm.ops.cpu.matrix_fields import OUTPUTS
+from minillm.ops.cpu.simd import LANES
+from minillm.ops.cpu.team import new_sync
+from minillm.ops.cpu.thread_choice import ThreadChoice
+from minillm.runtime.packed_decoder import PackedDecoder, bits_of, packed, unsupported_model, whole_lines
+
+ONE_TEAM = threading.Lock()
+"""Held while a step runs on several threads. numba's `workqueue` layer ends the process if two Python threads use it at
+once. With numba's other layers two concurrent steps would only compete for the same processors."""
+Rows = tuple[np.ndarray | int, ...]
+FORMATS: dict[str, Callable[[Sequence[Tensor]], Rows]] = {
+    "float": lambda parts: (parts[0].numpy().reshape(-1),),
+    "int8": lambda parts: (parts[0].numpy().reshape(-1), bits_of(parts[1])),
+    "int4": lambda parts: (parts[0].numpy().reshape(-1), bits_of(parts[1]), bits_of(parts[2]), parts[1].shape[-1]),
+}
+"""Format of `StoredRows` → a function that turns its tensors into arrays. They share the memory of the cache."""
+NO_DRAFTS = np.empty((0, 0), np.int64)
+
+
+def unsupported_reason(model: Decoder, cache: KVCache) -> str | None:
+    """Why the compiled step cannot run this model over this cache; None if it can."""
+    return unsupported_model(model) or _unsupported_cache(cache)
+
+
+def _unsupported_cache(cache: KVCache) -> str | None:
+    rows = cache.stored_rows()
+    if rows is None or rows.format not in FORMATS:
+        return (
+            f"the compiled step reads keys and values as {', '.join(FORMATS)}; "
+            f"{type(cache).__name__} stores them in its own way"
+        )
+    if rows.format == "float" and rows.keys[0].dtype != torch.float32:
+        return (
+            "the compiled step reads keys and values in float32, "
+            f"{type(cache).__name__} stores them in {str(rows.keys[0].dtype)[6:]}"
+        )
+    if cache.ops != type(cache).ops:
+        return "an operation of the cache was replaced"
+    if rows.group % LANES:
+        return f"the compiled step reads INT4 groups in multiples of {LANES}, this cache has groups of {rows.group}"
+    return None
+
+
+class CpuExecutor:
+    """One model over one cache. The weights move here, so that they are in memory only once: the model keeps only its
+    configuration. The cache stays where it is: the step reads and writes its memory."""
+
+    runs_trees = True
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        block_size: int,
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        """`max_num_seqs` and `max_model_len` are ignored: this executor runs steps of any size."""
+        config, rows = model.config, cache.stored_rows()
+        assert rows is not None
+        self.packed = p = packed(model)
+        self.weights = step.Weights(
+            p.layers, p.matrices, p.vectors, p.weights, p.head, p.embedding, p.cos, p.signed_sin
+        )
+        self.vocab_size = config.vocab_size
+        self.dims = _dims(self.packed, config, block_size, rows)
+        self.keys, self.values = FORMATS[rows.format](rows.keys), FORMATS[rows.format](rows.values)
+        self.sync = new_sync()
+        self.thread_choice = ThreadChoice()
+        self.usable_processors = usable_processors()
+        self.scratch, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
+
+    def try_out(self) -> str | None:
+        """Run one step, so that numba compiles it for these kinds of weights and cache or loads it from disk."""
+        with showing_progress():
+            self.run([Segment([0], 0, [0])])
+        self.thread_choice = ThreadChoice()  # forget that step: its time includes compiling
+        return None
+
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """See `ModelRunner.run`."""
+        return self._run(segments, NO_DRAFTS)[:, : self.vocab_size]
+
+    def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
+        """See `ModelRunner.draft`. All `count` steps are one compiled call."""
+        drafted = np.empty((len(segments), count), np.int64)
+        self._run(segments, drafted)
+        return drafted.tolist()
+
+    def _run(self, segments: Sequence[Segment], drafted: np.ndarray) -> Tensor:
+        token_ids, tables, requests, wanted = [], [], [], wanted_rows(segments)
+        for s in segments:
+            count, first = len(s.token_ids), len(token_ids)
+            requests.append((first, count, s.end, len(tables)))
+            token_ids += s.token_ids
+            tables += s.block_table
+        tree = NO_TREE
+        if any(s.parents is not None for s in segments):
+            depths = [depth for s in segments for depth in s.depths]
+            tree = np.array([depths, tree_masks(segments)], np.int64).T.copy()
+        kind = len(token_ids).bit_length(), drafted.shape[1]
+        limit = min(torch.get_num_threads(), NUMBA_NUM_THREADS, self.usable_processors)
+        threads = self.thread_choice.threads(kind, limit)
+        thread_size = self._make_room(len(token_ids), threads)
+        logits = torch.empty((len(wanted), int(self.weights.matrices[-1, OUTPUTS])))
+        inputs = step.Inputs(
+            *(np.array(x, np.int64) for x in (token_ids, requests, tables)), tree, np.array(wanted, np.int64)
+        )
+        scratch = step.Scratch(self.scratch, self.codes, thread_size)
+        self.sync[:] = 0
+        arguments = (
+            self.sync, threads, drafted, self.dims, self.weights, self.keys, self.values, inputs, scratch,
+            logits.numpy().reshape(-1),
+        )  # fmt: skip
+        self.thread_choice.took(kind, threads, _time_step(arguments, threads))
+        return logits
+
+    def _make_room(self, tokens: int, threads: int) -> int:
+        """Make the scratch memory large enough for a step; returns the number of floats of scratch per thread."""
+        thread_size = step.thread_scratch_size(self.dims)
+        needed = int(step.areas.py_func(self.dims, tokens)[-1] + threads * thread_size)
+        if len(self.scratch) < needed:
+            self.scratch = whole_lines(needed, np.dtype(np.float32))
+        bytes_needed = -(-tokens // amx.ROWS) * self.packed.widest_codes
+        if len(self.codes) < bytes_needed:
+            self.codes = whole_lines(bytes_needed, np.dtype(np.uint8))
+        return int(thread_size)
+
+
+def _time_step(arguments: tuple[Any, ...], threads: int) -> float:
+    """Run a step; returns the seconds that it took, without the time that it waited for `ONE_TEAM`."""
+    if threads == 1:
+        began = time.perf_counter()
+        step.run(*arguments)
+        return time.perf_counter() - began
+    with ONE_TEAM:
+        began = time.perf_counter()
+        if get_num_threads() != threads:
+            set_num_threads(threads)
+        step.run_together(*arguments)
+        return time.perf_counter() - began
+
+
+def _dims(p: PackedDecoder, config: ModelConfig, block_size: int, rows: StoredRows) -> np.ndarray:
+    """The step's `dims`."""
+    return np.array(
+        [
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size,
+            config.num_layers, block_size, rows.keys[0].shape[1], p.final_norm, p.tied, config.vocab_size,
+        ],
+        np.int64,
+    )  # fmt: skip

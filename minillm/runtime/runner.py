@@ -1,0 +1,125 @@
+"""Runs one model over one ragged step: turns requests into a `Batch`, and hidden states into the wanted logits.
+
+By default it runs one PyTorch operation after the other. After `use_executor` an executor runs the same steps faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from minillm.batch import Batch, Segment, wanted_rows
+from minillm.cache.base import KVCache
+from minillm.models.decoder import Decoder
+
+EXECUTORS = {
+    "cpu": ("numba", "minillm.runtime.cpu_executor", "CpuExecutor"),
+    "cuda": ("triton", "minillm.runtime.gpu_executor", "GpuExecutor"),
+}
+"""Device type → the package that its executor needs, and the executor's module and class. They are imported on first
+use, because numba takes half a second."""
+
+
+class Executor(Protocol):
+    """Runs the steps of one model over one cache faster than plain PyTorch."""
+
+    runs_trees: bool
+    """Whether it can run a step in which a segment ends in a draft tree; if not, plain PyTorch runs such a step."""
+
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """See `ModelRunner.run`."""
+
+    def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
+        """See `ModelRunner.draft`."""
+
+
+class ModelRunner:
+    """A model and the cache it writes to."""
+
+    def __init__(self, model: Decoder, cache: KVCache, block_size: int) -> None:
+        self.model = model
+        self.cache = cache
+        self.block_size = block_size
+        self.device = model.embed_tokens.weight.device
+        self.executor: Executor | None = None
+        """The executor that runs the steps; None: plain PyTorch."""
+
+    @property
+    def sampling_implementation(self) -> str | None:
+        """Which implementation of the ops samples from this model's logits: the device's best (None) with an executor,
+        because kernels are then known to compile here; else PyTorch's, which always runs."""
+        return "reference" if self.executor is None else None
+
+    def unsupported_reason(self) -> str | None:
+        """Return why no executor can run this model over this cache; None if one can, judged without trying it."""
+        module, reason = self._executor_module()
+        return reason or module.unsupported_reason(self.model, self.cache)
+
+    def use_executor(self, max_num_seqs: int = 1, max_model_len: int | None = None) -> str | None:
+        """Run steps through an executor from now on: on a CPU in compiled code, which takes over the model's weights;
+        on a GPU in kernels and CUDA graphs.
+
+        `max_num_seqs`: most requests of a step; `max_model_len`: most tokens of a request, None for the model's
+        context. The executor prepares for these limits, and all steps keep within them.
+
+        Returns the reason if no executor can run this model over this cache; then nothing has changed.
+        """
+        if reason := self.unsupported_reason():
+            return reason
+        module, _ = self._executor_module()
+        longest = max_model_len or self.model.config.max_position_embeddings
+        executor_class = getattr(module, EXECUTORS[self.device.type][2])
+        executor = executor_class(self.model, self.cache, self.block_size, max_num_seqs, longest)
+        reason = executor.try_out()
+        if reason is None:
+            self.executor = executor
+        return reason
+
+    def _executor_module(self) -> tuple[Any, str | None]:
+        """Return the module of the device's executor, or the reason why there is none."""
+        if self.device.type not in EXECUTORS:
+            return None, f"there is no executor for {self.device.type}"
+        package, module, _ = EXECUTORS[self.device.type]
+        try:
+            import_module(package)
+        except ImportError as problem:
+            return None, f"{package} cannot be imported ({problem})"
+        return import_module(module), None
+
+    @torch.inference_mode()
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """Run one forward. Returns `[sum of num_logits, vocab]` in the order of `segments`."""
+        if self.executor is not None and (self.executor.runs_trees or all(s.parents is None for s in segments)):
+            return self.executor.run(segments)
+        batch = self.batch(segments)
+        hidden = self.model(batch.token_ids, batch.positions, self.cache, batch)
+        rows = wanted_rows(segments)
+        if len(rows) < hidden.shape[0]:
+            hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=self.device)]
+        return self.model.logits(hidden)
+
+    def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
+        """Return the `count` tokens that follow each segment under greedy decoding.
+
+        Each segment wants one row of logits, and its block table has room for `count` - 1 more tokens.
+        """
+        if self.executor is not None:
+            return self.executor.draft(segments, count)
+        return self.draft_step_by_step(segments, count)
+
+    def draft_step_by_step(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
+        """As `draft`, with one forward for each token."""
+        tokens: list[list[int]] = [[] for _ in segments]
+        for _ in range(count):
+            for row, token in zip(tokens, self.run(segments).argmax(-1).tolist(), strict=True):
+                row.append(token)
+            segments = [Segment(row[-1:], s.end, s.block_table) for s, row in zip(segments, tokens, strict=True)]
+        return tokens
+
+    def batch(self, segments: Sequence[Segment]) -> Batch:
+        """Return the segments as one batch on the model's device."""
+        return Batch.of(segments, self.block_size, self.device)

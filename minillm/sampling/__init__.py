@@ -1,0 +1,34 @@
+"""From logits to tokens: the user's sampling parameters (`params`), applied on the CPU (`host`) or a GPU (`device`).
+
+`host` is the reference. `device` applies the same rules without waiting for results; tests compare it with `host`.
+"""
+
+from minillm.sampling.host import (
+    Draw,
+    SamplingRow,
+    argmax,
+    check_rows,
+    choose,
+    logprobs_of,
+    probs_from_logits,
+    sample,
+    uniform,
+    uniforms,
+    used_tokens,
+)
+from minillm.sampling.params import SamplingParams
+
+__all__ = [
+    "Draw",
+    "SamplingParams",
+    "SamplingRow",
+    "check_rows",
+    "choose",
+    "argmax",
+    "logprobs_of",
+    "probs_from_logits",
+    "sample",
+    "uniform",
+    "uniforms",
+    "used_tokens",
+]

@@ -1,0 +1,159 @@
+"""The sampling parameters of one request, validated on construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any
+
+from minillm.errors import ConfigError, UnknownOptionError
+
+MAX_N = 16384
+GREEDY_BELOW = 1e-5
+"""Temperatures below this mean 0. vLLM 0.32 instead raises temperatures between 0 and 0.01 to 0.01."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled: vLLM's fields, defaults and limits.
+
+    The constructor raises `ConfigError` for a value out of range and `UnknownOptionError` for an unknown field.
+    """
+
+    n: int = 1
+    """Number of completions per prompt."""
+    temperature: float = 1.0
+    """0: greedy, always the most likely token."""
+    top_p: float = 1.0
+    """Keep the fewest most likely tokens whose probabilities add up to at least this."""
+    top_k: int = 0
+    """Keep this many of the most likely tokens. 0 or -1: all tokens."""
+    min_p: float = 0.0
+    """Keep tokens whose probability is at least this fraction of the most likely token's."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that occurs in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once per occurrence in the output."""
+    repetition_penalty: float = 1.0
+    """For tokens in the prompt or the output: positive logits are divided by this, negative ones multiplied."""
+    seed: int | None = None
+    """None or -1: the engine chooses one."""
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """None: as many as the context allows."""
+    min_tokens: int = 0
+    """End-of-text and stop tokens cannot be chosen before the output has this many tokens."""
+    logprobs: int | None = None
+    """How many of the most likely tokens to report at each position, in addition to the chosen one; -1: all tokens."""
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        check_params(self)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty if there is none."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def all_stop_token_ids(self) -> frozenset[int]:
+        """`stop_token_ids` as a set. The engine adds the model's end-of-text tokens, unless `ignore_eos` is set."""
+        return frozenset(self.stop_token_ids or ())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether sampling always takes the most likely token; top-k, top-p and min-p then have no effect."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether any penalty is set, so that the probabilities depend on the tokens used so far."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+def _name_unknown_options(cls: type[SamplingParams]) -> None:
+    """Make the constructor raise `UnknownOptionError` instead of `TypeError` for an unknown field."""
+    construct = cls.__init__
+    known = [field.name for field in fields(cls)]
+
+    @wraps(construct)
+    def init(self: SamplingParams, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                fix = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
+                raise UnknownOptionError(f"SamplingParams has no option {name!r}: {fix}")
+        construct(self, **options)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+
+
+_name_unknown_options(SamplingParams)
+
+
+_LIMITS: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
+    "n": (Integral, f"an integer from 1 to {MAX_N}", lambda v: 1 <= v <= MAX_N),
+    "temperature": (Real, "a number from 0 (take the most likely token) to 2", lambda v: 0 <= v <= 2),
+    "top_p": (Real, "a number above 0 and up to 1 (all tokens)", lambda v: 0 < v <= 1),
+    "top_k": (Integral, "a positive integer, or 0 or -1 for all tokens", lambda v: v >= -1),
+    "min_p": (Real, "a number from 0 (all tokens) to 1", lambda v: 0 <= v <= 1),
+    "presence_penalty": (Real, "a number from -2 to 2", lambda v: -2 <= v <= 2),
+    "frequency_penalty": (Real, "a number from -2 to 2", lambda v: -2 <= v <= 2),
+    "repetition_penalty": (Real, "a finite number above 0; 1 changes nothing", lambda v: 0 < v < math.inf),
+    "seed": (Integral, "an integer, or None", lambda v: True),
+    "max_tokens": (Integral, "an integer from 1, or None for as many as fit", lambda v: v >= 1),
+    "min_tokens": (Integral, "an integer from 0", lambda v: v >= 0),
+    "logprobs": (Integral, "an integer from 0, -1 for the whole vocabulary, or None", lambda v: v >= -1),
+    "prompt_logprobs": (Integral, "an integer from 0, -1 for the whole vocabulary, or None", lambda v: v >= -1),
+}
+"""Numeric field → its type, its limits in words, and the check. NaN fails every comparison."""
+_MAY_BE_NONE = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
+_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raise `ConfigError` for an invalid value, with the field, the value and the limit."""
+    for name, (kind, limit, within) in _LIMITS.items():
+        value = getattr(params, name)
+        if value is None and name in _MAY_BE_NONE:
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool) or not within(value):
+            raise ConfigError(f"{name}={value!r}: must be {limit}")
+    for name in _FLAGS:
+        if not isinstance(getattr(params, name), bool):
+            raise ConfigError(f"{name}={getattr(params, name)!r}: must be True or False")
+    _check_stops(params)
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise ConfigError(f"min_tokens={params.min_tokens}: must not be above max_tokens={params.max_tokens}")
+    if params.n > 1 and params.is_greedy:
+        raise ConfigError(
+            f"n={params.n}: must be 1 at temperature={params.temperature}, where all completions would be the same; "
+            "raise the temperature"
+        )
+
+
+def _check_stops(params: SamplingParams) -> None:
+    stop, ids = params.stop, params.stop_token_ids
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not _is_sequence_of(strings, lambda s: isinstance(s, str) and s):
+        raise ConfigError(f"stop={stop!r}: must be a string or a sequence of strings, none of them empty, or None")
+    if strings and not params.detokenize:
+        raise ConfigError(f"stop={stop!r}: needs detokenize=True, because stop strings are found in the text")
+    tokens = () if ids is None else ids
+    if not _is_sequence_of(tokens, lambda t: isinstance(t, Integral) and not isinstance(t, bool) and t >= 0):
+        raise ConfigError(f"stop_token_ids={ids!r}: must be a sequence of integers from 0, or None")
+
+
+def _is_sequence_of(values: Any, good: Callable[[Any], Any]) -> bool:
+    return isinstance(values, Sequence) and all(map(good, values))

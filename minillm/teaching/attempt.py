@@ -1,0 +1,72 @@
+"""One call of a function on one case: what it returned or raised, and which inputs it changed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from minillm.teaching.compare import exact, values_match
+from minillm.teaching.exercise import Case, Exercise, Function
+from minillm.teaching.show import kind
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call did: the value to compare or the exception, and the inputs that it must not change but did."""
+
+    value: object = None
+    error: BaseException | None = None
+    changed: tuple[str, ...] = ()
+
+
+def call(exercise: Exercise, function: Function, case: Case) -> Outcome:
+    """Call `function` on deep copies of the inputs. Torch's CPU generator is seeded, and restored afterwards."""
+    args, kwargs = copy.deepcopy((case.args, dict(case.kwargs)))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEED)
+        try:
+            value = exercise.drive(function, *args, **kwargs) if exercise.drive else function(*args, **kwargs)
+        except KeyboardInterrupt:  # the stop button
+            raise
+        except BaseException as error:  # the learner's mistake is the result; `sys.exit` is one too
+            if out_of_memory(error):
+                traceback.clear_frames(error.__traceback__)  # the frames hold what filled the memory
+            return Outcome(error=error)
+    before, after = named_inputs(exercise, case.args, case.kwargs), named_inputs(exercise, args, kwargs)
+    if exercise.in_place:
+        value = {"returned": value, **{f"{name} after the call": after.get(name) for name in exercise.in_place}}
+    guarded = [name for name in before if name not in exercise.in_place and not _is_meant_to_advance(before[name])]
+    return Outcome(value, changed=tuple(name for name in guarded if exact(before[name], after[name])))
+
+
+def named_inputs(exercise: Exercise, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """The inputs of a case under the names of the reference's (or the drive's) parameters."""
+    leading = (exercise.reference,) if exercise.drive else ()
+    bound = inspect.signature(exercise.drive or exercise.reference).bind(*leading, *args, **kwargs).arguments
+    return dict(list(bound.items())[len(leading) :])
+
+
+def difference(exercise: Exercise, expected: object, got: object) -> str | None:
+    """`exercise.compare`; if it fails on an unexpected type, a sentence that says so."""
+    if got is None and expected is not None:
+        return values_match(expected, got)
+    try:
+        return exercise.compare(expected, got)
+    except Exception as error:
+        return f"type: {kind(got)} cannot be compared with {kind(expected)} ({type(error).__name__})"
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Whether Python, NumPy or torch failed to allocate memory."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def _is_meant_to_advance(value: object) -> bool:
+    return isinstance(value, torch.Generator)

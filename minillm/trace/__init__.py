@@ -1,0 +1,53 @@
+"""The engine's events (`events`), and states and metrics computed from them. The engine only emits events.
+
+`request_metrics`, `step_metrics` and `run_metrics` count. Pictures are drawn from `cache_state`, `acceptance_state` and
+`timeline_state`. `replay` computes the state after any step of a trace.
+"""
+
+from minillm.trace.events import (
+    BlockCopied,
+    BlocksAllocated,
+    BlocksCached,
+    BlocksEvicted,
+    BlocksFreed,
+    BlocksShared,
+    DraftProposed,
+    EngineStarted,
+    Event,
+    Listeners,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    StepFinished,
+    StepRan,
+    StepStarted,
+    TokenOrigin,
+    TokensCommitted,
+    Trace,
+    Work,
+    WorkKind,
+)
+
+__all__ = [
+    "BlockCopied",
+    "BlocksAllocated",
+    "BlocksCached",
+    "BlocksEvicted",
+    "BlocksFreed",
+    "BlocksShared",
+    "DraftProposed",
+    "EngineStarted",
+    "Event",
+    "Listeners",
+    "RequestAdded",
+    "RequestFinished",
+    "RequestPreempted",
+    "StepFinished",
+    "StepRan",
+    "StepStarted",
+    "TokenOrigin",
+    "TokensCommitted",
+    "Trace",
+    "Work",
+    "WorkKind",
+]

@@ -1,0 +1,298 @@
+"""The typed events that the engine emits. Metrics, pictures, benchmarks and tests read them; the engine reads none.
+
+The order within a step is: `StepStarted`; from scheduling any of `RequestPreempted`, `BlocksFreed`, `BlocksShared`,
+`BlocksEvicted`, `BlocksAllocated`, `BlockCopied` and `BlocksCached`; `DraftProposed`; `StepRan`; `TokensCommitted`,
+`BlocksFreed` for rollbacks and finished requests, `RequestFinished`; finally `StepFinished`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from minillm.errors import TraceError
+from minillm.version import __version__
+
+SCHEMA = 2
+READABLE = (1, 2)
+"""Schema 1 has fewer kinds of events and fewer fields; all of them have the same meaning in schema 2."""
+WorkKind = Literal["prefill", "decode", "verify"]
+TokenOrigin = Literal["sampled", "accepted", "recovered", "bonus"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base class of all events. A subclass is registered under its class name."""
+
+    kinds: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Event.kinds[cls.__name__] = cls
+
+    def to_json(self) -> str:
+        """Return the event as one line of JSON; the key `event` holds the class name."""
+        return json.dumps({"event": type(self).__name__, **asdict(self)}, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class EngineStarted(Event):
+    """First event of every trace: the configuration of the engine that wrote it."""
+
+    model: str
+    draft_model: str | None
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    """Bytes of one block over all layers, keys and values, including the draft model's cache."""
+    num_speculative_tokens: int
+    cache_layout: str = "paged"
+    """Name of the cache layout. In a layout for whole sequences, a block holds one request, and `block_size` is the
+    context length."""
+    prefix_caching: bool = False
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    speculative_method: str | None = None
+
+    @property
+    def drafter(self) -> str | None:
+        """The name of the draft model, or of the speculative method without a model; None without speculation."""
+        return self.draft_model or self.speculative_method
+
+
+@dataclass(frozen=True)
+class RequestAdded(Event):
+    """A request joined the waiting queue."""
+
+    request_id: str
+    prompt: str
+    """The prompt as text; decoded if the prompt was given as token ids."""
+    prompt_token_ids: list[int]
+    priority: int = 0
+    """Lower values run first, if the engine schedules by priority."""
+
+
+@dataclass(frozen=True)
+class StepStarted(Event):
+    """A step began; `step` counts from 1 over the lifetime of the engine."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True)
+class BlocksAllocated(Event):
+    """`block_ids` were appended to the request's block table, in this order."""
+
+    request_id: str
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class BlocksShared(Event):
+    """`block_ids`, filled by other requests, were appended to the request's empty block table; it is a further owner.
+
+    The request's first `num_tokens` tokens need no prefill. With source `prefix` the blocks were found in the prefix
+    cache. With source `fork` they belong to another completion of the same prompt, and the last may be partly filled.
+    """
+
+    request_id: str
+    block_ids: list[int]
+    num_tokens: int
+    source: Literal["prefix", "fork"]
+
+
+@dataclass(frozen=True)
+class BlockCopied(Event):
+    """Copy on write: `target` replaced `source` in the request's block table, with the same contents.
+
+    The request is the only owner of `target` and no longer owns `source`. There is no `BlocksAllocated` for `target`.
+    """
+
+    request_id: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class BlocksCached(Event):
+    """These full blocks of the request entered the prefix cache; they keep their contents when freed."""
+
+    request_id: str
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class BlocksEvicted(Event):
+    """These blocks without owners left the prefix cache, because they are needed for other contents."""
+
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class BlocksFreed(Event):
+    """`block_ids` left the end of the request's block table. Cached blocks keep their contents until evicted."""
+
+    request_id: str
+    block_ids: list[int]
+    reason: Literal["rolled_back", "preempted", "finished", "aborted"]
+
+
+@dataclass(frozen=True)
+class RequestPreempted(Event):
+    """The pool had no free blocks: the request lost its blocks and waits to be recomputed."""
+
+    request_id: str
+    num_computed_tokens: int
+    """Tokens whose keys and values were discarded."""
+
+
+@dataclass(frozen=True)
+class DraftProposed(Event):
+    """The draft tokens that the drafter proposed for a request."""
+
+    request_id: str
+    token_ids: list[int]
+    texts: list[str]
+    parents: list[int] | None = None
+    """For a draft tree: the parent of each draft, -1 for the last committed token. None for a chain."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The share of one request in a step: its tokens `start … start + num_tokens - 1` go through the model."""
+
+    request_id: str
+    kind: WorkKind
+    start: int
+    num_tokens: int
+    """For `verify` this counts the last committed token and the drafts."""
+
+
+@dataclass(frozen=True)
+class StepRan(Event):
+    """One target forward over a ragged batch; keys and values of every token in `work` were written."""
+
+    step: int
+    work: list[Work]
+
+
+@dataclass(frozen=True)
+class TokensCommitted(Event):
+    """Tokens that a request gained in this step.
+
+    After `verify`, `num_drafts` drafts were judged and the first `num_accepted` (in a tree: `path`) were accepted.
+    `origins` has the origin of each committed token. Fewer than `num_accepted + 1` tokens are committed if the request
+    stops at an accepted draft.
+    Keys and values beyond `num_computed_tokens` are invalid: they belong to rejected drafts.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    texts: list[str]
+    origins: list[TokenOrigin]
+    num_drafts: int
+    num_accepted: int
+    num_computed_tokens: int
+    path: list[int] | None = None
+    """For a draft tree: the accepted drafts, from the root down."""
+
+
+@dataclass(frozen=True)
+class RequestFinished(Event):
+    """The request has ended and holds no blocks."""
+
+    request_id: str
+    reason: Literal["stop", "length", "abort"]
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True)
+class StepFinished(Event):
+    """End of a step. `seconds` splits into drafting, the target's forward, and the rest."""
+
+    step: int
+    seconds: float
+    draft_seconds: float
+    target_seconds: float
+    num_free_blocks: int
+
+
+class Listeners(list[Callable[[Event], None]]):
+    """The event listeners, in order of calls. The engine and its scheduler share it, so neither refers to the other."""
+
+    def tell(self, event: Event) -> None:
+        """Call every listener with `event`."""
+        for listener in self:
+            listener(event)
+
+
+class Trace:
+    """An event log that grows while the engine runs. It can be watched, saved to JSONL and loaded again."""
+
+    def __init__(self, events: list[Event] | None = None) -> None:
+        self.events: list[Event] = list(events or [])
+        self._watchers: list[Callable[[Event], None]] = []
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events)
+
+    def append(self, event: Event) -> None:
+        """Record `event` and call every watcher."""
+        self.events.append(event)
+        for watcher in self._watchers:
+            watcher(event)
+
+    def watch(self, watcher: Callable[[Event], None]) -> None:
+        """Call `watcher(event)` for every event from now on."""
+        self._watchers.append(watcher)
+
+    def of(self, *kinds: type[Event]) -> list[Any]:
+        """Return the events of these kinds, in order."""
+        return [event for event in self.events if isinstance(event, kinds)]
+
+    def save(self, path: str | Path) -> None:
+        """Write one JSON object per line; the first line has the versions of schema and minillm."""
+        lines = [json.dumps({"schema": SCHEMA, "minillm": __version__}), *(event.to_json() for event in self.events)]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a file that `save` wrote, in this version or an older one. Raises `TraceError` with the invalid line."""
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as problem:
+            raise TraceError(f"{path} cannot be read as a trace: {problem}") from None
+        try:
+            header = json.loads(lines[0])
+            schema = header["schema"]
+        except (IndexError, KeyError, TypeError, ValueError, RecursionError):
+            raise TraceError(f"{path} is not a minillm trace: line 1 must contain the schema") from None
+        if schema not in READABLE:
+            writer = f"minillm {header.get('minillm', 'of an unknown version')}"
+            raise TraceError(
+                f"{path} was saved by {writer} with trace schema {schema}; this is minillm {__version__}, which reads "
+                f"schemas {' and '.join(map(str, READABLE))}: load it there, or record the trace again here"
+            )
+        return cls([_parse(line, number, path) for number, line in enumerate(lines[1:], start=2)])
+
+
+def _parse(line: str, number: int, path: str | Path) -> Event:
+    try:
+        values = json.loads(line)
+        kind = Event.kinds[values.pop("event")]
+        unknown = values.keys() - {f.name for f in fields(kind)}
+        if unknown:
+            raise KeyError(", ".join(sorted(unknown)))
+        return msgspec.convert(values, kind)
+    except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise TraceError(f"{path}, line {number}: not an event ({type(problem).__name__}: {problem})") from None

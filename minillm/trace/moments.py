@@ -1,0 +1,42 @@
+"""Finds steps of a trace that are worth drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from minillm.errors import TraceError
+from minillm.trace import RequestPreempted, StepStarted, TokensCommitted, Trace
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The step of an event, and the request that it concerns."""
+
+    step: int
+    request_id: str
+
+
+def rejected_round(trace: Trace, wrong: int = 2) -> Moment:
+    """Return the first round with at least `wrong` drafts not accepted. Raises `TraceError` if there is none."""
+    return _first(
+        trace,
+        lambda event: isinstance(event, TokensCommitted) and event.num_drafts - event.num_accepted >= wrong,
+        f"round with {wrong} drafts that were not accepted",
+    )
+
+
+def preemption(trace: Trace) -> Moment:
+    """Return the first preemption. Raises `TraceError` if there is none."""
+    return _first(trace, lambda event: isinstance(event, RequestPreempted), "preemption")
+
+
+def _first(trace: Trace, wanted: Callable[[Any], bool], name: str) -> Moment:
+    step = 0
+    for event in trace:
+        if isinstance(event, StepStarted):
+            step = event.step
+        elif wanted(event):
+            return Moment(step, event.request_id)
+    raise TraceError(f"the trace has no {name}; record a run that has one")

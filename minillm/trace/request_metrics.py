@@ -1,0 +1,138 @@
+"""Metrics per request, updated from the engine's events as they are emitted."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from minillm.trace import (
+    BlocksAllocated,
+    BlocksFreed,
+    BlocksShared,
+    Event,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    StepRan,
+    TokensCommitted,
+)
+
+MOST_ENDED = 1000
+"""How many ended prompts keep their metrics until `pop`. After `LLM.submit`, `pop` may never be called."""
+
+
+@dataclass
+class RequestMetrics:
+    """The metrics of one prompt, over all its completions. Times are seconds on a monotonic clock."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    num_output_tokens: int = 0
+    num_target_forwards: int = 0
+    """Target forwards of the request, including prefill chunks."""
+    num_decode_forwards: int = 0
+    """Target forwards that gained at least one token."""
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache before the first forward; forks do not count."""
+    num_blocks: int = 0
+    peak_blocks: int = 0
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first forward."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, in seconds, including the queue time."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first, in seconds."""
+        if self.first_token_time is None or self.last_token_time is None or self.num_output_tokens < 2:
+            return None
+        return (self.last_token_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted; None without drafts."""
+        return self.num_accepted / self.num_drafts if self.num_drafts else None
+
+    @property
+    def tokens_per_forward(self) -> float | None:
+        """τ: tokens gained per target forward that gained any."""
+        return self.num_output_tokens / self.num_decode_forwards if self.num_decode_forwards else None
+
+
+class MetricsWatcher:
+    """Keeps `RequestMetrics` up to date. The completions of one prompt (`7#0`, `7#1`) are counted together (`7`)."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, RequestMetrics] = {}
+        self._running: Counter[str] = Counter()
+        """The number of unfinished completions of each prompt."""
+
+    def __call__(self, event: Event) -> None:
+        """Update the metrics with one event."""
+        now = time.perf_counter()
+        match event:
+            case RequestFinished():
+                self._end(group_of(event.request_id))
+            case RequestAdded():
+                self.requests.setdefault(group_of(event.request_id), RequestMetrics(arrival_time=now))
+                self._running[group_of(event.request_id)] += 1
+            case StepRan():
+                for work in event.work:
+                    metrics = self.requests[group_of(work.request_id)]
+                    metrics.num_target_forwards += 1
+                    if metrics.first_scheduled_time is None:
+                        metrics.first_scheduled_time = now
+            case TokensCommitted():
+                metrics = self.requests[group_of(event.request_id)]
+                metrics.num_output_tokens += len(event.token_ids)
+                metrics.num_decode_forwards += 1
+                metrics.num_drafts += event.num_drafts
+                metrics.num_accepted += event.num_accepted
+                metrics.last_token_time = now
+                if metrics.first_token_time is None:
+                    metrics.first_token_time = now
+            case BlocksAllocated():
+                metrics = self.requests[group_of(event.request_id)]
+                metrics.num_blocks += len(event.block_ids)
+                metrics.peak_blocks = max(metrics.peak_blocks, metrics.num_blocks)
+            case BlocksShared():
+                metrics = self.requests[group_of(event.request_id)]
+                metrics.num_blocks += len(event.block_ids)
+                metrics.peak_blocks = max(metrics.peak_blocks, metrics.num_blocks)
+                if event.source == "prefix" and metrics.first_scheduled_time is None:
+                    metrics.num_cached_tokens = max(metrics.num_cached_tokens, event.num_tokens)
+            case BlocksFreed():
+                self.requests[group_of(event.request_id)].num_blocks -= len(event.block_ids)
+            case RequestPreempted():
+                self.requests[group_of(event.request_id)].num_preemptions += 1
+
+    def _end(self, name: str) -> None:
+        """Count an ended completion, and drop the oldest ended prompt if there are more than `MOST_ENDED`."""
+        self._running[name] -= 1
+        if self._running[name] > 0:
+            return
+        del self._running[name]
+        if len(self.requests) - len(self._running) > MOST_ENDED:
+            oldest = next(request_id for request_id in self.requests if request_id not in self._running)
+            del self.requests[oldest]
+
+    def pop(self, request_id: str) -> RequestMetrics:
+        """Remove and return the metrics of a finished request."""
+        return self.requests.pop(request_id, None) or RequestMetrics()
+
+
+def group_of(request_id: str) -> str:
+    """Return the id of the prompt that a request completes: completion `7#1` belongs to prompt `7`."""
+    return request_id.split("#", 1)[0]

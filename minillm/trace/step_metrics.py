@@ -1,0 +1,218 @@
+"""Metrics per step, computed from a trace: how full the batch, the token budget and the cache were.
+
+They are the metrics that a server exports: running and waiting requests, tokens, cache use. They depend only on the
+events, so the same trace always gives the same metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from minillm.trace import (
+    BlocksShared,
+    EngineStarted,
+    Event,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    StepFinished,
+    StepRan,
+    StepStarted,
+    TokensCommitted,
+    Work,
+)
+from minillm.trace.cache_state import CacheState
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """The metrics of one step. Blocks and slots are counted at its end."""
+
+    step: int
+    num_running: int
+    """Requests that went through the model."""
+    num_waiting: int
+    """Unfinished requests that did not: in the queue, preempted, or without a share of the budget."""
+    num_prefill_tokens: int
+    """Prompt tokens that went through the model, and tokens recomputed after a preemption."""
+    num_decode_tokens: int
+    num_verify_tokens: int
+    """Drafts, and the last committed token of each request that verifies."""
+    num_reused_tokens: int
+    """Tokens found in the prefix cache or shared by a fork, which did not go through the model."""
+    num_committed_tokens: int
+    """Tokens that requests gained."""
+    num_preemptions: int
+    used_blocks: int
+    cached_blocks: int
+    """Blocks without an owner that are in the prefix cache."""
+    free_blocks: int
+    """Blocks without an owner that are not. Used, cached and free blocks together are all blocks."""
+    valid_slots: int
+    """Slots of used blocks that hold the keys and values of a token; a shared slot counts once."""
+    allocated_slots: int
+    """All slots of used blocks."""
+    max_num_batched_tokens: int
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that went through the model."""
+        return self.num_prefill_tokens + self.num_decode_tokens + self.num_verify_tokens
+
+    @property
+    def block_utilisation(self) -> float:
+        """Used blocks / all blocks, from 0 to 1."""
+        return _ratio(self.used_blocks, self.used_blocks + self.cached_blocks + self.free_blocks)
+
+    @property
+    def slot_utilisation(self) -> float | None:
+        """Valid / allocated slots; the rest is waste. None if nothing is allocated."""
+        return self.valid_slots / self.allocated_slots if self.allocated_slots else None
+
+    @property
+    def budget_use(self) -> float:
+        """Tokens of the step / token budget, from 0 to 1."""
+        return _ratio(self.num_tokens, self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """The metrics of a whole run. Means are over steps unless stated otherwise."""
+
+    num_steps: int
+    seconds: float
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_verify_tokens: int
+    num_reused_tokens: int
+    num_committed_tokens: int
+    num_preemptions: int
+    mean_running: float
+    max_running: int
+    max_waiting: int
+    mean_block_utilisation: float
+    peak_used_blocks: int
+    """The maximum over the ends of steps; within a step it may have been higher."""
+    slot_utilisation: float | None
+    """Valid / allocated slots, both summed over the steps; None if nothing was ever allocated."""
+    mean_budget_use: float
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean number of tokens per step that went through the model."""
+        return _ratio(self.num_prefill_tokens + self.num_decode_tokens + self.num_verify_tokens, self.num_steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second spent in steps; 0 if no time passed."""
+        return _ratio(self.num_committed_tokens, self.seconds)
+
+    @property
+    def reused_share(self) -> float:
+        """The share of prefill tokens that were reused instead of computed."""
+        return _ratio(self.num_reused_tokens, self.num_reused_tokens + self.num_prefill_tokens)
+
+
+def step_metrics(trace: Iterable[Event]) -> list[StepMetrics]:
+    """Return the metrics of every finished step of a trace (or of its first events), in order.
+
+    Raises `LookupError` if events contradict each other, for example if the first events are missing.
+    """
+    counter = _Counter()
+    return [metrics for event in trace if (metrics := counter.take(event))]
+
+
+def summary(metrics: Sequence[StepMetrics]) -> StepSummary:
+    """Aggregate the metrics of all steps; without steps, return zeros."""
+    totals = {
+        name: sum(getattr(m, name) for m in metrics)
+        for name in ("seconds", "num_prefill_tokens", "num_decode_tokens", "num_verify_tokens", "num_reused_tokens")
+    }
+    allocated = sum(m.allocated_slots for m in metrics)
+    return StepSummary(
+        num_steps=len(metrics),
+        **totals,
+        num_committed_tokens=sum(m.num_committed_tokens for m in metrics),
+        num_preemptions=sum(m.num_preemptions for m in metrics),
+        mean_running=_mean([m.num_running for m in metrics]),
+        max_running=max((m.num_running for m in metrics), default=0),
+        max_waiting=max((m.num_waiting for m in metrics), default=0),
+        mean_block_utilisation=_mean([m.block_utilisation for m in metrics]),
+        peak_used_blocks=max((m.used_blocks for m in metrics), default=0),
+        slot_utilisation=sum(m.valid_slots for m in metrics) / allocated if allocated else None,
+        mean_budget_use=_mean([m.budget_use for m in metrics]),
+    )
+
+
+@dataclass
+class _Counter:
+    """Counts within a step, and creates its `StepMetrics` when it ends."""
+
+    cache: CacheState = field(default_factory=CacheState)
+    budget: int = 0
+    alive: set[str] = field(default_factory=set)
+    present: set[str] = field(default_factory=set)
+    """Requests that were unfinished at some point of this step."""
+    work: list[Work] = field(default_factory=list)
+    reused: int = 0
+    committed: int = 0
+    preemptions: int = 0
+
+    def take(self, event: Event) -> StepMetrics | None:
+        self.cache.fold(event)
+        match event:
+            case EngineStarted():
+                self.budget = event.max_num_batched_tokens
+            case RequestAdded(request_id=request_id):
+                self.alive.add(request_id)
+                self.present.add(request_id)
+            case StepStarted():
+                self.present = set(self.alive)
+                self.work, self.reused, self.committed, self.preemptions = [], 0, 0, 0
+            case BlocksShared(num_tokens=num_tokens):
+                self.reused += num_tokens
+            case RequestPreempted():
+                self.preemptions += 1
+            case StepRan(work=work):
+                self.work = work
+            case TokensCommitted(token_ids=token_ids):
+                self.committed += len(token_ids)
+            case RequestFinished(request_id=request_id):
+                self.alive.discard(request_id)
+            case StepFinished():
+                return self._metrics(event)
+        return None
+
+    def _metrics(self, event: StepFinished) -> StepMetrics:
+        cache = self.cache
+        tokens = {
+            kind: sum(w.num_tokens for w in self.work if w.kind == kind) for kind in ("prefill", "decode", "verify")
+        }
+        return StepMetrics(
+            step=event.step,
+            num_running=len(self.work),
+            num_waiting=len(self.present - {w.request_id for w in self.work}),
+            num_prefill_tokens=tokens["prefill"],
+            num_decode_tokens=tokens["decode"],
+            num_verify_tokens=tokens["verify"],
+            num_reused_tokens=self.reused,
+            num_committed_tokens=self.committed,
+            num_preemptions=self.preemptions,
+            used_blocks=cache.used_blocks,
+            cached_blocks=cache.cached_blocks,
+            free_blocks=cache.free_blocks - cache.cached_blocks,
+            valid_slots=cache.used_slots - cache.waste_slots,
+            allocated_slots=cache.used_slots,
+            max_num_batched_tokens=self.budget,
+            seconds=event.seconds,
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,256 @@
+"""Line charts of measurements: one output holds an interactive plotly figure and an SVG of the same numbers.
+
+A notebook front end with plotly shows the figure, everything else (GitHub, nbviewer, a terminal) the SVG. Plotly's JSON
+is written directly: the library is not imported, and the same numbers always give the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from minillm.errors import ConfigError
+from minillm.viz.draw.colours import HAIRLINE, INK, MUTED, OWNERS, PAPER
+from minillm.viz.draw.output import Chart
+from minillm.viz.draw.svg import MARGIN, RIGHT, SANS, card, element, label, number
+
+LEFT, TOP, PLOT_HEIGHT = 84, 104, 268
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross")
+"""One mark per series, so that lines differ without colour; plotly's names."""
+DASHES = (("7 5", "dash"), ("2 4", "dot"), ("10 4 2 4", "dashdot"), ("16 5", "longdash"), ("16 4 2 4", "longdashdot"))
+"""One dash per modelled series, for the same reason: SVG's pattern and plotly's name."""
+
+
+Look = tuple[str, str, "tuple[str, str] | None"]
+"""Colour, mark, and dash of a modelled series."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis. If `ticks` is empty, round numbers are chosen."""
+
+    label: str
+    log: bool = False
+    ticks: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line. `low` and `high` (the spread of a measurement) are drawn as bars where given."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    style: Literal["measured", "modelled"] = "measured"
+    """Measured points are joined by a solid line; a model is a dashed line without points."""
+
+
+@dataclass(frozen=True)
+class LineChart(Chart):
+    """A chart that displays itself. `summary` describes the chart in words; it becomes the SVG's description.
+
+    Raises `ConfigError` if the columns of a series have different lengths or are empty, if a value is not finite, or if
+    a value on a logarithmic axis is not above 0.
+    """
+
+    title: str
+    x: Axis
+    y: Axis
+    series: Sequence[Series]
+    summary: str
+
+    def __post_init__(self) -> None:
+        for series in self.series:
+            sizes = {len(series.x), len(series.y), len(series.low or series.y), len(series.high or series.y)}
+            if len(sizes) > 1 or sizes == {0}:
+                raise ConfigError(
+                    f"series {series.name!r} has columns of lengths {sorted(sizes)}; all must be equal and above 0"
+                )
+            for axis, values in ((self.x, series.x), (self.y, [*series.y, *series.low, *series.high])):
+                if not all(math.isfinite(v) for v in values) or (axis.log and min(values) <= 0):
+                    raise ConfigError(f"series {series.name!r}: {min(values)} does not fit on the axis {axis.label!r}")
+
+    def to_plotly(self) -> dict[str, object]:
+        """The figure as plotly's JSON: `{"data": […], "layout": {…}}`."""
+        across, up = self._scales()
+        traces = [_trace(series, *look) for series, look in zip(self.series, self._looks(), strict=True)]
+        layout = {
+            "title": {"text": self.title},
+            "xaxis": _plotly_axis(self.x, across.ticks),
+            "yaxis": _plotly_axis(self.y, up.ticks),
+            "font": {"family": SANS, "color": INK},
+            "paper_bgcolor": PAPER,
+            "plot_bgcolor": PAPER,
+            "height": 420,
+            "hovermode": "x unified",
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+            "margin": {"t": 90, "r": 28, "l": 90},
+        }
+        return {"data": traces, "layout": layout}
+
+    def to_svg(self) -> str:
+        """The same chart as a static picture."""
+        across, up = self._scales()
+        looks = self._looks()
+        return card(
+            "chart",
+            TOP + PLOT_HEIGHT + 56,
+            self.title,
+            self.summary,
+            label(MARGIN, 34, self.title, size=17, weight=650, fill=INK),
+            *_grid(self.x, self.y, across, up),
+            *(_line(series, *look, across, up) for series, look in zip(self.series, looks, strict=True)),
+            *_legend(self.series, looks),
+        )
+
+    def _scales(self) -> tuple[_Scale, _Scale]:
+        """The scales of the x and the y axis."""
+        heights = [v for s in self.series for v in (*s.y, *s.low, *s.high)]
+        across = _scale(self.x, [v for s in self.series for v in s.x], LEFT, RIGHT - 12)
+        return across, _scale(self.y, heights, TOP + PLOT_HEIGHT, TOP)
+
+    def _looks(self) -> list[Look]:
+        """Colour, mark and dash of each series."""
+        modelled = 0
+        looks: list[Look] = []
+        for index, series in enumerate(self.series):
+            dash = DASHES[modelled % len(DASHES)] if series.style == "modelled" else None
+            modelled += dash is not None
+            looks.append((OWNERS[index % len(OWNERS)], SYMBOLS[index % len(SYMBOLS)], dash))
+        return looks
+
+    def __repr__(self) -> str:
+        return f"<LineChart {self.title!r}>"
+
+
+def tick_text(value: float) -> str:
+    """The label of a tick: the number written out, neither `100µ` nor `5e-05`, with commas from 10,000 on."""
+    if not value:
+        return "0"
+    if abs(value) >= 10_000:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
+    return (
+        f"{value:g}"
+        if abs(value) >= 1e-4
+        else f"{value:.{min(9, 1 - math.floor(math.log10(abs(value))))}f}".rstrip("0")
+    )
+
+
+def _trace(series: Series, colour: str, symbol: str, dash: tuple[str, str] | None) -> dict[str, object]:
+    trace: dict[str, object] = {
+        "type": "scatter",
+        "name": series.name,
+        "x": list(series.x),
+        "y": list(series.y),
+        "mode": "lines" if dash else "lines+markers",
+        "line": {"color": colour, "dash": dash[1] if dash else "solid"},
+        "marker": {"symbol": symbol, "size": 9, "color": colour},
+    }
+    if series.low and series.high:
+        above = [high - y for y, high in zip(series.y, series.high, strict=True)]
+        below = [y - low for y, low in zip(series.y, series.low, strict=True)]
+        trace["error_y"] = {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
+    return trace
+
+
+def _plotly_axis(axis: Axis, ticks: Sequence[float]) -> dict[str, object]:
+    scale = {"type": "log" if axis.log else "linear", "rangemode": "normal" if axis.log else "tozero"}
+    tick_labels = {"tickmode": "array", "tickvals": list(ticks), "ticktext": [tick_text(tick) for tick in ticks]}
+    return {
+        "title": {"text": axis.label, "standoff": 16},
+        "gridcolor": HAIRLINE,
+        "automargin": True,
+        **scale,
+        **tick_labels,
+    }
+
+
+@dataclass(frozen=True)
+class _Scale:
+    place: Callable[[float], float]
+    ticks: tuple[float, ...]
+
+
+def _scale(axis: Axis, values: Sequence[float], start: float, end: float) -> _Scale:
+    """Map values to pixels from `start` (the smallest) to `end`; a linear axis begins at 0 unless values are below."""
+    low, high = min([*values, *axis.ticks]), max([*values, *axis.ticks])
+    if axis.log:
+        low, high = low / 1.15, high * 1.15
+        ticks = axis.ticks or tuple(t for t in _one_two_five(low, high) if low <= t <= high)
+        return _Scale(lambda v: start + (end - start) * math.log(v / low) / math.log(high / low), ticks)
+    low = min(0.0, low)
+    step = _round_step((high - low) or 1.0)
+    high = max(step, math.ceil(high / step - 1e-9) * step)
+    count = round((high - low) / step)
+    ticks = axis.ticks or tuple(low + i * step for i in range(count + 1))
+    return _Scale(lambda v: start + (end - start) * (v - low) / (high - low), ticks)
+
+
+def _round_step(span: float) -> float:
+    """1, 2 or 5 times a power of ten, so that the span has four to nine steps."""
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    return next(power * m for m in (5, 2, 1) if span / (power * m) >= 4)
+
+
+def _one_two_five(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [m * 10.0**d for d in decades for m in (1, 2, 5)]
+
+
+def _grid(x: Axis, y: Axis, across: _Scale, up: _Scale) -> list[str]:
+    bottom = TOP + PLOT_HEIGHT
+    parts = []
+    for tick in up.ticks:
+        at = up.place(tick)
+        parts.append(element("path", {"d": f"M{LEFT} {number(at)}H{RIGHT - 12}", "stroke": HAIRLINE}))
+        parts.append(label(LEFT - 8, at + 4, tick_text(tick), size=11.5, anchor="end"))
+    for tick in across.ticks:
+        at = across.place(tick)
+        parts.append(element("path", {"d": f"M{number(at)} {bottom}v5", "stroke": MUTED}))
+        parts.append(label(at, bottom + 19, tick_text(tick), size=11.5, anchor="middle"))
+    parts.append(element("path", {"d": f"M{LEFT} {bottom}H{RIGHT - 12}", "stroke": MUTED}))
+    parts.append(label((LEFT + RIGHT) / 2, bottom + 42, x.label, size=12, anchor="middle"))
+    # The y label is horizontal above its axis, where it is easy to read and overlaps no tick.
+    return [*parts, label(MARGIN, TOP - 20, f"↑ {y.label}", size=12)]
+
+
+def _line(series: Series, colour: str, symbol: str, dash: tuple[str, str] | None, across: _Scale, up: _Scale) -> str:
+    points = [(across.place(x), up.place(y)) for x, y in zip(series.x, series.y, strict=True)]
+    way = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
+    look = {"stroke": colour, "stroke-width": 2, "stroke-dasharray": dash[0] if dash else None}
+    line = element("path", {"d": way, "fill": "none", **look})
+    bars = [
+        element(
+            "path",
+            {"d": f"M{number(x)} {number(up.place(a))}V{number(up.place(b))}", "stroke": colour, "stroke-width": 1.5},
+        )
+        for (x, _), a, b in zip(points, series.low, series.high, strict=False)  # no spread: no bars
+    ]
+    marks = [] if dash else [_mark(symbol, x, y, colour) for x, y in points]
+    return element("g", {"data-testid": "series", "data-series": series.name}, line, *bars, *marks)
+
+
+def _mark(symbol: str, x: float, y: float, colour: str) -> str:
+    shapes = {
+        "circle": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
+        "square": "M-4 -4h8v8h-8z",
+        "diamond": "M0 -5.5L5.5 0L0 5.5L-5.5 0z",
+        "triangle-up": "M0 -5L5 4H-5z",
+        "cross": "M-5 -1.7h3.3v-3.3h3.4v3.3h3.3v3.4h-3.3v3.3h-3.4v-3.3h-3.3z",
+    }
+    return element("path", {"d": shapes[symbol], "fill": colour, "transform": f"translate({number(x)} {number(y)})"})
+
+
+def _legend(series: Sequence[Series], looks: Sequence[Look]) -> list[str]:
+    parts, x = [], float(MARGIN)
+    for one, (colour, symbol, dash) in zip(series, looks, strict=True):
+        look = {"stroke": colour, "stroke-width": 2, "stroke-dasharray": dash[0] if dash else None}
+        parts.append(element("path", {"d": f"M{number(x)} 60h26", **look}))
+        parts += [] if dash else [_mark(symbol, x + 13, 60, colour)]
+        parts.append(label(x + 34, 64, one.name, size=12, fill=INK))
+        x += 62 + 6.6 * len(one.name)
+    return parts

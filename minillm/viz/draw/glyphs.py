@@ -1,0 +1,75 @@
+"""Make token text visible and measure its width: whitespace, control characters and wide characters.
+
+Widths are in cells: one cell is one column of a monospaced font or of a terminal.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+SPACE, NEWLINE, TAB, ELLIPSIS, UNPRINTABLE = "·", "⏎", "⇥", "…", "\ufffd"
+PLACEHOLDER = "\ue000"
+"""A private-use character that pictures use internally; `printable` removes it from shown text."""
+LONG_RUN = 4
+"""More spaces than this in a row are counted instead of drawn: `·×8`."""
+
+_BIDI_CONTROLS = frozenset("\u200e\u200f\u061c") | {chr(c) for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def visible(text: str) -> str:
+    """`text` with every space as ·, newline as ⏎ and unprintable character as a sign; long runs of spaces as `·×8`."""
+    out, i = [], 0
+    while i < len(text):
+        run = len(text) - i - len(text[i:].lstrip(" "))
+        if run:
+            out.append(SPACE * run if run <= LONG_RUN else f"{SPACE}×{run}")
+            i += run
+        else:
+            out.append(printable(text[i]))
+            i += 1
+    return "".join(out)
+
+
+def one_line(text: str) -> str:
+    """`text` on one line: line ends and controls as signs, runs of spaces as one."""
+    return " ".join("".join(map(printable, text.replace("\t", " "))).split())
+
+
+def printable(char: str) -> str:
+    """`char`, or a replacement that XML and terminals can show: control characters become their symbol (U+2400 block),
+    other forbidden characters U+FFFD."""
+    if char == "\n":
+        return NEWLINE
+    if char == "\t":
+        return TAB
+    code = ord(char)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\u2421"
+    forbidden = 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000 or code & 0xFFFE == 0xFFFE
+    return UNPRINTABLE if forbidden or char == PLACEHOLDER or char in _BIDI_CONTROLS else char
+
+
+def cells(text: str) -> int:
+    """Columns that `text` takes in a monospaced font."""
+    return sum(_char_cells(char) for char in text)
+
+
+def shorten(text: str, max_cells: int) -> str:
+    """`text` cut to at most `max_cells` columns, ending in … if something was cut."""
+    if cells(text) <= max_cells:
+        return text
+    kept, width = [], cells(ELLIPSIS)
+    for char in text:
+        width += _char_cells(char)
+        if width > max_cells:
+            break
+        kept.append(char)
+    return "".join(kept) + ELLIPSIS
+
+
+def _char_cells(char: str) -> int:
+    if unicodedata.category(char) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1

@@ -1,0 +1,106 @@
+"""A player for a recorded trace in a notebook: play, step, arrow keys, and every frame in words.
+
+The replay is HTML with its own script, not an ipywidget: an ipywidget shows an error as soon as its kernel is gone, but
+this replay still plays in a notebook that was saved and opened again. Where scripts do not run (on GitHub, in an
+untrusted notebook), the picture of the most informative step is shown instead.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from uuid import uuid4
+
+from minillm.errors import ConfigError
+from minillm.viz.draw.output import as_html, place, stack
+from minillm.viz.draw.view import View
+from minillm.viz.live.replay_frames import MAX_BYTES, MAX_FRAMES, pack, spread
+from minillm.viz.live.replay_script import SCRIPT, STYLE
+
+
+class ReplayWidget:
+    """Shows `views` of one recorded trace, a frame per step, as the last expression of a cell.
+
+        ReplayWidget(CachePagesView(trace))
+
+    If the frames of all steps are too many or too large, it shows evenly spaced steps, including the first and the
+    last, and a note says so. `speed` is in frames per second; `seconds` sets it so that the whole run takes about that
+    long. It opens at the most informative step. With `autoplay` it plays from the first step as soon as it is in view,
+    unless the reader's system asks for reduced motion. Raises `ConfigError` without a view, for views of different
+    traces, for a speed that is not above 0 and at most 30, or if no step has finished.
+    """
+
+    def __init__(self, *views: View, speed: float = 2.0, seconds: float | None = None, autoplay: bool = False) -> None:
+        _check(views, speed)
+        every = views[0].steps_to_replay()
+        if not every:
+            raise ConfigError("there is nothing to replay: no step of the trace has finished; record it first")
+        self.views, self.autoplay = list(views), autoplay
+        self.steps = _fitting(self.views, every)
+        self.frames = [_frame(self.views, step) for step in self.steps]
+        self.texts = ["\n\n".join(view.describe(step) for view in views) for step in self.steps]
+        fewer = len(self.steps) < len(every)
+        self.note = f"{len(self.steps)} of {len(every)} steps, evenly spread" if fewer else ""
+        self.speed = speed if seconds is None else min(30.0, max(0.1, round(len(self.steps) / seconds, 1)))
+
+    @property
+    def name(self) -> str:
+        """The names of the views, joined by "and"."""
+        return " and ".join(type(view).__name__ for view in self.views)
+
+    @property
+    def start(self) -> int:
+        """Index of the frame it opens with: the last one that is not after the most informative step."""
+        telling = next((step for view in self.views if (step := view.telling_step()) is not None), self.steps[-1])
+        return max((i for i, step in enumerate(self.steps) if step <= telling), default=0)
+
+    def __repr__(self) -> str:
+        # Constant, so that a notebook's saved output equals that of a fresh run.
+        return f"<Replay of {self.name}>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        name = str(uuid4())
+        step = self.steps[self.start]
+        still = [place(view.to_svg(step), f"{name}-{i}") for i, view in enumerate(self.views)]
+        frames, texts = pack(self.frames), pack(self.texts)
+        data = {
+            "name": self.name,
+            "note": self.note,
+            "speed": self.speed,
+            "autoplay": self.autoplay,
+            "start": self.start,
+            "steps": self.steps,
+            "frames": {"parts": frames.parts, "runs": frames.frames},
+            "texts": {"parts": texts.parts, "runs": texts.frames},
+        }
+        recording = (
+            json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")
+        )
+        script = f"<script>({SCRIPT.strip()})(document.currentScript.parentElement, {recording});</script>"
+        html = f'<div class="minillm-replay-place"><style>{STYLE}</style>{as_html(still)}{script}</div>'
+        return {"text/plain": repr(self), "text/html": html, "image/svg+xml": stack(still)}
+
+
+def _check(views: tuple[View, ...], speed: float) -> None:
+    traces = {id(view.trace) for view in views}
+    if len(traces) != 1:
+        problem = f"got views of {len(traces)} traces" if traces else "got no view"
+        raise ConfigError(f"ReplayWidget() replays one trace, {problem}; give it a view such as CachePagesView(trace)")
+    if not 0 < speed <= 30:
+        raise ConfigError(f"speed={speed} frames per second; it must be above 0 and at most 30")
+
+
+def _frame(views: list[View], step: int) -> str:
+    # Always the same ids, so that frames share the elements that use them; the script makes the ids unique in the page.
+    return as_html([place(view.to_svg(step), f"placement-{i}") for i, view in enumerate(views)])
+
+
+def _fitting(views: list[View], every: list[int]) -> list[int]:
+    """The steps to show: as many as fit, evenly spaced."""
+    steps = spread(every, MAX_FRAMES)
+    while len(steps) > 2:
+        size = pack([_frame(views, step) for step in steps]).num_bytes
+        if size <= MAX_BYTES:
+            break
+        steps = spread(every, max(2, min(len(steps) - 1, int(len(steps) * MAX_BYTES / size))))
+    return steps

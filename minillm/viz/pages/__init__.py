@@ -1,0 +1,1 @@
+"""Pictures of the block pool: block tables above, physical pages below."""

@@ -1,0 +1,93 @@
+"""The block pool in words: its numbers, and the whole picture for readers who cannot see it."""
+
+from __future__ import annotations
+
+from minillm.trace.cache_state import CacheState
+from minillm.trace.request_state import RequestState
+from minillm.viz.draw.glyphs import shorten, visible
+from minillm.viz.pages.cache_changes import changes, letter, plural
+
+PROMPT = 60
+"""Characters of a prompt that a description shows."""
+
+
+def pool_size(state: CacheState) -> str:
+    """Bytes of the whole pool in a unit that keeps the number short."""
+    size = float(state.engine.bytes_per_block * state.num_blocks) if state.engine else 0.0
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024 * 0.7:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
+
+
+def waste_share(state: CacheState) -> str:
+    """The waste in numbers: `waste 17 of 176 slots (10%)`."""
+    share = f" ({state.waste_slots / state.used_slots:.0%})" if state.used_slots else ""
+    return f"waste {state.waste_slots} of {plural(state.used_slots, 'slot')}{share}"
+
+
+def doing(request: RequestState) -> str:
+    """The request's current work, in a few words."""
+    marks = request.marks
+    if marks.reused and request.status != "finished":
+        return f"{marks.reused} reused, {len(marks.written)} computed"
+    if request.status == "prefill":
+        return f"prefill {min(request.num_computed, request.num_tokens)} of {request.num_prompt_tokens}"
+    if request.status == "verify" and marks.num_drafts:
+        return f"verify {plural(marks.num_drafts, 'draft')}, {marks.num_accepted} right"
+    if request.status == "finished":
+        return f"done: {plural(request.num_output_tokens, 'token')} ({request.finish_reason})"
+    return request.status
+
+
+def blocks_share(state: CacheState, separator: str = " · ") -> str:
+    """How the pool is split: `9 used · 2 cached · 13 free`."""
+    cached = [f"{state.cached_blocks} cached"] if state.cached_blocks else []
+    free = f"{state.free_blocks - state.cached_blocks} free"
+    return separator.join([f"{state.used_blocks} used", *cached, free])
+
+
+def savings(state: CacheState) -> str:
+    """Tokens that sharing has saved so far, empty if none: `203 tokens not computed: 144 found, 59 forked`."""
+    found, forked = state.totals.found_tokens, state.totals.forked_tokens
+    kinds = [f"{count} {kind}" for count, kind in ((found, "found"), (forked, "forked")) if count]
+    return f"{plural(found + forked, 'token')} not computed: {', '.join(kinds)}" if kinds else ""
+
+
+def summary(state: CacheState) -> str:
+    """One line: the pool in numbers."""
+    if state.engine is None:
+        return "The engine has not started yet."
+    facts = f"{plural(state.num_blocks, unit(state))} of {plural(state.block_size, 'slot')}"
+    shared = sum(len(owners) > 1 for owners in state.owners.values())
+    split = blocks_share(state, ", ")
+    split = split.replace(" used", f" used, {shared} shared", 1) if shared else split
+    saved = savings(state)
+    return f"{facts}: {split}; {waste_share(state)}{'; ' if saved else ''}{saved}."
+
+
+def title(state: CacheState) -> str:
+    """The name of the picture."""
+    return "KV cache places" if state.whole_sequences else "KV cache pages"
+
+
+def unit(state: CacheState) -> str:
+    """The word for a block: `block`, or `place` if it holds a whole sequence."""
+    return "place" if state.whole_sequences else "block"
+
+
+def describe(state: CacheState, *, tables: bool = True) -> str:
+    """The picture in words, one line per request; `tables` adds the block tables."""
+    lines = [f"{title(state)}, step {state.step}. {summary(state)}"]
+    for request in state.requests.values():
+        line = (
+            f"{letter(request)} {shorten(visible(request.prompt), PROMPT)!r}"
+            if tables
+            else f"Request {letter(request)}"
+        )
+        line += f" ({doing(request)}): {request.num_computed} of {plural(request.num_tokens, 'token')} in the cache"
+        line += f", {plural(len(request.block_table), unit(state))}"
+        lines.append(f"{line} {request.block_table}" if tables and request.block_table else line)
+    done = "; ".join(changes(state))
+    return "\n".join([*lines, f"This step: {done}."] if done else lines)

@@ -1,0 +1,1 @@
+"""Pictures of speculative decoding: a round is a row, a token is a box."""

@@ -1,0 +1,318 @@
+"""The picture of speculative decoding: a round is a row, a token is a box, with the arithmetic beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minillm.errors import TraceError
+from minillm.trace import Trace
+from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, Round
+from minillm.trace.replay import Replay
+from minillm.viz.draw.colours import (
+    DISCARDED,
+    FAINT,
+    GREEN,
+    HAIRLINE,
+    INK,
+    MUTED,
+    ORANGE,
+    SKY,
+    VERMILLION,
+    ink_on,
+    owner_colour,
+    owner_letter,
+)
+from minillm.viz.draw.glyphs import visible
+from minillm.viz.draw.svg import (
+    MARGIN,
+    MONO,
+    RIGHT,
+    Attributes,
+    card,
+    element,
+    fit_mono,
+    fit_words,
+    heading,
+    label,
+    mono_width,
+    rectangle,
+    spans,
+)
+from minillm.viz.draw.token_text import LINE, draw_text, style
+from minillm.viz.draw.view import View
+from minillm.viz.pages.cache_changes import plural
+from minillm.viz.speculation.acceptance_words import describe, round_words
+
+MAX_ROUNDS, MAX_COLUMNS, MAX_LINES = 6, 20, 3
+ROWS_TOP, ROW, BOX = 106, 40, 32
+DRAFTS, GAP, TARGET = 92, 8, 124
+BAR, SIBLING_GAP = 46, 3
+
+SIGNS = {"accepted": "✓", "rejected": "✗", "discarded": "·", "recovered": "↻", "bonus": "★", "sampled": "●"}
+COLOURS = {
+    "accepted": GREEN,
+    "rejected": VERMILLION,
+    "discarded": DISCARDED,
+    "recovered": ORANGE,
+    "bonus": SKY,
+    "sampled": INK,
+}
+THROWN_AWAY = ("rejected", "discarded")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The positions of the columns: one per draft position, the target's token, and the sum."""
+
+    count: int
+
+    @property
+    def width(self) -> float:
+        """Width of a draft's box."""
+        return min(128.0, (624 - (self.count - 1) * GAP) / self.count)
+
+    def left(self, position: int) -> float:
+        """Left edge of the draft at `position` (from 0)."""
+        return DRAFTS + position * (self.width + GAP)
+
+    @property
+    def target(self) -> float:
+        """Left edge of the target's own token."""
+        return max(self.left(self.count), 420) + 12
+
+    @property
+    def total(self) -> float:
+        """Left edge of the sums."""
+        return self.target + TARGET + 22
+
+
+class AcceptanceStrip(View):
+    """The draft tokens of one request, those that the target rejected, and the tokens that the target added.
+
+    Without `request_id` it shows the first request with verified drafts. `narrow`: at half the width, to be shown
+    beside another picture."""
+
+    def __init__(self, trace: Trace, request_id: str | None = None, *, narrow: bool = False) -> None:
+        super().__init__(trace)
+        self.narrow = narrow
+        self.request_id = request_id
+        self._replay = Replay(trace, AcceptanceState)
+
+    def to_svg(self, step: int | None = None) -> str:
+        """The picture after `step`, by default after the last event.
+
+        Raises `TraceError` for a step or a request that the trace does not have."""
+        state = self._replay.at(step)
+        request = self._request(state)
+        if self.narrow:
+            from minillm.viz.speculation.narrow_rounds import draw_narrow
+
+            return draw_narrow(state, request)
+        shown = request.rounds[-MAX_ROUNDS:] if request else []
+        gamma = state.engine.num_speculative_tokens if state.engine else 0
+        columns = Columns(num_columns(shown, gamma, MAX_COLUMNS))
+        first = len(request.rounds) - len(shown) if request else 0
+        bars_top = ROWS_TOP + max(len(shown), 1) * ROW + 26
+        legend = bars_top + BAR + 40
+        text = _text(request, legend + 56)
+        return card(
+            "token-acceptance",
+            legend + 56 + LINE * max(len(text) - 1, 0) + 20,
+            f"Token acceptance{_whose(request)}",
+            describe(state, request, max_rounds=MAX_ROUNDS).replace("\n", " "),
+            _header(state, request),
+            _headings(columns, first),
+            *(_row(judged, first + i + 1, ROWS_TOP + i * ROW, columns) for i, judged in enumerate(shown)),
+            "" if shown else _nothing(gamma),
+            _bars(request, columns, bars_top),
+            _legend(legend),
+            *text,
+        )
+
+    def describe(self, step: int | None = None) -> str:
+        """The picture in words, with all rounds."""
+        state = self._replay.at(step)
+        return describe(state, self._request(state))
+
+    def _request(self, state: AcceptanceState) -> RequestAcceptance | None:
+        if self.request_id is None:
+            requests = list(state.requests.values())
+            return next((r for r in requests if r.rounds), requests[0] if requests else None)
+        if state.requests and self.request_id not in state.requests:
+            known = ", ".join(state.requests)
+            raise TraceError(f"request {self.request_id!r} is not in this trace; it has {known}")
+        return state.requests.get(self.request_id)
+
+
+def num_columns(shown: Sequence[Round], gamma: int, most: int) -> int:
+    """The number of draft columns for these rounds. A tree of γ drafts has fewer positions than γ."""
+    if any(judged.parents is not None for judged in shown):
+        gamma = 0
+    return min(max([gamma, 1, *(judged.num_positions for judged in shown)]), most)
+
+
+def _whose(request: RequestAcceptance | None) -> str:
+    return f", request {owner_letter(request.index)}" if request else ""
+
+
+def _header(state: AcceptanceState, request: RequestAcceptance | None) -> str:
+    title = ("Token acceptance", {"font-size": 17, "font-weight": 650, "fill": INK})
+    if request is None or state.engine is None:
+        return spans(MARGIN, 38, title, ("waiting for a request", {"dx": 10}))
+    drafter = f" · draft {state.engine.drafter}" if state.engine.drafter else ""
+    gamma = f" · γ = {state.engine.num_speculative_tokens}" if state.engine.num_speculative_tokens else ""
+    line = spans(MARGIN, 38, title, (fit_words(f"step {state.step}{drafter}{gamma}", 400, 13), {"dx": 10}))
+    line += _chip(request)
+    if not request.rounds:
+        return line
+    bold = {"font-weight": 700, "fill": INK}
+    tau, share = f"{request.tokens_per_forward:.2f}", f"{request.kept_share:.0%}"
+    headline = spans(
+        RIGHT,
+        38,
+        (tau, {**bold, "font-size": 20, "data-testid": "tau"}),
+        (" tokens per target forward · ", {"fill": INK}),
+        (share, bold),
+        (" of drafts kept", {"fill": INK}),
+        anchor="end",
+    )
+    return line + headline
+
+
+def _chip(request: RequestAcceptance) -> str:
+    """The second line: the request's letter and the result of its latest round."""
+    colour, name = owner_colour(request.index), owner_letter(request.index)
+    size = 11.5 if len(name) == 1 else 9.5
+    chip = rectangle(MARGIN, 50, 20, 20, 5, {"fill": colour})
+    chip += label(34, 64, name, size=size, weight=700, fill=ink_on(colour), anchor="middle")
+    if not request.rounds:
+        return chip + label(52, 64, "no draft has been judged yet", size=12.5)
+    latest = fit_words(round_words(request.rounds[-1]), RIGHT - 140, 12.5)
+    parts = (f"Round {len(request.rounds)}", {"font-weight": 600}), (latest, {"dx": 8, "fill": INK})
+    return chip + spans(52, 64, *parts, size=12.5)
+
+
+def _headings(columns: Columns, earlier: int) -> str:
+    drafts = f"the draft guesses… ({plural(earlier, 'earlier round')} above)" if earlier else "the draft guesses…"
+    names = ((MARGIN, "round"), (DRAFTS, drafts), (columns.target, "…the target adds"), (columns.total, "tokens"))
+    return "".join(heading(x, ROWS_TOP - 12, name) for x, name in names)
+
+
+def _nothing(gamma: int) -> str:
+    why = "waiting for the first draft" if gamma else "decoded without drafts: every token costs one target forward"
+    return label(DRAFTS, ROWS_TOP + 20, why, size=13)
+
+
+def _row(judged: Round, number: int, top: float, columns: Columns) -> str:
+    base = top + 21
+    parts = [label(42, base, str(number), size=14, weight=600, fill=INK, anchor="middle")]
+    for i, place in enumerate(judged.places[: columns.count]):
+        parts += draw_place(judged, place, columns.left(i), top, columns.width)
+    if judged.added is not None:
+        parts.append(draw_token(columns.target, top, TARGET, judged.added, judged.added_origin or "sampled"))
+    added = "1" if judged.added is not None else "0"
+    total = (str(judged.tokens), {"font-weight": 700, "fill": INK})
+    parts.append(spans(columns.total, base, (f"{judged.kept} + {added} = ", {}), total))
+    return element("g", {"data-testid": "round"}, *parts)
+
+
+def draw_place(
+    judged: Round, place: Sequence[int], x: float, top: float, width: float, height: float = BOX
+) -> list[str]:
+    """The drafts at one position, side by side."""
+    each = (width - (len(place) - 1) * SIBLING_GAP) / len(place)
+    return [
+        draw_token(x + i * (each + SIBLING_GAP), top, each, judged.drafts[node], judged.verdicts[node], height)
+        for i, node in enumerate(place)
+    ]
+
+
+def draw_token(x: float, top: float, width: float, text: str, state: str, height: float = BOX) -> str:
+    """A token with the sign of its verdict; only the sign if there is no room for text."""
+    colour, thrown = COLOURS[state], state in THROWN_AWAY
+    dash: Attributes = {"stroke-dasharray": "4 3"} if thrown else {}
+    frame = {"fill": colour, "fill-opacity": 0.05 if thrown else 0.14, "stroke": colour, "stroke-width": 1.4, **dash}
+    box = rectangle(x, top, width, height, 7, frame)
+    base = top + height / 2 + 5
+    ink = colour if state in ("accepted", "rejected", "discarded") else INK
+    left, size = (27, 13) if width >= 90 else (22, 11.5) if width >= 70 else (18, 10.5)
+    inner = width - left - 6
+    if inner < 14:
+        sign = label(x + width / 2, base, SIGNS[state], size=13, weight=700, fill=ink, anchor="middle")
+        return element("g", {"data-testid": "token", "data-state": state}, box, sign)
+    sign = label(x + left / 3, base, SIGNS[state], size=size, weight=700, fill=ink)
+    shown = fit_mono(visible(text), inner, size)
+    word = label(x + left, base - 0.5, shown, size=size, fill=MUTED if thrown else INK, family=MONO)
+    y, end = base - 4.5, x + left + 1 + mono_width(shown, size)
+    through = element("line", {"x1": x + left - 1, "x2": end, "y1": y, "y2": y, "stroke": MUTED}) if thrown else ""
+    return element("g", {"data-testid": "token", "data-state": state}, box, sign, word, through)
+
+
+def _bars(request: RequestAcceptance | None, columns: Columns, top: float) -> str:
+    """Below each position, the share of its drafts that were kept; beside them, the arithmetic of the headline."""
+    head = label(MARGIN, top + BAR / 2 - 2, "KEPT AT", size=10.5, weight=600)
+    head += label(MARGIN, top + BAR / 2 + 12, "POSITION", size=10.5, weight=600)
+    positions = request.kept_by_position()[: columns.count] if request else []
+    bars = [_bar(columns.left(i), top, columns.width, i + 1, *counts) for i, counts in enumerate(positions)]
+    empty = [_track(columns.left(i), top, columns.width) for i in range(len(positions), columns.count)]
+    return head + "".join(bars + empty) + (_sum(request, columns, top) if request and request.rounds else "")
+
+
+def _track(x: float, top: float, width: float) -> str:
+    return rectangle(x, top, width, BAR, 4, {"fill": FAINT})
+
+
+def _bar(x: float, top: float, width: float, position: int, kept: int, judged: int) -> str:
+    height, share = BAR * kept / judged, f"{kept / judged:.0%}"
+    bar = rectangle(x, top + BAR - height, width, height, 4, {"fill": GREEN, "fill-opacity": 0.8})
+    size, middle = (12 if width >= 36 else 9), x + width / 2
+    inside = height > 18
+    base = top + BAR - height + 14 if inside else top + BAR - height - 5
+    ink = {"size": size, "weight": 700, "anchor": "middle", "fill": INK}
+    of = f"{position}  ({kept} of {judged})" if width >= 100 else str(position)
+    share = label(middle, base, share if width >= 28 else share[:-1], **ink)
+    under = label(middle, top + BAR + 15, of, size=11.5, anchor="middle")
+    about = {"data-testid": "position", "data-kept": kept, "data-judged": judged}
+    return element("g", about, _track(x, top, width), bar, share, under)
+
+
+def _sum(request: RequestAcceptance, columns: Columns, top: float) -> str:
+    """Three lines that derive the headline."""
+    alone = f" + {request.alone} without a draft" if request.alone else ""
+    lines = (
+        (f"{request.kept} of {request.drafted} kept + {request.added} added{alone}", ""),
+        (f"= {plural(request.gained, 'token')} in {plural(request.forwards, 'forward')}", ""),
+        ("= ", f"{request.tokens_per_forward:.2f} tokens per forward"),
+    )
+    return "".join(
+        spans(columns.target, top + 13 + 19 * i, (plain, {"fill": INK}), (bold, {"font-weight": 700, "fill": INK}))
+        for i, (plain, bold) in enumerate(lines)
+    )
+
+
+def _legend(top: float) -> str:
+    entries = (
+        ("accepted", "accepted"),
+        ("rejected", "rejected"),
+        ("discarded", "discarded unread"),
+        ("recovered", "recovered: the target’s own choice"),
+        ("bonus", "bonus: all drafts were right"),
+    )
+    line = element("path", {"d": f"M{MARGIN} {top - 14}H{RIGHT}", "stroke": HAIRLINE})
+    parts, x = [line], float(MARGIN)
+    for state, text in entries:
+        parts.append(label(x, top + 8, SIGNS[state], size=13, weight=700, fill=COLOURS[state]))
+        look = style(state) if state not in THROWN_AWAY else {"fill": MUTED}
+        parts.append(spans(x + 18, top + 8, (text, look), size=12))
+        x += 18 + len(text) * 6.9 + 24
+    return element("g", {"data-testid": "legend"}, *parts)
+
+
+def _text(request: RequestAcceptance | None, top: float) -> list[str]:
+    if request is None:
+        return []
+    return [
+        heading(MARGIN, top - 20, "text so far"),
+        *draw_text(request.prompt, request.tokens, MARGIN, top, RIGHT - MARGIN, MAX_LINES),
+    ]

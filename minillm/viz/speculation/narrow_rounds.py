@@ -1,0 +1,141 @@
+"""The rounds of one request at half a page's width, to be shown beside the block pool (`narrow_pages`)."""
+
+from __future__ import annotations
+
+from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, Round
+from minillm.viz.draw.colours import FAINT, GREEN, INK, MUTED, ink_on, owner_colour, owner_letter
+from minillm.viz.draw.svg import MARGIN, card, element, heading, label, rectangle, spans
+from minillm.viz.draw.token_text import LINE, draw_text, style
+from minillm.viz.pages.cache_changes import plural
+from minillm.viz.speculation.acceptance import (
+    COLOURS,
+    MAX_COLUMNS,
+    SIGNS,
+    THROWN_AWAY,
+    draw_place,
+    draw_token,
+    num_columns,
+)
+from minillm.viz.speculation.acceptance_words import describe
+
+WIDTH = 484
+RIGHT = WIDTH - MARGIN
+ROWS_TOP, ROW, BOX, MAX_ROUNDS = 118, 30, 25, 8
+DRAFTS, TARGET, TARGET_WIDTH, TOTAL = 54, 330, 82, 420
+GAP, BAR = 5, 40
+BARS_TOP = ROWS_TOP + MAX_ROUNDS * ROW + 14
+LEGEND_TOP = BARS_TOP + BAR + 44
+TEXT_TOP = LEGEND_TOP + 66
+MAX_LINES = 4
+LEGEND = (
+    (("accepted", "accepted"), ("rejected", "rejected"), ("discarded", "discarded unread")),
+    (("recovered", "recovered: the target’s choice"), ("bonus", "bonus: all were right")),
+)
+
+
+def draw_narrow(state: AcceptanceState, request: RequestAcceptance | None) -> str:
+    """The card: the headline, the last rounds, what was kept by position, the text so far."""
+    shown = request.rounds[-MAX_ROUNDS:] if request else []
+    first = len(request.rounds) - len(shown) if request else 0
+    gamma = state.engine.num_speculative_tokens if state.engine else 0
+    count = num_columns(shown, gamma, MAX_COLUMNS)
+    width = (TARGET - 10 - DRAFTS - (count - 1) * GAP) / count
+    waiting = "waiting for the first draft" if gamma else "no drafts: every token costs one target forward"
+    text = draw_text(request.prompt, request.tokens, MARGIN, TEXT_TOP, RIGHT - MARGIN, MAX_LINES) if request else []
+    return card(
+        "token-acceptance",
+        TEXT_TOP + LINE * MAX_LINES,
+        "Token acceptance" + (f", request {owner_letter(request.index)}" if request else ""),
+        describe(state, request, max_rounds=MAX_ROUNDS).replace("\n", " "),
+        *_header(state, request, first),
+        *(_row(judged, first + i + 1, ROWS_TOP + i * ROW, width) for i, judged in enumerate(shown)),
+        "" if shown else label(DRAFTS, ROWS_TOP + 17, waiting, size=13),
+        *_bars(request, count, width),
+        *_legend(),
+        heading(MARGIN, TEXT_TOP - 20, "text so far"),
+        *text,
+        width=WIDTH,
+    )
+
+
+def _header(state: AcceptanceState, request: RequestAcceptance | None, earlier: int) -> list[str]:
+    gamma = state.engine.num_speculative_tokens if state.engine else 0
+    facts = f"step {state.step}" + (f" · γ = {gamma}" if gamma else "")
+    parts = [
+        spans(MARGIN, 36, ("Token acceptance", {"font-size": 17, "font-weight": 650, "fill": INK}), (facts, {"dx": 10}))
+    ]
+    if request is not None:
+        colour = owner_colour(request.index)
+        parts.append(rectangle(MARGIN, 52, 22, 22, 5, {"fill": colour}))
+        letter = {"size": 13, "weight": 700, "fill": ink_on(colour), "anchor": "middle"}
+        parts.append(label(35, 67.5, owner_letter(request.index), **letter))
+    if request is not None and request.rounds:
+        bold = {"font-weight": 700, "fill": INK}
+        tau = (f"{request.tokens_per_forward:.2f}", {**bold, "font-size": 20, "data-testid": "tau"})
+        share = (f"{request.kept_share:.0%}", bold)
+        rest = (" tokens per target forward · ", {"fill": INK}), share, (" of drafts kept", {"fill": INK})
+        parts.append(spans(56, 69, tau, *rest))
+    else:
+        parts.append(label(56, 68, "no draft has been judged yet", size=13))
+    guesses = f"the draft guesses… ({earlier} above)" if earlier else "the draft guesses…"
+    names = ((MARGIN, "no."), (DRAFTS, guesses), (TARGET, "…target adds"))
+    return [*parts, *(heading(x, ROWS_TOP - 12, name) for x, name in names)]
+
+
+def _row(judged: Round, number: int, top: float, width: float) -> str:
+    base = top + 17
+    parts = [label(36, base, str(number), size=13, weight=600, fill=INK, anchor="middle")]
+    for i, place in enumerate(judged.places[:MAX_COLUMNS]):
+        parts += draw_place(judged, place, DRAFTS + i * (width + GAP), top, width, BOX)
+    if judged.added is not None:
+        parts.append(draw_token(TARGET, top, TARGET_WIDTH, judged.added, judged.added_origin or "sampled", BOX))
+    plus = "1" if judged.added is not None else "0"
+    total = (str(judged.tokens), {"font-weight": 700, "fill": INK})
+    parts.append(spans(RIGHT, base, (f"{judged.kept}+{plus}=", {}), total, anchor="end", size=12))
+    return element("g", {"data-testid": "round"}, *parts)
+
+
+def _bars(request: RequestAcceptance | None, count: int, width: float) -> list[str]:
+    """Below each position, the share of its drafts that were kept; beside them, the arithmetic of the headline."""
+    positions = request.kept_by_position() if request else []
+    parts = [
+        label(MARGIN, BARS_TOP + 18, "KEPT", size=10, weight=600),
+        label(MARGIN, BARS_TOP + 30, "AT", size=10, weight=600),
+    ]
+    for i in range(count):
+        x = DRAFTS + i * (width + GAP)
+        parts.append(rectangle(x, BARS_TOP, width, BAR, 3, {"fill": FAINT}))
+        if i < len(positions):
+            parts += _bar(x, width, i + 1, *positions[i])
+    if request is not None and request.rounds:
+        lines = (
+            f"{request.kept} kept + {request.added + request.alone} added",
+            f"= {plural(request.gained, 'token')}",
+            f"in {plural(request.forwards, 'forward')}",
+        )
+        parts += [label(TARGET, BARS_TOP + 12 + 16 * i, line, fill=INK) for i, line in enumerate(lines)]
+    return parts
+
+
+def _bar(x: float, width: float, position: int, kept: int, judged: int) -> list[str]:
+    height, middle = BAR * kept / judged, x + width / 2
+    share = f"{kept / judged:.0%}" if width >= 32 else f"{100 * kept / judged:.0f}"
+    about = {"data-testid": "position", "data-kept": kept, "data-judged": judged}
+    bar = rectangle(x, BARS_TOP + BAR - height, width, height, 3, {"fill": GREEN, "fill-opacity": 0.8})
+    base = BARS_TOP + BAR - height + (13 if height > 16 else -4)
+    share_label = label(middle, base, share, size=11.5 if width >= 32 else 9.5, weight=700, fill=INK, anchor="middle")
+    under = f"{position}: {kept} of {judged}" if width >= 60 else str(position)
+    return [element("g", about, bar, share_label, label(middle, BARS_TOP + BAR + 15, under, size=11, anchor="middle"))]
+
+
+def _legend() -> list[str]:
+    parts = []
+    for i, line in enumerate(LEGEND):
+        x = float(MARGIN)
+        for state, text in line:
+            y = LEGEND_TOP + 20 * i
+            parts.append(label(x, y, SIGNS[state], size=13, weight=700, fill=COLOURS[state]))
+            look = style(state) if state not in THROWN_AWAY else {"fill": MUTED}
+            parts.append(spans(x + 17, y, (text, look), size=11.5))
+            x += 17 + len(text) * 6.7 + 18
+    return parts

@@ -1,0 +1,1 @@
+"""The pictures as coloured text, for a terminal."""

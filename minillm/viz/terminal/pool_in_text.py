@@ -1,0 +1,107 @@
+"""The block pool in a terminal: one cell per page, with its owner's letter and its fill.
+
+A████  A████  B██▓·  B╳···   ─────
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from minillm.trace.cache_state import CacheState
+from minillm.trace.page import Page, SlotState
+from minillm.viz.draw.colours import ink_on, owner_colour, owner_letter
+from minillm.viz.draw.glyphs import cells, one_line, shorten
+from minillm.viz.pages.block_tables import rows_to_show
+from minillm.viz.pages.cache_changes import changes, letter
+from minillm.viz.pages.cache_words import doing, unit, waste_share
+from minillm.viz.pages.page_grid import chosen
+from minillm.viz.terminal.signs import Glyphs, glyphs, plain
+
+FILL = 4
+"""Signs for the fill of a page; each stands for an equal part of its slots."""
+CELL = FILL + 2
+PRECEDENCE: tuple[SlotState, ...] = ("rolled_back", "fresh", "written", "empty", "cached", "free")
+"""A sign that stands for several slots shows the most remarkable one."""
+
+
+class CacheBlocks:
+    """Renderable of a `CacheState`; `max_rows` limits the rows of pages and the requests listed."""
+
+    def __init__(self, state: CacheState, max_rows: int = 6) -> None:
+        self.state, self.max_rows = state, max_rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        signs, width = glyphs(ascii_only=options.ascii_only), options.max_width
+        lines = [self._facts(signs), *self._requests(width), *self._pages(width, signs), self._changes(signs)]
+        for line in lines:
+            line.no_wrap = True
+            line.truncate(width, overflow="ellipsis" if not options.ascii_only else "crop")
+            yield Text(plain(line.plain, ascii_only=True)) if options.ascii_only else line
+
+    def _facts(self, signs: Glyphs) -> Text:
+        state = self.state
+        used = f"{state.used_blocks} of {state.num_blocks} {unit(state)}s"
+        used += f"{signs.dot}{state.cached_blocks} cached" if state.cached_blocks else ""
+        return Text.assemble(("KV cache", "bold"), f"  {used}{signs.dot}{waste_share(state)}")
+
+    def _requests(self, width: int) -> list[Text]:
+        requests, hidden = rows_to_show(self.state)
+        shown = requests[: self.max_rows]
+        room = max(width - 46, 6)
+        lines = []
+        for request in shown:
+            colour = owner_colour(request.index)
+            prompt = shorten(one_line(request.prompt), room)
+            count = f"{request.num_computed} of {request.num_tokens}".rjust(12)
+            parts = f"  {prompt}{' ' * (room - cells(prompt))}{count}  ", (doing(request), "dim")
+            lines.append(Text.assemble((f" {letter(request)} ", f"bold {ink_on(colour)} on {colour}"), *parts))
+        hidden += len(requests) - len(shown)
+        return [*lines, Text(f"  and {hidden} more", "dim")] if hidden else lines
+
+    def _pages(self, width: int, signs: Glyphs) -> list[Text]:
+        state, per_row = self.state, max(width // CELL, 1)
+        room = per_row * self.max_rows
+        order = chosen(state)
+        if len(order) > room:
+            first = [b for b in order if b in state.owners or b in state.freed or b in state.findable]
+            order = sorted([*first, *(b for b in order if b not in {*first})][:room])
+        pages = [self._cell(state.page(block_id), signs) for block_id in order]
+        rows = [Text(" ").join(pages[i : i + per_row]) for i in range(0, len(pages), per_row)]
+        left = state.num_blocks - len(order)
+        return [*rows, Text(f"and {left} more blocks", "dim")] if left else rows
+
+    def _cell(self, page: Page, signs: Glyphs) -> Text:
+        if not page.owners:
+            return Text(signs.slots[page.slots[0]] * (CELL - 1), "dim")
+        index = self.state.requests[page.owners[0]].index
+        name = owner_letter(index)[:1] if page.state != "shared" else str(min(len(page.owners), 9))
+        fill = Text()
+        for state in _parts(page.slots):
+            style = {"rolled_back": "bold red", "fresh": "bold bright_white"}.get(state, owner_colour(index))
+            fill.append(signs.slots[state], "dim" if state in ("free", "cached") else style)
+        chip = f"bold {owner_colour(index)}" if page.state in ("used", "shared") else "dim"
+        return Text.assemble((name, chip), fill)
+
+    def _changes(self, signs: Glyphs) -> Text:
+        done = signs.dot.join(changes(self.state))
+        return Text.assemble((f"step {self.state.step}  ", "bold"), done or "nothing changed")
+
+
+def _parts(slots: Sequence[SlotState]) -> list[SlotState]:
+    """The slots of a page as `FILL` parts, each in the state of its most remarkable slot."""
+    bounds = [round(i * len(slots) / FILL) for i in range(FILL + 1)]
+    parts = [slots[a:b] or slots[a : a + 1] or slots[-1:] for a, b in pairwise(bounds)]
+    return [next(state for state in PRECEDENCE if state in part) for part in parts]
+
+
+def legend(signs: Glyphs, states: Collection[CacheState] = ()) -> Text:
+    """What the signs of a page mean; those of the prefix cache only if one of `states` needs them."""
+    names = {"written": "written", "fresh": "written this step", "rolled_back": "rolled back", "empty": "empty (waste)"}
+    entries = [f"{signs.slots[state]} {name}" for state, name in names.items()]
+    if any(state.cached_blocks for state in states):
+        entries.append(f"{signs.slots['cached']} cached")
+    return Text("  ".join([*entries, f"{signs.slots['free']} free", "2 shared"]), "dim", no_wrap=True)

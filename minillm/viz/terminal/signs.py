@@ -1,0 +1,48 @@
+"""The signs of the terminal pictures: one for every state, so that colour is never the only cue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minillm.trace.page import SlotState
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """One set of signs."""
+
+    slots: dict[SlotState, str]
+    signs: dict[str, str]
+    """By verdict or origin of a token."""
+    bar: str
+    dot: str
+    ellipsis: str
+
+
+UNICODE = Glyphs(
+    slots={"written": "█", "fresh": "▓", "rolled_back": "╳", "empty": "·", "cached": "░", "free": "─"},
+    signs={"accepted": "✓", "rejected": "✗", "discarded": "·", "recovered": "↻", "bonus": "★", "sampled": "●"},
+    bar="│",
+    dot=" · ",
+    ellipsis="…",
+)
+ASCII = Glyphs(
+    slots={"written": "#", "fresh": "+", "rolled_back": "x", "empty": ".", "cached": "%", "free": "-"},
+    signs={"accepted": "=", "rejected": "x", "discarded": ".", "recovered": ">", "bonus": "*", "sampled": "o"},
+    bar="|",
+    dot=", ",
+    ellipsis="~",
+)
+
+
+def glyphs(*, ascii_only: bool) -> Glyphs:
+    """The signs that the terminal's encoding can show."""
+    return ASCII if ascii_only else UNICODE
+
+
+_ASCII_REPLACEMENTS = str.maketrans({"·": ".", "…": "~", "⏎": "$", "⇥": ">", "×": "x", "–": "-", "“": '"', "”": '"'})
+
+
+def plain(text: str, *, ascii_only: bool) -> str:
+    """`text` with ASCII replacements if the terminal shows only ASCII."""
+    return text.translate(_ASCII_REPLACEMENTS).encode("ascii", "replace").decode() if ascii_only else text

@@ -1,0 +1,225 @@
+"""Requests × steps as a Gantt chart, and a comparison of continuous and static batching of the same requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minillm.trace import Trace
+from minillm.trace.replay import Replay
+from minillm.trace.static_batching import jobs_of, static_schedule
+from minillm.trace.timeline_state import Row, Timeline, TimelineState
+from minillm.viz.draw.colours import BLUE, CACHED, INK, VERMILLION, owner_letter
+from minillm.viz.draw.glyphs import shorten, visible
+from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, hatch, hatched, label, rectangle, spans
+from minillm.viz.draw.view import View
+from minillm.viz.pages.cache_changes import plural
+from minillm.viz.pages.cache_words import PROMPT
+from minillm.viz.timeline.timeline_lanes import BARS, Columns, cell_look, fitted
+
+MAX_COMPARED = 12
+"""Rows of each of two compared timelines, so that both fit on one screen."""
+NAMES = {
+    "waiting": "waiting",
+    "prefill": "prefill, n tokens",
+    "cached": "tokens reused, not computed",
+    "decode": "decode",
+    "verify": "verify, accepted/drafted",
+    "preempted": "preempted",
+    "recompute": "recomputed after preemption",
+    "idle": "holds its slot, idle",
+    "finished": "finished",
+    "aborted": "aborted",
+}
+
+
+class TimelineView(View):
+    """What each request did in each step. `num_steps` fixes the scale in advance, so that the columns of a live picture
+    do not shrink as steps are added."""
+
+    def __init__(self, trace: Trace, num_steps: int = 0) -> None:
+        super().__init__(trace)
+        self.num_steps = num_steps
+        self._replay = Replay(trace, TimelineState)
+
+    def to_svg(self, step: int | None = None) -> str:
+        """The picture after `step`, by default after the last event. Raises `TraceError` for an unknown step."""
+        timeline = self._replay.at(step).timeline
+        [lanes] = fitted([timeline], max(timeline.num_steps, self.num_steps), 84)
+        legend, height = _legend(lanes.kinds(), 84 + lanes.height + 10)
+        body = [_title("Requests × steps", lanes.columns), _facts(timeline, 62), lanes.drawing, legend]
+        return _card("timeline", "Timeline", 84 + lanes.height + height + 16, describe(timeline), body)
+
+    def describe(self, step: int | None = None) -> str:
+        """The picture in words, a line per request."""
+        return describe(self._replay.at(step).timeline)
+
+
+class TimelineComparison(View):
+    """Above, what the engine did; below, a model of what static batching would have done with the same requests.
+
+    `batch_size` is that of the static batches, by default the engine's `max_num_seqs`. The model gives every request
+    as many output tokens as it had steps with new tokens, so speculation favours neither side.
+    """
+
+    def __init__(self, trace: Trace, batch_size: int | None = None) -> None:
+        super().__init__(trace)
+        self.batch_size = batch_size
+        self._whole, self._replay = Replay(trace, TimelineState), Replay(trace, TimelineState)
+
+    def timelines(self) -> tuple[Timeline, Timeline]:
+        """The recorded and the modelled timeline of the whole trace."""
+        recorded = self._whole.at().timeline
+        size = self.batch_size or recorded.max_num_seqs or 1
+        return recorded, static_schedule(jobs_of(self.trace), size, recorded.max_num_batched_tokens or None)
+
+    def to_svg(self, step: int | None = None) -> str:
+        """The picture of the whole trace; with `step`, both timelines are cut after the same number of steps."""
+        recorded, modelled = self._cut(step)
+        num_steps = max(timeline.num_steps for timeline in self.timelines())
+        above, below = fitted([recorded, modelled], num_steps, 112, gap=62, most_rows=MAX_COMPARED)
+        low = below.top
+        legend, height = _legend(above.kinds() | below.kinds(), low + below.height + 10)
+        body = [
+            _title("Continuous and static batching", above.columns),
+            spans(MARGIN, 62, (self._verdict(), {"fill": INK})),
+            _name("continuous", "recorded", 90),
+            _facts(recorded, 90, x=MARGIN + 180),
+            above.drawing,
+            _name("static", "modelled: counted, not run", low - 24),
+            _facts(modelled, low - 24, x=MARGIN + 260),
+            below.drawing,
+            legend,
+        ]
+        size = low + below.height + height + 16
+        return _card("timeline-comparison", "Continuous and static batching", size, self.describe(step), body)
+
+    def describe(self, step: int | None = None) -> str:
+        """Both timelines in words."""
+        recorded, modelled = self._cut(step)
+        return f"{self._verdict()}\nContinuous, recorded. {describe(recorded)}\nStatic, modelled. {describe(modelled)}"
+
+    def _verdict(self) -> str:
+        recorded, modelled = self.timelines()
+        same = (
+            f"The same {plural(len(recorded.rows), 'request')} and {plural(recorded.committed_tokens, 'output token')}"
+        )
+        return f"{same}: {recorded.num_steps} steps continuous, {modelled.num_steps} steps static."
+
+    def _cut(self, step: int | None) -> tuple[Timeline, Timeline]:
+        recorded, modelled = self.timelines()
+        if step is None:
+            return recorded, modelled
+        done = step - recorded.first_step + 1
+        return self._replay.at(step).timeline, _until(modelled, done)
+
+
+def describe(timeline: Timeline) -> str:
+    """A timeline in words."""
+    lines = [f"{plural(timeline.num_steps, 'step')}, {headline(timeline)}."]
+    return "\n".join([*lines, *map(_row_words, timeline.rows)])
+
+
+def headline(timeline: Timeline) -> str:
+    """`slot utilisation 67% (192 of 288 request-steps), 6.4 tokens per step`."""
+    share = f"{timeline.utilisation:.0%} ({timeline.useful_slots} of {timeline.slots} request-steps)"
+    return f"slot utilisation {share}, {timeline.tokens_per_step:.1f} tokens per step"
+
+
+def _row_words(row: Row) -> str:
+    counts = [(kind, row.num_steps(kind)) for kind in ("waiting", "prefill", "decode", "verify", "recompute", "idle")]
+    facts = [f"{kind} {count}" for kind, count in counts if count]
+    cached = sum(cell.num_cached for cell in row.cells.values())
+    facts += [f"{plural(cached, 'token')} reused, not computed"] if cached else []
+    facts += [f"preempted {preempted}×"] if (preempted := row.num_steps("preempted")) else []
+    end = f"; ended in step {row.end} ({row.reason})" if row.end is not None else ""
+    who = f"{owner_letter(row.index)} {shorten(visible(row.prompt), PROMPT)!r} from step {row.arrival}"
+    return f"{who}: steps {', '.join(facts)}{end}"
+
+
+def _until(timeline: Timeline, num_steps: int) -> Timeline:
+    """The first `num_steps` steps of a modelled timeline."""
+    kept = max(0, min(num_steps, timeline.num_steps))
+    rows = []
+    for row in timeline.rows:
+        if row.arrival <= kept:
+            cells = {step: cell for step, cell in row.cells.items() if step <= kept}
+            over = row.end is not None and row.end <= kept
+            rows.append(
+                Row(
+                    row.index,
+                    row.prompt,
+                    row.arrival,
+                    row.num_prompt_tokens,
+                    cells,
+                    *((row.end, row.reason) if over else ()),
+                )
+            )
+    return Timeline(timeline.max_num_seqs, timeline.max_num_batched_tokens, True, 1, kept, rows)
+
+
+def _card(name: str, title: str, height: float, description: str, body: Sequence[str]) -> str:
+    defs = element("defs", {}, hatch("void", VERMILLION), hatch("cached", CACHED, 4, 1.5))
+    return card(name, height, title, " ".join(description.replace("\n", ". ").replace("..", ".").split()), defs, *body)
+
+
+def _title(text: str, columns: Columns) -> str:
+    scale = (
+        "a column is a step" if columns.bucket == 1 else f"a column is {columns.bucket} steps, drawn as most of them"
+    )
+    return spans(MARGIN, 38, (text, {"font-size": 17, "font-weight": 650, "fill": INK}), (scale, {"dx": 10}))
+
+
+def _name(text: str, source: str, y: float) -> str:
+    return spans(
+        MARGIN,
+        y,
+        (text, {"font-weight": 650, "fill": INK, "font-size": 14}),
+        (source, {"dx": 8, "font-style": "italic"}),
+    )
+
+
+def _facts(timeline: Timeline, y: float, x: float = MARGIN) -> str:
+    """The headline: utilisation in bold, then the numbers behind it."""
+    bold = {"font-weight": 650, "fill": INK}
+    return spans(
+        x,
+        y,
+        (f"{timeline.utilisation:.0%}", {**bold, "data-testid": "utilisation"}),
+        (f" slot utilisation: {timeline.useful_slots} of {timeline.slots} request-steps", {}),
+        (f"{timeline.tokens_per_step:.1f}", {"dx": 16, **bold}),
+        (" tokens per step", {}),
+        (f"{timeline.num_steps}", {"dx": 16, **bold}),
+        (" steps", {}),
+        size=12.5,
+    )
+
+
+def _legend(present: set[str], top: float) -> tuple[str, float]:
+    parts, x, y = [], float(MARGIN), top
+    for kind in (kind for kind in NAMES if kind in present):
+        width = 26 + len(NAMES[kind]) * 6.3
+        if x + width > RIGHT:
+            x, y = float(MARGIN), y + 22
+        parts.append(_swatch(kind, x, y) + label(x + 26, y + 11.5, NAMES[kind], size=11.5, fill=INK))
+        x += width + 18
+    bars = "in the bars: dark prefill, light the rest"
+    if x + 26 + len(bars) * 6.3 > RIGHT:
+        x, y = float(MARGIN), y + 22
+    two = rectangle(x, y + 1, 9, 12, 0, {"fill": INK}) + rectangle(x + 10, y + 1, 9, 12, 0, {"fill": BARS["light"]})
+    parts.append(two + label(x + 26, y + 11.5, bars, size=11.5, fill=INK))
+    return element("g", {"data-testid": "legend"}, *parts), y - top + 14
+
+
+def _swatch(kind: str, x: float, y: float) -> str:
+    if kind == "waiting":
+        return element("path", {"d": f"M{x} {y + 7}h20", "stroke": "#9aa1ac", "stroke-dasharray": "2 2"})
+    if kind == "cached":
+        return rectangle(x, y + 5, 20, 6, 0, {"fill": hatched("cached")})
+    if kind == "finished":
+        return rectangle(x + 8, y, 3, 14, 1, {"fill": INK})
+    if kind == "aborted":
+        return label(x + 5, y + 12, "×", size=15, weight=700, fill=VERMILLION)
+    inset = 3.5 if kind in ("decode", "idle") else 0
+    box = rectangle(x, y + inset, 20, 14 - 2 * inset, 0, cell_look(kind, BLUE))
+    inside = {"prefill": ("n", "#ffffff"), "verify": ("3/4", INK), "preempted": ("✗", VERMILLION)}.get(kind)
+    return box + (label(x + 10, y + 10.5, inside[0], size=9.5, fill=inside[1], anchor="middle") if inside else "")

@@ -1,0 +1,135 @@
+"""The batch benchmark: fixed heavy-tailed lengths, utilisation counted from a trace, the better peer found."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.bench import batching, vllm_peer
+from minillm.bench.benchmarks import BENCHMARKS, find
+from minillm.bench.harness import Row
+from minillm.errors import ConfigError
+from tests.conftest import TinyPair
+
+
+def test_lengths_are_fixed_and_have_a_heavy_tail() -> None:
+    lengths = batching.output_lengths()
+    assert lengths == batching.output_lengths() and len(lengths) == batching.REQUESTS
+    assert min(lengths) >= batching.SHORTEST and max(lengths) == batching.LONGEST
+    assert max(lengths) > 8 * sorted(lengths)[batching.REQUESTS // 2]
+
+
+def test_utilisation_is_counted_from_the_steps(tiny: TinyPair) -> None:
+    """Three requests of 2, 4 and 6 tokens on two seats: 12 request-steps. The third joins in step 3, and ends in 8."""
+    llm = LLM(str(tiny.target), max_num_seqs=2, block_size=4, enable_prefix_caching=False)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 4, 6)]
+    with llm.trace() as trace:
+        llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 3, params, use_tqdm=False)
+    told = batching.utilisation(trace, 2)
+    assert told["steps"] == 8
+    assert told["batch_slot_utilisation"] == pytest.approx(12 / 16)
+    assert told["batch_slot_utilisation_while_waiting"] == 1.0
+    assert 0 < told["kv_slot_utilisation"] < 1
+
+
+def test_requests_that_the_engine_does_not_know_yet_wait_all_the_same(tiny: TinyPair) -> None:
+    """Static batches of 2: the third request waits outside for the 4 steps of the first, which use 6 of 8 seats."""
+    llm = LLM(str(tiny.target), max_num_seqs=2, block_size=4, enable_prefix_caching=False)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 4, 6)]
+    with llm.trace() as trace:
+        for part in (slice(0, 2), slice(2, 3)):
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}] * len(params[part]), params[part], use_tqdm=False)
+    told = batching.utilisation(trace, 2, 3)
+    assert told["steps"] == 10
+    assert told["batch_slot_utilisation"] == pytest.approx(12 / 20)
+    assert told["batch_slot_utilisation_while_waiting"] == pytest.approx(6 / 8)
+
+
+def row(system: str, baseline: str | None, speed: float, ratio: float | None) -> Row:
+    return Row(system, baseline, ratio, ratio, ratio, speed, 1000 / speed, None, True)
+
+
+def test_the_peer_is_the_better_of_transformers_ways() -> None:
+    rows = [row(batching.PADDED, None, 100, None), row(batching.PADDED_ALL, batching.PADDED, 300, 3)]
+    rows += [row(batching.GENERATE_BATCH, batching.PADDED, 50, 0.5)]
+    for name, speed in ((batching.CONTINUOUS, 600), (batching.CONTINUOUS_ALL, 900)):
+        rows += [row(name, batching.PADDED_ALL, speed, speed / 300), row(name, batching.PADDED, speed, speed / 100)]
+    told = batching.over_the_better(rows)
+    assert told["better_of_transformers"] == batching.PADDED_ALL
+    assert told["over_the_better"] == {batching.CONTINUOUS: 2.0, batching.CONTINUOUS_ALL: 3.0}
+    assert batching.over_the_better([row(batching.VLLM, None, 100, None)]) == {}
+
+
+def test_the_benchmark_is_registered_and_compares_with_every_way_of_transformers() -> None:
+    assert "batch" in BENCHMARKS and find("batch") is batching.run
+    for name in (batching.CONTINUOUS, batching.CONTINUOUS_ALL, batching.CONTINUOUS_DRAFTED, batching.CONTINUOUS_SUFFIX):
+        assert set(batching.TRANSFORMERS) < set(batching.BASELINES[name])
+    for table in (batching.BASELINES, batching.OF_A_SHAPE):
+        assert all(base in table for bases in table.values() for base in bases)
+
+
+def test_the_draft_changes_no_token_and_is_there_for_the_longest_answers_only(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[5 + i, 6, 7] for i in range(batching.REQUESTS)]
+    monkeypatch.setattr(batching, "_prompts", lambda: prompts)
+    monkeypatch.setattr(batching, "draft_for", lambda model, draft: str(tiny.draft))
+    monkeypatch.setattr(batching, "output_lengths", lambda: [2] * (batching.REQUESTS - 2) + [12, 16])
+    plain, _ = batching._system(batching.CONTINUOUS, str(tiny.target))
+    drafted, extra = batching._system(batching.CONTINUOUS_DRAFTED, str(tiny.target))
+    assert plain() == drafted()
+    told = extra()
+    assert told["speculative_config"]["disable_by_batch_size"] == batching.DRAFTING
+    assert told["steps"] < batching._system(batching.CONTINUOUS, str(tiny.target))[1]()["steps"]
+
+
+def test_looking_back_changes_no_token_and_keeps_nothing_of_earlier_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same requests come again in every round: who remembered them would guess everything."""
+    monkeypatch.setattr(batching, "output_lengths", lambda: [16] * batching.REQUESTS)
+    plain, counted = batching._system(batching.CONTINUOUS, "minicoder")
+    looking, extra = batching._system(batching.CONTINUOUS_SUFFIX, "minicoder")
+    first, told = looking(), extra()
+    assert first == plain() == looking()
+    assert extra()["steps"] == told["steps"] < counted()["steps"]
+    assert told["speculative_config"]["suffix_decoding_max_cached_requests"] == 0
+
+
+def test_weights_in_eight_bits_are_an_option_of_their_own(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "_prompts", lambda: [[5, 6, 7]] * batching.REQUESTS)
+    monkeypatch.setattr(batching, "output_lengths", lambda: [2] * batching.REQUESTS)
+    _, extra = batching._system(f"{batching.CONTINUOUS} w8a8", str(tiny.target))
+    assert extra()["quantization"] == "w8a8"
+
+
+FAKE_VLLM = """
+import types, sys
+assert not any(path.endswith("minillm/bench") for path in sys.path)
+__version__ = "0"
+class SamplingParams:
+    def __init__(self, **options): self.max_tokens = options["max_tokens"]
+class LLM:
+    def __init__(self, model, **options): print("a line that is no answer")
+    def generate(self, prompts, params, use_tqdm):
+        answer = lambda ids, n: types.SimpleNamespace(token_ids=(ids * n)[:n])
+        return [types.SimpleNamespace(outputs=[answer(p["prompt_token_ids"], s.max_tokens)])
+                for p, s in zip(prompts, params)]
+"""
+
+
+def test_a_peer_in_another_process_answers_each_time_and_says_when_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not confused by the files beside it: `kernels.py` is a module of minillm and a package of transformers'."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    requests = {"model": "none", "prompts": [[7], [8, 9]], "lengths": [2, 3], "max_num_seqs": 2, "dtype": "float32"}
+    peer = vllm_peer.VllmPeer(sys.executable, 1, **requests)
+    assert peer.run() == peer.run() == [[7, 7], [8, 9, 8]]
+    assert peer.about == {"vllm": "0", "threads": 1}
+    peer.close()
+    (tmp_path / "vllm.py").write_text("raise ImportError")
+    with pytest.raises(ConfigError, match="MINILLM_VLLM_PYTHON"):
+        vllm_peer.VllmPeer(sys.executable, 1, **requests)

@@ -1,0 +1,55 @@
+"""Packages are tried where what they leave behind, or break, does no harm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm.doctor import import_probe
+from minillm.doctor.import_probe import ask
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that notes the process which imports it."""
+    (tmp_path / "noting.py").write_text(
+        f"import os\nopen({str(tmp_path / 'notes')!r}, 'a').write(f'{{os.getpid()}} ')\nprint('noise', end='')\n"
+        "def seven():\n    return 7\n"
+    )
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return "noting"
+
+
+def test_a_package_is_imported_once_and_elsewhere(package: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        found = ask(package, f"{package}:seven", "no_such_module")
+        assert (found[package].problem, found[f"{package}:seven"].value) == ("", 7)
+        assert found["no_such_module"].problem == "not installed"
+    [process] = (tmp_path / "notes").read_text().split()
+    assert int(process) != os.getpid() and package not in sys.modules
+
+
+def test_what_came_before_the_end_of_the_process_counts(package: str, tmp_path: Path) -> None:
+    (tmp_path / "fatal.py").write_text("import os; os.abort()")
+    found = ask(package, "fatal", "json")
+    assert found[package].problem == ""
+    assert "ends the process" in found["fatal"].problem and "ends the process" in found["json"].problem
+
+
+def test_where_there_are_no_processes_it_is_imported_here(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    assert ask(f"{package}:seven")[f"{package}:seven"].value == 7
+    del sys.modules[package]
+
+
+def test_a_package_that_never_ends_is_told(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "endless.py").write_text("while True:\n    pass")
+    monkeypatch.setattr(import_probe, "SECONDS", 0.5)
+    assert ask("endless")["endless"].problem == "broken: importing it took more than 0.5 seconds"

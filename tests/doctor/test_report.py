@@ -1,0 +1,302 @@
+"""The doctor tells the truth about machines that this one is not."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import minillm
+from minillm.doctor import checks
+from minillm.doctor.report import Report, Row, doctor
+from minillm.hardware import Cpu, Gpu, Memory
+from minillm.ops import dispatch
+
+T4 = Gpu("Tesla T4", (7, 5), 15 * 2**30, 14 * 2**30)
+H100 = Gpu("NVIDIA H100", (9, 0), 80 * 2**30, 79 * 2**30)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that PyTorch sees this GPU, or none."""
+    return lambda card: monkeypatch.setattr(checks, "gpu", lambda: card)
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that importing a package raises this error."""
+
+    def pretend(package: str, problem: Exception) -> None:
+        really = importlib.import_module
+
+        def fake(name: str, *args: object) -> object:
+            if name == package:
+                raise problem
+            return really(name, *args)
+
+        monkeypatch.setattr(importlib, "import_module", fake)
+
+    return pretend
+
+
+@pytest.fixture
+def instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Put another package in the place of one: what its file says when it is imported."""
+
+    def put(package: str, code: str) -> None:
+        (tmp_path / f"{package}.py").write_text(code)
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    return put
+
+
+def test_every_finding_says_what_it_means_and_how_to_fix_what_is_missing():
+    for finding in doctor().rows:
+        assert finding.status in ("ok", "limited", "missing")
+        assert finding.found
+        assert finding.meaning.endswith(".")
+        assert finding.fix or finding.status != "missing", finding
+
+
+def test_without_gpu_everything_still_runs(on_gpu):
+    on_gpu(None)
+    assert checks.device().status == "limited"
+    assert "CPU" in checks.device().found
+    assert checks.dtype().found == "float32"
+    assert "interpreter" in checks.triton().found
+    assert all(row.status != "missing" for row in (checks.device(), checks.dtype(), checks.triton()))
+
+
+def test_dtype_row_agrees_with_the_engine_on_a_cpu(on_gpu):
+    from minillm.engine.assembly import choose_dtype
+    from minillm.models import bundled
+    from minillm.models.loading import load_config
+
+    on_gpu(None)
+    chosen = choose_dtype("auto", torch.device("cpu"), load_config(bundled.path("minicoder")))
+    assert checks.dtype().found == str(chosen).removeprefix("torch.")
+
+
+def test_t4_is_told_that_it_has_no_bfloat16_and_that_triton_may_refuse(on_gpu):
+    on_gpu(T4)
+    assert "sm_75" in checks.device().found
+    assert checks.dtype().status == "limited"
+    assert "float16" in checks.dtype().found
+    assert checks.triton().status == "limited"
+
+
+def test_new_gpu_is_not_limited(on_gpu):
+    on_gpu(H100)
+    assert {checks.device().status, checks.dtype().status, checks.triton().status} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("card", "has_triton", "status", "words"),
+    [
+        (None, True, "ok", ["none of", "no GPU", "compiled step"]),
+        (H100, True, "ok", ["sm_90", "Every operation"]),
+        (T4, True, "limited", ["sm_75", "PyTorch runs the others, correct but slower: w8a8_linear."]),
+        (H100, False, "limited", ["0 of", "PyTorch operations instead"]),
+    ],
+)
+def test_kernels_are_those_that_the_dispatch_chooses(on_gpu, monkeypatch, card, has_triton, status, words):
+    on_gpu(card)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: has_triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: card.capability)
+    row = checks.kernels()
+    assert row.status == status
+    assert all(word in f"{row.found} {row.meaning}" for word in words), row
+
+
+def test_missing_triton_has_a_fix_that_this_system_can_do(instead, monkeypatch):
+    instead("triton", "raise ModuleNotFoundError")
+    assert checks.triton().found == "not installed"
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert (checks.triton().status, checks.triton().fix) == ("limited", "pip install triton")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "WSL" in checks.triton().fix
+
+
+def test_missing_pytorch_is_reported_not_raised(without):
+    without("torch", ModuleNotFoundError("No module named 'torch'"))
+    report = doctor()
+    assert not report.healthy
+    assert [row.fix for row in report.rows if row.name == "PyTorch"] == ["pip install torch"]
+
+
+def test_broken_install_is_told_from_a_missing_one(instead):
+    instead("numba", "raise OSError('libsomething.so: cannot open\\nsecond line')")
+    assert checks.numba().found == "numba is broken: libsomething.so: cannot open"
+    assert checks.numba().status == "limited"
+
+
+def test_an_install_that_ends_the_process_is_told(instead):
+    instead("numba", "import os; os._exit(7)")
+    assert checks.triton().found.startswith(checks.metadata.version("triton"))
+    assert checks.numba().found == "numba is broken: importing it ends the process (exit status 7)"
+
+
+def test_old_ipywidgets_is_enough(monkeypatch):
+    monkeypatch.setattr(checks.metadata, "version", lambda package: "7.7.1")
+    assert checks.widgets().status == "ok"
+    assert "7.7" in checks.widgets().meaning
+
+
+def test_missing_jupyterlab_names_the_extra(monkeypatch):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    assert checks.lab().status == "missing"
+    assert "minillm-lessons[lab]" in checks.lab().fix
+
+
+def test_colab_needs_no_jupyterlab(monkeypatch):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "google.colab", object())
+    assert checks.lab().status == "ok"
+
+
+@pytest.mark.parametrize(("used", "status"), [(1, "limited"), (4, "ok"), (8, "limited")])
+def test_threads_are_compared_with_the_cores(monkeypatch, used, status):
+    monkeypatch.setattr(checks, "cpu", lambda: Cpu("four cores", 4, 4, ()))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: used)
+    assert checks.threads().status == status
+
+
+def test_little_memory_is_told(monkeypatch):
+    monkeypatch.setattr(checks, "memory", lambda: Memory(2 * 2**30, 2**29))
+    assert checks.main_memory().status == "limited"
+
+
+def test_missing_weights_are_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(checks.bundled, "WEIGHTS", tmp_path)
+    assert checks.models().status == "missing"
+    assert checks.models().found == "no minicoder and no minicoder-draft"
+
+
+def test_chrome_variable_names_the_browser(monkeypatch, tmp_path):
+    browser = tmp_path / "my-browser"
+    browser.write_text("#!/bin/sh\n")
+    browser.chmod(0o755)
+    monkeypatch.setenv("CHROME", str(browser))
+    assert checks.find_chromium() == browser
+
+
+def test_wrong_chrome_variable_is_not_silently_replaced(monkeypatch, tmp_path):
+    monkeypatch.setenv("CHROME", str(tmp_path / "nothing"))
+    assert checks.find_chromium() is None
+    assert "nothing" in checks.browser().found
+
+
+def test_report_shows_as_text_html_and_json():
+    report = Report((Row("part", "missing", "<none>", "It does not run.", "pip install 'a & b'"),))
+    assert "missing" in report.text
+    assert "fix: pip install 'a & b'" in report.text
+    assert report.text.endswith("0 ok, 0 limited, 1 missing.")
+    table = ElementTree.fromstring(report._repr_html_().replace("<br>", "<br/>"))
+    assert "<none>" in "".join(table.itertext())
+    assert json.loads(report.to_json())["rows"][0]["fix"] == "pip install 'a & b'"
+
+
+WELL = Row("PyTorch", "ok", "2.9", "It runs.")
+NO_GPU = Row("device", "limited", "CPU", "Everything runs on the CPU.")
+FEW_THREADS = Row("threads", "limited", "1", "Cores stay idle.", "unset OMP_NUM_THREADS")
+NO_BROWSER = Row("Chromium", "limited", "none", "Only tests need one.", "install Chromium", for_lessons=False)
+NO_WIDGETS = Row("widgets", "missing", "not installed", "Knobs are absent.", "pip install ipywidgets")
+
+
+def brief(*rows: Row) -> Report:
+    return Report(rows, machine="minillm 0.1.0 · CPU, 2 cores", full=False)
+
+
+def test_lesson_shows_one_line_when_nothing_needs_to_be_done():
+    report = brief(WELL, NO_GPU, NO_BROWSER)
+    line = "minillm 0.1.0 · CPU, 2 cores · everything needed is here. doctor(full=True) shows the table."
+    assert repr(report) == line
+    assert report._repr_html_() == f"<div>{line}</div>"
+
+
+def test_lesson_shows_only_the_rows_that_need_something_done_with_their_fixes():
+    report = brief(WELL, NO_GPU, FEW_THREADS, NO_BROWSER, NO_WIDGETS)
+    assert report.troubles == (FEW_THREADS, NO_WIDGETS)
+    for shown in (repr(report), report._repr_html_()):
+        assert "2 things to fix" in shown
+        assert "unset OMP_NUM_THREADS" in shown
+        assert "pip install ipywidgets" in shown
+        assert "PyTorch" not in shown
+        assert "Chromium" not in shown
+    assert "1 thing to fix" in brief(FEW_THREADS).line
+
+
+def test_whole_table_on_request_is_aligned_left_cell_by_cell():
+    """JupyterLab's style sheet aligns cells to the right, whatever the table says."""
+    report = Report((WELL, NO_BROWSER))
+    assert "Chromium" in repr(report)
+    table = ElementTree.fromstring(report._repr_html_().replace("<br>", "<br/>"))
+    cells = [node for node in table.iter() if node.tag in ("td", "th", "caption")]
+    assert len(cells) == 1 + 4 * 3
+    assert all("text-align:left" in node.get("style", "") for node in cells)
+    assert "margin-left:0" in table.get("style", "")
+
+
+def test_doctor_is_brief_unless_asked():
+    report = doctor()
+    assert report.line in repr(report)
+    assert len(repr(report).splitlines()) < len(report.text.splitlines())
+    assert repr(doctor(full=True)).endswith("missing.")
+
+
+@pytest.mark.parametrize(
+    ("card", "simd", "words"),
+    [
+        (None, ("avx2", "avx512f", "avx512_vnni"), " · CPU, 2 cores, AVX-512 VNNI · compiled step"),
+        (None, ("avx2",), " · CPU, 2 cores, AVX2 · compiled step"),
+        (None, (), " · CPU, 2 cores · compiled step"),
+        (T4, (), " · Tesla T4, sm_75 · Triton kernels"),
+    ],
+)
+def test_the_line_says_what_lessons_run_on_and_nothing_that_changes(on_gpu, monkeypatch, card, simd, words):
+    on_gpu(card)
+    monkeypatch.setattr(checks, "cpu", lambda: Cpu("a processor", 2, 2, simd))
+    assert checks.machine() == f"minillm {minillm.__version__}{words}"
+
+
+def test_the_line_says_when_there_is_no_compiled_step(on_gpu, instead, monkeypatch):
+    on_gpu(None)
+    instead("numba", "raise ModuleNotFoundError")
+    monkeypatch.setattr(checks, "cpu", lambda: Cpu("a processor", 1, 1, ()))
+    assert checks.machine().endswith("· CPU, 1 core · plain PyTorch")
+
+
+def test_notebook_that_runs_without_jupyterlab_does_not_miss_it(monkeypatch):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    assert checks.lab().status == "ok"
+
+
+def test_doctor_can_be_called_again_although_its_module_has_its_name():
+    code = "import minillm; minillm.doctor(); from minillm.doctor.report import Report; minillm.doctor()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1])
+
+
+def test_the_doctor_looks_at_compilers_without_loading_them():
+    """They would stay in the memory of the lesson whose first cell called it."""
+    look = "print({'numba', 'llvmlite', 'triton'} & set(sys.modules))"
+    code = f"import sys; from minillm.doctor.report import doctor; doctor(); {look}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "set()"
+    found = {row.name: row.found for row in doctor().rows}
+    assert checks.metadata.version("numba") in found["compiled step"]  # and yet it was tried
+    assert checks.metadata.version("triton") in found["Triton"]
+
+
+def test_importing_the_doctor_loads_nothing_heavy():
+    code = "import sys, minillm.doctor.report; sys.exit(bool({'torch', 'numpy', 'psutil', 'numba'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1])

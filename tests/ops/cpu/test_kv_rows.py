@@ -1,0 +1,80 @@
+"""Rows of the cache: the same bits as `kv_quant` writes, and the same numbers as it reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from minillm.cache.paged_int4 import PagedInt4KVCache
+from minillm.models.config import ModelConfig
+from minillm.ops import kv_quant
+from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.kv_rows import read_row, write_row
+
+COUNT, SIZE = 200, 64
+
+
+@njit(**OPTIONS)
+def write(rows, x, size):
+    for i in range(len(x) // size):
+        write_row(rows, i, x, i * size, size)
+
+
+@njit(**OPTIONS)
+def read(rows, out, size):
+    for i in range(len(out) // size):
+        read_row(rows, i, out, i * size, size)
+
+
+@pytest.fixture
+def numbers() -> torch.Tensor:
+    """Rows of numbers of very different sizes. Some rows are constant, zero, tiny, of one sign, or far from zero."""
+    torch.manual_seed(0)
+    x = torch.randn(COUNT, SIZE) * 10.0 ** torch.randint(-8, 4, (COUNT, 1))
+    x[0], x[1], x[2] = 0.0, 3.25, -1e-30
+    x[3], x[4], x[5] = x[3].abs(), -x[4].abs(), 1000 + x[5].clamp(-1, 1)
+    return x
+
+
+def test_floats_are_kept_as_they_are(numbers: torch.Tensor) -> None:
+    kept, out = np.empty(COUNT * SIZE, np.float32), np.empty(COUNT * SIZE, np.float32)
+    write((kept,), numbers.numpy().reshape(-1), SIZE)
+    read((kept,), out, SIZE)
+    assert np.array_equal(kept, numbers.numpy().reshape(-1)) and np.array_equal(kept, out)
+
+
+def test_int8_rows_have_the_same_bits(numbers: torch.Tensor) -> None:
+    codes, scales = np.empty(COUNT * SIZE, np.int8), np.empty(COUNT, np.uint16)
+    write((codes, scales), numbers.numpy().reshape(-1), SIZE)
+    right_codes, right_scales = kv_quant.quantize_symmetric(numbers, kv_quant.INT8_LEVELS)
+    assert np.array_equal(scales, right_scales.view(torch.uint16).numpy())
+    assert np.array_equal(codes.reshape(COUNT, SIZE), right_codes.numpy())
+    out = np.empty(COUNT * SIZE, np.float32)
+    read((codes, scales), out, SIZE)
+    assert np.array_equal(out.reshape(COUNT, SIZE), kv_quant.dequantize_symmetric(right_codes, right_scales).numpy())
+
+
+@pytest.mark.parametrize("group", [16, 32, 64])
+def test_int4_rows_have_the_same_bits(numbers: torch.Tensor, group: int) -> None:
+    config = ModelConfig(8, 64, 64, 1, 1, 1, SIZE, 8)
+    cache = PagedInt4KVCache(config, 1, 1, torch.float32, torch.device("cpu"), group_size=group)
+    packed, scale, zero = cache.encode(numbers[:, None])
+    groups = SIZE // group
+    kept = np.empty(COUNT * SIZE // 2, np.uint8), *(np.empty(COUNT * groups, np.int16) for _ in range(2)), groups
+    write(kept, numbers.numpy().reshape(-1), SIZE)
+    for mine, right in zip(kept[:3], (packed, scale.view(torch.int16), zero.view(torch.int16)), strict=True):
+        assert np.array_equal(mine, right.numpy().reshape(-1))
+    out = np.empty(COUNT * SIZE, np.float32)
+    read(kept, out, SIZE)
+    assert np.array_equal(out.reshape(COUNT, SIZE), cache.decode(packed, scale, zero)[:, 0].numpy())
+
+
+def test_nan_stays_visible() -> None:
+    x = torch.ones(1, SIZE)
+    x[0, 7] = torch.nan
+    codes, scales, out = np.empty(SIZE, np.int8), np.empty(1, np.uint16), np.empty(SIZE, np.float32)
+    write((codes, scales), x.numpy().reshape(-1), SIZE)
+    read((codes, scales), out, SIZE)
+    assert np.isnan(out).all()

@@ -1,0 +1,71 @@
+"""Tiles of bytes against exact integers, with every instruction for products of bytes that this processor has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numba import njit
+
+from minillm.ops.cpu import register_tiles
+from minillm.ops.cpu.compiled import OPTIONS
+from minillm.ops.cpu.processor import Processor
+
+RNG = np.random.default_rng(0)
+
+
+def byte_sums():
+    @njit(**OPTIONS)
+    def product(w, x, fours, out):
+        register_tiles.tile_bytes(w, 0, fours * 64, x, 0, 4 * fours, fours, out, 0, 32, 2, 3)
+
+    return product
+
+
+def ways_here() -> list[Processor]:
+    """This processor, then the same with fewer instructions for products of bytes: none, AVX2, AVX-VNNI."""
+    here = register_tiles.processor()
+    ways = [here, replace(here, byte_products=None, byte_lanes=0)]
+    if here.is_x86:
+        ways.append(replace(here, byte_products="vpmaddwd", byte_lanes=8))
+        if here.byte_lanes == 16:
+            ways.append(replace(here, byte_products="vpmaddwd"))
+        if here.byte_products == "vpdpbusd":
+            ways.append(replace(here, byte_lanes=8))
+    return ways
+
+
+@pytest.mark.parametrize("way", ways_here(), ids=lambda way: f"{way.byte_products} x {way.byte_lanes}")
+def test_sums_of_bytes_are_exact_at_their_largest_with_every_instruction(
+    way: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(register_tiles, "processor", lambda: way)
+    fours = 9
+    w = RNG.integers(-127, 128, (2, fours, 16, 4)).astype(np.int8)
+    w[0, :, 0], w[0, :, 1] = 127, -127
+    x = RNG.integers(0, 256, (3, fours * 4)).astype(np.uint8)
+    x[0] = 255
+    out = np.empty(3 * 32, np.float32)
+    product = byte_sums()
+    product(w.reshape(-1).view(np.uint8), x.reshape(-1), fours, out)
+    rows = w.transpose(0, 2, 1, 3).reshape(32, -1).astype(np.int64)
+    meant = x.astype(np.int64) if way.byte_products != "sdot" else x.view(np.int8).astype(np.int64)
+    assert np.array_equal(out.view(np.int32).reshape(3, 32), meant @ rows.T)
+    [code] = product.inspect_asm().values()
+    registers = {8: "%ymm", 16: "%zmm"}.get(way.byte_lanes, "") if way.is_x86 else ""
+    found = [line for line in code.splitlines() if way.byte_products and f"\t{way.byte_products}\t" in line]
+    assert bool(found) == bool(way.byte_products) and all(registers in line for line in found)
+
+
+@njit(**OPTIONS)
+def one_tile(w, x, y, length):
+    register_tiles.tile(w, 0, length * 16, 16, x, 0, length, length, y, 0, 64, False, 4, 6)
+
+
+def test_a_tile_of_24_sums_is_not_unrolled() -> None:
+    """Two iterations at once need more than 32 registers: the sums would be spilled to memory in each."""
+    w, x, y = np.zeros(64 * 8, np.float32), np.zeros(6 * 8, np.float32), np.zeros(6 * 64, np.float32)
+    one_tile(w, x, y, 8)
+    [code] = one_tile.inspect_llvm().values()
+    assert code.count("call <16 x float> @llvm.fma.v16f32") == 24

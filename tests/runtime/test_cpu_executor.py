@@ -1,0 +1,372 @@
+"""The compiled step against plain PyTorch, for every option of the architecture, every cache and kind of weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.batch import Segment
+from minillm.cache.base import KVCache
+from minillm.cache.contiguous import ContiguousKVCache
+from minillm.cache.paged import PagedKVCache
+from minillm.cache.paged_int4 import PagedInt4KVCache
+from minillm.cache.paged_int8 import PagedInt8KVCache
+from minillm.errors import UnsupportedError
+from minillm.models.config import ModelConfig, RopeConfig
+from minillm.models.decoder import Decoder
+from minillm.models.held_out import held_out_prompts
+from minillm.models.quantize import Calibration, decoder_linears, quantize_model, quantize_unembedding
+from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, pack_nibbles
+from minillm.ops.cpu.simd import BFLOAT, HALF
+from minillm.quantization.awq import AWQ
+from minillm.quantization.base import LayerStatistics, QuantizedLinear, Scheme
+from minillm.quantization.int4 import Int4
+from minillm.quantization.int8 import Int8
+from minillm.quantization.squeezellm import SqueezeLLM
+from minillm.quantization.w8a8 import W8A8
+from minillm.runtime import cpu_executor, packed_decoder
+from minillm.runtime.cpu_executor import CpuExecutor, unsupported_reason
+from minillm.runtime.runner import ModelRunner
+
+PLAIN = ModelConfig(97, 64, 96, 3, 4, 2, 32, 64, rope=RopeConfig())
+SHAPES = {
+    "plain": PLAIN,
+    "tied": replace(PLAIN, tie_word_embeddings=True),
+    "biases": replace(PLAIN, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "normalised heads": replace(PLAIN, qk_norm=True),
+    "window in some layers": replace(PLAIN, sliding_window=5, sliding_layers=(True, False, True)),
+    "no rope in some layers": replace(PLAIN, rope_layers=(True, False, True)),
+    "other sizes": replace(PLAIN, vocab_size=130, hidden_size=80, intermediate_size=48, num_heads=3, num_kv_heads=1),
+    "wide heads": replace(PLAIN, head_dim=96, num_kv_heads=4),
+}
+CACHES: list[type[KVCache]] = [PagedKVCache, PagedInt8KVCache, PagedInt4KVCache]
+GROUPED: list[Scheme] = [Int4(group_size=64), Int4(group_size=16), AWQ(bits=4, group_size=64), AWQ(bits=3)]
+"""Groups that divide the intermediate size, 96, that do not, and that are longer than any row."""
+BLOCK_SIZE, BLOCKS = 4, 40
+PROMPT, OTHER = list(range(3, 25)), [9, 4, 1, 7, 7, 2, 60]
+TABLE, OTHERS_TABLE = [7, 3, 11, 0, 30, 2, 19, 20], [5, 6, 12, 39]
+
+
+def random_model(config: ModelConfig, seed: int = 0) -> Decoder:
+    """Return a model with every parameter random, so that a forgotten bias or norm shows."""
+    torch.manual_seed(seed)
+    model = Decoder(config).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.copy_(torch.randn_like(parameter) * 0.1 + ("norm" in name))
+    model.tie()
+    return model.eval()
+
+
+def runner_of(model: Decoder, layout: type[KVCache] = PagedKVCache, fast: bool = True) -> ModelRunner:
+    """A runner with its own cache, filled with NaN, and a copy of the model, because an executor empties the model."""
+    model = deepcopy(model)
+    cache = layout(model.config, BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    for pool in (cache.keys, cache.values) if layout is PagedKVCache else ():
+        pool.fill_(torch.nan)
+    runner = ModelRunner(model, cache, BLOCK_SIZE)
+    if fast:
+        assert runner.use_executor() is None
+    return runner
+
+
+def steps() -> list[list[Segment]]:
+    """Three steps: a prefill and a chunk of another; a decode and the last chunk; a verification and a decode."""
+    return [
+        [Segment(PROMPT, 0, TABLE, 2), Segment(OTHER[:4], 0, OTHERS_TABLE, 0)],
+        [Segment([50], 22, TABLE), Segment(OTHER[4:], 4, OTHERS_TABLE, 3)],
+        [Segment([51, 52, 53, 54, 55], 23, TABLE, 5), Segment([80], 7, OTHERS_TABLE)],
+    ]
+
+
+def outputs(runner: ModelRunner) -> torch.Tensor:
+    return torch.cat([runner.run(step) for step in steps()])
+
+
+def relative(got: torch.Tensor, right: torch.Tensor) -> float:
+    return float((got - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_architecture_gives_the_logits_of_plain_pytorch(shape: str) -> None:
+    model = random_model(SHAPES[shape])
+    assert relative(outputs(runner_of(model)), outputs(runner_of(model, fast=False))) < 1e-5
+
+
+@pytest.mark.parametrize("layout", CACHES[1:])
+def test_quantised_caches_give_the_logits_of_plain_pytorch(layout: type[KVCache]) -> None:
+    # Only numbers on the border between two codes may differ: they may be rounded to either.
+    model = random_model(PLAIN)
+    got, right = outputs(runner_of(model, layout)), outputs(runner_of(model, layout, fast=False))
+    exact = outputs(runner_of(model, fast=False))
+    assert relative(got, right) < 0.2 * relative(right, exact)
+
+
+def quantized(scheme: Scheme, config: ModelConfig = PLAIN) -> Decoder:
+    """A random model with weights of this scheme, quantised with random calibration statistics."""
+    model = random_model(config)
+
+    def statistics(weight: torch.Tensor) -> LayerStatistics:
+        columns = weight.shape[1]
+        return LayerStatistics(torch.randn(40, columns), torch.rand(columns) * 4 + 0.1, torch.rand(weight.shape))
+
+    seen = {name: statistics(linear.weight) for name, linear in decoder_linears(model)}
+    return quantize_model(model, scheme, Calibration(scheme.needs, 40, seen))
+
+
+@pytest.mark.parametrize("scheme", [Int8(), *GROUPED, W8A8()], ids=str)
+def test_quantised_weights_give_the_logits_of_plain_pytorch(scheme: Scheme) -> None:
+    exact = outputs(runner_of(random_model(PLAIN), fast=False))
+    model = quantized(scheme)
+    got, right = outputs(runner_of(model)), outputs(runner_of(model, fast=False))
+    assert relative(got, right) < (0.5 * relative(right, exact) if type(scheme) is W8A8 else 1e-4)
+
+
+@pytest.mark.parametrize("scheme", [Int8(), *GROUPED], ids=str)
+def test_a_processor_without_products_of_bytes_multiplies_floats(
+    scheme: Scheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_decoder, "has_byte_products", lambda: False)
+    model = quantized(scheme, SHAPES["biases"])
+    fast = runner_of(model)
+    assert isinstance(fast.executor, CpuExecutor)
+    assert fast.executor.packed.weights.dtype == (np.int8 if type(scheme) is Int8 else FLOAT_NIBBLES)
+    assert relative(outputs(fast), outputs(runner_of(model, fast=False))) < 1e-5
+
+
+@pytest.mark.parametrize("layout", CACHES[1:])
+def test_quantised_caches_work_beside_weights_of_four_bits(layout: type[KVCache]) -> None:
+    model = quantized(Int4(group_size=64))
+    got, right = outputs(runner_of(model, layout)), outputs(runner_of(model, layout, fast=False))
+    exact = outputs(runner_of(model, fast=False))
+    assert relative(got, right) < 0.2 * relative(right, exact)
+
+
+def test_weights_of_four_bits_stay_packed_and_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take 5 bits each in groups of 32. When a matrix is packed, those before it have left the model."""
+    left: list[int] = []
+
+    def watched(*arguments: Any) -> np.ndarray:
+        left.append(sum(isinstance(module, QuantizedLinear) for module in model.modules()))
+        return pack_nibbles(*arguments)
+
+    monkeypatch.setattr(packed_decoder, "pack_nibbles", watched)
+    model = quantized(Int4(group_size=32), replace(PLAIN, hidden_size=128, intermediate_size=128))
+    count = sum(linear.in_features * linear.out_features for _, linear in decoder_linears(model))
+    cache = PagedKVCache(model.config, BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    executor = CpuExecutor(model, cache, BLOCK_SIZE)
+    assert executor.try_out() is None
+    assert executor.packed.weights.nbytes == count * 5 / 8
+    assert executor.packed.weights.ctypes.data % 64 == 0
+    assert left == list(range(12, 0, -1))
+    assert not executor.thread_choice.recent  # the time of the step that compiled is not recorded
+
+
+def test_minicoder_in_four_bits_writes_the_tokens_of_plain_pytorch() -> None:
+    """The tokens may differ only where the two largest logits are so close that rounding activations to two bytes can
+    swap them: a logit changes by up to 0.0014."""
+    fast, plain = (LLM("minicoder", quantization="int4", enforce_eager=eager) for eager in (False, True))
+    assert isinstance(fast.engine.runner.executor, CpuExecutor)
+    texts = [prompt.prompt for prompt in held_out_prompts(12)]
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    pairs = zip(
+        fast.generate(texts, greedy, use_tqdm=False), plain.generate(texts, greedy, use_tqdm=False), strict=True
+    )
+    num_same = 0
+    for mine, right in pairs:
+        got, wanted = mine.outputs[0].token_ids, right.outputs[0].token_ids
+        if got == wanted:
+            num_same += 1
+            continue
+        split = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
+        ids = [*right.prompt_token_ids, *wanted[:split]]
+        logits = plain.engine.runner.run([Segment(ids, 0, list(range(-(-len(ids) // 16))))])[0]
+        assert logits[wanted[split]] - logits[got[split]] < 3e-3
+    assert num_same >= 11
+
+
+def test_the_cache_holds_the_keys_and_values_of_plain_pytorch() -> None:
+    model = random_model(PLAIN)
+    fast, plain = runner_of(model), runner_of(model, fast=False)
+    outputs(fast), outputs(plain)
+    for mine, right in ((fast.cache.keys, plain.cache.keys), (fast.cache.values, plain.cache.values)):
+        filled = ~right[0, :, 0, 0].isnan()
+        assert relative(mine[:, filled], right[:, filled]) < 1e-5
+
+
+def test_compiled_steps_continue_from_a_cache_that_plain_steps_filled() -> None:
+    model = random_model(PLAIN)
+    plain, fast = runner_of(model, fast=False), runner_of(model)
+    first, *others = steps()
+    plain.run(first)
+    fast.cache.keys.copy_(plain.cache.keys)
+    fast.cache.values.copy_(plain.cache.values)
+    for step in others:
+        assert relative(fast.run(step), plain.run(step)) < 1e-5
+
+
+def test_the_weights_move_and_the_empty_layers_raise() -> None:
+    runner = runner_of(random_model(PLAIN))
+    assert not [name for name, p in runner.model.named_parameters() if p.ndim == 2]
+    with pytest.raises(UnsupportedError, match="enforce_eager=True"):
+        runner.model.lm_head(torch.zeros(1, 64))
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme"),
+    [*((layout, None) for layout in CACHES), *((PagedKVCache, scheme) for scheme in (Int8(), W8A8(), *GROUPED))],
+    ids=str,
+)
+def test_a_token_is_the_same_to_the_last_bit_alone_or_in_a_batch(layout: type[KVCache], scheme: Scheme | None) -> None:
+    model = random_model(PLAIN) if scheme is None else quantized(scheme)
+    together = outputs(runner_of(model, layout))
+    alone = runner_of(model, layout)
+    rows = [alone.run([Segment([token], i, TABLE)]) for i, token in enumerate([*PROMPT, 50, 51, 52, 53, 54, 55])]
+    assert torch.equal(torch.cat(rows[20:22]), together[:2])
+    assert torch.equal(torch.cat(rows[22:23]), together[2:3])
+    assert torch.equal(torch.cat(rows[23:28]), together[6:11])
+
+
+def test_two_threads_give_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(PLAIN)
+    right = outputs(runner_of(model))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(outputs(runner_of(model)), right)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_step_has_no_more_threads_than_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(cpu_executor, "NUMBA_NUM_THREADS", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(cpu_executor, "usable_processors", lambda: 1)
+    monkeypatch.setattr(cpu_executor, "_time_step", lambda arguments, threads: used.append(threads) or 1.0)
+    outputs(runner_of(random_model(PLAIN)))
+    assert set(used) == {1}
+
+
+def test_steps_that_took_longer_on_two_threads_continue_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+
+    def crowded(arguments: tuple[Any, ...], threads: int) -> float:
+        used.append(threads)
+        return float(threads)
+
+    monkeypatch.setattr(cpu_executor, "NUMBA_NUM_THREADS", 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu_executor, "usable_processors", lambda: 2)
+    monkeypatch.setattr(cpu_executor, "_time_step", crowded)
+    runner = runner_of(random_model(PLAIN))
+    for _ in range(20):
+        runner.run([Segment([1], 0, [0])])
+    assert used[0] == 2 and set(used[-10:]) == {1}
+
+
+TWO_ENGINES = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from tests.runtime.test_cpu_executor import PLAIN, outputs, random_model, runner_of
+torch.set_num_threads(2)
+import minillm.runtime.cpu_executor as cpu_executor
+cpu_executor.usable_processors = lambda: 2
+runners = [runner_of(random_model(PLAIN)) for _ in range(2)]
+right = outputs(runners[0])
+with ThreadPoolExecutor(2) as pool:
+    for got in pool.map(lambda runner: [outputs(runner) for _ in range(30)], runners):
+        assert all(torch.equal(right, one) for one in got)
+from numba import threading_layer
+print(threading_layer())
+"""
+
+
+def test_two_engines_in_two_threads_of_python_share_numbas_workqueue() -> None:
+    """The `workqueue` layer ends the process if two Python threads use it at once. numba uses it where there is no
+    OpenMP."""
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_ENGINES], check=False, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip().endswith("workqueue")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.float16, HALF), (torch.bfloat16, BFLOAT), (torch.float32, np.float32)]
+)
+def test_weights_are_kept_in_as_few_bytes_as_hold_them_exactly(dtype: torch.dtype, bits: type) -> None:
+    model = random_model(PLAIN)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    runner = runner_of(model)
+    assert isinstance(runner.executor, CpuExecutor)
+    assert runner.executor.packed.weights.dtype == bits and runner.executor.packed.head.dtype == bits
+    assert relative(outputs(runner), outputs(runner_of(model, fast=False))) < 1e-5
+
+
+def test_nan_in_a_weight_reaches_the_logits() -> None:
+    model = random_model(PLAIN)
+    model.layers[1].mlp.down_proj.weight[5, 3] = torch.nan
+    assert outputs(runner_of(model)).isnan().any()
+
+
+def test_unsupported_models_and_caches_are_refused_with_the_reason() -> None:
+    def reason(
+        config: ModelConfig = PLAIN, layout=PagedKVCache, dtype=torch.float32, model=None, **options
+    ) -> str | None:
+        model = model or random_model(config).to(dtype)
+        cache = layout(model.config, BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"), **options)
+        return unsupported_reason(model, cache)
+
+    assert reason() is None
+    assert "head size 20" in reason(replace(PLAIN, head_dim=20))
+    assert "bfloat16" in reason(dtype=torch.bfloat16)
+    assert "ContiguousKVCache" in reason(layout=ContiguousKVCache)
+    assert "groups of 8" in reason(layout=PagedInt4KVCache, group_size=8)
+    assert "not squeezellm" in reason(model=quantized(SqueezeLLM()))
+    assert "int4 weights in groups of a multiple of 16" in reason(model=quantized(Int4(group_size=24)))
+    mixed = quantized(Int8())
+    mixed.layers[1].o_proj = quantized(Int4()).layers[1].o_proj
+    assert "one kind" in reason(model=mixed)
+    huge = replace(PLAIN, intermediate_size=4608)
+    assert reason(model=quantized(Int4(group_size=4096), huge)) is None
+    assert "4096 at most" in reason(model=quantized(Int4(group_size=4608), huge))
+    cache = PagedKVCache(PLAIN, BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    cache.ops = {**cache.ops, "paged_attention": lambda *args: None}
+    assert "replaced" in unsupported_reason(random_model(PLAIN), cache)
+
+
+def test_a_step_without_wanted_rows_gives_no_logits() -> None:
+    runner = runner_of(random_model(PLAIN))
+    assert runner.run([Segment(PROMPT, 0, TABLE, 0)]).shape == (0, 97)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_drafting_in_one_call_gives_the_same_tokens_as_step_by_step(count: int) -> None:
+    model = random_model(PLAIN)
+    fast, plain = runner_of(model), runner_of(model, fast=False)
+    segments = [Segment(PROMPT, 0, TABLE), Segment(OTHER[:1], 0, OTHERS_TABLE), Segment(OTHER, 0, [21, 22, 23, 24])]
+    assert fast.draft(segments, count) == plain.draft(segments, count)
+    after = [Segment([50], 22 + count - 1, TABLE), Segment([51], 7 + count - 1, [21, 22, 23, 24])]
+    assert relative(fast.run(after), plain.run(after)) < 1e-5  # the same keys and values were written
+
+
+def test_a_quantised_unembedding_gives_the_logits_of_plain_pytorch() -> None:
+    for config in (PLAIN, SHAPES["tied"]):
+        exact = outputs(runner_of(random_model(config), fast=False))
+        model = quantize_unembedding(quantize_model(random_model(config), W8A8()), W8A8())
+        got, right = outputs(runner_of(model)), outputs(runner_of(model, fast=False))
+        assert relative(got, right) < 0.5 * relative(right, exact)
+        assert torch.equal(model.embed_tokens.weight, random_model(config).embed_tokens.weight)

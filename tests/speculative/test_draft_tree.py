@@ -1,0 +1,196 @@
+"""Draft trees through the whole engine: whatever the tree, the batch and the cache, the tokens are the plain ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chi2_contingency
+
+from minillm import LLM, SamplingParams
+from minillm.batch import Segment
+from minillm.errors import DraftError, UnsupportedError
+from minillm.request import Request
+from minillm.speculative.draft_tree import Tree
+from minillm.speculative.drafter import Draft, Drafter
+from minillm.trace import DraftProposed, RequestPreempted, StepRan, TokensCommitted
+from minillm.trace.acceptance_state import AcceptanceState
+from tests.conftest import TinyPair
+
+PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "def add(a, b):\n    return"]
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def tree(model: object, branching: tuple[int, ...] = (2, 2, 2), **options: Any) -> dict[str, Any]:
+    return {"method": "draft_tree", "model": str(model), "tree_branching": branching, **options}
+
+
+def tokens(llm: LLM, params: Any = GREEDY) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.pool.num_used == 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["pytorch", "compiled"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_greedy_tokens_are_the_plain_ones(tiny: TinyPair, block_size: int, kv_cache_dtype: str, eager: bool) -> None:
+    options: dict[str, Any] = {
+        "block_size": block_size, "kv_cache_dtype": kv_cache_dtype, "enforce_eager": eager,
+    }  # fmt: skip
+    target, draft = (str(tiny.target), str(tiny.draft)) if eager else ("minicoder", "minicoder-draft")
+    llm = LLM(target, speculative_config=tree(draft), **options)
+    assert (llm.engine.runner.executor is None) == eager
+    with llm.trace() as trace:
+        assert tokens(llm) == tokens(LLM(target, **options))
+    judged = [e for e in trace.of(TokensCommitted) if e.num_drafts]
+    off_the_first_branch = [e for e in judged if e.path and e.path != list(range(len(e.path)))]
+    assert off_the_first_branch, "no path had to be moved in the cache"
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["pytorch", "compiled"])
+def test_a_target_that_drafts_for_itself_reaches_a_leaf_every_time(tiny: TinyPair, eager: bool) -> None:
+    """Catches a node that sees a cousin, a position that counts nodes and not depth, and a path that was not moved:
+    then the draft would drift from the target, and some best guess would be wrong."""
+    target = str(tiny.target) if eager else "minicoder"
+    llm = LLM(target, speculative_config=tree(target), enforce_eager=eager)
+    with llm.trace() as trace:
+        assert tokens(llm) == tokens(LLM(target, enforce_eager=eager))
+    whole = [e for e in trace.of(TokensCommitted) if e.num_drafts == 14]
+    assert whole and all(e.num_accepted == 3 and e.origins[-1] == "bonus" for e in whole)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_with_preemption_prefix_sharing_chunks_and_chains_beside_it(tiny: TinyPair, sampled: bool) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    if sampled:  # top_k=1: chance takes part in every step, and has one outcome
+        params = SamplingParams(temperature=0.7, top_k=1, seed=4, max_tokens=24, ignore_eos=True)
+    options: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 40, "max_num_seqs": 4}
+    right = [LLM(str(tiny.target), **options).generate(p, params, use_tqdm=False) for p in PROMPTS]
+    llm = LLM(str(tiny.target), num_kv_blocks=22, speculative_config=tree(tiny.draft), **options)
+    for _ in range(2):  # the second time prompts are found in the prefix cache
+        with llm.trace() as trace:
+            got = tokens(llm, params)
+        assert got == [outputs[0].outputs[0].token_ids for outputs in right]
+    assert trace.of(RequestPreempted)
+    assert any(len(step.work) > 1 for step in trace.of(StepRan))
+
+
+def test_the_cache_holds_what_a_plain_run_would_have_put_there(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=4, speculative_config=tree(tiny.draft), enforce_eager=True)
+    plain = LLM(str(tiny.target), block_size=4, enforce_eager=True)
+    engine, checked = llm.engine, 0
+    [request] = llm.submit([PROMPTS[2]], GREEDY)
+    while engine.has_requests:
+        engine.step()
+        if not request.block_table:
+            break
+        count = request.num_computed_tokens
+        slots = [request.block_table[i // 4] * 4 + i % 4 for i in range(count)]
+        blocks = -(-count // 4)
+        plain.engine.runner.run([Segment(request.token_ids[:count], 0, list(range(blocks)))])
+        for mine, right in ((engine.runner.cache.keys, plain.engine.runner.cache.keys),
+                            (engine.runner.cache.values, plain.engine.runner.cache.values)):  # fmt: skip
+            assert torch.allclose(mine[:, slots], right[:, :count], atol=1e-4)
+        checked += 1
+    assert checked > 5
+
+
+def test_sampled_text_follows_the_target(tiny: TinyPair) -> None:
+    """χ² over the second and third token of 1500 completions with trees against as many without.
+
+    Both are samples, so this is a two-sample test; seeds are fixed, and a correct engine fails with probability 1e-6
+    over their choice.
+    """
+    counts = []
+    for speculative in (None, tree(tiny.draft, (3, 2))):
+        llm = LLM(str(tiny.target), max_num_seqs=128, speculative_config=speculative)
+        params = [
+            SamplingParams(seed=i + 10_000 * bool(speculative), max_tokens=4, ignore_eos=True, top_k=4)
+            for i in range(1500)
+        ]
+        outputs = llm.generate([PROMPTS[0]] * 1500, params, use_tqdm=False)
+        counts.append([tuple(o.outputs[0].token_ids[1:3]) for o in outputs])
+    pairs = sorted(set(counts[0] + counts[1]), key=(counts[0] + counts[1]).count, reverse=True)[:12]
+    table = [[c.count(p) for p in pairs] + [sum(x not in pairs for x in c)] for c in counts]
+    table = [[a for a, b in zip(*table, strict=True) if a + b], [b for a, b in zip(*table, strict=True) if a + b]]
+    assert chi2_contingency(table).pvalue > 1e-6
+
+
+def test_logprobs_are_those_of_the_plain_way(tiny: TinyPair) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    plain = LLM(str(tiny.target)).generate(PROMPTS, params, use_tqdm=False)
+    drafted = LLM(str(tiny.target), speculative_config=tree(tiny.draft)).generate(PROMPTS, params, use_tqdm=False)
+    for right, got in zip(plain, drafted, strict=True):
+        for mine, theirs in zip(got.outputs[0].logprobs, right.outputs[0].logprobs, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(abs(mine[t].logprob - theirs[t].logprob) < 1e-4 for t in mine)
+
+
+def test_the_trace_tells_the_tree_and_the_way_through_it(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), speculative_config=tree(tiny.draft))
+    with llm.trace() as trace:
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    proposed = None
+    for event in trace:
+        if isinstance(event, DraftProposed):
+            proposed = event
+        if isinstance(event, TokensCommitted) and event.num_drafts:
+            assert proposed is not None and proposed.parents is not None and event.path is not None
+            assert [proposed.parents[node] for node in event.path] == [-1, *event.path][: len(event.path)]
+            kept = [token for token, origin in zip(event.token_ids, event.origins, strict=True) if origin == "accepted"]
+            assert [proposed.token_ids[node] for node in event.path][: len(kept)] == kept
+    total = AcceptanceState().fold_all(trace).total()
+    assert total.gained == 29 and total.kept == sum(r.kept for r in total.rounds)  # the first is the prefill's
+
+
+class Odd(Drafter):
+    """Proposes whatever it is told to."""
+
+    draft = Draft([])
+
+    def propose(self, requests: Any, num_drafts: Any) -> list[Draft]:
+        return [self.draft if k > 1 else Draft([]) for k in num_drafts]
+
+
+@pytest.mark.parametrize("parents", [[-1, 1], [-1], [0, -1]])
+def test_a_tree_that_is_none_is_refused_and_the_engine_goes_on(tiny: TinyPair, parents: list[int]) -> None:
+    llm = LLM(str(tiny.target), speculative_config={"method": Odd, "num_speculative_tokens": 4})
+    llm.engine.drafter.draft = Draft([1, 2], parents=parents)
+    with pytest.raises(DraftError, match="draft tree"):
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    llm.engine.drafter.draft = Draft([1, 2], parents=[-1, -1])
+    assert tokens(llm) == tokens(LLM(str(tiny.target)))
+
+
+def test_more_guesses_than_asked_for_are_refused(tiny: TinyPair) -> None:
+    class Eager(Drafter):
+        def propose(self, requests: Any, num_drafts: Any) -> list[Draft]:
+            return [Draft([1] * (k + 1)) for k in num_drafts]
+
+    llm = LLM(str(tiny.target), speculative_config={"method": Eager, "num_speculative_tokens": 4})
+    with pytest.raises(DraftError, match="Eager proposed 5 guesses where at most 4"):
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+
+
+def test_layouts_that_keep_no_tree_say_so(tiny: TinyPair) -> None:
+    with pytest.raises(UnsupportedError, match="'draft_tree' drafts trees, which cache layout 'contiguous'"):
+        LLM(str(tiny.target), kv_cache_config={"layout": "contiguous"}, speculative_config=tree(tiny.draft))
+    llm = LLM(
+        str(tiny.target), kv_cache_config={"layout": "contiguous"},
+        speculative_config={"method": Odd, "num_speculative_tokens": 4},
+    )  # fmt: skip
+    llm.engine.drafter.draft = Draft([1, 2], parents=[-1, -1])
+    with pytest.raises(UnsupportedError, match="Odd drafted a tree, which ContiguousKVCache cannot verify"):
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+
+
+def test_a_tree_grows_level_by_level_and_stops_at_its_budget() -> None:
+    grown = Tree(Request("a", "", [1], 1, SamplingParams(), 8, 0), 5)
+    grown.grow([[10, 11]])
+    assert (grown.token_ids, grown.parents, grown.last_level) == ([10, 11], [-1, -1], [0, 1])
+    grown.grow([[20, 21], [22, 23]])
+    assert (grown.token_ids, grown.parents) == ([10, 11, 20, 21, 22], [-1, -1, 0, 0, 1])
+    assert grown.last_level == [2, 3, 4] and not grown.has_room

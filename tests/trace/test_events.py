@@ -1,0 +1,142 @@
+"""A trace survives the disk unchanged, and a damaged one says which line is wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from minillm import LLM, SamplingParams, __version__
+from minillm.errors import TraceError
+from minillm.trace import (
+    BlockCopied,
+    BlocksCached,
+    BlocksEvicted,
+    BlocksShared,
+    EngineStarted,
+    Event,
+    StepRan,
+    TokensCommitted,
+    Trace,
+    Work,
+)
+from minillm.trace.events import SCHEMA
+from tests.conftest import TinyPair
+
+HEADER = json.dumps({"schema": SCHEMA})
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny: TinyPair) -> Trace:
+    """A real run: drafts, shared prefixes, a fork, a pool that runs dry."""
+    draft = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3}
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=12, speculative_config=draft)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True)
+    with llm.trace() as trace:
+        llm.generate(["def add(", "for line", "import os"], [params, replace(params, n=2), params], use_tqdm=False)
+    return trace
+
+
+def test_saved_and_loaded_events_are_equal(recorded: Trace, tmp_path: Path) -> None:
+    recorded.save(tmp_path / "run.jsonl")
+    loaded = Trace.load(tmp_path / "run.jsonl")
+    assert loaded.events == recorded.events
+    assert all(isinstance(work, Work) for step in loaded.of(StepRan) for work in step.work)
+
+
+def test_a_trace_tells_the_whole_story(recorded: Trace) -> None:
+    """Replaying the commits gives the tokens; replaying the blocks gives an empty pool."""
+    kinds = {type(event).__name__ for event in recorded}
+    assert kinds == {name for name, kind in Event.kinds.items() if kind.__module__ == Event.__module__}
+    held: dict[str, list[int]] = {}
+    for event in recorded:
+        match type(event).__name__:
+            case "BlocksAllocated":
+                held.setdefault(event.request_id, []).extend(event.block_ids)
+            case "BlocksShared":
+                assert not held.get(event.request_id)
+                held[event.request_id] = list(event.block_ids)
+            case "BlockCopied":
+                table = held[event.request_id]
+                table[table.index(event.source)] = event.target
+            case "BlocksFreed":
+                assert held[event.request_id][-len(event.block_ids) :] == event.block_ids
+                del held[event.request_id][-len(event.block_ids) :]
+    assert not any(held.values())
+    for request_id in ("0", "1#0", "1#1", "2"):
+        committed = [e for e in recorded.of(TokensCommitted) if e.request_id == request_id]
+        assert sum(len(e.token_ids) for e in committed) == 20
+        for event in committed:
+            assert len(event.origins) == len(event.texts) == len(event.token_ids) <= event.num_accepted + 1
+
+
+def test_watchers_hear_every_event() -> None:
+    trace, heard = Trace(), []
+    trace.watch(heard.append)
+    event = EngineStarted("m", None, 16, 8, 1024, 0)
+    trace.append(event)
+    assert heard == [event] and len(trace) == 1
+
+
+@pytest.mark.parametrize(
+    "lines, complaint",
+    [
+        ([], "line 1 must contain the schema"),
+        (["{}"], "line 1 must contain the schema"),
+        (['{"schema": 99}'], f"by minillm of an unknown version with trace schema 99; this is minillm {__version__}, "),
+        (['{"schema": 3, "minillm": "7.5"}'], "by minillm 7.5 with trace schema 3; .* reads schemas 1 and 2: load"),
+        (['{"schema": [1]}'], r"schema \[1\]"),
+        (["[" * 100_000], "line 1 must contain the schema"),
+        ([HEADER, "[" * 100_000], "line 2"),
+        ([HEADER, '{"event": ["StepStarted"]}'], "line 2"),
+        ([HEADER, '{"event": "StepStarted", "step": "1", "num_running": 1, "num_waiting": 0}'], "line 2.*`int`, got"),
+        ([HEADER, '{"event": "BlocksEvicted", "block_ids": "abc"}'], "line 2.*`array`, got `str`"),
+        ([HEADER, '{"event": "StepRan", "step": 1, "work": [{"request_id": "0"}]}'], "line 2.*kind"),
+        ([HEADER, "not json"], "line 2"),
+        ([HEADER, '{"event": "NoSuchEvent"}'], "line 2"),
+        ([HEADER, '{"event": "StepStarted", "step": 1}'], "line 2.*num_running"),
+        (
+            [HEADER, '{"event": "StepStarted", "step": 1, "num_running": 1, "num_waiting": 0, "x": 1}'],
+            "line 2",
+        ),
+    ],
+)
+def test_damaged_traces_are_refused(tmp_path: Path, lines: list[str], complaint: str) -> None:
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines))
+    with pytest.raises(TraceError, match=complaint):
+        Trace.load(tmp_path / "bad.jsonl")
+
+
+def test_a_trace_of_the_first_schema_is_read_as_it_was_meant(recorded: Trace, tmp_path: Path) -> None:
+    """It had no prefix cache to tell of, no name of a layout and no priorities; its file names no minillm."""
+    later = {"cache_layout", "prefix_caching", "max_num_seqs", "max_num_batched_tokens", "speculative_method"}
+    later |= {"priority"}
+    added = (BlocksShared, BlockCopied, BlocksCached, BlocksEvicted)
+    old = [event for event in recorded if not isinstance(event, added)]
+    values = [{key: value for key, value in json.loads(event.to_json()).items() if key not in later} for event in old]
+    lines = [json.dumps(value) for value in [{"schema": 1}, *values]]
+    (tmp_path / "old.jsonl").write_text("\n".join(lines) + "\n")
+    read = Trace.load(tmp_path / "old.jsonl")
+    assert [type(event) for event in read] == [type(event) for event in old]
+    assert read.of(EngineStarted)[0].cache_layout == "paged"
+    assert read.of(StepRan) == recorded.of(StepRan) and read.of(TokensCommitted) == recorded.of(TokensCommitted)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", "folder"])
+def test_what_is_no_text_is_no_trace(tmp_path: Path, content: bytes | str | None) -> None:
+    file = tmp_path / "x.jsonl"
+    if content == "folder":
+        file.mkdir()
+    elif content is not None:
+        file.write_bytes(content)
+    with pytest.raises(TraceError, match=r"x\.jsonl cannot be read as a trace"):
+        Trace.load(file)
+
+
+def test_every_line_is_json_with_its_kind(recorded: Trace, tmp_path: Path) -> None:
+    recorded.save(tmp_path / "run.jsonl")
+    header, *lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert json.loads(header) == {"schema": SCHEMA, "minillm": __version__}
+    assert [json.loads(line)["event"] for line in lines] == [type(event).__name__ for event in recorded]

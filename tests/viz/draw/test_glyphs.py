@@ -1,0 +1,55 @@
+"""What a token looks like when whitespace, controls and wide characters must show."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minillm.viz.draw.colours import ink_on, owner_letter
+from minillm.viz.draw.glyphs import cells, shorten, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (" for", "·for"),
+        ("\n", "⏎"),
+        ("\n" + " " * 8 + "if", "⏎·×8if"),
+        ("    x", "····x"),
+        ("\t", "⇥"),
+        ("\x00\x1b\x7f", "␀␛␡"),
+        ("a\u202eb", "a\ufffdb"),
+        ("\ud800\uffff\x85", "\ufffd\ufffd\ufffd"),
+        ("", ""),
+    ],
+)
+def test_invisible_becomes_visible(text, shown):
+    assert visible(text) == shown
+
+
+def test_wide_characters_take_two_cells_and_marks_none():
+    assert (cells("abc"), cells("日本"), cells("e\u0301"), cells("🙂")) == (3, 4, 1, 2)
+
+
+def test_shortened_text_says_so_and_never_splits_a_wide_character():
+    assert shorten("read_text", 6) == "read_…"
+    assert shorten("日本語", 5) == "日本…"
+    assert shorten("日本語", 4) == "日…"
+    assert shorten("日本語", 6) == "日本語"
+
+
+@given(st.text(), st.integers(1, 30))
+def test_shortened_text_always_fits(text, width):
+    assert cells(shorten(visible(text), width)) <= width
+
+
+def test_letters_go_on_after_z():
+    assert [owner_letter(i) for i in (0, 1, 25, 26, 27, 51, 52, 701, 702)] == [
+        "A", "B", "Z", "AA", "AB", "AZ", "BA", "ZZ", "AAA",
+    ]  # fmt: skip
+
+
+def test_letters_are_readable_on_every_owner_colour():
+    assert ink_on("#0072B2") == ink_on("#009E73") == "#ffffff"
+    assert ink_on("#F0E442") == ink_on("#56B4E9") == ink_on("#E69F00") == "#1f2430"

@@ -1,0 +1,115 @@
+"""The replay widget in Python: its frames, its limits, and what a notebook keeps of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from minillm.errors import ConfigError
+from minillm.trace import Trace
+from minillm.viz import AcceptanceStrip, CachePagesView, TimelineView
+from minillm.viz.live import replay_widget
+from minillm.viz.live.replay_frames import pack
+from minillm.viz.live.replay_widget import ReplayWidget
+from minillm.viz.pages.cache_rows import CacheRowsView, RowsWritten
+from tests.trace.traces import busy, sharing, story
+
+
+def without_ids(html):
+    """Ids and references differ from placement to placement, and nothing else does."""
+    return re.sub(r"-(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|placement)-\d|-[0-9a-f]{8}(?=[ \")])", "-ID", html)
+
+
+def test_frames_are_the_pictures_of_all_steps():
+    view = CachePagesView(story())
+    widget = ReplayWidget(view)
+    assert widget.steps == list(range(1, 10))
+    expected = [without_ids(f"<div>{view.to_svg(step)}</div>") for step in widget.steps]
+    assert [without_ids(frame) for frame in widget.frames] == expected
+    assert widget.texts == [view.describe(step) for step in widget.steps]
+    assert (widget.note, widget.name) == ("", "CachePagesView")
+
+
+def test_frames_are_packed_without_loss_and_much_smaller():
+    frames = ReplayWidget(CachePagesView(busy())).frames
+    packed = pack(frames)
+    assert packed.unpack() == frames
+    assert packed.num_bytes < 0.7 * sum(len(frame.encode()) for frame in frames)
+    assert pack(["one\ntwo\n", "one\nthree\n", ""]).unpack() == ["one\ntwo\n", "one\nthree\n", ""]
+
+
+def test_several_views_of_one_trace_move_together():
+    trace = story()
+    widget = ReplayWidget(CachePagesView(trace), AcceptanceStrip(trace), TimelineView(trace))
+    assert widget.frames[3].count("<svg") == 3
+    assert repr(widget) == "<Replay of CachePagesView and AcceptanceStrip and TimelineView>"
+
+
+def test_saved_notebook_keeps_the_most_telling_frame_and_nothing_that_needs_a_kernel():
+    """Widget views show an error instead of a picture once their kernel is gone."""
+    trace = sharing()
+    view = CachePagesView(trace)
+    widget = ReplayWidget(view)
+    data = widget._repr_mimebundle_()
+    telling = view.to_svg(view.telling_step())
+    assert set(data) == {"text/plain", "text/html", "image/svg+xml"}
+    assert data["text/plain"] == "<Replay of CachePagesView>"
+    assert widget.steps[widget.start] == view.telling_step()
+    assert without_ids(data["image/svg+xml"]) == without_ids(telling)
+    assert without_ids(telling) in without_ids(data["text/html"].partition("<script>")[0])
+
+
+def test_recording_cannot_end_its_script_early():
+    data = ReplayWidget(AcceptanceStrip(story()))._repr_mimebundle_()
+    script = data["text/html"].partition("<script>")[2]
+    assert script.count("</script>") == 1 and script.endswith("</script></div>")
+    assert "<!--" not in script
+
+
+def test_long_runs_are_sampled_evenly_and_say_so(monkeypatch):
+    monkeypatch.setattr(replay_widget, "MAX_FRAMES", 5)
+    widget = ReplayWidget(CachePagesView(sharing()))
+    assert widget.steps == [1, 4, 7, 10, 13]
+    assert widget.note == "5 of 13 steps, evenly spread"
+
+
+def test_frames_stay_within_their_limit(monkeypatch):
+    monkeypatch.setattr(replay_widget, "MAX_BYTES", 100_000)
+    widget = ReplayWidget(CachePagesView(busy()))
+    assert 60_000 < pack(widget.frames).num_bytes <= 100_000
+    assert (widget.steps[0], widget.steps[-1]) == (1, 15)
+    assert widget.note == f"{len(widget.frames)} of 15 steps, evenly spread"
+
+
+def test_a_run_can_be_asked_to_take_a_number_of_seconds():
+    widget = ReplayWidget(CachePagesView(sharing()), seconds=10)
+    assert widget.speed == 1.3
+    assert len(widget.steps) / widget.speed == pytest.approx(10, rel=0.05)
+
+
+def test_views_without_step_events_replay_their_own_steps():
+    rows = [RowsWritten("grow", past, 1, past, past + 1) for past in range(4)]
+    assert ReplayWidget(CacheRowsView(Trace(rows))).steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("speed", [0, -1, 31, float("nan")])
+def test_impossible_speed_is_refused(speed):
+    with pytest.raises(ConfigError, match="speed="):
+        ReplayWidget(CachePagesView(story()), speed=speed)
+
+
+def test_nothing_to_replay_is_refused():
+    with pytest.raises(ConfigError, match="got no view"):
+        ReplayWidget()
+    with pytest.raises(ConfigError, match="views of 2 traces"):
+        ReplayWidget(CachePagesView(story()), CachePagesView(story()))
+    with pytest.raises(ConfigError, match="no step of the trace has finished"):
+        ReplayWidget(CachePagesView(Trace()))
+
+
+def test_pictures_do_not_import_widgets():
+    code = "import sys, minillm.viz; sys.exit('anywidget' in sys.modules or 'ipywidgets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,276 @@
+"""The picture of the pool says what the state says: in shapes, in numbers and in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from minillm.errors import TraceError
+from minillm.trace import StepFinished, Trace
+from minillm.trace.replay import Replay
+from minillm.viz import CachePagesView, CacheState
+from tests.trace.traces import Script, busy, decode, prefill, sharing, story, verify
+from tests.viz.pictures import description, found, parse, states, text_of
+
+STEPS = range(1, 10)
+
+
+def drawn_slots(svg):
+    counts = Counter()
+    for path in found(svg, "slots"):
+        counts[path.get("data-state")] += int(path.get("data-count"))
+    return counts
+
+
+def squares(svg, state):
+    """Sub-paths of the slots in `state`, when slots are drawn one by one."""
+    return sum(path.get("d").count("M") for path in found(svg, "slots") if path.get("data-state") == state)
+
+
+def state_at(trace, step):
+    return Replay(trace, CacheState).at(step)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_pages_and_slots_in_the_picture_are_those_of_the_state(step):
+    trace = story()
+    svg, pages = CachePagesView(trace).to_svg(step), state_at(trace, step).pages()
+    assert Counter(states(svg, "page")) == Counter(page.state for page in pages)
+    expected = Counter(slot for page in pages for slot in page.slots if slot != "free")
+    assert drawn_slots(svg) == expected
+    assert all(squares(svg, state) == count for state, count in expected.items())
+
+
+def test_rolled_back_slots_are_hatched_exactly_in_the_step_of_the_roll_back():
+    view = CachePagesView(story())
+    hatched = {step: drawn_slots(view.to_svg(step))["rolled_back"] for step in STEPS}
+    assert hatched == {1: 0, 2: 1, 3: 0, 4: 3, 5: 0, 6: 4, 7: 2, 8: 0, 9: 0}
+    for path in found(view.to_svg(6), "slots"):
+        assert ("url(#void-" in path.get("fill")) == (path.get("data-state") == "rolled_back")
+
+
+def test_description_holds_the_numbers_of_the_picture():
+    words = description(CachePagesView(story()).to_svg(4))
+    assert "24 blocks of 16 slots: 10 used, 14 free; waste 21 of 160 slots (13%)" in words
+    assert "Request B (verify 4 drafts, 1 right): 39 of 40 tokens in the cache, 3 blocks" in words
+    assert "B rolled back 3 slots" in words
+
+
+def test_title_and_description_name_the_picture_for_screen_readers():
+    root = parse(CachePagesView(story()).to_svg(4))
+    ids = {element.get("id"): text_of(element) for element in root.iter() if element.get("id")}
+    title, desc = root.get("aria-labelledby").split()
+    assert root.get("role") == "img"
+    assert ids[title] == "KV cache pages, step 4"
+    assert ids[desc].startswith("KV cache pages, step 4. ")
+
+
+def test_every_letter_stands_on_its_pages():
+    svg = CachePagesView(story()).to_svg(4)
+    written = Counter(text_of(element) for element in parse(svg).iter() if element.get("font-weight") == "700")
+    # One on the chip, the others on the pages.
+    assert (written["A"], written["B"], written["C"]) == (1 + 4, 1 + 3, 1 + 3)
+
+
+def test_same_trace_gives_the_same_bytes_and_ids_differ_between_pictures():
+    first, again = (CachePagesView(story()).to_svg(5) for _ in range(2))
+    assert first == again
+    view = CachePagesView(story())
+    assert view.to_svg(9) and view.to_svg(5) == first, "going back in time must not change a picture"
+    ids = [{e.get("id") for e in parse(view.to_svg(step)).iter() if e.get("id")} for step in STEPS]
+    assert len(set().union(*ids)) == sum(map(len, ids))
+
+
+def test_references_inside_the_picture_lead_somewhere():
+    svg = CachePagesView(story()).to_svg(6)
+    ids = {element.get("id") for element in parse(svg).iter()}
+    assert {part.split(")")[0] for part in svg.split("url(#")[1:]} <= ids
+
+
+def test_prompt_cannot_break_out_of_the_picture():
+    s = Script()
+    s.add("<id>&\"'", '</text><script>alert("&")</script>\x00\x1b\ud800', 5)
+    s.step(prefill("<id>&\"'", 5))
+    svg = CachePagesView(s.trace).to_svg()
+    assert "<script" not in svg
+    svg.encode("utf-8")
+    assert any("</text><scrip" in text_of(element) for element in found(svg, "request"))
+
+
+@pytest.mark.parametrize("num_blocks", [256, 300, 4096])
+def test_a_frame_stays_below_fifty_kilobytes(num_blocks):
+    s = Script(16, num_blocks, 4)
+    for i in range(12):
+        s.add(f"r{i}", f"def function_{i}(first, second):\n    return", 200)
+    s.step(*(prefill(f"r{i}", 200) for i in range(12)))
+    n = 0
+    while len(s.free) >= 12:
+        s.step(*(verify(f"r{i}", [" a", " b", " c", " d"], (n + i) % 5) for i in range(12)))
+        n += 1
+        if n > 60:
+            break
+    svg = CachePagesView(s.trace).to_svg()
+    assert len(svg.encode()) < 50_000
+    assert len(found(svg, "page")) == 256
+    if num_blocks > 256:
+        assert f"256 of {num_blocks} drawn" in svg
+
+
+def test_dense_picture_counts_the_same_slots():
+    trace = busy()
+    svg, state = CachePagesView(trace).to_svg(14), state_at(trace, 14)
+    expected = Counter(slot for page in state.pages() for slot in page.slots if slot != "free")
+    assert drawn_slots(svg) == expected
+    assert Counter(states(svg, "page")) == Counter(page.state for page in state.pages())
+
+
+def test_dashes_cover_exactly_the_slots_they_stand_for():
+    trace = busy(4, 100, steps=3)
+    svg = CachePagesView(trace).to_svg(5)
+    (group,) = (element for element in parse(svg).iter() if element.get("stroke-dasharray", "").count(" ") > 1)
+    pattern = [float(length) for length in group.get("stroke-dasharray").split()]
+    for path in found(svg, "slots"):
+        lengths = [float(part.split("h")[1]) for part in path.get("d").split("M")[1:]]
+        assert sum(dashes(length, pattern) for length in lengths) == int(path.get("data-count"))
+
+
+def dashes(length, pattern):
+    """Dashes begun along a line of `length`, as a renderer walks the pattern."""
+    count = position = 0
+    for i in range(10_000):
+        if position >= length - 0.05:
+            return count
+        count += i % len(pattern) % 2 == 0
+        position += pattern[i % len(pattern)]
+    raise AssertionError("the pattern does not advance")
+
+
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 40), (4, 80), (7, 30), (32, 24), (128, 10), (256, 70)])
+def test_every_block_size_draws_all_its_pages(block_size, num_blocks):
+    s = Script(block_size, num_blocks)
+    s.add("a", "a", 20)
+    s.step(prefill("a", 20))
+    s.step(decode("a"))
+    svg = CachePagesView(s.trace).to_svg()
+    counts = drawn_slots(svg)
+    assert counts["written"] + counts["fresh"] == 21
+    assert len(found(svg, "page")) == num_blocks
+
+
+def test_more_requests_than_rows_leaves_out_the_finished_ones_first():
+    s = Script(16, 64)
+    for i in range(15):
+        s.add(f"r{i}", f"prompt {i}", 5)
+    s.step(*(prefill(f"r{i}", 5) for i in range(15)))
+    s.step(*(decode(f"r{i}", finish="stop" if i in (2, 5) else None) for i in range(15)))
+    svg = CachePagesView(s.trace).to_svg()
+    assert len(found(svg, "request")) == 12
+    assert "finished" not in states(svg, "request")
+    assert "and 3 more" in svg
+
+
+def test_shared_pages_show_how_many_share_them():
+    s = Script(4, 8)
+    s.add("a", "a", 10)
+    s.step(prefill("a", 10))
+    s.add("b", "b", 11)
+    s.share("b", "a")
+    s.step(prefill("b", 3))
+    svg = CachePagesView(s.trace).to_svg()
+    assert Counter(states(svg, "page"))["shared"] == 2
+    assert svg.count("A B ×2") == 2
+
+
+@pytest.mark.parametrize("step", range(1, 14))
+def test_sharing_caching_and_copying_are_drawn_as_the_state_has_them(step):
+    svg, pages = CachePagesView(sharing()).to_svg(step), state_at(sharing(), step).pages()
+    assert Counter(states(svg, "page")) == Counter(page.state for page in pages)
+    expected = Counter(slot for page in pages for slot in page.slots if slot not in ("free", "cached"))
+    assert drawn_slots(svg) == expected
+    assert len(found(svg, "copy")) == sum(page.copied_from is not None for page in pages)
+    assert counted(svg, "reused") == sum(page.reused for page in pages)
+    bands = {band.get("data-state"): int(band.get("data-count")) for band in found(svg, "band")}
+    assert bands.get("evicted", 0) == sum(page.evicted for page in pages)
+    assert bands.get("findable", 0) == sum(page.findable for page in pages if page.state != "cached")
+    assert bool(found(svg, "usage-cached")) == any(page.state == "cached" for page in pages)
+
+
+def counted(svg, testid):
+    return sum(int(element.get("data-count")) for element in found(svg, testid))
+
+
+def test_legend_explains_what_is_there_and_nothing_else():
+    first, last = (text_of(found(CachePagesView(sharing()).to_svg(step), "legend")[0]) for step in (2, 8))
+    assert "reused, not computed" in first and "copied" in first and "shared" in first
+    assert "cached" not in first and "evicted" not in first
+    assert "cached" in last and "written" not in last and "shared" not in last
+
+
+def test_copied_page_names_its_source_and_cached_pages_are_hatched():
+    assert "4←3" in CachePagesView(sharing()).to_svg(2)
+    svg = CachePagesView(sharing()).to_svg(8)
+    groups = [group for group in parse(svg).iter() if any(e.get("data-testid") == "page" for e in group)]
+    for group in groups[1:] if groups[0].get("fill") is None else groups:
+        hatched = {e.get("data-state") for e in group if e.get("data-testid") == "page"} == {"cached"}
+        assert ("url(#cached-" in (group.get("fill") or "")) == hatched
+
+
+def test_outline_of_a_shared_page_has_a_stripe_per_owner():
+    svg = CachePagesView(sharing()).to_svg(3)
+    stripes = [e for e in parse(svg).iter() if e.get("stroke-dashoffset") or e.get("stroke-dasharray") == "6 18"]
+    assert {e.get("stroke-dasharray") for e in stripes} == {"6 18"}
+    assert len({e.get("stroke") for e in stripes}) == 4
+    assert {float(e.get("stroke-dashoffset", 0)) for e in stripes} == {0, -6, -12, -18}, "they take turns"
+    assert svg.count("A–D ×4") == 3
+
+
+def test_whole_places_are_bars_with_the_same_counts():
+    s = Script(1024, 8, layout="contiguous")
+    s.add("a", "def f():", 300)
+    s.add("b", "class A:", 20)
+    s.step(prefill("a", 300), prefill("b", 20))
+    s.step(decode("a"), verify("b", ["x", "y"], 1, "z"))
+    svg = CachePagesView(s.trace).to_svg()
+    assert drawn_slots(svg) == {"written": 320, "fresh": 3, "rolled_back": 1, "empty": 2 * 1024 - 324}
+    assert states(svg, "page") == ["used", "used", *["free"] * 6]
+    order = [path.get("data-state") for path in found(svg, "slots")]
+    # What is widened to be seen must not be covered by the empty part beside it.
+    assert order == ["empty", "written", "fresh", "empty", "written", "fresh", "rolled_back"]
+    assert len(svg) < 10_000
+    assert "2 used, 6 free; waste 1725 of 2048 slots (84%)" in description(svg)
+    assert "8 places of 1024 slots" in description(svg)
+
+
+def test_pictures_exist_before_anything_has_happened():
+    assert "waiting for the engine" in CachePagesView(Trace()).to_svg()
+    assert "nothing has run yet" in CachePagesView(Trace(story().events[:1])).to_svg()
+    for end in range(1, len(story())):
+        parse(CachePagesView(Trace(story().events[:end])).to_svg())
+
+
+def test_telling_step_is_the_frame_for_print():
+    view = CachePagesView(story())
+    assert view.telling_step() == 3
+    assert CachePagesView(Trace()).telling_step() is None
+
+
+def test_unknown_step_is_refused():
+    with pytest.raises(TraceError, match="steps 1 to 9"):
+        CachePagesView(story()).to_svg(10)
+
+
+def test_words_alone_tell_the_block_tables():
+    told = CachePagesView(story()).describe(4)
+    assert "B 'for·line·in·path.read_text()'" in told
+    assert "[2, 3, 9]" in told
+
+
+def test_growing_trace_gives_the_same_pictures_as_a_complete_one():
+    """A live view folds event by event; nothing may be lost or counted twice on the way."""
+    whole, growing = story(), Trace()
+    view, reference = CachePagesView(growing), CachePagesView(whole)
+    for event in whole:
+        growing.append(event)
+        if isinstance(event, StepFinished):
+            assert view.to_svg() == reference.to_svg(event.step)

@@ -1,0 +1,29 @@
+"""The picture of an attention mask."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+from minillm.teaching.exercises.l02_kv_cache import offset_mask
+from minillm.viz.tensors.mask_grid import MaskGrid
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_cells_are_the_mask_and_seen_ones_carry_a_dot():
+    mask = offset_mask(2, 3).tolist()
+    root = ET.fromstring(MaskGrid(mask, ["def", " f", "(", "<x>", "\n"], past=3).to_svg())
+    rows = [g for g in root.iter(f"{SVG}g") if g.get("data-testid") == "query"]
+    assert [[r.get("data-state") == "seen" for r in row.iter(f"{SVG}rect")] for row in rows] == mask
+    assert [len(list(row.iter(f"{SVG}circle"))) for row in rows] == [4, 5]
+
+
+def test_words_count_what_each_token_sees():
+    grid = MaskGrid(offset_mask(2, 3).tolist(), list("abcde"), past=3)
+    assert grid.describe() == "2 new tokens after 3 cached ones may see 4, 5 of 5 keys."
+    assert repr(grid) == "<MaskGrid>"
+
+
+def test_nothing_cached_draws_no_border():
+    svg = MaskGrid(offset_mask(2, 0).tolist(), ["a", "b"], past=0).to_svg()
+    assert "from the cache" not in svg and "stroke-dasharray" not in svg

@@ -1,0 +1,191 @@
+"""The terminal pictures: readable without colour, in 80 columns, in ASCII and in a pipe."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from minillm.errors import ConfigError
+from minillm.trace import StepFinished, Trace
+from minillm.trace.acceptance_state import AcceptanceState
+from minillm.trace.cache_state import CacheState
+from minillm.trace.replay import Replay
+from minillm.trace.run_metrics import RunMetrics
+from minillm.viz.draw.glyphs import cells
+from minillm.viz.terminal.pool_in_text import CacheBlocks
+from minillm.viz.terminal.rounds_in_text import AcceptanceRounds
+from minillm.viz.terminal.two_engines import DemoScreen, final_table, watch
+from tests.trace.traces import Script, busy, decode, prefill, sharing, story
+
+
+class AsciiStream(io.StringIO):
+    encoding = "ascii"
+
+    def write(self, text):
+        text.encode("ascii")
+        return super().write(text)
+
+
+def printed(renderable, width=80, **options):
+    stream = io.StringIO()
+    Console(file=stream, width=width, color_system=None, **options).print(renderable)
+    return stream.getvalue()
+
+
+def until(step):
+    trace = Trace()
+    for event in story():
+        trace.append(event)
+        if isinstance(event, StepFinished) and event.step == step:
+            return trace
+    raise AssertionError(step)
+
+
+def plain_run():
+    s = Script(16, 24, 0)
+    s.add("p", "for line", 28)
+    s.step(prefill("p", 28))
+    for word in ("a", "b", "c"):
+        s.step(decode("p", word, finish="length" if word == "c" else None))
+    return s.trace
+
+
+def test_pages_tell_owner_and_fill_without_colour():
+    told = printed(CacheBlocks(Replay(story(), CacheState).at(6)))
+    assert "7 of 24 blocks · waste 10 of 112 slots (9%)" in told
+    assert "A████ A████ B████ B████ A████ A██▓· B╳─── C──── C──── B███╳ ─────" in told
+    assert "step 6  C preempted, 46 tokens to redo" in told
+
+
+def test_cached_pages_differ_from_free_ones_without_colour():
+    told = printed(CacheBlocks(Replay(sharing(), CacheState).at(8)))
+    assert "0 of 16 blocks · 6 cached · waste 0 of 0 slots" in told
+    assert "D░░░░ D░░░░ D░░░░ ░░░░░ ░░░░░ D──── C░░░░ ─────" in told
+    told = printed(CacheBlocks(Replay(sharing(), CacheState).at(3)))
+    assert "4████ 4████ 4████ B█" in told
+    screen = DemoScreen({"x": sharing()})
+    assert "░ cached" in printed(screen)
+    assert "cached" not in printed(DemoScreen({"x": story()}))
+
+
+def test_rounds_tell_verdicts_without_colour():
+    told = printed(AcceptanceRounds(Replay(story(), AcceptanceState).at(5).requests["req-1"]))
+    assert "4.00 tokens per forward, 75% kept" in told
+    assert "kept at 1: 100%  2: 75%  3: 75%  4: 50%" in told
+    line = next(line for line in told.splitlines() if line.startswith("  3 "))
+    assert line.split() == ["3", "✓split", "✗(", "·x", "·y", "│", "↻lines", "1+1=2"]
+
+
+@pytest.mark.parametrize("width", [30, 40, 80, 100, 160])
+def test_no_line_is_wider_than_the_terminal(width):
+    screen = DemoScreen({"plain": plain_run(), "speculative": busy()})
+    assert all(cells(line) <= width for line in printed(screen, width).splitlines())
+
+
+def test_engines_stand_side_by_side_if_there_is_room():
+    screen = DemoScreen({"plain": plain_run(), "speculative": until(5)})
+    wide, narrow = printed(screen, 120), printed(screen, 80)
+    assert any("plain" in line and "speculative" in line for line in wide.splitlines())
+    assert not any("plain" in line and "speculative" in line for line in narrow.splitlines())
+    assert len(narrow.splitlines()) <= 30
+
+
+def test_ascii_terminal_gets_ascii():
+    stream = AsciiStream()
+    Console(file=stream, width=80).print(DemoScreen({"speculative": until(6)}))
+    assert "A#### A#### B#### B#### A#### A##+." in stream.getvalue()
+
+
+def test_prompt_with_markup_and_controls_is_only_text():
+    s = Script()
+    s.add("a", "[bold red]\x1b[2J[/nope]", 4)
+    s.step(prefill("a", 4, "\x1b[31m"))
+    told = printed(DemoScreen({"x": s.trace}))
+    assert "[bold red]" in told
+    assert "\x1b" not in told
+
+
+def test_pipe_gets_a_line_per_finished_request_and_no_control_codes():
+    traces, stream = {"plain": Trace(), "speculative": Trace()}, io.StringIO()
+
+    def run():
+        for event in plain_run():
+            traces["plain"].append(event)
+        for event in story():
+            traces["speculative"].append(event)
+        return "done"
+
+    assert watch(traces, run, console=Console(file=stream, width=80)) == "done"
+    assert stream.getvalue().splitlines() == [
+        "plain: request A finished (length), 4 tokens by step 4",
+        "speculative: request B finished (stop), 21 tokens by step 7",
+        "speculative: request A finished (length), 7 tokens by step 8",
+        "speculative: request C finished (stop), 5 tokens by step 9",
+    ]
+
+
+def test_terminal_shows_the_end_even_if_every_step_was_too_fast_to_see():
+    trace, stream = Trace(), io.StringIO()
+    console = Console(file=stream, width=80, height=40, force_terminal=True, color_system=None)
+
+    def run():
+        for event in story():
+            trace.append(event)
+
+    watch({"speculative": trace}, run, console=console, clock=lambda: 0.0)
+    assert "step 9  C finished, 3 blocks back" in stream.getvalue()
+
+
+def test_terminal_pauses_after_each_step_and_stops_watching_at_the_end():
+    trace, slept = Trace(), []
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+
+    def run():
+        for event in story():
+            trace.append(event)
+
+    watch({"speculative": trace}, run, console=console, pause=0.5, sleep=slept.append)
+    run()
+    assert slept == [0.5] * 9
+
+
+def test_figures_of_a_run_agree_with_the_pictures():
+    figures = RunMetrics.of(story())
+    assert (figures.output_tokens, figures.peak_blocks, figures.num_blocks, figures.preemptions) == (33, 10, 24, 1)
+    assert (figures.kept_drafts, figures.judged_drafts) == (14, 24)
+    assert figures.tokens_per_forward == pytest.approx((20 + 9) / (6 + 9))  # 9 forwards had nothing to judge
+    assert figures.tokens_per_second == pytest.approx(33 / (9 * 0.02))
+    assert RunMetrics.of(plain_run()).tokens_per_forward == 1.0
+    assert RunMetrics.of(Trace()).tokens_per_second == 0.0
+
+
+def test_waste_is_averaged_over_the_ends_of_steps():
+    # 28, 29 and 30 tokens in 2 blocks of 16 at the ends of three steps; the fourth ends with none.
+    assert RunMetrics.of(plain_run()).waste_share == pytest.approx((4 + 3 + 2) / (3 * 32))
+
+
+def test_final_table_compares_runs_with_the_first():
+    told = printed(final_table({"plain": RunMetrics.of(plain_run()), "speculative": RunMetrics.of(story())}))
+    rows = {
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:4]]
+        for line in told.splitlines()
+        if "│" in line
+    }
+    assert rows["tokens per second"] == ["50.0", "183.3"]
+    assert rows["speed-up"] == ["1.00x", "3.67x"]
+    assert rows["tokens per target forward"] == ["1.00", "1.93"]
+    assert rows["drafts kept"] == ["-", "58% (14 of 24)"]
+    assert rows["kept at position 4"] == ["-", "33% (2 of 6)"]
+    assert rows["blocks used at peak"] == ["2 of 24", "10 of 24"]
+    assert "draft" not in printed(final_table({"plain": RunMetrics.of(plain_run())}))
+
+
+def test_wrong_calls_are_refused():
+    with pytest.raises(ConfigError, match="at least one trace"):
+        watch({}, lambda: None)
+    with pytest.raises(ConfigError, match="pause = -1"):
+        watch({"x": Trace()}, lambda: None, pause=-1)
+    with pytest.raises(ConfigError, match="at least one run"):
+        final_table({})
