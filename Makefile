@@ -48,7 +48,7 @@ dist: $(STAMP)
 
 # The quick checks come first, the long one last. JOBS files run at a time, a notebook in one kernel, each on one
 # thread: two that share two cores are quicker than one after the other.
-SPREAD := -n $(JOBS) --dist loadfile
+SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/python -m compileall -q minillm  # once, where Python is told to write no bytecode: tests start many processes
@@ -72,7 +72,7 @@ nbval: $(STAMP)
 # of what pyproject.toml names, and PyTorch without CUDA. They are long, so they are for a schedule and not for a commit.
 EDGES := .edges
 EDGE_TOOLS := 'hatchling>=1.27' 'hypothesis>=6.100' 'ipykernel>=6.17' 'jupytext>=1.16' 'nbclient>=0.10' 'nbformat>=5.10' \
-	'nbval>=0.11' 'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'scipy>=1.13'
+	'nbval>=0.11' 'pytest>=8.2' 'pytest-timeout>=2.3' 'pytest-xdist>=3.8' 'scipy>=1.13'
 UV := $(EDGES)/uv/bin/uv
 $(UV):
 	$(PYTHON) -m venv $(EDGES)/uv

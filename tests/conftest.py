@@ -21,6 +21,24 @@ settings.register_profile("no clock", deadline=None)  # how long an example take
 settings.load_profile("no clock")
 
 SLOW_S = 60
+LONGEST_FILES = (
+    "runtime/test_cpu_executor.py",
+    "teaching/test_exercises.py",
+    "ops/triton/test_compile.py",
+    "engine/test_same_tokens.py",
+    "bench/test_gpu.py",
+    "teaching/test_notebooks_with_nbval.py",
+    "engine/test_engine_machine.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files: workers take whole files, so a long one at the end would leave the others idle."""
+
+    def rank(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(LONGEST_FILES) if name in item.nodeid), len(LONGEST_FILES))
+
+    items.sort(key=rank)
 
 
 @pytest.hookimpl(trylast=True)

@@ -179,23 +179,24 @@ class Engine:
 
     def _judge(self, scheduled: Sequence[Scheduled], logits: Tensor) -> list[Verdict | None]:
         """What each request gains: None while its prefill is not complete."""
-        rows = StepRows.cut(scheduled, logits)
+        rows = StepRows(scheduled, logits)
         complete = [item for item in scheduled if item.completes]
         try:
             decided = self.judge.judge(
                 [item.request for item in complete], [item.draft for item in complete], rows.judged, logits
             )
         except BrokenRowError as broken:
-            item = StepRows.owner(scheduled, broken.row)
+            item = rows.owner(broken.row)
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits for request {item.request.request_id} at token "
                 f"{item.start + item.num_tokens}; check the checkpoint, or run it in float32"
             ) from None
         in_order = iter(decided)
         verdicts = [next(in_order) if item.completes else None for item in scheduled]
-        for item, verdict, part in zip(scheduled, verdicts, rows.by_request, strict=True):
-            record_prompt_logprobs(item, part, self.tokenizer)
-            record_logprobs(item, verdict, part, self.tokenizer)
+        if any(item.wants_logprobs for item in scheduled):
+            for item, verdict, part in zip(scheduled, verdicts, rows.by_request, strict=True):
+                record_prompt_logprobs(item, part, self.tokenizer)
+                record_logprobs(item, verdict, part, self.tokenizer)
         return verdicts
 
     def _commit(self, item: Scheduled, verdict: Verdict | None) -> Request | None:

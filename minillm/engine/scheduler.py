@@ -66,6 +66,12 @@ class Scheduled:
         return self.request.params.prompt_logprobs is not None and self.start < self.request.num_prompt_tokens
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt or output tokens were asked for."""
+        params = self.request.params
+        return params.logprobs is not None or params.prompt_logprobs is not None
+
+    @property
     def num_judged(self) -> int:
         """Rows of logits that choose tokens: one per draft and one more, or none before the prompt is complete."""
         return len(self.draft.token_ids) + 1 if self.completes else 0

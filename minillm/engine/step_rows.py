@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,24 +20,26 @@ class StepRows:
     the bonus. Rows of prompt tokens come before those, if their log-probabilities were asked for.
     """
 
-    judged: Tensor
-    """`[sum of num_judged, vocab]`: the rows that choose tokens, side by side."""
-    by_request: list[Tensor]
-    """All rows of each scheduled request."""
+    scheduled: Sequence[Scheduled]
+    logits: Tensor
+    """`[sum of num_logits, vocab]`."""
 
-    @classmethod
-    def cut(cls, scheduled: Sequence[Scheduled], logits: Tensor) -> StepRows:
-        """`logits`: `[sum of num_logits, vocab]`."""
-        by_request = list(logits.split([item.num_logits for item in scheduled]))
-        if not any(item.wants_prompt_logprobs for item in scheduled):
-            return cls(logits, by_request)
-        judged = [rows[len(rows) - item.num_judged :] for item, rows in zip(scheduled, by_request, strict=True)]
-        return cls(torch.cat(judged), by_request)
+    @cached_property
+    def by_request(self) -> Sequence[Tensor]:
+        """All rows of each scheduled request."""
+        return self.logits.split([item.num_logits for item in self.scheduled])
 
-    @staticmethod
-    def owner(scheduled: Sequence[Scheduled], row: int) -> Scheduled:
+    @cached_property
+    def judged(self) -> Tensor:
+        """`[sum of num_judged, vocab]`: the rows that choose tokens, side by side."""
+        if not any(item.wants_prompt_logprobs for item in self.scheduled):
+            return self.logits
+        pairs = zip(self.scheduled, self.by_request, strict=True)
+        return torch.cat([rows[len(rows) - item.num_judged :] for item, rows in pairs])
+
+    def owner(self, row: int) -> Scheduled:
         """Whose row of the step's logits this is."""
-        for item in scheduled:
+        for item in self.scheduled:
             row -= item.num_logits
             if row < 0:
                 return item
