@@ -225,13 +225,23 @@ def test_a_check_leaves_nothing_behind():
         os.environ["LEFT_BEHIND"] = "1"
         return x + 1
 
-    files = len(list(Path("/proc/self/fd").iterdir()))
+    files, children = len(list(Path("/proc/self/fd").iterdir())), children_of_this_process()
     assert grade(EXERCISE, careless, LONG).passed
     assert torch.get_default_dtype() == torch.float32
     assert "LEFT_BEHIND" not in os.environ
     assert len(list(Path("/proc/self/fd").iterdir())) == files
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children_of_this_process() == children
+
+
+def children_of_this_process() -> set[str]:
+    """The ids of all child processes, ended ones that nobody waited for included; other tests may have left some."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
+            name, parent = process.name, (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid():
+                found.add(name)
+    return found
 
 
 @linux

@@ -71,6 +71,8 @@ STRAYING = {
     "loads without it": [(", mask=is_head, other=0.0)", ")")],
     "lets one head too many in": [("head[:, None] < GROUP", "head[:, None] <= GROUP")],
     "reads one block too many": [("range(0, length, BLOCK_SIZE)", "range(0, length + 1, BLOCK_SIZE)")],
+}
+FAR = {
     "reads far away": [("block * BLOCK_SIZE + place", "block * 100000000 + place")],
     "writes far away": [("out_ptr + q_at", "out_ptr + q_at * 100000000")],
 }
@@ -78,10 +80,17 @@ STRAYING = {
 
 @needs_triton
 @pytest.mark.parametrize("changes", STRAYING.values(), ids=STRAYING)
-def test_a_kernel_that_leaves_its_tensors_never_passes_and_never_ends_the_process(changes: list[tuple[str, str]]):
+def test_a_kernel_that_leaves_its_tensors_never_passes_and_is_told_so(changes: list[tuple[str, str]]):
     result = grade("l09.decode_kernel", KernelByName("decode_kernel", *changes))
     assert result.status is Status.FAILED, str(result)
     assert "beyond the end of" in str(result) or "past the end of an array" in str(result)
+
+
+@needs_triton
+@pytest.mark.parametrize("changes", FAR.values(), ids=FAR)
+def test_a_kernel_that_reads_or_writes_far_away_never_passes_and_never_ends_the_process(changes: list[tuple[str, str]]):
+    """Far away there may be other memory of the process: then the answer is wrong, else the child process crashes."""
+    assert grade("l09.decode_kernel", KernelByName("decode_kernel", *changes)).status is Status.FAILED
 
 
 @needs_triton

@@ -115,7 +115,7 @@ class AttentionTiles(Picture):
             self.describe(),
             element("defs", {}, hatch("masked", CACHED, spacing=4)),
             label(MARGIN, 36, "Tiles per program", size=17, weight=650, fill=INK),
-            label(192, 36, facts, size=13),
+            label(224, 36, facts, size=13),
             *self._legend(),
             *(self._key(j, left, pitch) for j in range(columns)),
             label(left + columns * pitch + 8, 108, "turns", size=11.5),
