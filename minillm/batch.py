@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Plan = TypeVar("Plan")
-MAX_TREE = 64
+MAX_TREE_TOKENS = 64
 """Most tokens of a segment with a draft tree: an attention mask is an int64 with one bit per token."""
 
 
@@ -84,7 +84,7 @@ class Batch:
     """What the first layer computes and all later layers of this step reuse: see `plan`."""
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:
+    def from_segments(cls, segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:
         """Concatenate the segments."""
         token_ids: list[int] = []
         positions: list[int] = []
@@ -158,7 +158,7 @@ def tree_masks(segments: Sequence[Segment]) -> list[int]:
     return masks
 
 
-def wanted_rows(segments: Sequence[Segment]) -> list[int]:
+def logit_rows(segments: Sequence[Segment]) -> list[int]:
     """The indices of the step's tokens whose logits are requested, in order."""
     rows, end = [], 0
     for s in segments:

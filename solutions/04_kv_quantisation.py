@@ -234,11 +234,11 @@ def unpack_int4(packed: Tensor) -> Tensor:
 check("l04.unpack_int4")
 
 # %% [markdown]
-# With these functions and `levels = 7` you have an INT4 cache. The layout's `row` declares what is stored for one token
+# With these functions and `levels = 7` you have an INT4 cache. The layout's `row_fields` declares what is stored for one token
 # and head; the engine computes the bytes from it.
 
 # %% tags=["nbval-ignore-output"]
-from minillm.cache.paged_quantized import Field, PagedQuantizedKVCache
+from minillm.cache.paged_quantized import RowField, PagedQuantizedKVCache
 
 my_pack, my_unpack = use("l04.pack_int4"), use("l04.unpack_int4")
 
@@ -247,8 +247,8 @@ class MyInt4(PagedQuantizedKVCache):
     """Your codes with seven levels, two to a byte, and one scale per token and head."""
 
     @classmethod
-    def row(cls, head_dim):
-        return Field((head_dim // 2,), torch.uint8), Field((), torch.bfloat16)
+    def row_fields(cls, head_dim):
+        return RowField((head_dim // 2,), torch.uint8), RowField((), torch.bfloat16)
 
     def encode(self, x):
         codes, scale = my_quantise(x, 7)

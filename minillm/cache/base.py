@@ -23,12 +23,12 @@ class StoredRows:
 
     format: str
     """`float`: unquantised. `int8`: codes and one scale. `int4`: two codes per byte, and a scale and a zero point for
-    each group of `group` numbers. An executor does not run over a cache whose format it does not know."""
+    each group of `group_size` numbers. An executor does not run over a cache whose format it does not know."""
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     """One tensor per part of a row (codes, scales, zero points): `[num_layers, num_slots, num_kv_heads, …]`."""
-    group: int = 0
-    decode: Callable[..., Tensor] | None = None
+    group_size: int = 0
+    dequantise: Callable[..., Tensor] | None = None
     """Dequantises rows: one tensor per part → `[…, head_dim]`. None: the rows are not quantised."""
 
 
@@ -45,7 +45,7 @@ class KVCache(ABC):
     entry, and the layout decides how much memory the block really uses."""
     supports_prefix_sharing: ClassVar[bool] = True
     """Whether two requests may read the same block."""
-    max_batch: ClassVar[int | None] = None
+    max_requests: ClassVar[int | None] = None
     """Most requests in one step; None: no limit."""
     supports_trees: ClassVar[bool] = False
     """Whether the layout supports draft trees: attention with `Batch.tree`, and `move_tokens`."""
@@ -56,7 +56,7 @@ class KVCache(ABC):
         """Reset `stored_rows` in a subclass that changes how rows are stored or read but does not define it: the
         parent's description could be wrong there, and a fast path would read wrong values."""
         super().__init_subclass__(**options)
-        if {"attend", "row", "encode", "decode", "ops"} & vars(cls).keys() and "stored_rows" not in vars(cls):
+        if {"attend", "row_fields", "encode", "decode", "ops"} & vars(cls).keys() and "stored_rows" not in vars(cls):
             cls.stored_rows = KVCache.stored_rows  # type: ignore[method-assign]
 
     @abstractmethod

@@ -28,21 +28,21 @@ from torch.nn import functional as F
 from minillm.batch import Batch
 from minillm.cache.base import KVCache
 from minillm.cache.sequence_rows import (
-    FEW_QUERIES,
-    Rectangle,
-    are_together,
+    MAX_DECODE_QUERIES,
+    QueryGroup,
+    additive_mask,
     check_at_least,
-    equally_many,
-    mask_of,
+    group_by_query_len,
+    is_padded_together,
+    layer_views,
+    query_group,
     query_positions,
-    rectangle,
-    views,
 )
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
 
 GROWTHS = ("preallocated", "concat", "every")
-LEAST_ROWS = 16
+MIN_ROWS_PER_GROWTH = 16
 """The smallest r of `best_rows`, so that one growth has rows for γ drafts and the token before them."""
 COPY_COST, PADDING_COST, ALLOCATION_COST = 0.2, 0.8, 13.0
 """Microseconds of CPU time: per row that a growth copies, per row that a decode step attends to, and per growth on top.
@@ -62,11 +62,11 @@ def best_rows(
 
     Total = N²/(2r) · c_copy + N·r/2 · c_gemv + N/r · c_a, so r* = √((N · c_copy + 2 c_a) / c_gemv): it grows as √N.
     c_copy is the time to copy a row, c_gemv to attend to a row of padding, c_a to allocate; all in the same unit.
-    The result is at least `LEAST_ROWS` (BMC's condition r ≥ γ + 1) and at most `num_tokens`. The costs are constants,
-    not timed here, so that the same options always give the same cache.
+    The result is at least `MIN_ROWS_PER_GROWTH` (BMC's condition r ≥ γ + 1) and at most `num_tokens`. The costs are
+    constants, not timed here, so that the same options always give the same cache.
     """
     best = math.sqrt((num_tokens * copy_cost + 2 * allocation_cost) / padding_cost)
-    return min(max(LEAST_ROWS, round(best)), num_tokens)
+    return min(max(MIN_ROWS_PER_GROWTH, round(best)), num_tokens)
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class _StepRows:
     new: list[tuple[Tensor, ...]]
     """The rows to write the new tokens to: `[2, new tokens, num_kv_heads, head_dim]` for each layer."""
     seen: list[tuple[Tensor, ...]]
-    """The rows that the queries attend to; see `views`."""
+    """The rows that the queries attend to; see `layer_views`."""
 
 
 @dataclass(frozen=True)
 class _Plan:
     """The attention calls of a step, shared by all layers with the same window."""
 
-    decodes: list[Rectangle]
+    decodes: list[QueryGroup]
     prefills: list[tuple[int, Tensor | None]]
     """Each request with more new tokens, and its mask `[queries, rows]`, True: visible; None: plain causal."""
 
@@ -169,9 +169,9 @@ class ContiguousKVCache(KVCache):
         step_rows = batch.plan(_StepRows, lambda: self._allocate(batch), self)
 
         def calls() -> _Plan:
-            groups = equally_many(batch, FEW_QUERIES)
+            groups = group_by_query_len(batch, MAX_DECODE_QUERIES)
             decodes = [self._plan_decodes(batch, group, step_rows, window) for group in groups]
-            prefills = [r for r, count in enumerate(batch.query_lens) if count > FEW_QUERIES]
+            prefills = [r for r, count in enumerate(batch.query_lens) if count > MAX_DECODE_QUERIES]
             visible = [_visible(batch, r, step_rows.seen[r][0].shape[2], window) for r in prefills]
             return _Plan(decodes, list(zip(prefills, visible, strict=True)))
 
@@ -191,7 +191,7 @@ class ContiguousKVCache(KVCache):
             seen = buffer.shape[2] if self.growth == "every" else total
             self.num_rows_padded += seen - total
             step_rows.new.append(buffer[:, :, past:total].unbind(0))
-            step_rows.seen.append(views(buffer[:, :, :seen]))
+            step_rows.seen.append(layer_views(buffer[:, :, :seen]))
         return step_rows
 
     def _grow(self, old: Tensor | None, past: int, total: int) -> Tensor:
@@ -213,18 +213,18 @@ class ContiguousKVCache(KVCache):
             return total
         return min(-(-total // self.rows_per_growth) * self.rows_per_growth, self.max_rows)
 
-    def _plan_decodes(self, batch: Batch, requests: list[int], step_rows: _StepRows, window: int | None) -> Rectangle:
+    def _plan_decodes(self, batch: Batch, requests: list[int], step_rows: _StepRows, window: int | None) -> QueryGroup:
         seen = [step_rows.seen[r] for r in requests]
         rows = [each[0].shape[2] for each in seen]
         several = batch.query_lens[requests[0]] > 1
         spare = any(own > batch.seq_lens[r] for own, r in zip(rows, requests, strict=True))
-        ragged = are_together(batch, requests) and len(set(rows)) > 1
+        ragged = is_padded_together(batch, requests) and len(set(rows)) > 1
         mask = None
         if several or spare or ragged or window is not None:
             keys = torch.arange(max(rows), device=self.device)
             hidden = _hidden(query_positions(batch, requests).unsqueeze(-1), keys, window)
-            mask = mask_of(hidden, self.heads_per_kv, self.dtype)
-        return rectangle(batch, requests, seen, mask)
+            mask = additive_mask(hidden, self.heads_per_kv, self.dtype)
+        return query_group(batch, requests, seen, mask)
 
 
 def _check(growth: str, rows: int | None, block_size: int) -> None:
@@ -260,7 +260,8 @@ def _visible(batch: Batch, request: int, rows: int, window: int | None) -> Tenso
 
 
 def _prefill(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
-    """Attention of one request's prefill. `q`: `[queries, num_heads, head_dim]`; `keys`, `values`: see `product`."""
+    """Attention of one request's prefill. `q`: `[queries, num_heads, head_dim]`; `keys`, `values`: see
+    `packed_attention`."""
     causal = visible is None
     rows = q.transpose(0, 1).unsqueeze(0)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=visible, is_causal=causal, enable_gqa=True)

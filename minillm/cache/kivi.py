@@ -39,8 +39,8 @@ from minillm.ops.kv_quant import dequantize_affine, head_group, pack_int4, quant
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How many INT4 groups and full-precision rows one request has; `Shape.of` checks the options."""
+class KiviShape:
+    """How many INT4 groups and full-precision rows one request has; `KiviShape.of` checks the options."""
 
     group_size: int
     """Tokens per group of keys, and most channels per group of values; a group shares a scale."""
@@ -53,7 +53,7 @@ class Shape:
     """Full-precision rows: `residual`, or the context if that is shorter."""
 
     @classmethod
-    def of(cls, max_len: int, group_size: int, residual: int, rollback: int) -> Shape:
+    def of(cls, max_len: int, group_size: int, residual: int, rollback: int) -> KiviShape:
         """The shape for requests of at most `max_len` tokens. Raises `ConfigError` for invalid options."""
         check_at_least("group_size", group_size, 1)
         check_at_least("residual", residual, 1)
@@ -74,7 +74,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Step:
+class RequestPlan:
     """What one request does in each layer of a step; computed once per step."""
 
     row: int
@@ -83,9 +83,9 @@ class Step:
     """The request's new tokens in the batch."""
     old: Tensor
     """Indices of the recent rows that hold the earlier tokens in full precision."""
-    keep: Tensor
+    recent_rows: Tensor
     """Indices of the recent rows that the newest tokens are written to."""
-    flush: slice
+    groups_to_quantise: slice
     """Groups that are quantised in this step."""
     visible_from: int
     """Index, among the old and new tokens, of the first one that some query sees in full precision."""
@@ -97,15 +97,20 @@ class Int4Groups:
     """The INT4 keys or values of complete groups of tokens: packed codes, scales and zero points."""
 
     def __init__(
-        self, lead: tuple[int, int], numbers: tuple[int, int, int, int, int], dim: int, device: torch.device
+        self,
+        leading_shape: tuple[int, int],
+        group_shape: tuple[int, int, int, int, int],
+        dim: int,
+        device: torch.device,
     ) -> None:
-        """`lead`: (layers, requests). `numbers`: (groups, tokens per group, KV heads, channel groups, channels of one).
-        `dim`: the dimension of `numbers` that shares a scale, 1 (a scale per channel) or 4 (a scale per token)."""
-        self.numbers, self.dim = numbers, dim
-        scales = (*numbers[:dim], 1, *numbers[dim + 1 :])
-        packed = (*numbers[:3], numbers[3] * numbers[4] // 2)
-        self.codes = torch.empty((*lead, *packed), dtype=torch.uint8, device=device)
-        self.scale = torch.empty((*lead, *scales), dtype=torch.float16, device=device)
+        """`leading_shape`: (layers, requests). `group_shape`: (groups, tokens per group, KV heads, channel groups,
+        channels of one). `dim`: the dimension of `group_shape` that shares a scale, 1 (a scale per channel) or 4 (a
+        scale per token)."""
+        self.group_shape, self.dim = group_shape, dim
+        scales = (*group_shape[:dim], 1, *group_shape[dim + 1 :])
+        packed = (*group_shape[:3], group_shape[3] * group_shape[4] // 2)
+        self.codes = torch.empty((*leading_shape, *packed), dtype=torch.uint8, device=device)
+        self.scale = torch.empty((*leading_shape, *scales), dtype=torch.float16, device=device)
         self.zero = torch.empty_like(self.scale)
 
     @property
@@ -115,14 +120,14 @@ class Int4Groups:
 
     def write(self, layer: int, row: int, groups: slice, x: Tensor) -> None:
         """Quantise and store `x`, the tokens of these groups: `[tokens, num_kv_heads, head_dim]`."""
-        codes, scale, zero = quantize_affine(x.reshape(-1, *self.numbers[1:]), self.dim)
+        codes, scale, zero = quantize_affine(x.reshape(-1, *self.group_shape[1:]), self.dim)
         self.codes[layer, row, groups] = pack_int4(codes.flatten(-2))
         self.scale[layer, row, groups] = scale
         self.zero[layer, row, groups] = zero
 
     def read(self, layer: int, row: int, count: int, dtype: torch.dtype) -> Tensor:
         """Dequantise the tokens of the first `count` groups: `[tokens, num_kv_heads, head_dim]`."""
-        codes = unpack_int4(self.codes[layer, row, :count]).view(count, *self.numbers[1:])
+        codes = unpack_int4(self.codes[layer, row, :count]).view(count, *self.group_shape[1:])
         x = dequantize_affine(codes, self.scale[layer, row, :count], self.zero[layer, row, :count], dtype)
         return x.flatten(3).flatten(0, 1)
 
@@ -153,7 +158,7 @@ class KiviKVCache(KVCache):
         residual: int = 64,
         rollback: int = 8,
     ) -> None:
-        self.shape = Shape.of(block_size, group_size, residual, rollback)
+        self.shape = KiviShape.of(block_size, group_size, residual, rollback)
         self.windows = [config.window(layer) for layer in range(config.num_layers)]
         channels = head_group(config.head_dim, group_size)
         lead, heads = (config.num_layers, num_blocks), config.num_kv_heads
@@ -182,7 +187,7 @@ class KiviKVCache(KVCache):
         """See `KVCache.attend`."""
         window = self.windows[layer]
         steps = batch.plan(
-            Step, lambda: [_plan(batch, r, self.shape, window) for r in range(batch.num_requests)], self, window
+            RequestPlan, lambda: [_plan(batch, r, self.shape, window) for r in range(batch.num_requests)], self, window
         )
         out = torch.empty_like(q)
         for step in steps:
@@ -192,43 +197,45 @@ class KiviKVCache(KVCache):
             out[step.tokens] = _attention(q[step.tokens], keys, values, step.hidden)
         return out
 
-    def _store(self, layer: int, step: Step, new: Tensor, groups: Int4Groups, recent: Tensor) -> Tensor:
+    def _store(self, layer: int, step: RequestPlan, new: Tensor, groups: Int4Groups, recent: Tensor) -> Tensor:
         """Store the new keys (or values) and quantise the groups to flush.
 
         Returns all keys (or values) that the queries read: the dequantised ones, then those in full precision.
         """
         rows = recent[layer, step.row]
         unquantised = torch.cat((rows[step.old], new))
-        rows[step.keep] = new[-len(step.keep) :]
-        num_flushed = (step.flush.stop - step.flush.start) * self.shape.group_size
+        rows[step.recent_rows] = new[-len(step.recent_rows) :]
+        num_flushed = (step.groups_to_quantise.stop - step.groups_to_quantise.start) * self.shape.group_size
         if num_flushed:
-            groups.write(layer, step.row, step.flush, unquantised[:num_flushed])
-        if not step.flush.stop:
+            groups.write(layer, step.row, step.groups_to_quantise, unquantised[:num_flushed])
+        if not step.groups_to_quantise.stop:
             return unquantised
-        return torch.cat((groups.read(layer, step.row, step.flush.stop, new.dtype), unquantised[step.visible_from :]))
+        return torch.cat(
+            (groups.read(layer, step.row, step.groups_to_quantise.stop, new.dtype), unquantised[step.visible_from :])
+        )
 
 
-def _plan(batch: Batch, request: int, shape: Shape, window: int | None) -> Step:
+def _plan(batch: Batch, request: int, shape: KiviShape, window: int | None) -> RequestPlan:
     device, end = batch.block_tables.device, batch.seq_lens[request]
     start = end - batch.query_lens[request]
     before, after = shape.num_quantized(start), shape.num_quantized(end)
     first = shape.num_quantized(start + 1)  # the first token that a query of this step sees in full precision
-    return Step(
+    return RequestPlan(
         row=int(batch.block_tables[request, 0]),
         tokens=slice(*batch.query_start[request : request + 2]),
         old=torch.arange(before, start, device=device) % shape.num_recent,
-        keep=torch.arange(max(start, end - shape.num_recent), end, device=device) % shape.num_recent,
-        flush=slice(before // shape.group_size, after // shape.group_size),
+        recent_rows=torch.arange(max(start, end - shape.num_recent), end, device=device) % shape.num_recent,
+        groups_to_quantise=slice(before // shape.group_size, after // shape.group_size),
         visible_from=first - before,
         hidden=_hidden(range(start, end), first, after, shape, window, device),
     )
 
 
 def _hidden(
-    queries: range, first: int, after: int, shape: Shape, window: int | None, device: torch.device
+    queries: range, first: int, after: int, shape: KiviShape, window: int | None, device: torch.device
 ) -> Tensor | None:
-    """The mask (`Step.hidden`) of the queries at these positions, over the first `after` tokens in INT4 and the tokens
-    from position `first` on in full precision."""
+    """The mask (`RequestPlan.hidden`) of the queries at these positions, over the first `after` tokens in INT4 and the
+    tokens from position `first` on in full precision."""
     if len(queries) == 1 and window is None:
         return None
     position = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)

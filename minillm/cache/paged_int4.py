@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minillm.cache.base import StoredRows
-from minillm.cache.paged_quantized import Field, PagedQuantizedKVCache
+from minillm.cache.paged_quantized import PagedQuantizedKVCache, RowField
 from minillm.models.config import ModelConfig
 from minillm.ops.kv_quant import dequantize_affine, head_group, pack_int4, quantize_affine, unpack_int4
 
@@ -37,10 +37,10 @@ class PagedInt4KVCache(PagedQuantizedKVCache):
         self.group = head_group(config.head_dim, group_size)
 
     @classmethod
-    def row(cls, head_dim: int, *, group_size: int = DEFAULT_GROUP_SIZE) -> tuple[Field, ...]:
+    def row_fields(cls, head_dim: int, *, group_size: int = DEFAULT_GROUP_SIZE) -> tuple[RowField, ...]:
         """Packed codes, scales, zero points."""
-        per_group = Field((head_dim // head_group(head_dim, group_size),), torch.float16)
-        return Field((head_dim // 2,), torch.uint8), per_group, per_group
+        per_group = RowField((head_dim // head_group(head_dim, group_size),), torch.float16)
+        return RowField((head_dim // 2,), torch.uint8), per_group, per_group
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         """See `PagedQuantizedKVCache.encode`."""

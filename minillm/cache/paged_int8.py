@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minillm.cache.base import StoredRows
-from minillm.cache.paged_quantized import Field, PagedQuantizedKVCache
+from minillm.cache.paged_quantized import PagedQuantizedKVCache, RowField
 from minillm.ops.kv_quant import INT8_LEVELS, dequantize_symmetric, quantize_symmetric
 
 
@@ -18,9 +18,9 @@ class PagedInt8KVCache(PagedQuantizedKVCache):
     """
 
     @classmethod
-    def row(cls, head_dim: int) -> tuple[Field, ...]:
+    def row_fields(cls, head_dim: int) -> tuple[RowField, ...]:
         """Codes and one scale."""
-        return Field((head_dim,), torch.int8), Field((), torch.bfloat16)
+        return RowField((head_dim,), torch.int8), RowField((), torch.bfloat16)
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         """See `PagedQuantizedKVCache.encode`."""
@@ -32,4 +32,4 @@ class PagedInt8KVCache(PagedQuantizedKVCache):
 
     def stored_rows(self) -> StoredRows:
         """See `KVCache.stored_rows`."""
-        return StoredRows("int8", tuple(self.keys), tuple(self.values), decode=self.decode)
+        return StoredRows("int8", tuple(self.keys), tuple(self.values), dequantise=self.decode)

@@ -19,7 +19,7 @@ from minillm.ops.tree_attention import tree_attention
 
 
 @dataclass(frozen=True)
-class Field:
+class RowField:
     """One part of a stored row (a token's key or value of one KV head): its codes, scales or zero points."""
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class DequantizedRows:
     """The keys or values of one layer. Indexing by slots dequantises those slots only."""
 
     pools: Sequence[Tensor]
-    """One tensor per `Field`: `[num_slots, num_kv_heads, …]`."""
+    """One tensor per `RowField`: `[num_slots, num_kv_heads, …]`."""
     decode: Callable[..., Tensor]
     shape: tuple[int, int, int]
     """`(num_slots, num_kv_heads, head_dim)`, the shape of the dequantised keys or values."""
@@ -76,7 +76,7 @@ class PagedQuantizedKVCache(KVCache):
         self.dtype = dtype
         self.windows = [config.window(layer) for layer in range(config.num_layers)]
         self.shape = (num_blocks * block_size, config.num_kv_heads, config.head_dim)
-        fields = self.row(config.head_dim, **options)
+        fields = self.row_fields(config.head_dim, **options)
         lead = (config.num_layers, *self.shape[:2])
         self.keys, self.values = (
             [torch.empty((*lead, *field.shape), dtype=field.dtype, device=device) for field in fields] for _ in "kv"
@@ -84,7 +84,7 @@ class PagedQuantizedKVCache(KVCache):
 
     @classmethod
     @abstractmethod
-    def row(cls, head_dim: int, **options: Any) -> tuple[Field, ...]:
+    def row_fields(cls, head_dim: int, **options: Any) -> tuple[RowField, ...]:
         """The parts of one row, in the order in which `encode` returns them.
 
         Raises `ConfigError` if this head size cannot be stored with these options.
@@ -92,7 +92,7 @@ class PagedQuantizedKVCache(KVCache):
 
     @abstractmethod
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Quantise keys or values: `[num_tokens, num_kv_heads, head_dim]` → one tensor per field of `row`."""
+        """Quantise keys or values: `[num_tokens, num_kv_heads, head_dim]` → one tensor per field of `row_fields`."""
 
     @abstractmethod
     def decode(self, *stored: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class PagedQuantizedKVCache(KVCache):
     @classmethod
     def bytes_per_block(cls, config: ModelConfig, block_size: int, dtype: torch.dtype, **options: Any) -> int:
         """2 (keys, values) · layers · block size · KV heads · bytes of one row; `dtype` is not used."""
-        row = sum(field.num_bytes for field in cls.row(config.head_dim, **options))
+        row = sum(field.num_bytes for field in cls.row_fields(config.head_dim, **options))
         return 2 * config.num_layers * block_size * config.num_kv_heads * row
 
     @property

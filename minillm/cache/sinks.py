@@ -81,7 +81,7 @@ class SinksKVCache(WindowKVCache):
         """Bytes of the rows of the current requests, and of the RoPE frequencies."""
         return super().num_bytes + self.frequencies.nbytes
 
-    def sink_turn(self, layer: int, q: Tensor, batch: Batch) -> Tensor | None:
+    def sink_query_delta(self, layer: int, q: Tensor, batch: Batch) -> Tensor | None:
         """R(-e) q - q, which moves `q` to its position within the cache; None if no query moves."""
         if not self.rotated[layer] or max(batch.seq_lens) <= self.num_sinks + self.window:
             return None

@@ -24,17 +24,17 @@ from torch import Tensor
 from minillm.batch import Batch
 from minillm.cache.base import KVCache
 from minillm.cache.sequence_rows import (
-    FEW_QUERIES,
-    Rectangle,
+    MAX_DECODE_QUERIES,
+    QueryGroup,
+    additive_mask,
     check_at_least,
-    equally_many,
-    mask_of,
-    packed,
-    product,
+    group_by_query_len,
+    layer_views,
+    pack_queries,
+    packed_attention,
+    query_group,
     query_positions,
-    rectangle,
-    unpacked,
-    views,
+    unpack_outputs,
 )
 from minillm.errors import MinillmError
 from minillm.models.config import ModelConfig
@@ -50,12 +50,12 @@ class Ring:
 
     rows: Tensor
     """`[num_layers, 2, num_sinks + ring, num_kv_heads, head_dim]`."""
-    written: int = 0
+    num_written: int = 0
     """One more than the largest position ever written."""
 
 
 @dataclass(frozen=True)
-class Run:
+class RingSpan:
     """Tokens that are consecutive in their request and in its ring."""
 
     position: int
@@ -74,7 +74,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Slice:
+class PrefillChunk:
     """Some queries of a long prefill and the keys they attend to."""
 
     tokens: slice
@@ -82,19 +82,19 @@ class Slice:
     sinks: int
     """Number of sinks. They are the first of the request's available keys."""
     keys: slice
-    """The other keys: indices among the request's available keys (`Prefill.old`, then the new tokens)."""
+    """The other keys: indices among the request's available keys (`PrefillPlan.old`, then the new tokens)."""
     mask: Tensor
-    """See `mask_of`."""
+    """See `additive_mask`."""
 
 
 @dataclass(frozen=True)
-class Prefill:
+class PrefillPlan:
     """The attention of one request with many new tokens. They attend before they are stored, because storing the last
     ones may overwrite keys that the first ones need."""
 
-    old: list[Run]
+    old: list[RingSpan]
     """The cached tokens that are needed, in order: the sinks, then those in the first query's window."""
-    slices: list[Slice]
+    slices: list[PrefillChunk]
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class _StepRows:
 class _Plan:
     """The attention calls of a step, shared by all layers with the same window."""
 
-    decodes: list[Rectangle]
-    prefills: dict[int, Prefill]
+    decodes: list[QueryGroup]
+    prefills: dict[int, PrefillPlan]
     """Key: index of the request in the batch."""
 
 
@@ -172,36 +172,39 @@ class WindowKVCache(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """See `KVCache.attend`. Raises `MinillmError` if a request rolls back more tokens than its ring allows."""
         step_rows, plan = self._plan(batch, self.windows[layer])
-        turn = self.sink_turn(layer, q, batch)
+        sink_delta = self.sink_query_delta(layer, q, batch)
         out = torch.empty_like(q)
         for r, new in enumerate(torch.stack((k, v)).split(batch.query_lens, dim=1)):
             ring = step_rows.rings[r].rows[layer]
             if r in plan.prefills:
-                self._prefill(ring, q, turn, new, plan.prefills[r], out)  # before the new tokens overwrite old ones
+                # Before the new tokens overwrite old ones.
+                self._prefill(ring, q, sink_delta, new, plan.prefills[r], out)
             for rows, tokens in step_rows.stored[r]:
                 rows[layer].copy_(new[:, tokens])
         for one in plan.decodes:
-            out[one.tokens] = one.attend(layer, q, turn, self.num_sinks)
+            out[one.tokens] = one.attend(layer, q, sink_delta, self.num_sinks)
         return out
 
-    def sink_turn(self, layer: int, q: Tensor, batch: Batch) -> Tensor | None:
+    def sink_query_delta(self, layer: int, q: Tensor, batch: Batch) -> Tensor | None:
         """What is added to `q` for the scores of the first `num_sinks` tokens, shaped like `q`; None: nothing."""
         return None
 
     def _prefill(
-        self, ring: Tensor, q: Tensor, turn: Tensor | None, new: Tensor, prefill: Prefill, out: Tensor
+        self, ring: Tensor, q: Tensor, sink_delta: Tensor | None, new: Tensor, prefill: PrefillPlan, out: Tensor
     ) -> None:
         """Attend over old and new rows, and write the outputs to `out`.
 
         `ring`: the request's rows of one layer, `[2, rows, …]`; `new`: the rows of its new tokens.
         """
         available = torch.cat([*(run.rows(ring) for run in prefill.old), new], dim=1)
-        keys, values = views(available.unsqueeze(0))
+        keys, values = layer_views(available.unsqueeze(0))
         for one in prefill.slices:
             seen_k, seen_v = (torch.cat((x[:, :, : one.sinks], x[:, :, one.keys]), dim=2) for x in (keys, values))
-            queries, own = (None if x is None else packed(x[one.tokens], 1, seen_k.shape[1]) for x in (q, turn))
-            result = product(queries, seen_k, seen_v, one.mask, own, one.sinks)
-            out[one.tokens] = unpacked(result, one.tokens.stop - one.tokens.start)
+            queries, own = (
+                None if x is None else pack_queries(x[one.tokens], 1, seen_k.shape[1]) for x in (q, sink_delta)
+            )
+            result = packed_attention(queries, seen_k, seen_v, one.mask, own, one.sinks)
+            out[one.tokens] = unpack_outputs(result, one.tokens.stop - one.tokens.start)
 
     def _plan(self, batch: Batch, window: int) -> tuple[_StepRows, _Plan]:
         """The rows and the attention calls of this step. The first layer allocates the rows of all layers."""
@@ -209,8 +212,10 @@ class WindowKVCache(KVCache):
 
         def calls() -> _Plan:
             # With more than spare + 1 new tokens, the last would overwrite keys in the window of the first.
-            max_decode = min(FEW_QUERIES, self.spare + 1)
-            decodes = [self._plan_decodes(batch, group, step_rows, window) for group in equally_many(batch, max_decode)]
+            max_decode = min(MAX_DECODE_QUERIES, self.spare + 1)
+            decodes = [
+                self._plan_decodes(batch, group, step_rows, window) for group in group_by_query_len(batch, max_decode)
+            ]
             prefills = [r for r, count in enumerate(batch.query_lens) if count > max_decode]
             return _Plan(decodes, {r: self._plan_prefill(batch, r, window) for r in prefills})
 
@@ -228,7 +233,7 @@ class WindowKVCache(KVCache):
                 self.rings[block_id] = Ring(torch.empty(shape, dtype=self.dtype, device=self.device))
             ring = self.rings[block_id]
             self._check_reach(ring, past)
-            ring.written = max(ring.written, total)
+            ring.num_written = max(ring.num_written, total)
             step_rows.rings.append(ring)
             stored = [*self._sink_runs(past, total), *self._ring_runs(max(past, total - self.ring), total)]
             step_rows.stored.append([(run.rows(ring.rows).unbind(0), run.tokens(past)) for run in stored])
@@ -236,37 +241,37 @@ class WindowKVCache(KVCache):
 
     def _check_reach(self, ring: Ring, past: int) -> None:
         """Raise `MinillmError` unless the ring still holds the whole window of token `past`, which comes next."""
-        oldest_held = ring.written - self.ring
+        oldest_held = ring.num_written - self.ring
         oldest_seen = max(self.num_sinks, past - self.window + 1)
         if oldest_held > oldest_seen:
             raise MinillmError(
-                f"a request rolled back from {ring.written} tokens to {past}, by {ring.written - past} tokens, but its "
-                f"ring allows spare={self.spare}; raise spare, or start the request again"
+                f"a request rolled back from {ring.num_written} tokens to {past}, by {ring.num_written - past} tokens, "
+                f"but its ring allows spare={self.spare}; raise spare, or start the request again"
             )
 
-    def _sink_runs(self, start: int, end: int) -> Iterator[Run]:
+    def _sink_runs(self, start: int, end: int) -> Iterator[RingSpan]:
         """Yield the run of sinks among the tokens `start … end - 1`, if there is one."""
         if start < min(end, self.num_sinks):
-            yield Run(start, start, min(end, self.num_sinks) - start)
+            yield RingSpan(start, start, min(end, self.num_sinks) - start)
 
-    def _ring_runs(self, start: int, end: int) -> Iterator[Run]:
+    def _ring_runs(self, start: int, end: int) -> Iterator[RingSpan]:
         """Yield the runs of the other tokens: a run ends where the ring wraps around."""
         position = max(start, self.num_sinks)
         while position < end:
             row = self.num_sinks + (position - self.num_sinks) % self.ring
             count = min(end - position, self.num_rows - row)
-            yield Run(position, row, count)
+            yield RingSpan(position, row, count)
             position += count
 
-    def _plan_decodes(self, batch: Batch, requests: list[int], step_rows: _StepRows, window: int) -> Rectangle:
+    def _plan_decodes(self, batch: Batch, requests: list[int], step_rows: _StepRows, window: int) -> QueryGroup:
         counts = [min(self.num_rows, batch.seq_lens[r]) for r in requests]
         last = torch.tensor([[batch.seq_lens[r] - 1] for r in requests], device=self.device)
         keys = self._tokens_in_rows(last, max(counts))
         hidden = self._hidden(query_positions(batch, requests).unsqueeze(-1), keys.unsqueeze(1), window)
-        rows = [views(step_rows.rings[r].rows[:, :, :count]) for r, count in zip(requests, counts, strict=True)]
-        return rectangle(batch, requests, rows, mask_of(hidden, self.heads_per_kv, self.dtype))
+        rows = [layer_views(step_rows.rings[r].rows[:, :, :count]) for r, count in zip(requests, counts, strict=True)]
+        return query_group(batch, requests, rows, additive_mask(hidden, self.heads_per_kv, self.dtype))
 
-    def _plan_prefill(self, batch: Batch, request: int, window: int) -> Prefill:
+    def _plan_prefill(self, batch: Batch, request: int, window: int) -> PrefillPlan:
         end, first = batch.seq_lens[request], batch.query_start[request]
         past = end - batch.query_lens[request]
         old = [*self._sink_runs(0, past), *self._ring_runs(max(0, past - self.window + 1), past)]
@@ -280,10 +285,10 @@ class WindowKVCache(KVCache):
             low, high = (len(available) - (end - p) for p in (max(sinks, start - window + 1), stop))
             seen = torch.cat((available[:sinks], available[low:high]))
             queries = torch.arange(start, stop, device=self.device).unsqueeze(1)
-            mask = mask_of(self._hidden(queries, seen, window).unsqueeze(0), self.heads_per_kv, self.dtype)
+            mask = additive_mask(self._hidden(queries, seen, window).unsqueeze(0), self.heads_per_kv, self.dtype)
             tokens = slice(first + start - past, first + stop - past)
-            slices.append(Slice(tokens, sinks, slice(low, high), mask))
-        return Prefill(old, slices)
+            slices.append(PrefillChunk(tokens, sinks, slice(low, high), mask))
+        return PrefillPlan(old, slices)
 
     def _tokens_in_rows(self, last: Tensor, num_rows: int) -> Tensor:
         """The position of the token in each row after token `last` (`[requests, 1]`) is written:

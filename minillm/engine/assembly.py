@@ -222,7 +222,7 @@ def _settle(args: EngineArgs, layout: type[KVCache], cache: CacheConfig, max_mod
         )
     block_size = max_model_len if layout.whole_sequences else args.block_size or DEFAULT_BLOCK_SIZE
     sharing = layout.supports_prefix_sharing if args.enable_prefix_caching is None else args.enable_prefix_caching
-    max_num_seqs = min(args.max_num_seqs, layout.max_batch or args.max_num_seqs)
+    max_num_seqs = min(args.max_num_seqs, layout.max_requests or args.max_num_seqs)
     return replace(args, block_size=block_size, enable_prefix_caching=sharing, max_num_seqs=max_num_seqs)
 
 

@@ -21,7 +21,7 @@ from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import Draw, SamplingRow, argmax, choose, probs_from_logits, uniform, uniforms
 from minillm.sampling.device import DeviceSampler, SamplingPlan, raise_host_error
-from minillm.speculative.device_rejection import flat_proposals, rejection_columns
+from minillm.speculative.device_rejection import flat_draft_probs, rejection_inputs
 from minillm.speculative.drafter import Draft
 from minillm.speculative.rejection_sampler import (
     EXACT,
@@ -171,9 +171,9 @@ class DeviceJudge:
             tokens, is_valid = self.sampler.choose(logits, rows, drawn)
             return Launched((tokens,), (is_valid,), partial(greedy_verdicts, token_ids))
         plan = SamplingPlan(rows, logits.shape[1])
-        sent = send(plan.columns | rejection_columns(token_ids, seeds, first_index), self.device)
+        sent = send(plan.columns | rejection_inputs(token_ids, seeds, first_index), self.device)
         p, is_valid = self.sampler.probs(logits, plan, sent)
-        q = flat_proposals(token_ids, given, sent["drafts"], p)
+        q = flat_draft_probs(token_ids, given, sent["drafts"], p)
         accepted, own, fits = self.rejection(sent["drafts"], sent["start"], q, p, sent["accept"], sent["own"])
         return Launched((accepted, own), (is_valid, fits), partial(_verdicts, token_ids))
 

@@ -26,9 +26,9 @@ from torch.nn import functional as F
 
 from minillm.batch import Batch
 
-FEW_QUERIES = 16
+MAX_DECODE_QUERIES = 16
 """Requests with up to this many new tokens may share a product; a longer prefill runs by itself."""
-WORTH_A_PRODUCT = 64
+MAX_PADDING_ROWS = 64
 """A request joins a product if that gathers at most this many rows of padding: about the cost of a call."""
 
 
@@ -79,7 +79,7 @@ class Product:
     @property
     def is_prefill(self) -> bool:
         """Whether this is one request with many new tokens."""
-        return self.longest > FEW_QUERIES
+        return self.longest > MAX_DECODE_QUERIES
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ def plan(batch: Batch, window: int | None, heads_per_kv: int, dtype: torch.dtype
 
 def _groups(batch: Batch) -> list[list[int]]:
     """Return the requests of each product. On a GPU all with few new tokens share one, because calls dominate there."""
-    groups = [[r] for r, length in enumerate(batch.query_lens) if length > FEW_QUERIES]
-    few = [r for r, length in enumerate(batch.query_lens) if length <= FEW_QUERIES]
+    groups = [[r] for r, length in enumerate(batch.query_lens) if length > MAX_DECODE_QUERIES]
+    few = [r for r, length in enumerate(batch.query_lens) if length <= MAX_DECODE_QUERIES]
     few.sort(key=lambda r: -batch.seq_lens[r])
     longest = None
     for r in few:
-        if longest is None or (longest - batch.seq_lens[r] > WORTH_A_PRODUCT and not batch.block_tables.is_cuda):
+        if longest is None or (longest - batch.seq_lens[r] > MAX_PADDING_ROWS and not batch.block_tables.is_cuda):
             longest = batch.seq_lens[r]
             groups.append([])
         groups[-1].append(r)
@@ -152,7 +152,7 @@ def _mask(batch: Batch, members: list[int], window: int | None, heads_per_kv: in
     """Return the mask that `Product.mask` describes."""
     query_lens, seq_lens = [batch.query_lens[r] for r in members], [batch.seq_lens[r] for r in members]
     longest, keys, device = max(query_lens), max(seq_lens), batch.block_tables.device
-    is_prefill = longest > FEW_QUERIES
+    is_prefill = longest > MAX_DECODE_QUERIES
     if window is None and (longest == keys if is_prefill else longest == 1 and min(seq_lens) == keys):
         return None
     positions = [  # of the queries; a padding row is its request's last one

@@ -13,7 +13,7 @@ from numba import get_num_threads, set_num_threads
 from numba.core.config import NUMBA_NUM_THREADS
 from torch import Tensor
 
-from minillm.batch import Segment, tree_masks, wanted_rows
+from minillm.batch import Segment, logit_rows, tree_masks
 from minillm.cache.base import KVCache, StoredRows
 from minillm.hardware import usable_processors
 from minillm.models.config import ModelConfig
@@ -59,8 +59,10 @@ def _unsupported_cache(cache: KVCache) -> str | None:
         )
     if cache.ops != type(cache).ops:
         return "an operation of the cache was replaced"
-    if rows.group % LANES:
-        return f"the compiled step reads INT4 groups in multiples of {LANES}, this cache has groups of {rows.group}"
+    if rows.group_size % LANES:
+        return (
+            f"the compiled step reads INT4 groups in multiples of {LANES}, this cache has groups of {rows.group_size}"
+        )
     return None
 
 
@@ -111,7 +113,7 @@ class CpuExecutor:
         return drafted.tolist()
 
     def _run(self, segments: Sequence[Segment], drafted: np.ndarray) -> Tensor:
-        token_ids, tables, requests, wanted = [], [], [], wanted_rows(segments)
+        token_ids, tables, requests, wanted = [], [], [], logit_rows(segments)
         for s in segments:
             count, first = len(s.token_ids), len(token_ids)
             requests.append((first, count, s.end, len(tables)))

@@ -92,8 +92,8 @@ def unsupported_reason(model: Decoder, cache: KVCache) -> str | None:
         return f"kernels need keys and values in the model's dtype; {type(cache).__name__} has {rows.keys[0].dtype}"
     if cache.ops != type(cache).ops:
         return "an op of the cache was replaced"
-    if rows.group % 2:
-        return f"kernels pack INT4 codes in pairs of one group; this cache has groups of {rows.group}"
+    if rows.group_size % 2:
+        return f"kernels pack INT4 codes in pairs of one group; this cache has groups of {rows.group_size}"
     return None
 
 

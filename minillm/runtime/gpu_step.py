@@ -218,7 +218,7 @@ def _layer(
 
 def _rows_for_attention(pools: Sequence[Tensor], rows: StoredRows, head_dim: int) -> Tensor | DequantizedRows:
     """Return one layer's keys or values, as attention reads them."""
-    if rows.decode is None:
+    if rows.dequantise is None:
         return pools[0]
     num_slots, num_kv_heads = pools[0].shape[:2]
-    return DequantizedRows(pools, rows.decode, (num_slots, num_kv_heads, head_dim))
+    return DequantizedRows(pools, rows.dequantise, (num_slots, num_kv_heads, head_dim))

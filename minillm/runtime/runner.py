@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from minillm.batch import Batch, Segment, wanted_rows
+from minillm.batch import Batch, Segment, logit_rows
 from minillm.cache.base import KVCache
 from minillm.models.decoder import Decoder
 
@@ -97,7 +97,7 @@ class ModelRunner:
             return self.executor.run(segments)
         batch = self.batch(segments)
         hidden = self.model(batch.token_ids, batch.positions, self.cache, batch)
-        rows = wanted_rows(segments)
+        rows = logit_rows(segments)
         if len(rows) < hidden.shape[0]:
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=self.device)]
         return self.model.logits(hidden)
@@ -122,4 +122,4 @@ class ModelRunner:
 
     def batch(self, segments: Sequence[Segment]) -> Batch:
         """Return the segments as one batch on the model's device."""
-        return Batch.of(segments, self.block_size, self.device)
+        return Batch.from_segments(segments, self.block_size, self.device)

@@ -81,10 +81,10 @@ class DeviceSampler:
     def __init__(self, device: torch.device | str, implementation: str | None = None) -> None:
         self.device = torch.device(device)
         self.argmax = op("argmax", device, implementation)
-        self.invert = op("sample", device, implementation)
+        self.sample_op = op("sample", device, implementation)
 
     @classmethod
-    def unless_on_cpu(cls, device: torch.device, implementation: str | None) -> DeviceSampler | None:
+    def for_device(cls, device: torch.device, implementation: str | None) -> DeviceSampler | None:
         """A sampler for `device`, or None for a CPU, where reading a value does not wait."""
         return None if device.type == "cpu" else cls(device, implementation)
 
@@ -94,7 +94,7 @@ class DeviceSampler:
         check_rows(logits, rows)
         plan = SamplingPlan(rows, logits.shape[1])
         if plan.is_greedy:
-            return self.argmax(edited(logits, send(plan.columns, self.device)))
+            return self.argmax(penalised_logits(logits, send(plan.columns, self.device)))
         tokens, is_valid, _ = self._drawn(logits, plan, uniforms)
         return tokens, is_valid
 
@@ -113,13 +113,13 @@ class DeviceSampler:
         """Launch the sampling of all rows. Returns tokens, flags and probabilities."""
         sent = send(plan.columns | {"uniforms": uniforms}, self.device)
         probs, is_valid = self.probs(logits, plan, sent)
-        tokens, can_be_drawn = self.invert(probs, sent["uniforms"])
+        tokens, can_be_drawn = self.sample_op(probs, sent["uniforms"])
         return tokens, is_valid & can_be_drawn, probs
 
     def probs(self, logits: Tensor, plan: SamplingPlan, sent: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Launch `probs_from_logits` on the device. Returns fp32 probabilities `[num_rows, vocab]`, and flags
         `[num_rows]` bool, False where a row's largest logit is not finite. `sent`: the plan's columns on the device."""
-        logits = edited(logits, sent)
+        logits = penalised_logits(logits, sent)
         if plan.is_greedy:
             token_ids, is_valid = self.argmax(logits)
             return _one_hot(token_ids, logits), is_valid
@@ -130,7 +130,7 @@ class DeviceSampler:
         return probs, peak.abs().squeeze(1) < math.inf
 
 
-def edited(logits: Tensor, sent: Mapping[str, Tensor]) -> Tensor:
+def penalised_logits(logits: Tensor, sent: Mapping[str, Tensor]) -> Tensor:
     """The logits in fp32 with forbidden tokens at -inf and penalties applied, as in `sampling.host`; a copy if any
     change."""
     logits = logits.float()

@@ -15,7 +15,7 @@ from torch import Tensor
 from minillm.sampling import Draw, uniforms
 
 
-def rejection_columns(
+def rejection_inputs(
     draft_token_ids: Sequence[Sequence[int]],  # per request, k_i drafts (k_i may be 0)
     seeds: Sequence[int],  # per request
     first_index: Sequence[int],  # per request: token index of its first draft
@@ -37,7 +37,7 @@ def rejection_columns(
     }
 
 
-def flat_proposals(
+def flat_draft_probs(
     draft_token_ids: Sequence[Sequence[int]],  # per request
     draft_probs: Sequence[Tensor | None],  # per request [k_i, vocab], or None: deterministic drafts
     drafts: Tensor,  # [D] int64, all of them, on the device

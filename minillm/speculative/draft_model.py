@@ -1,8 +1,8 @@
 """Drafting with a small model (Leviathan et al. 2023; Chen et al. 2023).
 
 The draft model has a second KV cache pool, addressed by the *same* block tables, so one allocator serves both models.
-`_Progress` records which tokens of a request are in the draft's cache. If all γ drafts of a round were accepted, the
-last of them has not been through the draft model: the next round computes it together with the bonus token.
+`DraftProgress` records which tokens of a request are in the draft's cache. If all γ drafts of a round were accepted,
+the last of them has not been through the draft model: the next round computes it together with the bonus token.
 
 The draft model fills blocks later than the target. When a request finds blocks in the prefix cache, they may or may not
 hold the draft's keys and values. So the drafter records the hash of the contents that it has computed for each block,
@@ -48,7 +48,7 @@ class DraftModelOptions:
 
 
 @dataclass
-class _Progress:
+class DraftProgress:
     """Which tokens of a request are in the draft model's cache."""
 
     num_computed: int = 0
@@ -77,7 +77,7 @@ class DraftModelDrafter(Drafter):
         self.runner = runner
         self.max_num_batched_tokens = max_num_batched_tokens
         self.greedy = greedy
-        self._progress: WeakKeyDictionary[Request, _Progress] = WeakKeyDictionary()
+        self._progress: WeakKeyDictionary[Request, DraftProgress] = WeakKeyDictionary()
         self._filled: dict[int, bytes] = {}
         """Block id → hash of its contents, for blocks that the draft model has computed completely."""
 
@@ -91,11 +91,11 @@ class DraftModelDrafter(Drafter):
     @cached_property
     def sampler(self) -> DeviceSampler | None:
         """Samples tokens on a GPU; None on a CPU."""
-        return DeviceSampler.unless_on_cpu(self.runner.device, self.runner.sampling_implementation)
+        return DeviceSampler.for_device(self.runner.device, self.runner.sampling_implementation)
 
     def num_computed_tokens(self, request: Request) -> int:
         """How many of the request's tokens, from the first on, are in the draft model's cache."""
-        progress = self._progress.setdefault(request, _Progress())
+        progress = self._progress.setdefault(request, DraftProgress())
         progress.settle(request, self.runner.block_size)
         return progress.num_computed
 
@@ -146,7 +146,7 @@ class DraftModelDrafter(Drafter):
                 tokens[i].append(token)
                 probs[i].append(row)
         for request, drafted in zip(requests, tokens, strict=True):
-            self._progress[request] = _Progress(request.num_tokens, drafted[:-1])
+            self._progress[request] = DraftProgress(request.num_tokens, drafted[:-1])
         if is_greedy:
             return [Draft(drafted) for drafted in tokens]
         rows = torch.stack([row for of_request in probs for row in of_request])
@@ -178,7 +178,7 @@ class DraftModelDrafter(Drafter):
                 self._filled.pop(request.block_table[position // self.runner.block_size], None)
         drafts = [Draft(token_ids) for token_ids in self.runner.draft(segments, count)]
         for request, draft in zip(requests, drafts, strict=True):
-            self._progress[request] = _Progress(request.num_tokens, draft.token_ids[:-1])
+            self._progress[request] = DraftProgress(request.num_tokens, draft.token_ids[:-1])
         return drafts
 
     def _catch_up(self, requests: Sequence[Request]) -> Tensor:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from minillm.batch import MAX_TREE, Segment
+from minillm.batch import MAX_TREE_TOKENS, Segment
 from minillm.config import at_least
 from minillm.errors import ConfigError
 from minillm.request import Request
-from minillm.speculative.draft_model import DraftModelDrafter, _Progress
+from minillm.speculative.draft_model import DraftModelDrafter, DraftProgress
 from minillm.speculative.drafter import Draft, DraftContext
 
 
@@ -49,10 +49,10 @@ class DraftTreeOptions:
             )
         for count in self.tree_branching:
             at_least("tree_branching's levels", count, 1)
-        if self.num_nodes >= MAX_TREE:
+        if self.num_nodes >= MAX_TREE_TOKENS:
             raise ConfigError(
-                f"tree_branching={list(self.tree_branching)} makes {self.num_nodes} drafts, at most {MAX_TREE - 1} "
-                "can be verified at once; lower it"
+                f"tree_branching={list(self.tree_branching)} makes {self.num_nodes} drafts, at most "
+                f"{MAX_TREE_TOKENS - 1} can be verified at once; lower it"
             )
 
     @property
@@ -85,7 +85,7 @@ class DraftTreeDrafter(DraftModelDrafter):
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         for request in requests:
             self.num_computed_tokens(request)
-        trees = [Tree(request, most) for request, most in zip(requests, num_drafts, strict=True)]
+        trees = [DraftTree(request, most) for request, most in zip(requests, num_drafts, strict=True)]
         logits = self._catch_up(requests)
         for level, count in enumerate(self.branching):
             growing = [tree for tree in trees if tree.has_room] if level else trees
@@ -97,10 +97,10 @@ class DraftTreeDrafter(DraftModelDrafter):
             for tree in growing:
                 tree.grow([next(best) for _ in tree.last_level])
         for request in requests:
-            self._progress[request] = _Progress(request.num_tokens)
+            self._progress[request] = DraftProgress(request.num_tokens)
         return [Draft(tree.token_ids, parents=tree.parents) for tree in trees]
 
-    def _tree_segment(self, tree: Tree) -> Segment:
+    def _tree_segment(self, tree: DraftTree) -> Segment:
         """The segment of the last committed token and the tree. Drops the hashes of the blocks that the tree is written
         to, because its nodes may be rejected."""
         request, size = tree.request, self.runner.block_size
@@ -111,7 +111,7 @@ class DraftTreeDrafter(DraftModelDrafter):
         return Segment(tokens, start, request.block_table, len(tree.last_level), tree.parents)
 
 
-class Tree:
+class DraftTree:
     """A draft tree that grows level by level."""
 
     def __init__(self, request: Request, most: int) -> None:

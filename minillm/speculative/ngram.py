@@ -75,13 +75,13 @@ class NgramDrafter(Drafter):
         text = self._texts.setdefault(request, bytearray())
         text += array("i", request.token_ids[len(text) // TOKEN :])
         for n in range(min(self.longest, request.num_tokens - 1), self.shortest - 1, -1):
-            at = latest(text, n)
+            at = find_latest(text, n)
             if at is not None:
-                return go_on(request.token_ids, at + n, most)
+                return continuation(request.token_ids, at + n, most)
         return []
 
 
-def latest(text: bytearray, n: int) -> int | None:
+def find_latest(text: bytearray, n: int) -> int | None:
     """The index of the token where the last `n` tokens of `text` occurred most recently before; None if never."""
     pattern, end = text[-n * TOKEN :], len(text) - TOKEN
     while (found := text.rfind(pattern, 0, end)) >= 0:
@@ -91,7 +91,7 @@ def latest(text: bytearray, n: int) -> int | None:
     return None
 
 
-def go_on(token_ids: Sequence[int], start: int, count: int) -> list[int]:
+def continuation(token_ids: Sequence[int], start: int, count: int) -> list[int]:
     """`count` tokens from `start` on. At the end of `token_ids`, they repeat from `start`."""
     drafts, period = list(token_ids[start : start + count]), len(token_ids) - start
     while len(drafts) < count:

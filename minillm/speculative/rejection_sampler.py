@@ -35,7 +35,7 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
-from minillm.batch import MAX_TREE
+from minillm.batch import MAX_TREE_TOKENS
 from minillm.errors import DraftError
 from minillm.sampling import Draw, sample, uniform
 
@@ -213,8 +213,10 @@ def check_tree(token_ids: Sequence[int], parents: Sequence[int]) -> None:
     """Raise `DraftError` unless each node has a parent, parents come before children, and the tree is not too large."""
     if len(parents) != len(token_ids):
         raise DraftError(f"a draft tree of {len(token_ids)} tokens has {len(parents)} parents: give one per token")
-    if len(token_ids) >= MAX_TREE:
-        raise DraftError(f"a draft tree of {len(token_ids)} nodes: at most {MAX_TREE - 1} can be verified; draft fewer")
+    if len(token_ids) >= MAX_TREE_TOKENS:
+        raise DraftError(
+            f"a draft tree of {len(token_ids)} nodes: at most {MAX_TREE_TOKENS - 1} can be verified; draft fewer"
+        )
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise DraftError(f"node {node} of a draft tree follows node {parent}: parents are -1 or come before")

@@ -19,7 +19,7 @@ number of accepted tokens, and the source with the higher score is used.
              … for item in self.items : \n  yield item    P = 2/3, 2/3     ← the draft; score 4/3
              … for item in self.items : \n  yield item
 
-Two things differ from the paper. The paper counts all occurrences in a suffix tree; here only the latest `MOST_PLACES`
+Two things differ from the paper. The paper counts all occurrences in a suffix tree; here only the latest `MAX_MATCHES`
 count, and a tie goes to the latest match, because a model's text resembles its most recent output most. In the paper, a
 draft ends where the text ends; here it can continue into itself, so that a loop of three tokens that has occurred twice
 gives drafts longer than three.
@@ -53,7 +53,7 @@ class SuffixOptions:
     """Most tokens that are matched."""
     suffix_decoding_max_cached_requests: int = 10_000
     """Most outputs of earlier requests that are kept, of all salts together, at about 100 bytes per token. 0: none, a
-    request uses only its own text. See `SaltedOutputs` for the eviction order."""
+    request uses only its own text. See `OutputHistoryBySalt` for the eviction order."""
     suffix_decoding_max_spec_factor: float = 1.0
     """A match of p tokens gives at most ⌊factor · p⌋ drafts. With a factor below 1, a match shorter than 1 / factor
     gives none."""
@@ -100,7 +100,7 @@ class SuffixDrafter(Drafter):
         self.min_token_prob = min_token_prob
         self._own: dict[str, SuffixTrie] = {}
         """Request id → trie of a running request's prompt and output."""
-        self._earlier = SaltedOutputs(max_tree_depth, max_cached_requests)
+        self._earlier = OutputHistoryBySalt(max_tree_depth, max_cached_requests)
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
@@ -114,11 +114,11 @@ class SuffixDrafter(Drafter):
     def _draft(self, request: Request, most: int) -> list[int]:
         draft, score = [], 0.0
         for trie in (self._trie_of(request), *self._earlier.tries(request.cache_salt)):
-            matched, places = trie.longest_match(request.token_ids)
+            matched, matches = trie.longest_match(request.token_ids)
             # The factor may be a rounded fraction: 0.29 · 100 is 28.999…
             length = min(most, int(self.max_spec_factor * matched + 1e-6))
             if length > score:  # a draft's score is at most its length
-                path, path_score = most_probable_path(continuations(trie.tokens, places, length), self.min_token_prob)
+                path, path_score = most_probable_path(continuations(trie.tokens, matches, length), self.min_token_prob)
                 if path_score > score:
                     draft, score = path, path_score
         return draft
@@ -132,7 +132,7 @@ class SuffixDrafter(Drafter):
         return trie
 
 
-class SaltedOutputs:
+class OutputHistoryBySalt:
     """Outputs of finished requests, separate for each salt; at most `max_outputs` of all salts together.
 
     Beyond that, the salt whose last request finished longest ago loses all its outputs. So the amount of output of
@@ -142,7 +142,7 @@ class SaltedOutputs:
     def __init__(self, max_depth: int, max_outputs: int) -> None:
         self._max_depth = max_depth
         self._max_outputs = max_outputs
-        self._by_salt: OrderedDict[str, EarlierOutputs] = OrderedDict()
+        self._by_salt: OrderedDict[str, OutputHistory] = OrderedDict()
         """Ordered by when the last request with the salt finished, oldest first."""
 
     @property
@@ -162,14 +162,14 @@ class SaltedOutputs:
         if not self._max_outputs or not token_ids:
             return
         if salt not in self._by_salt:
-            self._by_salt[salt] = EarlierOutputs(self._max_depth, self._max_outputs)
+            self._by_salt[salt] = OutputHistory(self._max_depth, self._max_outputs)
         self._by_salt.move_to_end(salt)
         self._by_salt[salt].add(token_ids)
         while self.num_outputs > self._max_outputs:
             self._by_salt.popitem(last=False)
 
 
-class EarlierOutputs:
+class OutputHistory:
     """Outputs of finished requests, at most `max_outputs` of them.
 
     They are stored in two tries, a young one and an old one. New outputs enter the young trie. When it holds half of
@@ -208,14 +208,14 @@ class EarlierOutputs:
             trie.catch_up()
 
 
-def continuations(tokens: list[int], places: list[int], length: int) -> list[list[int]]:
-    """The `length` tokens from each place (token index) on. `places` are in descending order.
+def continuations(tokens: list[int], matches: list[int], length: int) -> list[list[int]]:
+    """The `length` tokens from each place (token index) on. `matches` are in descending order.
 
     If a place is less than `length` tokens before the end of `tokens`, its continuation repeats from the place: the
     text is taken to be in a loop.
     """
-    found = [tokens[place : place + length] for place in places]
-    for i, place in enumerate(places):
+    found = [tokens[place : place + length] for place in matches]
+    for i, place in enumerate(matches):
         period = len(tokens) - place
         if period >= length:
             break  # this holds for all earlier places, too

@@ -9,9 +9,9 @@ token of a text, then the one before it, and so on, leads to the places whose co
                                         a b            2 5           c, d
                                         d a b          none          so 2 tokens match, and c or d may follow
 
-The trie needs few nodes. Up to `MOST_PLACES` places share a leaf and are compared token by token. One more place makes
+The trie needs few nodes. Up to `MAX_MATCHES` places share a leaf and are compared token by token. One more place makes
 the leaf branch at the first token in which the contexts differ. A node that has branched keeps only its latest
-`MOST_PLACES`, so that the cost of a lookup does not depend on the length of the text; so does a node whose contexts are
+`MAX_MATCHES`, so that the cost of a lookup does not depend on the length of the text; so does a node whose contexts are
 equal down to the maximum depth.
 
     nodes      at most 2n for n tokens, because every branching separates places; 0.4n for source code, some
@@ -24,7 +24,7 @@ only the first or the last place of a match; here the continuations of the lates
 
 from __future__ import annotations
 
-MOST_PLACES = 16
+MAX_MATCHES = 16
 """Places kept per node, the latest ones. More would only refine the estimated probabilities."""
 
 
@@ -65,7 +65,7 @@ class SuffixTrie:
     def longest_match(self, context: list[int]) -> tuple[int, list[int]]:
         """Find the longest suffix of `context`, of at most `max_depth` tokens, that occurs before a place.
 
-        Returns its length p and at most `MOST_PLACES` of those places, latest first: `context[-p:]` equals
+        Returns its length p and at most `MAX_MATCHES` of those places, latest first: `context[-p:]` equals
         `tokens[place - p : place]` for each. `(0, [])` if not even the last token occurs before a place.
         """
         node, matched, end = self._root, 0, len(context)
@@ -92,7 +92,7 @@ class SuffixTrie:
             if node.children is None:
                 if places and places[-1] == place:
                     return
-                if len(places) < MOST_PLACES:
+                if len(places) < MAX_MATCHES:
                     places.append(place)
                     return
                 # Set the depth, which a leaf does not use, before the children: so an interrupt leaves a valid node.
@@ -111,7 +111,7 @@ class SuffixTrie:
                     return
             if places[-1] != place:
                 places.append(place)
-            if len(places) > MOST_PLACES:
+            if len(places) > MAX_MATCHES:
                 del places[0]
             matched, parent = node.depth, node.children
             if matched == self.max_depth:
@@ -139,7 +139,7 @@ class SuffixTrie:
         """A new parent of `node` and of a leaf for `place`, which has only `depth` tokens in common with `node`."""
         token_of_node, token = self.tokens[node.places[-1] - 1 - depth], self.tokens[place - 1 - depth]
         children = {token_of_node: node, token: _Node([place])}
-        return _Node([*node.places, place][-MOST_PLACES:], depth, children)
+        return _Node([*node.places, place][-MAX_MATCHES:], depth, children)
 
     def _common_suffix(self, context: list[int], end: int, place: int, known: int, most: int) -> int:
         """Number of equal tokens, at most `most`, before `end` in `context` and before `place`. `known` are known to be

@@ -52,7 +52,7 @@ def test_random_steps_equal_the_textbook(
     options: dict[str, Any], product: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if product == "padded together":
-        monkeypatch.setattr(rows_module, "SLOW_TO_LAUNCH", ("cpu",))
+        monkeypatch.setattr(rows_module, "PADDED_DEVICES", ("cpu",))
     for seed in range(2):
         config, cache = make(options)
         assert Play(config, cache, full, seed, max_back=CONTEXT).steps(25, places=3).num_rolled_back > 3

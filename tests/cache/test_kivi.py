@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
-from minillm.cache.kivi import KiviKVCache, Shape
+from minillm.cache.kivi import KiviKVCache, KiviShape
 from minillm.cache.paged import PagedKVCache
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.config import ModelConfig
@@ -107,7 +107,7 @@ def test_how_a_prompt_is_chunked_changes_nothing(chunk: int) -> None:
 @each_shape
 def test_at_most_the_residual_is_whole_and_ones_own_token_always_is(shape: tuple[int, int, int]) -> None:
     group_size, residual, rollback = shape
-    rows = Shape.of(CONTEXT, *shape)
+    rows = KiviShape.of(CONTEXT, *shape)
     for count in range(1, CONTEXT + 1):
         coded = rows.num_quantized(count)
         assert coded % group_size == 0 and coded < count

@@ -47,7 +47,7 @@ def test_random_steps_equal_positions_given_anew(
     sinks: int, window: int, spare: int, product: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks from 1 to 40, roll-backs of up to `spare`, places that change hands with and without being freed."""
-    monkeypatch.setattr(rows_module, "SLOW_TO_LAUNCH", ("cpu",) if product == "padded together" else ())
+    monkeypatch.setattr(rows_module, "PADDED_DEVICES", ("cpu",) if product == "padded together" else ())
     monkeypatch.setattr(window_module, "SLICE", 16)
     for seed in range(2):
         config, cache = make(sinks, window, spare)

@@ -337,7 +337,7 @@ def test_kernels_choose_tokens_only_where_they_have_been_seen_to_run(
         monkeypatch.setattr(file, "op", lambda name, where, implementation=None: seen.append(implementation))
     runner = object.__new__(ModelRunner)
     runner.device, runner.executor = torch.device(device), executor
-    sampler = DeviceSampler.unless_on_cpu(runner.device, runner.sampling_implementation)
+    sampler = DeviceSampler.for_device(runner.device, runner.sampling_implementation)
     assert (DeviceJudge.for_runner(runner) is None) == (sampler is None) == (device == "cpu")
     assert seen == asked + asked[:2]
 

@@ -14,7 +14,7 @@ from minillm.errors import MinillmError, NonFiniteLogitsError
 from minillm.ops.transfer import send
 from minillm.sampling import Draw, SamplingParams, SamplingRow, choose, probs_from_logits, uniform, uniforms
 from minillm.sampling import device as device_sampling
-from minillm.sampling.device import DeviceSampler, SamplingPlan, edited
+from minillm.sampling.device import DeviceSampler, SamplingPlan, penalised_logits
 from tests.chi_square import p_value
 from tests.no_waiting import NoWaiting, Waits
 from tests.sampling.test_host import VOCAB, batches
@@ -186,6 +186,8 @@ WAITING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", WAITING)
 def test_a_planted_wait_is_seen(name, monkeypatch):
-    monkeypatch.setattr(device_sampling, "edited", lambda logits, sent: edited(WAITING[name](logits), sent))
+    monkeypatch.setattr(
+        device_sampling, "penalised_logits", lambda logits, sent: penalised_logits(WAITING[name](logits), sent)
+    )
     with pytest.raises(Waits), NoWaiting():
         SAMPLER.choose(torch.randn(2, 20), rows_of("top_p", "greedy"), np.zeros(2))

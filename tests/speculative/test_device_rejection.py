@@ -14,7 +14,7 @@ from minillm.ops.rejection import rejection
 from minillm.ops.transfer import read, send
 from minillm.sampling import Draw, uniform
 from minillm.speculative import device_rejection
-from minillm.speculative.device_rejection import flat_proposals, rejection_columns
+from minillm.speculative.device_rejection import flat_draft_probs, rejection_inputs
 from minillm.speculative.rejection_sampler import Verdict, rejection_sample
 from tests.no_waiting import NoWaiting, Waits
 from tests.speculative import test_rejection_sampler as on_host
@@ -43,8 +43,8 @@ def on_device(
 ) -> list[Verdict]:
     """As `rejection_sample`: one copy there, one read back, nothing else."""
     with NoWaiting() as crossed:
-        sent = send(rejection_columns(draft_token_ids, seeds, first_index), CPU)
-        q = flat_proposals(draft_token_ids, draft_probs, sent["drafts"], target_probs)
+        sent = send(rejection_inputs(draft_token_ids, seeds, first_index), CPU)
+        q = flat_draft_probs(draft_token_ids, draft_probs, sent["drafts"], target_probs)
         found = rejection(sent["drafts"], sent["start"], q, target_probs, sent["accept"], sent["own"])
         accepted, own, is_valid = read(*found)
     assert crossed == {"send": 1, "read": 1}
@@ -77,13 +77,13 @@ def test_speculation_samples_from_the_target(drafting):
 
 def spoil(monkeypatch: pytest.MonkeyPatch, **changes) -> None:
     """Hand the op columns that are wrong in one way."""
-    real = rejection_columns
+    real = rejection_inputs
 
     def wrong(*args):
         columns = real(*args)
         return columns | {name: change(columns) for name, change in changes.items()}
 
-    monkeypatch.setitem(globals(), "rejection_columns", wrong)
+    monkeypatch.setitem(globals(), "rejection_inputs", wrong)
 
 
 WRONG = {
@@ -127,7 +127,7 @@ def test_nobody_drafts_and_nobody_is_there():
 
 
 def test_the_uniforms_are_the_ones_the_sampler_would_use():
-    columns = rejection_columns([[7, 8], [], [9]], [11, 22, 33], [40, 50, 60])
+    columns = rejection_inputs([[7, 8], [], [9]], [11, 22, 33], [40, 50, 60])
     assert columns["drafts"].tolist() == [7, 8, 9]
     assert columns["start"].tolist() == [0, 2, 2, 3]
     accept = [(11, 40), (11, 41), (33, 60)]
@@ -141,10 +141,10 @@ def test_proposals_lie_flat_and_deterministic_ones_are_written_out_beside_sample
     q = torch.softmax(torch.randn(2, VOCAB), -1)
     like, drafts = TARGET[:1], torch.tensor([3, 1, 2])
     one_hot = torch.eye(VOCAB)[3:4]
-    assert flat_proposals([[3], [], [1, 2]], [None, None, None], drafts, like) is None
-    assert flat_proposals([[], [1, 2]], [None, q], drafts[1:], like) is q
-    assert torch.equal(flat_proposals([[3], [], [1, 2]], [None, None, q], drafts, like), torch.cat([one_hot, q]))
-    assert torch.equal(flat_proposals([[], [1, 2]], [None, q.double()], drafts[1:], like), q)
+    assert flat_draft_probs([[3], [], [1, 2]], [None, None, None], drafts, like) is None
+    assert flat_draft_probs([[], [1, 2]], [None, q], drafts[1:], like) is q
+    assert torch.equal(flat_draft_probs([[3], [], [1, 2]], [None, None, q], drafts, like), torch.cat([one_hot, q]))
+    assert torch.equal(flat_draft_probs([[], [1, 2]], [None, q.double()], drafts[1:], like), q)
 
 
 def test_a_planted_wait_is_seen():
@@ -152,7 +152,7 @@ def test_a_planted_wait_is_seen():
         found = rejection(*args)
         return found._replace(num_accepted=found.num_accepted + int(found.is_valid.sum()) * 0)
 
-    columns = send(rejection_columns([[1]], [0], [0]), CPU)
+    columns = send(rejection_inputs([[1]], [0], [0]), CPU)
     args = columns["drafts"], columns["start"], None, TARGET[:2], columns["accept"], columns["own"]
     with NoWaiting():
         rejection(*args)

@@ -12,7 +12,7 @@ from minillm import LLM, SamplingParams
 from minillm.batch import Segment
 from minillm.errors import DraftError, UnsupportedError
 from minillm.request import Request
-from minillm.speculative.draft_tree import Tree
+from minillm.speculative.draft_tree import DraftTree
 from minillm.speculative.drafter import Draft, Drafter
 from minillm.trace import DraftProposed, RequestPreempted, StepRan, TokensCommitted
 from minillm.trace.acceptance_state import AcceptanceState
@@ -188,7 +188,7 @@ def test_layouts_that_keep_no_tree_say_so(tiny: TinyPair) -> None:
 
 
 def test_a_tree_grows_level_by_level_and_stops_at_its_budget() -> None:
-    grown = Tree(Request("a", "", [1], 1, SamplingParams(), 8, 0), 5)
+    grown = DraftTree(Request("a", "", [1], 1, SamplingParams(), 8, 0), 5)
     grown.grow([[10, 11]])
     assert (grown.token_ids, grown.parents, grown.last_level) == ([10, 11], [-1, -1], [0, 1])
     grown.grow([[20, 21], [22, 23]])

@@ -14,8 +14,14 @@ from scipy.stats import chi2_contingency
 from minillm import LLM, SamplingParams
 from minillm.models import bundled
 from minillm.request import Request
-from minillm.speculative.suffix import EarlierOutputs, SaltedOutputs, SuffixDrafter, continuations, most_probable_path
-from minillm.speculative.suffix_trie import MOST_PLACES
+from minillm.speculative.suffix import (
+    OutputHistory,
+    OutputHistoryBySalt,
+    SuffixDrafter,
+    continuations,
+    most_probable_path,
+)
+from minillm.speculative.suffix_trie import MAX_MATCHES
 from minillm.trace import DraftProposed, RequestPreempted, TokensCommitted
 from tests.conftest import TinyPair
 from tests.speculative.test_suffix_trie import interrupted
@@ -63,7 +69,7 @@ def by_definition(
                 (s, i) for s, text in enumerate(texts) for i in range(p, len(text)) if text[i - p : i] == own[-p:]
             ]
             if places:
-                latest = places[::-1][:MOST_PLACES]
+                latest = places[::-1][:MAX_MATCHES]
                 found = walk(texts, latest, min(most, math.floor(factor * p)), least)
                 if found[1] > best[1]:
                     best = found
@@ -201,7 +207,7 @@ def test_an_id_that_comes_back_starts_afresh() -> None:
     assert guess(drafter, request("a", [1, 5, 6, 1, 5])) == [6, 1]
 
 
-def known(outputs: EarlierOutputs, texts: list[list[int]]) -> list[bool]:
+def known(outputs: OutputHistory, texts: list[list[int]]) -> list[bool]:
     return [any(trie.longest_match(text[:2])[0] == 2 for trie in outputs.tries) for text in texts]
 
 
@@ -209,7 +215,7 @@ def known(outputs: EarlierOutputs, texts: list[list[int]]) -> list[bool]:
 def test_no_more_outputs_are_kept_than_allowed(most: int) -> None:
     """And the latest half always is."""
     texts = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(1, 30)]
-    outputs = EarlierOutputs(24, most)
+    outputs = OutputHistory(24, most)
     for number, text in enumerate(texts, 1):
         outputs.add(text)
         kept = known(outputs, texts)
@@ -233,7 +239,7 @@ def test_what_a_request_said_is_found_by_its_own_salt_only() -> None:
 @given(st.integers(1, 9), st.lists(st.sampled_from("abcd"), max_size=60))
 def test_all_salts_together_keep_no_more_than_allowed(most: int, salts: list[str]) -> None:
     """And what was said last is kept, whatever the other salts have said."""
-    outputs = SaltedOutputs(24, most)
+    outputs = OutputHistoryBySalt(24, most)
     for number, salt in enumerate(salts):
         outputs.add(salt, [2 * number + 1, 2 * number + 2])
         kept = [i for i, s in enumerate(salts) if known_to(outputs, s, i)]
@@ -242,13 +248,13 @@ def test_all_salts_together_keep_no_more_than_allowed(most: int, salts: list[str
         assert not any(known_to(outputs, other, number) for other in "abcd" if other != salt)
 
 
-def known_to(outputs: SaltedOutputs, salt: str, number: int) -> bool:
+def known_to(outputs: OutputHistoryBySalt, salt: str, number: int) -> bool:
     text = [2 * number + 1, 2 * number + 2]
     return any(trie.longest_match(text)[0] == 2 for trie in outputs.tries(salt))
 
 
 def test_the_salt_that_was_quiet_longest_is_forgotten_first() -> None:
-    outputs = SaltedOutputs(24, 4)
+    outputs = OutputHistoryBySalt(24, 4)
     for number, salt in enumerate("abca"):
         outputs.add(salt, [2 * number + 1, 2 * number + 2])
     outputs.add("d", [9, 10])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm.speculative import suffix_trie
-from minillm.speculative.suffix_trie import MOST_PLACES, SuffixTrie
+from minillm.speculative.suffix_trie import MAX_MATCHES, SuffixTrie
 
 
 def matches(tokens: list[int], context: list[int], max_depth: int, most: int) -> tuple[int, list[int]]:
@@ -71,7 +71,7 @@ def test_the_longest_match_and_its_latest_places_are_found(
     tokens: list[int], other: list[int], max_depth: int, most: int
 ) -> None:
     """For the text's own end and for another context, with nodes that are split early and late."""
-    with patch.object(suffix_trie, "MOST_PLACES", most):
+    with patch.object(suffix_trie, "MAX_MATCHES", most):
         trie = SuffixTrie(tokens, max_depth)
         trie.catch_up()
         for context in (tokens, other):
@@ -85,7 +85,7 @@ def test_the_longest_match_and_its_latest_places_are_found(
 def test_a_text_that_grows_gives_what_the_whole_text_gives(
     text: list[int], step: int, other: list[int], max_depth: int, most: int
 ) -> None:
-    with patch.object(suffix_trie, "MOST_PLACES", most):
+    with patch.object(suffix_trie, "MAX_MATCHES", most):
         grown = SuffixTrie([], max_depth)
         for start in range(0, len(text), step):
             grown.tokens.extend(text[start : start + step])
@@ -100,7 +100,7 @@ def test_a_text_that_grows_gives_what_the_whole_text_gives(
 def test_a_place_that_parts_others_is_the_latest_of_them() -> None:
     """`1 2` stands before three places after a 5, then before one after a 6; two are remembered."""
     tokens = [5, 1, 2, 9, 5, 1, 2, 9, 5, 1, 2, 9]
-    with patch.object(suffix_trie, "MOST_PLACES", 2):
+    with patch.object(suffix_trie, "MAX_MATCHES", 2):
         trie = SuffixTrie(tokens, 24)
         trie.catch_up()
         assert trie.longest_match([7, 1, 2]) == (2, [11, 7])
@@ -115,7 +115,7 @@ def hostile() -> list[int]:
     rng, tokens = random.Random(0), []
     for block in range(12):
         letters = [rng.randrange(10_000) for _ in range(23)]
-        for copy in range(MOST_PLACES + 1):
+        for copy in range(MAX_MATCHES + 1):
             tokens += [20_000 + 100 * block + copy, *letters]
     return tokens
 
@@ -138,7 +138,7 @@ def test_memory_is_bounded_by_the_number_of_tokens(tokens: list[int], most_nodes
     trie.catch_up()
     assert 1 <= len(nodes(trie)) <= most_nodes * len(tokens) + 1
     for node in nodes(trie):
-        assert len(node.places) <= MOST_PLACES
+        assert len(node.places) <= MAX_MATCHES
         assert node.places == sorted(set(node.places))
 
 
@@ -147,7 +147,7 @@ def test_an_interrupt_anywhere_changes_no_answer() -> None:
     rng = random.Random(3)
     start = [rng.randrange(1, 4) for _ in range(16)]
     later = [rng.randrange(1, 4) for _ in range(8)] + [1, 2] * 5
-    with patch.object(suffix_trie, "MOST_PLACES", 2):
+    with patch.object(suffix_trie, "MAX_MATCHES", 2):
         for line in range(1, 10_000):
             trie = SuffixTrie(list(start), 4)
             trie.catch_up()

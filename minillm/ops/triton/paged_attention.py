@@ -51,7 +51,7 @@ from minillm.ops.triton.machine import SMALLEST_DOT, dense, dot_type, power_of_t
 from minillm.ops.triton.stored_rows import Stored, StoredRows
 from minillm.ops.triton.tiling import AttentionMetadata, Tiling, num_tiles
 
-MAX_TREE = 64
+MAX_TREE_TOKENS = 64
 """Most nodes of a draft tree: each has one bit of a 64-bit mask."""
 
 
@@ -290,7 +290,8 @@ def _check_tree(tree: Tensor | None, window: int | None, batch: Batch) -> None:
         return
     if window is not None:
         raise UnsupportedError(f"draft trees are not supported with a sliding window ({window}); draft chains instead")
-    if max(batch.query_lens, default=0) > MAX_TREE:
+    if max(batch.query_lens, default=0) > MAX_TREE_TOKENS:
         raise UnsupportedError(
-            f"a draft tree of {max(batch.query_lens)} nodes is too large, at most {MAX_TREE} are supported; draft fewer"
+            f"a draft tree of {max(batch.query_lens)} nodes is too large, at most {MAX_TREE_TOKENS} are supported; "
+            "draft fewer"
         )
