@@ -8,8 +8,9 @@ PyTorch call, from Python (`TorchFunctionMode`) and below it (`TorchDispatchMode
     a copy to the device    torch.tensor, an index that is a list, .to(device): from ordinary memory these wait too
     two devices in one call a tensor that was forgotten on the host
 
-The two places that may are `minillm.ops.transfer.send` and `read`, and they are counted; functions that are `also`
-allowed to send are named. Kernels in Triton's interpreter may do as they please: on a GPU they are compiled.
+The two places that may are `minillm.ops.transfer.copy_to_device` and `copy_to_host`, and they are counted; functions
+that are `also` allowed to send are named. Kernels in Triton's interpreter may do as they please: on a GPU they are
+compiled.
 """
 
 from __future__ import annotations
@@ -56,10 +57,14 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 
 
 class NoWaiting:
-    """`with NoWaiting() as crossed:` raises `Waits` where the host would wait; `crossed` counts `send` and `read`."""
+    """`with NoWaiting() as crossed:` raises `Waits` where the host would wait; `crossed` counts `copy_to_device` and
+    `copy_to_host`."""
 
     def __init__(self, *also: FunctionType) -> None:
-        self._places = {transfer.send.__code__: "send", transfer.read.__code__: "read"}
+        self._places = {
+            transfer.copy_to_device.__code__: "copy_to_device",
+            transfer.copy_to_host.__code__: "copy_to_host",
+        }
         self._places |= {function.__code__: function.__name__ for function in also}
 
     def __enter__(self) -> Counter[str]:

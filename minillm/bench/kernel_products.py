@@ -27,12 +27,12 @@ from minillm.bench.kernel_cases import (
     Setting,
     from_dispatch,
 )
-from minillm.ops.cpu.matrix_fields import GROUP, MATRIX_FIELDS, NONE, SCALES, SUMS
+from minillm.ops.cpu.matrix_fields import CODE_SUMS, GROUP, MATRIX_FIELDS, NONE, SCALES
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, NIBBLES, pack_nibbles
 from minillm.ops.cpu.panels import SUMS_SIZE, pack, pack_floats, pack_pairs
 from minillm.ops.cpu.register_tiles import has_byte_products
 from minillm.ops.cpu.rounding import codes_size
-from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, TWICE_PAIRED
+from minillm.ops.cpu.simd import BFLOAT, BYTE_OFFSET, HALF, LANES, TWO_BYTES
 from minillm.ops.linear import PACKED_ROWS, Linear
 from minillm.quantization.base import Scheme
 from minillm.quantization.int4 import Int4
@@ -41,7 +41,7 @@ from minillm.quantization.packing import unpack
 from minillm.quantization.w8a8 import W8A8, integer_product, quantize_rows
 
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-TWO_BYTES = 1e-4
+TWO_BYTE_ERROR = 1e-4
 """Largest relative error of a product whose activations are rounded to two bytes (see `ops.cpu.panels`)."""
 SCHEMES: dict[str, Scheme] = {"int8_linear": Int8(), "w8a8_linear": W8A8(), "int4_linear": Int4(bits=4)}
 
@@ -99,8 +99,8 @@ class Weights:
         else:
             codes, scales = self.tensors["qweight"].numpy(), self.tensors["scales"].numpy()
             panels = self._pack_codes(codes)
-            sums = (MIDDLE * codes.sum(1, dtype=np.int32)).view(np.float32)
-            line[SCALES], line[SUMS] = LANES, LANES + outputs
+            sums = (BYTE_OFFSET * codes.sum(1, dtype=np.int32)).view(np.float32)
+            line[SCALES], line[CODE_SUMS] = LANES, LANES + outputs
             vectors += [np.pad(v, (0, outputs - self.outputs)) for v in (scales, sums)]
         lines = np.tile(line, (self.num_copies, 1))
         lines[:, :3] = [(copy * len(panels), self.columns, outputs) for copy in range(self.num_copies)]
@@ -110,7 +110,7 @@ class Weights:
         """INT8 codes in the executor's layout, which depends on the bytes that activations are rounded to."""
         if self.kind == "w8a8_linear":
             return pack_pairs(codes)
-        return pack_pairs(codes, TWICE_PAIRED) if has_byte_products() else pack(codes)
+        return pack_pairs(codes, TWO_BYTES) if has_byte_products() else pack(codes)
 
     def _pack_groups(self, scheme: Int4) -> Any:
         """INT4 codes with the scales and zero points of their groups, in the executor's layout."""
@@ -184,7 +184,7 @@ def _compiled(w: Weights, x: Tensor) -> Implementation:
     def loop(count: int, first: int, copies: int) -> None:
         kernels_cpu.multiply_loop(count, first, copies, panels, lines, vectors, scratch, codes, rows, out.reshape(-1))
 
-    limit = TWO_BYTES if panels.dtype in (TWICE_PAIRED, NIBBLES) else None
+    limit = TWO_BYTE_ERROR if panels.dtype in (TWO_BYTES, NIBBLES) else None
     return Implementation(loop=loop, result=lambda: torch.from_numpy(out[:, : w.outputs]), limit=limit)
 
 

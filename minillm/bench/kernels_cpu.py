@@ -13,7 +13,7 @@ from minillm.ops.cpu.kv_rows import write_row
 from minillm.ops.cpu.matrix_fields import COLUMNS, OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
 from minillm.ops.cpu.panels import multiply
-from minillm.ops.cpu.rounding import round_row
+from minillm.ops.cpu.rounding import prepare_row
 from minillm.ops.cpu.simd import LANES
 from minillm.ops.cpu.step import argmax
 
@@ -30,7 +30,7 @@ def multiply_loop(count, first, copies, w, matrices, vectors, scratch, codes, ro
         columns, outputs = matrix[COLUMNS], matrix[OUTPUTS]
         scales_at = rows * columns
         for r in range(rows):
-            round_row(w, matrix, vectors, scratch, r * columns, codes, r, scratch, scales_at + r)
+            prepare_row(w, matrix, vectors, scratch, r * columns, codes, r, scratch, scales_at + r)
         multiply(
             w, matrix, vectors, scratch, 0, codes, scales_at, rows, 0, outputs // LANES, out, 0, outputs, False,
             scales_at + rows,

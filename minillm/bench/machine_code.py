@@ -16,7 +16,7 @@ from llvmlite import binding, ir
 from numba import types
 
 from minillm.ops.cpu import register_tiles, simd
-from minillm.ops.cpu.processor import Processor, examine
+from minillm.ops.cpu.processor import Processor, inspect_processor
 
 TARGETS = {
     "haswell": "x86_64-unknown-linux-gnu",
@@ -81,7 +81,7 @@ def byte_product(name: str, rows: int, panels: int, triple: str | None = None) -
 
 
 def _compiled(intrinsic: Any, kinds: list[Any], name: str, triple: str) -> Compiled:
-    module = _module(intrinsic, kinds, triple, examine(triple, name))
+    module = _module(intrinsic, kinds, triple, inspect_processor(triple, name))
     machine = binding.Target.from_triple(triple).create_target_machine(name, opt=3)
     builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(3))
     builder.getModulePassManager().run(module, builder)

@@ -22,7 +22,7 @@ from minillm.models import bundled
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
 TRITON, NUMBA, OPENMP = "triton", "numba", "numba.np.ufunc.omppool"
-PROCESSOR = "minillm.ops.cpu.processor:findings"
+PROCESSOR = "minillm.ops.cpu.processor:doctor_report"
 HEAVY = (TRITON, NUMBA, OPENMP, PROCESSOR)
 """Imported only in another process."""
 NAMES = {

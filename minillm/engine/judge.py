@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops.dispatch import op
-from minillm.ops.transfer import current, read, send
+from minillm.ops.transfer import copy_to_device, copy_to_host, on_device
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import Draw, SamplingRow, argmax, choose, probs_from_logits, uniform, uniforms
@@ -149,9 +149,9 @@ class DeviceJudge:
             if (row := first_broken_row(all_logits)) is not None:
                 raise BrokenRowError(row)
             return _judge_on_host(requests, drafts, logits)
-        with current(self.device):
+        with on_device(self.device):
             launched = self._launch(requests, drafts, logits) if requests else Launched((), (), list)
-            is_finite, *found = read(self.all_finite(all_logits), *launched.results, *launched.flags)
+            is_finite, *found = copy_to_host(self.all_finite(all_logits), *launched.results, *launched.flags)
         results, flags = found[: len(launched.results)], found[len(launched.results) :]
         if (row := _first_false(is_finite)) is not None:
             raise BrokenRowError(row)
@@ -171,7 +171,7 @@ class DeviceJudge:
             tokens, is_valid = self.sampler.choose(logits, rows, drawn)
             return Launched((tokens,), (is_valid,), partial(greedy_verdicts, token_ids))
         plan = SamplingPlan(rows, logits.shape[1])
-        sent = send(plan.columns | rejection_inputs(token_ids, seeds, first_index), self.device)
+        sent = copy_to_device(plan.columns | rejection_inputs(token_ids, seeds, first_index), self.device)
         p, is_valid = self.sampler.probs(logits, plan, sent)
         q = flat_draft_probs(token_ids, given, sent["drafts"], p)
         accepted, own, fits = self.rejection(sent["drafts"], sent["start"], q, p, sent["accept"], sent["own"])

@@ -35,7 +35,7 @@ def rejection(
     draft_probs: Tensor | None,  # [drafts, vocab] fp32; None: deterministic drafts (q one-hot)
     target_probs: Tensor,  # [drafts + requests, vocab] fp32
     accept_uniforms: Tensor,  # [drafts] fp64
-    own_uniforms: Tensor,  # [drafts + requests] fp64: row n of a request draws its next token if n drafts are accepted
+    next_token_uniforms: Tensor,  # [drafts + requests] fp64: row n of a request is used if n drafts are accepted
 ) -> Verdicts:
     """Return the verdict on every request's chain. The reference of the kernel."""
     vocab, device = target_probs.shape[1], target_probs.device
@@ -62,7 +62,7 @@ def rejection(
         residual = torch.where(rejected[:, None], (p - q).clamp(min=0), p)
     # If p and q are equal up to rounding, there is no residual: draw from p itself.
     weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
-    tokens, can_be_drawn = sample(weights, own_uniforms[row])
+    tokens, can_be_drawn = sample(weights, next_token_uniforms[row])
     are_valid = torch.ones_like(count).scatter_reduce(0, request, is_draft_valid.long(), "amin").bool()
     return Verdicts(accepted, tokens, are_valid & can_be_drawn)
 

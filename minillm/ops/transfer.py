@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-def send(columns: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+def copy_to_device(columns: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Copy columns of int64 or fp64, of any lengths, to `device` under the same names: one copy, without waiting.
 
     Each column begins at a multiple of 16 bytes, because Triton compiles a kernel again for pointers that are not
@@ -30,20 +30,20 @@ def send(columns: Mapping[str, np.ndarray], device: torch.device) -> dict[str, T
     host = words.numpy()
     for begin, column in zip(begins, columns.values(), strict=True):
         host[begin : begin + len(column)] = column.view(np.int64)
-    on_device, sent = words.to(device, non_blocking=True), {}
+    device_words, sent = words.to(device, non_blocking=True), {}
     for begin, (name, column) in zip(begins, columns.items(), strict=True):
-        part = on_device[begin : begin + len(column)]
+        part = device_words[begin : begin + len(column)]
         sent[name] = part if column.dtype == np.int64 else part.view(torch.float64)
     return sent
 
 
-def read(*results: Tensor) -> list[list[int]]:
+def copy_to_host(*results: Tensor) -> list[list[int]]:
     """Return vectors of integers and flags (1 or 0) as lists. Waits for the device, once for all of them."""
     flat = iter(torch.cat([result.long() for result in results]).tolist())
     return [[next(flat) for _ in range(len(result))] for result in results]
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
+def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make `device` the current GPU, if it is a GPU: kernels are launched on the current GPU, wherever their tensors
     are."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

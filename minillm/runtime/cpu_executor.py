@@ -25,9 +25,9 @@ from minillm.ops.cpu.matrix_fields import OUTPUTS
 from minillm.ops.cpu.simd import LANES
 from minillm.ops.cpu.team import new_sync
 from minillm.ops.cpu.thread_choice import ThreadChoice
-from minillm.runtime.packed_decoder import PackedDecoder, bits_of, packed, unsupported_model, whole_lines
+from minillm.runtime.packed_decoder import PackedDecoder, bits_of, empty_aligned, packed, unsupported_model
 
-ONE_TEAM = threading.Lock()
+STEP_LOCK = threading.Lock()
 """Held while a step runs on several threads. numba's `workqueue` layer ends the process if two Python threads use it at
 once. With numba's other layers two concurrent steps would only compete for the same processors."""
 Rows = tuple[np.ndarray | int, ...]
@@ -95,7 +95,7 @@ class CpuExecutor:
         self.usable_processors = usable_processors()
         self.scratch, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
 
-    def try_out(self) -> str | None:
+    def warm_up(self) -> str | None:
         """Run one step, so that numba compiles it for these kinds of weights and cache or loads it from disk."""
         with showing_progress():
             self.run([Segment([0], 0, [0])])
@@ -137,7 +137,7 @@ class CpuExecutor:
             self.sync, threads, drafted, self.dims, self.weights, self.keys, self.values, inputs, scratch,
             logits.numpy().reshape(-1),
         )  # fmt: skip
-        self.thread_choice.took(kind, threads, _time_step(arguments, threads))
+        self.thread_choice.record(kind, threads, _time_step(arguments, threads))
         return logits
 
     def _make_room(self, tokens: int, threads: int) -> int:
@@ -145,20 +145,20 @@ class CpuExecutor:
         thread_size = step.thread_scratch_size(self.dims)
         needed = int(step.areas.py_func(self.dims, tokens)[-1] + threads * thread_size)
         if len(self.scratch) < needed:
-            self.scratch = whole_lines(needed, np.dtype(np.float32))
+            self.scratch = empty_aligned(needed, np.dtype(np.float32))
         bytes_needed = -(-tokens // amx.ROWS) * self.packed.widest_codes
         if len(self.codes) < bytes_needed:
-            self.codes = whole_lines(bytes_needed, np.dtype(np.uint8))
+            self.codes = empty_aligned(bytes_needed, np.dtype(np.uint8))
         return int(thread_size)
 
 
 def _time_step(arguments: tuple[Any, ...], threads: int) -> float:
-    """Run a step; returns the seconds that it took, without the time that it waited for `ONE_TEAM`."""
+    """Run a step; returns the seconds that it took, without the time that it waited for `STEP_LOCK`."""
     if threads == 1:
         began = time.perf_counter()
         step.run(*arguments)
         return time.perf_counter() - began
-    with ONE_TEAM:
+    with STEP_LOCK:
         began = time.perf_counter()
         if get_num_threads() != threads:
             set_num_threads(threads)

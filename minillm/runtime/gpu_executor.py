@@ -49,18 +49,18 @@ from minillm.errors import NonFiniteLogitsError
 from minillm.models.decoder import Decoder
 from minillm.ops.dispatch import implementations
 from minillm.ops.triton.machine import FLOATS, power_of_two
-from minillm.ops.triton.tiling import AttentionMetadata, Heads, Sizes, Tiling
-from minillm.runtime.gpu_step import FORMATS, Ops, Weights, forward, has_own_products
+from minillm.ops.triton.tiling import AttentionMetadata, HeadShape, StepSizes, Tiling
+from minillm.runtime.gpu_step import FORMATS, Ops, Weights, forward, is_capturable
 from minillm.runtime.step_inputs import Shape, StepInputs, query_starts
 
 if TYPE_CHECKING:
     from minillm.batch import Segment
 
-MOST_TOKENS = 512
+MAX_GRAPH_TOKENS = 512
 """Tokens of the largest graph. More tokens keep a GPU busy without one."""
-MOST_QUERIES = 16
+MAX_GRAPH_QUERY_LEN = 16
 """Most new tokens of one request in a graph. More are a prefill, whose attention needs larger tiles."""
-QUERIES = 8
+TOKENS_PER_REQUEST = 8
 """Tokens per request in the graph of the largest batch: one and seven drafts."""
 SHORTEST_CONTEXT = 256
 """All shorter contexts share a graph: attention does not split so few keys anyway."""
@@ -97,7 +97,7 @@ def unsupported_reason(model: Decoder, cache: KVCache) -> str | None:
     return None
 
 
-def padded(count: int) -> int:
+def padded_size(count: int) -> int:
     """Return the size to which this many tokens are padded: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, …
 
     These are at most four or eight sizes per power of two: vLLM's `cudagraph_capture_sizes` with fewer large sizes.
@@ -130,7 +130,7 @@ class CudaCapture:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class CapturedStep:
     """A step of one shape, ready to be replayed with new inputs."""
 
     inputs: StepInputs
@@ -165,16 +165,16 @@ class GpuExecutor:
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.weights = Weights.of(model, cache)
         self.ops = Ops.of(self.device)
-        self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, weight.dtype)
+        self.heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, weight.dtype)
         self.capture: Capture | None = None
-        if use_graphs and has_own_products(model):
+        if use_graphs and is_capturable(model):
             self.capture = capture or CudaCapture(self.device)
-        self.most_tokens = padded(min(MOST_TOKENS, QUERIES * max_num_seqs))
+        self.most_tokens = padded_size(min(MAX_GRAPH_TOKENS, TOKENS_PER_REQUEST * max_num_seqs))
         largest = Shape(self.most_tokens, power_of_two(max_num_seqs), max_model_len, block_size)
         with torch.inference_mode():
             self.memory = torch.zeros(largest.size, dtype=torch.int32, device=self.device)
             self.hidden = torch.zeros(self.most_tokens, config.hidden_size, dtype=weight.dtype, device=self.device)
-        self.prepared: dict[tuple[Shape, int], Prepared] = {}
+        self.prepared: dict[tuple[Shape, int], CapturedStep] = {}
         """The captured steps by shape and number of drafts (0: a step without drafting)."""
 
     runs_trees = False
@@ -192,7 +192,7 @@ class GpuExecutor:
                 self._send(segments, shape, step.inputs)
                 step.replay()
                 inputs, hidden = step.inputs, step.output
-            wanted = inputs.rows[: sum(segment.num_logits for segment in segments)]
+            wanted = inputs.logit_rows[: sum(segment.num_logits for segment in segments)]
             return self.weights.head(hidden.index_select(0, wanted))
 
     @torch.inference_mode()
@@ -219,7 +219,7 @@ class GpuExecutor:
             )
         return drafted
 
-    def try_out(self) -> str | None:
+    def warm_up(self) -> str | None:
         """Run a step of padding only, so that kernels are compiled now; returns what went wrong, or None."""
         try:
             with torch.inference_mode(), self._on_device():
@@ -242,14 +242,14 @@ class GpuExecutor:
             tokens > self.most_tokens
             or len(segments) > self.max_num_seqs
             or context > self.max_model_len
-            or max(len(s.token_ids) for s in segments) > MOST_QUERIES
+            or max(len(s.token_ids) for s in segments) > MAX_GRAPH_QUERY_LEN
         ):
             return None
         return self._padded(tokens, len(segments), context)
 
     def _padded(self, tokens: int, requests: int, context: int) -> Shape:
         context = min(power_of_two(context, SHORTEST_CONTEXT), self.max_model_len)
-        return Shape(padded(tokens), power_of_two(requests), context, self.block_size)
+        return Shape(padded_size(tokens), power_of_two(requests), context, self.block_size)
 
     def _exact(self, segments: Sequence[Segment], ahead: int = 0) -> Shape:
         tokens = sum(len(s.token_ids) for s in segments)
@@ -269,7 +269,7 @@ class GpuExecutor:
         inputs.flat.copy_(host, non_blocking=True)
         return inputs
 
-    def _prepare(self, shape: Shape, count: int = 0) -> Prepared:
+    def _prepare(self, shape: Shape, count: int = 0) -> CapturedStep:
         """Return the step of this shape, captured at its first use. `count`: drafts; 0: no drafting."""
         if (shape, count) in self.prepared:
             return self.prepared[shape, count]
@@ -281,9 +281,9 @@ class GpuExecutor:
             output = self.hidden[: shape.tokens]
             function = partial(self._run_into, output, inputs)
         if self.capture is None:
-            return Prepared(inputs, output, function)
+            return CapturedStep(inputs, output, function)
         inputs.clear()  # warm-up runs must neither write to the cache nor read it
-        self.prepared[shape, count] = Prepared(inputs, output, self.capture(function))
+        self.prepared[shape, count] = CapturedStep(inputs, output, self.capture(function))
         return self.prepared[shape, count]
 
     def _run_into(self, output: Tensor, inputs: StepInputs) -> None:
@@ -293,7 +293,7 @@ class GpuExecutor:
         """Fill `output` (`[count, requests]`) with greedily drafted tokens."""
         w, ops, shape = self.weights, self.ops, inputs.shape
         hidden = forward(w, ops, batch or self._batch(inputs))
-        last = hidden.index_select(0, inputs.rows[: shape.requests])
+        last = hidden.index_select(0, inputs.logit_rows[: shape.requests])
         lengths, tokens, are_valid = inputs.seq_lens, [], []
         for number in range(1, len(output) + 1):
             token_ids, is_valid = ops.argmax(w.head(last))
@@ -328,7 +328,7 @@ class GpuExecutor:
             block_size=shape.block_size,
         )
         batch.set_plan(AttentionMetadata(inputs.query_start, inputs.seq_lens))
-        batch.set_plan(Tiling.for_sizes(Sizes(shape.tokens, shape.requests, longest), shape.context, self.heads))
+        batch.set_plan(Tiling.for_sizes(StepSizes(shape.tokens, shape.requests, longest), shape.context, self.heads))
         return batch
 
     def _one_each(
@@ -345,8 +345,8 @@ class GpuExecutor:
             seq_lens=[shape.context] * shape.requests,
             block_size=shape.block_size,
         )
-        batch.set_plan(AttentionMetadata(inputs.next_start, seq_lens))
-        batch.set_plan(Tiling.for_sizes(Sizes(shape.requests, shape.requests, 1), shape.context, self.heads))
+        batch.set_plan(AttentionMetadata(inputs.draft_query_start, seq_lens))
+        batch.set_plan(Tiling.for_sizes(StepSizes(shape.requests, shape.requests, 1), shape.context, self.heads))
         return batch
 
     def _on_device(self) -> AbstractContextManager[object]:

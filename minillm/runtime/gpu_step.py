@@ -114,7 +114,7 @@ class Weights:
     def of(cls, model: Decoder, cache: KVCache, implementation: str | None = None) -> Weights:
         """Prepare a model and the cache that it writes to, once. The cache stores its rows in one of `FORMATS`."""
         config, weight = model.config, model.embed_tokens.weight
-        multiply = partial(product, device=weight.device, implementation=implementation)
+        multiply = partial(linear_op, device=weight.device, implementation=implementation)
         return cls(
             embedding=weight,
             cos=model.rope.cos.to(weight.dtype).unsqueeze(1),
@@ -157,7 +157,7 @@ def forward(w: Weights, ops: Ops, batch: Batch) -> Tensor:
     return normed
 
 
-def product(module: nn.Module, device: torch.device | str, implementation: str | None = None) -> Product:
+def linear_op(module: nn.Module, device: torch.device | str, implementation: str | None = None) -> Product:
     """Return the function that multiplies with a linear layer's weights: PyTorch's for floats, a kernel for codes that
     have one, else the module itself. `implementation`: as in `ops.dispatch.op`."""
     if isinstance(module, nn.Linear):
@@ -181,7 +181,7 @@ def _kernel(scheme: Scheme) -> str | None:
     return PRODUCTS.get(type(scheme)) if scheme.bits in (4, 8) else None
 
 
-def has_own_products(model: Decoder) -> bool:
+def is_capturable(model: Decoder) -> bool:
     """Whether all products of the step are PyTorch's on floats or ops of `PRODUCTS`. Other schemes might wait for the
     device."""
     quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]

@@ -19,6 +19,7 @@ from minillm.models.decoder import Decoder
 from minillm.ops.cpu import amx
 from minillm.ops.cpu.matrix_fields import (
     BIAS,
+    CODE_SUMS,
     COLUMNS,
     GROUP,
     INPUTS,
@@ -27,14 +28,13 @@ from minillm.ops.cpu.matrix_fields import (
     OUTPUTS,
     PANEL,
     SCALES,
-    SUMS,
 )
-from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, LONGEST_GROUP, NIBBLES, pack_nibbles, panel_size
+from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, MAX_GROUP_SIZE, NIBBLES, pack_nibbles, panel_size
 from minillm.ops.cpu.panels import pack, pack_floats, pack_pairs, packed_columns
 from minillm.ops.cpu.processor import processor
 from minillm.ops.cpu.register_tiles import has_byte_products
 from minillm.ops.cpu.rounding import codes_size
-from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, TWICE_PAIRED
+from minillm.ops.cpu.simd import BFLOAT, BYTE_OFFSET, HALF, LANES, TWO_BYTES
 from minillm.quantization.awq import AWQ
 from minillm.quantization.base import QuantizedLinear, Scheme
 from minillm.quantization.int4 import Int4
@@ -80,10 +80,10 @@ def _unsupported_weights(scheme: Scheme | None, config: ModelConfig) -> str | No
         return f"the compiled step supports float, int8, w8a8, int4 and awq weights, not {scheme.method}"
     if isinstance(scheme, Int4):
         longest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-        if scheme.group_size % LANES or min(scheme.group_size, longest) > LONGEST_GROUP:
+        if scheme.group_size % LANES or min(scheme.group_size, longest) > MAX_GROUP_SIZE:
             return (
                 f"the compiled step reads {scheme.method} weights in groups of a multiple of {LANES}, "
-                f"{LONGEST_GROUP} at most, and these are in groups of {scheme.group_size}"
+                f"{MAX_GROUP_SIZE} at most, and these are in groups of {scheme.group_size}"
             )
     return None
 
@@ -110,13 +110,13 @@ class PackedDecoder:
         vectors = _Vectors()
         vectors.add(torch.full((LANES,), config.rms_norm_eps))
         self.matrices = np.full((4 * config.num_layers + 1, MATRIX_FIELDS), NONE, np.int64)
-        self.weights = _pack_all(model, _linears(model), self.matrices[:-1], vectors)
+        self.weights = _pack_matrices(model, _linears(model), self.matrices[:-1], vectors)
         embedding = model.embed_tokens.weight
         self.tied = not isinstance(model.lm_head, QuantizedLinear) and model.lm_head.weight is embedding
         self.embedding = np.zeros(0, np.float32) if self.tied else _smallest_cast([embedding])(embedding).reshape(-1)
-        model.embed_tokens = Moved()
+        model.embed_tokens = MovedLayer()
         del embedding  # otherwise it would stay in memory until this function returns
-        self.head = _pack_all(model, ["lm_head"], self.matrices[-1:], vectors)
+        self.head = _pack_matrices(model, ["lm_head"], self.matrices[-1:], vectors)
         self.layers = np.array(
             [
                 [
@@ -135,13 +135,13 @@ class PackedDecoder:
         self.vectors = vectors.flat()
         self.cos, self.signed_sin = (table.numpy().reshape(-1) for table in (model.rope.cos, model.rope.signed_sin))
         self.widest_codes = max(codes_size(amx.ROWS, int(c), int(g)) for c, g in self.matrices[:, [COLUMNS, GROUP]])
-        """Most bytes that sixteen rows of inputs take once they are rounded (`rounding.round_row`)."""
+        """Most bytes that sixteen rows of inputs take once they are rounded (`rounding.prepare_row`)."""
 
 
 _PACKED: WeakKeyDictionary[Decoder, PackedDecoder] = WeakKeyDictionary()
 
 
-class Moved(nn.Module):
+class MovedLayer(nn.Module):
     """Stands in the model for a layer whose weights an executor has taken."""
 
     def forward(self, *args: Any) -> Tensor:
@@ -171,7 +171,7 @@ class _Vectors:
         return np.concatenate(self.parts).astype(np.float32, copy=False)
 
 
-def _pack_all(model: Decoder, names: Sequence[str], matrices: np.ndarray, vectors: _Vectors) -> np.ndarray:
+def _pack_matrices(model: Decoder, names: Sequence[str], matrices: np.ndarray, vectors: _Vectors) -> np.ndarray:
     """The panels of the matrices with these names in one array; fills in their rows of `matrices`.
 
     Each matrix leaves the model as soon as it is packed, so that the model is never in memory twice.
@@ -190,15 +190,15 @@ def _pack_all(model: Decoder, names: Sequence[str], matrices: np.ndarray, vector
         for first in range(0, linear.out_features, PACKED_ROWS):
             panels = pack_rows(slice(first, first + PACKED_ROWS))
             if flat is None:
-                flat = whole_lines(total, panels.dtype)
+                flat = empty_aligned(total, panels.dtype)
             flat[at : at + len(panels)] = panels
             at += len(panels)
-        model.set_submodule(name, Moved())
+        model.set_submodule(name, MovedLayer())
     assert flat is not None
     return flat
 
 
-def whole_lines(size: int, dtype: np.dtype[Any]) -> np.ndarray:
+def empty_aligned(size: int, dtype: np.dtype[Any]) -> np.ndarray:
     """`size` numbers, uninitialised, aligned to a cache line, so that no load of a panel touches two cache lines."""
     memory = np.empty(size + CACHE_LINE // dtype.itemsize, dtype)
     first = -memory.ctypes.data % CACHE_LINE // dtype.itemsize
@@ -223,11 +223,11 @@ def _row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vectors) 
         return _group_row_packer(linear, matrix, vectors)
     codes = linear.get_buffer("qweight").numpy()
     matrix[SCALES] = vectors.add(linear.get_buffer("scales"))
-    matrix[SUMS] = vectors.add((MIDDLE * codes.sum(1, dtype=np.int32)).view(np.float32))
+    matrix[CODE_SUMS] = vectors.add((BYTE_OFFSET * codes.sum(1, dtype=np.int32)).view(np.float32))
     if isinstance(linear.scheme, W8A8):
         return lambda rows: pack_pairs(codes[rows])
     if has_byte_products():
-        return lambda rows: pack_pairs(codes[rows], TWICE_PAIRED)
+        return lambda rows: pack_pairs(codes[rows], TWO_BYTES)
     return lambda rows: pack(codes[rows])
 
 

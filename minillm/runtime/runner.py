@@ -74,7 +74,7 @@ class ModelRunner:
         longest = max_model_len or self.model.config.max_position_embeddings
         executor_class = getattr(module, EXECUTORS[self.device.type][2])
         executor = executor_class(self.model, self.cache, self.block_size, max_num_seqs, longest)
-        reason = executor.try_out()
+        reason = executor.warm_up()
         if reason is None:
             self.executor = executor
         return reason

@@ -40,9 +40,9 @@ class Shape:
             "token_ids": self.tokens,
             "positions": self.tokens,
             "slots": self.tokens,
-            "rows": max(self.tokens, self.requests),
+            "logit_rows": max(self.tokens, self.requests),
             "query_start": self.requests + 1,
-            "next_start": self.requests + 1,
+            "draft_query_start": self.requests + 1,
             "seq_lens": self.requests,
             "block_tables": self.requests * self.blocks,
         }
@@ -68,11 +68,11 @@ class StepInputs:
     positions: Tensor
     slots: Tensor
     """`[tokens]`."""
-    rows: Tensor
+    logit_rows: Tensor
     """Indices of the hidden states whose logits are wanted, in order; the rest is 0."""
     query_start: Tensor
     """`[requests + 1]`."""
-    next_start: Tensor
+    draft_query_start: Tensor
     """`[requests + 1]`: `query_start` of the following drafting steps, with one token per request."""
     seq_lens: Tensor
     """`[requests]`."""
@@ -112,9 +112,9 @@ class StepInputs:
         slots[:num_tokens] = tables[request, positions // size] * size + positions % size
         slots[num_tokens:] = -1
         wanted = [row for s, end in zip(segments, ends, strict=True) for row in range(end - s.num_logits, end)]
-        self.rows.numpy()[: len(wanted)] = wanted
+        self.logit_rows.numpy()[: len(wanted)] = wanted
         self.query_start.numpy()[1:] = np.pad(ends, (0, self.shape.requests - count), mode="edge")
-        self.next_start.numpy()[:] = np.arange(self.shape.requests + 1).clip(max=count)
+        self.draft_query_start.numpy()[:] = np.arange(self.shape.requests + 1).clip(max=count)
         self.seq_lens.numpy()[:count] = starts + lens
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minillm.errors import NonFiniteLogitsError
 from minillm.ops.dispatch import op
-from minillm.ops.transfer import current, read, send
+from minillm.ops.transfer import copy_to_device, copy_to_host, on_device
 from minillm.sampling import SamplingRow, check_rows, probs_from_logits, used_tokens
 from minillm.sampling.filters import in_min_p, in_top_k, in_top_p, penalised, softmax_at
 
@@ -94,7 +94,7 @@ class DeviceSampler:
         check_rows(logits, rows)
         plan = SamplingPlan(rows, logits.shape[1])
         if plan.is_greedy:
-            return self.argmax(penalised_logits(logits, send(plan.columns, self.device)))
+            return self.argmax(penalised_logits(logits, copy_to_device(plan.columns, self.device)))
         tokens, is_valid, _ = self._drawn(logits, plan, uniforms)
         return tokens, is_valid
 
@@ -102,16 +102,16 @@ class DeviceSampler:
         """Sample one token per row and read the tokens. Also returns the distributions that they were sampled from,
         `[num_rows, vocab]` fp32, which stay on the device. Raises what `probs_from_logits` raises."""
         check_rows(logits, rows)
-        with current(self.device):
+        with on_device(self.device):
             tokens, is_valid, probs = self._drawn(logits, SamplingPlan(rows, logits.shape[1]), uniforms)
-            drawn, flags = read(tokens, is_valid)
+            drawn, flags = copy_to_host(tokens, is_valid)
         if not all(flags):
             raise_host_error(lambda: probs_from_logits(logits.cpu(), rows))
         return drawn, probs
 
     def _drawn(self, logits: Tensor, plan: SamplingPlan, uniforms: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """Launch the sampling of all rows. Returns tokens, flags and probabilities."""
-        sent = send(plan.columns | {"uniforms": uniforms}, self.device)
+        sent = copy_to_device(plan.columns | {"uniforms": uniforms}, self.device)
         probs, is_valid = self.probs(logits, plan, sent)
         tokens, can_be_drawn = self.sample_op(probs, sent["uniforms"])
         return tokens, is_valid & can_be_drawn, probs

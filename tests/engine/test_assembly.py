@@ -141,11 +141,11 @@ def test_the_weights_are_never_there_twice(
     def count_left(_: Any) -> None:
         num_alive.append(sum(matrix() is not None for matrix in matrices))
 
-    before("_pack_all", packed_decoder, find)
+    before("_pack_matrices", packed_decoder, find)
     before("pack", packed_decoder, count_left)
     before("pack_floats", packed_decoder, count_left)
     before("pack_pairs", packed_decoder, count_left)
-    before("try_out", CpuExecutor, count_left)
+    before("warm_up", CpuExecutor, count_left)
     LLM(str(folders["target bfloat16"]), device="cpu", quantization=quantization)
     # Eight of the layers, embedding, unembedding. The embedding is taken over when the layers are packed.
     assert num_alive == [10, 9, 8, 7, 6, 5, 4, 3, 1, 0]

@@ -164,7 +164,7 @@ def test_weights_of_four_bits_stay_packed_and_are_in_memory_once(monkeypatch: py
     count = sum(linear.in_features * linear.out_features for _, linear in decoder_linears(model))
     cache = PagedKVCache(model.config, BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
     executor = CpuExecutor(model, cache, BLOCK_SIZE)
-    assert executor.try_out() is None
+    assert executor.warm_up() is None
     assert executor.packed.weights.nbytes == count * 5 / 8
     assert executor.packed.weights.ctypes.data % 64 == 0
     assert left == list(range(12, 0, -1))

@@ -19,7 +19,7 @@ from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.errors import NonFiniteLogitsError
 from minillm.runtime import gpu_executor
-from minillm.runtime.gpu_executor import GpuExecutor, padded, unsupported_reason
+from minillm.runtime.gpu_executor import GpuExecutor, padded_size, unsupported_reason
 from minillm.runtime.step_inputs import Shape, StepInputs
 from tests.conftest import TinyPair
 from tests.no_waiting import NoWaiting, Waits
@@ -128,12 +128,12 @@ def test_step_inputs_say_what_a_batch_says() -> None:
         assert inputs.slots.tolist() == batch.slot_mapping.tolist() + [-1] * (16 - tokens)
         assert inputs.query_start.tolist() == batch.query_start + [tokens] * (4 - count)
         assert inputs.seq_lens.tolist() == batch.seq_lens + [0] * (4 - count)
-        assert inputs.next_start.tolist() == [*range(count + 1), *[count] * (4 - count)]
+        assert inputs.draft_query_start.tolist() == [*range(count + 1), *[count] * (4 - count)]
         for row, segment in zip(inputs.block_tables.tolist(), step, strict=False):
             assert row[: len(segment.block_table)] == segment.block_table
         ends = zip(step, batch.query_start[1:], strict=True)
         wanted = [row for s, end in ends for row in range(end - s.num_logits, end)]
-        assert inputs.rows.tolist()[: len(wanted)] == wanted
+        assert inputs.logit_rows.tolist()[: len(wanted)] == wanted
 
 
 def test_fields_begin_where_wide_loads_may_and_end_before_the_next() -> None:
@@ -148,11 +148,11 @@ def test_fields_begin_where_wide_loads_may_and_end_before_the_next() -> None:
 
 
 def test_sizes_grow_and_waste_little() -> None:
-    sizes = sorted({padded(n) for n in range(1, 513)})
+    sizes = sorted({padded_size(n) for n in range(1, 513)})
     assert sizes[:6] == [1, 2, 4, 8, 16, 24]
     assert len(sizes) == 23
-    assert all(padded(size) == size for size in sizes)
-    assert all(n <= padded(n) < n + max(8, n / 4) for n in range(1, 513))
+    assert all(padded_size(size) == size for size in sizes)
+    assert all(n <= padded_size(n) < n + max(8, n / 4) for n in range(1, 513))
     assert all(a < b for a, b in pairwise(sizes))
 
 
@@ -176,13 +176,13 @@ def test_what_cannot_be_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_that_do_not_compile_are_told() -> None:
     on = executor_of(random_model(SMALL))
-    assert on.try_out() is None
+    assert on.warm_up() is None
 
     def broken(*args: object) -> None:
         raise RuntimeError("Failed to find C compiler\nmore")
 
     object.__setattr__(on.ops, "rope", broken)
-    assert on.try_out() == "the kernels do not run here (Failed to find C compiler)"
+    assert on.warm_up() == "the kernels do not run here (Failed to find C compiler)"
 
 
 def test_a_runner_on_a_gpu_gets_the_executor_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_runner_on_a_gpu_gets_the_executor_or_the_reason_why_not(monkeypatch: 
         <= 1e-5
     )
 
-    for broken, reason in (("unsupported_reason", "no such cache"), ("GpuExecutor.try_out", "no compiler")):
+    for broken, reason in (("unsupported_reason", "no such cache"), ("GpuExecutor.warm_up", "no compiler")):
         runner.executor = None
         with monkeypatch.context() as patch:
             patch.setattr(f"minillm.runtime.gpu_executor.{broken}", lambda *args, reason=reason: reason)

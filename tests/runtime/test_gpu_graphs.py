@@ -171,8 +171,8 @@ def test_a_replay_runs_no_python_of_the_step(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # padding rows
 def test_keys_cut_into_parts_are_cut_alike_in_every_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
-        monkeypatch.setattr(machine, "num_processors", lambda: 16)
-        monkeypatch.setattr(tiling, "KEYS_OF_A_SPLIT", 16)
+        monkeypatch.setattr(machine, "num_sms", lambda: 16)
+        monkeypatch.setattr(tiling, "MIN_KEYS_PER_SPLIT", 16)
     model = random_model(replace(SMALL, sliding_window=5))
     on, off, plain = executor_of(model), executor_of(model, graphs=False), runner_of(model)
     for step in short_steps():
@@ -185,7 +185,7 @@ def test_keys_cut_into_parts_are_cut_alike_in_every_replay(monkeypatch: pytest.M
 
 
 def test_an_unknown_scheme_has_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_executor, "has_own_products", lambda model: False)
+    monkeypatch.setattr(gpu_executor, "is_capturable", lambda model: False)
     on = executor_of(random_model(SMALL))
     assert on.capture is None
     assert on.run([Segment(PROMPT, 0, TABLE)]).isfinite().all()

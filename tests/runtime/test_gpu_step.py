@@ -19,7 +19,7 @@ from minillm.quantization.base import LayerStatistics, QuantizedLinear, Scheme
 from minillm.quantization.int4 import Int4
 from minillm.quantization.int8 import Int8
 from minillm.quantization.w8a8 import W8A8
-from minillm.runtime.gpu_step import Ops, Weights, forward, has_own_products, product
+from minillm.runtime.gpu_step import Ops, Weights, forward, is_capturable, linear_op
 from minillm.runtime.runner import ModelRunner
 from tests.ops.triton.conftest import interpreter  # noqa: F401  (and kernels are imported for the interpreter)
 from tests.runtime.gpu_cases import SHAPES, SMALL, WHERE, random_model, relative, runner_of, steps
@@ -92,17 +92,17 @@ def test_awq_of_four_bits_has_a_product_of_its_own_and_of_three_bits_asks_its_mo
     four, three = (with_awq(random_model(SMALL), bits) for bits in (4, 3))
     check(four, way)
     check(three, way)
-    assert has_own_products(four) and not has_own_products(three)
-    assert isinstance(product(three.layers[0].o_proj, WHERE, way), QuantizedLinear)
-    assert not isinstance(product(four.layers[0].o_proj, WHERE, way), QuantizedLinear)
+    assert is_capturable(four) and not is_capturable(three)
+    assert isinstance(linear_op(three.layers[0].o_proj, WHERE, way), QuantizedLinear)
+    assert not isinstance(linear_op(four.layers[0].o_proj, WHERE, way), QuantizedLinear)
 
 
 def test_a_weight_without_a_kernel_here_is_multiplied_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = quantize_model(random_model(SMALL), W8A8()).layers[0].o_proj
     monkeypatch.setattr("minillm.ops.dispatch.triton_runs", lambda kind, oldest: oldest < (8, 0))
-    assert product(linear, WHERE) is linear
+    assert linear_op(linear, WHERE) is linear
     monkeypatch.undo()
-    assert product(linear, WHERE, "reference") is not linear
+    assert linear_op(linear, WHERE, "reference") is not linear
 
 
 def test_the_cache_is_left_as_the_plain_way_leaves_it() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm.ops.rejection import rejection
-from minillm.ops.transfer import read, send
+from minillm.ops.transfer import copy_to_device, copy_to_host
 from minillm.sampling import Draw, uniform
 from minillm.speculative import device_rejection
 from minillm.speculative.device_rejection import flat_draft_probs, rejection_inputs
@@ -43,11 +43,11 @@ def on_device(
 ) -> list[Verdict]:
     """As `rejection_sample`: one copy there, one read back, nothing else."""
     with NoWaiting() as crossed:
-        sent = send(rejection_inputs(draft_token_ids, seeds, first_index), CPU)
+        sent = copy_to_device(rejection_inputs(draft_token_ids, seeds, first_index), CPU)
         q = flat_draft_probs(draft_token_ids, draft_probs, sent["drafts"], target_probs)
         found = rejection(sent["drafts"], sent["start"], q, target_probs, sent["accept"], sent["own"])
-        accepted, own, is_valid = read(*found)
-    assert crossed == {"send": 1, "read": 1}
+        accepted, own, is_valid = copy_to_host(*found)
+    assert crossed == {"copy_to_device": 1, "copy_to_host": 1}
     assert all(is_valid)
     return [Verdict([*ids[:n], x], n) for ids, n, x in zip(draft_token_ids, accepted, own, strict=True)]
 
@@ -152,7 +152,7 @@ def test_a_planted_wait_is_seen():
         found = rejection(*args)
         return found._replace(num_accepted=found.num_accepted + int(found.is_valid.sum()) * 0)
 
-    columns = send(rejection_inputs([[1]], [0], [0]), CPU)
+    columns = copy_to_device(rejection_inputs([[1]], [0], [0]), CPU)
     args = columns["drafts"], columns["start"], None, TARGET[:2], columns["accept"], columns["own"]
     with NoWaiting():
         rejection(*args)

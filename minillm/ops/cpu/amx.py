@@ -38,8 +38,8 @@ SUMS, B, A = range(4), range(4, 6), range(6, 8)
 CONFIG_BYTES, COLUMNS_AT, ROWS_AT = 64, 16, 48
 """What `ldtilecfg` reads: byte 0 is 1; from byte 16 on the bytes per row of each register (16 bits each); from byte 48
 on its rows."""
-NOTHING = ir.VoidType()
-SIXTEEN = ir.VectorType(I16, LANES)
+VOID = ir.VoidType()
+INT16S = ir.VectorType(I16, LANES)
 
 
 def _constant(number: int) -> ir.Constant:
@@ -47,7 +47,7 @@ def _constant(number: int) -> ir.Constant:
 
 
 def _strided(builder: ir.IRBuilder, name: str, register: int, pointer: Any, row_bytes: Any) -> None:
-    call(builder, f"llvm.x86.{name}", NOTHING, _constant(register), pointer, row_bytes)
+    call(builder, f"llvm.x86.{name}", VOID, _constant(register), pointer, row_bytes)
 
 
 @intrinsic
@@ -69,7 +69,7 @@ def configure(typing: Any, first: Any, second: Any) -> Any:
             for i, register in enumerate(kind):
                 put(COLUMNS_AT + 2 * register, _constant(ROW_BYTES))
                 put(ROWS_AT + register, _constant(ROWS) if kind is B else halves[2 * i // len(kind)])
-        call(builder, "llvm.x86.ldtilecfg", NOTHING, start)
+        call(builder, "llvm.x86.ldtilecfg", VOID, start)
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp), code
@@ -80,7 +80,7 @@ def release(typing: Any) -> Any:
     """Release this thread's tiles, so that the operating system need not save them."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        call(builder, "llvm.x86.tilerelease", NOTHING)
+        call(builder, "llvm.x86.tilerelease", VOID)
         return context.get_dummy_value()
 
     return types.void(), code
@@ -92,7 +92,7 @@ def zero_tiles(typing: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         for register in SUMS:
-            call(builder, "llvm.x86.tilezero", NOTHING, _constant(register))
+            call(builder, "llvm.x86.tilezero", VOID, _constant(register))
         return context.get_dummy_value()
 
     return types.void(), code
@@ -170,7 +170,7 @@ def add_tiles(
                         load_tile(a, a_starts[g], number)
                         for p, b in pair:
                             operands = (_constant(sums[g, p]), _constant(a), _constant(b))
-                            call(builder, "llvm.x86.tdpbf16ps", NOTHING, *operands)
+                            call(builder, "llvm.x86.tdpbf16ps", VOID, *operands)
         return context.get_dummy_value()
 
     intp = types.intp
@@ -258,8 +258,8 @@ def split_sixteen(typing: Any, x: Any, x_at: Any, codes: Any, at: Any) -> Any:
         start = address(context, builder, codes, args[2], args[3], I8)
         for tile, part in enumerate((builder.bitcast(left, INTS), middle, first)):
             place = builder.gep(start, [ir.Constant(I64, tile * TILE_BYTES)])
-            value = builder.trunc(builder.lshr(part, ir.Constant(INTS, [16] * LANES)), SIXTEEN)
-            builder.store(value, builder.bitcast(place, SIXTEEN.as_pointer())).align = 1
+            value = builder.trunc(builder.lshr(part, ir.Constant(INTS, [16] * LANES)), INT16S)
+            builder.store(value, builder.bitcast(place, INT16S.as_pointer())).align = 1
         return context.get_dummy_value()
 
     return types.void(x, types.intp, codes, types.intp), code

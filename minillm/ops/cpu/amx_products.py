@@ -41,7 +41,7 @@ from minillm.ops.cpu.amx import (
 )
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, NONE, PANEL
-from minillm.ops.cpu.simd import LANES, load, splat, stay_whole, store
+from minillm.ops.cpu.simd import LANES, load, no_inline, splat, store
 
 FEW = 2
 """Most rows for which vectors are as fast as tiles."""
@@ -191,7 +191,7 @@ def multiply_tiles(w, matrix, vectors, codes, rows, first, last, out, out_at, ou
 
     `codes`: x by `split_row`. `scratch[scratch_at]`: `AMX_SUMS_SIZE` floats that no other thread uses.
     """
-    stay_whole()
+    no_inline()
     columns, needs_scratch = matrix[COLUMNS], add or matrix[BIAS] != NONE
     for start in range(0, rows, CHUNK):
         count = min(CHUNK, rows - start)

@@ -2,14 +2,14 @@
 
     out = Σ_j softmax_j(q · k_j / √d) v_j        over the positions j ≤ p (and j > p - window, if there is one)
 
-A task is one KV head of one request and up to `ROWS` query rows: the query heads that share the KV head (GQA), for one
-or several new tokens. So decode, verification and prefill differ only in the number of tasks. A task reads sixteen keys
-at a time, dequantises them, once for all its rows, if they are codes, and transposes them, so that sixteen scores are
-the lanes of one vector. Values need no transpose; float values are read in place.
+A task is one KV head of one request and up to `TASK_ROWS` query rows: the query heads that share the KV head (GQA), for
+one or several new tokens. So decode, verification and prefill differ only in the number of tasks. A task reads sixteen
+keys at a time, dequantises them, once for all its rows, if they are codes, and transposes them, so that sixteen scores
+are the lanes of one vector. Values need no transpose; float values are read in place.
 
-A **key block** is `KEYS` positions. The softmax goes block by block (`softmax.py`), so that scores stay in the L1 and
-L2 caches. Key blocks that no row of the task may see are skipped. Key blocks begin at fixed positions, and each row is
-summed in the order of positions, so its result does not depend on the other rows of the task.
+A **key block** is `KEY_BLOCK` positions. The softmax goes block by block (`softmax.py`), so that scores stay in the L1
+and L2 caches. Key blocks that no row of the task may see are skipped. Key blocks begin at fixed positions, and each row
+is summed in the order of positions, so its result does not depend on the other rows of the task.
 
 Bytes moved: 2 · positions · (bytes of a row), once per task. PyTorch gathers keys and values first.
 """
@@ -25,28 +25,28 @@ from numba.extending import overload
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.kv_rows import read_row
 from minillm.ops.cpu.panels import tiles
-from minillm.ops.cpu.simd import LANES, load, splat, stay_whole, store, transpose
-from minillm.ops.cpu.softmax import NOTHING, finish_row, start_row, weigh_block
+from minillm.ops.cpu.simd import LANES, load, no_inline, splat, store, transpose
+from minillm.ops.cpu.softmax import NEGATIVE_INFINITY, finish_row, softmax_block, start_row
 
-ROWS = 96
+TASK_ROWS = 96
 """Most query rows of a task: sixteen tiles."""
-FEW = 6
+TILE_ROWS = 6
 """Rows of one tile."""
-KEYS = 128
+KEY_BLOCK = 128
 """Positions of a key block. Blocks begin at multiples of it, so the result of a row does not depend on its task."""
 MASK = 1
 """Column of `tree`: which new tokens of its request a token sees, bit i for the i-th; -1: all up to itself."""
 NO_TREE = np.empty((0, 2), np.int64)
 """`tree` of a step without draft trees: the new tokens of each request are a chain."""
-GROUPS = 4
+KEY_GROUPS = 4
 """Groups of sixteen keys that one tile scores. With few rows too, it then has enough independent sums to hide the
 latency of a multiply-add."""
 
 
 def scratch_size(head_dim: int) -> int:
     """Floats of scratch memory that a thread needs. For each row: its largest score, the scores of a key block, the
-    query and the sums. Once: the values of a key block, or sixteen keys and `GROUPS` · sixteen transposed ones."""
-    return ROWS * (1 + KEYS + 2 * head_dim + LANES) + max(KEYS, (1 + GROUPS) * LANES) * head_dim
+    query and the sums. Once: the values of a key block, or sixteen keys and `KEY_GROUPS` · sixteen transposed ones."""
+    return TASK_ROWS * (1 + KEY_BLOCK + 2 * head_dim + LANES) + max(KEY_BLOCK, (1 + KEY_GROUPS) * LANES) * head_dim
 
 
 @njit(**OPTIONS)
@@ -62,12 +62,12 @@ def attend(
     `[0, 2]`. `layer_row`: the first row of this layer in `keys` and `values`. `window`: 0 for none.
     `scratch[thread_at]`: `scratch_size` floats.
     """
-    stay_whole()
+    no_inline()
     group = num_heads // num_kv_heads
     all_rows = 0
     for r in range(requests.shape[0]):
         all_rows += requests[r, 1] * group * num_kv_heads
-    max_rows = min(ROWS, max(1, (all_rows + team.num_threads - 1) // team.num_threads))
+    max_rows = min(TASK_ROWS, max(1, (all_rows + team.num_threads - 1) // team.num_threads))
     task = 0
     for r in range(requests.shape[0]):
         request_rows = requests[r, 1] * group
@@ -89,13 +89,13 @@ def _task(
     first, rows, group, head, heads, heads_at, heads_row, num_heads, num_kv_heads, head_dim, window,
     request, tables, tree, block_size, layer_row, keys, values, out, out_at, scratch, at,
 ):  # fmt: skip
-    stay_whole()
+    no_inline()
     token, count, seq_len, table = request[0], request[1], request[2], request[3]
     start, size = seq_len - count, head_dim + LANES
-    low = max(0, start + first // group - window + 1) // KEYS * KEYS if window else 0
+    low = max(0, start + first // group - window + 1) // KEY_BLOCK * KEY_BLOCK if window else 0
     high = start + (first + rows - 1) // group + 1  # the last row sees the most keys
-    scores = at + ROWS
-    queries = scores + rows * KEYS
+    scores = at + TASK_ROWS
+    queries = scores + rows * KEY_BLOCK
     sums = queries + rows * head_dim
     spare = sums + rows * size
 
@@ -105,8 +105,8 @@ def _task(
         for i in range(0, head_dim, LANES):
             store(scratch, queries + r * head_dim + i, load(heads, place + i) * scale)
         start_row(scratch, at + r, scratch, sums + r * size, head_dim)
-    for position in range(low, high, KEYS):
-        num_keys = min(KEYS, high - position)
+    for position in range(low, high, KEY_BLOCK):
+        num_keys = min(KEY_BLOCK, high - position)
         _score(
             position, num_keys, keys, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch,
             spare, queries, rows, scores,
@@ -115,14 +115,14 @@ def _task(
             for r in range(rows):
                 index = (first + r) // group
                 _apply_tree_mask(
-                    tree[token + index, MASK], index, start - position, num_keys, scratch, scores + r * KEYS
+                    tree[token + index, MASK], index, start - position, num_keys, scratch, scores + r * KEY_BLOCK
                 )
         width = (num_keys + LANES - 1) // LANES * LANES
         for r in range(rows):
             last = start + (first + r) // group + 1
             unseen = max(0, last - window - position) if window else 0
-            weigh_block(
-                scratch, scores + r * KEYS, width, unseen, min(last - position, width), scratch, at + r, scratch,
+            softmax_block(
+                scratch, scores + r * KEY_BLOCK, width, unseen, min(last - position, width), scratch, at + r, scratch,
                 sums + r * size, head_dim,
             )  # fmt: skip
         _add_values(
@@ -145,7 +145,7 @@ def _apply_tree_mask(mask, index, new_at, num_keys, scores, at):
         return
     for i in range(max(0, -new_at), min(index, num_keys - new_at)):
         if not (mask >> i) & 1:
-            scores[at + new_at + i] = NOTHING
+            scores[at + new_at + i] = NEGATIVE_INFINITY
 
 
 @njit(**OPTIONS)
@@ -156,8 +156,8 @@ def _score(
     """Compute the scores of `count` keys, from `position` on, for all rows."""
     (pool,) = _row_array(keys, block_size, scratch)
     transposed, step = spare + LANES * head_dim, LANES * head_dim
-    for j in range(0, count, GROUPS * LANES):
-        groups = GROUPS if count - j > (GROUPS - 1) * LANES else (count - j + LANES - 1) // LANES
+    for j in range(0, count, KEY_GROUPS * LANES):
+        groups = KEY_GROUPS if count - j > (KEY_GROUPS - 1) * LANES else (count - j + LANES - 1) // LANES
         for g in range(groups):
             key = j + g * LANES
             source, row, _ = _find_rows(
@@ -166,16 +166,16 @@ def _score(
             )  # fmt: skip
             for i in range(0, head_dim, LANES):
                 transpose(pool, source + i, row, scratch, transposed + g * step + i * LANES)
-        if groups == GROUPS:
+        if groups == KEY_GROUPS:
             tiles(
-                scratch, transposed, step, LANES, scratch, queries, head_dim, head_dim, scratch, scores + j, KEYS,
+                scratch, transposed, step, LANES, scratch, queries, head_dim, head_dim, scratch, scores + j, KEY_BLOCK,
                 rows, False, 4,
             )  # fmt: skip
         else:
             for g in range(groups):
                 tiles(
                     scratch, transposed + g * step, step, LANES, scratch, queries, head_dim, head_dim, scratch,
-                    scores + j + g * LANES, KEYS, rows, False, 1,
+                    scores + j + g * LANES, KEY_BLOCK, rows, False, 1,
                 )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def _add_values(
     weights, rows, sums,
 ):  # fmt: skip
     """Add `count` weighted values, from `position` on, to the sums of all rows."""
-    if rows > FEW:  # every tile reads the values: copied side by side they fit into the L1 cache
+    if rows > TILE_ROWS:  # every tile reads the values: copied side by side they fit into the L1 cache
         for j in range(0, count, LANES):
             _copy_sixteen(
                 values, position + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, head_dim,
@@ -210,9 +210,13 @@ def _add_rows(values, at, row, count, head_dim, scratch, weights, rows, sums):
     size = head_dim + LANES
     for p in range(0, head_dim, 4 * LANES):
         if head_dim - p >= 4 * LANES:
-            tiles(values, at + p, LANES, row, scratch, weights, KEYS, count, scratch, sums + p, size, rows, True, 4)
+            tiles(
+                values, at + p, LANES, row, scratch, weights, KEY_BLOCK, count, scratch, sums + p, size, rows, True, 4
+            )
         else:
-            tiles(values, at + p, LANES, row, scratch, weights, KEYS, count, scratch, sums + p, size, rows, True, 2)
+            tiles(
+                values, at + p, LANES, row, scratch, weights, KEY_BLOCK, count, scratch, sums + p, size, rows, True, 2
+            )
 
 
 def _row_array(pool, block_size, spare):

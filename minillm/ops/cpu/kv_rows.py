@@ -25,9 +25,9 @@ from minillm.ops.cpu.simd import (
     largest,
     load,
     load_nibbles,
+    load_scalar,
     maximum,
     minimum,
-    number,
     rint,
     smallest,
     splat,
@@ -72,7 +72,7 @@ def _write_int8(rows, at, x, x_at, size):
         high = maximum(high, absolute(load(x, x_at + i)))
     step = largest(high) / LEVELS
     scales[at] = bfloat_bits(SMALLEST if step < SMALLEST else step)  # NaN is not smaller, so it stays
-    scale = splat(number(scales, at))
+    scale = splat(load_scalar(scales, at))
     for i in range(0, size, LANES):
         store_bytes(codes, at * size + i, load(x, x_at + i) / scale, 0)
 
@@ -80,7 +80,7 @@ def _write_int8(rows, at, x, x_at, size):
 @njit(**OPTIONS)
 def _read_int8(rows, at, out, out_at, size):
     codes, scales = rows
-    scale = splat(number(scales, at))
+    scale = splat(load_scalar(scales, at))
     for i in range(0, size, LANES):
         store(out, out_at + i, load(codes, at * size + i) * scale)
 
@@ -89,7 +89,7 @@ def _read_int8(rows, at, out, out_at, size):
 def _half_below(array, at, x):
     """Store in `array[at]` the bits of a float16 that is at most x, the same as in `kv_quant._half_below`."""
     array[at] = half_bits(x)
-    if number(array, at) > x:
+    if load_scalar(array, at) > x:
         array[at] = half_bits(x - abs(x) * RELATIVE_STEP - STEP)
 
 
@@ -103,11 +103,11 @@ def _write_int4(rows, at, x, x_at, size):
         for i in range(LANES, group, LANES):
             low, high = minimum(low, load(x, first + i)), maximum(high, load(x, first + i))
         _half_below(zeros, here, smallest(low))
-        zero = number(zeros, here)
+        zero = load_scalar(zeros, here)
         _half_below(scales, here, (zero - largest(high)) / CODES)
-        step = -number(scales, here)
+        step = -load_scalar(scales, here)
         scales[here] = half_bits(STEP if step < STEP else step)
-        scale = splat(number(scales, here))
+        scale = splat(load_scalar(scales, here))
         for i in range(0, group, LANES):
             code = rint((load(x, first + i) - splat(zero)) / scale)
             code = minimum(maximum(code, splat(ZERO)), splat(CODES))
@@ -119,7 +119,7 @@ def _read_int4(rows, at, out, out_at, size):
     packed, scales, zeros, groups = rows
     group = size // groups
     for g in range(groups):
-        scale, zero = splat(number(scales, at * groups + g)), splat(number(zeros, at * groups + g))
+        scale, zero = splat(load_scalar(scales, at * groups + g)), splat(load_scalar(zeros, at * groups + g))
         for i in range(g * group, (g + 1) * group, LANES):
             store(out, out_at + i, load_nibbles(packed, (at * size + i) // 2) * scale + zero)
 

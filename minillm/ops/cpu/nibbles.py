@@ -48,18 +48,18 @@ from minillm.ops.cpu.simd import (
     address,
     call,
     floats_at,
+    no_inline,
     read,
     repeat,
     splat,
-    stay_whole,
     store,
 )
 
 NIBBLES, FLOAT_NIBBLES = np.uint32, np.int32
 """dtypes of the panels: for activations in two bytes, and for float activations. The bytes of both are the same."""
-COLUMNS_OF_ONE = 8
+COLUMNS_PER_WORD = 8
 """Columns in a 32-bit word."""
-LONGEST_GROUP = 4096
+MAX_GROUP_SIZE = 4096
 """Most columns whose products, each at most 15 · 32 639, have a sum that fits into 32 bits."""
 TWO_TO_23 = 0x4B000000
 """The bits of the float 2^23, whose last bit is worth 1. With a small integer n in its last bits it is 2^23 + n, and
@@ -74,10 +74,10 @@ def pack_nibbles(
     `[out, groups]` → panels, flat. `kind`: `NIBBLES` or `FLOAT_NIBBLES`."""
     padding = ((0, -len(codes) % LANES), (0, 0))
     codes, scales, zeros = (np.pad(x, padding) for x in (codes, scales, zeros))
-    halves = codes.reshape(-1, LANES, codes.shape[1] // COLUMNS_OF_ONE, 2, 4)
+    halves = codes.reshape(-1, LANES, codes.shape[1] // COLUMNS_PER_WORD, 2, 4)
     words = (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).view(np.uint32)[..., 0]
     heads = np.stack([x.reshape(-1, LANES, x.shape[1]) for x in (scales.view(np.uint16), zeros.astype(np.uint16))], 1)
-    parts, step = [], group // COLUMNS_OF_ONE
+    parts, step = [], group // COLUMNS_PER_WORD
     for i in range(scales.shape[1]):
         head = np.ascontiguousarray(heads[..., i]).reshape(-1, 2 * LANES).view(np.uint32)
         parts += [head[:, None], words[:, :, i * step : (i + 1) * step].transpose(0, 2, 1)]
@@ -87,7 +87,7 @@ def pack_nibbles(
 @njit(**OPTIONS)
 def panel_size(columns, group):
     """32-bit words in a panel."""
-    return (columns // COLUMNS_OF_ONE + -(-columns // group)) * LANES
+    return (columns // COLUMNS_PER_WORD + -(-columns // group)) * LANES
 
 
 @njit(**OPTIONS)
@@ -103,7 +103,7 @@ def wide_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, r
 
     `x`: bytes; row r (see `row_size`) lies at `x_at + r · x_row`.
     """
-    stay_whole()
+    no_inline()
     r = 0
     # Two rows of two bytes and four panels make 16 sums. Three rows would make 24, but nibbles need registers too: the
     # sums would be spilled to memory in each iteration (half as fast).
@@ -125,7 +125,7 @@ def narrow_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row,
 @njit(**OPTIONS)
 def wide_float_nibble_tiles(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, rows, panels):
     """As `wide_nibble_tiles`, for `x` in floats."""
-    stay_whole()
+    no_inline()
     r = 0
     while rows - r >= 4:
         _groups(w, w_at, columns, group, x, x_at + r * x_row, x_row, y, y_at + r * y_row, y_row, panels, 4)
@@ -159,7 +159,7 @@ def _groups(w, w_at, columns, group, x, x_at, x_row, y, y_at, y_row, panels, row
         for p in range(panels):
             store(y, y_at + r * y_row + p * LANES, splat(ZERO))
     for first in range(0, columns, group):
-        steps = min(group, columns - first) // COLUMNS_OF_ONE
+        steps = min(group, columns - first) // COLUMNS_PER_WORD
         add_group(w, w_at, panel, x, x_at + first, x_row, columns, sum_at, steps, y, y_at, y_row, panels, rows)
         w_at += (steps + 1) * LANES
         sum_at += 4
@@ -264,7 +264,7 @@ def _in_floats(builder: ir.IRBuilder, matrix: list[Any], zeros: list[Any], token
 
     def body(step: Any, sums: list[Any]) -> list[Any]:
         words = _words(builder, matrix, step)
-        for column in range(COLUMNS_OF_ONE):
+        for column in range(COLUMNS_PER_WORD):
             bits = 8 * (column % 4) + 4 * (column // 4)
             weights = [
                 builder.fsub(number(_extract_bits(builder, v, bits, 15)), c)
@@ -281,7 +281,7 @@ def _in_floats(builder: ir.IRBuilder, matrix: list[Any], zeros: list[Any], token
 
 
 @intrinsic
-def store_whole(typing: Any, array: Any, at: Any, value: Any) -> Any:
+def store_int32(typing: Any, array: Any, at: Any, value: Any) -> Any:
     """Store `value` as the four bytes of an int32 in `array[at : at + 4]`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:

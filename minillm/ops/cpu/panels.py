@@ -13,7 +13,7 @@ is multiplied in fp32, which halves the bytes and changes no bit of the result.
 
 INT8 weights are multiplied as bytes where the processor can (VNNI on x86, dot products on ARM): 220 G multiply-adds a
 second with AVX-512. Four columns lie together, as `tile_bytes` needs them, and activations are first rounded to bytes:
-one per number (`PAIRED`: W8A8), or two, a high and a low byte (`TWICE_PAIRED`). The error of two bytes is at most
+one per number (`ONE_BYTE`: W8A8), or two, a high and a low byte (`TWO_BYTES`). The error of two bytes is at most
 1/65,000 of the largest number of the row; for that number bfloat16's is a hundred times as large, float32's smaller.
 Two bytes are two rows: twice the arithmetic of W8A8 for the same bytes of weights, and half the time of casting the
 weights to floats and multiplying those, which is what other processors do.
@@ -32,11 +32,11 @@ from numba.np.numpy_support import from_dtype as numba_type
 from minillm.ops.cpu.amx import DEPTH
 from minillm.ops.cpu.amx_products import AMX_SUMS_SIZE, multiply_tiles, pack_tiles, tiled_panel_size
 from minillm.ops.cpu.compiled import OPTIONS
-from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, GROUP, NONE, PANEL, SCALES, SUMS
+from minillm.ops.cpu.matrix_fields import BIAS, CODE_SUMS, COLUMNS, GROUP, NONE, PANEL, SCALES
 from minillm.ops.cpu.nibbles import float_nibble_tiles, nibble_tiles, panel_size, row_size
 from minillm.ops.cpu.processor import has_amx, processor
 from minillm.ops.cpu.register_tiles import FITS_ALL, tile, tile_bytes
-from minillm.ops.cpu.simd import LANES, PAIRED, fma, load, load_sums, number, splat, stay_whole, store
+from minillm.ops.cpu.simd import LANES, ONE_BYTE, fma, load, load_scalar, load_sums, no_inline, splat, store
 
 PANELS = 4
 """Panels that one tile multiplies, if as many are left; otherwise it multiplies one."""
@@ -60,8 +60,8 @@ def pack(weight: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(padded.reshape(-1, LANES, columns).transpose(0, 2, 1)).reshape(-1)
 
 
-def pack_pairs(codes: np.ndarray, kind: type = PAIRED) -> np.ndarray:
-    """`[out, in]` int8, `in` a multiple of 4 → panels for `tile_bytes`, flat. `kind`: `PAIRED` or `TWICE_PAIRED`."""
+def pack_pairs(codes: np.ndarray, kind: type = ONE_BYTE) -> np.ndarray:
+    """`[out, in]` int8, `in` a multiple of 4 → panels for `tile_bytes`, flat. `kind`: `ONE_BYTE` or `TWO_BYTES`."""
     out, columns = codes.shape
     padded = np.zeros((-(-out // LANES) * LANES, columns), np.int8)
     padded[:out] = codes
@@ -82,7 +82,7 @@ def packed_columns(columns: int, kind: np.dtype) -> int:
 @njit(**OPTIONS)
 def wide_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
     """`tile` for any number of rows; `add` and `panels` are literal."""
-    stay_whole()
+    no_inline()
     r = 0
     while rows - r >= 6:
         tile(w, w_at, panel, step, x, x_at + r * x_row, x_row, length, y, y_at + r * y_row, y_row, add, panels, 6)
@@ -119,7 +119,7 @@ def narrow_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, r
 @njit(**OPTIONS)
 def wide_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
     """`tile_bytes` for any number of rows; `panels` is literal."""
-    stay_whole()
+    no_inline()
     r = 0
     while rows - r >= BYTE_ROWS:
         at, y_r = x_at + r * x_row, y_at + r * y_row
@@ -169,8 +169,8 @@ def _typed_panel_size(w, matrix):
 
 
 def _sums(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
-    """The inner products of `rows` rows of the input with `panels` panels, written to `y`: floats, or for `PAIRED`
-    and `TWICE_PAIRED` weights the bits of int32."""
+    """The inner products of `rows` rows of the input with `panels` panels, written to `y`: floats, or for `ONE_BYTE`
+    and `TWO_BYTES` weights the bits of int32."""
     raise NotImplementedError
 
 
@@ -217,16 +217,16 @@ def _finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
 
 @overload(_finish, jit_options=OPTIONS)
 def _typed_finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
-    # `MIDDLE` was added to the bytes to make them unsigned: `load_sums` subtracts MIDDLE · Σ w.
+    # `BYTE_OFFSET` was added to the bytes to make them unsigned: `load_sums` subtracts BYTE_OFFSET · Σ w.
     if w.dtype == types.uint8:
 
         def finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
-            sums = load_sums(y, y_at + r * y_row, vectors, matrix[SUMS] + column)
+            sums = load_sums(y, y_at + r * y_row, vectors, matrix[CODE_SUMS] + column)
             return sums * splat(scale) * load(vectors, matrix[SCALES] + column)
     elif w.dtype == types.boolean:
 
         def finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
-            at, minus = y_at + 2 * r * y_row, matrix[SUMS] + column
+            at, minus = y_at + 2 * r * y_row, matrix[CODE_SUMS] + column
             sums = fma(load_sums(y, at, vectors, minus), splat(BYTE), load_sums(y, at + y_row, vectors, minus))
             return sums * splat(scale) * load(vectors, matrix[SCALES] + column)
     elif w.dtype == types.uint32:
@@ -252,7 +252,7 @@ def multiply(
     """Panels `first` to `last - 1` of one linear layer, for `rows` rows: out (+)= x Wᵀ + b.
 
     `w`: the weights of all layers; `matrix`: the fields of one (see `matrix_fields`). x: `[rows, columns]` at
-    `scratch[x_at]`. For weights multiplied as bytes and for `TILED` ones x is in `codes` (see `rounding.round_row`);
+    `scratch[x_at]`. For weights multiplied as bytes and for `TILED` ones x is in `codes` (see `rounding.prepare_row`);
     bytes have their scales at `scratch[scales_at]`. Row r of the result goes to `out[out_at + r · out_row]`; `add`: it
     is added there. `scratch[sums_at]`: `SUMS_SIZE` floats that no other thread uses.
     """
@@ -272,7 +272,7 @@ def _in_vectors(
     w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
 ):
     """`multiply` in vectors of sixteen, without AMX."""
-    stay_whole()
+    no_inline()
     panel, wide = _panel_size(w, matrix), PANELS * LANES
     for start in range(0, rows, CHUNK):
         count = min(CHUNK, rows - start)
@@ -326,12 +326,12 @@ def _typed_unpack_row(w, columns, row, out, out_at):
         def unpack(w, columns, row, out, out_at):
             first = row // LANES * tiled_panel_size(columns) + row % LANES * 2
             for i in range(columns):
-                out[out_at + i] = number(w, first + i // 2 * 2 * LANES + i % 2)
+                out[out_at + i] = load_scalar(w, first + i // 2 * 2 * LANES + i % 2)
     else:
 
         def unpack(w, columns, row, out, out_at):
             first = row // LANES * columns * LANES + row % LANES
             for i in range(columns):
-                out[out_at + i] = number(w, first + i * LANES)
+                out[out_at + i] = load_scalar(w, first + i * LANES)
 
     return unpack

@@ -1,8 +1,8 @@
 """What the processor that numba compiles for can do, as the compiler itself shows.
 
 Tables of processors become outdated, and LLVM's map of features is empty on some processors (Apple's). So three small
-functions are compiled for the processor, in some 20 ms, and `examine` searches the assembly for certain instructions.
-That is also right where `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` select another processor than this one.
+functions are compiled for the processor, in some 20 ms, and `inspect_processor` searches the assembly for certain
+instructions. That is also right where `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` select another processor than this one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Processor:
     """"x86", "arm" or "other"."""
     has_fma: bool
     """Whether it multiplies and adds in one instruction."""
-    converts_halves: bool
+    converts_float16: bool
     """Whether it converts float16 to float32 in one instruction. If not, LLVM calls a function that may be missing."""
     registers: int
     """Number of vectors of sixteen floats that its registers hold."""
@@ -80,8 +80,8 @@ class Processor:
     @property
     def unsupported_reason(self) -> str | None:
         """Why the step cannot be compiled for this processor; None if it can."""
-        if self.is_x86 and not (self.has_fma and self.converts_halves):
-            lacking = [name for name, there in (("FMA", self.has_fma), ("F16C", self.converts_halves)) if not there]
+        if self.is_x86 and not (self.has_fma and self.converts_float16):
+            lacking = [name for name, there in (("FMA", self.has_fma), ("F16C", self.converts_float16)) if not there]
             return (
                 "the compiled step needs FMA and F16C (Intel since Haswell, AMD since Piledriver), "
                 f"and this processor has no {' and no '.join(lacking)}"
@@ -99,7 +99,7 @@ def processor() -> Processor:
     """The processor that numba compiles for."""
     from numba.core.registry import cpu_target
 
-    return examine(*cpu_target.target_context.codegen().magic_tuple())
+    return inspect_processor(*cpu_target.target_context.codegen().magic_tuple())
 
 
 @cache
@@ -111,7 +111,7 @@ def has_amx() -> bool:
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
 
 
-def findings() -> dict[str, str | None]:
+def doctor_report() -> dict[str, str | None]:
     """What `minillm doctor` reports: why the processor is unsupported, and its instruction for products of bytes."""
     found = processor()
     return {
@@ -120,7 +120,7 @@ def findings() -> dict[str, str | None]:
     }
 
 
-def examine(triple: str, name: str, features: str = "") -> Processor:
+def inspect_processor(triple: str, name: str, features: str = "") -> Processor:
     """Compile `PROBE` for the processor that LLVM knows by this name, such as "apple-m1", and inspect the assembly."""
     start = triple.split("-")[0]
     is_x86 = start in ("x86_64", "i386", "i686")

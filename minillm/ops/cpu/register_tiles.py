@@ -143,7 +143,7 @@ def tile_bytes(
     """As `tile` for bytes: y = Σ_k x[r, k] · w[p, k], exact, in any order. The floats of `y` hold the bits of int32.
 
     Four k lie together: `w[p, k // 4, 0 : 16, k % 4]`, signed. `length`: the number of such groups of four. The bytes
-    of `x` are unsigned if `MIDDLE` is 128, signed if it is 0. See `add_products`.
+    of `x` are unsigned if `BYTE_OFFSET` is 128, signed if it is 0. See `add_products`.
     """
     if not isinstance(panels, types.IntegerLiteral):
         return None

@@ -14,11 +14,11 @@ from minillm.ops.cpu.amx import ROWS
 from minillm.ops.cpu.amx_products import split_row, split_size
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.matrix_fields import COLUMNS, GROUP, INPUTS, NONE
-from minillm.ops.cpu.nibbles import row_size, store_whole
+from minillm.ops.cpu.nibbles import row_size, store_int32
 from minillm.ops.cpu.panels import BYTE, TILED
 from minillm.ops.cpu.simd import (
+    BYTE_OFFSET,
     LANES,
-    MIDDLE,
     absolute,
     fma,
     largest,
@@ -43,11 +43,11 @@ def codes_size(rows: int, columns: int, group: int) -> int:
     return -(-rows // ROWS) * ROWS * max(nibbles, split_size.py_func(columns) if TILED else 0)
 
 
-def round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
+def prepare_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
     """Prepare the numbers at `x[x_at]` for the product with `matrix`, as row `row` of `codes`. By the dtype of `w`:
 
-        PAIRED          one byte per number, plus `MIDDLE`
-        TWICE_PAIRED    code = 256 · first + second, each byte plus `MIDDLE`, in rows 2 · `row` and 2 · `row` + 1
+        ONE_BYTE        one byte per number, plus `BYTE_OFFSET`
+        TWO_BYTES       code = 256 · first + second, each byte plus `BYTE_OFFSET`, in rows 2 · `row` and 2 · `row` + 1
         NIBBLES         two signed bytes, and sums (see `nibbles.row_size`)
         `TILED` ones    three bfloat16 parts (see `amx_products.split_row`)
         others          nothing
@@ -80,7 +80,7 @@ def _first_byte(code):
 def _in_one(x, x_at, size, codes, row, scales, scale_at):
     step, at = _step(x, x_at, size, LARGEST, scales, scale_at), row * size
     for i in range(0, size, LANES):
-        store_bytes(codes, at + i, rint(load(x, x_at + i) / step), MIDDLE)
+        store_bytes(codes, at + i, rint(load(x, x_at + i) / step), BYTE_OFFSET)
 
 
 @njit(**OPTIONS)
@@ -89,8 +89,8 @@ def _in_two(x, x_at, size, codes, row, scales, scale_at):
     for i in range(0, size, LANES):
         code = rint(load(x, x_at + i) / step)
         first = _first_byte(code)
-        store_bytes(codes, at + i, first, MIDDLE)
-        store_bytes(codes, at + size + i, fma(first, splat(-BYTE), code), MIDDLE)
+        store_bytes(codes, at + i, first, BYTE_OFFSET)
+        store_bytes(codes, at + size + i, fma(first, splat(-BYTE), code), BYTE_OFFSET)
 
 
 @njit(**OPTIONS)
@@ -106,7 +106,7 @@ def _in_two_with_sums(x, x_at, size, group, codes, row, scales, scale_at):
             store_bytes(codes, at + i, first, 0)
             store_bytes(codes, at + size + i, second, 0)
             firsts, seconds = firsts + first, seconds + second
-        store_whole(codes, sum_at, 256 * int(total(firsts)) + int(total(seconds)))
+        store_int32(codes, sum_at, 256 * int(total(firsts)) + int(total(seconds)))
         sum_at += 4
 
 
@@ -118,7 +118,7 @@ def _scale_inputs(matrix, vectors, x, x_at):
             store(x, x_at + i, load(x, x_at + i) * load(vectors, matrix[INPUTS] + i))
 
 
-@overload(round_row, jit_options=OPTIONS)
+@overload(prepare_row, jit_options=OPTIONS)
 def _typed_round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
     if w.dtype == types.uint8:
         return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _in_one(

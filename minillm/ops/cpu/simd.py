@@ -22,10 +22,10 @@ from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.processor import processor
 
 LANES = 16
-MIDDLE = 0 if processor().byte_products == "sdot" else 128
+BYTE_OFFSET = 0 if processor().byte_products == "sdot" else 128
 """Added to a signed byte of x before it is multiplied (`register_tiles.tile_bytes`): 128 where the instruction takes
 unsigned bytes."""
-HALF, BFLOAT, PAIRED, TWICE_PAIRED = np.int16, np.uint16, np.uint8, np.bool_
+HALF, BFLOAT, ONE_BYTE, TWO_BYTES = np.int16, np.uint16, np.uint8, np.bool_
 """dtypes of packed weights. numba has no 16-bit floats: `HALF` and `BFLOAT` hold their bits. The last two are signed
 bytes in the order of `tile_bytes`, for activations of one byte and of two. (int8 itself: signed bytes cast to floats.)
 """
@@ -93,7 +93,7 @@ def floats_at(builder: ir.IRBuilder, pointer: Any, stored: types.Type, lanes: in
 
 
 @intrinsic
-def stay_whole(typing: Any) -> Any:
+def no_inline(typing: Any) -> Any:
     """The first line of a function that LLVM must not inline, so that its code exists only once."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -115,7 +115,7 @@ def load(typing: Any, array: Any, at: Any) -> Any:
 
 
 @intrinsic
-def number(typing: Any, array: Any, at: Any) -> Any:
+def load_scalar(typing: Any, array: Any, at: Any) -> Any:
     """`array[at]` as a float32; `array` as in `load`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:

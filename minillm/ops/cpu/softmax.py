@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.simd import LANES, LOWEST, exp_within, f32x16, largest, load, splat, store, total
 
-ZERO, NOTHING = np.float32(0), np.float32(-np.inf)
+ZERO, NEGATIVE_INFINITY = np.float32(0), np.float32(-np.inf)
 
 
 @intrinsic
@@ -40,13 +40,13 @@ def exp_of_negative(x):
 @njit(**OPTIONS)
 def start_row(largest_scores, row, sums, sums_at, size):
     """Initialise the state of a row."""
-    largest_scores[row] = NOTHING
+    largest_scores[row] = NEGATIVE_INFINITY
     for i in range(0, size + LANES, LANES):
         store(sums, sums_at + i, splat(ZERO))
 
 
 @njit(**OPTIONS)
-def weigh_block(scores, scores_at, width, first, last, largest_scores, row, sums, sums_at, size):
+def softmax_block(scores, scores_at, width, first, last, largest_scores, row, sums, sums_at, size):
     """Turn the scores of a block into weights e^(s - m), in place. `width`: their number, a multiple of sixteen;
     weights outside `first` to `last - 1` become zero. Updates m, rescales both sums and adds the weights to
     theirs; the caller adds the weighted values.
@@ -58,9 +58,9 @@ def weigh_block(scores, scores_at, width, first, last, largest_scores, row, sums
             store(scores, scores_at + j, splat(ZERO))
         return
     for j in range(first):
-        scores[scores_at + j] = NOTHING
+        scores[scores_at + j] = NEGATIVE_INFINITY
     for j in range(last, width):
-        scores[scores_at + j] = NOTHING
+        scores[scores_at + j] = NEGATIVE_INFINITY
     before = largest_scores[row]
     high = splat(before)
     for j in range(0, width, LANES):

@@ -20,8 +20,8 @@ from minillm.ops.cpu.kv_rows import write_row
 from minillm.ops.cpu.matrix_fields import COLUMNS, NONE, OUTPUTS
 from minillm.ops.cpu.norms import rms_norm, rotate, silu_gate
 from minillm.ops.cpu.panels import SUMS_SIZE, TILED, multiply, unpack_row
-from minillm.ops.cpu.rounding import round_row
-from minillm.ops.cpu.simd import LANES, load, stay_whole, store
+from minillm.ops.cpu.rounding import prepare_row
+from minillm.ops.cpu.simd import LANES, load, no_inline, store
 from minillm.ops.cpu.team import barrier, join_team, thread_range
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, LAYERS, BLOCK_SIZE, SLOTS, FINAL_NORM, TIED, VOCABULARY = range(11)
@@ -201,7 +201,7 @@ def normalise(team, w, matrix, n, vectors, norm, eps, floats, x_at, normed_at, c
     for i in range(team.thread_id, n, team.num_threads):
         at = normed_at + i * hidden
         rms_norm(floats, x_at + i * hidden, hidden, vectors, norm, eps, floats, at)
-        round_row(w, matrix, vectors, floats, at, codes, i, floats, scales_at + i)
+        prepare_row(w, matrix, vectors, floats, at, codes, i, floats, scales_at + i)
 
 
 @njit(**OPTIONS)
@@ -210,7 +210,7 @@ def norm_rope_store(
     layer_row,
 ):  # fmt: skip
     """Normalise and rotate the queries and keys of this thread's tokens, and store their keys and values."""
-    stay_whole()
+    no_inline()
     num_heads, num_kv, head_dim, block_size = dims[HEADS], dims[KV_HEADS], dims[HEAD_DIM], dims[BLOCK_SIZE]
     heads_row = (num_heads + 2 * num_kv) * head_dim
     for r in range(requests.shape[0]):
@@ -253,7 +253,7 @@ def embed(embedding, head, dims, token, out, at):
 
 
 def round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
-    """Round `n` rows for the weights `w` (see `round_row`), then wait at a barrier. Does nothing for weights that are
+    """Round `n` rows for the weights `w` (see `prepare_row`), then wait at a barrier. Does nothing for weights that are
     multiplied by float activations."""
     raise NotImplementedError
 
@@ -265,7 +265,7 @@ def _typed_round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_a
 
     def round_and_wait(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
         for i in range(team.thread_id, n, team.num_threads):
-            round_row(w, matrix, vectors, floats, x_at + i * matrix[COLUMNS], codes, i, floats, scales_at + i)
+            prepare_row(w, matrix, vectors, floats, x_at + i * matrix[COLUMNS], codes, i, floats, scales_at + i)
         barrier(team)
 
     return round_and_wait

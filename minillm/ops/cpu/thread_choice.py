@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from statistics import fmean
 
-KEPT = 128
+REMEMBERED_STEPS = 128
 """Recent steps that are remembered. A number of threads that none of them had is tried again."""
-TURN = 4
+TRIAL_STEPS = 4
 """Steps that a trial takes."""
-JUDGED = 8
+MEAN_STEPS = 8
 """A number of threads is judged by the mean of its latest steps, at most so many."""
-HOPELESS = 1.25
+TRIAL_GIVES_UP_AT = 1.25
 """A trial that is slower by this factor ends at once."""
 
 Step = tuple[int, float]
@@ -36,13 +36,13 @@ def choose(recent: Sequence[Step], limit: int) -> int:
     levels = [limit]
     while levels[-1] > 1:
         levels.append(levels[-1] // 2)
-    means = {level: fmean(times[-JUDGED:]) for level in levels if (times := [s for n, s in recent if n == level])}
+    means = {level: fmean(times[-MEAN_STEPS:]) for level in levels if (times := [s for n, s in recent if n == level])}
     if not means:
         return limit
     best = min(means, key=means.__getitem__)
     current = recent[-1][0]
     trial = _trial_length(recent)
-    if current in means and trial < TURN and means[current] < HOPELESS * means[best]:
+    if current in means and trial < TRIAL_STEPS and means[current] < TRIAL_GIVES_UP_AT * means[best]:
         return current
     at = levels.index(best)
     untried = [level for level in levels[max(0, at - 1) : at + 2] if level not in means]
@@ -69,7 +69,7 @@ class ThreadChoice:
             return limit if self.latest is None else min(limit, self.latest)
         return choose(recent, limit)
 
-    def took(self, kind: Hashable, threads: int, seconds: float) -> None:
+    def record(self, kind: Hashable, threads: int, seconds: float) -> None:
         """Remember the time of a step."""
         self.latest = threads
-        self.recent.setdefault(kind, deque(maxlen=KEPT)).append((threads, seconds))
+        self.recent.setdefault(kind, deque(maxlen=REMEMBERED_STEPS)).append((threads, seconds))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.ops.triton.machine import dense
+from minillm.ops.triton.machine import contiguous_last_dims
 
 REQUESTS = 64
 """Requests per program."""
@@ -42,7 +42,7 @@ def _advance(
 
 def advance(seq_lens: Tensor, block_tables: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """As `minillm.ops.advance.advance`."""
-    lengths, tables = dense(seq_lens), dense(block_tables)
+    lengths, tables = contiguous_last_dims(seq_lens), contiguous_last_dims(block_tables)
     slots, next_lengths = torch.empty_like(lengths), torch.empty_like(lengths)
     if len(lengths):
         _advance[(-(-len(lengths) // REQUESTS),)](

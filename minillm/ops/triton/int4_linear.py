@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.ops.triton.machine import SMALLEST_DOT, dense, dot_type
+from minillm.ops.triton.machine import MIN_TILE_SIDE, contiguous_last_dims, dot_type
 from minillm.ops.triton.split_sum import split_sum
 from minillm.ops.triton.tiles import Tiles, choose
 
@@ -92,7 +92,7 @@ def int4_linear(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """As `minillm.ops.quantized_linear.int4_linear`."""
-    x, (rows, columns), (outputs, groups) = dense(x), x.shape, scales.shape
+    x, (rows, columns), (outputs, groups) = contiguous_last_dims(x), x.shape, scales.shape
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if not rows:
         return out
@@ -100,7 +100,7 @@ def int4_linear(
     splits = tiles.splits
     # Most columns per tile that always lie in one group: a power of two that divides the group size.
     aligned = min(tiles.k, group_size & -group_size)
-    depth = aligned if aligned >= SMALLEST_DOT else tiles.k
+    depth = aligned if aligned >= MIN_TILE_SIDE else tiles.k
     part = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     _int4_linear[(-(-outputs // tiles.n), -(-rows // tiles.m), splits)](
         *(x, qweight, scales, qzeros, scales if bias is None else bias, part),

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.ops.triton.machine import dense, dot_type
+from minillm.ops.triton.machine import contiguous_last_dims, dot_type
 from minillm.ops.triton.split_sum import split_sum
 from minillm.ops.triton.tiles import Tiles, choose
 
@@ -64,7 +64,7 @@ def int8_linear(
     x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None = None, tiles: Tiles | None = None
 ) -> Tensor:
     """As `minillm.ops.quantized_linear.int8_linear`."""
-    x, (rows, columns), outputs = dense(x), x.shape, qweight.shape[0]
+    x, (rows, columns), outputs = contiguous_last_dims(x), x.shape, qweight.shape[0]
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if not rows:
         return out

@@ -15,7 +15,7 @@ from torch import Tensor
 from minillm.errors import UnsupportedError
 from minillm.ops.dispatch import interpreted
 
-SMALLEST_DOT = 16
+MIN_TILE_SIDE = 16
 """Smallest side of a tile. `tl.dot` (Triton 3.6 to 3.9) accepts any number of rows and columns, but must sum over at
 least 16 products of 16-bit numbers, 8 of fp32 or 32 of int8. Tensor cores work on 16 rows: fewer are padded to 16."""
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -28,7 +28,7 @@ def capability() -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1)
-def num_processors() -> int:
+def num_sms() -> int:
     """Return the number of streaming multiprocessors (SMs) of the current GPU; 1 in the interpreter (it is serial)."""
     return 1 if interpreted() else torch.cuda.get_device_properties("cuda").multi_processor_count
 
@@ -51,7 +51,7 @@ def dot_type(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if dtype == torch.bfloat16 and capability() < (8, 0) else FLOATS[dtype]
 
 
-def has_fast_dots(dtype: torch.dtype) -> bool:
+def uses_tensor_cores(dtype: torch.dtype) -> bool:
     """Whether `tl.dot` runs on tensor cores for activations of `dtype`. It does not in fp32 or before sm_80: there
     Triton (3.9) multiplies in registers and needs smaller tiles."""
     return dtype != torch.float32 and capability() >= (8, 0)
@@ -62,7 +62,7 @@ def power_of_two(count: int, at_least: int = 1) -> int:
     return max(at_least, 1 << max(count - 1, 0).bit_length())
 
 
-def dense(x: Tensor, last_dims: int = 1) -> Tensor:
+def contiguous_last_dims(x: Tensor, last_dims: int = 1) -> Tensor:
     """Return `x` itself if its last `last_dims` dimensions are contiguous, else a contiguous copy."""
     expected = 1
     for size, stride in zip(reversed(x.shape[-last_dims:]), reversed(x.stride()[-last_dims:]), strict=True):

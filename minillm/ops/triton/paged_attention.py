@@ -47,8 +47,8 @@ from torch import Tensor
 
 from minillm.batch import Batch
 from minillm.errors import UnsupportedError
-from minillm.ops.triton.machine import SMALLEST_DOT, dense, dot_type, power_of_two
-from minillm.ops.triton.stored_rows import Stored, StoredRows
+from minillm.ops.triton.machine import MIN_TILE_SIDE, contiguous_last_dims, dot_type, power_of_two
+from minillm.ops.triton.stored_rows import KernelPools, QuantizedRows
 from minillm.ops.triton.tiling import AttentionMetadata, Tiling, num_tiles
 
 MAX_TREE_TOKENS = 64
@@ -220,8 +220,8 @@ def _merge(
 
 def paged_attention(
     q: Tensor,
-    keys: Tensor | StoredRows,
-    values: Tensor | StoredRows,
+    keys: Tensor | QuantizedRows,
+    values: Tensor | QuantizedRows,
     batch: Batch,
     window: int | None = None,
     tree: Tensor | None = None,
@@ -235,9 +235,9 @@ def paged_attention(
     of requests are read from its lists. Raises `UnsupportedError` for a tree of more than 64 nodes, for a tree with a
     window, and for pools in an unknown format.
     """
-    q, (num_tokens, heads, dim) = dense(q, 2), q.shape
+    q, (num_tokens, heads, dim) = contiguous_last_dims(q, 2), q.shape
     num_kv = keys.shape[1]
-    stored = Stored.of(keys), Stored.of(values)
+    stored = KernelPools.of(keys), KernelPools.of(values)
     _check_tree(tree, window, batch)
     tiling = tiling or batch.plans.get((Tiling,)) or Tiling.of(batch, q, num_kv)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -247,8 +247,12 @@ def paged_attention(
     if tiling.splits > 1:
         part = torch.empty(num_tokens, heads, tiling.splits, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(num_tokens, heads, tiling.splits, dtype=torch.float32, device=q.device)
-    group, pad_dim = heads // num_kv, power_of_two(dim, SMALLEST_DOT)
-    queries, metadata, tables = tiling.rows // group, AttentionMetadata.of(batch), dense(batch.block_tables)
+    group, pad_dim = heads // num_kv, power_of_two(dim, MIN_TILE_SIDE)
+    queries, metadata, tables = (
+        tiling.rows // group,
+        AttentionMetadata.of(batch),
+        contiguous_last_dims(batch.block_tables),
+    )
     _attend[(num_tiles(batch, queries), num_kv, tiling.splits)](
         *(q, part, lse, *stored[0].pools, *stored[1].pools, tables, metadata.query_start, metadata.seq_lens),
         *(q if tree is None else tree, batch.num_requests, tables.stride(0), q.stride(0), tiling.splits),
@@ -279,7 +283,7 @@ def paged_attention(
 
 
 def tree_attention(
-    q: Tensor, keys: Tensor | StoredRows, values: Tensor | StoredRows, batch: Batch, tree: Tensor
+    q: Tensor, keys: Tensor | QuantizedRows, values: Tensor | QuantizedRows, batch: Batch, tree: Tensor
 ) -> Tensor:
     """As `minillm.ops.tree_attention.tree_attention`."""
     return paged_attention(q, keys, values, batch, tree=tree)

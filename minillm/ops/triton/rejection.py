@@ -113,7 +113,7 @@ def rejection(
     draft_probs: Tensor | None,  # [drafts, vocab] fp32; None: deterministic drafts (q one-hot)
     target_probs: Tensor,  # [drafts + requests, vocab] fp32
     accept_uniforms: Tensor,  # [drafts] fp64
-    own_uniforms: Tensor,  # [drafts + requests] fp64
+    next_token_uniforms: Tensor,  # [drafts + requests] fp64
 ) -> Verdicts:
     """As `minillm.ops.rejection.rejection`; a token may differ if a uniform is within rounding error of a border."""
     requests, vocab, device = draft_start.shape[0] - 1, target_probs.shape[1], target_probs.device
@@ -123,7 +123,7 @@ def rejection(
     q = p if draft_probs is None else draft_probs.contiguous()
     if requests:
         _rejection[(requests,)](
-            *(draft_token_ids, draft_start, q, p, accept_uniforms.double(), own_uniforms.double()),
+            *(draft_token_ids, draft_start, q, p, accept_uniforms.double(), next_token_uniforms.double()),
             *(accepted, tokens, is_valid, vocab),
             ONE_HOT=draft_probs is None,
             BLOCK=min(BLOCK, power_of_two(vocab)),

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.ops.triton.machine import dense, power_of_two
+from minillm.ops.triton.machine import contiguous_last_dims, power_of_two
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     rows, block = x.numel() // size, power_of_two(size)
     if rows:
         _rms_norm[(rows,)](
-            *(x, other, dense(weight), out, total, size, eps),
+            *(x, other, contiguous_last_dims(weight), out, total, size, eps),
             ADD=residual is not None,
             BLOCK=block,
             num_warps=min(16, max(1, block // 256)),

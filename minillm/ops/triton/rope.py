@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.ops.triton.machine import dense, power_of_two
+from minillm.ops.triton.machine import contiguous_last_dims, power_of_two
 
 HEADS = 16
 """Heads per program."""
@@ -59,13 +59,13 @@ def _rope(
 
 def rope(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """As `minillm.ops.rope.rope`. `x` may be a slice of a wider tensor, as q and k are slices of one projection."""
-    x = dense(x, 2)
+    x = contiguous_last_dims(x, 2)
     num_tokens, num_heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_tokens:
         heads = min(HEADS, power_of_two(num_heads))
         _rope[(num_tokens, -(-num_heads // heads))](
-            *(x, dense(cos, 3), dense(signed_sin, 3), out, num_heads, x.stride(0)),
+            *(x, contiguous_last_dims(cos, 3), contiguous_last_dims(signed_sin, 3), out, num_heads, x.stride(0)),
             DIM=dim,
             HEADS=heads,
             HALF=power_of_two(dim // 2),

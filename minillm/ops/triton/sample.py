@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.ops.triton.machine import dense, power_of_two
+from minillm.ops.triton.machine import contiguous_last_dims, power_of_two
 
 BLOCK = 2048
 """Tokens per iteration."""
@@ -110,7 +110,7 @@ def _all_finite(
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """As `minillm.ops.sample.argmax`."""
-    x, (rows, vocab) = dense(logits), logits.shape
+    x, (rows, vocab) = contiguous_last_dims(logits), logits.shape
     tokens, is_valid = _results(rows, x.device)
     if rows:
         _argmax[(rows,)](x, tokens, is_valid, vocab, x.stride(0), BLOCK=min(BLOCK, power_of_two(vocab)), num_warps=8)
@@ -119,7 +119,7 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def all_finite(logits: Tensor) -> Tensor:
     """As `minillm.ops.sample.all_finite`."""
-    x, (rows, vocab) = dense(logits), logits.shape
+    x, (rows, vocab) = contiguous_last_dims(logits), logits.shape
     is_finite = torch.empty(rows, dtype=torch.bool, device=x.device)
     if rows:
         _all_finite[(rows,)](x, is_finite, vocab, x.stride(0), BLOCK=min(BLOCK, power_of_two(vocab)), num_warps=8)
@@ -128,7 +128,7 @@ def all_finite(logits: Tensor) -> Tensor:
 
 def sample(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """As `minillm.ops.sample.sample`; the token may differ if a uniform is within rounding error of a border."""
-    p, (rows, vocab) = dense(probs), probs.shape
+    p, (rows, vocab) = contiguous_last_dims(probs), probs.shape
     tokens, is_valid = _results(rows, p.device)
     if rows:
         block = min(BLOCK, power_of_two(vocab))

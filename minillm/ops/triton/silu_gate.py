@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.ops.triton.machine import dense, power_of_two
+from minillm.ops.triton.machine import contiguous_last_dims, power_of_two
 
 COLUMNS = 1024
 """Outputs per program."""
@@ -39,7 +39,7 @@ def _silu_gate(
 
 def silu_gate(gate_up: Tensor) -> Tensor:
     """As `minillm.ops.silu_gate.silu_gate`."""
-    x = dense(gate_up)
+    x = contiguous_last_dims(gate_up)
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows and size:

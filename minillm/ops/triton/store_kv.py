@@ -27,9 +27,9 @@ from torch import Tensor
 
 from minillm.ops import store_kv as reference
 from minillm.ops.kv_quant import SMALLEST_SCALE, SMALLEST_STEP
-from minillm.ops.triton.machine import dense, power_of_two
+from minillm.ops.triton.machine import contiguous_last_dims, power_of_two
 
-WHOLE = tl.constexpr(1.5 * 2.0**23)
+ROUNDING_MAGIC = tl.constexpr(1.5 * 2.0**23)
 """Adding and subtracting it rounds |x| < 2^22 to an integer, ties to even."""
 TINY_SCALE, TINY_STEP = tl.constexpr(SMALLEST_SCALE), tl.constexpr(SMALLEST_STEP)
 
@@ -69,7 +69,7 @@ def _store_int8(x_at, pool_ptr, scale_ptr, rows_at, inside, DIM: tl.constexpr, P
     scale = _bfloat16(tl.maximum(tl.div_rn(amax, 127.0), TINY_SCALE))
     is_nan = tl.max((x != x).to(tl.int32), 1) != 0
     scale = tl.where(is_nan, float("nan"), scale.to(tl.float32))
-    code = (tl.div_rn(x, scale[:, None]) + WHOLE) - WHOLE
+    code = (tl.div_rn(x, scale[:, None]) + ROUNDING_MAGIC) - ROUNDING_MAGIC
     tl.store(pool_ptr + rows_at[:, None] * DIM + channel, code.to(tl.int8), mask=mask)
     tl.store(scale_ptr + rows_at, scale.to(tl.bfloat16), mask=inside)
 
@@ -90,8 +90,8 @@ def _store_int4(
     zero_32 = zero.to(tl.float32)
     scale_32 = tl.maximum(-_half_below(tl.div_rn(zero_32 - high, 15.0)).to(tl.float32), TINY_STEP)
     scale_32 = tl.where(is_nan, float("nan"), scale_32)
-    low_code = (tl.div_rn(even - zero_32[:, None], scale_32[:, None]) + WHOLE) - WHOLE
-    high_code = (tl.div_rn(odd - zero_32[:, None], scale_32[:, None]) + WHOLE) - WHOLE
+    low_code = (tl.div_rn(even - zero_32[:, None], scale_32[:, None]) + ROUNDING_MAGIC) - ROUNDING_MAGIC
+    high_code = (tl.div_rn(odd - zero_32[:, None], scale_32[:, None]) + ROUNDING_MAGIC) - ROUNDING_MAGIC
     low_code = tl.minimum(tl.maximum(low_code, 0.0), 15.0).to(tl.int32)
     high_code = tl.minimum(tl.maximum(high_code, 0.0), 15.0).to(tl.int32)
     byte = (low_code | (high_code << 4)).to(tl.uint8)
@@ -151,10 +151,10 @@ def store_kv(
     if bits == 4 and channels % 2:
         return reference.store_kv(k, v, key_pools, value_pools, slot_mapping)
     if num_tokens:
-        k, v = dense(k, 2), dense(v, 2)
+        k, v = contiguous_last_dims(k, 2), contiguous_last_dims(v, 2)
         padded_pools = [pool for pools in (key_pools, value_pools) for pool in (*pools, pools[0], pools[0])[:3]]
         _store_kv[(num_tokens,)](
-            *(k, v, *padded_pools, dense(slot_mapping), k.stride(0), v.stride(0)),
+            *(k, v, *padded_pools, contiguous_last_dims(slot_mapping), k.stride(0), v.stride(0)),
             BITS=bits,
             NUM_ROWS=num_kv * groups,
             ROW=channels,

@@ -12,7 +12,7 @@ from minillm.errors import UnsupportedError
 from minillm.ops.store_kv import code_bits
 
 
-class StoredRows(Protocol):
+class QuantizedRows(Protocol):
     """Keys or values of one layer in a quantised cache (`cache.paged_quantized.DequantizedRows`)."""
 
     pools: Sequence[Tensor]
@@ -23,7 +23,7 @@ class StoredRows(Protocol):
 
 
 @dataclass(frozen=True)
-class Stored:
+class KernelPools:
     """The pools of keys or values as the kernel takes them."""
 
     bits: int
@@ -34,7 +34,7 @@ class Stored:
     """Channels per INT4 group; 1 in other formats."""
 
     @classmethod
-    def of(cls, rows: Tensor | StoredRows) -> Stored:
+    def of(cls, rows: Tensor | QuantizedRows) -> KernelPools:
         """Detect the format by the dtypes. Raises `UnsupportedError` for an unknown format or non-contiguous pools."""
         pools = (rows,) if isinstance(rows, Tensor) else tuple(rows.pools)
         bits, first = code_bits(pools), pools[0]

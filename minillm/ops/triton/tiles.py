@@ -18,7 +18,7 @@ import torch
 
 from minillm.ops.dispatch import interpreted
 from minillm.ops.triton import machine
-from minillm.ops.triton.machine import SMALLEST_DOT, power_of_two
+from minillm.ops.triton.machine import MIN_TILE_SIDE, power_of_two
 
 FEW_ROWS, SOME_ROWS = 16, 64
 CLASSES = ("few", "some", "many")
@@ -41,14 +41,14 @@ class Tiles:
 
 
 DEFAULTS = {"few": Tiles(16, 64, 128), "some": Tiles(32, 64, 64), "many": Tiles(64, 128, 64, warps=8)}
-WIDE = {"few": Tiles(16, 32, 64), "some": Tiles(32, 32, 32), "many": Tiles(64, 64, 32, warps=8)}
+NO_TENSOR_CORE_DEFAULTS = {"few": Tiles(16, 32, 64), "some": Tiles(32, 32, 32), "many": Tiles(64, 64, 32, warps=8)}
 """Defaults where products run in registers and not on tensor cores: in fp32, and before sm_80."""
 INTERPRETED = Tiles(16, 32, 32)
 MEASURED: dict[tuple[str, str, str], Tiles] = {}
 """`(GPU, kind, shape class)` → the fastest tiles. Empty: no GPU has been measured yet."""
-PER_PROCESSOR = 2
+PROGRAMS_PER_SM = 2
 """With fewer programs per SM than this, the columns are split."""
-LEAST_DEPTH = 256
+MIN_COLUMNS_PER_SPLIT = 256
 """Least columns per split."""
 MAX_SPLITS = 16
 
@@ -65,22 +65,23 @@ def choose(kind: str, rows: int, outputs: int, columns: int, dtype: torch.dtype)
     found = MEASURED.get((machine.gpu_name(), kind, shape_class(rows)))
     if found is not None:
         return found
-    fast = machine.has_fast_dots(torch.int8 if kind == "w8a8" else dtype)
-    tiles = (DEFAULTS if fast else WIDE)[shape_class(rows)]
+    fast = machine.uses_tensor_cores(torch.int8 if kind == "w8a8" else dtype)
+    tiles = (DEFAULTS if fast else NO_TENSOR_CORE_DEFAULTS)[shape_class(rows)]
     return replace(tiles, splits=_splits(tiles, rows, outputs, columns))
 
 
 def _splits(tiles: Tiles, rows: int, outputs: int, columns: int) -> int:
-    """Return enough splits to keep every SM busy, none with fewer than `LEAST_DEPTH` columns; a power of two."""
+    """Return enough splits to keep every SM busy, none with fewer than `MIN_COLUMNS_PER_SPLIT` columns; a power of
+    two."""
     programs = -(-rows // tiles.m) * -(-outputs // tiles.n)
-    wanted = PER_PROCESSOR * machine.num_processors() // max(programs, 1)
-    most = max(1, min(wanted, columns // LEAST_DEPTH, MAX_SPLITS))
+    wanted = PROGRAMS_PER_SM * machine.num_sms() // max(programs, 1)
+    most = max(1, min(wanted, columns // MIN_COLUMNS_PER_SPLIT, MAX_SPLITS))
     return power_of_two(most // 2 + 1)  # the power of two at or below
 
 
 def candidates(rows: int) -> Iterator[Tiles]:
     """Yield the tiles that `measure` tries for this number of rows."""
-    sides = (SMALLEST_DOT,) if rows <= FEW_ROWS else (32, 64) if rows <= SOME_ROWS else (64, 128)
+    sides = (MIN_TILE_SIDE,) if rows <= FEW_ROWS else (32, 64) if rows <= SOME_ROWS else (64, 128)
     for m, n, k, splits, warps, stages in product(sides, (32, 64, 128), (32, 64, 128), (1, 2, 4, 8), (4, 8), (2, 3, 4)):
         if rows <= SOME_ROWS or splits == 1:
             yield Tiles(m, n, k, splits, warps, stages)

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from minillm.batch import Batch
 from minillm.ops.triton import machine
-from minillm.ops.triton.machine import SMALLEST_DOT, power_of_two
+from minillm.ops.triton.machine import MIN_TILE_SIDE, power_of_two
 
-KEYS_OF_A_SPLIT = 256
+MIN_KEYS_PER_SPLIT = 256
 """A shorter split costs more to merge than it saves."""
 MAX_SPLITS = 64
-WIDE_TILE = 64 * 128
+EIGHT_WARP_OUTPUTS = 64 * 128
 """From this many outputs per program on, four warps run out of registers. Half as many where products run in registers
 and not on tensor cores."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class StepSizes:
     """The sizes of a step that a tiling depends on."""
 
     tokens: int
@@ -30,7 +30,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadShape:
     """The properties of a model that a tiling depends on."""
 
     queries: int
@@ -56,29 +56,29 @@ class Tiling:
     @classmethod
     def of(cls, batch: Batch, q: Tensor, num_kv: int) -> Tiling:
         """Choose a tiling by shapes and lengths alone; no tensor is read."""
-        sizes = Sizes(batch.query_start[-1], batch.num_requests, max(batch.query_lens, default=0))
-        heads = Heads(q.shape[1], num_kv, q.shape[2], q.dtype)
+        sizes = StepSizes(batch.query_start[-1], batch.num_requests, max(batch.query_lens, default=0))
+        heads = HeadShape(q.shape[1], num_kv, q.shape[2], q.dtype)
         return cls.for_sizes(sizes, max(batch.seq_lens, default=0), heads)
 
     @classmethod
-    def for_sizes(cls, sizes: Sizes, context: int, heads: Heads) -> Tiling:
+    def for_sizes(cls, sizes: StepSizes, context: int, heads: HeadShape) -> Tiling:
         """Choose a tiling for a step whose sizes alone are known. `context`: tokens of the longest request."""
-        is_fast, group = machine.has_fast_dots(heads.dtype), heads.queries // heads.keys
-        rows = power_of_two(min(group * sizes.longest_query, 64 if is_fast else 32), SMALLEST_DOT)
+        is_fast, group = machine.uses_tensor_cores(heads.dtype), heads.queries // heads.keys
+        rows = power_of_two(min(group * sizes.longest_query, 64 if is_fast else 32), MIN_TILE_SIDE)
         rows = power_of_two(group, rows)
         programs = (sizes.tokens // (rows // group) + sizes.requests) * heads.keys
-        splits = num_splits(programs, context, machine.num_processors())
-        wide = WIDE_TILE if is_fast else WIDE_TILE // 2
+        splits = num_splits(programs, context, machine.num_sms())
+        wide = EIGHT_WARP_OUTPUTS if is_fast else EIGHT_WARP_OUTPUTS // 2
         return cls(rows, 64 if is_fast else 32, splits, 8 if rows * heads.dim >= wide else 4)
 
 
-def num_splits(programs: int, longest: int, processors: int) -> int:
+def num_splits(programs: int, longest: int, num_sms: int) -> int:
     """Return how many splits of the keys give about two programs per SM.
 
-    `longest`: tokens of the longest request, whose splits have at least `KEYS_OF_A_SPLIT` keys.
+    `longest`: tokens of the longest request, whose splits have at least `MIN_KEYS_PER_SPLIT` keys.
     """
-    wanted = -(-2 * processors // max(programs, 1))
-    return 1 if wanted <= 2 else min(wanted, max(1, longest // KEYS_OF_A_SPLIT), MAX_SPLITS)
+    wanted = -(-2 * num_sms // max(programs, 1))
+    return 1 if wanted <= 2 else min(wanted, max(1, longest // MIN_KEYS_PER_SPLIT), MAX_SPLITS)
 
 
 def num_tiles(batch: Batch, queries: int) -> int:

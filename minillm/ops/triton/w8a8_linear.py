@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.ops.triton.machine import dense, power_of_two
+from minillm.ops.triton.machine import contiguous_last_dims, power_of_two
 from minillm.ops.triton.split_sum import split_sum
 from minillm.ops.triton.tiles import Tiles, choose
 
-WHOLE = tl.constexpr(1.5 * 2.0**23)
+ROUNDING_MAGIC = tl.constexpr(1.5 * 2.0**23)
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 INT8_DEPTH = 32
 """Least columns of an INT8 `tl.dot`."""
@@ -46,7 +46,7 @@ def _quantize_tokens(
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 0), 127.0), TINY)
     # tl.max ignores NaN, but a row with NaN must not become finite.
     scale = tl.where(tl.max((x != x).to(tl.int32), 0) != 0, float("nan"), scale)
-    code = (tl.div_rn(x, scale) + WHOLE) - WHOLE
+    code = (tl.div_rn(x, scale) + ROUNDING_MAGIC) - ROUNDING_MAGIC
     code = tl.minimum(tl.maximum(code, -127.0), 127.0)
     tl.store(code_ptr + row * columns + column, code.to(tl.int8), mask=inside)
     tl.store(scale_ptr + row, scale)
@@ -94,7 +94,7 @@ def _w8a8_linear(
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """As `minillm.ops.quantized_linear.quantize_tokens`."""
-    x, (rows, columns) = dense(x), x.shape
+    x, (rows, columns) = contiguous_last_dims(x), x.shape
     codes = torch.empty(rows, columns, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minillm.batch import Segment, tree_masks
-from minillm.ops.cpu.attention import KEYS, NO_TREE, attend, scratch_size
+from minillm.ops.cpu.attention import KEY_BLOCK, NO_TREE, attend, scratch_size
 from minillm.ops.cpu.team import Team, new_sync
 from minillm.ops.paged_attention import paged_attention
 from minillm.ops.tree_attention import tree_attention
@@ -95,9 +95,9 @@ def test_large_scores_do_not_overflow() -> None:
 
 def test_a_prompt_of_several_key_blocks_matches_the_reference_and_is_the_same_however_it_is_split() -> None:
     """A softmax that did not rescale its sums for a larger score would be wrong from the second key block on."""
-    q, keys, values, batch, _ = random_step(7, 16, (6, 2), 64, [2 * KEYS + 40])
+    q, keys, values, batch, _ = random_step(7, 16, (6, 2), 64, [2 * KEY_BLOCK + 40])
     q = q * torch.linspace(0.5, 3, len(q))[:, None, None]
-    for window in (None, KEYS - 5, KEYS + 9):
+    for window in (None, KEY_BLOCK - 5, KEY_BLOCK + 9):
         batch.plans.clear()
         right = paged_attention(q, keys, values, batch, window)
         whole = run(q, keys, values, batch, window)
@@ -107,8 +107,8 @@ def test_a_prompt_of_several_key_blocks_matches_the_reference_and_is_the_same_ho
 
 
 def test_a_later_token_that_is_nan_is_not_seen_by_earlier_blocks() -> None:
-    q, keys, values, batch, _ = random_step(9, 16, (2, 1), 32, [2 * KEYS])
+    q, keys, values, batch, _ = random_step(9, 16, (2, 1), 32, [2 * KEY_BLOCK])
     clean = run(q, keys, values, batch)
     slots = batch.block_tables[0, -1] * 16 + 15
     keys[slots] = float("nan")
-    assert torch.equal(run(q, keys, values, batch)[: KEYS // 2], clean[: KEYS // 2])
+    assert torch.equal(run(q, keys, values, batch)[: KEY_BLOCK // 2], clean[: KEY_BLOCK // 2])

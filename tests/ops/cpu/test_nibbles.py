@@ -14,7 +14,7 @@ from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, GROUP, MATRIX_FIELDS, NONE, OUTPUTS, PANEL
 from minillm.ops.cpu.nibbles import (
     FLOAT_NIBBLES,
-    LONGEST_GROUP,
+    MAX_GROUP_SIZE,
     NIBBLES,
     add_group,
     pack_nibbles,
@@ -23,7 +23,7 @@ from minillm.ops.cpu.nibbles import (
 )
 from minillm.ops.cpu.panels import SUMS_SIZE, multiply
 from minillm.ops.cpu.processor import Processor
-from minillm.ops.cpu.rounding import round_row
+from minillm.ops.cpu.rounding import prepare_row
 from minillm.ops.cpu.simd import LANES
 from minillm.quantization.groups import Groups, dequantize_groups, quantize_groups
 from tests.ops.cpu.test_register_tiles import ways_here
@@ -39,7 +39,7 @@ BIT = 2.0**-24
 @njit(**OPTIONS)
 def rounded(w, matrix, vectors, scratch, codes, rows, scales_at):
     for r in range(rows):
-        round_row(w, matrix, vectors, scratch, r * matrix[COLUMNS], codes, r, scratch, scales_at + r)
+        prepare_row(w, matrix, vectors, scratch, r * matrix[COLUMNS], codes, r, scratch, scales_at + r)
 
 
 def matrix_of(outputs: int, columns: int, group: int, seed: int = 0) -> Groups:
@@ -52,7 +52,7 @@ def matrix_of(outputs: int, columns: int, group: int, seed: int = 0) -> Groups:
 def run(
     kind: type, weight: Groups, group: int, x: torch.Tensor, bias: torch.Tensor | None = None, add: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y = x Wᵀ through `round_row` and `multiply`, the codes of x (`[rows, columns]`), and their steps (`[rows]`)."""
+    """y = x Wᵀ through `prepare_row` and `multiply`, the codes of x (`[rows, columns]`), and their steps (`[rows]`)."""
     (outputs, columns), rows = weight.codes.shape, len(x)
     panels = pack_nibbles(weight.codes.numpy(), weight.scales.numpy(), weight.zeros.numpy(), group, kind)
     padded = -(-outputs // LANES) * LANES
@@ -160,7 +160,7 @@ def test_the_largest_numbers_of_the_longest_group_fit_with_every_instruction(
     code: int, zero: int, way: Processor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(register_tiles, "processor", lambda: way)
-    columns = LONGEST_GROUP
+    columns = MAX_GROUP_SIZE
     codes, zeros = np.full((16, columns), code, np.uint8), np.full((16, 1), zero, np.uint8)
     w = pack_nibbles(codes, np.ones((16, 1), np.float16), zeros, columns)
     row = np.full(row_size(columns, columns), 127, np.uint8)

@@ -8,7 +8,7 @@ import torch
 from numba import njit
 
 from minillm.ops.cpu.compiled import OPTIONS
-from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, MATRIX_FIELDS, NONE, OUTPUTS, PANEL, SCALES, SUMS
+from minillm.ops.cpu.matrix_fields import BIAS, CODE_SUMS, COLUMNS, MATRIX_FIELDS, NONE, OUTPUTS, PANEL, SCALES
 from minillm.ops.cpu.panels import (
     SUMS_SIZE,
     multiply,
@@ -20,23 +20,23 @@ from minillm.ops.cpu.panels import (
     wide_byte_tiles,
     wide_tiles,
 )
-from minillm.ops.cpu.rounding import codes_size, round_row
-from minillm.ops.cpu.simd import BFLOAT, HALF, LANES, MIDDLE, PAIRED, TWICE_PAIRED
+from minillm.ops.cpu.rounding import codes_size, prepare_row
+from minillm.ops.cpu.simd import BFLOAT, BYTE_OFFSET, HALF, LANES, ONE_BYTE, TWO_BYTES
 from minillm.quantization.int8 import quantize_rows
 from minillm.quantization.w8a8 import integer_product
 
 KINDS = ("float32", "half", "bfloat", "int8", "pairs twice", "pairs")
 TOLERANCE = {"pairs twice": 6e-5}
 """Sixteen bits from -max to max: an error of at most max / 65 000, where max is some four times a typical number."""
-TWO_BYTES = 127 * 256 + 127
+LARGEST_CODE = 127 * 256 + 127
 
 
 def two_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row of `x` as two rows of unsigned bytes, first and second, and its scale."""
-    scales = x.abs().amax(1) / TWO_BYTES
+    scales = x.abs().amax(1) / LARGEST_CODE
     codes = (x / scales[:, None]).round().int()
     first = torch.div(codes + 128, 256, rounding_mode="floor")
-    return torch.stack((first, codes - 256 * first), 1).add(MIDDLE).to(torch.uint8), scales
+    return torch.stack((first, codes - 256 * first), 1).add(BYTE_OFFSET).to(torch.uint8), scales
 
 
 def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None, add: bool = False):
@@ -53,10 +53,10 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
 
     if kind in ("int8", "pairs", "pairs twice"):
         codes, scales = quantize_rows(weight)
-        paired = PAIRED if kind == "pairs" else TWICE_PAIRED
+        paired = ONE_BYTE if kind == "pairs" else TWO_BYTES
         panels = pack(codes.numpy()) if kind == "int8" else pack_pairs(codes.numpy(), paired)
         keep(SCALES, scales.numpy())
-        keep(SUMS, (MIDDLE * codes.int().sum(1, dtype=torch.int32)).numpy().view(np.float32))
+        keep(CODE_SUMS, (BYTE_OFFSET * codes.int().sum(1, dtype=torch.int32)).numpy().view(np.float32))
         meant = codes * scales[:, None]
     else:
         meant = {"float32": weight, "half": weight.half(), "bfloat": weight.bfloat16()}[kind]
@@ -67,7 +67,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
         keep(BIAS, bias.numpy())
     rows = len(x)
     codes_x, scales_x = quantize_rows(x)
-    unsigned = (codes_x.int() + MIDDLE).to(torch.uint8)
+    unsigned = (codes_x.int() + BYTE_OFFSET).to(torch.uint8)
     if kind == "pairs twice":
         unsigned, scales_x = two_bytes(x)
     unsigned = unsigned.numpy().reshape(-1)
@@ -91,7 +91,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
 @njit(**OPTIONS)
 def round_rows(w, matrix, vectors, x, rows, codes):
     for r in range(rows):
-        round_row(w, matrix, vectors, x, r * matrix[COLUMNS], codes, r, x, 0)
+        prepare_row(w, matrix, vectors, x, r * matrix[COLUMNS], codes, r, x, 0)
 
 
 def relative(y: torch.Tensor, right: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What `examine` finds for processors other than this one, which LLVM can compile for."""
+"""What `inspect_processor` finds for processors other than this one, which LLVM can compile for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minillm.doctor import checks, import_probe
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
 from minillm.ops.cpu import processor as processor_module
-from minillm.ops.cpu.processor import Processor, examine, processor
+from minillm.ops.cpu.processor import Processor, inspect_processor, processor
 from minillm.runtime import cpu_executor, packed_decoder
 from minillm.runtime.runner import ModelRunner
 
@@ -47,7 +47,7 @@ def every_target() -> None:
 def test_x86_processors_are_known_by_their_assembly(
     name: str, registers: int, byte_products: str, byte_lanes: int
 ) -> None:
-    found = examine(X86, name)
+    found = inspect_processor(X86, name)
     assert found == Processor("x86", True, True, registers, byte_products, byte_lanes)
     assert found.unsupported_reason is None
 
@@ -56,13 +56,13 @@ def test_x86_processors_are_known_by_their_assembly(
     ("name", "reason"), [("x86-64", LACKING_BOTH), ("nehalem", LACKING_BOTH), ("ivybridge", "has no FMA")]
 )
 def test_x86_without_fma_or_half_floats_is_refused_with_what_it_lacks(name: str, reason: str) -> None:
-    found = examine(X86, name).unsupported_reason
+    found = inspect_processor(X86, name).unsupported_reason
     assert found is not None and found.endswith(reason)
 
 
 def test_an_x86_processor_may_lack_f16c_alone() -> None:
-    found = examine(X86, "haswell", "-f16c")
-    assert found.has_fma and not found.converts_halves
+    found = inspect_processor(X86, "haswell", "-f16c")
+    assert found.has_fma and not found.converts_float16
     assert found.unsupported_reason is not None and found.unsupported_reason.endswith("has no F16C")
 
 
@@ -78,7 +78,7 @@ def test_an_x86_processor_may_lack_f16c_alone() -> None:
 def test_arm_is_never_refused_although_it_may_name_no_feature(
     triple: str, name: str, byte_products: str | None
 ) -> None:
-    found = examine(triple, name)
+    found = inspect_processor(triple, name)
     assert found.unsupported_reason is None
     assert (found.registers, found.byte_products) == (8, byte_products)
 
@@ -87,14 +87,14 @@ def test_this_processor_is_the_one_that_numba_compiles_for() -> None:
     from numba.core.registry import cpu_target
 
     triple, name, features = cpu_target.target_context.codegen().magic_tuple()
-    assert processor() == examine(triple, name, features)
+    assert processor() == inspect_processor(triple, name, features)
     assert packed_decoder.processor is processor
 
 
 def test_amx_is_used_where_the_processor_has_it_and_the_system_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     features = "+amx-tile,+amx-bf16,+avx512bw"
-    assert examine(X86, "sapphirerapids", features).amx
-    assert not examine(X86, "sapphirerapids", "+avx512bw").amx
+    assert inspect_processor(X86, "sapphirerapids", features).amx
+    assert not inspect_processor(X86, "sapphirerapids", "+avx512bw").amx
     with_it, without = (replace(processor(), amx=amx) for amx in (True, False))
     for found, system, answer, expected in (
         (with_it, "Linux", 0, True),
@@ -111,7 +111,7 @@ def test_amx_is_used_where_the_processor_has_it_and_the_system_allows_it(monkeyp
 
 def test_the_executor_refuses_what_the_processor_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM would end the process: without F16C it calls a conversion function that does not exist."""
-    old = replace(processor(), architecture="x86", converts_halves=False)
+    old = replace(processor(), architecture="x86", converts_float16=False)
     monkeypatch.setattr(packed_decoder, "processor", lambda: old)
     reason = cpu_executor.unsupported_reason(None, None)  # type: ignore[arg-type]  (it uses neither)
     assert reason is not None and "no F16C" in reason

@@ -71,7 +71,7 @@ def as_floats(array, out):
     for i in range(0, len(array), 16):
         simd.store(out, i, simd.load(array, i))
     for i in range(len(array)):
-        out[i] -= simd.number(array, i)
+        out[i] -= simd.load_scalar(array, i)
 
 
 @njit(**OPTIONS)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from minillm.ops.cpu.thread_choice import KEPT, TURN, ThreadChoice, choose
+from minillm.ops.cpu.thread_choice import REMEMBERED_STEPS, TRIAL_STEPS, ThreadChoice, choose
 
 STEPS = 1000
 Times = Callable[[int, int], float]
@@ -44,7 +44,7 @@ def simulate(times: Times, limit: int) -> list[tuple[int, float]]:
     for step in range(STEPS):
         threads = choice.threads("decode", limit)
         steps.append((threads, times(step, threads)))
-        choice.took("decode", *steps[-1])
+        choice.record("decode", *steps[-1])
     return steps
 
 
@@ -70,27 +70,27 @@ def test_trying_fewer_threads_costs_one_step() -> None:
 
 
 def test_a_trial_that_is_much_slower_ends_after_one_step() -> None:
-    recent = [(1, 1.0)] * TURN
+    recent = [(1, 1.0)] * TRIAL_STEPS
     assert choose(recent, 2) == 2
     assert choose([*recent, (2, 1.2)], 2) == 2
     assert choose([*recent, (2, 10.0)], 2) == 1
 
 
 def test_a_number_of_threads_that_was_slow_long_ago_is_tried_again() -> None:
-    recent = [(2, 10.0), *[(1, 1.0)] * (KEPT - 1)]
+    recent = [(2, 10.0), *[(1, 1.0)] * (REMEMBERED_STEPS - 1)]
     assert choose(recent, 2) == 1
-    assert choose([*recent, (1, 1.0)][-KEPT:], 2) == 2
+    assert choose([*recent, (1, 1.0)][-REMEMBERED_STEPS:], 2) == 2
 
 
 def test_one_slow_step_among_many_changes_nothing() -> None:
-    recent = [*[(1, 1.0)] * TURN, *[(2, 0.6)] * 20, (2, 2.0)]
+    recent = [*[(1, 1.0)] * TRIAL_STEPS, *[(2, 0.6)] * 20, (2, 2.0)]
     assert choose(recent, 2) == 2
 
 
 def test_a_new_kind_of_step_begins_with_the_threads_of_the_previous_step() -> None:
     choice = ThreadChoice()
     assert choice.threads("prefill", 4) == 4
-    choice.took("prefill", 2, 1.0)
+    choice.record("prefill", 2, 1.0)
     assert choice.threads("decode", 4) == 2
     assert choice.threads("decode", 1) == 1
 
@@ -98,4 +98,4 @@ def test_a_new_kind_of_step_begins_with_the_threads_of_the_previous_step() -> No
 def test_the_limit_may_change_between_steps() -> None:
     recent = [(8, 1.0)] * 50
     assert choose(recent, 6) == 6
-    assert choose([*recent, *[(6, 0.5)] * TURN], 6) == 3
+    assert choose([*recent, *[(6, 0.5)] * TRIAL_STEPS], 6) == 3

@@ -161,7 +161,7 @@ def main(architectures: list[int], dtypes: list[torch.dtype]) -> None:
     """Compile everything for every GPU named."""
     for architecture in architectures:
         machine.capability = lambda: (architecture // 10, architecture % 10)  # noqa: B023
-        machine.num_processors, machine.gpu_name = lambda: 100, lambda: "none"
+        machine.num_sms, machine.gpu_name = lambda: 100, lambda: "none"
         dispatch.triton_runs = lambda kind, oldest_gpu: True
         triton.JITFunction.run = compile_instead(GPUTarget("cuda", architecture, 32), set())
         for launch in [

@@ -131,7 +131,7 @@ def test_ties_between_codes_go_to_the_even_one() -> None:
 def test_the_table_is_asked_first_and_few_rows_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(table.machine, "gpu_name", lambda: "some GPU")
-    monkeypatch.setattr(table.machine, "num_processors", lambda: 100)
+    monkeypatch.setattr(table.machine, "num_sms", lambda: 100)
     monkeypatch.setattr(table.machine, "capability", lambda: (8, 0))
     half = torch.float16
     own = Tiles(16, 64, 64)
@@ -142,10 +142,10 @@ def test_the_table_is_asked_first_and_few_rows_are_split(monkeypatch: pytest.Mon
     assert table.choose("int4", 3, 512, 512, half).splits == 2  # no more splits: 256 columns each
     assert table.choose("int4", 1000, 4096, 4096, half).splits == 1
     assert [table.shape_class(n) for n in (1, 16, 17, 64, 65)] == ["few", "few", "some", "some", "many"]
-    assert table.choose("int8", 40, 64, 64, torch.float32) == table.WIDE["some"]
+    assert table.choose("int8", 40, 64, 64, torch.float32) == table.NO_TENSOR_CORE_DEFAULTS["some"]
     assert table.choose("w8a8", 40, 64, 64, torch.float32) == table.DEFAULTS["some"]
     monkeypatch.setattr(table.machine, "capability", lambda: (7, 5))
-    assert table.choose("int8", 40, 64, 64, half) == table.WIDE["some"]
+    assert table.choose("int8", 40, 64, 64, half) == table.NO_TENSOR_CORE_DEFAULTS["some"]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert table.choose("int8", 3, 4096, 4096, half) is table.INTERPRETED
 

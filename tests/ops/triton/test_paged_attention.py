@@ -137,7 +137,7 @@ def test_what_it_cannot_do_it_refuses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "longest", "processors", "splits"),
+    ("programs", "longest", "num_sms", "splits"),
     [
         (2, 4096, 100, 16),
         (2, 300, 100, 1),
@@ -148,9 +148,9 @@ def test_what_it_cannot_do_it_refuses() -> None:
     ],
 )
 def test_few_programs_are_split_and_short_contexts_are_not(
-    programs: int, longest: int, processors: int, splits: int
+    programs: int, longest: int, num_sms: int, splits: int
 ) -> None:
-    assert num_splits(programs, longest, processors) == splits
+    assert num_splits(programs, longest, num_sms) == splits
 
 
 def test_lists_reach_the_device_once_per_step() -> None:
