@@ -21,7 +21,7 @@ from minillm.sampling import SamplingParams
 from minillm.speculative.config import SpeculativeConfig
 from minillm.tokenizer import Detokenizer
 from minillm.trace import EngineStarted, Trace
-from minillm.trace.request_metrics import MetricsWatcher, group_of
+from minillm.trace.request_metrics import MetricsWatcher, prompt_id_of
 
 Prompt = str | Mapping[str, Any]
 """Text, or `{"prompt_token_ids": [...]}`, or `{"prompt": "text"}`; a mapping may add a `cache_salt`."""
@@ -96,7 +96,7 @@ class LLMEngine:
         A request that finished in an interrupted step is returned by the next step.
         """
         with self.engine.lock:
-            updated = {group_of(request.request_id) for request in self.engine.step()}
+            updated = {prompt_id_of(request.request_id) for request in self.engine.step()}
             outputs = []
             for request_id, group in list(self._groups.items()):
                 if request_id in updated or (group[0].finished and all(request.finished for request in group)):
@@ -226,12 +226,12 @@ class LLMEngine:
                     self.engine.abort(request.request_id)
             # If `add_request` refused this id because it is in use, the metrics belong to the other request.
             if group and not any(request.request_id in self.engine.requests for request in group):
-                self.metrics.pop(group_of(group[0].request_id))
+                self.metrics.pop(prompt_id_of(group[0].request_id))
 
     def output(self, group: Sequence[Request]) -> RequestOutput:
         """The output so far of all completions of one prompt. Once all have finished, their metrics are discarded."""
         first = group[0]
-        name = group_of(first.request_id)
+        name = prompt_id_of(first.request_id)
         finished = all(request.finished for request in group)
         metrics = self.metrics.pop(name) if finished else copy(self.metrics.requests[name])
         prompt_logprobs = None

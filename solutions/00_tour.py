@@ -110,7 +110,7 @@ print(outputs[0].prompt + outputs[0].outputs[0].text)
 
 # %%
 from minillm.trace import StepRan, StepStarted, TokensCommitted
-from minillm.trace.moments import preemption, rejected_round
+from minillm.trace.moments import first_preemption, first_rejected_round
 
 pages = CachePagesView(trace)
 show(pages, step=trace.of(StepStarted)[0].step)
@@ -122,7 +122,7 @@ show(pages, step=trace.of(StepStarted)[0].step)
 # lowers one counter; nothing is copied or erased.
 
 # %%
-moment = rejected_round(trace)
+moment = first_rejected_round(trace)
 show(pages, step=moment.step)
 
 # %% [markdown]
@@ -335,7 +335,7 @@ with tight.trace() as tight_trace:
 preempted = tight_trace.of(RequestPreempted)
 print(f"preemptions: {len(preempted)}, tokens that lost their pages: {sum(e.num_computed_tokens for e in preempted)}")
 claim("A preemption changes no token.", bool(preempted) and tokens_of(tight_outputs) == expected)
-show(CachePagesView(tight_trace), step=preemption(tight_trace).step)
+show(CachePagesView(tight_trace), step=first_preemption(tight_trace).step)
 
 # %% [markdown]
 # ## In the field

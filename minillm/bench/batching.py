@@ -41,7 +41,7 @@ from minillm.bench.shapes import shape_folder
 from minillm.bench.vllm_peer import INTERPRETER, VllmPeer
 from minillm.models.held_out import held_out_prompts
 from minillm.trace import Event, RequestAdded, RequestFinished, StepRan
-from minillm.trace.step_metrics import step_metrics, summary
+from minillm.trace.step_metrics import step_metrics, summarise
 
 REQUESTS = 32
 SEATS = 8
@@ -160,7 +160,7 @@ def utilisation(trace: Iterable[Event], seats: int, requests: int | None = None)
         "steps": len(steps),
         "batch_slot_utilisation": sum(running for running, _ in steps) / (seats * len(steps)),
         "batch_slot_utilisation_while_waiting": sum(contested) / (seats * len(contested)) if contested else None,
-        "kv_slot_utilisation": summary(step_metrics(events)).slot_utilisation,
+        "kv_slot_utilisation": summarise(step_metrics(events)).slot_utilisation,
     }
 
 

@@ -66,7 +66,7 @@ class Placement:
         inputs are not, and neither is a tied embedding. `benchmarks/quality.json` has the loss.
         """
         as_stored = self.may_move_weights and self.device.type == "cpu"
-        model = load_model(folder, self.dtype, self.device, quantization, keep_stored=as_stored)
+        model = load_model(folder, self.dtype, self.device, quantization, keep_stored_dtype=as_stored)
         some = model.layers[0].qkv_proj
         if isinstance(some, QuantizedLinear) and isinstance(some.scheme, Int8):
             quantize_unembedding(model, Int8())

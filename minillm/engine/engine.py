@@ -60,7 +60,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.pool = pool
         self.listeners = Listeners()
-        self.emit = self.listeners.tell
+        self.emit = self.listeners.emit
         device_judge = DeviceJudge.for_runner(runner) if accept_rule is EXACT else None
         self.judge = device_judge or HostJudge(accept_rule)
         # Scheduler and pool get references to the caches, not to the engine: without a cycle, an engine that is no

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SHORTEST_PART, MOST_PARTS = 256, 4
+MIN_PART_SIZE, MAX_PARTS = 256, 4
 """Queries are split into parts. A part uses only the keys up to its last query, so most masked scores are skipped."""
 
 
@@ -26,7 +26,7 @@ class CausalAttention:
         if q.is_cuda:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
-            size = max(SHORTEST_PART, -(-self.length // MOST_PARTS))
+            size = max(MIN_PART_SIZE, -(-self.length // MAX_PARTS))
             parts = [(start, min(start + size, self.length)) for start in range(0, self.length, size)]
             out = torch.cat([self._part(q, k, v, start, end) for start, end in parts], dim=2)
         return out.transpose(1, 2).flatten(0, 1)

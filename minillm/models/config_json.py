@@ -10,25 +10,27 @@ from msgspec.structs import asdict
 
 from minillm.errors import CheckpointError, UnsupportedError
 from minillm.models.config import ModelConfig, RopeConfig
-from minillm.models.config_schema import MOST_CONTEXT, RopeScaling, StoredConfig, refuse_switches
+from minillm.models.config_schema import MAX_CONTEXT, RopeScaling, StoredConfig, refuse_switches
 from minillm.models.families import family_of
-from minillm.models.json_files import checked, shown
+from minillm.models.json_files import short_repr, validated
 from minillm.models.rope import SCALINGS
 
-NEEDS = {"linear": ("factor",), "llama3": ("low_freq_factor", "high_freq_factor")}
+REQUIRED_PARAMETERS = {"linear": ("factor",), "llama3": ("low_freq_factor", "high_freq_factor")}
 """The parameters that a kind of scaling requires; for `llama3` and `yarn` the others follow from the context length."""
 
 
 def model_config(stored: Mapping[str, Any]) -> ModelConfig:
     """Convert the contents of a `config.json`. Raises `CheckpointError` if minillm cannot run this model exactly."""
-    named = checked({key: stored.get(key) for key in ("architectures", "model_type")}, StoredConfig)
+    named = validated({key: stored.get(key) for key in ("architectures", "model_type")}, StoredConfig)
     family = family_of(named.architectures, named.model_type, has_own_code="auto_map" in stored)
     _refuse_rope_by_layer(stored)
-    raw = checked({**family.defaults, **stored, **family.fixed}, StoredConfig)
+    raw = validated({**family.defaults, **stored, **family.fixed}, StoredConfig)
     refuse_switches(stored, family.own_fields)
     if raw.quantization_config:
         method = raw.quantization_config.get("quant_method", "unknown")
-        method = method if isinstance(method, str) and method.isidentifier() and len(method) < 60 else shown(method)
+        method = (
+            method if isinstance(method, str) and method.isidentifier() and len(method) < 60 else short_repr(method)
+        )
         raise CheckpointError(f"the weights are quantised ({method}); load the original checkpoint instead")
     vocab_size, hidden, num_layers, num_heads = (
         _required(raw, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -142,7 +144,7 @@ def _rope(raw: StoredConfig) -> RopeConfig:
     kind = found.pop("rope_type", None) or found.pop("type", None) or "default"
     found.pop("type", None)
     if kind not in SCALINGS:
-        raise CheckpointError(f"RoPE of kind {shown(kind)} is not supported; minillm has {', '.join(SCALINGS)}")
+        raise CheckpointError(f"RoPE of kind {short_repr(kind)} is not supported; minillm has {', '.join(SCALINGS)}")
     theta = found.pop("rope_theta", None) or raw.rope_theta or 10_000.0
     if (found.pop("partial_rotary_factor", None) or raw.partial_rotary_factor or 1.0) != 1.0:
         raise CheckpointError("partial_rotary_factor below 1 is not supported: RoPE covers all channels of a head")
@@ -152,7 +154,7 @@ def _rope(raw: StoredConfig) -> RopeConfig:
         original = found[key] = raw.original_max_position_embeddings or found.get(key) or context
         found["factor"] = found.get("factor") or context / original
     rope = RopeConfig(theta=float(theta), kind=kind, parameters=found)
-    for name in NEEDS.get(kind, ()):
+    for name in REQUIRED_PARAMETERS.get(kind, ()):
         rope.parameter(name)
     if kind == "llama3" and not rope.parameter("low_freq_factor") < rope.parameter("high_freq_factor"):
         raise CheckpointError(
@@ -173,10 +175,10 @@ def _context_length(raw: StoredConfig, rope: RopeConfig) -> int:
     if rope.kind == "yarn":
         original, factor = rope.parameter("original_max_position_embeddings"), rope.parameter("factor")
         context = max(context, int(factor * original))
-        if context > MOST_CONTEXT:
+        if context > MAX_CONTEXT:
             raise CheckpointError(
                 f"factor is {factor:g} and original_max_position_embeddings {original}: this gives a context of "
-                f"{context:,} tokens, over the limit of {MOST_CONTEXT:,}"
+                f"{context:,} tokens, over the limit of {MAX_CONTEXT:,}"
             )
     return context
 

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from minillm.errors import CheckpointError
-from minillm.models.json_files import number, shown, whole
+from minillm.models.json_files import float_in_range, int_in_range, short_repr
 
-MOST_LAYERS = 1024
-MOST_CONTEXT = 2**24
+MAX_LAYERS = 1024
+MAX_CONTEXT = 2**24
 TokenId = Annotated[int, Meta(ge=0, le=2**24)]
-Context = whole(1, MOST_CONTEXT)
+Context = int_in_range(1, MAX_CONTEXT)
 Switch = Annotated[bool | None, Meta(description="true or false")]
 EndTokens = Annotated[TokenId | list[TokenId] | None, Meta(description="a token's id, a list of ids, or null")]
 Dtype = Annotated[
@@ -32,17 +32,17 @@ class RopeScaling(Struct, forbid_unknown_fields=True):
 
     rope_type: Annotated[str | None, Meta(description="the name of a kind of scaling")] = None
     type: Annotated[str | None, Meta(description="the name of a kind of scaling")] = None
-    rope_theta: number(1, 1e15) = None  # type: ignore[valid-type]
-    partial_rotary_factor: number(0, 1) = None  # type: ignore[valid-type]
-    factor: number(0, 1e6) = None  # type: ignore[valid-type]
-    low_freq_factor: number(0, 1e6) = None  # type: ignore[valid-type]
-    high_freq_factor: number(0, 1e6) = None  # type: ignore[valid-type]
+    rope_theta: float_in_range(1, 1e15) = None  # type: ignore[valid-type]
+    partial_rotary_factor: float_in_range(0, 1) = None  # type: ignore[valid-type]
+    factor: float_in_range(0, 1e6) = None  # type: ignore[valid-type]
+    low_freq_factor: float_in_range(0, 1e6) = None  # type: ignore[valid-type]
+    high_freq_factor: float_in_range(0, 1e6) = None  # type: ignore[valid-type]
     original_max_position_embeddings: Context = None  # type: ignore[valid-type]
-    beta_fast: number(0, 1e6) = None  # type: ignore[valid-type]
-    beta_slow: number(0, 1e6) = None  # type: ignore[valid-type]
-    attention_factor: number(0, 1e3) = None  # type: ignore[valid-type]
-    mscale: number(0, 1e3) = None  # type: ignore[valid-type]
-    mscale_all_dim: number(0, 1e3) = None  # type: ignore[valid-type]
+    beta_fast: float_in_range(0, 1e6) = None  # type: ignore[valid-type]
+    beta_slow: float_in_range(0, 1e6) = None  # type: ignore[valid-type]
+    attention_factor: float_in_range(0, 1e3) = None  # type: ignore[valid-type]
+    mscale: float_in_range(0, 1e3) = None  # type: ignore[valid-type]
+    mscale_all_dim: float_in_range(0, 1e3) = None  # type: ignore[valid-type]
     truncate: Switch = None
     finetuned: Switch = None
 
@@ -52,20 +52,20 @@ class StoredConfig(Struct):
 
     architectures: Annotated[list[str] | None, Meta(description="a list of names")] = None
     model_type: Annotated[str | None, Meta(description="a name")] = None
-    vocab_size: whole(1, 2**24) = None  # type: ignore[valid-type]
-    hidden_size: whole(1, 2**17) = None  # type: ignore[valid-type]
-    intermediate_size: whole(1, 2**20) = None  # type: ignore[valid-type]
-    num_hidden_layers: whole(1, MOST_LAYERS) = None  # type: ignore[valid-type]
-    num_attention_heads: whole(1, 2**12) = None  # type: ignore[valid-type]
-    num_key_value_heads: whole(1, 2**12) = None  # type: ignore[valid-type]
-    head_dim: whole(1, 2**12) = None  # type: ignore[valid-type]
+    vocab_size: int_in_range(1, 2**24) = None  # type: ignore[valid-type]
+    hidden_size: int_in_range(1, 2**17) = None  # type: ignore[valid-type]
+    intermediate_size: int_in_range(1, 2**20) = None  # type: ignore[valid-type]
+    num_hidden_layers: int_in_range(1, MAX_LAYERS) = None  # type: ignore[valid-type]
+    num_attention_heads: int_in_range(1, 2**12) = None  # type: ignore[valid-type]
+    num_key_value_heads: int_in_range(1, 2**12) = None  # type: ignore[valid-type]
+    head_dim: int_in_range(1, 2**12) = None  # type: ignore[valid-type]
     max_position_embeddings: Context = None  # type: ignore[valid-type]
     original_max_position_embeddings: Context = None  # type: ignore[valid-type]
-    rms_norm_eps: number(0, 1) = None  # type: ignore[valid-type]
-    rope_theta: number(1, 1e15) = None  # type: ignore[valid-type]
+    rms_norm_eps: float_in_range(0, 1) = None  # type: ignore[valid-type]
+    rope_theta: float_in_range(1, 1e15) = None  # type: ignore[valid-type]
     rope_scaling: Annotated[RopeScaling | None, Meta(description="an object, or null")] = None
     rope_parameters: Annotated[RopeScaling | None, Meta(description="an object, or null")] = None
-    partial_rotary_factor: number(0, 1) = None  # type: ignore[valid-type]
+    partial_rotary_factor: float_in_range(0, 1) = None  # type: ignore[valid-type]
     hidden_act: Annotated[
         Literal["silu", "swish"] | None, Meta(description="'silu' or 'swish', which the decoder computes")
     ] = None
@@ -73,14 +73,14 @@ class StoredConfig(Struct):
     attention_bias: Switch = None
     mlp_bias: Switch = None
     use_sliding_window: Switch = None
-    sliding_window: whole(1, 2**31 - 1) = None  # type: ignore[valid-type]
-    max_window_layers: whole(0, MOST_LAYERS) = None  # type: ignore[valid-type]
+    sliding_window: int_in_range(1, 2**31 - 1) = None  # type: ignore[valid-type]
+    max_window_layers: int_in_range(0, MAX_LAYERS) = None  # type: ignore[valid-type]
     layer_types: Annotated[
         list[Literal["full_attention", "sliding_attention"]] | None,
         Meta(description="'full_attention' or 'sliding_attention' for each layer"),
     ] = None
     no_rope_layers: Annotated[list[Literal[0, 1]] | None, Meta(description="0 or 1 for each layer")] = None
-    no_rope_layer_interval: whole(1, MOST_LAYERS) = None  # type: ignore[valid-type]
+    no_rope_layer_interval: int_in_range(1, MAX_LAYERS) = None  # type: ignore[valid-type]
     eos_token_id: EndTokens = None
     bos_token_id: Annotated[TokenId | None, Meta(description="a token's id, or null")] = None
     dtype: Dtype = None
@@ -138,5 +138,5 @@ def refuse_switches(stored: Mapping[str, Any], known: Collection[str] = ()) -> N
         if value is not None and value not in off_values and name not in known:
             allowed = f"{' or '.join(map(repr, off_values))} or left out" if off_values else "left out"
             raise CheckpointError(
-                f"{name} is {shown(value)}, which minillm's decoder does not support; it must be {allowed}"
+                f"{name} is {short_repr(value)}, which minillm's decoder does not support; it must be {allowed}"
             )

@@ -15,7 +15,7 @@ MAPPED_BYTES = 2**16
 much."""
 
 
-class Unfilled(TorchFunctionMode):
+class UninitialisedParameters(TorchFunctionMode):
     """A context in which modules allocate their parameters but do not initialise them.
 
     Building on the `meta` device first would do the same, but costs a second for torch's own imports.
@@ -39,11 +39,11 @@ class Unfilled(TorchFunctionMode):
         shape = torch.Size(args[0] if isinstance(args[0], Sequence) else args)
         dtype = (self.matrices if len(shape) == 2 else self.dtype) or kwargs.get("dtype") or torch.get_default_dtype()
         if func is torch.empty and self.device.type == "cpu":
-            return own_pages(shape, dtype)
+            return mapped_empty(shape, dtype)
         return func(shape, **{**kwargs, "dtype": dtype, "device": self.device})
 
 
-def own_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def mapped_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised CPU tensor whose memory returns to the system as soon as the tensor is freed.
 
     An executor packs the matrices one by one and frees each. Memory from the ordinary allocator would still count as in

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from minillm.errors import CheckpointError
 from minillm.models import bundled
-from minillm.models.json_files import shown
+from minillm.models.json_files import short_repr
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
@@ -27,7 +27,7 @@ def resolve(name: str) -> Path:
         is_folder, exists = folder.is_dir(), folder.exists()
     except (RuntimeError, ValueError, OSError) as problem:  # unknown home directory, a null byte, a name too long
         reason = getattr(problem, "strerror", None) or problem
-        raise CheckpointError(f"no model {shown(name)}: {reason}") from None
+        raise CheckpointError(f"no model {short_repr(name)}: {reason}") from None
     if is_folder:
         return folder
     if exists:
@@ -35,8 +35,8 @@ def resolve(name: str) -> Path:
     if HUB_ID.fullmatch(name):
         return _download(name)
     raise CheckpointError(
-        f"no model {shown(name)}: it is not a bundled model ({', '.join(bundled.names()) or 'there are none'}), not a "
-        "local folder, and not a hub id of the form owner/name"
+        f"no model {short_repr(name)}: it is not a bundled model ({', '.join(bundled.names()) or 'there are none'}), "
+        "not a local folder, and not a hub id of the form owner/name"
     )
 
 

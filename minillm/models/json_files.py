@@ -19,20 +19,20 @@ from msgspec import Meta
 
 from minillm.errors import CheckpointError
 
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """The size limit of a JSON file; the index of the largest checkpoint has a few megabytes."""
 T = TypeVar("T")
 _SHORT_REPR = Repr()
 _SHORT_REPR.maxstring = _SHORT_REPR.maxother = _SHORT_REPR.maxlong = 60
 
 
-def whole(least: int, most: int) -> Any:
+def int_in_range(least: int, most: int) -> Any:
     """Return the schema type of an integer from `least` to `most`, or null."""
     words = f"a whole number from {least:,} to {most:,}"
     return Annotated[Annotated[int, Meta(ge=least, le=most)] | None, Meta(description=words)]
 
 
-def number(above: float, most: float) -> Any:
+def float_in_range(above: float, most: float) -> Any:
     """Return the schema type of a number above `above` (exclusive) and up to `most` (inclusive), or null."""
     words = f"a number above {above:g} and up to {most:g}"
     return Annotated[Annotated[float, Meta(gt=above, le=most)] | None, Meta(description=words)]
@@ -46,8 +46,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
             raise CheckpointError(f"{path.name} is not a regular file; fetch it again")
-        if path.stat().st_size > MOST_BYTES:
-            raise CheckpointError(f"{path.name} has {path.stat().st_size:,} bytes, more than {MOST_BYTES:,}")
+        if path.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"{path.name} has {path.stat().st_size:,} bytes, more than {MAX_BYTES:,}")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as problem:
         raise CheckpointError(f"cannot read {path.name} ({problem.strerror}); is this the folder of a model?") from None
@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def checked(stored: Mapping[str, Any], schema: type[T]) -> T:
+def validated(stored: Mapping[str, Any], schema: type[T]) -> T:
     """Convert `stored` to the struct `schema`. Raises `CheckpointError` with field, value and valid values."""
     try:
         return msgspec.convert(stored, schema)
@@ -72,12 +72,12 @@ def checked(stored: Mapping[str, Any], schema: type[T]) -> T:
         field, value = _found(stored, keys)
         if "unknown field" in what:
             raise CheckpointError(f"{field} has an unknown entry {what.split('`')[1]!r}") from None
-        raise CheckpointError(f"{field} is {shown(value)}; it must be {_allowed(schema, keys) or what}") from None
+        raise CheckpointError(f"{field} is {short_repr(value)}; it must be {_allowed(schema, keys) or what}") from None
     except UnicodeEncodeError:
         raise CheckpointError("a string in it has an unpaired surrogate, which UTF-8 cannot encode") from None
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the repr of a value from a file, truncated to about sixty characters."""
     try:
         return _SHORT_REPR.repr(value)

@@ -17,16 +17,16 @@ from minillm.models.config import ModelConfig
 from minillm.models.config_json import end_tokens, llama_config, model_config
 from minillm.models.config_schema import GenerationConfig
 from minillm.models.decoder import Decoder, DecoderLayer
-from minillm.models.empty_weights import Unfilled
+from minillm.models.empty_weights import UninitialisedParameters
 from minillm.models.hub import resolve
-from minillm.models.json_files import checked, read_json, shown
+from minillm.models.json_files import read_json, short_repr, validated
 from minillm.models.quantize import decoder_linears, empty_like
 from minillm.models.quantized_checkpoint import (
     Place,
     fill_places,
     is_linear_weight,
-    is_ours,
-    misfits,
+    is_minillm_format,
+    mismatched_tensors,
     quantized_places,
     scheme_of,
 )
@@ -49,7 +49,7 @@ def load_config(folder: Path) -> ModelConfig:
     """
     try:
         stored = read_json(folder / "config.json")
-        if is_ours(stored.get("quantization_config")):
+        if is_minillm_format(stored.get("quantization_config")):
             stored.pop("quantization_config")
         config = model_config(stored)
     except CheckpointError as problem:
@@ -63,7 +63,7 @@ def load_config(folder: Path) -> ModelConfig:
     if not (generation_config.exists() or generation_config.is_symlink()):
         return config
     try:
-        generation = checked(read_json(generation_config), GenerationConfig)
+        generation = validated(read_json(generation_config), GenerationConfig)
         further = end_tokens(generation.eos_token_id, config.vocab_size)
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}, generation_config.json: {problem}") from None
@@ -77,7 +77,7 @@ def stored_scheme(folder: Path) -> Scheme | None:
     """
     quantization = read_json(folder / "config.json").get("quantization_config")
     try:
-        return scheme_of(quantization) if is_ours(quantization) else None
+        return scheme_of(quantization) if is_minillm_format(quantization) else None
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}: {problem}") from None
 
@@ -87,16 +87,16 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     quantization: str | None = None,
-    keep_stored: bool = False,
+    keep_stored_dtype: bool = False,
 ) -> Decoder:
     """Load the model of that name or folder (see `resolve`) to `device`, for inference: parameters need no gradient.
 
     A quantised checkpoint (see `minillm quantize`) loads as it is. A `quantization` of `int8`, `w8a8` or `int4`
     quantises a full-precision checkpoint while it loads; for a quantised one it must match the stored scheme.
 
-    `keep_stored` keeps matrices in the dtype of the file, for a CPU executor that packs them in that dtype. It takes
-    effect if `dtype` is float32 and all matrices are stored in the same 16-bit float dtype. Norms and biases still have
-    `dtype`. PyTorch cannot run such a model until `cast_model` has cast it.
+    `keep_stored_dtype` keeps matrices in the dtype of the file, for a CPU executor that packs them in that dtype. It
+    takes effect if `dtype` is float32 and all matrices are stored in the same 16-bit float dtype. Norms and biases
+    still have `dtype`. PyTorch cannot run such a model until `cast_model` has cast it.
 
     Tensors are copied from the file to their rows of the model a megabyte at a time, on the CPU or to a GPU, so the
     memory needed beside the model does not grow with it (see `staging`). Raises `CheckpointError`, before any weight is
@@ -116,8 +116,8 @@ def load_model(
         parts = {name: part for name, part in parts.items() if not is_linear_weight(part)}
     _check(folder, parts, places, shards, spare={UNEMBEDDING} if config.tie_word_embeddings else set())
     _check_rope_memory(folder, config)
-    narrow = _dtype_of_matrices(parts, shards) if keep_stored and dtype == torch.float32 else None
-    model = _uninitialised_model(config, Unfilled(device, dtype, narrow or dtype), scheme)
+    narrow = _dtype_of_matrices(parts, shards) if keep_stored_dtype and dtype == torch.float32 else None
+    model = _uninitialised_model(config, UninitialisedParameters(device, dtype, narrow or dtype), scheme)
     with torch.no_grad():
         for name, part in parts.items():
             _load_tensor(model, part, name, staging)
@@ -127,7 +127,7 @@ def load_model(
 
 
 def cast_model(model: Decoder, dtype: torch.dtype) -> Decoder:
-    """Cast every parameter to `dtype`, in place and one at a time, after `load_model(…, keep_stored=True)`."""
+    """Cast every parameter to `dtype`, in place and one at a time, after `load_model(…, keep_stored_dtype=True)`."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -192,7 +192,7 @@ def _check(folder: Path, parts: dict[str, Part], places: dict[str, Place], shard
     _raise_if_any(folder, "has tensors that do not fit its config.json:", sorted(found - wanted - spare))
     shapes = ((name, shards.shape(name), part.shape) for name, part in parts.items())
     wrong = [f"{name} {list(found)} (should be {list(right)})" for name, found, right in shapes if found != right]
-    wrong += misfits(places, shards)
+    wrong += mismatched_tensors(places, shards)
     _raise_if_any(folder, "has tensors of a shape other than its config.json implies:", wrong)
 
 
@@ -222,7 +222,7 @@ def _load_tensor(model: Decoder, part: Part, name: str, staging: Staging) -> Non
         raise CheckpointError(f"{name}: {problem}") from None
 
 
-def _uninitialised_model(config: ModelConfig, parameters: Unfilled, scheme: Scheme | None) -> Decoder:
+def _uninitialised_model(config: ModelConfig, parameters: UninitialisedParameters, scheme: Scheme | None) -> Decoder:
     """Build the model with uninitialised parameters; with a `scheme`, only one layer at a time is in full precision."""
     with parameters:
         model = (config.decoder or Decoder)(config if scheme is None else replace(config, num_layers=0))
@@ -238,7 +238,7 @@ def _replace_linears(model: Decoder, scheme: Scheme | None) -> None:
     """Replace and free the linears that are not quantised yet; their quantised replacements are not filled."""
     for name, linear in list(decoder_linears(model)):
         if scheme is not None and not isinstance(linear, QuantizedLinear):
-            with Unfilled(linear.weight.device):
+            with UninitialisedParameters(linear.weight.device):
                 model.set_submodule(name, empty_like(linear, scheme))
 
 
@@ -246,5 +246,5 @@ def _raise_if_any(folder: Path, what: str, tensors: list[str]) -> None:
     """Raise `CheckpointError` unless `tensors` is empty. `what`: the words between folder and tensors."""
     if tensors:
         more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
-        named = [name if name.isprintable() and 0 < len(name) < 150 else shown(name) for name in tensors[:4]]
+        named = [name if name.isprintable() and 0 < len(name) < 150 else short_repr(name) for name in tensors[:4]]
         raise CheckpointError(f"{folder} {what} {', '.join(named)}{more}")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minillm.errors import CheckpointError, ConfigError
 from minillm.models.decoder import Decoder
-from minillm.models.json_files import shown
+from minillm.models.json_files import short_repr
 from minillm.models.quantize import decoder_linears
 from minillm.models.shards import SINGLE, Shards
 from minillm.models.staging import Staging
@@ -56,7 +56,7 @@ class Place:
     spec: TensorSpec
 
 
-def is_ours(quantization: Any) -> bool:
+def is_minillm_format(quantization: Any) -> bool:
     """Whether `save_quantized` wrote this `quantization_config`."""
     return isinstance(quantization, Mapping) and quantization.get("format") == FORMAT
 
@@ -66,7 +66,7 @@ def scheme_of(quantization: Mapping[str, Any]) -> Scheme:
     options = {key: value for key, value in quantization.items() if key not in ("quant_method", "format", "version")}
     if quantization.get("version") != VERSION:
         raise CheckpointError(
-            f"quantization_config has version {shown(quantization.get('version'))}, this minillm reads {VERSION}; "
+            f"quantization_config has version {short_repr(quantization.get('version'))}, this minillm reads {VERSION}; "
             "quantise the original checkpoint again"
         )
     try:
@@ -102,7 +102,7 @@ def stored_prefix(linear: str) -> str:
     return f"model.{layers}.{index}.{name if name.startswith('mlp.') else f'self_attn.{name}'}"
 
 
-def misfits(places: Mapping[str, Place], shards: Shards) -> list[str]:
+def mismatched_tensors(places: Mapping[str, Place], shards: Shards) -> list[str]:
     """List the stored tensors whose dtype or shape differs from their place, with the stored and the right one."""
     wrong = []
     for name, place in places.items():

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minillm.errors import CheckpointError
-from minillm.models.json_files import checked, read_json, shown
+from minillm.models.json_files import read_json, short_repr, validated
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
@@ -157,13 +157,13 @@ def weight_files(folder: Path) -> list[Path]:
 def _files_of_index(folder: Path) -> list[Path]:
     """Return the files that the index names. Each name must be in the folder itself, but may be a symbolic link."""
     try:
-        index = checked(read_json(folder / INDEX), Index)
+        index = validated(read_json(folder / INDEX), Index)
     except CheckpointError as problem:
         raise CheckpointError(f"{folder / INDEX} is not a valid index ({problem}); fetch it again") from None
     names = sorted(set(index.weight_map.values()))
     outside = [name for name in names if Path(name).name != name or len(name) > 200 or {*name} & {"\\", "\0"}]
     if outside:
-        raise CheckpointError(f"{folder / INDEX} names {shown(outside[0])}, which is not a file in its folder")
+        raise CheckpointError(f"{folder / INDEX} names {short_repr(outside[0])}, which is not a file in its folder")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         listing = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")

@@ -41,7 +41,7 @@ def quantize_groups(weight: Tensor, bits: int, group_size: int, shrink: Tensor |
     columns, steps = weight.shape[1], 2**bits - 1
     grouped = in_groups(weight, group_size)
     low, high = grouped.amin(dim=2).clamp_max(0) * shrink, grouped.amax(dim=2).clamp_min(0) * shrink
-    scales = half_not_below((high - low) / steps)
+    scales = fp16_round_up((high - low) / steps)
     step = scales.float()
     zeros = (-low / step).round().clamp(0, steps)
     codes = ((grouped / step[..., None]).round() + zeros[..., None]).clamp(0, steps)
@@ -59,7 +59,7 @@ def in_groups(x: Tensor, group_size: int) -> Tensor:
     return F.pad(x, (0, -x.shape[1] % group_size)).unflatten(1, (-1, group_size))
 
 
-def half_not_below(scales: Tensor) -> Tensor:
+def fp16_round_up(scales: Tensor) -> Tensor:
     """Cast `scales` to fp16, never below their values: smaller steps would not reach the ends of the range.
 
     Raises `CheckpointError` if a scale exceeds the largest fp16.

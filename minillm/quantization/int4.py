@@ -17,7 +17,7 @@ from minillm.quantization.packing import pack, packed_width, unpack
 GROUP_MULTIPLE = 8
 """A group size must be a multiple of this, so that each group starts on a byte boundary at every number of bits."""
 
-MOST_IN_GROUP = 2**17
+MAX_GROUP_SIZE = 2**17
 """The largest group size: as many weights as the widest layer has inputs. Groups are padded to it before rounding."""
 
 
@@ -34,9 +34,9 @@ class Int4(Scheme):
         super().__post_init__()
         size = self.group_size
         is_whole = isinstance(size, int) and not isinstance(size, bool)
-        if not is_whole or not 0 < size <= MOST_IN_GROUP or size % GROUP_MULTIPLE:
+        if not is_whole or not 0 < size <= MAX_GROUP_SIZE or size % GROUP_MULTIPLE:
             raise ConfigError(
-                f"group_size={size!r} must be a multiple of {GROUP_MULTIPLE}, such as 64 or 128, up to {MOST_IN_GROUP}"
+                f"group_size={size!r} must be a multiple of {GROUP_MULTIPLE}, such as 64 or 128, up to {MAX_GROUP_SIZE}"
             )
 
     def tensors(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:

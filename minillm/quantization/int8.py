@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minillm.quantization.base import SCALES, WEIGHTS, LayerStatistics, Scheme, TensorSpec
 
-LARGEST = 127
+MAX_CODE = 127
 """The largest code. -128 is unused, so that the codes are symmetric."""
 
 
@@ -25,8 +25,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
     |codes · scales - x| ≤ scales / 2. A row of zeros gets the smallest normal number as its scale.
     """
-    scales = (x.abs().amax(dim=1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-    codes = (x / scales[:, None]).round().clamp(-LARGEST, LARGEST)
+    scales = (x.abs().amax(dim=1) / MAX_CODE).clamp_min(torch.finfo(torch.float32).tiny)
+    codes = (x / scales[:, None]).round().clamp(-MAX_CODE, MAX_CODE)
     return codes.to(torch.int8), scales
 
 

@@ -43,11 +43,11 @@ class SortedRows:
 
 
 def weighted_kmeans(values: Tensor, weights: Tensor, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
-    """Run `settle` on `values` and their `weights`, both `[rows, columns]`."""
-    return settle(SortedRows(values, weights), centroids, rounds)
+    """Run `run_kmeans` on `values` and their `weights`, both `[rows, columns]`."""
+    return run_kmeans(SortedRows(values, weights), centroids, rounds)
 
 
-def settle(rows: SortedRows, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
+def run_kmeans(rows: SortedRows, centroids: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
     """Run k-means on each row, starting from `centroids` (`[rows, k]`).
 
     Returns the centroids `[rows, k]` in ascending order, fp64, and the objective of each row before each round and

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from minillm.errors import CheckpointError, ConfigError
 from minillm.quantization.base import CODEBOOKS, SPARSE, WEIGHTS, LayerStatistics, Scheme, TensorSpec
-from minillm.quantization.kmeans import SortedRows, nearest, settle
+from minillm.quantization.kmeans import SortedRows, nearest, run_kmeans
 from minillm.quantization.packing import pack, packed_width, unpack
 
-LEAST_WEIGHT = 1.0
+MIN_IMPORTANCE = 1.0
 """The minimum k-means weight of a value, as a multiple of its row's mean squared gradient. Gradients of some dozens of
 texts are noisy, and small ones mean little. Of 0.01, 0.1, 0.3 and 1, fitted on one half of the calibration prompts and
 evaluated on the other, 1 was best in minicoder at 3 and at 4 bits, by 5% of the divergence."""
@@ -112,12 +112,12 @@ class SqueezeLLM(Scheme):
 
 
 def importance(fisher: Tensor) -> Tensor:
-    """Return the k-means weight of each value: its squared gradient, at least `LEAST_WEIGHT` times its row's mean.
+    """Return the k-means weight of each value: its squared gradient, at least `MIN_IMPORTANCE` times its row's mean.
 
     In a row without any gradient all values have the same weight.
     """
     mean = fisher.mean(dim=1, keepdim=True)
-    return torch.where(mean > 0, torch.maximum(fisher, LEAST_WEIGHT * mean), torch.ones_like(fisher))
+    return torch.where(mean > 0, torch.maximum(fisher, MIN_IMPORTANCE * mean), torch.ones_like(fisher))
 
 
 def fit_codebooks(weight: Tensor, counts: Tensor, num_centroids: int) -> Tensor:
@@ -132,7 +132,7 @@ def fit_codebooks(weight: Tensor, counts: Tensor, num_centroids: int) -> Tensor:
         _quantile_centroids(weight, counts.double(), num_centroids),
     )
     rows = SortedRows(weight, counts)
-    found = [settle(rows, start) for start in starts]
+    found = [run_kmeans(rows, start) for start in starts]
     best = torch.stack([objectives[-1] for _, objectives in found]).argmin(dim=0)
     choices = torch.stack([centroids for centroids, _ in found])
     return choices[best, torch.arange(len(best), device=weight.device)]

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minillm.quantization.base import QuantizedLinear
-from minillm.quantization.int8 import LARGEST, Int8, quantize_rows
+from minillm.quantization.int8 import MAX_CODE, Int8, quantize_rows
 
-EXACT_COLUMNS = 2**24 // LARGEST**2
+EXACT_COLUMNS = 2**24 // MAX_CODE**2
 """fp32 represents every integer up to 2^24, so a sum of this many products (1040) is exact in fp32, in any order."""
 CUDA_ROWS, CUDA_MULTIPLE = 17, 8
 """The minimum number of rows for `torch._int_mm` on a GPU, and the number that columns must be a multiple of."""
@@ -55,8 +55,8 @@ def padded_product(x: Tensor, weight: Tensor) -> Tensor:
 @lru_cache(maxsize=1)
 def int_mm_is_exact() -> bool:
     """Whether `torch._int_mm` is exact on this processor, tested on the largest possible products."""
-    largest = torch.full((16, 64), LARGEST, dtype=torch.int8)
-    expected = 64 * LARGEST**2
+    largest = torch.full((16, 64), MAX_CODE, dtype=torch.int8)
+    expected = 64 * MAX_CODE**2
     try:
         products = [torch._int_mm(largest[:rows], (sign * largest).T) * sign for rows in (1, 16) for sign in (1, -1)]
     except RuntimeError:

@@ -41,25 +41,25 @@ class Round:
     step: int
     drafts: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
-    added: str | None
+    target_token: str | None
     """The target's own token; `None` if the text ended at an accepted draft."""
     added_origin: TokenOrigin | None
     parents: tuple[int, ...] | None = None
     """For a tree: the parent of each draft, -1 for the last committed token. None for a chain."""
 
     @property
-    def places(self) -> list[list[int]]:
+    def candidates_by_position(self) -> list[list[int]]:
         """The drafts at each position along the accepted branch, including the position where none was accepted.
 
         A chain has one draft per position, and all positions are included.
         """
         if self.parents is None:
             return [[i] for i in range(len(self.drafts))]
-        places, node = [], -1
+        candidates, node = [], -1
         while children := [i for i, parent in enumerate(self.parents) if parent == node]:
-            places.append(children)
+            candidates.append(children)
             node = next((i for i in children if self.verdicts[i] == "accepted"), len(self.drafts))
-        return places
+        return candidates
 
     @property
     def num_positions(self) -> int:
@@ -72,14 +72,14 @@ class Round:
         return max(depths, default=0)
 
     @property
-    def kept(self) -> int:
+    def num_accepted(self) -> int:
         """The number of drafts that became part of the text."""
         return self.verdicts.count("accepted")
 
     @property
     def tokens(self) -> int:
         """The number of tokens that the request gained."""
-        return self.kept + (self.added is not None)
+        return self.num_accepted + (self.target_token is not None)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Acceptance:
     rounds: list[Round] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     """All committed tokens, including those of forwards without drafts."""
-    alone: int = 0
+    undrafted_forwards: int = 0
     """Decoding forwards without drafts; each gains one token. (A prefill does not count.)"""
 
     @property
@@ -106,35 +106,35 @@ class Acceptance:
         return sum(len(r.drafts) for r in self.rounds)
 
     @property
-    def kept(self) -> int:
+    def num_accepted(self) -> int:
         """The number of drafts that became part of the text."""
-        return sum(r.kept for r in self.rounds)
+        return sum(r.num_accepted for r in self.rounds)
 
     @property
     def added(self) -> int:
         """The number of the target's own tokens (recovered or bonus) in all rounds."""
-        return sum(r.added is not None for r in self.rounds)
+        return sum(r.target_token is not None for r in self.rounds)
 
     @property
     def kept_share(self) -> float | None:
-        """Kept / drafted; `None` before the first round."""
-        return self.kept / self.drafted if self.rounds else None
+        """Accepted / drafted; `None` before the first round."""
+        return self.num_accepted / self.drafted if self.rounds else None
 
     @property
     def tokens_per_forward(self) -> float | None:
-        """τ = (kept + added + alone) / (rounds + alone): the mean number of tokens per decoding forward of the target;
-        `None` before the first round."""
+        """τ = (accepted + added + undrafted) / (rounds + undrafted): the mean number of tokens per decoding forward of
+        the target; `None` before the first round."""
         return self.gained / self.forwards if self.rounds else None
 
     @property
     def gained(self) -> int:
         """The number of tokens gained by decoding."""
-        return self.kept + self.added + self.alone
+        return self.num_accepted + self.added + self.undrafted_forwards
 
     @property
     def forwards(self) -> int:
         """The number of decoding forwards of the target."""
-        return len(self.rounds) + self.alone
+        return len(self.rounds) + self.undrafted_forwards
 
     def kept_by_position(self) -> list[tuple[int, int]]:
         """Return for each draft position how many drafts were kept, out of how many.
@@ -143,7 +143,7 @@ class Acceptance:
         """
         longest = max((r.num_positions for r in self.rounds), default=0)
         return [
-            (sum(r.kept > i for r in self.rounds), sum(r.num_positions > i for r in self.rounds))
+            (sum(r.num_accepted > i for r in self.rounds), sum(r.num_positions > i for r in self.rounds))
             for i in range(longest)
         ]
 
@@ -201,12 +201,12 @@ class AcceptanceState:
         requests = self.requests.values()
         rounds = sorted(chain.from_iterable(r.rounds for r in requests), key=lambda r: r.step)
         tokens = list(chain.from_iterable(r.tokens for r in requests))
-        return Acceptance(rounds, tokens, sum(r.alone for r in requests))
+        return Acceptance(rounds, tokens, sum(r.undrafted_forwards for r in requests))
 
     def _commit(self, request: RequestAcceptance, event: TokensCommitted) -> None:
         request.tokens += map(Token, event.texts, event.origins)
         if not event.num_drafts:
-            request.alone += event.request_id not in self._prefilled
+            request.undrafted_forwards += event.request_id not in self._prefilled
             return
         proposed = self._proposed.get(event.request_id)
         texts = tuple(proposed.texts) if proposed else ()

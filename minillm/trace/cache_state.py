@@ -31,14 +31,14 @@ from minillm.trace import (
     Work,
 )
 from minillm.trace.page import Freed, Page, PageState, SlotState
-from minillm.trace.request_state import NOTHING, RequestState, StepMarks
+from minillm.trace.request_state import NOTHING, RequestState, StepChanges
 
-LONGEST_BLOCK = 64
+MAX_PAGE_SIZE = 64
 """In a layout that is not paged, a block with more slots than this holds one whole sequence."""
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class PoolSnapshot:
     """The pool at the end of a step."""
 
     step: int
@@ -57,7 +57,7 @@ class Totals:
     recomputed_tokens: int = 0
     """Tokens whose keys and values a preemption discarded."""
     preemptions: int = 0
-    found_tokens: int = 0
+    prefix_hit_tokens: int = 0
     """Tokens found in the prefix cache, which need no prefill."""
     forked_tokens: int = 0
     """Tokens shared with another completion of the same prompt."""
@@ -83,13 +83,13 @@ class CacheState:
     """For each used block: its owners, each with the block's index in the owner's block table."""
     freed: dict[int, Freed] = field(default_factory=dict)
     """Blocks that became free in this step and were not allocated again."""
-    findable: set[int] = field(default_factory=set)
+    in_prefix_cache: set[int] = field(default_factory=set)
     """Full blocks in the prefix cache, with or without owners."""
     evicted: set[int] = field(default_factory=set)
     """Blocks that were evicted from the prefix cache in this step."""
     copied_from: dict[int, int] = field(default_factory=dict)
     """The copies of this step, as target → source."""
-    history: list[StepFigures] = field(default_factory=list)
+    history: list[PoolSnapshot] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
 
     @property
@@ -115,13 +115,13 @@ class CacheState:
     @property
     def cached_blocks(self) -> int:
         """The number of free blocks in the prefix cache."""
-        return len(self.findable - self.owners.keys())
+        return len(self.in_prefix_cache - self.owners.keys())
 
     @property
     def whole_sequences(self) -> bool:
         """Whether a block holds one whole sequence instead of a page."""
         paged = self.engine is None or self.engine.cache_layout.lower().startswith("paged")
-        return not paged and self.block_size > LONGEST_BLOCK
+        return not paged and self.block_size > MAX_PAGE_SIZE
 
     @property
     def used_slots(self) -> int:
@@ -158,8 +158,8 @@ class CacheState:
             case BlockCopied(request_id=request_id, source=source, target=target):
                 self._copy(self.requests[request_id], source, target)
             case BlocksCached(request_id=request_id, block_ids=block_ids):
-                self.findable.update(block_ids)
-                self.requests[request_id].marks.remembered += block_ids
+                self.in_prefix_cache.update(block_ids)
+                self.requests[request_id].marks.newly_cached_blocks += block_ids
             case BlocksEvicted(block_ids=block_ids):
                 self._evict(block_ids)
             case BlocksFreed(request_id=request_id, block_ids=block_ids, reason=reason):
@@ -187,13 +187,13 @@ class CacheState:
         if block_id in self.owners:
             owners = tuple(self.owners[block_id])
             state, slots = "shared" if len(owners) > 1 else "used", self._slots(block_id)
-        elif block_id in self.findable:
+        elif block_id in self.in_prefix_cache:
             state, slots = "cached", ("cached",) * self.block_size
         else:
             rolled_back = freed.rolled_back if freed else NOTHING
             slots = tuple("rolled_back" if slot in rolled_back else "free" for slot in range(self.block_size))
         reused = any(block_id in self.requests[owner].marks.reused_blocks for owner in self.owners.get(block_id, {}))
-        flags = block_id in self.findable, reused, block_id in self.evicted
+        flags = block_id in self.in_prefix_cache, reused, block_id in self.evicted
         return Page(block_id, state, owners, slots, *flags, self.copied_from.get(block_id))
 
     def pages(self) -> list[Page]:
@@ -213,7 +213,7 @@ class CacheState:
 
     def _num_filled(self, block_id: int) -> int:
         """Return the number of slots of a used block that hold valid keys and values."""
-        if block_id in self.findable:
+        if block_id in self.in_prefix_cache:
             return self.block_size
         owners = self.owners[block_id].items()
         return max(len(self._slots_inside(range(self.requests[owner].num_computed), index)) for owner, index in owners)
@@ -234,15 +234,15 @@ class CacheState:
         for changes in (self.freed, self.evicted, self.copied_from):
             changes.clear()
         for request in self.requests.values():
-            request.marks = StepMarks()
+            request.marks = StepChanges()
 
     def _allocate(self, request: RequestState, block_ids: list[int]) -> None:
         # Allocating a cached block implies its eviction.
-        self._evict([block_id for block_id in block_ids if block_id in self.findable - self.owners.keys()])
+        self._evict([block_id for block_id in block_ids if block_id in self.in_prefix_cache - self.owners.keys()])
         for block_id in block_ids:
             self._add_owner(block_id, request, len(request.block_table))
             request.block_table.append(block_id)
-        request.marks.took += block_ids
+        request.marks.allocated_blocks += block_ids
 
     def _share(self, request: RequestState, event: BlocksShared) -> None:
         forked_from = None
@@ -252,7 +252,7 @@ class CacheState:
             owners = self.owners.get(event.block_ids[-1], {})
             forked_from = min((self.requests[owner].index for owner in owners), default=None)
         else:
-            self.totals.found_tokens += event.num_tokens
+            self.totals.prefix_hit_tokens += event.num_tokens
         for index, block_id in enumerate(event.block_ids, start=len(request.block_table)):
             self._add_owner(block_id, request, index)
         request.reuse(event.block_ids, event.num_tokens, forked_from)
@@ -267,7 +267,7 @@ class CacheState:
         self.totals.copied_blocks += 1
 
     def _evict(self, block_ids: list[int]) -> None:
-        self.findable.difference_update(block_ids)
+        self.in_prefix_cache.difference_update(block_ids)
         self.evicted.update(block_ids)
         self.totals.evicted_blocks += len(block_ids)
 
@@ -290,9 +290,9 @@ class CacheState:
         for block_id in block_ids:
             request.block_table.remove(block_id)
             self._remove_owner(block_id, request, reason)
-            request.marks.left_shared += block_id in self.owners
-            request.marks.left_cached += block_id in self.findable and block_id not in self.owners
-        request.marks.gave_back += len(block_ids)
+            request.marks.num_freed_shared += block_id in self.owners
+            request.marks.num_freed_cached += block_id in self.in_prefix_cache and block_id not in self.owners
+        request.marks.num_freed += len(block_ids)
 
     def _run(self, work: Work) -> None:
         request = self.requests[work.request_id]
@@ -315,7 +315,7 @@ class CacheState:
         self.totals.finished += 1
 
     def _end(self, event: StepFinished) -> None:
-        self.history.append(StepFigures(event.step, self.used_blocks, self.waste_slots, self.cached_blocks))
+        self.history.append(PoolSnapshot(event.step, self.used_blocks, self.waste_slots, self.cached_blocks))
         self.totals.seconds += event.seconds
         self.totals.draft_seconds += event.draft_seconds
         self.totals.target_seconds += event.target_seconds

@@ -227,7 +227,7 @@ class StepFinished(Event):
 class Listeners(list[Callable[[Event], None]]):
     """The event listeners, in order of calls. The engine and its scheduler share it, so neither refers to the other."""
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Call every listener with `event`."""
         for listener in self:
             listener(event)

@@ -18,7 +18,7 @@ class Moment:
     request_id: str
 
 
-def rejected_round(trace: Trace, wrong: int = 2) -> Moment:
+def first_rejected_round(trace: Trace, wrong: int = 2) -> Moment:
     """Return the first round with at least `wrong` drafts not accepted. Raises `TraceError` if there is none."""
     return _first(
         trace,
@@ -27,7 +27,7 @@ def rejected_round(trace: Trace, wrong: int = 2) -> Moment:
     )
 
 
-def preemption(trace: Trace) -> Moment:
+def first_preemption(trace: Trace) -> Moment:
     """Return the first preemption. Raises `TraceError` if there is none."""
     return _first(trace, lambda event: isinstance(event, RequestPreempted), "preemption")
 

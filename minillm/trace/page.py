@@ -28,7 +28,7 @@ class Page:
     owners: tuple[str, ...]
     """Request ids; several if the block is shared. For a block freed in this step: its last owner."""
     slots: tuple[SlotState, ...]
-    findable: bool = False
+    in_prefix_cache: bool = False
     """Whether the block is in the prefix cache."""
     reused: bool = False
     """Whether a request reused its contents in this step instead of computing them."""

@@ -18,7 +18,7 @@ from minillm.trace import (
     TokensCommitted,
 )
 
-MOST_ENDED = 1000
+MAX_ENDED_PROMPTS = 1000
 """How many ended prompts keep their metrics until `pop`. After `LLM.submit`, `pop` may never be called."""
 
 
@@ -84,18 +84,18 @@ class MetricsWatcher:
         now = time.perf_counter()
         match event:
             case RequestFinished():
-                self._end(group_of(event.request_id))
+                self._end(prompt_id_of(event.request_id))
             case RequestAdded():
-                self.requests.setdefault(group_of(event.request_id), RequestMetrics(arrival_time=now))
-                self._running[group_of(event.request_id)] += 1
+                self.requests.setdefault(prompt_id_of(event.request_id), RequestMetrics(arrival_time=now))
+                self._running[prompt_id_of(event.request_id)] += 1
             case StepRan():
                 for work in event.work:
-                    metrics = self.requests[group_of(work.request_id)]
+                    metrics = self.requests[prompt_id_of(work.request_id)]
                     metrics.num_target_forwards += 1
                     if metrics.first_scheduled_time is None:
                         metrics.first_scheduled_time = now
             case TokensCommitted():
-                metrics = self.requests[group_of(event.request_id)]
+                metrics = self.requests[prompt_id_of(event.request_id)]
                 metrics.num_output_tokens += len(event.token_ids)
                 metrics.num_decode_forwards += 1
                 metrics.num_drafts += event.num_drafts
@@ -104,27 +104,27 @@ class MetricsWatcher:
                 if metrics.first_token_time is None:
                     metrics.first_token_time = now
             case BlocksAllocated():
-                metrics = self.requests[group_of(event.request_id)]
+                metrics = self.requests[prompt_id_of(event.request_id)]
                 metrics.num_blocks += len(event.block_ids)
                 metrics.peak_blocks = max(metrics.peak_blocks, metrics.num_blocks)
             case BlocksShared():
-                metrics = self.requests[group_of(event.request_id)]
+                metrics = self.requests[prompt_id_of(event.request_id)]
                 metrics.num_blocks += len(event.block_ids)
                 metrics.peak_blocks = max(metrics.peak_blocks, metrics.num_blocks)
                 if event.source == "prefix" and metrics.first_scheduled_time is None:
                     metrics.num_cached_tokens = max(metrics.num_cached_tokens, event.num_tokens)
             case BlocksFreed():
-                self.requests[group_of(event.request_id)].num_blocks -= len(event.block_ids)
+                self.requests[prompt_id_of(event.request_id)].num_blocks -= len(event.block_ids)
             case RequestPreempted():
-                self.requests[group_of(event.request_id)].num_preemptions += 1
+                self.requests[prompt_id_of(event.request_id)].num_preemptions += 1
 
     def _end(self, name: str) -> None:
-        """Count an ended completion, and drop the oldest ended prompt if there are more than `MOST_ENDED`."""
+        """Count an ended completion, and drop the oldest ended prompt if there are more than `MAX_ENDED_PROMPTS`."""
         self._running[name] -= 1
         if self._running[name] > 0:
             return
         del self._running[name]
-        if len(self.requests) - len(self._running) > MOST_ENDED:
+        if len(self.requests) - len(self._running) > MAX_ENDED_PROMPTS:
             oldest = next(request_id for request_id in self.requests if request_id not in self._running)
             del self.requests[oldest]
 
@@ -133,6 +133,6 @@ class MetricsWatcher:
         return self.requests.pop(request_id, None) or RequestMetrics()
 
 
-def group_of(request_id: str) -> str:
+def prompt_id_of(request_id: str) -> str:
     """Return the id of the prompt that a request completes: completion `7#1` belongs to prompt `7`."""
     return request_id.split("#", 1)[0]

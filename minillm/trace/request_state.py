@@ -10,7 +10,7 @@ NOTHING = range(0)
 
 
 @dataclass
-class StepMarks:
+class StepChanges:
     """The changes of one request in this step. Ranges are token positions in the request."""
 
     written: range = NOTHING
@@ -19,7 +19,7 @@ class StepMarks:
     """Tokens whose keys and values were written for rejected drafts and are invalid."""
     num_drafts: int = 0
     num_accepted: int = 0
-    took: list[int] = field(default_factory=list)
+    allocated_blocks: list[int] = field(default_factory=list)
     """Blocks allocated to the request."""
     reused: int = 0
     """Tokens that need no prefill, because their keys and values were already in the cache."""
@@ -29,13 +29,13 @@ class StepMarks:
     """Index of the request whose blocks a fork shares; `None` if they were found in the prefix cache."""
     copied: list[tuple[int, int]] = field(default_factory=list)
     """The copies on write, as (source, target)."""
-    remembered: list[int] = field(default_factory=list)
+    newly_cached_blocks: list[int] = field(default_factory=list)
     """Blocks that entered the prefix cache."""
-    gave_back: int = 0
+    num_freed: int = 0
     """The number of blocks that left the block table."""
-    left_cached: int = 0
+    num_freed_cached: int = 0
     """How many of those are now free and in the prefix cache."""
-    left_shared: int = 0
+    num_freed_shared: int = 0
     """How many of those other requests still own."""
     preempted_tokens: int | None = None
     """The number of tokens discarded by a preemption; `None` if there was none."""
@@ -58,7 +58,7 @@ class RequestState:
     block_table: list[int] = field(default_factory=list)
     former_table: list[int] = field(default_factory=list)
     """The block table at the end of the request."""
-    marks: StepMarks = field(default_factory=StepMarks)
+    marks: StepChanges = field(default_factory=StepChanges)
 
     @property
     def num_output_tokens(self) -> int:

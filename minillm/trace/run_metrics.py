@@ -47,7 +47,7 @@ class RunMetrics:
             seconds=totals.seconds,
             draft_seconds=totals.draft_seconds,
             tokens_per_forward=acceptance.tokens_per_forward or 1.0,
-            kept_drafts=acceptance.kept,
+            kept_drafts=acceptance.num_accepted,
             judged_drafts=acceptance.drafted,
             kept_by_position=tuple(acceptance.kept_by_position()),
             peak_blocks=totals.peak_blocks,

@@ -124,7 +124,7 @@ def step_metrics(trace: Iterable[Event]) -> list[StepMetrics]:
     return [metrics for event in trace if (metrics := counter.take(event))]
 
 
-def summary(metrics: Sequence[StepMetrics]) -> StepSummary:
+def summarise(metrics: Sequence[StepMetrics]) -> StepSummary:
     """Aggregate the metrics of all steps; without steps, return zeros."""
     totals = {
         name: sum(getattr(m, name) for m in metrics)

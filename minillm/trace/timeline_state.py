@@ -56,7 +56,7 @@ class Row:
     end: int | None = None
     """The step in which it finished; `None` if it has not."""
     reason: str | None = None
-    lost_tokens: int = 0
+    preempted_tokens: int = 0
     """Tokens in the cache at the last preemption; a prefill of these is a recomputation."""
 
     def num_steps(self, *kinds: CellKind) -> int:
@@ -161,7 +161,7 @@ class TimelineState:
                 self._cell(request_id).num_cached += num_tokens
             case RequestPreempted(request_id=request_id, num_computed_tokens=num_computed):
                 self._cell(request_id).kind = "preempted"
-                self._rows[request_id].lost_tokens = num_computed
+                self._rows[request_id].preempted_tokens = num_computed
             case StepRan(work=parts):
                 for work in parts:
                     self._run(work)
@@ -189,6 +189,6 @@ class TimelineState:
 
     def _run(self, work: Work) -> None:
         cell, row = self._cell(work.request_id), self._rows[work.request_id]
-        is_recomputed = work.kind == "prefill" and work.start < row.lost_tokens
+        is_recomputed = work.kind == "prefill" and work.start < row.preempted_tokens
         cell.kind = "recompute" if is_recomputed else work.kind
         cell.num_tokens = work.num_tokens

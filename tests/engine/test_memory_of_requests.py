@@ -58,7 +58,7 @@ def test_many_requests_leave_no_more_than_a_few(
     tiny: TinyPair, way: str, traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice as many requests as the engine is warmed up with; with a trace around them, once the trace is dropped."""
-    monkeypatch.setattr(request_metrics, "MOST_ENDED", 5)
+    monkeypatch.setattr(request_metrics, "MAX_ENDED_PROMPTS", 5)
     options = dict(WAYS[way])
     if way == "draft model":
         options["speculative_config"] = {**options["speculative_config"], "model": str(tiny.draft)}
@@ -85,7 +85,7 @@ def test_many_requests_leave_no_more_than_a_few(
 
 
 def test_figures_that_nobody_asks_for_go_when_there_are_enough_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_metrics, "MOST_ENDED", 3)
+    monkeypatch.setattr(request_metrics, "MAX_ENDED_PROMPTS", 3)
     watcher = MetricsWatcher()
     watcher(RequestAdded("long", "", [1]))
     for number in range(10):

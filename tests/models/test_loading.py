@@ -20,7 +20,7 @@ from minillm.errors import CheckpointError
 from minillm.models import empty_weights, staging
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.models.empty_weights import own_pages
+from minillm.models.empty_weights import mapped_empty
 from minillm.models.loading import cast_model, load_config, load_model, save_llama, stored_tensors
 from minillm.models.shards import Shards
 from tests.models.hf_checkpoints import make
@@ -129,7 +129,7 @@ def test_matrices_may_stay_in_the_bits_of_the_file_and_be_widened_later(
     stored: torch.dtype, tied: bool, tmp_path: Path
 ) -> None:
     save_llama(random_decoder(tied), tmp_path, stored)
-    model = load_model(tmp_path, torch.float32, keep_stored=True)
+    model = load_model(tmp_path, torch.float32, keep_stored_dtype=True)
     assert {p.dtype for p in model.parameters() if p.ndim == 2} == {stored}
     assert {p.dtype for p in model.parameters() if p.ndim == 1} == {torch.float32}
     right = load_model(tmp_path, torch.float32)
@@ -142,7 +142,7 @@ def test_matrices_may_stay_in_the_bits_of_the_file_and_be_widened_later(
 
 def test_only_one_kind_of_16_bit_floats_is_kept_and_only_for_float32(folder: Path) -> None:
     def kept(dtype: torch.dtype = torch.float32) -> set[torch.dtype]:
-        return {parameter.dtype for parameter in load_model(folder, dtype, keep_stored=True).parameters()}
+        return {parameter.dtype for parameter in load_model(folder, dtype, keep_stored_dtype=True).parameters()}
 
     assert kept() == {torch.float32}  # as they are stored
     save_llama(random_decoder(), folder, torch.bfloat16)
@@ -168,7 +168,7 @@ def maps(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[mmap.mmap]:
 
 
 def test_memory_of_a_weight_goes_back_to_the_system_with_the_weight(maps: weakref.WeakSet[mmap.mmap]) -> None:
-    matrix = own_pages((300, 256), torch.bfloat16)
+    matrix = mapped_empty((300, 256), torch.bfloat16)
     assert [len(pages) for pages in maps] == [300 * 256 * 2]
     matrix.fill_(2)
     row = matrix[299]
@@ -176,7 +176,7 @@ def test_memory_of_a_weight_goes_back_to_the_system_with_the_weight(maps: weakre
     assert len(maps) == 1 and bool((row == 2).all())  # a view keeps it
     del row
     assert not maps
-    assert own_pages((3, 2), torch.float64).shape == (3, 2) and not maps  # too small to be worth a page
+    assert mapped_empty((3, 2), torch.float64).shape == (3, 2) and not maps  # too small to be worth a page
 
 
 @pytest.mark.parametrize(("quantization", "tensors"), [(None, 4), ("int8", 8)])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
-from minillm.quantization.groups import dequantize_groups, half_not_below, in_groups, quantize_groups
+from minillm.quantization.groups import dequantize_groups, fp16_round_up, in_groups, quantize_groups
 from minillm.quantization.int8 import quantize_rows
 from minillm.quantization.schemes import SCHEMES, make_scheme
 
@@ -71,7 +71,7 @@ def test_zero_stays_zero_in_every_group() -> None:
 
 def test_a_scale_in_fp16_is_never_below_what_it_stands_for() -> None:
     scales = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) * 3e-3
-    half = half_not_below(scales).float()
+    half = fp16_round_up(scales).float()
     assert (half >= scales).all() and (half <= torch.clamp(scales * (1 + 2**-9), min=2**-14)).all()
 
 

@@ -11,7 +11,7 @@ from minillm.quantization.base import LayerStatistics
 from minillm.quantization.groups import dequantize_groups, quantize_groups
 from minillm.quantization.kmeans import SortedRows, nearest, weighted_kmeans
 from minillm.quantization.schemes import make_scheme
-from minillm.quantization.squeezellm import LEAST_WEIGHT, SqueezeLLM, fit_codebooks, importance
+from minillm.quantization.squeezellm import MIN_IMPORTANCE, SqueezeLLM, fit_codebooks, importance
 
 
 def weight(rows: int = 24, columns: int = 250) -> Tensor:
@@ -102,7 +102,7 @@ def test_rows_of_one_value_and_rows_without_weight_break_nothing() -> None:
 
 def test_a_weight_counts_by_its_gradient_and_never_nothing() -> None:
     fisher = torch.tensor([[0.0, 1.0, 8.0, 3.0]])
-    assert importance(fisher).tolist() == [[3.0 * LEAST_WEIGHT, 3.0 * LEAST_WEIGHT, 8.0, 3.0]]
+    assert importance(fisher).tolist() == [[3.0 * MIN_IMPORTANCE, 3.0 * MIN_IMPORTANCE, 8.0, 3.0]]
 
 
 # --- dense and sparse ------------------------------------------------------------------------------------------------

@@ -143,7 +143,9 @@ def test_the_trace_tells_the_tree_and_the_way_through_it(tiny: TinyPair) -> None
             kept = [token for token, origin in zip(event.token_ids, event.origins, strict=True) if origin == "accepted"]
             assert [proposed.token_ids[node] for node in event.path][: len(kept)] == kept
     total = AcceptanceState().fold_all(trace).total()
-    assert total.gained == 29 and total.kept == sum(r.kept for r in total.rounds)  # the first is the prefill's
+    assert total.gained == 29 and total.num_accepted == sum(
+        r.num_accepted for r in total.rounds
+    )  # the first is the prefill's
 
 
 class Odd(Drafter):

@@ -27,7 +27,7 @@ def request_of(trace, request_id="req-1", step=None):
 
 def test_twelve_of_sixteen_kept_and_four_added_are_four_tokens_per_forward():
     request = request_of(story(), step=5)
-    assert (request.kept, request.drafted, request.added, len(request.rounds)) == (12, 16, 4, 4)
+    assert (request.num_accepted, request.drafted, request.added, len(request.rounds)) == (12, 16, 4, 4)
     assert request.tokens_per_forward == 4.0
     assert request.kept_share == 0.75
 
@@ -48,7 +48,7 @@ def test_position_rates_are_marginal_and_never_rise():
 
 def test_kept_by_position_adds_up_to_kept():
     for request in Replay(busy(), AcceptanceState).at().requests.values():
-        assert sum(kept for kept, _ in request.kept_by_position()) == request.kept
+        assert sum(kept for kept, _ in request.kept_by_position()) == request.num_accepted
         assert sum(judged for _, judged in request.kept_by_position()) == request.drafted
 
 
@@ -70,7 +70,7 @@ def test_stop_inside_an_accepted_run_discards_the_rest_and_adds_nothing():
     (judged,) = request.rounds
     assert request.tokens_per_forward == 2.0
     assert judged.verdicts == ("accepted", "accepted", "discarded")
-    assert (judged.added, judged.tokens) == (None, 2)
+    assert (judged.target_token, judged.tokens) == (None, 2)
 
 
 def test_plain_steps_give_text_but_no_round():
@@ -93,7 +93,7 @@ def test_a_forward_without_a_draft_counts_and_a_prefill_does_not():
     s.step(preempt=["a"])
     s.step(prefill("a", 9, "v"))
     request = request_of(s.trace, "a")
-    assert (len(request.rounds), request.alone, request.forwards, request.gained) == (1, 1, 2, 4)
+    assert (len(request.rounds), request.undrafted_forwards, request.forwards, request.gained) == (1, 1, 2, 4)
     assert request.tokens_per_forward == 2.0 and Replay(s.trace, AcceptanceState).at().total().forwards == 2
     words = (
         "2 of 2 drafts kept (100%) + 1 added by the target + 1 without a draft = 4 tokens in 2 target forwards: 2.00"
@@ -105,7 +105,7 @@ def test_a_forward_without_a_draft_counts_and_a_prefill_does_not():
 def test_committed_tokens_of_rounds_equal_kept_plus_added():
     for request in Replay(busy(), AcceptanceState).at().requests.values():
         spoken = [token for token in request.tokens if token.origin != "sampled"]
-        assert len(spoken) == request.kept + request.added == sum(r.tokens for r in request.rounds)
+        assert len(spoken) == request.num_accepted + request.added == sum(r.tokens for r in request.rounds)
 
 
 def test_verdict_on_drafts_that_nobody_proposed_is_refused():
@@ -149,7 +149,7 @@ def test_a_tree_is_judged_along_one_branch(path, origins, verdicts: str, places)
     [judgement] = state.requests["0"].rounds
     signs = {"accepted": "✓", "rejected": "x", "discarded": "·"}
     assert "".join(signs[verdict] for verdict in judgement.verdicts) == verdicts
-    assert (judgement.places, judgement.num_positions) == (places, 2)
+    assert (judgement.candidates_by_position, judgement.num_positions) == (places, 2)
     assert judgement.tokens == len(origins)
 
 

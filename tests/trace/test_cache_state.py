@@ -150,7 +150,7 @@ def test_freed_full_blocks_stay_cached_and_count_as_free():
 def test_evicted_blocks_are_told_in_their_step_and_forgotten_for_good():
     state = state_at(sharing(), 11)
     assert state.evicted == {3, 4}
-    assert {(page.evicted, page.findable) for page in map(state.page, (3, 4))} == {(True, False), (True, True)}
+    assert {(page.evicted, page.in_prefix_cache) for page in map(state.page, (3, 4))} == {(True, False), (True, True)}
     assert changes(state)[0] == "cached blocks evicted: 3, 4"
     assert state_at(sharing(), 13).evicted == set()
     assert state_at(sharing(), 12).totals.evicted_blocks == 3
@@ -184,7 +184,7 @@ def test_cached_block_is_full_even_if_its_owner_uses_all_but_one_token_of_it():
 
 def test_totals_tell_what_sharing_saved():
     totals = state_at(sharing(), 13).totals
-    assert (totals.found_tokens, totals.forked_tokens, totals.copied_blocks) == (48 + 48, 59 + 57, 2)
+    assert (totals.prefix_hit_tokens, totals.forked_tokens, totals.copied_blocks) == (48 + 48, 59 + 57, 2)
 
 
 def test_words_tell_hits_forks_copies_and_what_stays_cached():

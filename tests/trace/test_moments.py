@@ -6,13 +6,13 @@ import pytest
 
 from minillm.errors import TraceError
 from minillm.trace import RequestPreempted, StepStarted, TokensCommitted, Trace
-from minillm.trace.moments import Moment, preemption, rejected_round
+from minillm.trace.moments import Moment, first_preemption, first_rejected_round
 
 from .traces import story
 
 
 def test_first_round_with_two_wrong_drafts_is_found():
-    moment = rejected_round(story())
+    moment = first_rejected_round(story())
     wrong, step = {}, 0
     for event in story():
         step = event.step if isinstance(event, StepStarted) else step
@@ -22,10 +22,10 @@ def test_first_round_with_two_wrong_drafts_is_found():
 
 
 def test_first_preemption_is_found():
-    moment = preemption(story())
+    moment = first_preemption(story())
     assert moment.request_id == story().of(RequestPreempted)[0].request_id
 
 
 def test_a_trace_without_it_says_so():
     with pytest.raises(TraceError, match="the trace has no preemption"):
-        preemption(Trace())
+        first_preemption(Trace())

@@ -14,7 +14,7 @@ from minillm.trace import (
     TokensCommitted,
     Trace,
 )
-from minillm.trace.step_metrics import step_metrics, summary
+from minillm.trace.step_metrics import step_metrics, summarise
 from tests.trace.traces import Script, busy, decode, prefill, sharing, story, verify
 
 
@@ -97,7 +97,7 @@ def test_unfinished_step_is_left_out():
 
 def test_summary_adds_up_and_averages():
     metrics = step_metrics(story())
-    total = summary(metrics)
+    total = summarise(metrics)
     assert (total.num_steps, total.num_committed_tokens, total.num_preemptions) == (9, 33, 1)
     assert total.seconds == pytest.approx(9 * 0.02)
     assert total.tokens_per_second == pytest.approx(33 / 0.18)
@@ -114,13 +114,13 @@ def test_summary_adds_up_and_averages():
 
 
 def test_summary_tells_what_the_prefix_cache_saved():
-    total = summary(step_metrics(sharing()))
+    total = summarise(step_metrics(sharing()))
     assert total.num_reused_tokens == 48 + 48 + 59 + 57
     assert total.reused_share == pytest.approx(212 / (212 + 60 + 1 + 10 + 1 + 180 + 11))
 
 
 def test_nothing_gives_nothing():
-    total = summary(step_metrics(Trace()))
+    total = summarise(step_metrics(Trace()))
     assert (total.num_steps, total.mean_running, total.slot_utilisation, total.tokens_per_second) == (0, 0, None, 0)
 
 

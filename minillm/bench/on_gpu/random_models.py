@@ -19,7 +19,7 @@ from minillm.cache.paged_quantized import PagedQuantizedKVCache
 from minillm.errors import UnsupportedError
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
-from minillm.models.empty_weights import Unfilled
+from minillm.models.empty_weights import UninitialisedParameters
 from minillm.models.quantize import model_bytes
 from minillm.runtime.runner import ModelRunner
 
@@ -61,7 +61,7 @@ def random_model(site: Site, name: str, seed: int = 0) -> Decoder:
     """Return a decoder of a known shape on the device in `site.half`, scaled as in `shapes.random_decoder`."""
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        with Unfilled(site.device, site.half, site.half):
+        with UninitialisedParameters(site.device, site.half, site.half):
             model = Decoder(CONFIGS[name])
         model = model.to(site.device)
         with torch.no_grad():

@@ -91,7 +91,7 @@ def draw_table(request: RequestState, top: float, left: float = TABLE, right: fl
     most = int((right - left + 4) / (width + 4))
     if len(blocks) > most:
         blocks = [*blocks[:2], "…", *blocks[-(most - 3) :]]
-    fresh = (*request.marks.took, *(target for _, target in request.marks.copied))
+    fresh = (*request.marks.allocated_blocks, *(target for _, target in request.marks.copied))
     new = set() if gone else {str(block_id) for block_id in fresh}
     reused = set(map(str, request.marks.reused_blocks)) - new
     places = [(left + i * (width + 4), name) for i, name in enumerate(blocks) if name != "…"]

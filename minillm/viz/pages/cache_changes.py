@@ -56,7 +56,7 @@ def _evicted(state: CacheState) -> list[str]:
 
 
 def _newly_findable(requests: list[RequestState]) -> list[str]:
-    count = sum(len(r.marks.remembered) for r in requests)
+    count = sum(len(r.marks.newly_cached_blocks) for r in requests)
     return [f"{plural(count, 'full block')} added to the prefix cache"] if count else []
 
 
@@ -96,7 +96,9 @@ def _all_forked(requests: list[RequestState]) -> str:
 
 def _preempted(requests: list[RequestState]) -> str:
     request = requests[0]
-    cached = f", {plural(request.marks.left_cached, 'block')} still cached" if request.marks.left_cached else ""
+    cached = (
+        f", {plural(request.marks.num_freed_cached, 'block')} still cached" if request.marks.num_freed_cached else ""
+    )
     return f"{letter(request)} preempted, {plural(request.marks.preempted_tokens or 0, 'token')} to redo{cached}"
 
 
@@ -107,7 +109,7 @@ def _all_preempted(requests: list[RequestState]) -> str:
 
 def _rolled_back(requests: list[RequestState]) -> str:
     request = requests[0]
-    blocks = 0 if request.marks.finished else request.marks.gave_back
+    blocks = 0 if request.marks.finished else request.marks.num_freed
     clause = f"{letter(request)} rolled back {plural(len(request.marks.rolled_back), 'slot')}"
     return f"{clause} and {plural(blocks, 'block')}" if blocks else clause
 
@@ -127,10 +129,12 @@ def _all_finished(requests: list[RequestState]) -> str:
 
 def _given_back(requests: list[RequestState]) -> str:
     """`4 blocks back (3 cached, 1 in use by others)`."""
-    cached, shared = (sum(getattr(r.marks, name) for r in requests) for name in ("left_cached", "left_shared"))
+    cached, shared = (
+        sum(getattr(r.marks, name) for r in requests) for name in ("num_freed_cached", "num_freed_shared")
+    )
     notes = [f"{cached} cached"] if cached else []
     notes += [f"{shared} in use by others"] if shared else []
-    blocks = f"{plural(sum(r.marks.gave_back for r in requests), 'block')} back"
+    blocks = f"{plural(sum(r.marks.num_freed for r in requests), 'block')} back"
     return f"{blocks} ({', '.join(notes)})" if notes else blocks
 
 
@@ -163,7 +167,7 @@ def _decoded(requests: list[RequestState]) -> str:
 
 def _new_blocks(request: RequestState) -> list[int]:
     """Blocks that were allocated to the request in this step, and that it still has."""
-    return [block_id for block_id in request.marks.took if block_id in request.block_table]
+    return [block_id for block_id in request.marks.allocated_blocks if block_id in request.block_table]
 
 
 def _grew(requests: list[RequestState]) -> str:

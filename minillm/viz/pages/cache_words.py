@@ -50,7 +50,7 @@ def blocks_share(state: CacheState, separator: str = " · ") -> str:
 
 def savings(state: CacheState) -> str:
     """Tokens that sharing has saved so far, empty if none: `203 tokens not computed: 144 found, 59 forked`."""
-    found, forked = state.totals.found_tokens, state.totals.forked_tokens
+    found, forked = state.totals.prefix_hit_tokens, state.totals.forked_tokens
     kinds = [f"{count} {kind}" for count, kind in ((found, "found"), (forked, "forked")) if count]
     return f"{plural(found + forked, 'token')} not computed: {', '.join(kinds)}" if kinds else ""
 

@@ -27,7 +27,7 @@ def chosen(state: CacheState) -> list[int]:
     """The ids of the blocks to draw: all if there are few; else first owned ones, then just freed, cached, free."""
     if state.num_blocks <= MAX_PAGES:
         return list(range(state.num_blocks))
-    groups = state.owners, state.freed, state.findable, range(state.num_blocks)
+    groups = state.owners, state.freed, state.in_prefix_cache, range(state.num_blocks)
     ranked = dict.fromkeys(block_id for group in groups for block_id in sorted(group))
     return sorted(islice(ranked, MAX_PAGES))
 

@@ -29,7 +29,7 @@ SWATCHES: dict[str, tuple[str, Attributes]] = {
 def kinds_in(pages: Sequence[Page]) -> list[str]:
     """The keys of `SWATCHES` that `pages` need, in their order there."""
     present = {slot for page in pages for slot in set(page.slots)} | {page.state for page in pages}
-    present |= {"findable" for page in pages if page.findable and page.state != "cached"}
+    present |= {"findable" for page in pages if page.in_prefix_cache and page.state != "cached"}
     present |= {name for page in pages for name in ("evicted", "reused") if getattr(page, name)}
     present |= {"copied" for page in pages if page.copied_from is not None}
     if all(page.state != "free" for page in pages):

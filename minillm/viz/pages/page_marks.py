@@ -20,7 +20,7 @@ class PageMarks:
 
     def bands(self) -> str:
         """A hatched band at the bottom of used pages that the prefix cache can find; vermillion if just evicted."""
-        findable = [i for i, page in enumerate(self.pages) if page.findable and page.state != "cached"]
+        findable = [i for i, page in enumerate(self.pages) if page.in_prefix_cache and page.state != "cached"]
         evicted = [i for i, page in enumerate(self.pages) if page.evicted]
         return self._band("findable", findable, hatched("cached")) + self._band("evicted", evicted, hatched("void"))
 

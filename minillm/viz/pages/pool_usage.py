@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minillm.trace.cache_state import CacheState, StepFigures
+from minillm.trace.cache_state import CacheState, PoolSnapshot
 from minillm.viz.draw.colours import BLUE, DISCARDED, FAINT, HAIRLINE, INK, PAPER
 from minillm.viz.draw.svg import RIGHT, SANS_EM, element, fit_words, hatched, heading, label, number, rectangle
 from minillm.viz.pages.cache_words import blocks_share, savings, unit, waste_share
@@ -36,7 +36,7 @@ def draw_usage(state: CacheState, left: float = SIDE, right: float = RIGHT, top:
 
 def draw_history(state: CacheState, top: float, bottom: float, left: float = SIDE, right: float = RIGHT) -> str:
     """Blocks at the end of each step so far: filled slots in blue, waste in light blue, cached blocks hatched."""
-    history = [StepFigures(0, 0, 0), *_thinned(state.history)]
+    history = [PoolSnapshot(0, 0, 0), *_thinned(state.history)]
     peak = state.totals.peak_blocks
     head = heading(left, top - 14, f"used {unit(state)}s, step by step")
     base = element("path", {"d": f"M{number(left)} {number(bottom)}H{number(right)}", "stroke": HAIRLINE})
@@ -63,7 +63,7 @@ def draw_history(state: CacheState, top: float, bottom: float, left: float = SID
     )
 
 
-def _thinned(history: Sequence[StepFigures], most: int = 148) -> list[StepFigures]:
+def _thinned(history: Sequence[PoolSnapshot], most: int = 148) -> list[PoolSnapshot]:
     """At most `most` evenly spaced steps, including the last one."""
     stride = -(-len(history) // most)
     return list(history[::-1][:: max(stride, 1)])[::-1]

@@ -207,13 +207,13 @@ def _nothing(gamma: int) -> str:
 def _row(judged: Round, number: int, top: float, columns: Columns) -> str:
     base = top + 21
     parts = [label(42, base, str(number), size=14, weight=600, fill=INK, anchor="middle")]
-    for i, place in enumerate(judged.places[: columns.count]):
+    for i, place in enumerate(judged.candidates_by_position[: columns.count]):
         parts += draw_place(judged, place, columns.left(i), top, columns.width)
-    if judged.added is not None:
-        parts.append(draw_token(columns.target, top, TARGET, judged.added, judged.added_origin or "sampled"))
-    added = "1" if judged.added is not None else "0"
+    if judged.target_token is not None:
+        parts.append(draw_token(columns.target, top, TARGET, judged.target_token, judged.added_origin or "sampled"))
+    added = "1" if judged.target_token is not None else "0"
     total = (str(judged.tokens), {"font-weight": 700, "fill": INK})
-    parts.append(spans(columns.total, base, (f"{judged.kept} + {added} = ", {}), total))
+    parts.append(spans(columns.total, base, (f"{judged.num_accepted} + {added} = ", {}), total))
     return element("g", {"data-testid": "round"}, *parts)
 
 
@@ -279,9 +279,9 @@ def _bar(x: float, top: float, width: float, position: int, kept: int, judged: i
 
 def _sum(request: RequestAcceptance, columns: Columns, top: float) -> str:
     """Three lines that derive the headline."""
-    alone = f" + {request.alone} without a draft" if request.alone else ""
+    alone = f" + {request.undrafted_forwards} without a draft" if request.undrafted_forwards else ""
     lines = (
-        (f"{request.kept} of {request.drafted} kept + {request.added} added{alone}", ""),
+        (f"{request.num_accepted} of {request.drafted} kept + {request.added} added{alone}", ""),
         (f"= {plural(request.gained, 'token')} in {plural(request.forwards, 'forward')}", ""),
         ("= ", f"{request.tokens_per_forward:.2f} tokens per forward"),
     )

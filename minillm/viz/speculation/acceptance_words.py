@@ -10,10 +10,10 @@ from minillm.viz.pages.cache_changes import plural
 
 def round_words(judged: Round) -> str:
     """The result of one round: `2 of 4 drafts kept, then the target said “·path” instead of “·f”`."""
-    kept = f"{judged.kept} of {plural(len(judged.drafts), 'draft')} kept"
-    if judged.added is None:
+    kept = f"{judged.num_accepted} of {plural(len(judged.drafts), 'draft')} kept"
+    if judged.target_token is None:
         return f"{kept}, then the text ended"
-    added = f"“{visible(judged.added)}”"
+    added = f"“{visible(judged.target_token)}”"
     if judged.parents is not None:
         return _branch_words(judged, added)
     if "rejected" in judged.verdicts:
@@ -24,8 +24,8 @@ def round_words(judged: Round) -> str:
 
 def _branch_words(judged: Round, added: str) -> str:
     """The result for a tree: `a tree of 14 drafts, 3 deep: 2 kept, then the target said “·f” instead of “a” or “b”`."""
-    size = f"a tree of {plural(len(judged.drafts), 'draft')}, {judged.num_positions} deep: {judged.kept} kept"
-    refused = judged.places[judged.kept :]
+    size = f"a tree of {plural(len(judged.drafts), 'draft')}, {judged.num_positions} deep: {judged.num_accepted} kept"
+    refused = judged.candidates_by_position[judged.num_accepted :]
     if refused:
         words = " or ".join(f"“{visible(judged.drafts[i])}”" for i in refused[0])
         return f"{size}, then the target said {added} instead of {words}"
@@ -38,8 +38,8 @@ def total_words(acceptance: Acceptance) -> str:
     Forwards without a draft, if any, are added: `… + 4 added by the target + 2 without a draft = …`."""
     if not acceptance.rounds:
         return "No draft has been judged yet."
-    alone = f" + {acceptance.alone} without a draft" if acceptance.alone else ""
-    kept = f"{acceptance.kept} of {plural(acceptance.drafted, 'draft')} kept ({acceptance.kept_share:.0%})"
+    alone = f" + {acceptance.undrafted_forwards} without a draft" if acceptance.undrafted_forwards else ""
+    kept = f"{acceptance.num_accepted} of {plural(acceptance.drafted, 'draft')} kept ({acceptance.kept_share:.0%})"
     gained = f"{kept} + {acceptance.added} added by the target{alone} = {plural(acceptance.gained, 'token')}"
     forwards = plural(acceptance.forwards, "target forward")
     return f"{gained} in {forwards}: {acceptance.tokens_per_forward:.2f} tokens per forward."

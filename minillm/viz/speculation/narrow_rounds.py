@@ -85,13 +85,13 @@ def _header(state: AcceptanceState, request: RequestAcceptance | None, earlier: 
 def _row(judged: Round, number: int, top: float, width: float) -> str:
     base = top + 17
     parts = [label(36, base, str(number), size=13, weight=600, fill=INK, anchor="middle")]
-    for i, place in enumerate(judged.places[:MAX_COLUMNS]):
+    for i, place in enumerate(judged.candidates_by_position[:MAX_COLUMNS]):
         parts += draw_place(judged, place, DRAFTS + i * (width + GAP), top, width, BOX)
-    if judged.added is not None:
-        parts.append(draw_token(TARGET, top, TARGET_WIDTH, judged.added, judged.added_origin or "sampled", BOX))
-    plus = "1" if judged.added is not None else "0"
+    if judged.target_token is not None:
+        parts.append(draw_token(TARGET, top, TARGET_WIDTH, judged.target_token, judged.added_origin or "sampled", BOX))
+    plus = "1" if judged.target_token is not None else "0"
     total = (str(judged.tokens), {"font-weight": 700, "fill": INK})
-    parts.append(spans(RIGHT, base, (f"{judged.kept}+{plus}=", {}), total, anchor="end", size=12))
+    parts.append(spans(RIGHT, base, (f"{judged.num_accepted}+{plus}=", {}), total, anchor="end", size=12))
     return element("g", {"data-testid": "round"}, *parts)
 
 
@@ -109,7 +109,7 @@ def _bars(request: RequestAcceptance | None, count: int, width: float) -> list[s
             parts += _bar(x, width, i + 1, *positions[i])
     if request is not None and request.rounds:
         lines = (
-            f"{request.kept} kept + {request.added + request.alone} added",
+            f"{request.num_accepted} kept + {request.added + request.undrafted_forwards} added",
             f"= {plural(request.gained, 'token')}",
             f"in {plural(request.forwards, 'forward')}",
         )

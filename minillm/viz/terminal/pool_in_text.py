@@ -67,7 +67,7 @@ class CacheBlocks:
         room = per_row * self.max_rows
         order = chosen(state)
         if len(order) > room:
-            first = [b for b in order if b in state.owners or b in state.freed or b in state.findable]
+            first = [b for b in order if b in state.owners or b in state.freed or b in state.in_prefix_cache]
             order = sorted([*first, *(b for b in order if b not in {*first})][:room])
         pages = [self._cell(state.page(block_id), signs) for block_id in order]
         rows = [Text(" ").join(pages[i : i + per_row]) for i in range(0, len(pages), per_row)]

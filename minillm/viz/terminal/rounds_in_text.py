@@ -65,16 +65,16 @@ def visible_line(text: str) -> str:
 
 
 def _round(number: int, judged: Round, width: int, signs: Glyphs) -> Text:
-    tokens = [(judged.drafts[i], judged.verdicts[i]) for place in judged.places for i in place]
-    total = f" {judged.kept}+{judged.tokens - judged.kept}={judged.tokens}"
+    tokens = [(judged.drafts[i], judged.verdicts[i]) for place in judged.candidates_by_position for i in place]
+    total = f" {judged.num_accepted}+{judged.tokens - judged.num_accepted}={judged.tokens}"
     room = width - 4 - len(total) - 2
     each = max(room // (len(tokens) + 1) - 1, 2)
     line = Text.assemble((f"{number:>3} ", "bold"))
     for text, verdict in tokens:
         _append(line, signs, text, verdict, each)
     line.append(f"{signs.bar} ", "dim")
-    if judged.added is not None:
-        _append(line, signs, judged.added, judged.added_origin or "sampled", each)
+    if judged.target_token is not None:
+        _append(line, signs, judged.target_token, judged.added_origin or "sampled", each)
     return line.append(total)
 
 

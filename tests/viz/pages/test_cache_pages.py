@@ -192,7 +192,7 @@ def test_sharing_caching_and_copying_are_drawn_as_the_state_has_them(step):
     assert counted(svg, "reused") == sum(page.reused for page in pages)
     bands = {band.get("data-state"): int(band.get("data-count")) for band in found(svg, "band")}
     assert bands.get("evicted", 0) == sum(page.evicted for page in pages)
-    assert bands.get("findable", 0) == sum(page.findable for page in pages if page.state != "cached")
+    assert bands.get("findable", 0) == sum(page.in_prefix_cache for page in pages if page.state != "cached")
     assert bool(found(svg, "usage-cached")) == any(page.state == "cached" for page in pages)
 
 

@@ -44,7 +44,7 @@ def test_boxes_are_the_verdicts_and_the_added_tokens():
     expected = Counter(verdict for judged in request.rounds for verdict in judged.verdicts)
     expected.update(judged.added_origin for judged in request.rounds)
     assert Counter(states(svg, "token")) == expected
-    assert expected["accepted"] == request.kept
+    assert expected["accepted"] == request.num_accepted
 
 
 def test_bars_are_the_counts_by_position():
