@@ -18,12 +18,12 @@ def main() -> None:
     with llm.trace() as trace:
         llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=48, ignore_eos=True), use_tqdm=False)
     folder = Path(__file__).parent
-    step = telling_step(trace)
+    step = most_informative_step(trace)
     (folder / "cache_pages.svg").write_text(CachePagesView(trace).to_svg(step=step) + "\n", encoding="utf-8")
     (folder / "token_acceptance.svg").write_text(AcceptanceStrip(trace).to_svg() + "\n", encoding="utf-8")
 
 
-def telling_step(trace: Trace) -> int:
+def most_informative_step(trace: Trace) -> int:
     """The last step in which three requests ran, none ended, and at least two drafts were rolled back."""
     step = running = found = wrong = 0
     for event in trace:

@@ -73,14 +73,14 @@ print(f"{len(prompt)} characters, {len(prompt_ids)} tokens")
 #   any of them.
 
 # %%
-from minillm.teaching.byte_pairs import BytePairs, same_cuts  # a page of code; open it if you like
+from minillm.teaching.byte_pairs import BytePairs, num_same_splits  # a page of code; open it if you like
 
 bundled = Tokenizer.from_folder(resolve("minicoder"))
-for parts in BytePairs.of(bundled).steps("Ġreturning"):
+for parts in BytePairs.from_tokenizer(bundled).steps("Ġreturning"):
     print("  ".join(parts))
 claim(
     "Merging in this order splits every held-out text exactly as the tokenizer does.",
-    same_cuts(bundled, texts) == len(texts),
+    num_same_splits(bundled, texts) == len(texts),
 )
 print()
 for text in ("ö", "😀"):
@@ -683,14 +683,14 @@ claim("Without a cache the same tokens take longer.", gain.median > 1, measured=
 # it to the text, and encode the text again for the next call. In one tutorial on speculative decoding, the draft model
 # passes its tokens to the target model in this way, as text. Does the target get the same tokens?
 #
-# Remember that the same text can be split into tokens in many ways. `drift` takes completions from the engine and
+# Remember that the same text can be split into tokens in many ways. `retokenization_drift` takes completions from the engine and
 # checks, after every new token, whether decoding and encoding gives back the ids that the model generated.
 
 # %%
-from minillm.teaching.decoding import drift, in_common
+from minillm.teaching.decoding import retokenization_drift, common_prefix_length
 
 held_out = texts[:48]
-greedy_drift, sampled_drift = drift(llm, held_out, 0.0), drift(llm, held_out, 1.0)
+greedy_drift, sampled_drift = retokenization_drift(llm, held_out, 0.0), retokenization_drift(llm, held_out, 1.0)
 unchanged = sum(
     tokenizer.encode(tokenizer.decode(tokenizer.encode(text))) == tokenizer.encode(text) for text in held_out
 )
@@ -701,7 +701,7 @@ reveal("l01.drift", len(sampled_drift))
 claim("Every prompt keeps its ids, not every completion does.", unchanged == len(held_out) and len(sampled_drift) > 0)
 
 number, written, returned = (greedy_drift or sampled_drift)[0]
-split = in_common(written, returned)
+split = common_prefix_length(written, returned)
 print("\nthe model generated    ", [tokenizer.token_text(i) for i in written[split:]])
 print("after decode and encode", [tokenizer.token_text(i) for i in returned[split:]])
 
@@ -783,9 +783,9 @@ found = {
 right, wrong = found["right"], {label: each for label, each in found.items() if label != "right"}
 print(f"{'':22} runs   no peeking     shift    loss, bits   12 tokens")
 for label, each in found.items():
-    runs, peeks = "yes" if each.runs else "NO", "holds" if each.no_peeking else "PEEKS"
-    shift = "holds" if each.shift else "CHANGES"
-    tokens = "same" if each.tokens == want else f"{in_common(each.tokens, want)} same"
+    runs, peeks = "yes" if each.runs else "NO", "holds" if each.causal else "PEEKS"
+    shift = "holds" if each.position_independent else "CHANGES"
+    tokens = "same" if each.tokens == want else f"{common_prefix_length(each.tokens, want)} same"
     print(f"{label:22} {runs:>4} {peeks:>12} {shift:>9} {each.bits:>13.2f} {tokens:>11}")
 better = [label for label, each in wrong.items() if each.bits < right.bits]
 print("\nwrong, with a better loss than the right decoder:", ", ".join(better))
@@ -797,7 +797,7 @@ claim(
 )
 claim(
     "'positions all 0' and 'no scale' pass 'no peeking' and 'shift'.",
-    all(wrong[label].no_peeking and wrong[label].shift for label in ("positions all 0", "no scale")),
+    all(wrong[label].causal and wrong[label].position_independent for label in ("positions all 0", "no scale")),
 )
 
 # %% [markdown]

@@ -661,13 +661,13 @@ LineChart(
 # loop is `decode_layer` in `minillm/teaching/caching.py`, one page.)
 
 # %%
-from minillm.teaching.caching import measure_growth
+from minillm.teaching.caching import time_growth_policies
 
 grid = (1, 4, 16, 32, 64, 128, N)
 
 # %% tags=["nbval-ignore-output"]
-costs = measure_growth(grow_to, append, N, grid)
-slower, prices = costs.slower, (costs.copy, costs.pad, costs.allocation)
+costs = time_growth_policies(grow_to, append, N, grid)
+slower, prices = costs.relative_times, (costs.copy, costs.pad, costs.allocation)
 concat, middle = slower["whole", 1].median, slower["whole", costs.best("whole")].median
 reveal("l02.growth", costs.best("whole"))
 print(f"whole buffer: the cost model gives r* = {best(N, *prices):.0f}; measured r = {costs.best('whole')}")

@@ -598,7 +598,7 @@ from pathlib import Path
 
 from minillm.models.decoder import Decoder
 from minillm.teaching import roofline_parts as parts
-from minillm.teaching.roofline_parts import bits_per_byte, checkpoint, repeat_heads, with_kv_heads, write
+from minillm.teaching.roofline_parts import bits_per_byte, checkpoint, repeat_heads, with_kv_heads, generate_tokens
 
 pool = use("l03.mean_pool_heads")
 folders = tempfile.TemporaryDirectory()
@@ -611,7 +611,7 @@ def engine(model: Decoder, folder: str) -> LLM:
 
 mha = with_kv_heads(model, config.num_heads, repeat_heads)
 back = with_kv_heads(mha, config.num_kv_heads, pool)
-original, pooled_back = write(llm), write(engine(back, "pooled_back"))
+original, pooled_back = generate_tokens(llm), generate_tokens(engine(back, "pooled_back"))
 same = all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
 print(f"{config.num_kv_heads} KV heads → {config.num_heads} (repeated) → {config.num_kv_heads} (pooled)")
 claim("The weights are equal to the last bit.", same)
@@ -761,7 +761,7 @@ print(
 )
 tokens_of = {}
 for label in ("mean", "first head", "sum", "strided groups", "neighbouring rows"):
-    tokens_of[label] = write(
+    tokens_of[label] = generate_tokens(
         engine(with_kv_heads(mha, config.num_kv_heads, conversions[label]), label.replace(" ", "_"))
     )
     print(f"{label:20} {'yes':>7} {'same' if tokens_of[label] == original else 'DIFFERS':>25} {after[label]:27.2f}")

@@ -604,9 +604,9 @@ results = {}
 for kind in (Scheduler, *BROKEN):
     seen = examine(LLM(NAME, **PLAIN, **small, scheduler_cls=kind), [jobs])
     same = sum(a == b for a, b in zip(seen.tokens, expected, strict=True))
-    results[kind.__name__] = (same == len(expected), seen.balanced and not seen.left_behind)
-    pool = "consistent" if seen.balanced else "WRONG"
-    print(f"{kind.__name__:15} {same:2} of {len(expected)}      {pool:10} {seen.left_behind:7} blocks")
+    results[kind.__name__] = (same == len(expected), seen.consistent and not seen.num_not_freed)
+    pool = "consistent" if seen.consistent else "WRONG"
+    print(f"{kind.__name__:15} {same:2} of {len(expected)}      {pool:10} {seen.num_not_freed:7} blocks")
 contents = ("NoCopyOnWrite", "EmptyCopy", "SharesHalfFull", "ForgetsParents")
 claim("The engine's own scheduler makes no mistake.", results["Scheduler"] == (True, True))
 claim(

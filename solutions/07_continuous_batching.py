@@ -36,7 +36,7 @@ from minillm.models.held_out import held_out_prompts
 from minillm.trace.step_metrics import step_metrics
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.teaching.exercises.l07_continuous_batching import heavy_tailed_lengths
-from minillm.teaching.workshop.l07_serving import newcomer, serve, serve_traced, starts_and_ends
+from minillm.teaching.workshop.l07_serving import serve_late_prompt, serve, serve_traced, starts_and_ends
 from minillm.trace import StepRan
 from minillm.viz import LiveView, TimelineComparison, TimelineView
 from minillm.viz.charts import Axis, LineChart, Series
@@ -472,12 +472,12 @@ print(
 seen = {}
 for budget in (2048, 256, 64, 16):
     engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, num_kv_blocks=128, **WHOLE)
-    seen[budget] = newcomer(engine, prompts[:7], decode_params, long_prompt)
-    largest, waited, left_out = seen[budget].largest_step, seen[budget].steps_waited, seen[budget].stood_still
+    seen[budget] = serve_late_prompt(engine, prompts[:7], decode_params, long_prompt)
+    largest, waited, left_out = seen[budget].largest_step, seen[budget].steps_waited, seen[budget].most_left_out
     print(f"{budget:6} {largest:33} {waited:38} {left_out:34}")
     del engine
 largest, waits = ([getattr(one, name) for one in seen.values()] for name in ("largest_step", "steps_waited"))
-claim("No decoding request is ever left out of a step.", not any(one.stood_still for one in seen.values()))
+claim("No decoding request is ever left out of a step.", not any(one.most_left_out for one in seen.values()))
 claim("The smaller the budget, the smaller the largest step.", largest == sorted(largest, reverse=True))
 claim("The smaller the budget, the longer the eighth waits.", waits == sorted(waits))
 

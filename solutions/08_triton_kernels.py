@@ -47,7 +47,7 @@ import triton.language as tl
 from minillm import LLM, SamplingParams
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.viz.charts import Axis, LineChart, Series
-from minillm.viz.tensors.kernel_tiles import touched
+from minillm.viz.tensors.kernel_tiles import find_writers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
@@ -105,11 +105,11 @@ stamp_kernel[(2,)](out, 13, BLOCK=8)
 print(out.tolist())
 
 # %% [markdown]
-# Here is the same as a picture. `touched` launches the kernel with a grid of one program, then of two, and so on. What is
+# Here is the same as a picture. `find_writers` launches the kernel with a grid of one program, then of two, and so on. What is
 # new after a launch was written by the program that was added. So it works for any kernel, including yours.
 
 # %% tags=["expected"] alt="Thirteen elements in a row and two programs of eight lanes: program 0 writes elements 0 to 7, program 1 writes 8 to 12; its last three lanes are masked and therefore hatched."
-touched(lambda grid, out: stamp_kernel[(grid[1],)](out, 13, BLOCK=8), (1, 13), (1, 8), "stamp_kernel, 13 elements")
+find_writers(lambda grid, out: stamp_kernel[(grid[1],)](out, 13, BLOCK=8), (1, 13), (1, 8), "stamp_kernel, 13 elements")
 
 # %% [markdown]
 # The last three lanes exist. They take time like the others, and without a mask they would write past the end of the
@@ -218,7 +218,7 @@ def launch_copy(grid: tuple[int, int], out: Tensor) -> None:
     my_copy[grid](keys, out, 13, keys.stride(0), out.stride(0), BLOCK=8)
 
 
-touched(launch_copy, (4, 13), (1, 8), "copy_kernel, 4 rows of 13 columns")
+find_writers(launch_copy, (4, 13), (1, 8), "copy_kernel, 4 rows of 13 columns")
 
 # %% [markdown]
 # No program waits for another, and none reads what another writes. That is the contract of a grid: its programs may run in
@@ -411,7 +411,7 @@ def launch_tiles(grid: tuple[int, int], out: Tensor) -> None:
     my_dequantise[(grid[0],)](*seven, out, 7, 12, ROWS=4, BLOCK=16)
 
 
-touched(launch_tiles, (7, 12), (4, 16), "dequantise_kernel, tiles of 4 × 16 lanes", gaps=False)
+find_writers(launch_tiles, (7, 12), (4, 16), "dequantise_kernel, tiles of 4 × 16 lanes", gaps=False)
 
 # %% [markdown]
 # ### Use: an INT8 cache that your kernel dequantises
@@ -702,7 +702,7 @@ def launch_broken(grid: tuple[int, int], out: Tensor) -> None:
     copy_rows_no_mask[grid](wide, out, wide.stride(0), out.stride(0), BLOCK=8)
 
 
-touched(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 columns")
+find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 columns")
 
 # %% [markdown]
 # Poison does *not* find a load without a mask whose lanes are never stored. The result is right and nothing is

@@ -721,7 +721,7 @@ for tokens_in_prompt in (16, 512, 4096):
 # %%
 from minillm.teaching.registry import find
 
-planted = {wrong.mistake: wrong.function for wrong in find("l09.decode_kernel").wrong}
+planted = {wrong.description: wrong.function for wrong in find("l09.decode_kernel").wrong}
 broken = {
     "yours": my_decode,
     "scores without -inf": next(kernel for name, kernel in planted.items() if "is not -inf" in name),
@@ -775,7 +775,7 @@ claim(
 # nothing is NaN.
 
 # %%
-averaging = next(wrong.function for wrong in find("l09.merge_kernel").wrong if "averages" in wrong.mistake)
+averaging = next(wrong.function for wrong in find("l09.merge_kernel").wrong if "averages" in wrong.description)
 
 
 def averaged_attention(q, keys, values, batch, window=None):

@@ -70,7 +70,7 @@ predict("l15.faster", None, unit="times")
 #
 # ### Exercise 1: where does the time go?
 #
-# The engine reports what it does as events. `record` reads the clock at each event and returns *marks*, pairs of the time in
+# The engine reports what it does as events. `record_marks` reads the clock at each event and returns *marks*, pairs of the time in
 # seconds and what has just happened:
 #
 # `(0.0, "Start"), (0.8, "RequestAdded"), (0.9, "StepStarted"), (58.3, "StepRan prefill"), (58.4, "Committing"), …`
@@ -133,7 +133,7 @@ from collections import Counter
 
 from minillm.batch import Segment
 from minillm.teaching import latency
-from minillm.teaching.latency import decode_step, operations_called, record, seconds_of
+from minillm.teaching.latency import decode_step, operations_called, record_marks, seconds_of
 
 my_attribute = use("l15.attribute")
 
@@ -284,7 +284,7 @@ claim(
 LatencyWaterfall("Step 1: the prompt is cached", warm_rows)
 
 # %%
-marks, output = record(plain, prompt, params)
+marks, output = record_marks(plain, prompt, params)
 kinds = Counter(what for _, what in marks if what.startswith("StepRan"))
 print(f"{output.num_cached_tokens} of {len(ids)} prompt tokens were cached; forwards: {dict(kinds)}")
 
@@ -813,7 +813,7 @@ def checks(llm: LLM, these: SamplingParams, forget: bool = True, late: bool = Fa
     """The verdicts of the three checks on one way of measuring."""
     if forget:
         llm.reset_prefix_cache()
-    marks, output = record(llm, prompt, these)
+    marks, output = record_marks(llm, prompt, these)
     if late:  # the clock starts at the first token
         marks = marks[next(i for i, (_, what) in enumerate(marks) if what == "StepRan prefill") :]
     parts = my_attribute(marks)

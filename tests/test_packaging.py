@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minillm.commands.lab import copy_new
-from minillm.teaching.home import Home
+from minillm.teaching.publication import Home
 
 ROOT = Path(__file__).parents[1]
 

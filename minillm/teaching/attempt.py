@@ -32,7 +32,7 @@ def call(exercise: Exercise, function: Function, case: Case) -> Outcome:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(SEED)
         try:
-            value = exercise.drive(function, *args, **kwargs) if exercise.drive else function(*args, **kwargs)
+            value = exercise.run_case(function, *args, **kwargs) if exercise.run_case else function(*args, **kwargs)
         except KeyboardInterrupt:  # the stop button
             raise
         except BaseException as error:  # the learner's mistake is the result; `sys.exit` is one too
@@ -48,8 +48,8 @@ def call(exercise: Exercise, function: Function, case: Case) -> Outcome:
 
 def named_inputs(exercise: Exercise, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
     """The inputs of a case under the names of the reference's (or the drive's) parameters."""
-    leading = (exercise.reference,) if exercise.drive else ()
-    bound = inspect.signature(exercise.drive or exercise.reference).bind(*leading, *args, **kwargs).arguments
+    leading = (exercise.reference,) if exercise.run_case else ()
+    bound = inspect.signature(exercise.run_case or exercise.reference).bind(*leading, *args, **kwargs).arguments
     return dict(list(bound.items())[len(leading) :])
 
 

@@ -14,10 +14,10 @@ class BytePairs:
     """The merges of a vocabulary, in the order in which they were learned (BPE, Sennrich et al. 2016)."""
 
     def __init__(self, merges: Sequence[Sequence[str]]) -> None:
-        self.learned_as = {tuple(pair): number for number, pair in enumerate(merges)}
+        self.ranks = {tuple(pair): number for number, pair in enumerate(merges)}
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> BytePairs:
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> BytePairs:
         """The merges of a byte-level BPE tokenizer."""
         return cls(json.loads(tokenizer.backend.to_str())["model"]["merges"])
 
@@ -32,13 +32,13 @@ class BytePairs:
         return steps
 
     def _learned_first(self, parts: list[str]) -> tuple[str, str] | None:
-        pair = min(pairwise(parts), key=lambda p: self.learned_as.get(p, math.inf), default=None)
-        return pair if pair in self.learned_as else None
+        pair = min(pairwise(parts), key=lambda p: self.ranks.get(p, math.inf), default=None)
+        return pair if pair in self.ranks else None
 
 
-def same_cuts(tokenizer: Tokenizer, texts: Sequence[str]) -> int:
+def num_same_splits(tokenizer: Tokenizer, texts: Sequence[str]) -> int:
     """How many of `texts` get the same tokens from `BytePairs.steps` as from the tokenizer."""
-    pairs = BytePairs.of(tokenizer)
+    pairs = BytePairs.from_tokenizer(tokenizer)
     same = 0
     for text in texts:
         words = [word for word, _ in tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)]

@@ -53,15 +53,15 @@ def changed_keys(model: Decoder, ids: Sequence[int], num_old: int, causal: bool)
     return [int(((short - long[:num_old]).abs().amax((1, 2)) > 1e-3).sum()) for short, long in pairs]
 
 
-def decode_layer(grow_to: NextCapacity, append: Append, every: int, num_steps: int, view: bool) -> None:
-    """`num_steps` decode steps of one attention layer, whose buffers grow by `grow_to` with r = `every`.
+def decode_layer(next_capacity: NextCapacity, append: Append, every: int, num_steps: int, view: bool) -> None:
+    """`num_steps` decode steps of one attention layer, whose buffers grow by `next_capacity` with r = `every`.
 
     With `view` attention runs over the valid rows, otherwise over the whole buffer with its empty rows masked.
     """
     query, new_row = torch.ones(HEADS, GROUP, WIDTH), torch.ones(1, HEADS, WIDTH)
     keys = values = torch.zeros(0, HEADS, WIDTH)
     for past in range(num_steps):
-        capacity, copied = grow_to(len(keys), past, 1, every)
+        capacity, copied = next_capacity(len(keys), past, 1, every)
         if capacity > len(keys):
             keys, values = _grown(keys, capacity, copied), _grown(values, capacity, copied)
         valid_keys, valid_values = append(keys, values, past, new_row, new_row)
@@ -83,7 +83,7 @@ class GrowthCosts:
     """Measured times of `decode_layer` as ratios, and the three costs of the cost model in seconds."""
 
     num_steps: int
-    slower: Mapping[tuple[str, int], Spread]
+    relative_times: Mapping[tuple[str, int], Spread]
     """("whole" or "view", r) → time relative to one preallocated buffer with a view."""
     preallocated: float
     """Seconds with one preallocated buffer and a view."""
@@ -93,21 +93,25 @@ class GrowthCosts:
 
     def best(self, kernel: str) -> int:
         """The r with the lowest measured time."""
-        return min((r for k, r in self.slower if k == kernel), key=lambda r: self.slower[kernel, r].median)
+        return min(
+            (r for k, r in self.relative_times if k == kernel), key=lambda r: self.relative_times[kernel, r].median
+        )
 
     def near_best(self, kernel: str) -> list[int]:
         """Every r within 10% of the fastest: on a busy machine, smaller differences mean nothing."""
-        limit = 1.1 * self.slower[kernel, self.best(kernel)].median
-        return [r for k, r in self.slower if k == kernel and self.slower[k, r].median <= limit]
+        limit = 1.1 * self.relative_times[kernel, self.best(kernel)].median
+        return [r for k, r in self.relative_times if k == kernel and self.relative_times[k, r].median <= limit]
 
 
-def measure_growth(grow_to: NextCapacity, append: Append, num_steps: int, grid: Sequence[int]) -> GrowthCosts:
+def time_growth_policies(
+    next_capacity: NextCapacity, append: Append, num_steps: int, grid: Sequence[int]
+) -> GrowthCosts:
     """Time every r of `grid`, which begins with 1 and ends with `num_steps`, with both kernels, in turn.
 
     The two ends calibrate the cost model: r = 1 only copies, r = `num_steps` only pads.
     """
     runs = {
-        (kernel, r): lambda r=r, kernel=kernel: decode_layer(grow_to, append, r, num_steps, kernel == "view")
+        (kernel, r): lambda r=r, kernel=kernel: decode_layer(next_capacity, append, r, num_steps, kernel == "view")
         for r in grid
         for kernel in ("whole", "view")
     }
@@ -118,7 +122,7 @@ def measure_growth(grow_to: NextCapacity, append: Append, num_steps: int, grid: 
     base, moved = statistics.median(took["view", num_steps]), num_steps**2 / 2
     return GrowthCosts(
         num_steps=num_steps,
-        slower=slower,
+        relative_times=slower,
         preallocated=base,
         copy=max(0.0, (slower["whole", 1].median - 1) * base - num_steps * once) / moved,
         pad=max(0.0, slower["whole", num_steps].median - 1) * base / moved,

@@ -20,7 +20,7 @@ from minillm.viz.tensors.attention_work import ForwardWork
 
 Decoder = Callable[..., Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-SAME = 1e-3
+LOGIT_TOLERANCE = 1e-3
 """Logits that differ by less are equal up to rounding."""
 
 
@@ -40,21 +40,23 @@ class WatchedForward:
 
     def __init__(self, forward: Decoder, trace: Trace) -> None:
         self.forward, self.trace, self.steps = forward, trace, 0
-        self.before: Tensor | None = None
+        self.previous_logits: Tensor | None = None
 
     def __call__(self, ids: list[int]) -> Tensor:
         """The logits of the whole text, as `forward` returns them."""
         logits = self.forward(ids)
         num_same = 0
-        if self.before is not None:
-            num_same = int(((logits[: len(self.before)] - self.before).abs().amax(1) < SAME).sum())
-        self.before, self.steps = logits, self.steps + 1
+        if self.previous_logits is not None:
+            num_same = int(
+                ((logits[: len(self.previous_logits)] - self.previous_logits).abs().amax(1) < LOGIT_TOLERANCE).sum()
+            )
+        self.previous_logits, self.steps = logits, self.steps + 1
         self.trace.append(ForwardWork(num_tokens=len(ids), num_rows=len(ids), num_new=len(ids) - num_same))
         self.trace.append(StepFinished(self.steps, 0.0, 0.0, 0.0, 0))
         return logits
 
 
-def drift(llm: LLM, texts: Sequence[str], temperature: float) -> list[tuple[int, list[int], list[int]]]:
+def retokenization_drift(llm: LLM, texts: Sequence[str], temperature: float) -> list[tuple[int, list[int], list[int]]]:
     """(index of the text, its ids, the ids after decoding and encoding them) for each text where the two differ.
 
     Each text is completed by up to 16 tokens. The ids are decoded and encoded after each of them; the first token at
@@ -74,7 +76,7 @@ def drift(llm: LLM, texts: Sequence[str], temperature: float) -> list[tuple[int,
     return changed
 
 
-def in_common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     """The length of the common prefix of two lists of tokens."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
@@ -87,14 +89,14 @@ def bits_per_token(forward: Decoder, samples: Sequence[list[int]]) -> float:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResults:
     """The results of five checks of a decoder."""
 
     runs: bool
     """The shapes fit and nothing is NaN."""
-    no_peeking: bool
+    causal: bool
     """Later tokens do not change the logits of earlier ones."""
-    shift: bool
+    position_independent: bool
     """A text moved by 100 positions gets the same logits."""
     bits: float
     """See `bits_per_token`."""
@@ -102,14 +104,14 @@ class Checked:
     """The tokens that the decoder generates."""
 
 
-def five_checks(forward: Decoder, write: Callable[[Decoder], list[int]], samples: Sequence[list[int]]) -> Checked:
+def five_checks(forward: Decoder, write: Callable[[Decoder], list[int]], samples: Sequence[list[int]]) -> CheckResults:
     """Check a decoder that also takes `first_position`, the position of its first token. `write` generates with it."""
     whole, half = forward(samples[0]), forward(samples[0][: len(samples[0]) // 2])
     moved = forward(samples[0], first_position=100)
-    return Checked(
+    return CheckResults(
         runs=len(whole) == len(samples[0]) and bool(whole.isfinite().all()),
-        no_peeking=bool((whole[: len(half)] - half).abs().max() < 10 * SAME),
-        shift=bool((moved - whole).abs().max() < 10 * SAME),
+        causal=bool((whole[: len(half)] - half).abs().max() < 10 * LOGIT_TOLERANCE),
+        position_independent=bool((moved - whole).abs().max() < 10 * LOGIT_TOLERANCE),
         bits=bits_per_token(forward, samples),
         tokens=write(forward),
     )

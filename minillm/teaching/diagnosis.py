@@ -2,8 +2,8 @@
 
 A guess must fit every case that was tried: it explains each failing case and does not apply to a passing one. If no
 guess fits, a fact is reported instead: what an error says about the failing line, a property that the first failing
-answer violates (`Exercise.otherwise`), or what all wrong answers have in common. If there is no such fact either, no
-cause is reported: a wrong cause would mislead the learner.
+answer violates (`Exercise.fallback_diagnosis`), or what all wrong answers have in common. If there is no such fact
+either, no cause is reported: a wrong cause would mislead the learner.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import inspect
 import re
 from collections.abc import Sequence
 
-from minillm.teaching.accident import PAST_THE_END
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.attempt import Outcome, difference, out_of_memory
+from minillm.teaching.crash_messages import PAST_THE_END
 from minillm.teaching.diagnosis_answers import common_fact
 from minillm.teaching.diagnosis_errors import cause_of_error
 from minillm.teaching.exercise import Attempt, Diagnose, Exercise, Function
@@ -32,7 +32,7 @@ def likely_cause(key: AnswerKey, function: Function, outcomes: Sequence[Outcome]
         or _planted_mistake(key, outcomes, problems)
         or _by_error(first, function)
         or _by_changed_input(outcomes, problems)
-        or _run_diagnosis(key, key.exercise.otherwise, failed, first)
+        or _run_diagnosis(key, key.exercise.fallback_diagnosis, failed, first)
         or _by_common_fact(key, outcomes, problems)
     )
 
@@ -65,7 +65,7 @@ def _planted_mistake(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequ
     for number, wrong in enumerate(key.exercise.wrong):
         tried = enumerate(zip(outcomes, problems, strict=True))
         if all(_agrees(key, key.planted(number, index), index, *case) for index, case in tried):
-            return f"it looks as if your function {wrong.mistake}"
+            return f"it looks as if your function {wrong.description}"
     return ""
 
 

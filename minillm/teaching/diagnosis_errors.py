@@ -15,11 +15,11 @@ from types import FrameType
 
 from minillm.teaching.diagnosis_rules import PYTHON, TRITON
 
-RETOLD = re.compile(
+QUOTED = re.compile(
     r"(?P<kind>\w*(?:Error|Exception)(?:Impl)?): (?P<message>.*?)(?: \(in the line `.*`\))?$", re.DOTALL
 )
 """An error quoted in the message of another one, as the launchers of lessons 8 and 9 do."""
-REPEATED = re.compile(r"""(?P<kind>\w*Error)\((["'])(?P<message>.*)\2,?\)$""", re.DOTALL)
+QUOTED_REPR = re.compile(r"""(?P<kind>\w*Error)\((["'])(?P<message>.*)\2,?\)$""", re.DOTALL)
 """An error's `repr`, which Triton's interpreter quotes."""
 LONGEST = 60
 """Characters of the learner's code that are quoted."""
@@ -33,7 +33,7 @@ def cause_of_error(error: BaseException | None, own: Callable[[FrameType], bool]
     if error is None:
         return ""
     kind, message = type(error).__name__, _first_line(error)
-    for retold in (RETOLD, REPEATED):
+    for retold in (QUOTED, QUOTED_REPR):
         if quoted := retold.match(message):
             kind, message = quoted["kind"], quoted["message"]
     for kinds, pattern, sentence in (*PYTHON, *TRITON):

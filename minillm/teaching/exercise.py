@@ -53,14 +53,15 @@ Diagnose = Callable[[Attempt], "str | None"]
 class WrongVersion:
     """A mistake that learners make, planted on purpose.
 
-    `mistake` completes the sentence "it looks as if your function …" ("forgets the rows that were there before"). A
+    `description` completes the sentence "it looks as if your function …" ("forgets the rows that were there before"). A
     learner whose outputs equal those of `function` in every case gets this sentence. The generic tests require that
-    `function` fails the check with `says` in the message (if `says` is empty: with `mistake`).
+    `function` fails the check with `expected_message` in the message (if `expected_message` is empty: with
+    `description`).
     """
 
-    mistake: str
+    description: str
     function: Function
-    says: str = ""
+    expected_message: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,14 @@ class Exercise:
             compares type, shape, dtype and values in this order, floats within `rtol=1e-4, atol=1e-5`.
         diagnose: optional `(attempt) -> likely cause or None`, called before the planted mistakes are compared. Its
             cause is used if it is the same (but for numbers) for every failing case, and None for the passing ones.
-        otherwise: the same kind of function, called with the first failing case when no planted mistake gives the
+        fallback_diagnosis: the same kind of function, called with the first failing case when no planted mistake gives
+        the
             learner's answers. It names a property of right answers that this one violates ("the weights do not sum to
             1").
         parts: names of the parts of an answer that is a tuple, for the report (`("codes", "scale")`).
         in_place: parameters that the function is meant to write to; their contents after the call are compared too.
-        drive: how a case uses the function, if not by one call: `drive(function, *args, **kwargs) -> value to compare`.
+        run_case: how a case uses the function, if not by one call: `run_case(function, *args, **kwargs) -> value to
+        compare`.
             For classes, generators, several calls in a row, or statistics over many calls.
         draw: optional `(expected, got) -> (expected cells, got cells) or None` for a picture of an answer that is not
             itself a grid: rows written, tiles visited, blocks owned. Cells are what `minillm.teaching.draw.cells_of`
@@ -103,10 +106,10 @@ class Exercise:
     wrong: tuple[WrongVersion, ...]
     compare: Compare = values_match
     diagnose: Diagnose | None = None
-    otherwise: Diagnose | None = None
+    fallback_diagnosis: Diagnose | None = None
     parts: tuple[str, ...] = ()
     in_place: tuple[str, str, str, str] = ()
-    drive: Function | None = None
+    run_case: Function | None = None
     draw: Callable[[object, object], tuple[object, object] | None] | None = None
     guarded: bool = True
 
@@ -127,9 +130,10 @@ class Exercise:
 
     @property
     def parameters(self) -> tuple[str, str, str, str]:
-        """Names of the inputs of a case, in order: the reference's parameters, or those of `drive` after its first."""
-        names = tuple(inspect.signature(self.drive or self.reference).parameters)
-        return names[1:] if self.drive else names
+        """Names of the inputs of a case, in order: the reference's parameters, or those of `run_case` after its
+        first."""
+        names = tuple(inspect.signature(self.run_case or self.reference).parameters)
+        return names[1:] if self.run_case else names
 
     def all_cases(self) -> tuple[Case, ...]:
         """The cases; new ones in each call if `cases` is a function."""

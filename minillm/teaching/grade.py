@@ -7,7 +7,7 @@ import sys
 import traceback
 from dataclasses import replace
 
-from minillm.teaching import accident
+from minillm.teaching import crash_messages
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.attempt import Outcome, call, difference, named_inputs, out_of_memory
 from minillm.teaching.diagnosis import likely_cause
@@ -15,7 +15,7 @@ from minillm.teaching.draw import as_html, as_text, cells_of, worth_drawing
 from minillm.teaching.exercise import Exercise, Function
 from minillm.teaching.fence import OutOfBoundsError
 from minillm.teaching.focus import focus, in_words
-from minillm.teaching.guard import Death, Limits, OutOfTime, Send, can_guard, limited, run_guarded
+from minillm.teaching.guard import ChildExit, Limits, OutOfTime, Send, can_guard, limited, run_guarded
 from minillm.teaching.registry import find
 from minillm.teaching.result import CheckResult, Counterexample, Status
 from minillm.teaching.show import brief, short, without_addresses
@@ -42,12 +42,12 @@ def grade(
     return check.result(_run_here(check))
 
 
-def _run_here(check: _Check) -> Death | None:
+def _run_here(check: _Check) -> ChildExit | None:
     try:
         with limited(check.limits.seconds):
             check.run(check.receive)
-    except OutOfTime:  # outside of the learner's function: in a comparison, or in a generator that `drive` reads
-        return Death(out_of_time=True)
+    except OutOfTime:  # outside of the learner's function: in a comparison, or in a generator that `run_case` reads
+        return ChildExit(out_of_time=True)
     return None
 
 
@@ -88,17 +88,17 @@ class _Check:
         else:
             self._case = message
 
-    def result(self, death: Death | None) -> CheckResult:
+    def result(self, death: ChildExit | None) -> CheckResult:
         """The result that `run` sent; if the process died before that, its death is the failure."""
         if self._result is not None:
             return self._result
         assert death is not None, "a check that has finished has sent its result"
         shown = self._counterexample(
             self._case,
-            got=accident.got(death),
-            problem=accident.problem(death, self.limits),
-            where=accident.where(death, self.function),
-            cause=accident.cause(death),
+            got=crash_messages.got(death),
+            problem=crash_messages.problem(death, self.limits),
+            where=crash_messages.where(death, self.function),
+            cause=crash_messages.cause(death),
         )
         return CheckResult(self._name, Status.FAILED, self._case, self._count, counterexample=shown)
 
@@ -121,9 +121,9 @@ class _Check:
 
     def _problem_of_error(self, error: BaseException) -> str:
         if isinstance(error, OutOfTime):
-            return accident.out_of_time(self.limits)
+            return crash_messages.out_of_time(self.limits)
         if out_of_memory(error):
-            return accident.out_of_memory(self.limits)
+            return crash_messages.out_of_memory(self.limits)
         if isinstance(error, OutOfBoundsError):
             return f"your function {error}"
         if isinstance(error, SystemExit):
@@ -196,7 +196,7 @@ def _line_of(function: Function, error: BaseException | None) -> str:
     if not mine:
         return ""
     frame, line = mine[-1]
-    return accident.line_in_words(frame.f_code.co_filename, line, frame.f_code.co_name)
+    return crash_messages.line_in_words(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 def _globals_of(function: Function) -> dict[str, object] | None:

@@ -57,21 +57,21 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Death:
+class ChildExit:
     """How a child process ended before its work was done.
 
-    `signal_number`: the signal that killed it; 0 if it exited by itself, with `exit_code`. `stuck`: the parent killed
-    it because it waited without working. `out_of_time`: it had used up its processor time. `raised`: the uncaught
-    exception. `said`: the last line that a library wrote to stderr. `lines`: (file, line number, function) of the
-    Python stack, innermost first, if known.
+    `signal_number`: the signal that killed it; 0 if it exited by itself, with `exit_code`. `idle_timeout`: the parent
+    killed it because it waited without working. `out_of_time`: it had used up its processor time. `raised`: the
+    uncaught exception. `library_message`: the last line that a library wrote to stderr. `lines`: (file, line number,
+    function) of the Python stack, innermost first, if known.
     """
 
     signal_number: int = 0
     exit_code: int = 0
-    stuck: bool = False
+    idle_timeout: bool = False
     out_of_time: bool = False
     raised: str = ""
-    said: str = ""
+    library_message: str = ""
     lines: tuple[tuple[str, int, str], ...] = ()
 
 
@@ -80,7 +80,7 @@ def can_guard() -> bool:
     return sys.platform.startswith("linux") and not torch.cuda.is_initialized()
 
 
-def run_guarded(work: Work, receive: Send, limits: Limits | None = None) -> Death | None:
+def run_guarded(work: Work, receive: Send, limits: Limits | None = None) -> ChildExit | None:
     """Run `work(send)` in a child process and pass its messages to `receive`. None if it finished, else how it died.
 
     Its prints appear on this process's `sys.stdout` and `sys.stderr`. Interrupting this process ends the child.
@@ -106,13 +106,13 @@ def run_guarded(work: Work, receive: Send, limits: Limits | None = None) -> Deat
         if finished:
             return death
         return replace(
-            _death(status, noise), stuck=stuck, out_of_time=usage.ru_utime + usage.ru_stime >= limits.seconds
+            _death(status, noise), idle_timeout=stuck, out_of_time=usage.ru_utime + usage.ru_stime >= limits.seconds
         )
 
 
 def _listen(
     reader: Connection, receive: Send, child: psutil.Process, limits: Limits
-) -> tuple[bool, bool, Death | None]:
+) -> tuple[bool, bool, ChildExit | None]:
     """Listen until the child is done, has closed its pipe, or is stuck: (done, stuck, its last message)."""
     used, since = -1.0, time.monotonic()
     while True:
@@ -144,7 +144,7 @@ def _cpu_seconds(child: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def _death(status: int, noise: IO[bytes]) -> Death:
+def _death(status: int, noise: IO[bytes]) -> ChildExit:
     """How a child died, from its exit `status` and its stderr."""
     noise.seek(0)
     text = noise.read().decode(errors="replace")
@@ -152,7 +152,7 @@ def _death(status: int, noise: IO[bytes]) -> Death:
     library_lines = [line.strip() for line in text.partition("Fatal Python error")[0].splitlines() if line.strip()]
     said = library_lines[-1] if library_lines else ""
     code = os.waitstatus_to_exitcode(status)
-    return Death(signal_number=max(0, -code), exit_code=max(0, code), lines=lines, said=said)
+    return ChildExit(signal_number=max(0, -code), exit_code=max(0, code), lines=lines, library_message=said)
 
 
 # ------------------------------------------------------------------------------------------------ in the child process
@@ -169,7 +169,7 @@ def _run_child(work: Work, writer: Connection, noise: IO[bytes], limits: Limits)
             work(lambda message: writer.send(("message", message)))
         except BaseException as error:  # which `work` does not catch, such as KeyboardInterrupt
             out_of_time = isinstance(error, OutOfTime)
-            death = Death(raised=type(error).__name__, out_of_time=out_of_time, lines=_lines_of(error))
+            death = ChildExit(raised=type(error).__name__, out_of_time=out_of_time, lines=_lines_of(error))
         writer.send(("done", death))
     finally:
         sys.stdout, sys.stderr = parent_output

@@ -55,7 +55,7 @@ class _Watched:
         return text
 
 
-def record(
+def record_marks(
     llm: LLM, prompt: str, params: SamplingParams, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[Marks, RequestOutput]:
     """Complete one prompt and record the time of each event of the engine.
@@ -117,7 +117,7 @@ def race(
                 llm.reset_prefix_cache()
             elif llm is not previous:
                 llm.generate(prompt, params, use_tqdm=False)
-            marks, output = record(llm, prompt, params, CLOCK)
+            marks, output = record_marks(llm, prompt, params, CLOCK)
             parts = attribute(marks)
             _check_run(name, marks, parts, output, params, name in warm)
             runs[name].append(parts)

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from minillm.teaching.mutants import Report, Trial
+from minillm.teaching.mutants import MutantResult, Report
 
 
 def show(report: Report, console: Console) -> None:
@@ -47,7 +47,7 @@ def _table(report: Report) -> Table:
     return table
 
 
-def _counts(trials: list[Trial]) -> list[str]:
+def _counts(trials: list[MutantResult]) -> list[str]:
     """A table row: planted mistakes that were named; mutants: all, caught, with a cause, equivalent, survived."""
     planted, made = [t for t in trials if t.planted], [t for t in trials if not t.planted]
     equivalent, survived = sum(bool(t.equivalent) for t in made), sum(t.survived for t in trials)
@@ -57,9 +57,9 @@ def _counts(trials: list[Trial]) -> list[str]:
     ]
 
 
-def _caught(trials: list[Trial]) -> int:
+def _caught(trials: list[MutantResult]) -> int:
     return sum(trial.caught for trial in trials)
 
 
-def _named(trials: list[Trial]) -> int:
+def _named(trials: list[MutantResult]) -> int:
     return sum(bool(trial.cause) for trial in trials)

@@ -45,7 +45,7 @@ PLANTED = "planted: "
 
 
 @dataclass(frozen=True)
-class Trial:
+class MutantResult:
     """The result for one mutant. `cause`: the cause in the learner's report, or "". `equivalent`: the declared reason.
 
     For a planted wrong version, `cause` is set only if the report names this version's own mistake.
@@ -73,10 +73,10 @@ class Trial:
 class Report:
     """All trials, in order, and the declared equivalents (exercise, description) that are not among the survivors."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[MutantResult, ...]
     stale: tuple[tuple[str, str], ...]
 
-    def of(self, exercise: str) -> list[Trial]:
+    def of(self, exercise: str) -> list[MutantResult]:
         """The trials of one exercise."""
         return [trial for trial in self.trials if trial.exercise == exercise]
 
@@ -135,7 +135,7 @@ def equivalents(exercise: str) -> dict[str, str]:
     return declared.get(exercise, {})
 
 
-def _stale(chosen: Sequence[Exercise], trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
+def _stale(chosen: Sequence[Exercise], trials: Sequence[MutantResult]) -> tuple[tuple[str, str], ...]:
     survived = {(trial.exercise, trial.description) for trial in trials if not trial.caught}
     declared = [(e.name, description) for e in chosen for description in equivalents(e.name)]
     return tuple(pair for pair in declared if pair not in survived)
@@ -159,7 +159,7 @@ def _known(name: str) -> tuple[AnswerKey, list[Any]]:
     return key, mutants_of(key.exercise.reference)
 
 
-def _try_some(name: str, start: int) -> list[Trial]:
+def _try_some(name: str, start: int) -> list[MutantResult]:
     key, mutants = _known(name)
     wrong = key.exercise.wrong
     return [
@@ -168,25 +168,27 @@ def _try_some(name: str, start: int) -> list[Trial]:
     ]
 
 
-def _try_planted(key: AnswerKey, number: int) -> Trial:
+def _try_planted(key: AnswerKey, number: int) -> MutantResult:
     wrong = key.exercise.wrong[number]
     result = grade(key.exercise, wrong.function, LIMITS, key)
     shown = result.counterexample
-    named = shown is not None and (wrong.says or wrong.mistake) in str(result)
+    named = shown is not None and (wrong.expected_message or wrong.description) in str(result)
     caught = result.status is Status.FAILED
     problem = shown.problem if shown else ""
-    return Trial(key.exercise.name, PLANTED + wrong.mistake, caught, wrong.mistake if named else "", problem)
+    return MutantResult(
+        key.exercise.name, PLANTED + wrong.description, caught, wrong.description if named else "", problem
+    )
 
 
-def _try_mutant(key: AnswerKey, mutant: Any) -> Trial:
+def _try_mutant(key: AnswerKey, mutant: Any) -> MutantResult:
     name, reason = key.exercise.name, equivalents(key.exercise.name).get(mutant.description, "")
     try:
         function = build(mutant, key.exercise.reference)
     except Exception as error:  # it cannot even be defined
-        return Trial(name, mutant.description, True, "", f"{type(error).__name__}: {error}")
+        return MutantResult(name, mutant.description, True, "", f"{type(error).__name__}: {error}")
     result = grade(key.exercise, function, LIMITS, key)
     shown = result.counterexample
     if shown is None:
-        return Trial(name, mutant.description, not result.passed, "", "", reason)
+        return MutantResult(name, mutant.description, not result.passed, "", "", reason)
     raised = f": {shown.got} {shown.where}".rstrip() if "raised an error" in shown.problem else ""
-    return Trial(name, mutant.description, True, shown.cause, shown.problem + raised)
+    return MutantResult(name, mutant.description, True, shown.cause, shown.problem + raised)

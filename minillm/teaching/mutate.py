@@ -201,7 +201,7 @@ BOUNDS = frozenset(("amax", "amin", "clamp", "clip", "max", "maximum", "min", "m
 COPIES = frozenset(
     ("contiguous", "copy", "deepcopy", "detach", "list", "reversed", "set", "sorted", "tuple", "double", "to")
 )
-PASSING_ON = VALUES | BOUNDS | COPIES
+REPLACED_BY_ARGUMENT = VALUES | BOUNDS | COPIES
 """Functions that a mutant replaces by their first argument: a forgotten call."""
 SYMMETRIC = frozenset(("min", "max", "minimum", "maximum", "equal", "allclose", "gcd"))
 """Functions whose arguments may be swapped without effect."""
@@ -280,7 +280,7 @@ def _call(node: ast.Call) -> Iterator[ast.AST]:
     of_object = isinstance(function, ast.Attribute) and getattr(function.value, "id", "") not in LIBRARIES
     if of_object and not isinstance(function.value, ast.Constant):
         yield function.value  # x.clamp(0, 1) -> x
-    elif name in PASSING_ON and arguments:
+    elif name in REPLACED_BY_ARGUMENT and arguments:
         yield arguments[1] if name == "where" and len(arguments) > 1 else arguments[0]
     if isinstance(function, ast.Name) and name in OTHER_NAME:
         yield _changed(node, func=ast.Name(OTHER_NAME[name], ast.Load()))

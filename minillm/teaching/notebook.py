@@ -16,8 +16,8 @@ from nbformat import NotebookNode
 
 from minillm.errors import LessonError
 from minillm.teaching.glossary import FILE as GLOSSARY
-from minillm.teaching.home import read_home
 from minillm.teaching.lint import refuse_dead_links, refuse_measured_claims
+from minillm.teaching.publication import read_home
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 EXPECTED_TAG = "expected"

@@ -10,7 +10,7 @@ from nbformat import NotebookNode
 from tqdm import tqdm
 
 from minillm.errors import LessonError
-from minillm.teaching.counted import difference
+from minillm.teaching.compare_outputs import difference
 from minillm.teaching.course import Lesson, Stale, choose, read_notebook
 from minillm.teaching.execute import execute
 from minillm.teaching.notebook import is_measured, read_source

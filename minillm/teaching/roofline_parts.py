@@ -26,7 +26,7 @@ from minillm.models.tensor_names import stored_parts
 from minillm.ops.linear import Linear
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling.params import SamplingParams
-from minillm.teaching.freed import give_back_freed_memory
+from minillm.teaching.free_memory import give_back_freed_memory
 
 BLOCK_SIZE = 16
 COLD_BYTES = 128e6
@@ -211,7 +211,7 @@ def checkpoint(model: Decoder, name: str, folder: Path) -> Path:
     return folder
 
 
-def write(llm: LLM) -> list[int]:
+def generate_tokens(llm: LLM) -> list[int]:
     """Complete a prompt with 24 tokens, greedily."""
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     return list(llm.generate("def read_lines(path):\n", params, use_tqdm=False)[0].outputs[0].token_ids)

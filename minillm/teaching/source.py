@@ -32,7 +32,7 @@ def edited(reference: Function, *edits: tuple[str, str]) -> Function:
     return made[reference.__name__]
 
 
-def slips(reference: Function, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
+def wrong_versions(reference: Function, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
     """A planted mistake for each `{what the function does wrong: (old, new)}`, by one edit of `reference`."""
     return tuple(WrongVersion(mistake, edited(reference, edit)) for mistake, edit in edits.items())
 

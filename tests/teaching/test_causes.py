@@ -30,7 +30,7 @@ def test_no_two_planted_mistakes_answer_alike(one: Exercise):
     answers = [[call(one, wrong.function, case) for case in one.all_cases()] for wrong in one.wrong]
     for number, answer in enumerate(answers):
         for other in answers[:number]:
-            assert any(_differ(one, a, b) for a, b in zip(answer, other, strict=True)), one.wrong[number].mistake
+            assert any(_differ(one, a, b) for a, b in zip(answer, other, strict=True)), one.wrong[number].description
 
 
 def _differ(one: Exercise, a: Outcome, b: Outcome) -> bool:

@@ -86,7 +86,7 @@ def test_wrong_parameters_are_named(append_exercise):
 
 
 def test_wrong_parameters_are_named_under_a_drive_too(append_exercise):
-    driven = dataclasses.replace(append_exercise, drive=lambda function, cache, new: function(cache, new))
+    driven = dataclasses.replace(append_exercise, run_case=lambda function, cache, new: function(cache, new))
     text = str(grade(driven, lambda cache: cache))
     assert "your function takes (cache), but it is called with (cache, new)" in text
 
@@ -151,7 +151,7 @@ def test_drive_lets_a_class_be_an_exercise():
         cases=[Case("three calls", (3,))],
         hints=("a", "b", "c", "d"),
         wrong=(WrongVersion("does not count on", Stuck),),
-        drive=lambda make, times: [counter.add() for counter in [make()] for _ in range(times)],
+        run_case=lambda make, times: [counter.add() for counter in [make()] for _ in range(times)],
     )
     assert grade(exercise, Counter).passed
     text = str(grade(exercise, Stuck))
@@ -348,10 +348,10 @@ def test_values_are_shown_without_what_goes_without_saying():
 
 
 def test_what_no_planted_mistake_explains_may_still_break_a_property(append_exercise):
-    told = dataclasses.replace(append_exercise, otherwise=lambda attempt: f"returns {len(attempt.got)} rows")
+    told = dataclasses.replace(append_exercise, fallback_diagnosis=lambda attempt: f"returns {len(attempt.got)} rows")
     assert "returns 7 rows" in str(grade(told, lambda cache, new: torch.zeros(7, 2)))
     planted = append_exercise.wrong[0]
-    assert planted.mistake in str(grade(told, planted.function))
+    assert planted.description in str(grade(told, planted.function))
 
 
 def test_a_planted_mistake_is_not_named_if_the_learner_answers_another_case_differently(append_exercise):
@@ -360,4 +360,4 @@ def test_a_planted_mistake_is_not_named_if_the_learner_answers_another_case_diff
     def only_once(cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return planted.function(cache, new) if len(cache) == 3 else new.new_zeros(0, 2)
 
-    assert planted.mistake not in str(grade(append_exercise, only_once))
+    assert planted.description not in str(grade(append_exercise, only_once))

@@ -21,7 +21,7 @@ ALL = [exercise for module in module_names() for exercise in exercises_of(module
 every_exercise = pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
 every_wrong_version = pytest.mark.parametrize(
     ("exercise", "wrong"),
-    [pytest.param(e, w, id=f"{e.name}-{w.mistake}") for e in ALL for w in e.wrong],
+    [pytest.param(e, w, id=f"{e.name}-{w.description}") for e in ALL for w in e.wrong],
 )
 
 
@@ -69,14 +69,14 @@ def test_has_two_wrong_versions_and_different_hints(exercise: Exercise):
 def test_wrong_version_fails_and_the_message_names_the_mistake(exercise: Exercise, wrong):
     result = grade(exercise, wrong.function, key=key_of(exercise.name))
     assert result.status is Status.FAILED
-    assert (wrong.says or wrong.mistake) in str(result), str(result)
+    assert (wrong.expected_message or wrong.description) in str(result), str(result)
 
 
 @every_exercise
 def test_some_case_tells_every_two_wrong_versions_apart(exercise: Exercise):
     key = key_of(exercise.name)
     same = [
-        f"add a case that tells {one.mistake!r} from {other.mistake!r}"
+        f"add a case that tells {one.description!r} from {other.description!r}"
         for (i, one), (j, other) in itertools.combinations(enumerate(exercise.wrong), 2)
         if all(alike(exercise, key.planted(i, case), key.planted(j, case)) for case in range(len(key.cases)))
     ]

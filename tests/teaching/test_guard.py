@@ -168,7 +168,7 @@ def out_of_bounds_exercise(guarded: bool) -> Exercise:
         cases=[Case("three numbers", (torch.arange(3.0),)), Case("five numbers", (torch.arange(5.0),))],
         hints=("a", "b", "c", "d"),
         wrong=(),
-        drive=drive,
+        run_case=drive,
         guarded=guarded,
     )
 

@@ -230,7 +230,7 @@ def test_from_one_token_the_rows_are_a_triangle_number():
 def test_counterexamples_are_short_enough_to_redo_by_hand():
     for one in EXERCISES:
         for wrong in one.wrong:
-            assert len(str(grade(one, wrong.function))) < 1200, (one.name, wrong.mistake)
+            assert len(str(grade(one, wrong.function))) < 1200, (one.name, wrong.description)
 
 
 def test_a_loop_that_never_ends_is_reported():

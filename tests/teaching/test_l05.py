@@ -19,7 +19,7 @@ from minillm.teaching.exercises.l05_weights import (
     quantise_groups,
     quantise_rows,
     restore_groups,
-    rounded_in_fours,
+    round_in_groups_of_4,
     split_outliers,
     w8a8_linear,
 )
@@ -106,9 +106,9 @@ def test_awq_is_never_worse_than_plain_rounding_on_its_sample(seed: int):
     weight, x = torch.randn(5, 8, generator=random), torch.randn(9, 8, generator=random) * torch.logspace(-1, 1, 8)
 
     def error(s: Tensor) -> float:
-        return ((x / s) @ rounded_in_fours(weight * s).T - x @ weight.T).square().sum().item()
+        return ((x / s) @ round_in_groups_of_4(weight * s).T - x @ weight.T).square().sum().item()
 
-    a, s = awq_scale(weight, x, rounded_in_fours, GRID)
+    a, s = awq_scale(weight, x, round_in_groups_of_4, GRID)
     assert a in GRID
     torch.testing.assert_close(s, x.abs().mean(0).pow(a))
     assert error(s) <= error(torch.ones(8))

@@ -184,7 +184,7 @@ def test_every_wrong_kernel_is_the_right_one_but_for_its_mistake():
         right = list(inspect.signature(exercise.reference).parameters)
         assert right[-1] == "BLOCK"
         for wrong in exercise.wrong:
-            assert list(inspect.signature(wrong.function).parameters) == right, wrong.mistake
+            assert list(inspect.signature(wrong.function).parameters) == right, wrong.description
 
 
 def test_an_environment_is_left_as_it_was(monkeypatch):

@@ -27,7 +27,7 @@ from tests.ops.triton.steps import Step, step
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is for Linux")
-DRIVES = {exercise.function_name: exercise.drive for exercise in EXERCISES}
+DRIVES = {exercise.function_name: exercise.run_case for exercise in EXERCISES}
 KERNELS = {exercise.function_name: exercise.reference for exercise in EXERCISES}
 SEVERAL = {"query_lens": [1, 1, 1], "block_size": 4, "heads": (6, 2), "dim": 8, "past": (2, 5, 12)}
 
@@ -169,10 +169,10 @@ def test_remembered_answers_are_those_of_the_inputs_they_belong_to():
     first, second = merge_kernel.all_cases()[:2]
     assert isinstance(first, Case)
     if has_triton():
-        answers = [merge_kernel.drive(merge_kernel.reference, *case.args) for case in (first, second, first)]
+        answers = [merge_kernel.run_case(merge_kernel.reference, *case.args) for case in (first, second, first)]
         assert torch.equal(answers[0], answers[2]) and not torch.equal(answers[0], answers[1])
         answers[0].zero_()
-        assert torch.equal(merge_kernel.drive(merge_kernel.reference, *first.args), answers[2])
+        assert torch.equal(merge_kernel.run_case(merge_kernel.reference, *first.args), answers[2])
 
 
 def test_importing_the_exercises_imports_no_triton():

@@ -26,7 +26,7 @@ from minillm.teaching.exercises.l15_under_100_ms import (
     step_seconds,
 )
 from minillm.teaching.grade import grade
-from minillm.teaching.latency import decode_step, operations_called, race, record, with_panel_products
+from minillm.teaching.latency import decode_step, operations_called, race, record_marks, with_panel_products
 from minillm.teaching.result import Status
 from minillm.viz.charts.roofline import Roof
 from minillm.viz.timeline.latency_waterfall import COLOURS
@@ -63,7 +63,7 @@ def test_recorded_completion_is_that_of_generate_and_nothing_is_lost(engine: LLM
     prompt = engine.engine.tokenizer.decode(list(range(20, 60)))
     [expected] = engine.generate(prompt, PARAMS, use_tqdm=False)
     engine.reset_prefix_cache()
-    marks, output = record(engine, prompt, PARAMS, counting_clock())
+    marks, output = record_marks(engine, prompt, PARAMS, counting_clock())
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
     assert output.outputs[0].text == expected.outputs[0].text
     assert [at for at, _ in marks] == list(range(len(marks)))
@@ -78,7 +78,7 @@ def test_recorded_completion_is_that_of_generate_and_nothing_is_lost(engine: LLM
 def test_drafting_and_verifying_have_marks_of_their_own(tiny):
     drafts = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 2}
     llm = LLM(str(tiny.target), num_kv_blocks=32, block_size=4, enforce_eager=True, speculative_config=drafts)
-    marks, _ = record(llm, llm.engine.tokenizer.decode([30, 31, 32]), PARAMS, counting_clock())
+    marks, _ = record_marks(llm, llm.engine.tokenizer.decode([30, 31, 32]), PARAMS, counting_clock())
     parts = attribute(marks)
     assert parts["draft"] > 0 and parts["target"] > 0 and parts["prefill"] > 0
     assert "StepRan verify" in [name for _, name in marks]
@@ -86,16 +86,16 @@ def test_drafting_and_verifying_have_marks_of_their_own(tiny):
 
 def test_nobody_listens_any_more_when_it_is_over(engine: LLM):
     before = list(engine.engine.listeners)
-    record(engine, "a", PARAMS)
+    record_marks(engine, "a", PARAMS)
     assert list(engine.engine.listeners) == before
     with pytest.raises(ValueError):
-        record(engine, "", PARAMS)
+        record_marks(engine, "", PARAMS)
     assert list(engine.engine.listeners) == before
 
 
 def test_completions_that_share_their_steps_are_refused(engine: LLM):
     with pytest.raises(LessonError, match="n=2"):
-        record(engine, "a", SamplingParams(n=2, max_tokens=2))
+        record_marks(engine, "a", SamplingParams(n=2, max_tokens=2))
 
 
 @given(num_bytes=st.floats(1, 1e9), work=st.floats(1, 1e12), bandwidth=st.floats(1e6, 1e12), rate=st.floats(1e6, 1e15))
@@ -173,7 +173,7 @@ def test_a_compiled_stub_is_not_done_yet():
 def test_counterexample_of_the_product_can_be_redone_by_hand():
     report = str(grade(PRODUCT, PRODUCT.wrong[0].function))
     assert "sixteen outputs, three inputs" in report
-    assert PRODUCT.wrong[0].mistake in report
+    assert PRODUCT.wrong[0].description in report
 
 
 @given(

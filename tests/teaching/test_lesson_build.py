@@ -14,8 +14,8 @@ import pytest
 
 from minillm.errors import LessonError
 from minillm.teaching.build import build
-from minillm.teaching.home import Home, read_home
 from minillm.teaching.notebook import for_learner, read_source, without_solutions
+from minillm.teaching.publication import Home, read_home
 
 SOURCE = Path("solutions/90_sample.py")
 SOLUTION = Path("solutions/90_sample.ipynb")

@@ -13,7 +13,7 @@ import minillm.teaching.rerun
 from minillm import cli
 from minillm.errors import LessonError
 from minillm.teaching.build import build
-from minillm.teaching.counted import difference, parts_of
+from minillm.teaching.compare_outputs import difference, parts_of
 from minillm.teaching.course import read_notebook
 from minillm.teaching.notebook import for_learner, to_text
 from minillm.teaching.rerun import rerun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minillm.errors import LessonError
-from minillm.teaching.source import body_of, edited, slips
+from minillm.teaching.source import body_of, edited, wrong_versions
 
 LIMIT = 10
 
@@ -38,5 +38,5 @@ def test_the_body_is_what_a_learner_would_write():
 
 
 def test_a_table_of_slips_plants_one_mistake_each():
-    [early, late] = slips(clamped, {"stops early": ("> LIMIT", "> 5"), "stops late": ("> LIMIT", "> 50")})
-    assert (early.mistake, early.function(7), late.function(11)) == ("stops early", 10, 11)
+    [early, late] = wrong_versions(clamped, {"stops early": ("> LIMIT", "> 5"), "stops late": ("> LIMIT", "> 50")})
+    assert (early.description, early.function(7), late.function(11)) == ("stops early", 10, 11)

@@ -10,9 +10,9 @@ from minillm.teaching.exercises._l04_reference import (
     score_error_bound,
     unpack_int4,
 )
-from minillm.teaching.source import slips
+from minillm.teaching.source import wrong_versions
 
-SYMMETRIC = slips(
+SYMMETRIC = wrong_versions(
     quantise_symmetric,
     {
         "gives rows of zeros the scale 0, and all others the scale 1: the condition is inverted": (
@@ -35,7 +35,7 @@ SYMMETRIC = slips(
     },
 )
 
-PACK = slips(
+PACK = wrong_versions(
     pack_int4,
     {
         "sets the lowest four bits of every code (| 15) instead of keeping them (& 15)": ("& 15", "| 15"),
@@ -47,7 +47,7 @@ PACK = slips(
     },
 )
 
-UNPACK = slips(
+UNPACK = wrong_versions(
     unpack_int4,
     {
         "sets the lowest four bits of every byte (| 15) instead of keeping them (& 15)": ("packed & 15", "packed | 15"),
@@ -65,7 +65,7 @@ UNPACK = slips(
     },
 )
 
-PER_CHANNEL = slips(
+PER_CHANNEL = wrong_versions(
     quantise_per_channel,
     {
         "swaps minimum and maximum": (
@@ -120,7 +120,7 @@ PER_CHANNEL = slips(
     },
 )
 
-BYTES = slips(
+BYTES = wrong_versions(
     cache_bytes,
     {
         "subtracts the bytes of the groups instead of adding them": (" + numbers", " - numbers"),
@@ -148,7 +148,7 @@ BYTES = slips(
     },
 )
 
-BOUND = slips(
+BOUND = wrong_versions(
     score_error_bound,
     {
         "multiplies by 2 √d instead of dividing": ("/ (2", "* (2"),

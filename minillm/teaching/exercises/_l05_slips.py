@@ -9,9 +9,9 @@ from minillm.teaching.exercises._l05_reference import (
     split_outliers,
     w8a8_linear,
 )
-from minillm.teaching.source import slips
+from minillm.teaching.source import wrong_versions
 
-ROWS = slips(
+ROWS = wrong_versions(
     quantise_rows,
     {
         "uses the smallest absolute weight of a row as its largest, without clamping the codes": (
@@ -36,7 +36,7 @@ ROWS = slips(
     },
 )
 
-LINEAR = slips(
+LINEAR = wrong_versions(
     w8a8_linear,
     {
         "divides by the scales of the weights, and multiplies by those of the tokens": ("] * scale", "] / scale"),
@@ -51,7 +51,7 @@ LINEAR = slips(
     },
 )
 
-GROUPS = slips(
+GROUPS = wrong_versions(
     quantise_groups,
     {
         "swaps the smallest and the largest weight of a group": ("low, high =", "high, low ="),
@@ -109,7 +109,7 @@ GROUPS = slips(
     },
 )
 
-AWQ = slips(
+AWQ = wrong_versions(
     awq_scale,
     {
         "averages x with its signs, so that a mean below 0 has no power a (NaN)": ("x.abs()", "x"),
@@ -123,7 +123,7 @@ AWQ = slips(
     },
 )
 
-OUTLIERS = slips(
+OUTLIERS = wrong_versions(
     split_outliers,
     {
         "finds no outliers, whatever the share is": ("int(share * weight.numel())", "0"),

@@ -84,7 +84,7 @@ ALLOCATE = (
     ),
     WrongVersion("returns an empty list instead of None", lambda *args: allocate(*args) or []),
     WrongVersion("takes only one block", lambda free, ref_counts, count: allocate(free, ref_counts, min(count, 1))),
-    WrongVersion("raises an error instead of returning None", _raises, says="IndexError"),
+    WrongVersion("raises an error instead of returning None", _raises, expected_message="IndexError"),
 )
 
 # ------------------------------------------------------------------------------------------------------------ release

@@ -10,9 +10,9 @@ from minillm.teaching.exercises._l06_reference import (
     release,
     slot_mapping,
 )
-from minillm.teaching.source import slips
+from minillm.teaching.source import wrong_versions
 
-ALLOCATE = slips(
+ALLOCATE = wrong_versions(
     allocate,
     {
         "returns None when enough blocks are free, and allocates when too few are": (
@@ -27,7 +27,7 @@ ALLOCATE = slips(
     },
 )
 
-RELEASE = slips(
+RELEASE = wrong_versions(
     release,
     {
         "never lowers a reference count, so that none reaches 0": ("-= 1", "-= 0"),
@@ -39,7 +39,7 @@ RELEASE = slips(
     },
 )
 
-SLOTS = slips(
+SLOTS = wrong_versions(
     slot_mapping,
     {
         "subtracts the offset from the block's first slot instead of adding it": (
@@ -63,7 +63,7 @@ SLOTS = slips(
     },
 )
 
-ATTENTION = slips(
+ATTENTION = wrong_versions(
     gather_attention,
     {
         "starts one token before the first, so that the last one is left out": ("block_table, 0,", "block_table, -1,"),
@@ -75,7 +75,7 @@ ATTENTION = slips(
     },
 )
 
-PREFIX = slips(
+PREFIX = wrong_versions(
     find_prefix,
     {
         "looks up the first block only, even if it holds the last token": (
@@ -85,7 +85,7 @@ PREFIX = slips(
     },
 )
 
-OWN = slips(
+OWN = wrong_versions(
     own_block,
     {
         "copies a block with one owner, and not a shared one": ("== 1", "!= 1"),

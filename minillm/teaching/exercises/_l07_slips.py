@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from minillm.teaching.exercises._l07_reference import admit, share_budget, static_steps
-from minillm.teaching.source import slips
+from minillm.teaching.source import wrong_versions
 
 _ANY = "budget == 0 or len(shares) == seats or blocks > free_blocks"
 
-STATIC = slips(
+STATIC = wrong_versions(
     static_steps,
     {
         "counts the first batch only": ("range(0, len(lengths), batch_size)", "range(0, min(1, len(lengths)))"),
@@ -15,7 +15,7 @@ STATIC = slips(
     },
 )
 
-BUDGET = slips(
+BUDGET = wrong_versions(
     share_budget,
     {
         "swaps the tokens of a request with the number of requests behind it": (
@@ -33,7 +33,7 @@ BUDGET = slips(
     },
 )
 
-ADMIT = slips(
+ADMIT = wrong_versions(
     admit,
     {
         "stops while budget is left, and continues when none is left": ("budget == 0", "budget != 0"),

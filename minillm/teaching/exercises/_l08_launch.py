@@ -186,14 +186,14 @@ def launch(
     out: Fence,
     numbers: Sequence[Any],
     full: bool,
-    wall: bool = False,
+    against_wall: bool = False,
     **sizes: int,
 ) -> dict[str, object]:
     """Launch the kernel `function`; return its result and what it did outside of it.
 
     The kernel gets the tensors of `inputs`, the tensor of `out`, `numbers`, and `sizes` as its `tl.constexpr`. `full`:
-    all lanes have an element to work on, so the kernel needs no masks. With `wall` it runs a second time, on tensors
-    that end where their memory ends.
+    all lanes have an element to work on, so the kernel needs no masks. With `against_wall` it runs a second time, on
+    tensors that end where their memory ends.
 
     Raises:
         NotImplementedError: the kernel is a stub.
@@ -224,7 +224,7 @@ def launch(
             "input numbers overwritten": sum(fence.num_changed(outside=False) for fence in inputs),
             "blocks loaded without a mask": [] if full else unmasked_loads(tree),
         }
-        if wall and has_walls() and not found["blocks loaded without a mask"]:
+        if against_wall and has_walls() and not found["blocks loaded without a mask"]:
             copies = [fence.walled() for fence in (*inputs, out)]
             check_against_walls(lambda: kernel[grid](*copies, *numbers, **sizes))
     return found

@@ -111,37 +111,38 @@ def run_fenced(
     inputs: Mapping[str, tuple[Tensor, float | None]],
     results: Mapping[str, tuple[int, ...]],
     numbers: Sequence[Any] = (),
-    wall: bool = False,
+    against_wall: bool = False,
     **constants: int,
 ) -> dict[str, Tensor]:
     """Launch on copies that are surrounded by poison; return the results by name.
 
     `inputs`: tensors, each with the poison around it (None: NaN). `results`: shapes of the float32 results, which are
-    the next arguments and hold NaN until they are written. With `wall` the kernel runs a second time, on tensors that
-    end where their memory ends. Raises `OutOfBoundsError` if the kernel wrote outside a result or accessed a wall.
+    the next arguments and hold NaN until they are written. With `against_wall` the kernel runs a second time, on
+    tensors that end where their memory ends. Raises `OutOfBoundsError` if the kernel wrote outside a result or accessed
+    a wall.
     """
     fences = Fences(DEVICE)
     given = [fences.input(name, x.contiguous(), poison=poison) for name, (x, poison) in inputs.items()]
     made = [fences.output(name, shape, torch.float32) for name, shape in results.items()]
     launch(kernel, grid, *given, *made, *numbers, **constants)
     fences.check()
-    if wall and has_walls():
+    if against_wall and has_walls():
         copies = [walled(x) for x in (*given, *made)]
         check_against_walls(lambda: launch(kernel, grid, *copies, *numbers, **constants))
     return {name: x.cpu().clone() for name, x in zip(results, made, strict=True)}
 
 
-def remembering(drive: Function) -> Function:
-    """`drive` with a memo: a `KernelByName` runs once per case, because interpreting it takes 10 ms each time."""
+def remembering(run_case: Function) -> Function:
+    """`run_case` with a memo: a `KernelByName` runs once per case, because interpreting it takes 10 ms each time."""
     answers: dict[tuple[object, ...], Any] = {}
 
-    @wraps(drive)
+    @wraps(run_case)
     def run(kernel: Function, *inputs: Any) -> Any:
         if not isinstance(kernel, KernelByName):
-            return drive(kernel, *inputs)
+            return run_case(kernel, *inputs)
         key = id(kernel), *(repr(x.tolist() if isinstance(x, Tensor) else x) for x in inputs)
         if key not in answers:
-            answers[key] = drive(kernel, *inputs)
+            answers[key] = run_case(kernel, *inputs)
         return deepcopy(answers[key])
 
     return run

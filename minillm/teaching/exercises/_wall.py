@@ -25,7 +25,7 @@ from minillm.teaching.fence import OutOfBoundsError
 WALL_BYTES = 1 << 24
 """Size of the protected address space behind an array; it takes no memory."""
 PROT_NONE = 0  # as in <sys/mman.h>
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 def has_walls() -> bool:
@@ -54,7 +54,7 @@ def check_against_walls(run: Callable[[], object]) -> None:
         raise OutOfBoundsError("read or wrote beyond the end of an array, though its results are right")
 
 
-def stopped_by(run: Callable[[], object], patience_s: float = PATIENCE_S) -> str:
+def stopped_by(run: Callable[[], object], patience_s: float = TIMEOUT_S) -> str:
     """Call `run` in a forked process; return the signal that ended it (`SIGSEGV`), or "" if it ended normally.
 
     After `patience_s` seconds the process is killed (`SIGKILL`).

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minillm.teaching.exercise import Attempt, Case, Exercise, Function, WrongVersion
-from minillm.teaching.source import body_of, slips
+from minillm.teaching.source import body_of, wrong_versions
 
 # -------------------------------------------------------------------------------------------------- causal_attention
 
@@ -75,7 +75,7 @@ _ATTENTION = Exercise(
     name="l01.causal_attention",
     reference=causal_attention,
     cases=_attention_cases,
-    otherwise=_diagnose_attention,
+    fallback_diagnosis=_diagnose_attention,
     hints=(
         "Three steps: score every query against every key, turn each query's scores into weights that sum to 1, "
         "average the values with these weights. Before the second step, which keys must a token not see?",
@@ -86,7 +86,7 @@ _ATTENTION = Exercise(
         'weights = scores.masked_fill(hidden, ...).softmax(...); return torch.einsum("hqk,khd->qhd", weights, values)',
         body_of(causal_attention),
     ),
-    wrong=slips(
+    wrong=wrong_versions(
         causal_attention,
         {
             "forgets to divide the scores by the square root of head_dim": (" / head_dim**0.5", ""),
@@ -215,7 +215,7 @@ _ROPE = Exercise(
     name="l01.apply_rope",
     reference=apply_rope,
     cases=_rope_cases,
-    otherwise=_diagnose_rope,
+    fallback_diagnosis=_diagnose_rope,
     hints=(
         "A pair (a, b) is a point in the plane. Rotating it by an angle combines a and b with a cosine and a sine. "
         "Which two channels are a pair here, and what is the angle?",
@@ -227,7 +227,7 @@ _ROPE = Exercise(
     ),
     wrong=(
         WrongVersion("pairs neighbours (0, 1), (2, 3) instead of channel i with i + head_dim / 2", interleaved_rope),
-        *slips(
+        *wrong_versions(
             apply_rope,
             {
                 "rotates in the wrong direction": (
@@ -373,8 +373,8 @@ _SAMPLE = Exercise(
     name="l01.sample_next",
     reference=sample_next,
     cases=_sampling_cases,
-    drive=_draw_some,
-    otherwise=_diagnose_sampling,
+    run_case=_draw_some,
+    fallback_diagnosis=_diagnose_sampling,
     hints=(
         "Compute the probabilities first, then drop tokens, then draw. Lay the probabilities side by side on a line "
         "from 0 to 1, token 0 first: on which token's part does the uniform number fall?",
@@ -387,7 +387,7 @@ _SAMPLE = Exercise(
         body_of(sample_next),
     ),
     wrong=(
-        *slips(
+        *wrong_versions(
             sample_next,
             {
                 "applies the temperature after the softmax, where normalising undoes it": (
@@ -532,8 +532,8 @@ _GENERATE = Exercise(
         Case("a prompt that ends with the end-of-text token (here id 0)", ([3, 0], 3, 0)),
         Case("max_tokens is 0", ([1, 2], 0, 0)),
     ],
-    drive=_count_rows,
-    otherwise=_diagnose_loop,
+    run_case=_count_rows,
+    fallback_diagnosis=_diagnose_loop,
     hints=(
         "Keep one list of ids that starts as a copy of the prompt. Which row of the logits scores the token after the "
         "last token of the text?",
@@ -544,7 +544,7 @@ _GENERATE = Exercise(
         body_of(generate_naive),
     ),
     wrong=(
-        *slips(
+        *wrong_versions(
             generate_naive,
             {
                 "never feeds the new token back: the model sees the same prompt every time": (
@@ -582,7 +582,7 @@ _GENERATE = Exercise(
         WrongVersion(
             "appends to the caller's prompt",
             _grows_prompt,
-            says="changed its input prompt_ids",
+            expected_message="changed its input prompt_ids",
         ),
     ),
 )
@@ -622,7 +622,7 @@ _WORK = Exercise(
         Case("a prompt of 500, then 20 tokens", (500, 20)),
         Case("no new tokens", (5, 0)),
     ],
-    otherwise=_diagnose_work,
+    fallback_diagnosis=_diagnose_work,
     hints=(
         "Write down the lengths of the texts that go through the model, forward by forward. The last new token is "
         "chosen, but does it ever go through?",
@@ -631,7 +631,7 @@ _WORK = Exercise(
         "lengths = range(..., ...); return sum(lengths), sum(... for n in lengths)",
         body_of(total_work),
     ),
-    wrong=slips(
+    wrong=wrong_versions(
         total_work,
         {
             "counts in each forward the new token that it only produces": (

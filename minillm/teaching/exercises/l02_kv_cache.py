@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minillm.models.config import ModelConfig
 from minillm.teaching.exercise import Attempt, Case, Exercise, Function, WrongVersion
-from minillm.teaching.source import body_of, slips
+from minillm.teaching.source import body_of, wrong_versions
 
 # ---------------------------------------------------------------------------------------------------------- append_kv
 
@@ -98,7 +98,7 @@ _APPEND = Exercise(
         Case("two tokens at once after one, filling the cache", (3, 1, 2)),
         Case("one token more than fits", (2, 2, 1)),
     ],
-    drive=_use_append,
+    run_case=_use_append,
     hints=(
         "The cache is a table whose first rows are in use. How many are in use? Where does the next row go?",
         "The new rows go to rows past to past + num_new - 1. Assign to a slice; do not build a new tensor. "
@@ -107,9 +107,9 @@ _APPEND = Exercise(
         "return cache_k[...], cache_v[...]",
         body_of(append_kv),
     ),
-    otherwise=_diagnose_append,
+    fallback_diagnosis=_diagnose_append,
     wrong=(
-        *slips(
+        *wrong_versions(
             append_kv,
             {
                 "returns the whole cache, empty rows included": (
@@ -199,8 +199,8 @@ _MASK = Exercise(
         "positions = ...; return torch.arange(past + num_new)[None, :] <= ...",
         body_of(offset_mask),
     ),
-    otherwise=_diagnose_mask,
-    wrong=slips(
+    fallback_diagnosis=_diagnose_mask,
+    wrong=wrong_versions(
         offset_mask,
         {
             "starts the triangle in the top left corner, as if nothing were cached": (
@@ -290,8 +290,8 @@ _BYTES = Exercise(
         "return 2 * (number of layers) * (number of heads that store) * (numbers in a head) * bytes_per_value",
         body_of(kv_bytes_per_token),
     ),
-    otherwise=_diagnose_bytes,
-    wrong=slips(
+    fallback_diagnosis=_diagnose_bytes,
+    wrong=wrong_versions(
         kv_bytes_per_token,
         {
             "counts every query head, though only the KV heads are stored": ("config.num_kv_heads", "config.num_heads"),
@@ -369,8 +369,8 @@ _CAPACITY = Exercise(
         "needed = past + num_new; if ...: return capacity, 0; return (needed rounded up to a multiple of every), ...",
         body_of(next_capacity),
     ),
-    otherwise=_diagnose_capacity,
-    wrong=slips(
+    fallback_diagnosis=_diagnose_capacity,
+    wrong=wrong_versions(
         next_capacity,
         {
             "grows by every rows, even if more are needed": ("-(-needed // every) * every", "capacity + every"),
@@ -439,8 +439,8 @@ _BEST_R = Exercise(
         "if pad_cost == 0: return ...; r = math.sqrt((...) / pad_cost); return min(max(r, ...), ...)",
         body_of(best_r),
     ),
-    otherwise=_diagnose_best_r,
-    wrong=slips(
+    fallback_diagnosis=_diagnose_best_r,
+    wrong=wrong_versions(
         best_r,
         {
             "forgets the square root": ("math.sqrt", ""),

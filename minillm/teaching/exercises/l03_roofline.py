@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minillm.teaching.exercise import Attempt, Case, Exercise
-from minillm.teaching.source import body_of, slips
+from minillm.teaching.source import body_of, wrong_versions
 
 
 def _diagnose_factor(attempt: Attempt) -> str | None:
@@ -53,8 +53,8 @@ _ROOM = Exercise(
         "left = ...; return max(0, left // (...))",
         body_of(requests_that_fit),
     ),
-    otherwise=_diagnose_factor,
-    wrong=slips(
+    fallback_diagnosis=_diagnose_factor,
+    wrong=wrong_versions(
         requests_that_fit,
         {
             "forgets the weights": ("memory - weight_bytes", "memory"),
@@ -119,8 +119,8 @@ _INTENSITY = Exercise(
         "operations = 2 * ...; numbers = (size of W) + (size of x) + (size of y); return operations / (numbers * ...)",
         body_of(arithmetic_intensity),
     ),
-    otherwise=_diagnose_factor,
-    wrong=slips(
+    fallback_diagnosis=_diagnose_factor,
+    wrong=wrong_versions(
         arithmetic_intensity,
         {
             "counts the bytes of the weights once per row; all rows share one reading": (
@@ -187,8 +187,8 @@ _ATTENTION = Exercise(
         "return 2 * (query heads that share a KV head) * (new tokens that share a reading) / ...",
         body_of(attention_intensity),
     ),
-    otherwise=_diagnose_factor,
-    wrong=slips(
+    fallback_diagnosis=_diagnose_factor,
+    wrong=wrong_versions(
         attention_intensity,
         {
             "counts one reading of the cache per query head; a group shares one reading": (
@@ -249,8 +249,8 @@ _ATTAINABLE = Exercise(
         "return min(..., ...)",
         body_of(attainable),
     ),
-    otherwise=_diagnose_factor,
-    wrong=slips(
+    fallback_diagnosis=_diagnose_factor,
+    wrong=wrong_versions(
         attainable,
         {
             "returns the higher of the two limits instead of the lower": ("min(", "max("),
@@ -309,8 +309,8 @@ _MBU = Exercise(
         "must_read = weight_bytes + ...; return must_read / (...)",
         body_of(mbu),
     ),
-    otherwise=_diagnose_factor,
-    wrong=slips(
+    fallback_diagnosis=_diagnose_factor,
+    wrong=wrong_versions(
         mbu,
         {
             "leaves out the cache, which at long contexts has more bytes than the weights": (
@@ -401,8 +401,8 @@ _POOL = Exercise(
         "heads = weight.unflatten(0, (groups, members of a group, -1)); return heads.mean(dim=...).flatten(0, 1)",
         body_of(mean_pool_heads),
     ),
-    otherwise=_diagnose_pooling,
-    wrong=slips(
+    fallback_diagnosis=_diagnose_pooling,
+    wrong=wrong_versions(
         mean_pool_heads,
         {
             "groups heads 0, 2, … and 1, 3, …; a group consists of neighbours": (

@@ -125,7 +125,7 @@ _GROUPS = Exercise(
 )
 
 
-def rounded_in_fours(weight: Tensor) -> Tensor:
+def round_in_groups_of_4(weight: Tensor) -> Tensor:
     """Quantise to INT4 in groups of 4 and dequantise, for the cases."""
     return restore_groups(*quantise_groups(weight, 4))
 
@@ -140,7 +140,7 @@ def _awq_cases() -> list[Case]:
 
     def case(label: str, seed: int, weights: Tensor | float, inputs: Tensor | float, grid: Sequence[float]) -> Case:
         weight, x = _random(6, 8, seed=seed) * weights, _random(12, 8, seed=seed + 1) * inputs
-        return Case(label, (weight, x, rounded_in_fours, grid))
+        return Case(label, (weight, x, round_in_groups_of_4, grid))
 
     return [
         case("one input channel is much larger", 7, 1.0, one_large, GRID),

@@ -176,7 +176,7 @@ _PREFIX = Exercise(
         body(find_prefix),
     ),
     wrong=(*PREFIX, *slips.PREFIX),
-    drive=_use_find,
+    run_case=_use_find,
 )
 
 
@@ -213,7 +213,7 @@ _OWN = Exercise(
         body(own_block),
     ),
     wrong=(*OWN, *slips.OWN),
-    drive=_use_own,
+    run_case=_use_own,
 )
 
 EXERCISES = [_ALLOCATE, _RELEASE, _SLOTS, _ATTENTION, _PREFIX, _OWN]

@@ -11,16 +11,16 @@ from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
 from minillm.teaching.exercises import _l08_slips
 from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.exercises._l08_launch import Fence, LazyKernel, launch
-from minillm.teaching.source import slips
+from minillm.teaching.source import wrong_versions
 
 
-def _planted(mistake: str, kernel: str, says: str = "") -> WrongVersion:
-    return WrongVersion(mistake, LazyKernel(kernel), says)
+def _planted(description: str, kernel: str, expected_message: str = "") -> WrongVersion:
+    return WrongVersion(description, LazyKernel(kernel), expected_message)
 
 
 def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
     """A planted mistake for each edit of a right kernel."""
-    return tuple(WrongVersion(mistake, LazyKernel(kernel, edit)) for mistake, edit in edits.items())
+    return tuple(WrongVersion(description, LazyKernel(kernel, edit)) for description, edit in edits.items())
 
 
 def loads_without_mask(attempt: Attempt) -> str | None:
@@ -107,9 +107,9 @@ _LANES = Exercise(
         WrongVersion("lets a block continue in the next row", _flat),
         WrongVersion("counts the masked lanes of one row only", _one_row_of_lanes),
         WrongVersion("counts the lanes that are on, not those that are masked", _busy_lanes),
-        *slips(lanes, _l08_slips.LANES),
+        *wrong_versions(lanes, _l08_slips.LANES),
     ),
-    otherwise=about_lanes,
+    fallback_diagnosis=about_lanes,
     parts=("programs", "lanes"),
 )
 
@@ -117,13 +117,15 @@ _LANES = Exercise(
 
 
 def run_copy(
-    kernel: LazyKernel, x: Tensor, x_stride: int, out_stride: int, block: int, wall: bool = False
+    kernel: LazyKernel, x: Tensor, x_stride: int, out_stride: int, block: int, against_wall: bool = False
 ) -> dict[str, object]:
     """Launch a copy of `x` `[rows, columns]`, with row stride `x_stride`, to a tensor with row stride `out_stride`."""
     rows, columns = x.shape
     numbers = (columns, x_stride, out_stride)
     out, grid = Fence.empty((rows, columns), x.dtype, out_stride), (rows, -(-columns // block))
-    return launch(kernel, grid, [Fence.around(x, x_stride)], out, numbers, columns % block == 0, wall, BLOCK=block)
+    return launch(
+        kernel, grid, [Fence.around(x, x_stride)], out, numbers, columns % block == 0, against_wall, BLOCK=block
+    )
 
 
 def _grid_of(rows: int, columns: int) -> Tensor:
@@ -142,7 +144,7 @@ _COPY = Exercise(
         Case("rows of a wider result: 5 columns, stride 9", (_grid_of(2, 5), 5, 9, 4)),
         Case("every tensor ends where its memory ends", (_grid_of(3, 6), 6, 6, 4, True)),
     ],
-    drive=run_copy,
+    run_case=run_copy,
     hints=(
         "Which row does this program handle, and which columns of it? Then: at which address do they begin, in x and "
         "in out?",
@@ -163,7 +165,9 @@ _COPY = Exercise(
     ),
     wrong=(
         _planted("has no mask, so that the last block of a row goes past its end", "copy_without_mask"),
-        _planted("loads without a mask", "copy_loads_without_mask", says="has no mask: it reads beyond the end"),
+        _planted(
+            "loads without a mask", "copy_loads_without_mask", expected_message="has no mask: it reads beyond the end"
+        ),
         _planted("leaves one lane too many on (<= instead of <)", "copy_one_too_many"),
         _planted("loads one lane too many (<= instead of <)", "copy_loads_one_too_many"),
         _planted("swaps the strides of x and out", "copy_swapped_strides"),
@@ -175,17 +179,17 @@ _COPY = Exercise(
         *_slips("copy_kernel", _l08_slips.COPY),
     ),
     diagnose=loads_without_mask,
-    otherwise=about_rows,
+    fallback_diagnosis=about_rows,
 )
 
 # ------------------------------------------------------------------------------------------------------------- softmax
 
 
-def run_softmax(kernel: LazyKernel, x: Tensor, block: int, wall: bool = False) -> dict[str, object]:
+def run_softmax(kernel: LazyKernel, x: Tensor, block: int, against_wall: bool = False) -> dict[str, object]:
     """Launch a softmax of each row of `x` `[rows, columns]`, one program per row."""
     rows, columns = x.shape
     out = Fence.empty((rows, columns), x.dtype)
-    return launch(kernel, (rows,), [Fence.around(x)], out, (columns,), columns == block, wall, BLOCK=block)
+    return launch(kernel, (rows,), [Fence.around(x)], out, (columns,), columns == block, against_wall, BLOCK=block)
 
 
 _SOFTMAX = Exercise(
@@ -201,7 +205,7 @@ _SOFTMAX = Exercise(
         Case("a key with the score -inf", (torch.tensor([[0.5, -float("inf"), 1.5]]), 4)),
         Case("every tensor ends where its memory ends", (_grid_of(2, 5), 8, True)),
     ],
-    drive=run_softmax,
+    run_case=run_softmax,
     hints=(
         "The sum and the maximum run over all lanes of the block, the masked ones too. Which value in a masked lane "
         "changes neither?",
@@ -233,19 +237,19 @@ _SOFTMAX = Exercise(
         *_slips("softmax_kernel", _l08_slips.SOFTMAX),
     ),
     diagnose=loads_without_mask,
-    otherwise=about_rows,
+    fallback_diagnosis=about_rows,
 )
 
 # ------------------------------------------------------------------------------------------------------------- RMSNorm
 
 
 def run_rms_norm(
-    kernel: LazyKernel, x: Tensor, weight: Tensor, eps: float, block: int, wall: bool = False
+    kernel: LazyKernel, x: Tensor, weight: Tensor, eps: float, block: int, against_wall: bool = False
 ) -> dict[str, object]:
     """Launch RMSNorm of each row of `x` `[rows, columns]`, one program per row."""
     rows, columns = x.shape
     inputs, out = [Fence.around(x), Fence.around(weight)], Fence.empty((rows, columns), x.dtype)
-    return launch(kernel, (rows,), inputs, out, (columns, eps), columns == block, wall, BLOCK=block)
+    return launch(kernel, (rows,), inputs, out, (columns, eps), columns == block, against_wall, BLOCK=block)
 
 
 def _rms_cases() -> list[Case]:
@@ -265,7 +269,7 @@ _RMS_NORM = Exercise(
     name="l08.rms_norm_kernel",
     reference=LazyKernel("rms_norm_kernel"),
     cases=_rms_cases,
-    drive=run_rms_norm,
+    run_case=run_rms_norm,
     hints=(
         "Load the row and cast it to float32 before you square it. Which value in a masked lane does not change a sum "
         "of squares, and over how many elements is the mean?",
@@ -300,20 +304,20 @@ _RMS_NORM = Exercise(
         *_slips("rms_norm_kernel", _l08_slips.RMS_NORM),
     ),
     diagnose=loads_without_mask,
-    otherwise=about_rows,
+    fallback_diagnosis=about_rows,
 )
 
 # ---------------------------------------------------------------------------------------------------------- dequantise
 
 
 def run_dequantise(
-    kernel: LazyKernel, codes: Tensor, scale: Tensor, rows_per_program: int, block: int, wall: bool = False
+    kernel: LazyKernel, codes: Tensor, scale: Tensor, rows_per_program: int, block: int, against_wall: bool = False
 ) -> dict[str, object]:
     """Launch codes `[rows, columns]` times scale `[rows]` → float32, with `rows_per_program` rows per program."""
     rows, columns = codes.shape
     inputs, out = [Fence.around(codes), Fence.around(scale)], Fence.empty((rows, columns), torch.float32)
     grid, full = (-(-rows // rows_per_program),), rows % rows_per_program == 0 and columns == block
-    return launch(kernel, grid, inputs, out, (rows, columns), full, wall, ROWS=rows_per_program, BLOCK=block)
+    return launch(kernel, grid, inputs, out, (rows, columns), full, against_wall, ROWS=rows_per_program, BLOCK=block)
 
 
 def _dequantise_cases() -> list[Case]:
@@ -336,7 +340,7 @@ _DEQUANTISE = Exercise(
     name="l08.dequantise_kernel",
     reference=LazyKernel("dequantise_kernel"),
     cases=_dequantise_cases,
-    drive=run_dequantise,
+    run_case=run_dequantise,
     hints=(
         "A program handles a tile. Its row indices are row[:, None], its column indices column[None, :]; broadcast, "
         "each pair of them is one element. Which of the two does a scale depend on?",
@@ -370,11 +374,15 @@ _DEQUANTISE = Exercise(
         _planted("masks columns and not rows", "dequantise_without_row_mask"),
         _planted("masks rows and not columns", "dequantise_without_column_mask"),
         _planted("handles the first tile in every program", "dequantise_first_tile"),
-        _planted("loads scales without a mask", "dequantise_loads_without_mask", says="has no mask: it reads beyond"),
+        _planted(
+            "loads scales without a mask",
+            "dequantise_loads_without_mask",
+            expected_message="has no mask: it reads beyond",
+        ),
         *_slips("dequantise_kernel", _l08_slips.DEQUANTISE),
     ),
     diagnose=loads_without_mask,
-    otherwise=about_rows,
+    fallback_diagnosis=about_rows,
 )
 
 EXERCISES = [_LANES, _COPY, _SOFTMAX, _RMS_NORM, _DEQUANTISE]

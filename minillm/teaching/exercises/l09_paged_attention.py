@@ -16,7 +16,7 @@ from minillm.teaching.exercise import Attempt, Case, Exercise, Function, WrongVe
 from minillm.teaching.exercises import _l09_slips
 from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.exercises._l09_launch import KernelByName, remembering, run_fenced
-from minillm.teaching.source import slips
+from minillm.teaching.source import wrong_versions
 
 Decode = tuple[Tensor, Tensor, Tensor, Tensor, list[int], int]
 
@@ -151,7 +151,7 @@ _MERGE = Exercise(
         WrongVersion("computes powers of 2 instead of e", _base_two),
         WrongVersion("divides o by l, so that the result cannot be merged again", _divides),
         WrongVersion("gives NaN for two sets without keys: -inf minus -inf is NaN", _nan_for_nothing),
-        *slips(merge, _l09_slips.MERGE),
+        *wrong_versions(merge, _l09_slips.MERGE),
     ),
     parts=("m", "l", "o"),
 )
@@ -192,7 +192,7 @@ def _inputs(
 
 def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
     """A planted mistake for each edit of a right kernel."""
-    return tuple(WrongVersion(mistake, KernelByName(kernel, edit)) for mistake, edit in edits.items())
+    return tuple(WrongVersion(description, KernelByName(kernel, edit)) for description, edit in edits.items())
 
 
 def _about_heads(attempt: Attempt) -> str | None:
@@ -210,14 +210,14 @@ def _run_decode(
     block_tables: Tensor,
     seq_lens: list[int],
     block_size: int,
-    wall: bool = False,
+    against_wall: bool = False,
 ) -> Tensor:
     """Launch on a grid of requests × KV heads; elements that the kernel does not write stay NaN."""
     num_kv = keys.shape[1]
     inputs = _inputs(q, {"keys": keys, "values": values}, block_tables, seq_lens, block_size)
     numbers = block_tables.stride(0), q.shape[2] ** -0.5
     grid, sizes = (len(q), num_kv), _sizes(q, num_kv, block_size)
-    return run_fenced(kernel, grid, inputs, {"out": tuple(q.shape)}, numbers, wall, **sizes)["out"]
+    return run_fenced(kernel, grid, inputs, {"out": tuple(q.shape)}, numbers, against_wall, **sizes)["out"]
 
 
 def _falling(case: Decode) -> Decode:
@@ -268,8 +268,8 @@ _SUM_L, _SUM_O = "total * rescale", "out * rescale[:, None]"
 _NO_WHERE = 'tl.where(exists[None, :], score, float("-inf"))', "score"
 
 
-def _decode_wrong(mistake: str, *changes: tuple[str, str], says: str = "") -> WrongVersion:
-    return WrongVersion(mistake, KernelByName("decode_kernel", *changes), says)
+def _decode_wrong(description: str, *changes: tuple[str, str], expected_message: str = "") -> WrongVersion:
+    return WrongVersion(description, KernelByName("decode_kernel", *changes), expected_message)
 
 
 _DECODE = Exercise(
@@ -369,17 +369,17 @@ _DECODE = Exercise(
         _decode_wrong(
             "stores without a mask: the padding of a group overwrites the next head",
             (", mask=is_head)", ")"),
-            says="beyond the end of",
+            expected_message="beyond the end of",
         ),
         _decode_wrong(
             "loads queries without a mask, so that it reads past the end of q",
             (", mask=is_head, other=0.0)", ")"),
-            says="beyond the end of",
+            expected_message="beyond the end of",
         ),
         *_slips("decode_kernel", _l09_slips.DECODE),
     ),
-    otherwise=_about_heads,
-    drive=remembering(_run_decode),
+    fallback_diagnosis=_about_heads,
+    run_case=remembering(_run_decode),
 )
 
 # ------------------------------------------------------------------------------------------------------- split_kernel
@@ -394,7 +394,7 @@ def _run_split(
     seq_lens: list[int],
     block_size: int,
     splits: int,
-    wall: bool = False,
+    against_wall: bool = False,
 ) -> dict[str, Tensor]:
     """Launch on a grid of requests × KV heads × parts; elements that the kernel does not write stay NaN."""
     num_kv = keys.shape[1]
@@ -402,11 +402,11 @@ def _run_split(
     results = {"part": (*q.shape[:2], splits, q.shape[2]), "lse": (*q.shape[:2], splits)}
     numbers = block_tables.stride(0), q.shape[2] ** -0.5
     grid, sizes = (len(q), num_kv, splits), _sizes(q, num_kv, block_size)
-    return run_fenced(kernel, grid, inputs, results, numbers, wall, **sizes, SPLITS=splits)
+    return run_fenced(kernel, grid, inputs, results, numbers, against_wall, **sizes, SPLITS=splits)
 
 
-def _split_wrong(mistake: str, *changes: tuple[str, str], says: str = "") -> WrongVersion:
-    return WrongVersion(mistake, KernelByName("split_kernel", *changes), says)
+def _split_wrong(description: str, *changes: tuple[str, str], expected_message: str = "") -> WrongVersion:
+    return WrongVersion(description, KernelByName("split_kernel", *changes), expected_message)
 
 
 _BLOCKS_OF_A_PART = "tl.cdiv(tl.cdiv(length, BLOCK_SIZE), SPLITS)"
@@ -494,23 +494,23 @@ _SPLIT = Exercise(
             "stores without a mask: the padding of a group overwrites the next head",
             (", mask=head[:, None] < GROUP)", ")"),
             (", mask=head < GROUP)", ")"),
-            says="beyond the end of",
+            expected_message="beyond the end of",
         ),
         *_slips("split_kernel", _l09_slips.SPLIT),
     ),
-    otherwise=_about_parts,
-    drive=remembering(_run_split),
+    fallback_diagnosis=_about_parts,
+    run_case=remembering(_run_split),
 )
 
 # ------------------------------------------------------------------------------------------------------- merge_kernel
 
 
-def _run_merge(kernel: Function, part: Tensor, lse: Tensor, wall: bool = False) -> Tensor:
+def _run_merge(kernel: Function, part: Tensor, lse: Tensor, against_wall: bool = False) -> Tensor:
     """Launch one program per row."""
     shapes = {"out": (part.shape[0], part.shape[2])}
     sizes = {"DIM": part.shape[2], "SPLITS": part.shape[1]}
     inputs = {"part": (part, None), "lse": (lse, None)}
-    return run_fenced(kernel, (len(part),), inputs, shapes, (), wall, **sizes)["out"]
+    return run_fenced(kernel, (len(part),), inputs, shapes, (), against_wall, **sizes)["out"]
 
 
 def _merge_kernel_cases() -> list[Case]:
@@ -530,8 +530,8 @@ def _merge_kernel_cases() -> list[Case]:
     ]
 
 
-def _merge_wrong(mistake: str, *changes: tuple[str, str]) -> WrongVersion:
-    return WrongVersion(mistake, KernelByName("merge_kernel", *changes))
+def _merge_wrong(description: str, *changes: tuple[str, str]) -> WrongVersion:
+    return WrongVersion(description, KernelByName("merge_kernel", *changes))
 
 
 _WEIGHT = "tl.exp(lse - tl.max(lse, 0))"
@@ -578,8 +578,8 @@ _MERGE_KERNEL = Exercise(
         ),
         *_slips("merge_kernel", _l09_slips.MERGE_KERNEL),
     ),
-    otherwise=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row", "channel")),
-    drive=remembering(_run_merge),
+    fallback_diagnosis=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row", "channel")),
+    run_case=remembering(_run_merge),
 )
 
 # -------------------------------------------------------------------------------------------------------- int8_kernel
@@ -595,7 +595,7 @@ def _run_int8(
     block_tables: Tensor,
     seq_lens: list[int],
     block_size: int,
-    wall: bool = False,
+    against_wall: bool = False,
 ) -> Tensor:
     """Launch on a grid of requests × KV heads; elements that the kernel does not write stay NaN."""
     num_kv = key_codes.shape[1]
@@ -603,7 +603,7 @@ def _run_int8(
     inputs = _inputs(q, pools, block_tables, seq_lens, block_size)
     numbers = block_tables.stride(0), q.shape[2] ** -0.5
     grid, sizes = (len(q), num_kv), _sizes(q, num_kv, block_size)
-    return run_fenced(kernel, grid, inputs, {"out": tuple(q.shape)}, numbers, wall, **sizes)["out"]
+    return run_fenced(kernel, grid, inputs, {"out": tuple(q.shape)}, numbers, against_wall, **sizes)["out"]
 
 
 def _coded(case: Decode) -> tuple[object, ...]:
@@ -614,8 +614,8 @@ def _coded(case: Decode) -> tuple[object, ...]:
     return q, *k, *v, *rest
 
 
-def _int8_wrong(mistake: str, *changes: tuple[str, str]) -> WrongVersion:
-    return WrongVersion(mistake, KernelByName("int8_kernel", *changes))
+def _int8_wrong(description: str, *changes: tuple[str, str]) -> WrongVersion:
+    return WrongVersion(description, KernelByName("int8_kernel", *changes))
 
 
 _K_SCALED, _V_SCALED = " * k_scale[None, :]", " * v_scale[:, None]"
@@ -680,8 +680,8 @@ _INT8 = Exercise(
         ),
         *_slips("int8_kernel", _l09_slips.INT8),
     ),
-    otherwise=_about_heads,
-    drive=remembering(_run_int8),
+    fallback_diagnosis=_about_heads,
+    run_case=remembering(_run_int8),
 )
 
 EXERCISES = [_MERGE, _DECODE, _SPLIT, _MERGE_KERNEL, _INT8]

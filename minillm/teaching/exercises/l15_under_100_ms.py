@@ -26,7 +26,7 @@ from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.exercises._wall import check_against_walls, has_walls, walled
 from minillm.teaching.fence import CANARY, Fences
 from minillm.teaching.latency import Marks
-from minillm.teaching.source import edited, slips
+from minillm.teaching.source import edited, wrong_versions
 
 PARTS = ("tokenise", "queue", "prefill", "draft", "target", "python", "detokenise")
 
@@ -201,9 +201,9 @@ _ATTRIBUTE = Exercise(
         WrongVersion("measures every mark from the start, not from the mark before it", _from_the_start),
         WrongVersion("returns shares of the whole instead of seconds", _shares),
         WrongVersion("leaves out the parts that take no time; they are 0.0", _only_parts_that_are_there),
-        *slips(attribute, _l15_slips.ATTRIBUTE),
+        *wrong_versions(attribute, _l15_slips.ATTRIBUTE),
     ),
-    otherwise=_about_parts,
+    fallback_diagnosis=_about_parts,
 )
 
 # ------------------------------------------------------------------------------------------------------- step_seconds
@@ -310,9 +310,9 @@ _STEP = Exercise(
         WrongVersion("lets calls overlap with the work, as on a GPU; here one thread does both", _calls_overlap),
         WrongVersion("uses the faster of bytes and operations; the slower one decides", _faster_of_both),
         WrongVersion("counts bytes only, although arithmetic limits a prompt", _bytes_only),
-        *slips(step_seconds, _l15_slips.STEP),
+        *wrong_versions(step_seconds, _l15_slips.STEP),
     ),
-    otherwise=_about_step,
+    fallback_diagnosis=_about_step,
 )
 
 # ------------------------------------------------------------------------------------------------------ panel_product
@@ -477,13 +477,13 @@ HELD = 1e6
 """The initial value of y: a number that no sum in the cases equals."""
 
 
-def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, wall: bool = False) -> Tensor:
+def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, against_wall: bool = False) -> Tensor:
     """Compute `x` Wᵀ with `function(panels, x, y)`: `weight` `[out, in]`, `x` `[rows, in]` → `[rows, out]`, float32.
 
     Every array is surrounded by poison, wide enough for one panel per output. `y` holds `HELD` before the call, and
-    unwritten elements are returned as NaN. With `wall` the function runs once more, on arrays that end where their
-    memory ends. Raises `LessonError` if numba cannot compile it, and `OutOfBoundsError` if it wrote outside `y` or
-    accessed a wall.
+    unwritten elements are returned as NaN. With `against_wall` the function runs once more, on arrays that end where
+    their memory ends. Raises `LessonError` if numba cannot compile it, and `OutOfBoundsError` if it wrote outside `y`
+    or accessed a wall.
     """
     plain = getattr(function, "py_func", function)
     if "NotImplementedError" in getattr(getattr(plain, "__code__", None), "co_names", ()):
@@ -500,7 +500,7 @@ def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, wall: 
         fences.check()
         y.view(torch.int32)[y == HELD] = CANARY[torch.float32]
         rows.append(y[:out].clone())
-    if wall and has_walls():
+    if against_wall and has_walls():
         copies = [walled(each) for each in (*given, y)]
         check_against_walls(lambda: _run(function, *copies))
     return torch.stack(rows)
@@ -569,7 +569,7 @@ _PRODUCT = Exercise(
         WrongVersion(
             "loops over one panel per output; a panel has sixteen outputs",
             _panel_per_output,
-            says="beyond the end of y",
+            expected_message="beyond the end of y",
         ),
         WrongVersion("stores panel p at y[p]; it begins at y[p * LANES]", _stores_side_by_side),
         WrongVersion("leaves out the last panel", _leaves_the_last_panel),
@@ -581,8 +581,8 @@ _PRODUCT = Exercise(
         *(WrongVersion(mistake, _panel_with(edit)) for mistake, edit in _l15_slips.PANEL.items()),
     ),
     compare=close(1e-4, 1e-3),
-    otherwise=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row of x", "output")),
-    drive=product_with,
+    fallback_diagnosis=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row of x", "output")),
+    run_case=product_with,
 )
 
 # ------------------------------------------------------------------------------------------------------- choose_gamma
@@ -719,9 +719,9 @@ _GAMMA = Exercise(
         WrongVersion("treats drafting as free, or all draft tokens together as one", _free_drafts),
         WrongVersion("drafts even if not drafting is faster", _always_drafts),
         WrongVersion("always returns the largest number", _most_tokens),
-        *slips(choose_gamma, _l15_slips.GAMMA),
+        *wrong_versions(choose_gamma, _l15_slips.GAMMA),
     ),
-    otherwise=_about_gamma,
+    fallback_diagnosis=_about_gamma,
 )
 
 EXERCISES = [_ATTRIBUTE, _STEP, _PRODUCT, _GAMMA]

@@ -30,8 +30,8 @@ class Examined:
     """Tokens of all completions, whether the books of the pool balanced after every step, and blocks left behind."""
 
     tokens: list[list[int]]
-    balanced: bool
-    left_behind: int
+    consistent: bool
+    num_not_freed: int
 
 
 def examine(engine: LLM, batches: Sequence[Sequence[tuple[list[int], SamplingParams]]]) -> Examined:

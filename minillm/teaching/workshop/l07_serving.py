@@ -39,32 +39,34 @@ def starts_and_ends(lengths: Sequence[int], seats: int) -> list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Newcomer:
+class LatePrompt:
     """What a long prompt meant for those who were reading, and for itself; tokens and steps."""
 
     largest_step: int
     """Tokens of the largest step while anyone was reading."""
     steps_waited: int
     """Steps until the newcomer's first token."""
-    stood_still: int
+    most_left_out: int
     """Most readers that any of these steps left out."""
 
 
-def newcomer(engine: LLM, prompts: Sequence[str], reading: Sequence[SamplingParams], long_prompt: dict) -> Newcomer:
+def serve_late_prompt(
+    engine: LLM, prompts: Sequence[str], reading: Sequence[SamplingParams], long_prompt: dict
+) -> LatePrompt:
     """Let all `prompts` begin to decode, then submit `long_prompt`, and step until it has its first token."""
     readers = engine.submit(list(prompts), list(reading))
     while any(not reader.num_output_tokens for reader in readers):
         engine.engine.step()
     [last] = engine.submit(long_prompt, SamplingParams(temperature=0, max_tokens=2))
-    largest = waited = stood_still = 0
+    largest = waited = most_left_out = 0
     with engine.trace() as trace:
         while not last.num_output_tokens:
             at_it = sum(not reader.finished for reader in readers)
             engine.engine.step()
             work, waited = trace.of(StepRan)[-1].work, waited + 1
             largest = max(largest, sum(part.num_tokens for part in work) if at_it else 0)
-            stood_still = max(stood_still, at_it - sum(part.kind == "decode" for part in work))
-    return Newcomer(largest, waited, stood_still)
+            most_left_out = max(most_left_out, at_it - sum(part.kind == "decode" for part in work))
+    return LatePrompt(largest, waited, most_left_out)
 
 
 @dataclass(frozen=True)

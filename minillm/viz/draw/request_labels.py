@@ -12,7 +12,7 @@ BEGINNING = 16
 """A picture shows at least so many characters of a prompt: prompts that differ only later need other names."""
 
 
-def told_apart(prompts: Sequence[str]) -> list[str]:
+def distinct_names(prompts: Sequence[str]) -> list[str]:
     """A name for each prompt: the prompt, or its part after the shared beginning (`…rest`); equal ones get `#2 …`."""
     beginnings = Counter(prompt[:BEGINNING] for prompt in prompts)
     names = []

@@ -29,7 +29,7 @@ class View(ABC):
         """The steps that `to_svg` accepts, in order: those that have finished."""
         return [event.step for event in self.trace.of(StepFinished)]
 
-    def telling_step(self) -> int | None:
+    def most_informative_step(self) -> int | None:
         """The step with the most informative picture, shown where no replay can run; `None`: the last step."""
         return None
 

@@ -51,7 +51,9 @@ class ReplayWidget:
     @property
     def start(self) -> int:
         """Index of the frame it opens with: the last one that is not after the most informative step."""
-        telling = next((step for view in self.views if (step := view.telling_step()) is not None), self.steps[-1])
+        telling = next(
+            (step for view in self.views if (step := view.most_informative_step()) is not None), self.steps[-1]
+        )
         return max((i for i, step in enumerate(self.steps) if step <= telling), default=0)
 
     def __repr__(self) -> str:

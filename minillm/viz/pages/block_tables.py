@@ -9,7 +9,7 @@ from minillm.trace.cache_state import CacheState
 from minillm.trace.request_state import RequestState
 from minillm.viz.draw.colours import INK, MUTED, PAPER, ink_on, owner_colour
 from minillm.viz.draw.glyphs import one_line
-from minillm.viz.draw.request_labels import told_apart
+from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import (
     MARGIN,
     MONO,
@@ -23,7 +23,7 @@ from minillm.viz.draw.svg import (
     rectangle,
 )
 from minillm.viz.pages.cache_changes import letter
-from minillm.viz.pages.cache_words import doing
+from minillm.viz.pages.cache_words import request_work
 from minillm.viz.pages.pool_usage import SIDE
 
 MAX_ROWS = 12
@@ -53,7 +53,7 @@ def draw_requests(requests: Sequence[RequestState], hidden: int, table_name: str
     pitch, above = row_pitch(requests), ROWS_TOP - 14
     heads = heading(MARGIN, above, "requests") + heading(274, above, "doing") + heading(TABLE, above, table_name)
     heads += label(262, above, "IN CACHE", size=11.5, weight=600, anchor="end")
-    names = told_apart([one_line(request.prompt) for request in requests])
+    names = distinct_names([one_line(request.prompt) for request in requests])
     rows = "".join(_row(r, name, ROWS_TOP + i * pitch) for i, (r, name) in enumerate(zip(requests, names, strict=True)))
     more = label(56, ROWS_TOP + len(requests) * pitch + 12, f"and {hidden} more") if hidden else ""
     return heads + rows + more
@@ -72,7 +72,7 @@ def _row(request: RequestState, name: str, top: float) -> str:
     base = top + 15.5
     cached = "–" if request.status == "finished" else f"{request.num_computed} of {request.num_tokens}"
     count = label(262, base, cached, size=None, anchor="end")
-    status = label(274, base, doing(request), size=None, fill=None if request.marks.written else MUTED)
+    status = label(274, base, request_work(request), size=None, fill=None if request.marks.written else MUTED)
     prompt = label(56, base, fit_mono(name, 132, 11.5), size=None, fill=None)
     mono = element("g", {"font-family": MONO}, prompt, draw_table(request, top))
     row = {"data-testid": "request", "data-state": request.status, "font-size": 11.5, "opacity": faded}

@@ -14,10 +14,10 @@ from minillm.viz.pages.block_tables import ROWS_TOP, draw_requests, row_pitch, r
 from minillm.viz.pages.cache_changes import changes, plural
 from minillm.viz.pages.cache_words import describe, pool_size, title, unit
 from minillm.viz.pages.narrow_pages import draw_narrow
-from minillm.viz.pages.page_grid import PageGrid, chosen
+from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw
 from minillm.viz.pages.page_legend import draw_legend
-from minillm.viz.pages.place_bars import PlaceBars
 from minillm.viz.pages.pool_usage import SIDE, draw_history, draw_usage
+from minillm.viz.pages.sequence_bars import SequenceBars
 
 
 class CachePagesView(View):
@@ -37,10 +37,10 @@ class CachePagesView(View):
             return draw_narrow(state)
         requests, hidden = rows_to_show(state)
         grid_top = ROWS_TOP + max(len(requests), 3) * row_pitch(requests) + (20 if hidden else 0) + 34
-        drawn = chosen(state)
+        drawn = blocks_to_draw(state)
         indices = {request.request_id: request.index for request in state.requests.values()}
         pages = [state.page(block_id) for block_id in drawn]
-        grid = (PlaceBars if state.whole_sequences else PageGrid)(pages, state.block_size or 1, indices, grid_top)
+        grid = (SequenceBars if state.whole_sequences else PageGrid)(pages, state.block_size or 1, indices, grid_top)
         legend, legend_height = draw_legend(pages, grid_top + grid.height + 14)
         return card(
             "cache-pages",
@@ -68,7 +68,7 @@ class CachePagesView(View):
         """The picture in words, with all block tables."""
         return describe(self._replay.at(step))
 
-    def telling_step(self) -> int | None:
+    def most_informative_step(self) -> int | None:
         """The first step with the most used blocks at its end; `None` before the first step."""
         history = self._replay.at().history
         return max(history, key=lambda figures: figures.used_blocks).step if history else None

@@ -27,7 +27,7 @@ def waste_share(state: CacheState) -> str:
     return f"waste {state.waste_slots} of {plural(state.used_slots, 'slot')}{share}"
 
 
-def doing(request: RequestState) -> str:
+def request_work(request: RequestState) -> str:
     """The request's current work, in a few words."""
     marks = request.marks
     if marks.reused and request.status != "finished":
@@ -86,7 +86,9 @@ def describe(state: CacheState, *, tables: bool = True) -> str:
             if tables
             else f"Request {letter(request)}"
         )
-        line += f" ({doing(request)}): {request.num_computed} of {plural(request.num_tokens, 'token')} in the cache"
+        line += (
+            f" ({request_work(request)}): {request.num_computed} of {plural(request.num_tokens, 'token')} in the cache"
+        )
         line += f", {plural(len(request.block_table), unit(state))}"
         lines.append(f"{line} {request.block_table}" if tables and request.block_table else line)
     done = "; ".join(changes(state))

@@ -8,12 +8,12 @@ from minillm.trace.cache_state import CacheState
 from minillm.trace.request_state import RequestState
 from minillm.viz.draw.colours import CACHED, INK, MUTED, VERMILLION
 from minillm.viz.draw.glyphs import one_line
-from minillm.viz.draw.request_labels import told_apart
+from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import MARGIN, MONO, card, element, fit_clauses, fit_mono, hatch, heading, label, spans
 from minillm.viz.pages.block_tables import draw_chip, draw_table
 from minillm.viz.pages.cache_changes import changes, plural
-from minillm.viz.pages.cache_words import describe, doing, title, unit
-from minillm.viz.pages.page_grid import PageGrid, chosen
+from minillm.viz.pages.cache_words import describe, request_work, title, unit
+from minillm.viz.pages.page_grid import PageGrid, blocks_to_draw
 from minillm.viz.pages.page_legend import draw_legend
 from minillm.viz.pages.pool_usage import draw_history, draw_usage
 
@@ -30,7 +30,7 @@ def draw_narrow(state: CacheState) -> str:
     requests = list(state.requests.values())[-MAX_ROWS:]
     grid_top = ROWS_TOP + max(len(requests), 1) * ROW + 34
     indices = {request.request_id: request.index for request in state.requests.values()}
-    pages = [state.page(block_id) for block_id in chosen(state)]
+    pages = [state.page(block_id) for block_id in blocks_to_draw(state)]
     grid = PageGrid(pages, state.block_size or 1, indices, grid_top, narrow=True)
     legend, legend_height = draw_legend(pages, grid_top + grid.height + 8, RIGHT)
     # At least three lines of legend, so that the height of the card is constant as signs come and go.
@@ -76,7 +76,7 @@ def _header(state: CacheState) -> str:
 def _requests(requests: Sequence[RequestState]) -> str:
     heads = heading(MARGIN, ROWS_TOP - 10, "requests") + heading(TABLE, ROWS_TOP - 10, "block table")
     heads += label(COUNT, ROWS_TOP - 10, "TOKENS", size=11.5, weight=600, anchor="end")
-    names = told_apart([one_line(request.prompt) for request in requests])
+    names = distinct_names([one_line(request.prompt) for request in requests])
     rows = [_row(r, name, ROWS_TOP + i * ROW) for i, (r, name) in enumerate(zip(requests, names, strict=True))]
     return heads + "".join(rows)
 
@@ -93,5 +93,5 @@ def _row(request: RequestState, name: str, top: float) -> str:
         element("g", {"font-family": MONO, "font-size": 11.5, "fill": ink}, draw_table(request, top, TABLE, RIGHT)),
     ]
     if not (request.block_table or request.former_table):
-        parts.append(label(TABLE, base, doing(request), size=11.5))
+        parts.append(label(TABLE, base, request_work(request), size=11.5))
     return element("g", {"data-testid": "request", "data-state": request.status}, *parts)

@@ -23,7 +23,7 @@ MAX_STRIPES = 6
 """The most owners whose colours the outline of a shared page shows; the number of owners is written out."""
 
 
-def chosen(state: CacheState) -> list[int]:
+def blocks_to_draw(state: CacheState) -> list[int]:
     """The ids of the blocks to draw: all if there are few; else first owned ones, then just freed, cached, free."""
     if state.num_blocks <= MAX_PAGES:
         return list(range(state.num_blocks))

@@ -1,7 +1,7 @@
 """Which program writes which element: a tensor, coloured by the programs of a kernel, with the masked lanes.
 
-`touched` finds the writer of each element by experiment: it launches the kernel with a grid of one program, then of
-two, and so on. The elements that are new after a launch were written by the added program. This needs only public
+`find_writers` finds the writer of each element by experiment: it launches the kernel with a grid of one program, then
+of two, and so on. The elements that are new after a launch were written by the added program. This needs only public
 features of Triton, and works for any kernel whose programs write different elements, whether right or wrong.
 """
 
@@ -34,7 +34,7 @@ from minillm.viz.draw.svg import (
 NAMES_WIDTH = 64
 TOP = 108
 ROW = 30
-NOBODY = -1
+NO_PROGRAM = -1
 MAX_LANES = 64
 """The most columns of lanes that fit side by side."""
 
@@ -65,7 +65,7 @@ class KernelTiles(Picture):
     def state(self, row: int, column: int) -> str:
         """`written`, `missed` (not written), or, beyond the tensor, `masked` (not written) or `outside` (written)."""
         inside = row < self.shape[0] and column < self.shape[1]
-        if self.owners[row][column] == NOBODY:
+        if self.owners[row][column] == NO_PROGRAM:
             return "missed" if inside else "masked"
         return "written" if inside else "outside"
 
@@ -136,7 +136,7 @@ class KernelTiles(Picture):
         else:
             look |= {"fill": PAPER, "stroke": VERMILLION, "stroke-dasharray": "3 3"}
         box = rectangle(x + 1, y + 2, pitch - 3, ROW - 5, 3, look)
-        if program == NOBODY:
+        if program == NO_PROGRAM:
             return box
         text, ink = (f"✗{program}", VERMILLION) if state == "outside" else (str(program), ink_on(owner_colour(program)))
         size = 12 if pitch > 24 else 9
@@ -183,7 +183,7 @@ class KernelTiles(Picture):
 Launch = Callable[[tuple[int, int], Tensor], object]
 
 
-def touched(
+def find_writers(
     launch: Launch,
     shape: tuple[int, int],
     tile: tuple[int, int],
@@ -204,7 +204,7 @@ def touched(
     stride = across if gaps else columns
     device = "cuda" if torch.cuda.is_available() else "cpu"
     buffer = torch.full((down * stride + across,), float("nan"), dtype=dtype, device=device)
-    owners = torch.full((down, across), NOBODY)
+    owners = torch.full((down, across), NO_PROGRAM)
     for program in range(grid[0] * grid[1]):
         i, j = divmod(program, grid[1])
         launch((i + 1, j + 1), buffer.as_strided(shape, (stride, 1)))
@@ -212,5 +212,5 @@ def touched(
         seen = torch.zeros(down, across, dtype=torch.bool)
         whole = columns if not gaps else across
         seen[:, :whole] = written[: down * stride].view(down, stride)[:, :whole]
-        owners[seen & (owners == NOBODY)] = program
+        owners[seen & (owners == NO_PROGRAM)] = program
     return KernelTiles(owners.tolist(), shape, tile, title)

@@ -17,8 +17,8 @@ from minillm.viz.draw.colours import ink_on, owner_colour, owner_letter
 from minillm.viz.draw.glyphs import cells, one_line, shorten
 from minillm.viz.pages.block_tables import rows_to_show
 from minillm.viz.pages.cache_changes import changes, letter
-from minillm.viz.pages.cache_words import doing, unit, waste_share
-from minillm.viz.pages.page_grid import chosen
+from minillm.viz.pages.cache_words import request_work, unit, waste_share
+from minillm.viz.pages.page_grid import blocks_to_draw
 from minillm.viz.terminal.signs import Glyphs, glyphs, plain
 
 FILL = 4
@@ -57,7 +57,7 @@ class CacheBlocks:
             colour = owner_colour(request.index)
             prompt = shorten(one_line(request.prompt), room)
             count = f"{request.num_computed} of {request.num_tokens}".rjust(12)
-            parts = f"  {prompt}{' ' * (room - cells(prompt))}{count}  ", (doing(request), "dim")
+            parts = f"  {prompt}{' ' * (room - cells(prompt))}{count}  ", (request_work(request), "dim")
             lines.append(Text.assemble((f" {letter(request)} ", f"bold {ink_on(colour)} on {colour}"), *parts))
         hidden += len(requests) - len(shown)
         return [*lines, Text(f"  and {hidden} more", "dim")] if hidden else lines
@@ -65,7 +65,7 @@ class CacheBlocks:
     def _pages(self, width: int, signs: Glyphs) -> list[Text]:
         state, per_row = self.state, max(width // CELL, 1)
         room = per_row * self.max_rows
-        order = chosen(state)
+        order = blocks_to_draw(state)
         if len(order) > room:
             first = [b for b in order if b in state.owners or b in state.freed or b in state.in_prefix_cache]
             order = sorted([*first, *(b for b in order if b not in {*first})][:room])

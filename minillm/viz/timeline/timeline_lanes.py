@@ -25,7 +25,7 @@ from minillm.viz.draw.colours import (
     owner_letter,
 )
 from minillm.viz.draw.glyphs import one_line
-from minillm.viz.draw.request_labels import told_apart
+from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import MARGIN, MONO, RIGHT, Attributes, element, fit_mono, hatched, label, number, rectangle
 
 LEFT = 176.0
@@ -113,7 +113,7 @@ class Lanes:
     @cached_property
     def drawing(self) -> str:
         """Rows, axis, strips."""
-        names = told_apart([one_line(row.prompt) for row in self.shown])
+        names = distinct_names([one_line(row.prompt) for row in self.shown])
         tops = [self.top + i * self.row_height for i in range(len(self.shown))]
         rows = "".join(self._row(*parts) for parts in zip(self.shown, names, tops, strict=True))
         bottom = self.top + max(len(self.shown), 1) * self.row_height

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from minillm.viz import CachePagesView
-from minillm.viz.draw.request_labels import told_apart
+from minillm.viz.draw.request_labels import distinct_names
 from tests.trace.traces import sharing
 from tests.viz.pictures import found, text_of
 
 
 def test_prompts_that_begin_alike_are_named_by_where_they_differ():
     shared = "class Inventory: def __init__(self): "
-    assert told_apart([shared + "self.a = 1", shared + "self.b = 2", "import os"]) == ["…a = 1", "…b = 2", "import os"]
+    assert distinct_names([shared + "self.a = 1", shared + "self.b = 2", "import os"]) == [
+        "…a = 1",
+        "…b = 2",
+        "import os",
+    ]
 
 
 def test_equal_prompts_are_numbered():
-    assert told_apart(["x = 1", "y", "x = 1"]) == ["#1 x = 1", "y", "#2 x = 1"]
+    assert distinct_names(["x = 1", "y", "x = 1"]) == ["#1 x = 1", "y", "#2 x = 1"]
 
 
 def test_six_requests_of_one_beginning_have_six_names_in_the_picture():

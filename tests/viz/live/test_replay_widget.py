@@ -54,10 +54,10 @@ def test_saved_notebook_keeps_the_most_telling_frame_and_nothing_that_needs_a_ke
     view = CachePagesView(trace)
     widget = ReplayWidget(view)
     data = widget._repr_mimebundle_()
-    telling = view.to_svg(view.telling_step())
+    telling = view.to_svg(view.most_informative_step())
     assert set(data) == {"text/plain", "text/html", "image/svg+xml"}
     assert data["text/plain"] == "<Replay of CachePagesView>"
-    assert widget.steps[widget.start] == view.telling_step()
+    assert widget.steps[widget.start] == view.most_informative_step()
     assert without_ids(data["image/svg+xml"]) == without_ids(telling)
     assert without_ids(telling) in without_ids(data["text/html"].partition("<script>")[0])
 

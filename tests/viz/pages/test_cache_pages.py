@@ -251,8 +251,8 @@ def test_pictures_exist_before_anything_has_happened():
 
 def test_telling_step_is_the_frame_for_print():
     view = CachePagesView(story())
-    assert view.telling_step() == 3
-    assert CachePagesView(Trace()).telling_step() is None
+    assert view.most_informative_step() == 3
+    assert CachePagesView(Trace()).most_informative_step() is None
 
 
 def test_unknown_step_is_refused():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
-from minillm.viz.tensors.kernel_tiles import KernelTiles, touched
+from minillm.viz.tensors.kernel_tiles import KernelTiles, find_writers
 from tests.viz.pictures import description, found, states, text_of
 
 
@@ -28,20 +28,20 @@ def programs(shape: tuple[int, int], tile: tuple[int, int], masked: bool = True,
 
 
 def test_each_lane_is_its_programs():
-    tiles = touched(programs((3, 5), (1, 4)), (3, 5), (1, 4))
+    tiles = find_writers(programs((3, 5), (1, 4)), (3, 5), (1, 4))
     assert tiles.owners == [[n, n, n, n, n + 1, -1, -1, -1] for n in (0, 2, 4)]
     assert tiles.counts == {"written": 15, "masked": 9, "missed": 0, "outside": 0}
     assert tiles.num_programs == 6
 
 
 def test_tiles_of_several_rows_stick_out_below():
-    tiles = touched(programs((3, 4), (2, 8)), (3, 4), (2, 8), gaps=False)
+    tiles = find_writers(programs((3, 4), (2, 8)), (3, 4), (2, 8), gaps=False)
     assert [row[0] for row in tiles.owners] == [0, 0, 1, -1]
     assert tiles.counts == {"written": 12, "masked": 20, "missed": 0, "outside": 0}
 
 
 def test_what_is_written_beyond_the_tensor_shows_and_is_crossed_out():
-    tiles = touched(programs((2, 5), (1, 4), masked=False), (2, 5), (1, 4))
+    tiles = find_writers(programs((2, 5), (1, 4), masked=False), (2, 5), (1, 4))
     assert tiles.counts == {"written": 10, "masked": 0, "missed": 0, "outside": 6}
     svg = tiles.to_svg()
     assert states(svg, "lane").count("outside") == 6
@@ -50,13 +50,13 @@ def test_what_is_written_beyond_the_tensor_shows_and_is_crossed_out():
 
 
 def test_what_nobody_wrote_is_missed():
-    tiles = touched(programs((2, 5), (1, 4), skip=1), (2, 5), (1, 4))
+    tiles = find_writers(programs((2, 5), (1, 4), skip=1), (2, 5), (1, 4))
     assert tiles.counts["missed"] == 1
     assert "1 never written" in tiles.describe()
 
 
 def test_the_picture_says_what_the_counts_say():
-    svg = touched(programs((1, 13), (1, 8)), (1, 13), (1, 8), "stamp <kernel>").to_svg()
+    svg = find_writers(programs((1, 13), (1, 8)), (1, 13), (1, 8), "stamp <kernel>").to_svg()
     lanes = found(svg, "lane")
     assert [lane.get("data-program") for lane in lanes] == ["0"] * 8 + ["1"] * 5 + [None] * 3
     assert states(svg, "lane").count("masked") == 3
@@ -66,13 +66,13 @@ def test_the_picture_says_what_the_counts_say():
 
 
 def test_every_program_that_fits_a_page_is_told_apart_without_colour():
-    svg = touched(programs((1, 40), (1, 4)), (1, 40), (1, 4)).to_svg()
+    svg = find_writers(programs((1, 40), (1, 4)), (1, 40), (1, 4)).to_svg()
     assert {lane.get("data-program") for lane in found(svg, "lane")} == {str(n) for n in range(10)}
     assert all(f">{n}</text>" in svg for n in range(10))
 
 
 def test_it_repeats_itself_and_has_a_plain_name():
-    one, two = (touched(programs((2, 3), (1, 2)), (2, 3), (1, 2)) for _ in "ab")
+    one, two = (find_writers(programs((2, 3), (1, 2)), (2, 3), (1, 2)) for _ in "ab")
     assert one == two and one.to_svg() == two.to_svg() and repr(one) == "<KernelTiles>"
 
 
@@ -80,7 +80,7 @@ def test_half_precision_works_too():
     def launch(grid: tuple[int, int], out: Tensor) -> None:
         out[: grid[0]] = 1
 
-    assert touched(launch, (3, 4), (1, 4), dtype=torch.float16).counts["written"] == 12
+    assert find_writers(launch, (3, 4), (1, 4), dtype=torch.float16).counts["written"] == 12
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from minillm.teaching.freed import give_back_freed_memory
+from minillm.teaching.free_memory import give_back_freed_memory
 
 LESSON = """
 import psutil, torch
-from minillm.teaching.freed import give_back_freed_memory
+from minillm.teaching.free_memory import give_back_freed_memory
 
 MIB = 1 << 20
 resident = lambda: psutil.Process().memory_info().rss

@@ -7,17 +7,17 @@ import signal
 import traceback
 
 from minillm.teaching.exercise import Function
-from minillm.teaching.guard import GIB, Death, Limits
+from minillm.teaching.guard import GIB, ChildExit, Limits
 
 PAST_THE_END = "an index reaches past the end of an array: is a mask missing, or does a loop run too far?"
 CRASHES = {"SIGSEGV": "read or wrote memory outside its arrays", "SIGBUS": "read or wrote beyond its memory"}
 
 
-def problem(death: Death, limits: Limits) -> str:
+def problem(death: ChildExit, limits: Limits) -> str:
     """What happened, in one sentence."""
     if death.out_of_time:
         return out_of_time(limits)
-    if death.stuck:
+    if death.idle_timeout:
         return (
             f"your function waits for something and did nothing for {limits.seconds:g} s (a lock, a sleep, an input?)"
         )
@@ -28,23 +28,25 @@ def problem(death: Death, limits: Limits) -> str:
     name = signal_name(death.signal_number)
     if name == "SIGKILL":
         return "the system ended your function (SIGKILL), perhaps because the machine has no memory left"
-    return f"your function crashed ({name}): it {CRASHES.get(name, death.said or 'was ended by the system')}"
+    return f"your function crashed ({name}): it {CRASHES.get(name, death.library_message or 'was ended by the system')}"
 
 
-def cause(death: Death) -> str:
+def cause(death: ChildExit) -> str:
     """The likely cause; "" if none is known."""
-    heap_corrupted = any(word in death.said for word in ("free()", "malloc", "corrupt"))  # words of the C library
+    heap_corrupted = any(
+        word in death.library_message for word in ("free()", "malloc", "corrupt")
+    )  # words of the C library
     name = signal_name(death.signal_number)
     return PAST_THE_END if name in CRASHES or (name == "SIGABRT" and heap_corrupted) else ""
 
 
-def got(death: Death) -> str:
+def got(death: ChildExit) -> str:
     """The text in place of an answer: "nothing", with the signal that ended the function if there was one."""
-    ended_here = death.stuck or death.out_of_time or not death.signal_number
+    ended_here = death.idle_timeout or death.out_of_time or not death.signal_number
     return "nothing" if ended_here else f"nothing: {signal_name(death.signal_number)}"
 
 
-def where(death: Death, function: Function) -> str:
+def where(death: ChildExit, function: Function) -> str:
     """The innermost known line of the learner's own code; "" if there is none."""
     own = _files_of(function)
     for file, line, name in death.lines:

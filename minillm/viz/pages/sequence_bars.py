@@ -14,7 +14,7 @@ from minillm.viz.draw.colours import DISCARDED, FAINT, HAIRLINE, INK, PAPER, VER
 from minillm.viz.draw.svg import MARGIN, MONO, RIGHT, Attributes, element, hatched, label, rectangle
 
 
-class PlaceBars:
+class SequenceBars:
     """Draws `pages` with their top at `top`; the counterpart of `PageGrid`."""
 
     def __init__(self, pages: Sequence[Page], block_size: int, indices: dict[str, int], top: float) -> None:
