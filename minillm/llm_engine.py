@@ -87,7 +87,7 @@ class LLMEngine:
                 self.queue([group])
                 self._groups[request_id] = group
             except BaseException:
-                self.drop(group)  # an interrupt may have arrived after some of the requests were queued
+                self.discard(group)  # an interrupt may have arrived after some of the requests were queued
                 raise
 
     def step(self) -> list[RequestOutput]:
@@ -120,13 +120,13 @@ class LLMEngine:
                 yield len(left)
         finally:
             for group in groups:
-                self.drop(group)
+                self.discard(group)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests now, in any state. Unknown ids, including those that have just finished, are ignored."""
         with self.engine.lock:
             for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-                self.drop(self._groups.pop(request_id, []))
+                self.discard(self._groups.pop(request_id, []))
 
     def reset_prefix_cache(self) -> None:
         """Evict all cached blocks that no request holds, as in vLLM."""
@@ -218,7 +218,7 @@ class LLMEngine:
             for request in chain.from_iterable(groups):
                 self.engine.add_request(request)
 
-    def drop(self, group: Sequence[Request]) -> None:
+    def discard(self, group: Sequence[Request]) -> None:
         """Abort those of these requests that are unfinished, and discard their metrics."""
         with self.engine.lock:
             for request in group:

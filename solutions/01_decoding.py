@@ -609,7 +609,7 @@ claim("The wider model crosses later.", crossing["Llama-3-8B"] > crossing[name])
 # Now measure the time: all lengths in turn, five times after a warm-up. The dashed line is the counted work.
 
 # %%
-from minillm.bench.timing import in_turn, ratio
+from minillm.bench.timing import time_in_turn, ratio
 
 code_ids = [i for text in texts[:8] for i in tokenizer.encode(text)]
 contexts = [n for n in (1, 4, 16, 64, 256, 512) if n <= config.max_position_embeddings]
@@ -622,7 +622,7 @@ def operations(n: int) -> int:
 
 
 # %% tags=["nbval-ignore-output"]
-seconds = in_turn({n: lambda n=n: forward(code_ids[:n]) for n in contexts})
+seconds = time_in_turn({n: lambda n=n: forward(code_ids[:n]) for n in contexts})
 times = {n: ratio(seconds[n], seconds[1]) for n in contexts}
 counts = {n: operations(n) / operations(1) for n in contexts}
 longest = contexts[-1]
@@ -664,7 +664,7 @@ LineChart(
 sixteen = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 [output] = llm.generate(prompt, sixteen, use_tqdm=False)
 claim("The tokens are the same.", generate(forward, prompt_ids, 16, -1) == list(output.outputs[0].token_ids))
-seconds = in_turn(
+seconds = time_in_turn(
     {
         "your loop": lambda: generate(forward, prompt_ids, 16, -1),
         "the engine": lambda: llm.generate(prompt, sixteen, use_tqdm=False),

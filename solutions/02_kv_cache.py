@@ -590,7 +590,7 @@ import inspect
 import textwrap
 from functools import partial
 
-from minillm.bench.timing import in_turn, ratio
+from minillm.bench.timing import time_in_turn, ratio
 
 longest = min(1000, config.max_position_embeddings)
 contexts = [n for n in (1, 4, 16, 64, 256, 1000) if n <= longest]
@@ -614,7 +614,7 @@ def step_cached(context: int) -> int:
 claim("The token is the same at every context.", all(step_plain(n) == step_cached(n) for n in contexts))
 
 # %% tags=["nbval-ignore-output"]
-seconds = in_turn({(kind, n): partial(kind, n) for n in contexts for kind in (step_plain, step_cached)}, rounds=3)
+seconds = time_in_turn({(kind, n): partial(kind, n) for n in contexts for kind in (step_plain, step_cached)}, rounds=3)
 speedup = {n: ratio(seconds[step_plain, n], seconds[step_cached, n]) for n in contexts}
 counted = {n: work_plain(n) / work_cached(n) for n in contexts}
 reveal("l02.speedup", round(speedup[256].median, 1))

@@ -370,7 +370,7 @@ reveal("l03.rows", round(here.ridge * 4 / 2, 1))  # intensity = 2 · rows / 4 by
 import itertools
 from functools import partial
 
-from minillm.bench.timing import in_turn, medians
+from minillm.bench.timing import time_in_turn, medians
 from minillm.teaching.roofline_parts import attention_only, linear_shapes, time_linears
 
 
@@ -394,7 +394,7 @@ for rows in rows_tried:
     work = 2 * rows * weights_per_row(model)
     point = Point(f"{rows}", work / linear_bytes(rows), work / took[rows], group="linear layers, by rows")
     linear_points.append(point)
-attended = medians(in_turn({n: attention_only(model, 8, n) for n in contexts}))
+attended = medians(time_in_turn({n: attention_only(model, 8, n) for n in contexts}))
 attention_points = [attention_point(config, 8, n, attended[n], f"{n} tokens") for n in contexts]
 print("time against 1 row, linear layers: " + ", ".join(f"{n} rows {took[n] / took[1]:.1f}×" for n in rows_tried[1:]))
 claim("Two rows take less than 1.8 times as long as one.", took[2] < 1.8 * took[1], measured=True)
@@ -477,7 +477,7 @@ def weight_bytes_of(label: str) -> int:
 
 
 # %% tags=["nbval-ignore-output"]
-took = medians(in_turn(runs))
+took = medians(time_in_turn(runs))
 whole, used = [], {}
 print("                             million bytes      ms   bandwidth used (MBU)   arithmetic used")
 for shape in shapes:
@@ -531,7 +531,7 @@ from minillm.teaching.roofline_parts import of_width
 compiled = runs = None  # free their models and caches
 widths = (64, 192, 384, 576)
 sized = {width: model if width == config.hidden_size else of_width(config, width) for width in widths}
-took = medians(in_turn({width: decode_step(sized[width], 1, 256) for width in widths}))
+took = medians(time_in_turn({width: decode_step(sized[width], 1, 256) for width in widths}))
 megabytes = [weight_bytes(sized[width]) / 1e6 for width in widths]
 reached = [
     utilisation(weight_bytes(sized[w]), kv_bytes(sized[w].config, 256), 1, took[w], here.bandwidth) for w in widths
@@ -656,7 +656,7 @@ claim(
 mqa = with_kv_heads(model, 1, pool)
 family = {config.num_heads: mha, config.num_kv_heads: model, 1: mqa}
 longest = contexts[-1]
-attended = medians(in_turn({n: attention_only(each, 8, longest) for n, each in family.items()}))
+attended = medians(time_in_turn({n: attention_only(each, 8, longest) for n, each in family.items()}))
 points = [attention_point(each.config, 8, longest, attended[n], f"{n} KV") for n, each in family.items()]
 print(
     f"attention of 8 requests at {longest} tokens, against {config.num_heads} KV heads: "
@@ -678,7 +678,9 @@ longer = [16, *contexts]
 batches = (1, 8)
 took = {}
 for batch, context in itertools.product(batches, longer):  # one after the other, so that few caches are in memory
-    took |= medians(in_turn({(n, batch, context): decode_step(each, batch, context) for n, each in family.items()}))
+    took |= medians(
+        time_in_turn({(n, batch, context): decode_step(each, batch, context) for n, each in family.items()})
+    )
 
 
 def gain(n: int, batch: int, context: int) -> float:
@@ -730,7 +732,7 @@ LineChart(
 from minillm.teaching.roofline_parts import additions
 
 sizes = {"32 MB": (2**23, 1), "128 KB, repeatedly": (2**15, 2**9)}
-took = medians(in_turn({label: additions(*size) for label, size in sizes.items()}))
+took = medians(time_in_turn({label: additions(*size) for label, size in sizes.items()}))
 points = [
     Point(label, 1 / 12, length * repeats / took[label], group="a + b") for label, (length, repeats) in sizes.items()
 ]

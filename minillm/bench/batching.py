@@ -34,17 +34,17 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from minillm.bench.contestants import choose, draft_for
 from minillm.bench.harness import Row, System, compare, peak_memory_of, result
-from minillm.bench.own_engine import LOOKING_BACK, QUANTIZED
+from minillm.bench.own_engine import DRAFT_FREE_METHODS, QUANTIZED
 from minillm.bench.shapes import shape_folder
+from minillm.bench.systems import choose, draft_for
 from minillm.bench.vllm_peer import INTERPRETER, VllmPeer
 from minillm.models.held_out import held_out_prompts
 from minillm.trace import Event, RequestAdded, RequestFinished, StepRan
 from minillm.trace.step_metrics import step_metrics, summarise
 
 REQUESTS = 32
-SEATS = 8
+MAX_NUM_SEQS = 8
 """Most requests that run at a time (`max_num_seqs`)."""
 SHORTEST, LONGEST, TAIL = 8, 256, 1.0
 """Output lengths follow a Pareto distribution with this tail index, cut off at the longest."""
@@ -73,7 +73,7 @@ BASELINES: dict[str, tuple[str, ...]] = {
     CONTINUOUS_SUFFIX: (*TRANSFORMERS, VLLM, CONTINUOUS),
 }
 """System → its baselines, one row each."""
-OF_A_SHAPE: dict[str, tuple[str, ...]] = {
+SHAPE_BASELINES: dict[str, tuple[str, ...]] = {
     VLLM: (),
     CONTINUOUS: (VLLM,),
     f"{CONTINUOUS} int8": (VLLM, CONTINUOUS),
@@ -94,23 +94,25 @@ def run(
     """
     import torch
 
-    table = OF_A_SHAPE if shape else BASELINES
+    table = SHAPE_BASELINES if shape else BASELINES
     interpreter = os.environ.get(INTERPRETER)
     absent = {VLLM: not interpreter, CONTINUOUS_DRAFTED: draft_for(model, None) is None}
     names = [name for name in choose(list(table), systems) if not absent.get(name)]
     place = str(shape_folder(shape)) if shape else model
     peer = _vllm(str(interpreter), place, "bfloat16" if shape else "float32") if VLLM in names else None
-    contestants = []
+    systems_to_compare = []
     for name in names:
-        made = (peer.run, partial(getattr, peer, "about")) if name == VLLM else _system(name, place)
-        contestants.append(System(name, made[0], tuple(b for b in table[name] if b in names) or None, made[1]))
-    rows = compare(contestants, rounds, lambda name: peer.peak_memory if name == VLLM else _peak_memory(name, place))
+        made = (peer.run, partial(getattr, peer, "details")) if name == VLLM else _system(name, place)
+        systems_to_compare.append(System(name, made[0], tuple(b for b in table[name] if b in names) or None, made[1]))
+    rows = compare(
+        systems_to_compare, rounds, lambda name: peer.peak_memory if name == VLLM else _peak_memory(name, place)
+    )
     if peer is not None:
         peer.close()
     config = {
         "model": shape or model,
         "requests": REQUESTS,
-        "max_num_seqs": SEATS,
+        "max_num_seqs": MAX_NUM_SEQS,
         "prompt_tokens": [len(ids) for ids in _prompts()],
         "new_tokens": output_lengths(),
         "sampling": "greedy",
@@ -118,12 +120,12 @@ def run(
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "rounds": rounds,
-        **over_the_better(rows),
+        **over_best_transformers(rows),
     }
     return result("batch", config, rows)
 
 
-def over_the_better(rows: Sequence[Row]) -> dict[str, Any]:
+def over_best_transformers(rows: Sequence[Row]) -> dict[str, Any]:
     """The fastest of transformers' systems, and minillm's speed relative to it; empty if none of them ran."""
     speeds = {row.system: row.tokens_per_s for row in rows if row.system in TRANSFORMERS}
     if not speeds:
@@ -139,13 +141,16 @@ def output_lengths() -> list[int]:
     return [min(LONGEST, int(SHORTEST * (1 - rng.random()) ** (-1 / TAIL))) for _ in range(REQUESTS)]
 
 
-def utilisation(trace: Iterable[Event], seats: int, requests: int | None = None) -> dict[str, float | int | None]:
-    """The utilisation of batch and cache by `requests` requests (None: those of the trace) with `seats` batch slots.
+def utilisation(
+    trace: Iterable[Event], max_num_seqs: int, requests: int | None = None
+) -> dict[str, float | int | None]:
+    """The utilisation of batch and cache by `requests` requests (None: those of the trace) with `max_num_seqs` batch
+    slots.
 
-    `batch_slot_utilisation`: running requests, summed over the steps, divided by `seats` · steps. `…_while_waiting`:
-    the same for the steps with a waiting request, including requests not yet added to the engine; None if there was no
-    such step. `kv_slot_utilisation`: slots that hold a token divided by slots of allocated blocks, both summed over the
-    ends of steps.
+    `batch_slot_utilisation`: running requests, summed over the steps, divided by `max_num_seqs` · steps.
+    `…_while_waiting`: the same for the steps with a waiting request, including requests not yet added to the engine;
+    None if there was no such step. `kv_slot_utilisation`: slots that hold a token divided by slots of allocated blocks,
+    both summed over the ends of steps.
     """
     events = list(trace)
     requests = requests or sum(isinstance(event, RequestAdded) for event in events)
@@ -158,8 +163,8 @@ def utilisation(trace: Iterable[Event], seats: int, requests: int | None = None)
     contested = [running for running, others_wait in steps if others_wait]
     return {
         "steps": len(steps),
-        "batch_slot_utilisation": sum(running for running, _ in steps) / (seats * len(steps)),
-        "batch_slot_utilisation_while_waiting": sum(contested) / (seats * len(contested)) if contested else None,
+        "batch_slot_utilisation": sum(running for running, _ in steps) / (max_num_seqs * len(steps)),
+        "batch_slot_utilisation_while_waiting": sum(contested) / (max_num_seqs * len(contested)) if contested else None,
         "kv_slot_utilisation": summarise(step_metrics(events)).slot_utilisation,
     }
 
@@ -174,17 +179,17 @@ def _prompts() -> list[list[int]]:
 
 
 def _system(name: str, model: str) -> tuple[Run, Extra]:
-    seats = REQUESTS if name.endswith(ALL) else SEATS
+    max_num_seqs = REQUESTS if name.endswith(ALL) else MAX_NUM_SEQS
     if name.startswith("minillm"):
-        return _minillm(model, seats, name.removesuffix(ALL))
+        return _minillm(model, max_num_seqs, name.removesuffix(ALL))
     make = {PADDED: _padded, GENERATE_BATCH: _generate_batch}
-    return make[name.removesuffix(ALL)](model, seats)
+    return make[name.removesuffix(ALL)](model, max_num_seqs)
 
 
-def _minillm(model: str, seats: int, name: str) -> tuple[Run, Extra]:
+def _minillm(model: str, max_num_seqs: int, name: str) -> tuple[Run, Extra]:
     from minillm import LLM, SamplingParams
 
-    options: dict[str, Any] = {"max_num_seqs": seats}
+    options: dict[str, Any] = {"max_num_seqs": max_num_seqs}
     if name.endswith(DRAFTED):
         options["speculative_config"] = {
             "model": draft_for(model, None),
@@ -193,7 +198,7 @@ def _minillm(model: str, seats: int, name: str) -> tuple[Run, Extra]:
             "disable_by_batch_size": DRAFTING,
         }
     elif name.endswith(SUFFIX):
-        options["speculative_config"] = LOOKING_BACK["suffix"]
+        options["speculative_config"] = DRAFT_FREE_METHODS["suffix"]
     elif name.split()[-1] in QUANTIZED:
         options["quantization"] = name.split()[-1]
     llm = LLM(model, dtype="float32", device="cpu", enable_prefix_caching=False, **options)
@@ -202,7 +207,7 @@ def _minillm(model: str, seats: int, name: str) -> tuple[Run, Extra]:
         SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
         for length in output_lengths()
     ]
-    size = seats if name == STATIC else REQUESTS
+    size = max_num_seqs if name == STATIC else REQUESTS
 
     def run_once() -> list[list[int]]:
         outputs = []
@@ -213,7 +218,7 @@ def _minillm(model: str, seats: int, name: str) -> tuple[Run, Extra]:
     def extra() -> dict[str, Any]:
         with llm.trace() as trace:
             run_once()
-        return {**options, **utilisation(trace, seats, REQUESTS)}
+        return {**options, **utilisation(trace, max_num_seqs, REQUESTS)}
 
     return run_once, extra
 
@@ -229,7 +234,7 @@ def _transformers(model: str) -> Any:
     return peer
 
 
-def _padded(model: str, seats: int) -> tuple[Run, Extra]:
+def _padded(model: str, max_num_seqs: int) -> tuple[Run, Extra]:
     import torch
 
     peer, prompts, lengths = _transformers(model), _prompts(), output_lengths()
@@ -242,23 +247,32 @@ def _padded(model: str, seats: int) -> tuple[Run, Extra]:
         tokens = peer.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max(lengths), pad_token_id=0)
         return [row[width : width + length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
 
-    starts = range(0, REQUESTS, seats)
+    starts = range(0, REQUESTS, max_num_seqs)
 
     def run_once() -> list[list[int]]:
-        return [row for i in starts for row in run_batch(prompts[i : i + seats], lengths[i : i + seats])]
+        return [row for i in starts for row in run_batch(prompts[i : i + max_num_seqs], lengths[i : i + max_num_seqs])]
 
-    steps, useful = sum(max(lengths[i : i + seats]) for i in starts), sum(lengths)
-    return run_once, lambda: {"batch": seats, "steps": steps, "batch_slot_utilisation": useful / (seats * steps)}
+    steps, useful = sum(max(lengths[i : i + max_num_seqs]) for i in starts), sum(lengths)
+    return run_once, lambda: {
+        "batch": max_num_seqs,
+        "steps": steps,
+        "batch_slot_utilisation": useful / (max_num_seqs * steps),
+    }
 
 
-def _generate_batch(model: str, seats: int) -> tuple[Run, Extra]:
+def _generate_batch(model: str, max_num_seqs: int) -> tuple[Run, Extra]:
     import torch
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     peer, requests = _transformers(model), list(zip(_prompts(), output_lengths(), strict=True))
     greedy = GenerationConfig(do_sample=False, max_new_tokens=LONGEST, eos_token_id=-1, pad_token_id=0)
     # The fastest settings found. With the defaults it took three times as long.
-    options = {"page_size": 32, "num_blocks": 16 * seats, "max_batch_tokens": 512, "max_requests_per_batch": seats}
+    options = {
+        "page_size": 32,
+        "num_blocks": 16 * max_num_seqs,
+        "max_batch_tokens": 512,
+        "max_requests_per_batch": max_num_seqs,
+    }
 
     @torch.inference_mode()
     def run_once() -> list[list[int]]:
@@ -288,7 +302,7 @@ def _vllm(interpreter: str, model: str, dtype: str) -> VllmPeer:
         dtype=dtype,
         prompts=_prompts(),
         lengths=output_lengths(),
-        max_num_seqs=SEATS,
+        max_num_seqs=MAX_NUM_SEQS,
     )
 
 

@@ -32,14 +32,14 @@ class Completion:
 class Completer(Protocol):
     """A loaded model of some engine that completes one prompt at a time, greedily."""
 
-    about: dict[str, Any]
+    details: dict[str, Any]
     """Values to report in addition to its speed."""
 
     def complete(self, prompt: Sequence[int], new_tokens: int) -> Completion:
         """Generate exactly `new_tokens` tokens after `prompt`; end-of-text tokens do not stop it."""
 
 
-def figures(prompts: Sequence[Sequence[int]], found: Sequence[Completion]) -> dict[str, float]:
+def completion_metrics(prompts: Sequence[Sequence[int]], found: Sequence[Completion]) -> dict[str, float]:
     """Values to report for the completions of `prompts` in addition to the decode speed.
 
     Prompt tokens per second of prefill; new tokens per second of the whole time; and with drafts, τ (tokens per forward

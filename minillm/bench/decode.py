@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minillm.bench.contestants import (
+from minillm.bench.harness import compare, result
+from minillm.bench.shapes import SHAPES, shape_folder
+from minillm.bench.systems import (
     Workload,
     choose,
     decode_system,
@@ -25,8 +27,6 @@ from minillm.bench.contestants import (
     prepared,
     prompt_ids,
 )
-from minillm.bench.harness import compare, result
-from minillm.bench.shapes import SHAPES, shape_folder
 from minillm.models.loading import load_config, resolve
 
 FP32, COMPILED, ASSISTED = "transformers fp32", "transformers fp32 compiled", "transformers fp32 assisted"
@@ -110,10 +110,10 @@ def run(
         num_drafts=drafts,
     )
     with prepared(workload, names) as ready:
-        contestants = [
+        systems_to_compare = [
             decode_system(name, ready, tuple(base for base in known[name] if base in names) or None) for name in names
         ]
-        rows = compare(contestants, rounds, lambda name: peak_memory(name, ready))
+        rows = compare(systems_to_compare, rounds, lambda name: peak_memory(name, ready))
     return result("decode", {**_config(workload, shape, rounds), "left_out": missing}, rows)
 
 

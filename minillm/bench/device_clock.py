@@ -108,7 +108,7 @@ def clock_for(device: str) -> Clock:
 
 
 @dataclass(frozen=True)
-class Way:
+class TimedFunction:
     """One implementation of the measured work, with a function that repeats it."""
 
     name: str
@@ -135,29 +135,30 @@ class Timing:
         return statistics.median(self.seconds)
 
 
-def in_turn(clock: Clock, ways: Sequence[Way], rounds: int, seconds: float) -> dict[str, Timing]:
-    """Time all ways in turn, `rounds` times (A B C A B C …), in runs of about `seconds` each. Returns name → `Timing`.
+def time_in_turn(clock: Clock, functions: Sequence[TimedFunction], rounds: int, seconds: float) -> dict[str, Timing]:
+    """Time all functions in turn, `rounds` times (A B C A B C …), in runs of about `seconds` each. Returns name →
+    `Timing`.
 
     Trial runs first determine the number of calls per run, which also warms everything up.
     """
-    timings = {way.name: Timing(_calls(clock, way, seconds)) for way in ways}
+    timings = {function.name: Timing(_calls(clock, function, seconds)) for function in functions}
     for _ in range(rounds):
-        for way in ways:
-            timing = timings[way.name]
-            took = clock.seconds(partial(way.run, timing.calls))
+        for function in functions:
+            timing = timings[function.name]
+            took = clock.seconds(partial(function.run, timing.calls))
             timing.seconds.append(took / timing.calls)
     return timings
 
 
-def _calls(clock: Clock, way: Way, seconds: float) -> int:
-    """The number of calls that take about `seconds`, a multiple of `way.multiple`."""
-    calls = way.multiple
-    way.run(calls)
+def _calls(clock: Clock, function: TimedFunction, seconds: float) -> int:
+    """The number of calls that take about `seconds`, a multiple of `function.multiple`."""
+    calls = function.multiple
+    function.run(calls)
     while True:
-        took = clock.seconds(partial(way.run, calls))
+        took = clock.seconds(partial(function.run, calls))
         if took >= min(TRIAL_S, seconds / 4) or calls >= MOST_CALLS:
             wanted = min(calls * seconds / max(took, 1e-9), MOST_CALLS)
-            return way.multiple * max(1, round(wanted / way.multiple))
+            return function.multiple * max(1, round(wanted / function.multiple))
         calls *= 4
 
 

@@ -119,11 +119,11 @@ def _row(
         peak_memory_bytes=peak,
         outputs_equal=None if baseline is None else tokens[system] == tokens[baseline],
         config=extra,
-        same_start=None if baseline is None else same_start(tokens[system], tokens[baseline]),
+        same_start=None if baseline is None else common_prefix_share(tokens[system], tokens[baseline]),
     )
 
 
-def same_start(tokens: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+def common_prefix_share(tokens: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
     """Share of the tokens of `others` that precede the first difference from `tokens`, over all prompts."""
     same = 0
     for own, other in zip(tokens, others, strict=True):

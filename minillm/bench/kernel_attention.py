@@ -141,7 +141,7 @@ def _case(
         num_bytes=kv + 2 * q.nbytes,
         operations=4 * c.num_heads * c.head_dim * seen,
         copies=p.copies(tokens, context),
-        ways=ways,
+        implementations=ways,
         touched=(*(pool[:length] for pools in p.pools for pool in pools), q, q),
     )
 

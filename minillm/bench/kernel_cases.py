@@ -26,7 +26,7 @@ KNOWN = (REFERENCE, PYTORCH, COMPILED, TRITON)
 engine calls without an executor. `compiled`: the function of the compiled CPU step. `triton`: the GPU kernel."""
 DECODE, VERIFY, PREFILL = 1, 5, 256
 TOKENS = (DECODE, VERIFY, PREFILL)
-WAITS = frozenset({"store_kv"})
+HOST_SYNC_OPS = frozenset({"store_kv"})
 """Ops whose reference reads values on the host, which a CUDA graph cannot record."""
 
 
@@ -70,7 +70,7 @@ class Implementation:
     """`loop(count, first, copies)`: see `kernels_cpu`."""
     result: Callable[[], Any] | None = None
     """Returns the result of the last run, if `call` does not return it."""
-    records: bool = True
+    can_be_captured: bool = True
     """Whether a CUDA graph can record its call."""
     num_bytes: int | None = None
     """Modelled bytes, if this implementation stores its inputs in a wider format than the others."""
@@ -105,7 +105,7 @@ class Case:
     """Multiplications and additions; None if the op is never bound by them."""
     copies: int
     """Number of copies of the data read from memory, together larger than the last-level cache; 1: only warm times."""
-    ways: Mapping[str, Implementation]
+    implementations: Mapping[str, Implementation]
     touched: tuple[Tensor, ...] = field(default=(), repr=False)
     """The tensors that a call reads or writes, which `num_bytes` counts once each."""
 
@@ -135,7 +135,9 @@ def from_dispatch(
     available = [way for way in (REFERENCE, TRITON) if way in implementations(name, device)]
     return {
         way: Implementation(
-            partial(call, op(name, device, way)), result=result, records=way != REFERENCE or name not in WAITS
+            partial(call, op(name, device, way)),
+            result=result,
+            can_be_captured=way != REFERENCE or name not in HOST_SYNC_OPS,
         )
         for way in available
     }

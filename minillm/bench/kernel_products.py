@@ -141,7 +141,7 @@ def _case(s: Setting, kind: str, tokens: int, made: list[Weights]) -> Case:
         num_bytes=w.num_bytes + activations,
         operations=2 * tokens * w.columns * w.outputs,
         copies=w.num_copies if tokens < PREFILL else 1,
-        ways=ways,
+        implementations=ways,
         touched=(*w.tensors.values(), x, s.random(tokens, w.outputs)),
     )
 

@@ -9,7 +9,7 @@ the engine calls it: PyTorch from Python, the compiled step's functions from com
 copies of them that are together twice as large as the last-level cache. `warm`: the same copy every time. Only ops that
 read weights or the KV cache have a cold time, and only if enough copies fit; activations are always in the caches.
 
-Bytes are modelled (see `kernel_cases`). Times are measured, and so are the machine's limits (ceilings): the speed of
+Bytes are modelled (see `kernel_cases`). Times are measured, and so are the machine's limits: the speed of
 large copies and of a square matrix product with the same number of threads. `of copy` is bytes per second divided by
 the copy bandwidth. It can exceed 1: warm, because caches are faster than memory; cold, because reading alone can be
 faster than copying.
@@ -33,12 +33,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minillm.bench.contestants import choose
-from minillm.bench.device_clock import Clock, Timing, Way, clock_for, in_turn, last_cache_bytes, ratios
+from minillm.bench.device_clock import Clock, TimedFunction, Timing, clock_for, last_cache_bytes, ratios, time_in_turn
 from minillm.bench.harness import Row, result
 from minillm.bench.kernel_cases import KNOWN, REFERENCE, Case, Implementation, Maker, Setting, small_cases
 from minillm.bench.kernel_report import COLD, WARM, chart, table
-from minillm.doctor.machine_limits import Ceiling, copy_bandwidth, matmul_rate
+from minillm.bench.systems import choose
+from minillm.doctor.machine_limits import MachineLimit, copy_bandwidth, matmul_rate
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.ops.cpu.compiled import showing_progress
 from minillm.ops.dispatch import OPS, interpreted
@@ -75,8 +75,8 @@ def run(
     wanted = _wanted(ops)
     clock, settings = clock_for(device), [_setting(name, device) for name in _shapes(shape)]
     with showing_progress(), one_thread(), torch.no_grad():
-        ceilings = ceilings_of(device)
-        rows = measure([m for s in settings for m in makers(s)], clock, ceilings, rounds, names, wanted)
+        limits = machine_limits_of(device)
+        rows = measure([m for s in settings for m in makers(s)], clock, limits, rounds, names, wanted)
     config = {
         "shapes": [s.shape for s in settings],
         "dtype": str(settings[0].dtype).removeprefix("torch."),
@@ -84,7 +84,7 @@ def run(
         "threads": 1 if device == "cpu" else None,
         "rounds": rounds,
         "last_cache_bytes": settings[0].cache_bytes,
-        "ceilings": {c.name: {"unit": c.unit, "median": c.median, "low": c.low, "high": c.high} for c in ceilings},
+        "ceilings": {c.name: {"unit": c.unit, "median": c.median, "low": c.low, "high": c.high} for c in limits},
         "counted": "calls of one op; bytes are modelled (the least that the op can move), the rest is measured",
     }
     return result("kernels", config, rows)
@@ -101,7 +101,7 @@ def makers(s: Setting) -> list[Maker]:
 def measure(
     cases: Sequence[Maker],
     clock: Clock,
-    ceilings: Sequence[Ceiling],
+    limits: Sequence[MachineLimit],
     rounds: int,
     names: set[str],
     ops: set[str],
@@ -111,14 +111,14 @@ def measure(
     with tqdm([case for case in cases if case.op in ops], desc="measuring", unit=" cases") as bar:
         for case in bar:
             bar.set_postfix_str(case.op)
-            rows += case_rows(case.make(), clock, ceilings, rounds, names)
+            rows += case_rows(case.make(), clock, limits, rounds, names)
     return rows
 
 
 def case_rows(
     case: Case,
     clock: Clock,
-    ceilings: Sequence[Ceiling],
+    limits: Sequence[MachineLimit],
     rounds: int,
     names: set[str],
     seconds: float | None = None,
@@ -127,7 +127,7 @@ def case_rows(
 
     `seconds`: approximate length of a run, in place of `RUN_S`.
     """
-    chosen = {name: way for name, way in case.ways.items() if name in names}
+    chosen = {name: way for name, way in case.implementations.items() if name in names}
     expected = chosen[REFERENCE].once()
     errors = {name: relative_error(way.once(), expected) for name, way in chosen.items()}
     timings: dict[str, dict[str, Timing]] = {}
@@ -135,9 +135,9 @@ def case_rows(
     for kind, copies in ((WARM, 1), (COLD, case.copies)):
         if kind == WARM or copies > 1:
             position = _Position()
-            ways = [_way(name, one, copies, position, clock) for name, one in chosen.items()]
-            recorded |= {way.name for way in ways if way.is_recorded}
-            timings[kind] = in_turn(clock, ways, rounds, seconds or RUN_S)
+            functions = [_timed_function(name, one, copies, position, clock) for name, one in chosen.items()]
+            recorded |= {function.name for function in functions if function.is_recorded}
+            timings[kind] = time_in_turn(clock, functions, rounds, seconds or RUN_S)
     clock.free()
     counted = timings.get(COLD, timings[WARM])
     limit = CLOSE.get(case.touched[0].dtype if case.touched[0].is_floating_point() else expected.dtype, CLOSE_16)
@@ -157,7 +157,7 @@ def case_rows(
                 peak_memory_bytes=None,
                 outputs_equal=None if name == REFERENCE else errors[name] <= (way.limit or limit),
                 config={
-                    **_figures(case, name, way, timings, ceilings, errors[name]),
+                    **_figures(case, name, way, timings, limits, errors[name]),
                     "recorded": name in recorded,
                 },
             )
@@ -171,7 +171,7 @@ def relative_error(found: Tensor, right: Tensor) -> float:
     return difference / max(right.double().norm().item(), 1e-300) if difference else 0.0
 
 
-def ceilings_of(device: str) -> list[Ceiling]:
+def machine_limits_of(device: str) -> list[MachineLimit]:
     """The measured copy bandwidth and matrix-product rate of this device, with PyTorch's current number of threads."""
     return [copy_bandwidth(device), matmul_rate(device, usual_dtype(device))]
 
@@ -205,14 +205,14 @@ class _Position:
         return first
 
 
-def _way(name: str, one: Implementation, copies: int, position: _Position, clock: Clock) -> Way:
-    """A `Way` that runs an implementation `count` times, on the copies in turn."""
+def _timed_function(name: str, one: Implementation, copies: int, position: _Position, clock: Clock) -> TimedFunction:
+    """A `TimedFunction` that runs an implementation `count` times, on the copies in turn."""
     if one.loop is not None:
         loop = one.loop
-        return Way(name, lambda count: loop(count, position.take(count, copies), copies))
+        return TimedFunction(name, lambda count: loop(count, position.take(count, copies), copies))
     assert one.call is not None
     call = one.call
-    if clock.device != "cpu" and one.records:
+    if clock.device != "cpu" and one.can_be_captured:
         calls_per_replay = max(copies, RECORDED_CALLS)
 
         def all_copies() -> None:
@@ -224,14 +224,16 @@ def _way(name: str, one: Implementation, copies: int, position: _Position, clock
         except RuntimeError:  # it waits for the device, so no graph can record it: call it from Python
             pass
         else:
-            return Way(name, lambda count: [replay() for _ in range(count // calls_per_replay)], calls_per_replay, True)
+            return TimedFunction(
+                name, lambda count: [replay() for _ in range(count // calls_per_replay)], calls_per_replay, True
+            )
 
     def calls(count: int) -> None:
         first = position.take(count, copies)
         for i in range(first, first + count):
             call(i % copies)
 
-    return Way(name, calls)
+    return TimedFunction(name, calls)
 
 
 RECORDED_CALLS = 20
@@ -243,7 +245,7 @@ def _figures(
     name: str,
     way: Implementation,
     timings: Mapping[str, Mapping[str, Timing]],
-    ceilings: Sequence[Ceiling],
+    limits: Sequence[MachineLimit],
     error: float,
 ) -> dict[str, Any]:
     num_bytes = way.num_bytes or case.num_bytes
@@ -267,7 +269,7 @@ def _figures(
             f"{kind}_us": 1e6 * timing.median,
             f"{kind}_us_spread": [1e6 * min(timing.seconds), 1e6 * max(timing.seconds)],
             f"{kind}_gb_per_s": rate / 1e9,
-            f"{kind}_of_copy": rate / ceilings[0].median,
+            f"{kind}_of_copy": rate / limits[0].median,
             f"{kind}_calls": timing.calls,
         }
         if case.operations:

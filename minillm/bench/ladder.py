@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from minillm.bench.contestants import choose, draft_for, prompt_ids
 from minillm.bench.harness import System, compare, peak_memory_of, result
 from minillm.bench.own_engine import options
+from minillm.bench.systems import choose, draft_for, prompt_ids
 from minillm.bench.tables import same_tokens
 from minillm.bench.transformers_peers import Transformers
 from minillm.models.loading import load_config, resolve
@@ -71,9 +71,11 @@ def run(
     longest = min(LONGEST_PROMPT, load_config(resolve(model)).max_position_embeddings - new_tokens)
     requests = prompt_ids(model, prompts, SHORTEST_PROMPT, longest)
     spec = (model, draft, drafts, requests, new_tokens)
-    contestants = [rung(name, *spec, baselines=tuple(b for b in below(name) if b in names)) for name in names]
+    systems_to_compare = [
+        rung(name, *spec, baselines=tuple(b for b in baselines_of(name) if b in names)) for name in names
+    ]
     code = f"from {__name__} import rung; rung({{!r}}, *{spec!r}).run()"
-    rows = compare(contestants, rounds, lambda name: peak_memory_of(code.format(name)))
+    rows = compare(systems_to_compare, rounds, lambda name: peak_memory_of(code.format(name)))
     config = {
         "model": model,
         "draft": draft,
@@ -94,7 +96,7 @@ def run(
     return result("ladder", config, rows)
 
 
-def below(name: str) -> tuple[str, ...]:
+def baselines_of(name: str) -> tuple[str, ...]:
     """The baselines of a rung: transformers, and for the rungs above `plain` also `plain`."""
     return {HF: (), "plain": (HF,)}.get(name, ("plain", HF))
 

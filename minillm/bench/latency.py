@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from minillm.bench.contestants import choose, draft_for, left_out, prompt_ids
-from minillm.bench.harness import Row, peak_memory_of, result, same_start
+from minillm.bench.harness import Row, common_prefix_share, peak_memory_of, result
 from minillm.bench.own_engine import options
+from minillm.bench.systems import choose, draft_for, left_out, prompt_ids
 from minillm.bench.tables import speed_table
 from minillm.errors import ConfigError
 
@@ -160,7 +160,7 @@ def _row(engine: Engine, kind: str, other: tuple[Engine, str] | None, new_tokens
         base, base_kind = other
         ratios = [b / own for b, own in zip(base.seconds[base_kind], seconds, strict=True)]
         equal = tokens == base.tokens[base_kind]
-        same = same_start(tokens, base.tokens[base_kind])
+        same = common_prefix_share(tokens, base.tokens[base_kind])
     median = statistics.median(seconds)
     return Row(
         system=system_name(kind, engine.name),

@@ -53,7 +53,7 @@ class LlamaCpp:
         self.vocab = llama_cpp.llama_model_get_vocab(self.model)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(self.vocab)
         self.memory = llama_cpp.llama_get_memory(self.context)
-        self.about: dict[str, Any] = {"setting": setting, "threads": threads}
+        self.details: dict[str, Any] = {"setting": setting, "threads": threads}
 
     def complete(self, prompt: Sequence[int], new_tokens: int) -> Completion:
         """See `Completer`."""

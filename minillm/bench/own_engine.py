@@ -11,7 +11,7 @@ from minillm.bench.completion import Completion
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTIZED = ("int8", "w8a8", "int4")
-LOOKING_BACK: dict[str, dict[str, Any]] = {
+DRAFT_FREE_METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4},
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0, "num_speculative_tokens": 8},
 }
@@ -41,7 +41,7 @@ def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[s
             "num_speculative_tokens": num_drafts,
         }
     elif method:
-        found["speculative_config"] = dict(LOOKING_BACK[method])
+        found["speculative_config"] = dict(DRAFT_FREE_METHODS[method])
     return found
 
 
@@ -53,7 +53,7 @@ class OwnEngine:
 
         self.llm = LLM(model, **llm_options)
         kept = ("dtype", "quantization", "enforce_eager", "kv_cache_dtype", "speculative_config")
-        self.about: dict[str, Any] = {key: value for key, value in llm_options.items() if key in kept}
+        self.details: dict[str, Any] = {key: value for key, value in llm_options.items() if key in kept}
 
     def complete(self, prompt: Sequence[int], new_tokens: int) -> Completion:
         """See `Completer`."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minillm.bench.completion import Completer
-from minillm.bench.contestants import Workload, choose, left_out, load, peak_memory, prepared, prompt_ids
 from minillm.bench.harness import Counted, Row, System, compare, result
 from minillm.bench.shapes import SHAPES, shape_folder
+from minillm.bench.systems import Workload, choose, left_out, load, peak_memory, prepared, prompt_ids
 from minillm.bench.tables import speed_table
 
 if TYPE_CHECKING:
@@ -67,10 +67,10 @@ def run(
         loaded = {name: load(name, ready) for name in names}
         peaks = {name: peak_memory(name, ready) for name in names}
         for prompt in prompts:
-            contestants = [
+            systems_to_compare = [
                 _system(name, loaded[name], prompt, tuple(b for b in known[name] if b in names)) for name in names
             ]
-            rows += compare(contestants, rounds, peaks.get if prompt is prompts[-1] else lambda name: None)
+            rows += compare(systems_to_compare, rounds, peaks.get if prompt is prompts[-1] else lambda name: None)
     config = {
         "model": shape or model,
         "batch": 1,
@@ -111,6 +111,6 @@ def _system(name: str, completer: Completer, prompt: list[int], baselines: tuple
         name,
         run_once,
         baselines or None,
-        lambda: {**completer.about, "prompt_tokens": len(prompt)},
+        lambda: {**completer.details, "prompt_tokens": len(prompt)},
         lambda: Counted(seconds[0], len(prompt)),
     )

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from minillm.bench.contestants import choose
 from minillm.bench.harness import Row, System, compare, result
 from minillm.bench.prefill import joined_prompt
+from minillm.bench.systems import choose
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +58,7 @@ def run(
     for name in HELD_TO:
         kinds = [kind for kind in KINDS if f"{name} {kind}" in chosen]
         if kinds:
-            found = _pretend(name, [model, kinds, rounds, new_tokens])
+            found = _measure_as(name, [model, kinds, rounds, new_tokens])
             if found["reason"]:
                 missing[name] = found["reason"]
             for row in found["rows"]:
@@ -168,7 +168,7 @@ def _compare(model: str, kind: str, rounds: int, new_tokens: int) -> list[Row]:
     return compare([system(plain, None, True), system(f"minillm {kind}", plain, False)], rounds)
 
 
-def _pretend(name: str, arguments: list[Any]) -> dict[str, Any]:
+def _measure_as(name: str, arguments: list[Any]) -> dict[str, Any]:
     """Run `measure_here` in a process that compiles for `name`, with PyTorch limited to its instructions."""
     environment = {
         **os.environ,

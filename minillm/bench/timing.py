@@ -43,7 +43,7 @@ class Spread:
         return f"{self.median:.1f} ({self.low:.1f} to {self.high:.1f})"
 
 
-def in_turn(runs: Mapping[Key, Callable[[], Any]], rounds: int = 5) -> dict[Key, list[float]]:
+def time_in_turn(runs: Mapping[Key, Callable[[], Any]], rounds: int = 5) -> dict[Key, list[float]]:
     """Time every run once per round. Returns the seconds of `rounds` rounds, without a warm-up round before them."""
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
     for turn in range(rounds + 1):
@@ -61,7 +61,7 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> Spread:
 
 
 def medians(seconds: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
-    """The median of each list that `in_turn` returned."""
+    """The median of each list that `time_in_turn` returned."""
     return {key: statistics.median(each) for key, each in seconds.items()}
 
 

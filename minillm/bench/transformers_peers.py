@@ -59,7 +59,7 @@ class Transformers:
 
         self.model = _load(folder, dtype)
         self.options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
-        self.about: dict[str, Any] = {"setting": setting, "threads": torch.get_num_threads()}
+        self.details: dict[str, Any] = {"setting": setting, "threads": torch.get_num_threads()}
         self.cache: Any = None
         if setting in ("static", "compiled"):
             from transformers import StaticCache

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minillm.bench.contestants import choose, draft_for
 from minillm.bench.harness import Counted, Row, System, compare, result
 from minillm.bench.own_engine import options
 from minillm.bench.prefill import joined_prompt
 from minillm.bench.shapes import shape_folder
+from minillm.bench.systems import choose, draft_for
 from minillm.bench.tables import speed_table
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ class VllmPeer:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.about: dict[str, Any] = self._ask(json.dumps(spec))
+        self.details: dict[str, Any] = self._ask(json.dumps(spec))
         """vLLM's version and number of threads."""
 
     def run(self) -> list[list[int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from minillm.bench.benchmarks import BENCHMARKS, find, find_table
 from minillm.commands.command import Command
-from minillm.commands.places import check_new_file
+from minillm.commands.output_checks import check_new_file
 from minillm.errors import ConfigError
 
 EXAMPLES = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm.commands.command import Command
-from minillm.commands.places import check_new_file
+from minillm.commands.output_checks import check_new_file
 
 if TYPE_CHECKING:
     from minillm.export.gguf import GgufExport

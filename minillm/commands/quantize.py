@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm.commands.command import Command
-from minillm.commands.places import check_writable
+from minillm.commands.output_checks import check_writable
 
 if TYPE_CHECKING:
     from minillm.export.write_quantized import Conversion

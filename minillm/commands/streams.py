@@ -12,7 +12,7 @@ from typing import TextIO
 
 from minillm.errors import ConfigError
 
-STAND_INS = {
+REPLACEMENTS = {
     "✓": "+", "✗": "x", "╳": "x", "×": "x", "·": ".", "…": "~", "⏎": "$", "⇥": ">", "↻": ">", "★": "*", "●": "o",
     "–": "-", "—": "-", "−": "-", "“": '"', "”": '"', "‘": "'", "’": "'", "→": ">", "←": "<", "↑": "^", "↓": "v",
     "≤": "<", "≥": ">", "≈": "~", "α": "a", "β": "b", "γ": "g", "σ": "s", "τ": "t", "χ": "x", "µ": "u", "μ": "u",
@@ -53,5 +53,5 @@ def _with_stand_ins(problem: UnicodeError) -> tuple[str, int]:
 
 
 def _stand_in(character: str) -> str:
-    found = STAND_INS.get(character) or unicodedata.normalize("NFKD", character)[:1]
+    found = REPLACEMENTS.get(character) or unicodedata.normalize("NFKD", character)[:1]
     return found if found.isascii() else "?"

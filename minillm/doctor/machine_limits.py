@@ -28,7 +28,7 @@ GPU_MATMUL_SIZE = 8192
 
 
 @dataclass(frozen=True)
-class Ceiling:
+class MachineLimit:
     """One measured limit: the median of `repeats` runs, and their spread."""
 
     name: str
@@ -48,7 +48,7 @@ class Ceiling:
         return "{:,.1f} G{} ({:,.1f} to {:,.1f}, {} runs{})".format(giga[0], self.unit, *giga[1:], self.repeats, by)
 
 
-def measure(repeats: int = 7) -> list[Ceiling]:
+def measure(repeats: int = 7) -> list[MachineLimit]:
     """Memory bandwidth and matrix-product rate of the CPU and, if there is one, the GPU. Takes a few seconds.
 
     Raises `ConfigError` for fewer than 5 repeats, too few for a median.
@@ -63,19 +63,19 @@ def measure(repeats: int = 7) -> list[Ceiling]:
     return found
 
 
-def memory_bandwidth(device: str, repeats: int = 7, num_bytes: int | None = None) -> Ceiling:
+def memory_bandwidth(device: str, repeats: int = 7, num_bytes: int | None = None) -> MachineLimit:
     """Bytes per second of a large copy or a large sum, whichever is faster. A sum only reads, as decode mostly does.
 
     `num_bytes`: see `copy_bandwidth`.
     """
     source = _large(device, num_bytes)
-    read = _ceiling("memory bandwidth", device, "B/s", source.nbytes, _time(source.sum, device, repeats), "a sum")
+    read = _limit("memory bandwidth", device, "B/s", source.nbytes, _time(source.sum, device, repeats), "a sum")
     del source
     copied = copy_bandwidth(device, repeats, num_bytes)
     return _best([read, replace(copied, name=read.name, kernel="a copy")])
 
 
-def copy_bandwidth(device: str, repeats: int = 7, num_bytes: int | None = None) -> Ceiling:
+def copy_bandwidth(device: str, repeats: int = 7, num_bytes: int | None = None) -> MachineLimit:
     """Bytes read plus bytes written per second by one large copy.
 
     `num_bytes`: size of the copied buffer, to use less memory than the default. It must be several times the
@@ -84,10 +84,10 @@ def copy_bandwidth(device: str, repeats: int = 7, num_bytes: int | None = None) 
     source = _large(device, num_bytes)
     target = torch.empty_like(source)
     seconds = _time(lambda: target.copy_(source), device, repeats)
-    return _ceiling("copy bandwidth", device, "B/s", 2 * source.nbytes, seconds)
+    return _limit("copy bandwidth", device, "B/s", 2 * source.nbytes, seconds)
 
 
-def matmul_rate(device: str, dtype: torch.dtype, repeats: int = 7) -> Ceiling:
+def matmul_rate(device: str, dtype: torch.dtype, repeats: int = 7) -> MachineLimit:
     """FLOP/s of a product of random matrices; a multiply-add counts as two operations.
 
     In float32 on a CPU, three kernels of the engine are tried: `torch.mm`, oneDNN with packed weights (x86), and the
@@ -98,7 +98,7 @@ def matmul_rate(device: str, dtype: torch.dtype, repeats: int = 7) -> Ceiling:
     found = []
     for kernel, (work, run) in kernels.items():
         seconds = _time(run, device, repeats)
-        found.append(_ceiling(name, device, "FLOP/s", work, seconds, kernel if len(kernels) > 1 else ""))
+        found.append(_limit(name, device, "FLOP/s", work, seconds, kernel if len(kernels) > 1 else ""))
     return _best(found)
 
 
@@ -128,13 +128,15 @@ def _products(device: str, dtype: torch.dtype) -> dict[str, tuple[int, Callable[
     return products
 
 
-def _best(ceilings: list[Ceiling]) -> Ceiling:
-    return max(ceilings, key=lambda ceiling: ceiling.median)
+def _best(limits: list[MachineLimit]) -> MachineLimit:
+    return max(limits, key=lambda limit: limit.median)
 
 
-def _ceiling(name: str, device: str, unit: str, work: int, seconds: list[float], kernel: str = "") -> Ceiling:
+def _limit(name: str, device: str, unit: str, work: int, seconds: list[float], kernel: str = "") -> MachineLimit:
     median = statistics.median(seconds)
-    return Ceiling(name, device, unit, work / median, work / max(seconds), work / min(seconds), len(seconds), kernel)
+    return MachineLimit(
+        name, device, unit, work / median, work / max(seconds), work / min(seconds), len(seconds), kernel
+    )
 
 
 def _time(run: Callable[[], object], device: str, repeats: int) -> list[float]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from minillm.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from minillm.doctor.machine_limits import Ceiling
+    from minillm.doctor.machine_limits import MachineLimit
 
 Status = Literal["ok", "limited", "missing"]
 MARKS: dict[str, str] = {"ok": "✓", "limited": "~", "missing": "✗"}
@@ -53,7 +53,7 @@ class Report:
     """All rows. Displayed as one line and the rows that need a fix, or with `full` as the whole table."""
 
     rows: tuple[Row, ...]
-    ceilings: tuple[Ceiling, ...] = ()
+    limits: tuple[MachineLimit, ...] = ()
     machine: str = ""
     """A short description of the machine (see `checks.machine`)."""
     full: bool = True
@@ -79,9 +79,9 @@ class Report:
     def text(self) -> str:
         """The whole report for a terminal: each row with its meaning and its fix."""
         lines = _lines(self.rows)
-        if self.ceilings:
+        if self.limits:
             lines += ["", "Measured here, just now (median, lowest to highest):"]
-            lines += [f"  {c.device:<4}  {c.name:<24}  {c}" for c in self.ceilings]
+            lines += [f"  {c.device:<4}  {c.name:<24}  {c}" for c in self.limits]
         return "\n".join([*lines, "", self.summary])
 
     @property
@@ -92,7 +92,7 @@ class Report:
 
     def to_json(self) -> str:
         """The report as JSON: `rows`, and `ceilings` if they were measured."""
-        value = {"rows": [asdict(row) for row in self.rows], "ceilings": [asdict(c) for c in self.ceilings]}
+        value = {"rows": [asdict(row) for row in self.rows], "ceilings": [asdict(c) for c in self.limits]}
         return json.dumps(value, indent=2, ensure_ascii=False)
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ class Report:
     def _table(self) -> str:
         measured = "".join(
             f"<tr>{_cell('')}{_cell(f'{c.name} ({c.device})')}{_cell(str(c))}{_cell('measured here, just now')}</tr>"
-            for c in self.ceilings
+            for c in self.limits
         )
         return _table_html(self.rows, measured, f"What runs on this machine: {self.summary}")
 

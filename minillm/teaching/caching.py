@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from minillm.bench.timing import Spread, in_turn, ratio
+from minillm.bench.timing import Spread, ratio, time_in_turn
 from minillm.models.decoder import Decoder
 
 HEADS, GROUP, WIDTH = 8, 4, 128
@@ -115,9 +115,9 @@ def time_growth_policies(
         for r in grid
         for kernel in ("whole", "view")
     }
-    took = in_turn(runs, rounds=3)
+    took = time_in_turn(runs, rounds=3)
     row = torch.ones(1, HEADS, WIDTH)
-    once = statistics.median(in_turn({"new": lambda: (_grown(row, 1, 0), _grown(row, 1, 0))}, rounds=200)["new"])
+    once = statistics.median(time_in_turn({"new": lambda: (_grown(row, 1, 0), _grown(row, 1, 0))}, rounds=200)["new"])
     slower = {key: ratio(seconds, took["view", num_steps]) for key, seconds in took.items()}
     base, moved = statistics.median(took["view", num_steps]), num_steps**2 / 2
     return GrowthCosts(

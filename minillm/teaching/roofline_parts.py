@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Segment
-from minillm.bench.timing import in_turn, medians
+from minillm.bench.timing import medians, time_in_turn
 from minillm.cache.paged import PagedKVCache
 from minillm.llm import LLM
 from minillm.models.config import ModelConfig
@@ -75,7 +75,7 @@ def _time_copies(model: Decoder, rows_tried: Sequence[int]) -> dict[int, float]:
     layers = [_random_linear(*shape) for _ in range(num_copies) for shape in shapes]
     inputs = {(rows, fan_in): torch.randn(rows, fan_in) for rows in rows_tried for _, fan_in in shapes}
     runs = {rows: lambda rows=rows: [part(inputs[rows, part.in_features]) for part in layers] for rows in rows_tried}
-    return {rows: seconds / num_copies for rows, seconds in medians(in_turn(runs)).items()}
+    return {rows: seconds / num_copies for rows, seconds in medians(time_in_turn(runs)).items()}
 
 
 def linear_shapes(model: Decoder) -> list[tuple[int, int]]:

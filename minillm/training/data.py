@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.training.corpus import Document, documents, sources
-from minillm.training.fim_documents import as_trained
+from minillm.training.fim_documents import training_document
 from minillm.training.train_tokenizer import END_OF_TEXT, train_tokenizer
 
 
@@ -136,7 +136,7 @@ class Passes:
         tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         docs = read_documents(self.folder / "train.jsonl.gz")
         rng = np.random.default_rng(number)
-        texts = [as_trained(docs[i].text, rng) for i in rng.permutation(len(docs))]
+        texts = [training_document(docs[i].text, rng) for i in rng.permutation(len(docs))]
         with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".npy", delete=False) as fresh:
             np.save(fresh, encode_all(tokenizer, texts, f"pass {number + 1}"))
         Path(fresh.name).replace(file)

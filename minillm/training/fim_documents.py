@@ -23,7 +23,7 @@ PIECE_CHARACTERS = (300, 6000)
 """Minimum and maximum length of a piece; the distribution is log-uniform."""
 
 
-def as_trained(text: str, rng: np.random.Generator) -> str:
+def training_document(text: str, rng: np.random.Generator) -> str:
     """`text` as a training document: whole, or in pieces with gaps. End of text follows each."""
     if rng.random() >= FIM_RATE:
         return text + END_OF_TEXT

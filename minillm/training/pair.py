@@ -56,10 +56,10 @@ class Pair:
     def recipe(self, stage: str) -> Recipe:
         """The recipe of a stage. That of `decay` depends on the tokens of the stable run that it branched from."""
         if stage == "decay":
-            return decay_recipe(self.begun_with("decay")["target"], self.decay_lengths)
+            return decay_recipe(self.input_tokens("decay")["target"], self.decay_lengths)
         return {"target": self.target_recipe, "draft": self.draft_recipe, "distill": self.distill_recipe}[stage]
 
-    def begun_with(self, stage: str) -> dict[str, int]:
+    def input_tokens(self, stage: str) -> dict[str, int]:
         """For each input model of a stage, the tokens that it had seen when the stage started."""
         file = self.folder / stage / "inputs.json"
         if not file.exists():

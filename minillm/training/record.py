@@ -30,7 +30,7 @@ class Hardware:
             _cpu_name(), os.cpu_count() or 1, torch.get_num_threads(), torch.__version__, platform.python_version()
         )
 
-    def note(self, folder: Path) -> None:
+    def append_to(self, folder: Path) -> None:
         """Append it to `folder/hardware.json`, unless the previous session ran on the same hardware."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "hardware.json"
@@ -40,10 +40,12 @@ class Hardware:
 
     @classmethod
     def load(cls, folder: Path) -> tuple[Hardware, ...]:
-        """Read the entries that `note` wrote, in order. Raises `TrainingError` if there are none."""
+        """Read the entries that `append_to` wrote, in order. Raises `TrainingError` if there are none."""
         file = folder / "hardware.json"
         if not file.exists():
-            raise TrainingError(f"{file} is missing; run the stage that writes it, or Hardware.here().note(folder)")
+            raise TrainingError(
+                f"{file} is missing; run the stage that writes it, or Hardware.here().append_to(folder)"
+            )
         return tuple(cls(**values) for values in json.loads(file.read_text(encoding="utf-8")))
 
 

@@ -136,7 +136,7 @@ def _run(
     if trainer.progress >= 1:
         tqdm.write(f"{stage}: done ({trainer.tokens_seen:,} tokens in {trainer.seconds / 60:.1f} minutes)")
         return
-    Hardware.here().note(folder)
+    Hardware.here().append_to(folder)
     trainer.run()
 
 

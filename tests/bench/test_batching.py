@@ -57,17 +57,17 @@ def test_the_peer_is_the_better_of_transformers_ways() -> None:
     rows += [row(batching.GENERATE_BATCH, batching.PADDED, 50, 0.5)]
     for name, speed in ((batching.CONTINUOUS, 600), (batching.CONTINUOUS_ALL, 900)):
         rows += [row(name, batching.PADDED_ALL, speed, speed / 300), row(name, batching.PADDED, speed, speed / 100)]
-    told = batching.over_the_better(rows)
+    told = batching.over_best_transformers(rows)
     assert told["better_of_transformers"] == batching.PADDED_ALL
     assert told["over_the_better"] == {batching.CONTINUOUS: 2.0, batching.CONTINUOUS_ALL: 3.0}
-    assert batching.over_the_better([row(batching.VLLM, None, 100, None)]) == {}
+    assert batching.over_best_transformers([row(batching.VLLM, None, 100, None)]) == {}
 
 
 def test_the_benchmark_is_registered_and_compares_with_every_way_of_transformers() -> None:
     assert "batch" in BENCHMARKS and find("batch") is batching.run
     for name in (batching.CONTINUOUS, batching.CONTINUOUS_ALL, batching.CONTINUOUS_DRAFTED, batching.CONTINUOUS_SUFFIX):
         assert set(batching.TRANSFORMERS) < set(batching.BASELINES[name])
-    for table in (batching.BASELINES, batching.OF_A_SHAPE):
+    for table in (batching.BASELINES, batching.SHAPE_BASELINES):
         assert all(base in table for bases in table.values() for base in bases)
 
 
@@ -128,7 +128,7 @@ def test_a_peer_in_another_process_answers_each_time_and_says_when_it_cannot(
     requests = {"model": "none", "prompts": [[7], [8, 9]], "lengths": [2, 3], "max_num_seqs": 2, "dtype": "float32"}
     peer = vllm_peer.VllmPeer(sys.executable, 1, **requests)
     assert peer.run() == peer.run() == [[7, 7], [8, 9, 8]]
-    assert peer.about == {"vllm": "0", "threads": 1}
+    assert peer.details == {"vllm": "0", "threads": 1}
     peer.close()
     (tmp_path / "vllm.py").write_text("raise ImportError")
     with pytest.raises(ConfigError, match="MINILLM_VLLM_PYTHON"):

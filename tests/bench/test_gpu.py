@@ -23,7 +23,7 @@ from minillm.bench.on_gpu import stage_check as gpu_check
 from minillm.bench.on_gpu import stage_runner as gpu_stages
 from minillm.bench.on_gpu.findings import Findings, Report, Target
 from minillm.bench.on_gpu.stage_runner import STAGES, Stage, run_stage
-from minillm.bench.on_gpu.stage_setup import Site
+from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.bench.on_gpu.stage_speculation import SyntheticJudge, tokens_per_round
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
@@ -36,7 +36,7 @@ from minillm.speculative.drafter import Draft
 from minillm.speculative.rejection_sampler import Verdict
 
 needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not there to rehearse with")
-SITE = Site.here(is_rehearsal=True)
+SETUP = StageSetup.here(is_rehearsal=True)
 PROMISED = {
     "decode: half decode, MBU": "≥ 0.8",
     "decode: int8 over half": "≥ 1.6",
@@ -116,10 +116,10 @@ def test_stages_share_the_time_and_each_is_saved_at_once(monkeypatch: pytest.Mon
 # ---- stages in processes of their own
 
 
-def tells(site: Site, report: Report) -> None:
+def tells(setup: StageSetup, report: Report) -> None:
     """A stage that a worker runs."""
     report.note("interpret", os.environ.get("TRITON_INTERPRET"))
-    report.note("rehearsal", site.is_rehearsal)
+    report.note("rehearsal", setup.is_rehearsal)
 
 
 WRITES = 'import json, os, sys, time; line = lambda **c: open(sys.argv[1], "a").write(json.dumps(c) + "\\n")'
@@ -176,7 +176,7 @@ def test_a_figure_is_a_median_beside_its_target(tmp_path: Path) -> None:
     report.measured("gain", [1.5, 1.9, 1.7], "times", Target(at_least=1.6), "2, the ratio of bytes", batch=1)
     report.measured("cost", 1.2, "times", Target(at_most=1.15))
     report.modelled("promise", 2.0, "times")
-    [gain, cost, promise] = Findings.read(report.path).figures
+    [gain, cost, promise] = Findings.read(report.path).metrics
     assert (gain["value"], gain["low"], gain["high"], gain["target"], gain["met"]) == (1.7, 1.5, 1.9, "≥ 1.6", True)
     assert gain["bound"] == "2, the ratio of bytes" and gain["config"] == {"batch": 1}
     assert (cost["target"], cost["met"]) == ("≤ 1.15", False)
@@ -192,7 +192,7 @@ def test_a_rehearsal_writes_nothing_that_was_measured(tmp_path: Path) -> None:
     report.counted("same", 1.0, "of all", Target(at_least=1))
     text = report.path.read_text()
     assert not any(number in text for number in ("1.5", "1.9", "1.7", "2.0", "3.0"))
-    assert [figure["met"] for figure in Findings.read(report.path).figures] == [None, None, True]
+    assert [figure["met"] for figure in Findings.read(report.path).metrics] == [None, None, True]
     for wrong in ([], [0.0], [-1.0], [float("nan")], [1.0, float("inf")]):
         with pytest.raises(ValueError, match="must be positive and finite"):
             report.measured("gain", wrong, "times")
@@ -212,21 +212,21 @@ def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_weight_bytes_are_those_of_the_tensors_a_token_needs() -> None:
-    model = gpu_models.random_model(SITE, "rehearsal")
+    model = gpu_models.random_model(SETUP, "rehearsal")
     every = sum(p.nbytes for p in model.parameters())
     assert gpu_models.weight_bytes(model) == every - model.embed_tokens.weight.nbytes
-    tied = gpu_models.random_model(SITE, "rehearsal draft")
+    tied = gpu_models.random_model(SETUP, "rehearsal draft")
     assert gpu_models.weight_bytes(tied) == sum(p.nbytes for p in tied.parameters())
     linears = sum(linear.weight.numel() for linear in model.layers.modules() if isinstance(linear, torch.nn.Linear))
     assert gpu_models.product_weights(model) == linears
-    rounded = quantize_model(gpu_models.random_model(SITE, "rehearsal"), Int8())
+    rounded = quantize_model(gpu_models.random_model(SETUP, "rehearsal"), Int8())
     rows = sum(linear.out_features for linear in model.layers.modules() if isinstance(linear, torch.nn.Linear))
     assert gpu_models.weight_bytes(rounded) == gpu_models.weight_bytes(model) - 3 * linears + 4 * rows
 
 
 @pytest.mark.parametrize("layout", [PagedKVCache, PagedInt8KVCache])
 def test_kv_bytes_are_those_of_the_pools(layout: type) -> None:
-    model = gpu_models.random_model(SITE, "rehearsal")
+    model = gpu_models.random_model(SETUP, "rehearsal")
     cache = layout(model.config, 3, gpu_models.BLOCK_SIZE, torch.float32, torch.device("cpu"))
     gpu_models.fill(cache)
     pools = [cache.keys, cache.values] if layout is PagedKVCache else [*cache.keys, *cache.values]
@@ -279,19 +279,19 @@ def test_the_check_finds_a_kernel_that_is_wrong_and_one_that_fails(
     monkeypatch.setattr(gpu_check, "op", planted)
     monkeypatch.setattr(gpu_check, "implementations", lambda name, device: ["triton", "reference"])
     report = Report(tmp_path / "lines", is_rehearsal=True)
-    gpu_check.check(SITE, report)
+    gpu_check.check(SETUP, report)
     found = Findings.read(report.path)
-    [verdict] = [f for f in found.figures if f["name"] == "ops whose kernel is wrong or fails"]
+    [verdict] = [f for f in found.metrics if f["name"] == "ops whose kernel is wrong or fails"]
     assert verdict["config"]["names"] == ["paged_attention", "store_kv", "rope", "argmax", "advance"]
     assert verdict["met"] is False and "ZeroDivisionError" in found.notes["argmax"]
-    met = {f["name"].removesuffix(", worst error"): f["met"] for f in found.figures if "worst" in f["name"]}
+    met = {f["name"].removesuffix(", worst error"): f["met"] for f in found.metrics if "worst" in f["name"]}
     assert met["rms_norm"] is met["int4_linear"] is met["tree_attention"] is met["rejection"] is True
 
 
 def test_a_device_that_runs_no_kernel_does_not_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_check, "implementations", lambda name, device: ["reference"])
     with pytest.raises(UnsupportedError, match="no kernel runs on cpu"):
-        gpu_check.check(SITE, Report(tmp_path / "lines", is_rehearsal=True))
+        gpu_check.check(SETUP, Report(tmp_path / "lines", is_rehearsal=True))
 
 
 # ---- speculation

@@ -12,11 +12,11 @@ import torch
 
 from minillm.bench import kernels
 from minillm.bench.benchmarks import find, find_table
-from minillm.bench.device_clock import CpuClock, Way, in_turn, last_cache_bytes, ratios
+from minillm.bench.device_clock import CpuClock, TimedFunction, last_cache_bytes, ratios, time_in_turn
 from minillm.bench.kernel_attention import Pools, attention_cases
 from minillm.bench.kernel_cases import COMPILED, PREFILL, REFERENCE, Case, Implementation, Setting
 from minillm.bench.kernel_products import SCHEMES, Weights, _compiled
-from minillm.doctor.machine_limits import Ceiling
+from minillm.doctor.machine_limits import MachineLimit
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.ops.dispatch import OPS
@@ -32,7 +32,7 @@ CONFIG = ModelConfig(
     max_position_embeddings=256,
 )
 SETTING = Setting("tiny", CONFIG, "cpu", torch.float32, 2**16, tokens=(1, 5, PREFILL), contexts=(3, 40))
-CEILINGS = [Ceiling("copy bandwidth", "cpu", "B/s", 1e9, 1e9, 1e9, 7)]
+LIMITS = [MachineLimit("copy bandwidth", "cpu", "B/s", 1e9, 1e9, 1e9, 7)]
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +86,11 @@ def test_every_implementation_gives_what_the_reference_gives(cases: list[Case]) 
     compiled = set()
     with torch.no_grad():
         for case in cases:
-            right = case.ways[REFERENCE].once()
+            right = case.implementations[REFERENCE].once()
             assert right.double().norm() > 0 or not right.is_floating_point(), case.name  # token 0 is a token
-            for name, way in case.ways.items():
+            for name, way in case.implementations.items():
                 assert kernels.relative_error(way.once(), right) <= (way.limit or 1e-5), (case.name, name)
-            compiled |= {case.op} if COMPILED in case.ways else set()
+            compiled |= {case.op} if COMPILED in case.implementations else set()
     assert compiled == {
         *("linear", "int8_linear", "w8a8_linear", "int4_linear", "paged_attention", "store_kv"),
         *("rms_norm", "rope", "silu_gate", "argmax"),
@@ -132,9 +132,9 @@ def test_requests_of_a_pool_share_no_block_and_lie_scattered() -> None:
     assert len(tables) > 1 and tables.unique().numel() == tables.numel() and tables.max() < pools.num_blocks
     assert (tables.diff() != 1).any()
     case = next(m.make() for m in attention_cases(SETTING) if m.op == "paged_attention")
-    outputs = [case.ways[REFERENCE].call(copy) for copy in range(2)]  # type: ignore[misc]
+    outputs = [case.implementations[REFERENCE].call(copy) for copy in range(2)]  # type: ignore[misc]
     assert not torch.equal(*outputs)
-    loop, result = case.ways[COMPILED].loop, case.ways[COMPILED].result
+    loop, result = case.implementations[COMPILED].loop, case.implementations[COMPILED].result
     assert loop is not None and result is not None
     for copy in range(2):
         loop(1, copy, case.copies)
@@ -160,8 +160,11 @@ def test_ways_take_turns_in_runs_of_about_one_length() -> None:
         order.append((name, count))
         clock.now += each * count
 
-    ways = [Way("slow", partial(run, "slow", 2e-3)), Way("fast", partial(run, "fast", 1e-4), multiple=3)]
-    timings = in_turn(clock, ways, rounds=4, seconds=1e-3)
+    ways = [
+        TimedFunction("slow", partial(run, "slow", 2e-3)),
+        TimedFunction("fast", partial(run, "fast", 1e-4), multiple=3),
+    ]
+    timings = time_in_turn(clock, ways, rounds=4, seconds=1e-3)
     assert order[-8:] == [("slow", 1), ("fast", 9)] * 4
     assert ratios(timings, "fast", "slow") == pytest.approx([20.0] * 4)
     assert timings["fast"].median == pytest.approx(1e-4) and timings["fast"].calls == 9
@@ -190,7 +193,7 @@ def test_cold_runs_read_the_copies_in_turn_whoever_reads(monkeypatch: pytest.Mon
     """No two ways in a row find what the other has just read."""
     monkeypatch.setattr(kernels, "RUN_S", 1e-5)
     case, read = counting_case()
-    rows = kernels.case_rows(case, CpuClock(), CEILINGS, 3, set(case.ways))
+    rows = kernels.case_rows(case, CpuClock(), LIMITS, 3, set(case.implementations))
     cold = [copy for _, copy in read][[copy for _, copy in read].index(1) - 1 :]
     assert cold == [i % 5 for i in range(len(cold))]
     assert {name for name, copy in read if copy} == {REFERENCE, "pytorch", "loop"}
@@ -202,14 +205,14 @@ def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "RUN_S", 1e-5)
     for error, equal in ((1e-6, True), (1e-3, False), (float("nan"), False)):
         case, _ = counting_case(error)
-        rows = kernels.case_rows(case, CpuClock(), CEILINGS, 1, set(case.ways))
+        rows = kernels.case_rows(case, CpuClock(), LIMITS, 1, set(case.implementations))
         assert [row.outputs_equal for row in rows] == [None, equal, True]
 
 
 def test_figures_follow_from_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "RUN_S", 1e-5)
     case, _ = counting_case()
-    for row in kernels.case_rows(case, CpuClock(), CEILINGS, 3, set(case.ways)):
+    for row in kernels.case_rows(case, CpuClock(), LIMITS, 3, set(case.implementations)):
         c = row.config
         assert row.p50_ms == pytest.approx(c["cold_us"] / 1000)
         assert c["cold_gb_per_s"] == pytest.approx(1000 / c["cold_us"] / 1000)
@@ -220,11 +223,11 @@ def test_figures_follow_from_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmark on the tiny shapes, with ceilings that cost nothing."""
+    """The benchmark on the tiny shapes, with limits that cost nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(kernels, "_setting", lambda name, device: SETTING)
     monkeypatch.setattr(kernels, "_shapes", lambda shape: ["tiny"])
-    monkeypatch.setattr(kernels, "ceilings_of", lambda device: CEILINGS)
+    monkeypatch.setattr(kernels, "machine_limits_of", lambda device: LIMITS)
     monkeypatch.setattr(kernels, "RUN_S", 1e-5)
 
 

@@ -102,7 +102,7 @@ def test_processors_that_ran_were_refused_or_only_compiled_all_have_their_line(
         asked.append((name, arguments[1]))
         return {"reason": "no FMA", "rows": []} if name == "x86-64" else {"reason": None, "rows": rows}
 
-    monkeypatch.setattr(processors, "_pretend", pretend)
+    monkeypatch.setattr(processors, "_measure_as", pretend)
     outcome = processors.run(systems=["haswell fp32", "x86-64 int8"])
     assert asked == [("haswell", ["fp32"]), ("x86-64", ["int8"])]
     text = printed(outcome, capsys)
@@ -113,7 +113,7 @@ def test_processors_that_ran_were_refused_or_only_compiled_all_have_their_line(
 
 
 def test_a_process_that_pretends_to_be_too_old_says_why() -> None:
-    found = processors._pretend("ivybridge", ["minicoder", ["fp32"], 1, 1])
+    found = processors._measure_as("ivybridge", ["minicoder", ["fp32"], 1, 1])
     assert found["rows"] == [] and found["reason"].endswith("no FMA")
 
 

@@ -9,7 +9,7 @@ import pytest
 from minillm import LLM, SamplingParams
 from minillm.bench import harness, ladder, latency, prefill, verify
 from minillm.bench.benchmarks import find_table
-from minillm.bench.harness import same_start
+from minillm.bench.harness import common_prefix_share
 from minillm.bench.tables import speed_table
 from minillm.errors import ConfigError
 from tests.conftest import TinyPair
@@ -32,8 +32,8 @@ def printed(outcome: dict, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_same_start_is_a_share_of_the_other_ones_tokens() -> None:
-    assert same_start([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == pytest.approx(4 / 6)
-    assert same_start([[1]], [[1, 2]]) == 0.5 and same_start([[9, 2]], [[1, 2]]) == 0.0
+    assert common_prefix_share([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == pytest.approx(4 / 6)
+    assert common_prefix_share([[1]], [[1, 2]]) == 0.5 and common_prefix_share([[9, 2]], [[1, 2]]) == 0.0
 
 
 def test_prefill_counts_prompt_tokens_by_length(tiny: TinyPair, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 
 from minillm.bench import timing
-from minillm.bench.timing import Spread, in_turn, medians, ratio
+from minillm.bench.timing import Spread, medians, ratio, time_in_turn
 
 
 def test_runs_take_turns_and_the_first_round_is_not_counted(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(timing, "clock", lambda: float(next(ticks)))
     order = []
-    seconds = in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3)
+    seconds = time_in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3)
     assert "".join(order) == "abababab"
     assert seconds == {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0]}
 

@@ -18,7 +18,7 @@ import pytest
 from minillm import cli
 from minillm.commands import lab
 from minillm.commands.parser import COMMANDS
-from minillm.commands.streams import STAND_INS, check_streams
+from minillm.commands.streams import REPLACEMENTS, check_streams
 from tests.conftest import TinyPair
 
 FULL = Path("/dev/full")
@@ -64,7 +64,7 @@ def test_signs_that_an_encoding_lacks_have_stand_ins() -> None:
         check_streams()
         print("✓ γ = 4, é à Å ﬁ, 2×, 日本, \udcff")
     assert shown.text == "+ g = 4, e a A f, 2x, ??, ?\n"
-    assert all(len(sign) == len(instead) == 1 and instead.isascii() for sign, instead in STAND_INS.items())
+    assert all(len(sign) == len(instead) == 1 and instead.isascii() for sign, instead in REPLACEMENTS.items())
 
 
 def test_what_can_be_shown_is_shown() -> None:

@@ -1,4 +1,4 @@
-"""Measured ceilings: the accounting, not the speed of this machine."""
+"""Measured limits: the accounting, not the speed of this machine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from minillm.ops.linear import can_pack
 
 
 def test_rate_is_work_over_median_time():
-    ceiling = machine_limits._ceiling("copy bandwidth", "cpu", "B/s", 100, [4.0, 1.0, 2.0])
-    assert (ceiling.median, ceiling.low, ceiling.high, ceiling.repeats) == (50, 25, 100, 3)
+    limit = machine_limits._limit("copy bandwidth", "cpu", "B/s", 100, [4.0, 1.0, 2.0])
+    assert (limit.median, limit.low, limit.high, limit.repeats) == (50, 25, 100, 3)
 
 
 def test_warm_up_runs_are_not_counted():

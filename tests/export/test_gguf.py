@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams, cli
-from minillm.bench.contestants import prompt_ids
 from minillm.bench.llama_cpp import SETTINGS, LlamaCpp
+from minillm.bench.systems import prompt_ids
 from minillm.commands import export as command
 from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.export import gguf as exporter

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from minillm.errors import TrainingError
 from minillm.fill_in_the_middle import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
 from minillm.training.data import Passes
-from minillm.training.fim_documents import as_trained, pieces, with_gap
+from minillm.training.fim_documents import pieces, training_document, with_gap
 from minillm.training.near_duplicates import without_near_duplicates
 
 from .conftest import source_file
@@ -59,7 +59,7 @@ def test_half_of_the_files_are_shown_whole():
     """Of 2,000 fair choices the share lies outside 0.45 to 0.55 once in 10⁵."""
     rng = np.random.default_rng(0)
     text = source_file(1)
-    whole = sum(as_trained(text, rng) == text + "<|endoftext|>" for _ in range(2000))
+    whole = sum(training_document(text, rng) == text + "<|endoftext|>" for _ in range(2000))
     assert 900 < whole < 1100
 
 

@@ -110,7 +110,7 @@ def test_each_change_of_hardware_is_noted_once(tmp_path):
     two = Hardware("Some CPU", cores=2, threads=2, torch="2.9.9", python="3.11.1")
     one = replace(two, threads=1)
     for session in (two, two, one, one, two):
-        session.note(tmp_path)
+        session.append_to(tmp_path)
     assert Hardware.load(tmp_path) == (two, one, two)
 
 

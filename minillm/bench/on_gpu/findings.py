@@ -1,9 +1,9 @@
-"""The results of a stage of the GPU benchmark, written at once: one line of JSON per figure, that is per number.
+"""The results of a stage of the GPU benchmark, written at once: one line of JSON per metric, that is per number.
 
-If a stage crashes or runs out of time, the lines written so far remain. A figure has a kind (`measured`, `counted`,
+If a stage crashes or runs out of time, the lines written so far remain. A metric has a kind (`measured`, `counted`,
 `modelled`) and, if something was promised, the target and whether it is met.
 
-A rehearsal writes no measured values: such a figure has no value and is marked as rehearsed.
+A rehearsal writes no measured values: such a metric has no value and is marked as rehearsed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEASURED, COUNTED, MODELLED = "measured", "counted", "modelled"
 
 @dataclass(frozen=True)
 class Target:
-    """A limit that a figure should keep: at least or at most some value."""
+    """A limit that a metric should keep: at least or at most some value."""
 
     at_least: float | None = None
     at_most: float | None = None
@@ -37,7 +37,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """One number of the report and what is needed to interpret it."""
 
     name: str
@@ -70,7 +70,7 @@ class Report:
         bound: str | None = None,
         **config: Any,
     ) -> None:
-        """Write a figure computed from times: the median of `values`, and their spread.
+        """Write a metric computed from times: the median of `values`, and their spread.
 
         Raises `ValueError` if there are no values or one is not finite and positive, also in a rehearsal.
         """
@@ -79,38 +79,38 @@ class Report:
             raise ValueError(f"{name}: measured values must be positive and finite, not {found}")
         if self.is_rehearsal:
             wanted = str(target) if target else None
-            self._write(Figure(name, None, unit, MEASURED, target=wanted, rehearsed=True, config=config))
+            self._write(Metric(name, None, unit, MEASURED, target=wanted, rehearsed=True, config=config))
             return
         middle = statistics.median(found)
-        self._figure(Figure(name, middle, unit, MEASURED, min(found), max(found), bound=bound, config=config), target)
+        self._metric(Metric(name, middle, unit, MEASURED, min(found), max(found), bound=bound, config=config), target)
 
     def counted(self, name: str, value: float, unit: str, target: Target | None = None, **config: Any) -> None:
-        """Write a figure that does not depend on time."""
-        self._figure(Figure(name, value, unit, COUNTED, config=config), target)
+        """Write a metric that does not depend on time."""
+        self._metric(Metric(name, value, unit, COUNTED, config=config), target)
 
     def modelled(self, name: str, value: float, unit: str, **config: Any) -> None:
-        """Write a figure that follows from others by a formula."""
+        """Write a metric that follows from others by a formula."""
         if self.is_rehearsal:
-            self._write(Figure(name, None, unit, MODELLED, rehearsed=True, config=config))
+            self._write(Metric(name, None, unit, MODELLED, rehearsed=True, config=config))
         else:
-            self._figure(Figure(name, value, unit, MODELLED, config=config), None)
+            self._metric(Metric(name, value, unit, MODELLED, config=config), None)
 
     def note(self, name: str, value: Any) -> None:
-        """Write a fact that is not a figure: a name, a version, a line to paste."""
+        """Write a fact that is not a metric: a name, a version, a line to paste."""
         self._line({"note": name, "value": value})
 
     def rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write rows of another benchmark's table. A rehearsal writes only their number."""
         self._line({"rows": [] if self.is_rehearsal else list(rows), "num_rows": len(rows)})
 
-    def _figure(self, figure: Figure, target: Target | None) -> None:
-        content = asdict(figure)
-        if target is not None and figure.value is not None:
-            content |= {"target": str(target), "met": target.is_met(figure.value)}
+    def _metric(self, metric: Metric, target: Target | None) -> None:
+        content = asdict(metric)
+        if target is not None and metric.value is not None:
+            content |= {"target": str(target), "met": target.is_met(metric.value)}
         self._line(content)
 
-    def _write(self, figure: Figure) -> None:
-        self._line(asdict(figure))
+    def _write(self, metric: Metric) -> None:
+        self._line(asdict(metric))
 
     def _line(self, content: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -121,14 +121,14 @@ class Report:
 class Findings:
     """The results that a stage has written."""
 
-    figures: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]
     notes: dict[str, Any]
     rows: list[dict[str, Any]]
 
     @classmethod
     def read(cls, path: Path) -> Findings:
         """Read the lines of a report so far. An incomplete last line is skipped."""
-        figures, notes, rows = [], {}, []
+        metrics, notes, rows = [], {}, []
         for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             try:
                 line = json.loads(text)
@@ -139,5 +139,5 @@ class Findings:
             elif "rows" in line:
                 rows += line["rows"]
             else:
-                figures.append(line)
-        return cls(figures, notes, rows)
+                metrics.append(line)
+        return cls(metrics, notes, rows)

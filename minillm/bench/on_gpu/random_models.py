@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Segment
-from minillm.bench.on_gpu.stage_setup import Site
+from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.cache.base import KVCache
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_quantized import PagedQuantizedKVCache
@@ -52,18 +52,18 @@ LARGE_NEEDS = 46e9
 """Bytes for two copies of the 8B shape, one of them while it is quantised to INT8, and caches."""
 
 
-def target_name(site: Site) -> str:
+def target_name(setup: StageSetup) -> str:
     """Return the name of the largest shape that fits into the GPU's memory."""
-    return site.pick(LARGE if site.free_bytes() > LARGE_NEEDS else SMALL, "rehearsal")
+    return setup.size_for(LARGE if setup.free_bytes() > LARGE_NEEDS else SMALL, "rehearsal")
 
 
-def random_model(site: Site, name: str, seed: int = 0) -> Decoder:
-    """Return a decoder of a known shape on the device in `site.half`, scaled as in `shapes.random_decoder`."""
-    with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
+def random_model(setup: StageSetup, name: str, seed: int = 0) -> Decoder:
+    """Return a decoder of a known shape on the device in `setup.half`, scaled as in `shapes.random_decoder`."""
+    with torch.random.fork_rng(devices=[setup.device] if setup.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        with UninitialisedParameters(site.device, site.half, site.half):
+        with UninitialisedParameters(setup.device, setup.half, setup.half):
             model = Decoder(CONFIGS[name])
-        model = model.to(site.device)
+        model = model.to(setup.device)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 2:
@@ -74,28 +74,28 @@ def random_model(site: Site, name: str, seed: int = 0) -> Decoder:
 
 
 def fast_runner(
-    site: Site, model: Decoder, layout: type[KVCache], requests: int, length: int, use_graphs: bool = True
+    setup: StageSetup, model: Decoder, layout: type[KVCache], requests: int, length: int, use_graphs: bool = True
 ) -> ModelRunner:
     """Return a runner with room for `requests` of `length` tokens, run by kernels; its cache holds random numbers.
 
     Raises `UnsupportedError` with the reason if kernels cannot run this model over this cache.
     """
     blocks = requests * -(-length // BLOCK_SIZE)
-    cache = layout(model.config, blocks, BLOCK_SIZE, site.half, site.device)
+    cache = layout(model.config, blocks, BLOCK_SIZE, setup.half, setup.device)
     fill(cache)
     runner = ModelRunner(model, cache, BLOCK_SIZE)
-    use_kernels(site, runner, requests, length, use_graphs)
+    use_kernels(setup, runner, requests, length, use_graphs)
     return runner
 
 
-def use_kernels(site: Site, runner: ModelRunner, requests: int, length: int, use_graphs: bool = True) -> None:
+def use_kernels(setup: StageSetup, runner: ModelRunner, requests: int, length: int, use_graphs: bool = True) -> None:
     """Make a runner use kernels, with or without CUDA graphs; a rehearsal uses no graphs.
 
     Raises `UnsupportedError` with the reason if kernels cannot run this model over this cache.
     """
     from minillm.runtime.gpu_executor import GpuExecutor, unsupported_reason
 
-    with_graphs = use_graphs and not site.is_rehearsal
+    with_graphs = use_graphs and not setup.is_rehearsal
     reason = runner.use_executor(requests, length) if with_graphs else unsupported_reason(runner.model, runner.cache)
     if reason is not None:
         raise UnsupportedError(reason)

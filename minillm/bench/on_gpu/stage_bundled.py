@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from minillm.bench.contestants import prompt_ids
 from minillm.bench.on_gpu.findings import Report, Target
 from minillm.bench.on_gpu.random_models import use_kernels
 from minillm.bench.on_gpu.stage_engine import models
-from minillm.bench.on_gpu.stage_setup import Site
+from minillm.bench.on_gpu.stage_setup import StageSetup
+from minillm.bench.systems import prompt_ids
 
 PROMPT_TOKENS, NEW_TOKENS, ROUNDS = 200, 24, 9
 
@@ -25,40 +25,40 @@ Complete = Callable[[list[int], int], list[int]]
 """Prompt and number of new tokens → the completion."""
 
 
-def bundled(site: Site, report: Report) -> None:
+def bundled(setup: StageSetup, report: Report) -> None:
     """Measure minillm first, then transformers eager, then compiled, for which the time may not suffice."""
-    with models(site) as (model, draft):
-        prompt = [5, 6, 7, 8] if site.is_rehearsal else prompt_ids(model, 1, PROMPT_TOKENS, PROMPT_TOKENS)[0]
+    with models(setup) as (model, draft):
+        prompt = [5, 6, 7, 8] if setup.is_rehearsal else prompt_ids(model, 1, PROMPT_TOKENS, PROMPT_TOKENS)[0]
         tokens: dict[str, list[int]] = {}
-        dtypes = {"fp32": torch.float32, **({} if site.is_rehearsal else {"half": site.half})}
+        dtypes = {"fp32": torch.float32, **({} if setup.is_rehearsal else {"half": setup.half})}
         for name, dtype in dtypes.items():
-            _measure(site, report, f"minillm {name}", _minillm(site, model, None, dtype), prompt, tokens)
-        _measure(site, report, "minillm fp32 + draft", _minillm(site, model, draft, torch.float32), prompt, tokens)
+            _measure(setup, report, f"minillm {name}", _minillm(setup, model, None, dtype), prompt, tokens)
+        _measure(setup, report, "minillm fp32 + draft", _minillm(setup, model, draft, torch.float32), prompt, tokens)
         for name, dtype in dtypes.items():
             for way in ("eager", "static"):
                 try:
-                    complete = _transformers(site, model, dtype, way)
-                    _measure(site, report, f"transformers {name} {way}", complete, prompt, tokens)
+                    complete = _transformers(setup, model, dtype, way)
+                    _measure(setup, report, f"transformers {name} {way}", complete, prompt, tokens)
                 except Exception as problem:  # the other peers are measured all the same
                     report.note(f"transformers {name} {way} failed", f"{type(problem).__name__}: {str(problem)[:300]}")
         right = tokens["minillm fp32"]
         for name in ("minillm fp32 + draft", "transformers fp32 eager"):
             if name in tokens:
                 report.counted(f"{name}: same tokens", float(tokens[name] == right), "of 1", Target(at_least=1))
-        if not site.is_rehearsal:
-            complete = _transformers(site, model, torch.float32, "compiled")
-            _measure(site, report, "transformers fp32 compiled", complete, prompt, tokens)
+        if not setup.is_rehearsal:
+            complete = _transformers(setup, model, torch.float32, "compiled")
+            _measure(setup, report, "transformers fp32 compiled", complete, prompt, tokens)
 
 
 def _measure(
-    site: Site, report: Report, name: str, complete: Complete, prompt: list[int], tokens: dict[str, list[int]]
+    setup: StageSetup, report: Report, name: str, complete: Complete, prompt: list[int], tokens: dict[str, list[int]]
 ) -> None:
     """Time the first token and all tokens in turn: the difference is the time of decoding."""
-    new_tokens, all_s, decode_s = site.pick(NEW_TOKENS, 3), [], []
-    for turn in range(site.pick(ROUNDS, 1) + 2):
+    new_tokens, all_s, decode_s = setup.size_for(NEW_TOKENS, 3), [], []
+    for turn in range(setup.size_for(ROUNDS, 1) + 2):
         first = _seconds(complete, prompt, 1)[0]
         whole, found = _seconds(complete, prompt, new_tokens)
-        if turn >= site.pick(2, 1):  # the turns before compile kernels and capture graphs
+        if turn >= setup.size_for(2, 1):  # the turns before compile kernels and capture graphs
             all_s.append(whole)
             decode_s.append(max(whole - first, 1e-9) / (new_tokens - 1))
     tokens[name] = found
@@ -73,15 +73,15 @@ def _seconds(complete: Complete, prompt: list[int], new_tokens: int) -> tuple[fl
     return time.perf_counter() - began, found
 
 
-def _minillm(site: Site, model: str, draft: str | None, dtype: torch.dtype) -> Complete:
+def _minillm(setup: StageSetup, model: str, draft: str | None, dtype: torch.dtype) -> Complete:
     from minillm import LLM, SamplingParams
 
-    options: dict[str, Any] = {"dtype": str(dtype)[6:], "device": site.clock.device, "enable_prefix_caching": False}
+    options: dict[str, Any] = {"dtype": str(dtype)[6:], "device": setup.clock.device, "enable_prefix_caching": False}
     if draft is not None:
         options["speculative_config"] = {"model": draft, "num_speculative_tokens": 3}
-    llm = LLM(model, max_num_seqs=1, enforce_eager=site.is_rehearsal, **options)
-    if site.is_rehearsal:
-        use_kernels(site, llm.engine.runner, 1, llm.max_model_len)
+    llm = LLM(model, max_num_seqs=1, enforce_eager=setup.is_rehearsal, **options)
+    if setup.is_rehearsal:
+        use_kernels(setup, llm.engine.runner, 1, llm.max_model_len)
 
     def complete(prompt: list[int], new_tokens: int) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
@@ -91,12 +91,12 @@ def _minillm(site: Site, model: str, draft: str | None, dtype: torch.dtype) -> C
     return complete
 
 
-def _transformers(site: Site, model: str, dtype: torch.dtype, way: str) -> Complete:
+def _transformers(setup: StageSetup, model: str, dtype: torch.dtype, way: str) -> Complete:
     """`eager`: with a growing cache; `static`: with a preallocated one; `compiled`: `static` with torch.compile."""
     from minillm.bench.transformers_peers import _compile_config, _load
     from minillm.models.loading import resolve
 
-    peer = _load(resolve(model), str(dtype)[6:]).to(site.device)
+    peer = _load(resolve(model), str(dtype)[6:]).to(setup.device)
     options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
     cache: Any = None
     if way != "eager":
@@ -108,7 +108,7 @@ def _transformers(site: Site, model: str, dtype: torch.dtype, way: str) -> Compl
         options["compile_config"] = _compile_config()
 
     def complete(prompt: list[int], new_tokens: int) -> list[int]:
-        ids = torch.tensor([prompt], device=site.device)
+        ids = torch.tensor([prompt], device=setup.device)
         with torch.inference_mode():
             if cache is not None:
                 cache.reset()

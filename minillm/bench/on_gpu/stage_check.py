@@ -19,7 +19,7 @@ from torch import Tensor
 from minillm.bench.kernel_cases import chain
 from minillm.bench.on_gpu import ragged_steps
 from minillm.bench.on_gpu.findings import Report, Target
-from minillm.bench.on_gpu.stage_setup import Site
+from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.errors import UnsupportedError
 from minillm.ops.dispatch import OPS, implementations, op
 from minillm.quantization.base import Scheme
@@ -37,26 +37,26 @@ Example = tuple[float, float]
 """The error of a result, and the largest error allowed."""
 
 
-def check(site: Site, report: Report) -> None:
-    """Check all ops, fp32 first. Each op has one figure: its worst error as a share of the error allowed."""
+def check(setup: StageSetup, report: Report) -> None:
+    """Check all ops, fp32 first. Each op has one metric: its worst error as a share of the error allowed."""
     wrong: list[str] = []
-    able = [name for name in OPS if "triton" in implementations(name, site.device)]
+    able = [name for name in OPS if "triton" in implementations(name, setup.device)]
     report.counted("ops whose kernel runs here", len(able), "ops", Target(at_least=len(OPS)), all_ops=list(OPS))
     for name in able:
         try:
-            _check_op(site, report, name, wrong)
+            _check_op(setup, report, name, wrong)
         except Exception as problem:  # the other ops are checked all the same
             wrong.append(name)
             report.note(name, f"{type(problem).__name__}: {str(problem)[:400]}")
     report.counted("ops whose kernel is wrong or fails", len(wrong), "ops", Target(at_most=0), names=wrong)
     if not able:
-        raise UnsupportedError(f"no kernel runs on {site.device}: Triton is missing, or the GPU is too old")
+        raise UnsupportedError(f"no kernel runs on {setup.device}: Triton is missing, or the GPU is too old")
 
 
-def _check_op(site: Site, report: Report, name: str, wrong: list[str]) -> None:
+def _check_op(setup: StageSetup, report: Report, name: str, wrong: list[str]) -> None:
     rng, began, worst, count = random.Random(name), time.monotonic(), 0.0, 0
     torch.manual_seed(0)
-    for off, limit in _examples(site, name, rng):
+    for off, limit in _examples(setup, name, rng):
         share = off / limit if limit else (0.0 if off == 0 else float("inf"))
         worst = max(worst, share)
         count += 1
@@ -68,7 +68,7 @@ def _check_op(site: Site, report: Report, name: str, wrong: list[str]) -> None:
     report.counted(f"{name}, worst error", shown, "of the limit", Target(at_most=1), examples=count)
 
 
-def _examples(site: Site, name: str, rng: random.Random) -> Iterator[Example]:
+def _examples(setup: StageSetup, name: str, rng: random.Random) -> Iterator[Example]:
     """Yield examples of one op: fp32, then 16 bits, then fp32 again, …
 
     Compile-time arguments repeat, because compiling takes seconds; shapes and numbers are new each time.
@@ -80,19 +80,19 @@ def _examples(site: Site, name: str, rng: random.Random) -> Iterator[Example]:
         **dict.fromkeys(SCHEMES, _linear),
     }
     make = makers.get(name, _plain)
-    dtypes = _dtypes(site)
-    for i in range(site.pick(90, 2)):
-        yield make(site, name, rng, dtypes[i % len(dtypes)], i // len(dtypes))
+    dtypes = _dtypes(setup)
+    for i in range(setup.size_for(90, 2)):
+        yield make(setup, name, rng, dtypes[i % len(dtypes)], i // len(dtypes))
 
 
-def _dtypes(site: Site) -> list[torch.dtype]:
+def _dtypes(setup: StageSetup) -> list[torch.dtype]:
     """Return the dtypes to check. The interpreter's bfloat16 products are wrong, its float16 products are right."""
-    halves = [torch.float16] if site.half != torch.bfloat16 else [torch.float16, torch.bfloat16]
+    halves = [torch.float16] if setup.half != torch.bfloat16 else [torch.float16, torch.bfloat16]
     return [torch.float32, *halves]
 
 
-def _both(site: Site, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return op(name, site.device, "triton"), op(name, site.device, "reference")
+def _both(setup: StageSetup, name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    return op(name, setup.device, "triton"), op(name, setup.device, "reference")
 
 
 def _layout(dtype: torch.dtype, number: int) -> ragged_steps.Layout:
@@ -107,46 +107,46 @@ def _layout(dtype: torch.dtype, number: int) -> ragged_steps.Layout:
     return ragged_steps.Layout(dtype, *rows[number % len(rows)])  # type: ignore[arg-type]
 
 
-def _attention(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
-    kernel, reference = _both(site, name)
-    longest = site.pick(150, 21)
-    lengths = [rng.choice((1, 1, 2, 5, 21, longest)) for _ in range(rng.choice((1, site.pick(7, 2))))]
+def _attention(setup: StageSetup, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
+    kernel, reference = _both(setup, name)
+    longest = setup.size_for(150, 21)
+    lengths = [rng.choice((1, 1, 2, 5, 21, longest)) for _ in range(rng.choice((1, setup.size_for(7, 2))))]
     layout = _layout(dtype, number)
-    s = ragged_steps.step(rng, site.device, layout, lengths)
+    s = ragged_steps.step(rng, setup.device, layout, lengths)
     exact = s.exact()
     right = reference(exact.q, exact.keys, exact.values, exact.batch, layout.window)
     return error(kernel(s.q, s.keys, s.values, s.batch, layout.window), right, dtype)
 
 
-def _tree(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
-    kernel, reference = _both(site, name)
-    lengths = [rng.randint(1, site.pick(64, 9)) for _ in range(rng.choice((1, 3)))]
-    s = ragged_steps.step(rng, site.device, _layout(dtype, number % 3), lengths)
-    tree = torch.cat([chain(length, str(site.device)) for length in lengths])
+def _tree(setup: StageSetup, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
+    kernel, reference = _both(setup, name)
+    lengths = [rng.randint(1, setup.size_for(64, 9)) for _ in range(rng.choice((1, 3)))]
+    s = ragged_steps.step(rng, setup.device, _layout(dtype, number % 3), lengths)
+    tree = torch.cat([chain(length, str(setup.device)) for length in lengths])
     exact = s.exact()
     right = reference(exact.q, exact.keys, exact.values, exact.batch, tree=tree)
     return error(kernel(s.q, s.keys, s.values, s.batch, tree=tree), right, dtype)
 
 
-def _linear(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
+def _linear(setup: StageSetup, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
     """Compare with the reference on a CPU: PyTorch on a GPU multiplies by an inverse to divide; codes may differ."""
-    kernel, reference = op(name, site.device, "triton"), op(name, "cpu", "reference")
-    rows = rng.choice((1, 2, 5, 17, site.pick(300, 17)))
-    outputs, columns = rng.randint(1, site.pick(600, 40)), 2 * rng.randint(1, site.pick(700, 40))
+    kernel, reference = op(name, setup.device, "triton"), op(name, "cpu", "reference")
+    rows = rng.choice((1, 2, 5, 17, setup.size_for(300, 17)))
+    outputs, columns = rng.randint(1, setup.size_for(600, 40)), 2 * rng.randint(1, setup.size_for(700, 40))
     tensors = SCHEMES[name].quantize(torch.randn(outputs, columns))
     kept = [tensors[key] for key in ("qweight", "scales", "qzeros") if key in tensors]
     group = [SCHEMES[name].group_size] if isinstance(SCHEMES[name], Int4) else []
     bias = torch.randn(outputs).to(dtype) if number % 2 else None
     x = torch.randn(rows, columns).to(dtype)
     right = reference(x.double(), *kept, *group, bias if bias is None else bias.double())
-    there = [tensor.to(site.device) for tensor in kept]
-    found = kernel(x.to(site.device), *there, *group, bias if bias is None else bias.to(site.device))
+    there = [tensor.to(setup.device) for tensor in kept]
+    found = kernel(x.to(setup.device), *there, *group, bias if bias is None else bias.to(setup.device))
     return error(found.cpu(), right, dtype)
 
 
-def _store(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
+def _store(setup: StageSetup, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
     """Compare codes and scales bit for bit with those of a CPU, where divisions are exactly rounded."""
-    kernel, reference = op(name, site.device, "triton"), op(name, "cpu", "reference")
+    kernel, reference = op(name, setup.device, "triton"), op(name, "cpu", "reference")
     bits, tokens = (0, 8, 4)[number % 3], rng.choice((1, 5, 40))
     k, v = (torch.randn(tokens, 2, 64) * 10.0 ** rng.randint(-6, 3) for _ in "kv")
     slots = torch.tensor(rng.sample(range(50), tokens))
@@ -154,17 +154,17 @@ def _store(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number
     zeros = torch.zeros(50, 2, 64)
     empty = ragged_steps.cache_like(k, bits, dtype).encode(zeros) if bits else (zeros.to(dtype),)
     pools = [[pool.clone() for pool in empty] for _ in "kv"]
-    there = [[pool.clone().to(site.device) for pool in part] for part in pools]
+    there = [[pool.clone().to(setup.device) for pool in part] for part in pools]
     reference(k.to(dtype), v.to(dtype), *pools, slots)
-    kernel(k.to(site.device, dtype), v.to(site.device, dtype), *there, slots.to(site.device))
+    kernel(k.to(setup.device, dtype), v.to(setup.device, dtype), *there, slots.to(setup.device))
     pairs = [(a, b.cpu()) for own, other in zip(pools, there, strict=True) for a, b in zip(own, other, strict=True)]
     return float(sum(not torch.equal(a, b) for a, b in pairs)), 0.0
 
 
-def _plain(site: Site, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
+def _plain(setup: StageSetup, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:
     """Ops on activations and logits."""
-    kernel, reference = _both(site, name)
-    arguments = INPUTS[name](site, rng, dtype)
+    kernel, reference = _both(setup, name)
+    arguments = INPUTS[name](setup, rng, dtype)
     found, right = kernel(*arguments), reference(*_doubled(name, arguments))
     found, right = (list(x) if isinstance(x, tuple) else [x] for x in (found, right))
     if not right[0].is_floating_point():
@@ -187,66 +187,66 @@ def error(found: Tensor, right: Tensor, dtype: torch.dtype) -> Example:
     return (off if off == off else float("inf")), (FP32 if dtype == torch.float32 else HALF)
 
 
-def _norm(site: Site, rng: random.Random, dtype: torch.dtype, tensors: int) -> list[Any]:
-    rows, size = rng.randint(1, 9), rng.choice((64, 96, 384, site.pick(4096, 100)))
-    x = [torch.randn(rows, size, device=site.device).to(dtype) for _ in range(tensors)]
-    return [*x, torch.randn(size, device=site.device).to(dtype), 1e-5]
+def _norm(setup: StageSetup, rng: random.Random, dtype: torch.dtype, tensors: int) -> list[Any]:
+    rows, size = rng.randint(1, 9), rng.choice((64, 96, 384, setup.size_for(4096, 100)))
+    x = [torch.randn(rows, size, device=setup.device).to(dtype) for _ in range(tensors)]
+    return [*x, torch.randn(size, device=setup.device).to(dtype), 1e-5]
 
 
-def _rope(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+def _rope(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[Any]:
     tokens, heads, dim = rng.randint(1, 9), rng.randint(1, 20), rng.choice((32, 64, 80, 128))
-    x, table = torch.randn(tokens, heads, dim, device=site.device), torch.rand(2, tokens, 1, dim, device=site.device)
+    x, table = torch.randn(tokens, heads, dim, device=setup.device), torch.rand(2, tokens, 1, dim, device=setup.device)
     return [x.to(dtype), *table.to(dtype)]
 
 
-def _gate(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
-    return [torch.randn(rng.randint(1, 9), 2 * rng.randint(1, site.pick(5000, 90)), device=site.device).to(dtype)]
+def _gate(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+    return [torch.randn(rng.randint(1, 9), 2 * rng.randint(1, setup.size_for(5000, 90)), device=setup.device).to(dtype)]
 
 
-def _logits(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
-    x = torch.randn(rng.randint(1, 5), rng.randint(2, site.pick(130_000, 90)), device=site.device).to(dtype)
+def _logits(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+    x = torch.randn(rng.randint(1, 5), rng.randint(2, setup.size_for(130_000, 90)), device=setup.device).to(dtype)
     if rng.random() < 0.2:
         x[0, -1] = torch.nan
     return [x]
 
 
-def _numbers(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+def _numbers(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[Any]:
     """Logits without NaN: with NaN the token is meaningless."""
-    return [_logits(site, rng, dtype)[0].nan_to_num()]
+    return [_logits(setup, rng, dtype)[0].nan_to_num()]
 
 
-def _probs(site: Site, rng: random.Random, rows: int, vocab: int) -> Tensor:
-    return torch.rand(rows, vocab, device=site.device) ** 3 * (torch.rand(rows, vocab, device=site.device) > 0.3)
+def _probs(setup: StageSetup, rng: random.Random, rows: int, vocab: int) -> Tensor:
+    return torch.rand(rows, vocab, device=setup.device) ** 3 * (torch.rand(rows, vocab, device=setup.device) > 0.3)
 
 
-def _sampled(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+def _sampled(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[Any]:
     rows = rng.randint(1, 5)
-    probs = _probs(site, rng, rows, rng.randint(2, site.pick(130_000, 90)))
+    probs = _probs(setup, rng, rows, rng.randint(2, setup.size_for(130_000, 90)))
     probs[:, 0] += 1e-3
-    return [probs, torch.rand(rows, dtype=torch.float64, device=site.device)]
+    return [probs, torch.rand(rows, dtype=torch.float64, device=setup.device)]
 
 
-def _judged(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
-    counts, vocab = [rng.randint(0, 5) for _ in range(rng.randint(1, 6))], rng.randint(2, site.pick(130_000, 60))
+def _judged(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+    counts, vocab = [rng.randint(0, 5) for _ in range(rng.randint(1, 6))], rng.randint(2, setup.size_for(130_000, 60))
     drafts, requests = sum(counts), len(counts)
-    p, q = (_probs(site, rng, n, vocab) + 1e-6 for n in (drafts + requests, drafts))
-    ids = torch.tensor([rng.randrange(vocab) for _ in range(drafts)], dtype=torch.int64, device=site.device)
-    start = torch.tensor([sum(counts[:i]) for i in range(requests + 1)], dtype=torch.int32, device=site.device)
-    uniforms = [torch.rand(n, dtype=torch.float64, device=site.device) for n in (drafts, drafts + requests)]
+    p, q = (_probs(setup, rng, n, vocab) + 1e-6 for n in (drafts + requests, drafts))
+    ids = torch.tensor([rng.randrange(vocab) for _ in range(drafts)], dtype=torch.int64, device=setup.device)
+    start = torch.tensor([sum(counts[:i]) for i in range(requests + 1)], dtype=torch.int32, device=setup.device)
+    uniforms = [torch.rand(n, dtype=torch.float64, device=setup.device) for n in (drafts, drafts + requests)]
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     return [ids, start, rng.choice((q, None)), p, *uniforms]
 
 
-def _advanced(site: Site, rng: random.Random, dtype: torch.dtype) -> list[Any]:
+def _advanced(setup: StageSetup, rng: random.Random, dtype: torch.dtype) -> list[Any]:
     requests, block_size = rng.randint(2, 9), rng.choice((1, 3, 16))
-    lengths = torch.tensor([0, *(rng.randint(0, 60) for _ in range(requests - 1))], dtype=torch.int32).to(site.device)
-    tables = torch.randperm(requests * 61, device=site.device).view(requests, 61).to(torch.int32)
+    lengths = torch.tensor([0, *(rng.randint(0, 60) for _ in range(requests - 1))], dtype=torch.int32).to(setup.device)
+    tables = torch.randperm(requests * 61, device=setup.device).view(requests, 61).to(torch.int32)
     return [lengths, tables, block_size]
 
 
-INPUTS: dict[str, Callable[[Site, random.Random, torch.dtype], list[Any]]] = {
-    "rms_norm": lambda site, rng, dtype: _norm(site, rng, dtype, 1),
-    "add_rms_norm": lambda site, rng, dtype: _norm(site, rng, dtype, 2),
+INPUTS: dict[str, Callable[[StageSetup, random.Random, torch.dtype], list[Any]]] = {
+    "rms_norm": lambda setup, rng, dtype: _norm(setup, rng, dtype, 1),
+    "add_rms_norm": lambda setup, rng, dtype: _norm(setup, rng, dtype, 2),
     "rope": _rope,
     "silu_gate": _gate,
     "argmax": _numbers,

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from minillm.batch import Segment
-from minillm.bench.device_clock import Timing, Way, ratios
+from minillm.bench.device_clock import TimedFunction, Timing, ratios
 from minillm.bench.on_gpu.findings import Report, Target
 from minillm.bench.on_gpu.random_models import (
     CONFIGS,
@@ -25,7 +25,7 @@ from minillm.bench.on_gpu.random_models import (
     target_name,
     weight_bytes,
 )
-from minillm.bench.on_gpu.stage_setup import Site
+from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.models.quantize import quantize_model
@@ -36,34 +36,34 @@ MBU, INT8_GAIN, VERIFY_COST = Target(at_least=0.8), Target(at_least=1.6), Target
 VERIFIED = 5
 
 
-def decode(site: Site, report: Report) -> None:
+def decode(setup: StageSetup, report: Report) -> None:
     """Measure batch 1 in three precisions, verification, batches and prefill; the most important first."""
-    name, past = target_name(site), site.pick(512, 20)
+    name, past = target_name(setup), setup.size_for(512, 20)
     report.note("model", name)
     report.note("context", past)
-    report.note("half", str(site.half).removeprefix("torch."))
-    length = past + site.pick(64, 16)
-    bandwidth = site.bandwidth()
-    half = fast_runner(site, random_model(site, name), PagedKVCache, _most_requests(site, name, length), length)
-    rounded = quantize_model(random_model(site, name), Int8())
-    site.clock.free()
+    report.note("half", str(setup.half).removeprefix("torch."))
+    length = past + setup.size_for(64, 16)
+    bandwidth = setup.bandwidth()
+    half = fast_runner(setup, random_model(setup, name), PagedKVCache, _most_requests(setup, name, length), length)
+    rounded = quantize_model(random_model(setup, name), Int8())
+    setup.clock.free()
     runners = {
         "half": half,
-        "int8": fast_runner(site, rounded, PagedKVCache, 1, length),
-        "int8 + int8 KV": fast_runner(site, rounded, PagedInt8KVCache, 1, length),
+        "int8": fast_runner(setup, rounded, PagedKVCache, 1, length),
+        "int8 + int8 KV": fast_runner(setup, rounded, PagedInt8KVCache, 1, length),
     }
     one = partial(segments, 1, past=past, length=length, vocab=CONFIGS[name].vocab_size)
     steps = {f"{key} decode": (runner, one(1)) for key, runner in runners.items()}
     steps["half verify"] = (half, one(VERIFIED))
     steps["int8 verify"] = (runners["int8"], one(VERIFIED))
-    timings = site.time(*(Way(key, _read_each(runner, step)) for key, (runner, step) in steps.items()))
+    timings = setup.time(*(TimedFunction(key, _read_each(runner, step)) for key, (runner, step) in steps.items()))
     for key, runner in runners.items():
         _bandwidth_used(report, f"{key} decode", timings, runner, past, bandwidth)
     _compared(report, timings, runners, past)
-    without = site.time(Way("half decode, nothing read", _launch_each(*steps["half decode"])))
+    without = setup.time(TimedFunction("half decode, nothing read", _launch_each(*steps["half decode"])))
     _bandwidth_used(report, "half decode, nothing read", without, half, past, bandwidth)
-    _batches(site, report, half, past, length)
-    _prefill(site, report, half, length)
+    _batches(setup, report, half, past, length)
+    _prefill(setup, report, half, length)
 
 
 def _compared(report: Report, timings: dict[str, Timing], runners: dict[str, ModelRunner], past: int) -> None:
@@ -89,25 +89,25 @@ def _bandwidth_used(
     report.measured(f"{name}, MBU", [num_bytes / (s * bandwidth) for s in seconds], "of bandwidth", target)
 
 
-def _batches(site: Site, report: Report, runner: ModelRunner, past: int, length: int) -> None:
+def _batches(setup: StageSetup, report: Report, runner: ModelRunner, past: int, length: int) -> None:
     vocab, most = runner.model.config.vocab_size, runner.executor.max_num_seqs  # type: ignore[union-attr]
-    for requests in site.pick((1, 8, 32, 128), (1, 2)):
+    for requests in setup.size_for((1, 8, 32, 128), (1, 2)):
         if requests > most:
             report.note(f"batch {requests}", f"no room: the cache holds {most} requests")
             continue
         step = segments(requests, 1, past, length, vocab)
-        timing = site.time(Way("batch", _read_each(runner, step)), rounds=5)["batch"]
+        timing = setup.time(TimedFunction("batch", _read_each(runner, step)), rounds=5)["batch"]
         report.measured(f"half batch {requests}", [requests / s for s in timing.seconds], "tokens/s", batch=requests)
 
 
-def _prefill(site: Site, report: Report, runner: ModelRunner, length: int) -> None:
-    rate, c = site.product_rate(), runner.model.config
-    for tokens in site.pick((512, 2048), (9, 30)):
+def _prefill(setup: StageSetup, report: Report, runner: ModelRunner, length: int) -> None:
+    rate, c = setup.product_rate(), runner.model.config
+    for tokens in setup.size_for((512, 2048), (9, 30)):
         if tokens > length * runner.executor.max_num_seqs:  # type: ignore[union-attr]
             report.note(f"prefill {tokens}", "no room in the cache")
             continue
         step = segments(1, tokens, 0, tokens, c.vocab_size)
-        timing = site.time(Way("prefill", _read_each(runner, step)), rounds=5)["prefill"]
+        timing = setup.time(TimedFunction("prefill", _read_each(runner, step)), rounds=5)["prefill"]
         work = 2 * tokens * product_weights(runner.model) + 2 * tokens**2 * c.num_heads * c.head_dim * c.num_layers
         report.measured(f"half prefill {tokens}", [tokens / s for s in timing.seconds], "tokens/s", tokens=tokens)
         shares = [work / (s * rate) for s in timing.seconds]
@@ -118,11 +118,11 @@ def _least_bytes(runner: ModelRunner, past: int) -> int:
     return weight_bytes(runner.model) + kv_bytes(runner, past)
 
 
-def _most_requests(site: Site, name: str, length: int) -> int:
+def _most_requests(setup: StageSetup, name: str, length: int) -> int:
     """Return the largest batch wanted, or a smaller one if its cache would take more than a third of free memory."""
     config = CONFIGS[name]
-    each = PagedKVCache.bytes_per_block(config, 1, site.half) * (length + 16)
-    return max(1, min(site.pick(128, 2), int(site.free_bytes() / 3 / each)))
+    each = PagedKVCache.bytes_per_block(config, 1, setup.half) * (length + 16)
+    return max(1, min(setup.size_for(128, 2), int(setup.free_bytes() / 3 / each)))
 
 
 def _read_each(runner: ModelRunner, step: list[Segment]) -> Callable[[int], Any]:

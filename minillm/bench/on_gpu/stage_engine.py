@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minillm.bench.harness import same_start
+from minillm.bench.harness import common_prefix_share
 from minillm.bench.on_gpu.findings import Report, Target
 from minillm.bench.on_gpu.random_models import CONFIGS, use_kernels
-from minillm.bench.on_gpu.stage_setup import Site
+from minillm.bench.on_gpu.stage_setup import StageSetup
 
 ALL = Target(at_least=1.0)
 DRAFTS = 3
@@ -43,44 +43,44 @@ KINDS = (
 )
 
 
-def engine(site: Site, report: Report) -> None:
+def engine(setup: StageSetup, report: Report) -> None:
     """Run every kind three times: graphs on, graphs off, plain PyTorch."""
-    with models(site) as (target, draft):
-        prompts = _prompts(site, target)
+    with models(setup) as (target, draft):
+        prompts = _prompts(setup, target)
         for kind in KINDS:
             try:
-                _one_kind(site, report, kind, target, draft, prompts)
+                _one_kind(setup, report, kind, target, draft, prompts)
             except Exception as problem:  # the other kinds still run
                 report.note(f"{kind.name} failed", f"{type(problem).__name__}: {str(problem)[:400]}")
                 report.counted(f"{kind.name}: graphs on = off", 0.0, "of all tokens", ALL)
 
 
-def _one_kind(site: Site, report: Report, kind: Kind, target: str, draft: str, prompts: list[list[int]]) -> None:
-    new_tokens = site.pick(48, 3)
-    options: dict[str, Any] = {"dtype": "float32", "device": site.clock.device, **kind.options}
+def _one_kind(setup: StageSetup, report: Report, kind: Kind, target: str, draft: str, prompts: list[list[int]]) -> None:
+    new_tokens = setup.size_for(48, 3)
+    options: dict[str, Any] = {"dtype": "float32", "device": setup.clock.device, **kind.options}
     if kind.drafts:
         options["speculative_config"] = {"model": draft, "num_speculative_tokens": DRAFTS}
-    ways = {way: _generate(site, way, target, options, prompts, new_tokens) for way in ("graphs", "kernels", "eager")}
+    ways = {way: _generate(setup, way, target, options, prompts, new_tokens) for way in ("graphs", "kernels", "eager")}
     count = sum(map(len, ways["eager"]))
-    on_off = same_start(ways["graphs"], ways["kernels"])
+    on_off = common_prefix_share(ways["graphs"], ways["kernels"])
     report.counted(f"{kind.name}: graphs on = off", on_off, "of all tokens", ALL, tokens=count)
-    same = same_start(ways["graphs"], ways["eager"])
+    same = common_prefix_share(ways["graphs"], ways["eager"])
     target_same = ALL if kind.is_exact else None
     report.counted(f"{kind.name}: kernels = PyTorch", same, "of tokens before the first difference", target_same)
     report.note(f"{kind.name}: some tokens", ways["graphs"][0][:8])
 
 
 def _generate(
-    site: Site, way: str, model: str, options: dict[str, Any], prompts: list[list[int]], new_tokens: int
+    setup: StageSetup, way: str, model: str, options: dict[str, Any], prompts: list[list[int]], new_tokens: int
 ) -> list[list[int]]:
     from minillm import LLM, SamplingParams
 
     # A rehearsal's engine would choose the CPU executor: it starts in plain PyTorch and gets the kernels afterwards.
-    llm = LLM(model, enforce_eager=way == "eager" or site.is_rehearsal, max_num_seqs=len(prompts), **options)
+    llm = LLM(model, enforce_eager=way == "eager" or setup.is_rehearsal, max_num_seqs=len(prompts), **options)
     runners = [llm.engine.runner, *([drafter.runner] if (drafter := llm.engine.drafter) else [])]  # type: ignore
-    if way != "eager" and (way == "kernels" or site.is_rehearsal):
+    if way != "eager" and (way == "kernels" or setup.is_rehearsal):
         for runner in runners:
-            use_kernels(site, runner, len(prompts), llm.max_model_len, use_graphs=way == "graphs")
+            use_kernels(setup, runner, len(prompts), llm.max_model_len, use_graphs=way == "graphs")
     if way != "eager" and any(runner.executor is None for runner in runners):
         raise RuntimeError("no executor supports the model, so it would run in plain PyTorch")
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
@@ -89,19 +89,19 @@ def _generate(
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def _prompts(site: Site, model: str) -> list[list[int]]:
+def _prompts(setup: StageSetup, model: str) -> list[list[int]]:
     """Return held-out prompts of unequal length; a rehearsal's vocabulary is too small for them."""
-    if site.is_rehearsal:
+    if setup.is_rehearsal:
         return [[5, 6, 7], [9, 8, 7, 6, 5, 4]]
-    from minillm.bench.contestants import prompt_ids
+    from minillm.bench.systems import prompt_ids
 
     return prompt_ids(model, 8, 4, 200)
 
 
 @contextmanager
-def models(site: Site) -> Iterator[tuple[str, str]]:
+def models(setup: StageSetup) -> Iterator[tuple[str, str]]:
     """Provide target and draft: the bundled pair, or for a rehearsal a tiny random pair."""
-    if not site.is_rehearsal:
+    if not setup.is_rehearsal:
         yield "minicoder", "minicoder-draft"
         return
     import torch

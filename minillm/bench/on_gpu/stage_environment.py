@@ -12,13 +12,13 @@ import torch
 from minillm import hardware
 from minillm.bench.device_clock import last_cache_bytes
 from minillm.bench.on_gpu.findings import Report
-from minillm.bench.on_gpu.stage_setup import Site
+from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.doctor.machine_limits import copy_bandwidth, matmul_rate
 
 FIELDS = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
-def environment(site: Site, report: Report) -> None:
+def environment(setup: StageSetup, report: Report) -> None:
     """Report names, versions and clocks; measure the bandwidth of a copy and the rate of a matrix product."""
     for name, value in hardware.describe().items():
         report.note(name, value)
@@ -26,11 +26,11 @@ def environment(site: Site, report: Report) -> None:
         report.note(library, metadata.version(library))
     report.note("cuda", torch.version.cuda)
     report.note("nvidia-smi", driver_facts())
-    report.counted("last cache", last_cache_bytes(site.clock.device), "bytes")
-    copy = copy_bandwidth(site.clock.device, num_bytes=site.pick(None, 2**20))
+    report.counted("last cache", last_cache_bytes(setup.clock.device), "bytes")
+    copy = copy_bandwidth(setup.clock.device, num_bytes=setup.size_for(None, 2**20))
     report.measured("copy bandwidth", [copy.median, copy.low, copy.high], "B/s")
-    if not site.is_rehearsal:
-        for dtype in dict.fromkeys((site.half, torch.float32)):
+    if not setup.is_rehearsal:
+        for dtype in dict.fromkeys((setup.half, torch.float32)):
             rate = matmul_rate("cuda", dtype)
             report.measured(rate.name, [rate.median, rate.low, rate.high], "FLOP/s")
 

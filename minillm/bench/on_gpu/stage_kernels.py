@@ -19,45 +19,45 @@ from minillm.bench.kernel_cases import PREFILL, REFERENCE, TRITON, Case, Maker, 
 from minillm.bench.kernels import case_rows, makers
 from minillm.bench.on_gpu.findings import Report, Target
 from minillm.bench.on_gpu.random_models import CONFIGS, LARGE
-from minillm.bench.on_gpu.stage_setup import Site
-from minillm.doctor.machine_limits import Ceiling
+from minillm.bench.on_gpu.stage_setup import StageSetup
+from minillm.doctor.machine_limits import MachineLimit
 
 BANDWIDTH, INT8_GAIN = Target(at_least=0.85), Target(at_least=1.7)
 KERNELS_S = 35.0
 """Seconds for the cases of `bench kernels`."""
 
 
-def kernels(site: Site, report: Report) -> None:
+def kernels(setup: StageSetup, report: Report) -> None:
     """Measure the long context first, then every op."""
-    ceilings = [Ceiling("copy bandwidth", site.clock.device, "B/s", site.bandwidth(), 0, 0, 7)]
+    limits = [MachineLimit("copy bandwidth", setup.clock.device, "B/s", setup.bandwidth(), 0, 0, 7)]
     setting = Setting(
         shape="8b",
-        config=CONFIGS[site.pick(LARGE, "rehearsal")],
-        device=site.clock.device,
-        dtype=site.half,
-        cache_bytes=last_cache_bytes(site.clock.device) if not site.is_rehearsal else 2**12,
+        config=CONFIGS[setup.size_for(LARGE, "rehearsal")],
+        device=setup.clock.device,
+        dtype=setup.half,
+        cache_bytes=last_cache_bytes(setup.clock.device) if not setup.is_rehearsal else 2**12,
         tokens=(1,),
-        contexts=(site.pick(32_768, 100),),
+        contexts=(setup.size_for(32_768, 100),),
     )
     with torch.no_grad():
-        _long_context(site, report, setting, ceilings)
-        every = replace(setting, tokens=site.pick((1, 5, PREFILL), (1, 5)), contexts=(site.pick(2000, 20),))
-        _every_op(site, report, makers(every), ceilings)
+        _long_context(setup, report, setting, limits)
+        every = replace(setting, tokens=setup.size_for((1, 5, PREFILL), (1, 5)), contexts=(setup.size_for(2000, 20),))
+        _every_op(setup, report, makers(every), limits)
 
 
-def _long_context(site: Site, report: Report, setting: Setting, ceilings: list[Ceiling]) -> None:
+def _long_context(setup: StageSetup, report: Report, setting: Setting, limits: list[MachineLimit]) -> None:
     found: dict[str, list[float]] = {}
     for maker in attention_cases(setting):
         if maker.op != "paged_attention":
             continue
         case = maker.make()
-        row = next(row for row in _rows(site, case, ceilings) if row.config["implementation"] == TRITON)
+        row = next(row for row in _rows(setup, case, limits) if row.config["implementation"] == TRITON)
         spread = row.config.get("cold_us_spread", row.config["warm_us_spread"])
         times = [min(spread), 1000 * row.p50_ms, max(spread)]  # µs
         found[case.kind] = times
         name = f"decode after {case.context}, {case.kind or 'half'} KV"
-        report.measured(name, times, "µs", bound=f"{1e6 * case.num_bytes / ceilings[0].median:.3g} µs at a copy's rate")
-        shares = [case.num_bytes / (us * 1e-6 * ceilings[0].median) for us in times]
+        report.measured(name, times, "µs", bound=f"{1e6 * case.num_bytes / limits[0].median:.3g} µs at a copy's rate")
+        shares = [case.num_bytes / (us * 1e-6 * limits[0].median) for us in times]
         target = None if case.kind else BANDWIDTH
         report.measured(f"{name}, bandwidth", shares, "of a copy's", target, modelled_bytes=case.num_bytes)
         if not row.outputs_equal:
@@ -67,15 +67,15 @@ def _long_context(site: Site, report: Report, setting: Setting, ceilings: list[C
         report.measured(f"{kind} KV over half", gains, "times", target)
 
 
-def _every_op(site: Site, report: Report, cases: list[Maker], ceilings: list[Ceiling]) -> None:
+def _every_op(setup: StageSetup, report: Report, cases: list[Maker], limits: list[MachineLimit]) -> None:
     """Measure every op, few tokens first."""
     began, left_out, rows = time.monotonic(), [], []
     for maker in cases:
-        if time.monotonic() - began > site.pick(KERNELS_S, 3.0):
+        if time.monotonic() - began > setup.size_for(KERNELS_S, 3.0):
             left_out.append(maker.op)
             continue
         try:
-            found = _rows(site, maker.make(), ceilings)
+            found = _rows(setup, maker.make(), limits)
         except Exception as problem:  # the other ops are still measured
             report.note(f"{maker.op} failed", f"{type(problem).__name__}: {str(problem)[:300]}")
             continue
@@ -84,6 +84,6 @@ def _every_op(site: Site, report: Report, cases: list[Maker], ceilings: list[Cei
     report.note("left out for lack of time", left_out)
 
 
-def _rows(site: Site, case: Case, ceilings: list[Ceiling]) -> list[Row]:
-    seconds = site.pick(None, 1e-9)
-    return case_rows(case, site.clock, ceilings, site.pick(5, 1), {REFERENCE, TRITON}, seconds)
+def _rows(setup: StageSetup, case: Case, limits: list[MachineLimit]) -> list[Row]:
+    seconds = setup.size_for(None, 1e-9)
+    return case_rows(case, setup.clock, limits, setup.size_for(5, 1), {REFERENCE, TRITON}, seconds)

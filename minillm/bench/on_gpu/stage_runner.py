@@ -19,7 +19,7 @@ from typing import Any
 
 from minillm.bench.on_gpu.findings import Findings
 
-DONE, FAILED, LATE, LEFT_OUT = "done", "failed", "out of time", "left out"
+DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "out of time", "left out"
 TOTAL_S = 470.0
 """Seconds for all stages together."""
 LEAST_S = 10.0
@@ -33,9 +33,10 @@ class Stage:
 
     name: str
     function: str
-    """`module:function`, a module of this folder unless its name has dots; called with a `Site` and a `Report`."""
+    """`module:function`, a module of this folder unless its name has dots; called with a `StageSetup` and a
+    `Report`."""
     budget_s: float
-    what: str
+    description: str
 
 
 STAGES = (
@@ -53,9 +54,9 @@ STAGES = (
 
 def run_stage(stage: Stage, is_rehearsal: bool, seconds: float) -> dict[str, Any]:
     """Run a stage for at most `seconds`; returns its results and how it ended, as JSON values."""
-    info: dict[str, Any] = {"name": stage.name, "what": stage.what, "budget_s": seconds}
+    info: dict[str, Any] = {"name": stage.name, "what": stage.description, "budget_s": seconds}
     if seconds < LEAST_S:
-        return {**info, "status": LEFT_OUT, "seconds": 0.0, "error": "no time was left", **_found(Findings([], {}, []))}
+        return {**info, "status": SKIPPED, "seconds": 0.0, "error": "no time was left", **_found(Findings([], {}, []))}
     with tempfile.TemporaryDirectory() as folder:
         lines, errors = Path(folder, "lines.jsonl"), Path(folder, "errors.txt")
         began = time.monotonic()
@@ -78,7 +79,7 @@ def _run(stage: Stage, is_rehearsal: bool, seconds: float, lines: Path, errors: 
             code = process.wait(timeout=seconds)
             return (DONE if code == 0 else FAILED), code
         except subprocess.TimeoutExpired:
-            return LATE, None
+            return TIMED_OUT, None
         finally:
             _kill(process)
 
@@ -107,7 +108,7 @@ def environment(is_rehearsal: bool) -> dict[str, str]:
 
 
 def _found(findings: Findings) -> dict[str, Any]:
-    return {"figures": findings.figures, "notes": findings.notes, "rows": findings.rows}
+    return {"figures": findings.metrics, "notes": findings.notes, "rows": findings.rows}
 
 
 def _tail(errors: Path, code: int | None) -> str:

@@ -7,21 +7,21 @@ from typing import TypeVar
 
 import torch
 
-from minillm.bench.device_clock import Clock, Timing, Way, clock_for, in_turn
+from minillm.bench.device_clock import Clock, TimedFunction, Timing, clock_for, time_in_turn
 from minillm.doctor.machine_limits import copy_bandwidth, matmul_rate
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Site:
+class StageSetup:
     """The device of a stage, its clock, and the sizes to run."""
 
     is_rehearsal: bool
     clock: Clock
 
     @classmethod
-    def here(cls, is_rehearsal: bool) -> Site:
+    def here(cls, is_rehearsal: bool) -> StageSetup:
         """Return the current GPU; for a rehearsal the CPU, where kernels run in Triton's interpreter."""
         return cls(is_rehearsal, clock_for("cpu" if is_rehearsal else "cuda"))
 
@@ -37,21 +37,21 @@ class Site:
             return torch.float32
         return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
 
-    def pick(self, real: T, tiny: T) -> T:
+    def size_for(self, real: T, tiny: T) -> T:
         """Return the size for the GPU, or that of the rehearsal."""
         return tiny if self.is_rehearsal else real
 
     def bandwidth(self) -> float:
         """Return the bytes per second, read and written, of a large copy."""
-        return copy_bandwidth(self.clock.device, num_bytes=self.pick(None, 2**16)).median
+        return copy_bandwidth(self.clock.device, num_bytes=self.size_for(None, 2**16)).median
 
     def product_rate(self) -> float:
         """Return the operations per second of a large matrix product in `half`."""
         return 1.0 if self.is_rehearsal else matmul_rate("cuda", self.half).median
 
-    def time(self, *ways: Way, seconds: float = 0.05, rounds: int = 7) -> dict[str, Timing]:
-        """Time ways in turn (see `in_turn`); a rehearsal runs each a few times."""
-        return in_turn(self.clock, ways, self.pick(rounds, 1), self.pick(seconds, 1e-9))
+    def time(self, *functions: TimedFunction, seconds: float = 0.05, rounds: int = 7) -> dict[str, Timing]:
+        """Time functions in turn (see `time_in_turn`); a rehearsal runs each a few times."""
+        return time_in_turn(self.clock, functions, self.size_for(rounds, 1), self.size_for(seconds, 1e-9))
 
     def free_bytes(self) -> int:
         """Return the bytes that can be allocated; in a rehearsal more than enough."""

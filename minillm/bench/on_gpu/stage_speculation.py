@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minillm.bench.device_clock import Way, ratios
+from minillm.bench.device_clock import TimedFunction, ratios
 from minillm.bench.on_gpu.findings import Report, Target
 from minillm.bench.on_gpu.random_models import (
     BLOCK_SIZE,
@@ -29,7 +29,7 @@ from minillm.bench.on_gpu.random_models import (
     segments,
     target_name,
 )
-from minillm.bench.on_gpu.stage_setup import Site
+from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.paged import PagedKVCache
 from minillm.config import EngineArgs
@@ -82,20 +82,20 @@ def tokens_per_round(acceptance: float, drafts: int) -> float:
     return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
-def speculation(site: Site, report: Report) -> None:
+def speculation(setup: StageSetup, report: Report) -> None:
     """Measure c and v on the runners, then the engine with and without drafts in turn."""
-    name, draft_name = target_name(site), site.pick(SMALL, "rehearsal draft")
-    past, new_tokens = site.pick(256, 8), site.pick(192, 9)
+    name, draft_name = target_name(setup), setup.size_for(SMALL, "rehearsal draft")
+    past, new_tokens = setup.size_for(256, 8), setup.size_for(192, 9)
     length = past + new_tokens + 4 * BLOCK_SIZE
-    target = fast_runner(site, random_model(site, name), PagedKVCache, 1, length)
-    draft = fast_runner(site, random_model(site, draft_name, seed=1), PagedKVCache, 1, length)
+    target = fast_runner(setup, random_model(setup, name), PagedKVCache, 1, length)
+    draft = fast_runner(setup, random_model(setup, draft_name, seed=1), PagedKVCache, 1, length)
     report.note("target, draft", [name, draft_name])
     decode, catch_up, verify = (segments(1, n, past, length, CONFIGS[name].vocab_size) for n in (1, 2, DRAFTS + 1))
     catch_up = [replace(catch_up[0], num_logits=1)]  # the last draft and the bonus token, or one recovered token
-    timings = site.time(
-        Way("decode", _times(lambda: read_tokens(target.run(decode)))),
-        Way("verify", _times(lambda: read_tokens(target.run(verify)))),
-        Way("draft", _times(lambda: draft.draft(catch_up, DRAFTS))),
+    timings = setup.time(
+        TimedFunction("decode", _times(lambda: read_tokens(target.run(decode)))),
+        TimedFunction("verify", _times(lambda: read_tokens(target.run(verify)))),
+        TimedFunction("draft", _times(lambda: draft.draft(catch_up, DRAFTS))),
     )
     costs = [1 / r / DRAFTS for r in ratios(timings, "draft", "decode")]
     verifying = [1 / r for r in ratios(timings, "verify", "decode")]
@@ -103,18 +103,24 @@ def speculation(site: Site, report: Report) -> None:
     report.measured("v", verifying, "verify / decode")
     report.counted("E", tokens_per_round(ACCEPTANCE, DRAFTS), "tokens a round", acceptance=ACCEPTANCE, drafts=DRAFTS)
     round_cost = (timings["draft"].median + timings["verify"].median) / timings["decode"].median  # γ·c + v
-    _engines(site, report, target, draft, past, new_tokens, round_cost)
+    _engines(setup, report, target, draft, past, new_tokens, round_cost)
 
 
 def _engines(
-    site: Site, report: Report, target: ModelRunner, draft: ModelRunner, past: int, new_tokens: int, round_cost: float
+    setup: StageSetup,
+    report: Report,
+    target: ModelRunner,
+    draft: ModelRunner,
+    past: int,
+    new_tokens: int,
+    round_cost: float,
 ) -> None:
     gains, drawn = [], 0.0
-    for turn in range(site.pick(ROUNDS, 1) + 1):
+    for turn in range(setup.size_for(ROUNDS, 1) + 1):
         each = []
         for drafter in (None, draft):
             loop = Loop(target, drafter, past, new_tokens)
-            each.append(site.clock.seconds(loop.run) / loop.num_tokens)
+            each.append(setup.clock.seconds(loop.run) / loop.num_tokens)
         drawn = loop.num_tokens / loop.num_rounds
         if turn:  # the first turn warms up
             gains.append(each[0] / each[1])

@@ -18,7 +18,7 @@ from triton import testing
 
 from minillm.bench.on_gpu.findings import Report
 from minillm.bench.on_gpu.random_models import CONFIGS, LARGE
-from minillm.bench.on_gpu.stage_setup import Site
+from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.ops.dispatch import implementations, op
 from minillm.ops.triton import machine, tiles
 from minillm.ops.triton.tiles import Tiles
@@ -31,33 +31,33 @@ TILES_S = 80.0
 """Seconds for all products."""
 
 
-def find_tiles(site: Site, report: Report) -> None:
+def find_tiles(setup: StageSetup, report: Report) -> None:
     """Measure every kind, few rows first."""
     combinations = [(kind, rows) for rows in ROWS for kind in KINDS]
-    began, budget = time.monotonic(), site.pick(TILES_S, 2.0)
+    began, budget = time.monotonic(), setup.size_for(TILES_S, 2.0)
     lines = []
     for number, (kind, rows) in enumerate(combinations):
-        if f"{kind}_linear" not in _kernels(site):
+        if f"{kind}_linear" not in _kernels(setup):
             report.note(f"{kind} {rows}", "its kernel does not run on this device")
             continue
         left = budget - (time.monotonic() - began)
         if left <= 0:
             report.note(f"{kind} {rows}", "left out for lack of time")
             continue
-        trial = Trial(product(site, kind, ROWS[rows]), left / (len(combinations) - number), site.pick(None, 2))
+        trial = Trial(product(setup, kind, ROWS[rows]), left / (len(combinations) - number), setup.size_for(None, 2))
         try:
-            with _timer(site):
+            with _timer(setup):
                 best, milliseconds = tiles.measure(trial, ROWS[rows])
         except Exception as problem:  # the other products are still measured
             report.note(f"{kind} {rows} failed", f"{type(problem).__name__}: {str(problem)[:300]}")
             continue
-        default = tiles.choose(kind, ROWS[rows], *_shape(site), site.half)
+        default = tiles.choose(kind, ROWS[rows], *_shape(setup), setup.half)
         report.measured(f"{kind} {rows}, best", milliseconds, "ms", rows=ROWS[rows], tiles=str(best), tried=trial.tried)
-        with _timer(site):
+        with _timer(setup):
             ours = testing.do_bench(partial(trial.run, default), return_mode="median")
         report.measured(f"{kind} {rows}, default", ours, "ms", rows=ROWS[rows], tiles=str(default))
         lines.append(f'    ("{machine.gpu_name()}", "{kind}", "{rows}"): {best},')
-    report.note("lines for tiles.MEASURED", [] if site.is_rehearsal else lines)
+    report.note("lines for tiles.MEASURED", [] if setup.is_rehearsal else lines)
 
 
 class Trial:
@@ -93,37 +93,37 @@ def is_likely(chosen: Tiles) -> bool:
     return chosen.k == 64 and chosen.n >= 64 and chosen.splits <= 2
 
 
-def product(site: Site, kind: str, rows: int) -> Callable[[Tiles], Any]:
+def product(setup: StageSetup, kind: str, rows: int) -> Callable[[Tiles], Any]:
     """Return a product of random codes. The speed does not depend on the values, unless they are zeros."""
-    outputs, columns = _shape(site)
-    multiply = op(f"{kind}_linear", site.device, "triton")
-    x = torch.randn(rows, columns, device=site.device).to(site.half)
+    outputs, columns = _shape(setup)
+    multiply = op(f"{kind}_linear", setup.device, "triton")
+    x = torch.randn(rows, columns, device=setup.device).to(setup.half)
     if kind == "int4":
         group, groups = Int4().group_size, -(-columns // Int4().group_size)
-        codes = torch.randint(0, 256, (outputs, columns // 2), dtype=torch.uint8, device=site.device)
-        zeros = torch.randint(0, 256, (outputs, -(-groups // 2)), dtype=torch.uint8, device=site.device)
-        scales = torch.rand(outputs, groups, device=site.device).half()
+        codes = torch.randint(0, 256, (outputs, columns // 2), dtype=torch.uint8, device=setup.device)
+        zeros = torch.randint(0, 256, (outputs, -(-groups // 2)), dtype=torch.uint8, device=setup.device)
+        scales = torch.rand(outputs, groups, device=setup.device).half()
         return lambda chosen: multiply(x, codes, scales, zeros, group, tiles=chosen)
-    weight = torch.randint(-127, 128, (outputs, columns), dtype=torch.int8, device=site.device)
-    scales = torch.rand(outputs, device=site.device)
+    weight = torch.randint(-127, 128, (outputs, columns), dtype=torch.int8, device=setup.device)
+    scales = torch.rand(outputs, device=setup.device)
     return lambda chosen: multiply(x, weight, scales, tiles=chosen)
 
 
-def _shape(site: Site) -> tuple[int, int]:
+def _shape(setup: StageSetup) -> tuple[int, int]:
     """Return the outputs and columns of the fused gate and up projection."""
-    config = CONFIGS[site.pick(LARGE, "rehearsal")]
+    config = CONFIGS[setup.size_for(LARGE, "rehearsal")]
     return 2 * config.intermediate_size, config.hidden_size
 
 
-def _kernels(site: Site) -> set[str]:
+def _kernels(setup: StageSetup) -> set[str]:
     names = {f"{kind}_linear" for kind in KINDS}
-    return {name for name in names if "triton" in implementations(name, site.device)}
+    return {name for name in names if "triton" in implementations(name, setup.device)}
 
 
 @contextmanager
-def _timer(site: Site) -> Iterator[None]:
+def _timer(setup: StageSetup) -> Iterator[None]:
     """Replace Triton's timer, which needs a GPU, in a rehearsal by one that runs the product once."""
-    if not site.is_rehearsal:
+    if not setup.is_rehearsal:
         yield
         return
     before = testing.do_bench

@@ -13,12 +13,12 @@ def main(arguments: list[str]) -> None:
     import numpy as np
 
     from minillm.bench.on_gpu.findings import Report
-    from minillm.bench.on_gpu.stage_setup import Site
+    from minillm.bench.on_gpu.stage_setup import StageSetup
 
     module, function = target.split(":")
     module = module if "." in module else f"minillm.bench.on_gpu.{module}"
     with np.errstate(all="ignore"):  # the interpreter computes with NumPy, which warns of infinities
-        getattr(import_module(module), function)(Site.here(is_rehearsal), Report(path, is_rehearsal))
+        getattr(import_module(module), function)(StageSetup.here(is_rehearsal), Report(path, is_rehearsal))
 
 
 if __name__ == "__main__":

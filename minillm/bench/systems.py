@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minillm.bench import llama_cpp, own_engine, transformers_peers
-from minillm.bench.completion import Completer, Completion, figures
+from minillm.bench.completion import Completer, Completion, completion_metrics
 from minillm.bench.harness import Counted, System, peak_memory_of
 from minillm.errors import ConfigError
 from minillm.models.held_out import held_out_prompts
@@ -134,7 +134,7 @@ def decode_system(name: str, workload: Workload, baseline: str | tuple[str, ...]
 
     def extra() -> dict[str, object]:
         tried = {"tried_ms_per_token": workload.tried[name]} if name in workload.tried else {}
-        return {**completer.about, **tried, **figures(workload.prompts, last)}
+        return {**completer.details, **tried, **completion_metrics(workload.prompts, last)}
 
     return System(name, run, baseline, extra, counted)
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from minillm import cli
-from minillm.bench import contestants, decode, llama_cpp, own_engine, transformers_peers
+from minillm.bench import decode, llama_cpp, own_engine, systems, transformers_peers
 from minillm.bench.benchmarks import BENCHMARKS, find
-from minillm.bench.completion import Completion, figures
-from minillm.bench.contestants import Workload, choose, decode_system, draft_for, left_out, load, prepared, prompt_ids
+from minillm.bench.completion import Completion, completion_metrics
+from minillm.bench.systems import Workload, choose, decode_system, draft_for, left_out, load, prepared, prompt_ids
 from minillm.bench.transformers_peers import FirstTokens
 from minillm.commands import bench
 from minillm.errors import ConfigError, UnsupportedError
@@ -115,25 +115,25 @@ def test_first_tokens_are_told_from_the_prompt_and_from_later_ones() -> None:
 
 def test_figures_are_sums_over_prompts() -> None:
     found = [Completion([1, 2, 3, 4], 1.0, 2.0, 1, 2, 6, 2), Completion([5, 6], 3.0, 2.0, 1, 1, 3, 1)]
-    told = figures([[0] * 10, [0] * 30], found)
+    told = completion_metrics([[0] * 10, [0] * 30], found)
     assert told == {
         "prefill_tokens_per_s": 10.0,
         "end_to_end_tokens_per_s": 0.75,
         "tokens_per_forward": 2.0,
         "acceptance_rate": pytest.approx(1 / 3),
     }
-    assert "acceptance_rate" not in figures([[0]], [Completion([1, 2], 1.0, 1.0)])
+    assert "acceptance_rate" not in completion_metrics([[0]], [Completion([1, 2], 1.0, 1.0)])
 
 
 def test_only_the_time_after_the_first_tokens_counts(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow:
         def __init__(self) -> None:
-            self.about = {"made": "up"}
+            self.details = {"made": "up"}
 
         def complete(self, prompt: list[int], new_tokens: int) -> Completion:
             return Completion([1] * new_tokens, 100.0, 0.5, num_first=2)
 
-    monkeypatch.setattr(contestants, "load", lambda name, workload: Slow())
+    monkeypatch.setattr(systems, "load", lambda name, workload: Slow())
     system = decode_system("minillm fp32", workload)
     assert system.run() == [[1] * 12] * 2
     counted = system.counted()
@@ -153,7 +153,7 @@ FULL_PRECISION = [
 ]
 
 
-def test_all_contestants_in_full_precision_give_the_same_tokens(workload: Workload) -> None:
+def test_all_systems_in_full_precision_give_the_same_tokens(workload: Workload) -> None:
     with prepared(workload, FULL_PRECISION) as ready:
         runs = {name: decode_system(name, ready) for name in FULL_PRECISION}
         tokens = {name: system.run() for name, system in runs.items()}
@@ -168,14 +168,14 @@ def test_all_contestants_in_full_precision_give_the_same_tokens(workload: Worklo
         assert set(runs["transformers fp32"].extra()["tried_ms_per_token"]) == set(transformers_peers.PLAIN)
         for name in ready.tried:
             for setting in set(ready.tried[name]) - {llama_cpp.SETTINGS[0]}:
-                peer = contestants._load_peer(name, ready, setting)
+                peer = systems._load_peer(name, ready, setting)
                 assert [peer.complete(ids, 12).token_ids for ids in ready.prompts] == expected, (name, setting)
         assert 1 < runs["minillm fp32 + draft"].extra()["tokens_per_forward"] <= 4
 
 
 def test_the_fastest_way_of_a_peer_is_measured(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = {"dynamic": 3.0, "static": 2.0}
-    monkeypatch.setattr(contestants, "_try_settings", lambda name, workload: tried)
+    monkeypatch.setattr(systems, "_try_settings", lambda name, workload: tried)
     with prepared(workload, ["transformers fp32", "minillm fp32"]) as ready:
         assert ready.settings == {"transformers fp32": "static"} and ready.tried == {"transformers fp32": tried}
 
