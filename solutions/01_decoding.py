@@ -683,8 +683,8 @@ claim("Without a cache the same tokens take longer.", gain.median > 1, measured=
 # it to the text, and encode the text again for the next call. In one tutorial on speculative decoding, the draft model
 # passes its tokens to the target model in this way, as text. Does the target get the same tokens?
 #
-# Remember that the same text can be split into tokens in many ways. `retokenization_drift` takes completions from the engine and
-# checks, after every new token, whether decoding and encoding gives back the ids that the model generated.
+# Remember that the same text can be split into tokens in many ways. `retokenization_drift` takes completions from the
+# engine and checks, after every new token, whether decoding and encoding gives back the ids that the model generated.
 
 # %%
 from minillm.teaching.decoding import retokenization_drift, common_prefix_length

@@ -234,8 +234,8 @@ def unpack_int4(packed: Tensor) -> Tensor:
 check("l04.unpack_int4")
 
 # %% [markdown]
-# With these functions and `levels = 7` you have an INT4 cache. The layout's `row_fields` declares what is stored for one token
-# and head; the engine computes the bytes from it.
+# With these functions and `levels = 7` you have an INT4 cache. The layout's `row_fields` declares what is stored for one
+# token and head; the engine computes the bytes from it.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.cache.paged_quantized import RowField, PagedQuantizedKVCache
@@ -610,14 +610,14 @@ class MyGroups(Int4Groups):
     """Groups of keys with your scales, zero points and packed codes."""
 
     def write(self, layer, row, groups, x):
-        codes, scale, zero = my_per_channel(x, self.numbers[1])
+        codes, scale, zero = my_per_channel(x, self.group_shape[1])
         signed = codes.to(torch.int8) - 8  # your pack_int4 takes -8 … 7
-        self.codes[layer, row, groups] = my_pack(signed.view(-1, *self.numbers[1:]).flatten(-2))
+        self.codes[layer, row, groups] = my_pack(signed.view(-1, *self.group_shape[1:]).flatten(-2))
         self.scale[layer, row, groups] = scale.view_as(self.scale[layer, row, groups])
         self.zero[layer, row, groups] = zero.view_as(self.zero[layer, row, groups])
 
     def read(self, layer, row, count, dtype):
-        codes = my_unpack(self.codes[layer, row, :count]).view(count, *self.numbers[1:]) + 8
+        codes = my_unpack(self.codes[layer, row, :count]).view(count, *self.group_shape[1:]) + 8
         x = dequantize_affine(codes, self.scale[layer, row, :count], self.zero[layer, row, :count], dtype)
         return x.flatten(3).flatten(0, 1)
 
@@ -631,7 +631,7 @@ class MyKivi(KiviKVCache):
         options = {"group_size": group_size, "residual": residual, "rollback": rollback}
         super().__init__(config, num_blocks, block_size, dtype, device, **options)
         lead = tuple(self.keys.codes.shape[:2])
-        self.keys = self.groups(lead, self.keys.numbers, self.dim, device)
+        self.keys = self.groups(lead, self.keys.group_shape, self.dim, device)
 
 
 class WindowOnly(MyKivi):

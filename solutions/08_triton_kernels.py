@@ -105,8 +105,8 @@ stamp_kernel[(2,)](out, 13, BLOCK=8)
 print(out.tolist())
 
 # %% [markdown]
-# Here is the same as a picture. `find_writers` launches the kernel with a grid of one program, then of two, and so on. What is
-# new after a launch was written by the program that was added. So it works for any kernel, including yours.
+# Here is the same as a picture. `find_writers` launches the kernel with a grid of one program, then of two, and so on. What
+# is new after a launch was written by the program that was added. So it works for any kernel, including yours.
 
 # %% tags=["expected"] alt="Thirteen elements in a row and two programs of eight lanes: program 0 writes elements 0 to 7, program 1 writes 8 to 12; its last three lanes are masked and therefore hatched."
 find_writers(lambda grid, out: stamp_kernel[(grid[1],)](out, 13, BLOCK=8), (1, 13), (1, 8), "stamp_kernel, 13 elements")

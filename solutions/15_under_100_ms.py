@@ -70,8 +70,8 @@ predict("l15.faster", None, unit="times")
 #
 # ### Exercise 1: where does the time go?
 #
-# The engine reports what it does as events. `record_marks` reads the clock at each event and returns *marks*, pairs of the time in
-# seconds and what has just happened:
+# The engine reports what it does as events. `record_marks` reads the clock at each event and returns *marks*, pairs of the
+# time in seconds and what has just happened:
 #
 # `(0.0, "Start"), (0.8, "RequestAdded"), (0.9, "StepStarted"), (58.3, "StepRan prefill"), (58.4, "Committing"), …`
 #

@@ -19,7 +19,7 @@ from minillm.ops.dispatch import has_triton
 from minillm.ops.paged_attention import paged_attention
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.exercise import Case
-from minillm.teaching.exercises._l09_launch import DEVICE, KernelByName, KernelFailed, launch
+from minillm.teaching.exercises._l09_launch import DEVICE, KernelByName, KernelError, launch
 from minillm.teaching.exercises.l09_paged_attention import EXERCISES, merge
 from minillm.teaching.grade import grade
 from minillm.teaching.result import Status
@@ -141,7 +141,7 @@ def test_the_int8_kernel_reads_what_the_engines_int8_cache_holds():
 def test_a_kernel_that_stops_is_reported_with_its_own_line():
     broken = KernelByName("merge_kernel", ("split, channel = ", "split, chanel = "))
     text = str(grade("l09.merge_kernel", broken))
-    assert "KernelFailed: NameError: name 'channel' is not defined" in text
+    assert "KernelError: NameError: name 'channel' is not defined" in text
     if DEVICE == "cpu":  # the compiler's message shows the line itself
         assert "in the line `part = tl.load(" in text
 
@@ -154,7 +154,7 @@ def test_a_function_without_the_decorator_is_told_so():
 
 @needs_triton
 def test_kernels_are_launched_with_a_grid():
-    with pytest.raises(KernelFailed, match=r"merge_kernel\[grid\]"):
+    with pytest.raises(KernelError, match=r"merge_kernel\[grid\]"):
         KERNELS["merge_kernel"]()
 
 

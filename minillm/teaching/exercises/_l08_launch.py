@@ -38,7 +38,8 @@ Launch = Callable[..., Any]
 
 
 class KernelError(LessonError):
-    """A kernel raised an error; the message quotes the interpreter or the compiler, and the line."""
+    """A kernel cannot be launched, or raised an error; the message quotes the interpreter or the compiler, and names
+    the line if it is known."""
 
 
 class LazyKernel:

@@ -21,15 +21,11 @@ from torch import Tensor
 from minillm.errors import LessonError
 from minillm.ops.dispatch import has_triton
 from minillm.teaching.exercise import Function
-from minillm.teaching.exercises._l08_launch import changed_kernel, interpreting
+from minillm.teaching.exercises._l08_launch import KernelError, changed_kernel, interpreting
 from minillm.teaching.exercises._wall import check_against_walls, has_walls, walled
 from minillm.teaching.fence import Fences
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-class KernelFailed(LessonError):
-    """A kernel cannot be launched, or raised an error; the message names its line if that is known."""
 
 
 class KernelByName:
@@ -62,8 +58,8 @@ class KernelByName:
         return self.kernel[grid]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `KernelFailed`: a kernel is launched with a grid."""
-        raise KernelFailed(f"a kernel is launched with a grid: {self.__name__}[grid](...)")
+        """Raise `KernelError`: a kernel is launched with a grid."""
+        raise KernelError(f"a kernel is launched with a grid: {self.__name__}[grid](...)")
 
 
 def _kernels() -> Any:
@@ -83,7 +79,7 @@ def _kernels() -> Any:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
     """Launch a learner's kernel on `args`, which are on the GPU if there is one.
 
-    Raises `NotImplementedError` for a stub, and `KernelFailed` if it is not a kernel or raises an error.
+    Raises `NotImplementedError` for a stub, and `KernelError` if it is not a kernel or raises an error.
     """
     kernel = getattr(kernel, "kernel", kernel)
     plain = getattr(kernel, "fn", kernel)
@@ -91,9 +87,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> 
     if "raise NotImplementedError" in _source_of(plain):
         raise NotImplementedError(f"write {name} here, then run its check")
     if not hasattr(kernel, "fn"):
-        raise KernelFailed(f"{name} is not a kernel: put @triton.jit on the line above its def")
+        raise KernelError(f"{name} is not a kernel: put @triton.jit on the line above its def")
     if type(kernel) is not type(_kernels().decode_kernel):
-        raise KernelFailed("TRITON_INTERPRET=1 was not set when this kernel was defined; run the notebook from the top")
+        raise KernelError("TRITON_INTERPRET=1 was not set when this kernel was defined; run the notebook from the top")
     failure = ""
     with interpreting(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, about NaN
@@ -102,7 +98,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> 
         except Exception as error:
             failure = _in_words(error, name)
     if failure:
-        raise KernelFailed(failure)
+        raise KernelError(failure)
 
 
 def run_fenced(
