@@ -57,14 +57,11 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 
 
 class NoWaiting:
-    """`with NoWaiting() as crossed:` raises `Waits` where the host would wait; `crossed` counts `copy_to_device` and
-    `copy_to_host`."""
+    """`with NoWaiting() as crossed:` raises `Waits` where the host would wait; `crossed` counts `copy_to_device` as
+    "send" and `copy_to_host` as "read"."""
 
     def __init__(self, *also: FunctionType) -> None:
-        self._places = {
-            transfer.copy_to_device.__code__: "copy_to_device",
-            transfer.copy_to_host.__code__: "copy_to_host",
-        }
+        self._places = {transfer.copy_to_device.__code__: "send", transfer.copy_to_host.__code__: "read"}
         self._places |= {function.__code__: function.__name__ for function in also}
 
     def __enter__(self) -> Counter[str]:
