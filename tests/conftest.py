@@ -100,6 +100,14 @@ def random_model(
     return model
 
 
+@pytest.fixture(scope="session", autouse=True)
+def every_draft() -> Iterator[None]:
+    """Engines draft whatever it costs: their tests want drafts. Tests of adapting ask for it with `adaptive`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minillm.speculative.config.ADAPTIVE", False)
+        yield
+
+
 @pytest.fixture
 def quick_gc() -> Iterator[None]:
     """What is alive now is nothing for the garbage collector to look at, which takes it a second otherwise."""

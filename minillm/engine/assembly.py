@@ -28,8 +28,10 @@ from minillm.quantization.int8 import Int8
 from minillm.quantization.schemes import make_scheme
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.config import SpeculativeConfig
-from minillm.speculative.drafter import DraftContext
+from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
+from minillm.speculative.drafter import DraftContext, Drafter
 from minillm.speculative.rejection_sampler import EXACT
+from minillm.speculative.step_costs import measure
 from minillm.tokenizer import Tokenizer
 
 DEFAULT_BLOCK_SIZE = 16
@@ -111,13 +113,30 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
         args,
         tokenizer,
         drafter,
-        speculative.max_drafts if speculative else 0,
+        _draft_policy(speculative, target, drafter, num_blocks, max_model_len),
         args.scheduler_cls or Scheduler,
         speculative.accept_rule if speculative else EXACT,
     )
     if speculative is not None:
         engine.scheduler.disable_by_batch_size = speculative.disable_by_batch_size
     return Assembly(engine, args, max_model_len, plans.bytes_per_block)
+
+
+def _draft_policy(
+    speculative: SpeculativeConfig | None,
+    target: ModelRunner,
+    drafter: Drafter | None,
+    num_blocks: int,
+    max_model_len: int,
+) -> DraftPolicy | None:
+    """How many drafts each request gets. Measures what they cost if their number adapts."""
+    if speculative is None:
+        return None
+    most = speculative.max_drafts
+    if not speculative.adaptive:
+        return FixedDrafts(most)
+    costs = measure(target, drafter, num_blocks, most, max_model_len)
+    return AdaptiveDrafts(most, costs, speculative.drafter_cls.proposes_trees)
 
 
 class RunnerPlans:

@@ -21,6 +21,7 @@ from minillm.engine.step_rows import StepRows
 from minillm.errors import DraftError, MinillmError, NonFiniteLogitsError, RequestTooLargeError, UnsupportedError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
+from minillm.speculative.draft_policy import DraftPolicy
 from minillm.speculative.drafter import Draft, Drafter
 from minillm.speculative.rejection_sampler import EXACT, Rule, Verdict, check_tree
 from minillm.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ class Engine:
         config: EngineArgs,
         tokenizer: Tokenizer,
         drafter: Drafter | None = None,
-        num_speculative_tokens: int = 0,
+        draft_policy: DraftPolicy | None = None,
         scheduler_cls: type[Scheduler] = Scheduler,
         accept_rule: Rule = EXACT,
     ) -> None:
@@ -65,9 +66,7 @@ class Engine:
         self.judge = device_judge or HostJudge(accept_rule)
         # Scheduler and pool get references to the caches, not to the engine: without a cycle, an engine that is no
         # longer used is freed at once.
-        self.scheduler = scheduler_cls(
-            pool, config, num_speculative_tokens, self.emit, partial(_copy_blocks, runner, drafter)
-        )
+        self.scheduler = scheduler_cls(pool, config, draft_policy, self.emit, partial(_copy_blocks, runner, drafter))
         pool.on_free = partial(_free_blocks, runner, drafter)
         if drafter is not None:
             self.scheduler.on_drop = drafter.request_dropped
@@ -144,6 +143,9 @@ class Engine:
         verdicts = self._judge(scheduled, logits)
         ran = time.perf_counter()
         advanced = [self._commit(item, verdict) for item, verdict in zip(scheduled, verdicts, strict=True)]
+        if self.scheduler.draft_policy is not None:
+            num_context = sum(item.start for item in scheduled)
+            self.scheduler.draft_policy.ran(sum(map(_num_rows, scheduled)), num_context, ran - drafted)
         finished = time.perf_counter()
         self.emit(StepFinished(self.num_steps, finished - began, drafted - began, ran - drafted, self.pool.num_free))
         return [request for request in advanced if request is not None]
@@ -208,6 +210,8 @@ class Engine:
         valid = request.num_tokens + verdict.num_accepted
         if verdict.path:
             self._keep_path(request, verdict.path)
+        if draft.token_ids:
+            self.scheduler.draft_policy.judged(request, len(draft.token_ids), verdict.num_accepted)
         committed = commit(request, verdict)
         # Tokens first, counters second: after an interrupt in between, a few tokens are computed again.
         request.num_computed_tokens = min(valid, request.num_tokens - 1)
@@ -258,9 +262,12 @@ def _free_blocks(runner: ModelRunner, drafter: Drafter | None, block_ids: Sequen
         drafter.free_blocks(block_ids)
 
 
+def _num_rows(item: Scheduled) -> int:
+    return item.num_tokens + len(item.draft.token_ids)
+
+
 def _work(item: Scheduled) -> Work:
-    num_tokens = item.num_tokens + len(item.draft.token_ids)
-    return Work(item.request.request_id, item.kind, item.start, num_tokens)
+    return Work(item.request.request_id, item.kind, item.start, _num_rows(item))
 
 
 def _origins(num_committed: int, draft: Draft, verdict: Verdict) -> list[TokenOrigin]:

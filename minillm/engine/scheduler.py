@@ -18,6 +18,7 @@ from minillm.batch import Segment
 from minillm.cache.block_pool import BlockPool
 from minillm.config import EngineArgs
 from minillm.request import Request
+from minillm.speculative.draft_policy import DraftPolicy
 from minillm.speculative.drafter import NO_DRAFT, Draft
 from minillm.trace import (
     BlockCopied,
@@ -26,6 +27,7 @@ from minillm.trace import (
     BlocksEvicted,
     BlocksFreed,
     BlocksShared,
+    DraftsPlanned,
     Event,
     RequestPreempted,
     WorkKind,
@@ -111,13 +113,14 @@ class Scheduler:
         self,
         pool: BlockPool,
         config: EngineArgs,
-        num_speculative_tokens: int,
+        draft_policy: DraftPolicy | None,
         emit: Callable[[Event], None],
         copy_blocks: Callable[[Sequence[tuple[int, int]]], None],
     ) -> None:
         self.pool = pool
         self.config = config
-        self.num_speculative_tokens = num_speculative_tokens
+        self.draft_policy = draft_policy
+        """Decides how many drafts each request gets; None: no speculation."""
         self.disable_by_batch_size: int | None = None
         """With more requests than this, running and waiting, none gets drafts; None: no limit."""
         self.emit = emit
@@ -149,6 +152,7 @@ class Scheduler:
     def _schedule_running(self) -> tuple[list[Scheduled], int, bool]:
         scheduled: list[Scheduled] = []
         budget, preempted = self.config.max_num_batched_tokens, False
+        most_drafts = self._plan_drafts()
         queue = sorted(self.running, key=self.rank)
         while queue:
             request = queue.pop(0)
@@ -163,7 +167,8 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                wanted = self._drafts_wanted(request, spare - num_tokens)
+                # Every step also yields one token of the target, so the last token never needs a draft.
+                wanted = min(most_drafts.get(request, 0), request.num_remaining_tokens - 1, spare - num_tokens)
                 scheduled.append(Scheduled(request, start, num_tokens, wanted))
                 budget -= num_tokens + wanted
         # Drafts get blocks only after all committed tokens have theirs.
@@ -234,15 +239,20 @@ class Scheduler:
         """`num_tokens`, limited to what one request may have of a step."""
         return min(num_tokens, self.config.long_prefill_token_threshold or num_tokens)
 
-    def _drafts_wanted(self, request: Request, spare_tokens: int) -> int:
-        """The number of drafts that could be accepted and fit into the token budget."""
-        if not self.num_speculative_tokens or not request.is_decoding:
-            return 0
+    def _plan_drafts(self) -> dict[Request, int]:
+        """Most drafts of each running request in this step."""
         limit = self.disable_by_batch_size
-        if limit is not None and len(self.running) + len(self.waiting) > limit:
-            return 0
-        # Every step also yields one token of the target, so the last token never needs a draft.
-        return min(self.num_speculative_tokens, request.num_remaining_tokens - 1, spare_tokens)
+        if self.draft_policy is None or (limit is not None and len(self.running) + len(self.waiting) > limit):
+            return {}
+        decoding = [request for request in self.running if request.is_decoding]
+        if not decoding:
+            return {}
+        new = sum(request.num_new_tokens for request in [*self.running, *self.waiting])
+        plan = self.draft_policy.plan(decoding, min(new, self.config.max_num_batched_tokens))
+        if plan.speedups:
+            ids = [request.request_id for request in decoding]
+            self.emit(DraftsPlanned(ids, plan.num_drafts, plan.survival, plan.speedups))
+        return dict(zip(decoding, plan.num_drafts, strict=True))
 
     def _drafts_that_fit(self, item: Scheduled) -> int:
         """The number of wanted drafts that fit into blocks that are free without preemption."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,8 +12,11 @@ from minillm.speculative.block_verification import BlockRule
 from minillm.speculative.drafter import Drafter, NoOptions
 from minillm.speculative.methods import METHODS
 from minillm.speculative.rejection_sampler import EXACT, AcceptRule, Rule
+from minillm.speculative.synthetic import SyntheticRule
 
 RULES: dict[str, Rule] = {"standard": EXACT, "block": BlockRule()}
+ADAPTIVE = True
+"""Whether the number of drafts adapts where `adaptive` is not given."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,15 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     """Most drafts per round; None: the method's default."""
     rejection_sample_method: str | AcceptRule = "standard"
-    """`standard`: token-by-token rejection sampling; `block`: block verification, as exact and accepts more drafts; or
-    an `AcceptRule`, which may be lossy."""
+    """`standard`: token-by-token rejection sampling; `block`: block verification, as exact and accepts more drafts;
+    `synthetic`: accepts at given rates, to measure the engine; or an `AcceptRule`, which may be lossy."""
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    """For `synthetic`, per position: the probability that all drafts up to this one are accepted."""
+    synthetic_acceptance_length: float | None = None
+    """For `synthetic`, instead of the rates: tokens per round on average, the target's own token included."""
+    adaptive: bool = field(default_factory=lambda: ADAPTIVE)
+    """Whether each request gets as many drafts as pay, at most `num_speculative_tokens`; False: always so many. A
+    request that samples with its own `seed` always gets all of them, so that its text can be repeated."""
     disable_by_batch_size: int | None = None
     """No drafts in a step with more running and waiting requests than this. A large batch already saturates the
     processor, so verifying rejected drafts costs more than accepted ones save. None: always draft."""
@@ -37,11 +47,15 @@ class SpeculativeConfig:
         for name in ("num_speculative_tokens", "disable_by_batch_size"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
-        if not isinstance(self.rejection_sample_method, AcceptRule) and self.rejection_sample_method not in RULES:
+        rule = self.rejection_sample_method
+        if not isinstance(rule, AcceptRule) and rule not in RULES and rule != "synthetic":
             raise UnsupportedError(
-                f"rejection_sample_method={self.rejection_sample_method!r} is not available; use 'standard' or "
-                "'block', or pass an AcceptRule"
+                f"rejection_sample_method={rule!r} is not available; use 'standard', 'block' or 'synthetic', or pass "
+                "an AcceptRule"
             )
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"adaptive={self.adaptive!r} must be True or False")
+        self._check_synthetic()
 
     @property
     def drafter_cls(self) -> type[Drafter]:
@@ -52,7 +66,37 @@ class SpeculativeConfig:
     def accept_rule(self) -> Rule:
         """The rule that decides which drafts are accepted."""
         rule = self.rejection_sample_method
+        if rule == "synthetic":
+            rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+            return SyntheticRule(tuple(rates)) if rates else SyntheticRule.of_length(length, self.max_drafts)
         return rule if isinstance(rule, AcceptRule) else RULES[rule]
+
+    def _check_synthetic(self) -> None:
+        """Raise `ConfigError` for rates without the method or the method without rates."""
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        if self.rejection_sample_method != "synthetic":
+            for name, value in (("rates", rates), ("length", length)):
+                if value is not None:
+                    raise ConfigError(
+                        f"synthetic_acceptance_{name}={value!r} is for rejection_sample_method='synthetic', but it is "
+                        f"{self.rejection_sample_method!r}; leave one of them out"
+                    )
+            return
+        if (rates is None) == (length is None):
+            raise ConfigError(
+                "rejection_sample_method='synthetic' needs either synthetic_acceptance_rates or "
+                f"synthetic_acceptance_length, but they are {rates!r} and {length!r}"
+            )
+        if self.drafter_cls.proposes_trees:
+            raise UnsupportedError(
+                f"rejection_sample_method='synthetic' accepts drafts by their position in a chain, but method "
+                f"{self.method_name!r} drafts trees; use another method"
+            )
+        if rates is not None and (not isinstance(rates, list | tuple) or len(rates) != self.max_drafts):
+            raise ConfigError(
+                f"synthetic_acceptance_rates={rates!r} must list one number for each of {self.max_drafts} drafts"
+            )
+        _ = self.accept_rule  # checks the numbers
 
     @property
     def method_name(self) -> str:

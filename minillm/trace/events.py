@@ -153,6 +153,20 @@ class RequestPreempted(Event):
 
 
 @dataclass(frozen=True)
+class DraftsPlanned(Event):
+    """Adaptive drafting has decided how many drafts each decoding request may have in this step."""
+
+    request_ids: list[str]
+    num_drafts: list[int]
+    """Per request."""
+    survival: list[list[float]]
+    """Per request, by position: the estimated probability that this draft and all before it are accepted."""
+    speedups: list[float]
+    """`speedups[m]`: predicted tokens per second with the m most promising drafts of all requests, as a multiple of
+    plain decoding."""
+
+
+@dataclass(frozen=True)
 class DraftProposed(Event):
     """The draft tokens that the drafter proposed for a request."""
 
