@@ -1,0 +1,148 @@
+"""What a step costs on this machine: a forward of the target by its rows, and drafting.
+
+It is measured when an engine starts. Other programs can only make a measured time too long, so a faster step that is
+seen later replaces what was measured.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from minillm.batch import Segment
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
+from minillm.sampling import SamplingParams
+from minillm.speculative.drafter import Drafter
+
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of rows to measure."""
+PAST = 64
+"""Tokens in the cache before the measured ones."""
+LONG_PAST = 384
+"""The same for the measurement of what attention adds."""
+ROUNDS, SECONDS = 15, 0.5
+"""Everything is measured in turn, so many times, but only twice once so many seconds have passed."""
+
+
+@dataclass
+class StepCosts:
+    """Seconds of the parts of a step."""
+
+    forward: dict[int, float]
+    """One forward of the target by its number of rows, ascending."""
+    context_token: float = 0.0
+    """What each token that a request has in the cache adds to a forward, however many rows the request has."""
+    first_draft: float = 0.0
+    """Drafting one token for one request."""
+    next_draft: float = 0.0
+    """Each further token; they are drafted one after the other."""
+    next_request: float = 0.0
+    """Each further request, per token; requests are drafted together."""
+
+    def target(self, num_rows: int, num_context: int) -> float:
+        """One forward of `num_rows` rows over requests with `num_context` tokens in all; between the measured numbers
+        of rows and beyond them on a straight line."""
+        known = list(self.forward)
+        after = min(max(bisect_left(known, num_rows), 1), len(known) - 1)
+        low, high = known[after - 1], known[after]
+        slope = (self.forward[high] - self.forward[low]) / (high - low)
+        return self.forward[low] + slope * (num_rows - low) + self.context_token * num_context
+
+    def saw(self, num_rows: int, num_context: int, seconds: float) -> None:
+        """Learn from a step that ran one forward."""
+        known = self.forward.get(num_rows)
+        seconds -= self.context_token * num_context
+        if known is not None and 0 < seconds < known:
+            for rows in self.forward:
+                if rows <= num_rows:  # a forward takes at most as long as one with more rows
+                    self.forward[rows] = min(self.forward[rows], seconds)
+
+    def draft(self, num_requests: int, num_drafts: int) -> float:
+        """Drafting up to `num_drafts` tokens for each of `num_requests` requests."""
+        if not num_requests or not num_drafts:
+            return 0.0
+        one = self.first_draft + self.next_draft * (num_drafts - 1)
+        return one + self.next_request * (num_requests - 1) * num_drafts
+
+
+def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: int, max_model_len: int) -> StepCosts:
+    """Measure on an engine that has no requests yet. It writes to the cache, and gives all blocks back."""
+    size = target.block_size
+    room = min(max_model_len, num_blocks * size)
+    past, long_past = min(PAST, room // 4), min(LONG_PAST, room - 1)
+    rows = [n for n in ROWS if past + n <= room and n <= (target.cache.max_rollback or n)]
+    num_drafts = min(max_drafts, room - past - 1)
+    if past < 1 or len(rows) < 2 or num_drafts < 1:
+        return StepCosts({1: 1.0, 2: 1.0})  # requests of so few tokens are not worth measuring
+    length = -(-(past + max(rows[-1], num_drafts + 1)) // size)
+    first, second = list(range(length)), list(range(length, 2 * length))
+    long = list(range(2 * length, 2 * length + -(-(long_past + 1) // size)))
+    tables = [first, second] if second[-1] < num_blocks else [first]
+    if long[-1] >= num_blocks:
+        long, long_past = first, past
+    for table, num_tokens in ((long, long_past), *((table, past) for table in tables)):
+        _prefill(target, table, num_tokens)
+    requests = [_request(target, table, past + 1) for table in tables]
+    runs: dict[str | int, Callable[[], object]] = {n: partial(_forward, target, first, past, n) for n in rows}
+    runs["long"] = partial(_forward, target, long, long_past, 1)
+    for name, count, k in (("draft", 1, 1), ("drafts", 1, num_drafts), ("requests", len(requests), num_drafts)):
+        runs[name] = partial(drafter.propose, requests[:count], [k] * count)
+    took = _time_in_turn(runs)
+    for request in requests:
+        drafter.request_dropped(request)
+    target.cache.free(range(num_blocks))
+    drafter.free_blocks(range(num_blocks))
+    return StepCosts(
+        never_slower_with_fewer_rows({n: took[n] for n in rows}),
+        max(0.0, took["long"] - took[1]) / max(1, long_past - past),
+        took["draft"],
+        max(0.0, took["drafts"] - took["draft"]) / max(1, num_drafts - 1),
+        max(0.0, took["requests"] - took["drafts"]) / num_drafts,
+    )
+
+
+def _forward(runner: ModelRunner, block_table: list[int], past: int, num_rows: int) -> None:
+    """Run one forward over tokens `past … past + num_rows - 1` of a request, and wait for its logits."""
+    runner.run([Segment([0] * num_rows, past, block_table, num_rows)]).sum().item()
+
+
+def _prefill(runner: ModelRunner, block_table: list[int], num_tokens: int) -> None:
+    for start in range(0, num_tokens, PAST):
+        _forward(runner, block_table, start, min(PAST, num_tokens - start))
+
+
+def _request(runner: ModelRunner, block_table: list[int], num_tokens: int) -> Request:
+    """A request that decodes: all but its last token are in the cache."""
+    token_ids = [i % runner.model.config.vocab_size for i in range(num_tokens)]
+    request = Request("costs", "", token_ids, num_tokens, SamplingParams(temperature=0), max_tokens=1, seed=0)
+    request.block_table, request.num_computed_tokens = block_table, num_tokens - 1
+    return request
+
+
+def _time_in_turn(runs: Mapping[str | int, Callable[[], object]]) -> dict[str | int, float]:
+    """The shortest time of each run, in seconds. Other programs only ever make a run longer."""
+    for run in runs.values():
+        run()  # compiles, and fills caches
+    best = dict.fromkeys(runs, float("inf"))
+    began = time.perf_counter()
+    for turn in range(ROUNDS):
+        if turn >= 2 and time.perf_counter() - began > SECONDS:
+            break
+        for key, run in runs.items():
+            start = time.perf_counter()
+            run()
+            best[key] = min(best[key], time.perf_counter() - start)
+    return best
+
+
+def never_slower_with_fewer_rows(seconds: Mapping[int, float]) -> dict[int, float]:
+    """The same without noise that shows: a forward takes at most as long as one with more rows."""
+    shortest, found = float("inf"), {}
+    for rows in sorted(seconds, reverse=True):
+        shortest = min(shortest, seconds[rows])
+        found[rows] = shortest
+    return dict(reversed(found.items()))

@@ -1,0 +1,183 @@
+"""How many drafts a request gets: as many as pay, by the costs and the acceptance that are known."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, product
+
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.request import Request
+from minillm.speculative.draft_policy import FIRST_PAUSE, AdaptiveDrafts, FixedDrafts
+from minillm.speculative.step_costs import StepCosts, never_slower_with_fewer_rows
+from minillm.trace import DraftsPlanned
+from tests.conftest import TinyPair
+
+FREE_ROWS = StepCosts({1: 1.0, 64: 1.0})
+"""As on a GPU with one request: more rows cost nothing."""
+EACH_ROW = StepCosts({1: 1.0, 64: 64.0})
+"""As where the processor is saturated: every row costs the same."""
+
+
+def a_request(name: str = "a", **params: object) -> Request:
+    return Request(name, "", [1, 2, 3], 3, SamplingParams(**{"temperature": 0, **params}), 100, seed=0)
+
+
+def judged(policy: AdaptiveDrafts, request: Request, rate: float, rounds: int = 200) -> None:
+    """Rounds of all drafts, each accepted with probability `rate`."""
+    rng = random.Random(0)
+    for _ in range(rounds):
+        accepted = 0
+        while accepted < policy.max_drafts and rng.random() < rate:
+            accepted += 1
+        policy.judged(request, policy.max_drafts, accepted)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("slot", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("guess", [0.0, 0.05, 0.3])
+def test_the_number_is_the_best_of_the_speed_up_formula(rate: float, slot: float, guess: float) -> None:
+    """E / (γc + v), for every γ: the number of drafts with the largest quotient."""
+    policy = AdaptiveDrafts(8, StepCosts({1: 1.0, 64: 1 + 63 * slot}, 0.0, guess, guess))
+    request = a_request()
+    judged(policy, request, rate)
+    seen = policy.survival(request)
+    by_formula = [(1 + sum(seen[:n])) / (n * guess + 1 + n * slot) for n in range(9)]
+    best = max(range(9), key=by_formula.__getitem__)
+    plan = policy.plan([request], 1)
+    assert plan.speedups == pytest.approx(by_formula)
+    assert plan.num_drafts == [best if by_formula[best] >= 1.02 else 0]
+
+
+def test_the_estimate_comes_close_to_the_rate() -> None:
+    policy, request = AdaptiveDrafts(4, FREE_ROWS), a_request()
+    judged(policy, request, 0.6, rounds=400)
+    assert policy.survival(request)[0] == pytest.approx(0.6, abs=0.15)
+
+
+def test_free_rows_take_every_draft_and_dear_rows_none() -> None:
+    for costs, expected in ((FREE_ROWS, 4), (EACH_ROW, 0)):
+        policy, request = AdaptiveDrafts(4, costs), a_request()
+        judged(policy, request, 0.6)
+        assert policy.plan([request], 1).num_drafts == [expected]
+
+
+def test_drafts_go_to_the_requests_whose_drafts_are_accepted() -> None:
+    policy, good, bad = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1 + 63 * 0.15})), a_request("good"), a_request("bad")
+    judged(policy, good, 0.95)
+    judged(policy, bad, 0.05)
+    judged(policy, good, 0.95)
+    most, least = policy.plan([good, bad], 2).num_drafts
+    assert most == 4 and least == 0
+
+
+def test_no_other_choice_of_slots_is_predicted_to_be_faster() -> None:
+    """Every way to give 0 to 3 drafts to three requests, against the plan."""
+    costs = StepCosts({1: 1.0, 4: 1.2, 8: 2.0, 16: 4.5}, 0.0, 0.05, 0.02, 0.01)
+    rng = random.Random(1)
+    for _ in range(30):
+        policy, requests = AdaptiveDrafts(3, costs), [a_request(str(i)) for i in range(3)]
+        for request in requests:
+            judged(policy, request, rng.random(), rounds=30)
+        plan = policy.plan(requests, 3)
+
+        def speed(counts: tuple[int, ...], survival: list[list[float]] = plan.survival) -> float:
+            tokens = 3 + sum(sum(s[:n]) for s, n in zip(survival, counts, strict=True))
+            drafting = costs.draft(sum(n > 0 for n in counts), max(counts))
+            return tokens / (drafting + costs.target(3 + sum(counts), 9))
+
+        best = max(product(range(4), repeat=3), key=speed)
+        # Drafting takes as long as the longest chain, so taking slots by survival alone may miss a little.
+        assert speed(tuple(plan.num_drafts)) >= 0.97 * min(speed(best), max(speed(best), speed((0, 0, 0)) * 1.02))
+
+
+def test_a_large_step_leaves_no_room_where_rows_are_dear() -> None:
+    policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 8: 1.1, 64: 8.0})), a_request()
+    judged(policy, request, 0.6)
+    assert policy.plan([request], 1).num_drafts[0] >= 3
+    many = [request, *(a_request(str(i)) for i in range(31))]
+    assert sum(policy.plan(many, 32).num_drafts) == 0
+
+
+def test_long_contexts_make_a_draft_cheap() -> None:
+    """Reading the cache costs the same whatever number of rows reads it."""
+    for num_tokens, expected in ((3, 0), (2000, 4)):
+        policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 40.0}, context_token=0.01)), a_request()
+        request.token_ids = [1] * num_tokens
+        judged(policy, request, 0.6)
+        assert policy.plan([request], 1).num_drafts == [expected]
+
+
+def test_after_a_pause_one_request_tries_again_and_pauses_grow() -> None:
+    policy, request = AdaptiveDrafts(4, EACH_ROW), a_request()
+    judged(policy, request, 0.1)
+    tried = [step for step in range(8 * FIRST_PAUSE) if any(policy.plan([request], 1).num_drafts)]
+    assert tried[0] == FIRST_PAUSE
+    gaps = [b - a for a, b in pairwise(tried)]
+    assert gaps == sorted(gaps) and gaps[0] >= 2 * FIRST_PAUSE - 1
+    for _ in range(40):
+        policy.judged(request, 4, 4)
+    policy.costs = FREE_ROWS
+    assert any(sum(policy.plan([request], 1).num_drafts) == 4 for _ in range(16 * FIRST_PAUSE))
+
+
+def test_a_request_with_a_seed_gets_every_draft() -> None:
+    """The number of drafts changes which random numbers choose a token: a seeded text must not depend on the clock."""
+    policy, seeded = AdaptiveDrafts(4, EACH_ROW), a_request(temperature=1.0, seed=3)
+    judged(policy, seeded, 0.1)
+    plain = a_request("plain", temperature=1.0)
+    plans = [policy.plan([plain, seeded], 2).num_drafts for _ in range(3 * FIRST_PAUSE)]
+    assert all(of_seeded == 4 for _, of_seeded in plans) and plans[0] == [0, 4]
+
+
+def test_a_tree_is_drafted_whole_or_not_at_all() -> None:
+    for costs, expected in ((FREE_ROWS, 6), (EACH_ROW, 0)):
+        policy, request = AdaptiveDrafts(6, costs, drafts_trees=True), a_request()
+        for _ in range(50):
+            policy.judged(request, 6, 2)
+        assert policy.plan([request], 1).num_drafts == [expected]
+        assert policy.survival(request)[0] == pytest.approx(2 / 6, abs=0.05)
+
+
+def test_costs_lie_on_lines_between_and_beyond_the_measured_rows() -> None:
+    costs = StepCosts({1: 1.0, 3: 2.0, 5: 6.0}, context_token=0.5)
+    assert [costs.target(n, 0) for n in (1, 2, 3, 4, 5, 6)] == pytest.approx([1, 1.5, 2, 4, 6, 8])
+    assert costs.target(1, 4) == pytest.approx(3.0)
+
+
+def test_a_measurement_that_was_disturbed_is_corrected() -> None:
+    assert never_slower_with_fewer_rows({1: 9.0, 2: 2.0, 4: 3.0}) == {1: 2.0, 2: 2.0, 4: 3.0}
+    costs = StepCosts({1: 2.0, 2: 2.0, 4: 3.0}, context_token=0.1)
+    costs.saw(2, 5, 2.0)
+    assert costs.forward == {1: 1.5, 2: 1.5, 4: 3.0}
+    costs.saw(4, 0, 9.0)
+    costs.saw(3, 0, 0.1)
+    assert costs.forward == {1: 1.5, 2: 1.5, 4: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [("draft_model", "paged"), ("draft_model", "contiguous"), ("draft_tree", "paged"), ("ngram", "paged")]
+    + [("suffix", layout) for layout in ("paged", "contiguous", "sinks", "window", "kivi")],
+)
+def test_the_engine_measures_adapts_and_says_what_it_decided(tiny: TinyPair, method: str, layout: str) -> None:
+    options = {"model": str(tiny.draft)} if method.startswith("draft") else {}
+    given = {"method": method, "num_speculative_tokens": 6, "adaptive": True, **options}
+    llm = LLM(str(tiny.target), speculative_config=given, kv_cache_config={"layout": layout}, max_num_seqs=4)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    plain = LLM(str(tiny.target), kv_cache_config={"layout": layout}).generate(
+        ["a b a b a b", "def f"], params, use_tqdm=False
+    )
+    with llm.trace() as trace:
+        texts = [out.outputs[0].token_ids for out in llm.generate(["a b a b a b", "def f"], params, use_tqdm=False)]
+    assert texts == [out.outputs[0].token_ids for out in plain]
+    plans = [event for event in trace.events if isinstance(event, DraftsPlanned)]
+    assert plans and all(len(p.num_drafts) == len(p.request_ids) == len(p.survival) for p in plans)
+    assert plans[0].speedups[0] == 1.0
+
+
+def test_without_adaptive_every_request_gets_the_same_number(tiny: TinyPair) -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    llm = LLM(str(tiny.target), speculative_config=given)
+    assert llm.engine.scheduler.draft_policy == FixedDrafts(3)
