@@ -9,7 +9,7 @@ from minillm.commands.side_by_side import PROMPTS
 from minillm.trace import RequestFinished, StepFinished, StepRan, TokensCommitted, Trace
 from minillm.viz import AcceptanceStrip, CachePagesView
 
-SPECULATIVE = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4}
+SPECULATIVE = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4, "adaptive": False}
 
 
 def main() -> None:

@@ -68,7 +68,9 @@ predict("l00.waste", None, unit="percent")
 # %% tags=["nbval-ignore-output"]
 def engine(page_size: int = 16, drafts: int = 4, pool_tokens: int = 384) -> LLM:
     """An engine whose pool has `pool_tokens` slots in pages of `page_size`, with `drafts` draft tokens a round."""
-    speculative = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": drafts} if drafts else None
+    speculative = None
+    if drafts:  # always as many, whether they pay or not, so that the pictures are the same on every machine
+        speculative = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": drafts, "adaptive": False}
     blocks = pool_tokens // page_size
     return LLM(TARGET, block_size=page_size, num_kv_blocks=blocks, speculative_config=speculative)
 
@@ -315,7 +317,8 @@ class OnlyCommas(Drafter):
         return [Draft([comma] * count) for count in num_drafts]
 
 
-commas = LLM(TARGET, num_kv_blocks=24, speculative_config={"method": OnlyCommas, "num_speculative_tokens": 4})
+drafts_commas = {"method": OnlyCommas, "num_speculative_tokens": 4, "adaptive": False}
+commas = LLM(TARGET, num_kv_blocks=24, speculative_config=drafts_commas)
 comma_outputs = commas.generate(prompts[:3], greedy, use_tqdm=False)
 print(f"tokens per forward: {tokens_per_forward(comma_outputs):.2f}")
 claim("Commas as drafts change no token.", tokens_of(comma_outputs) == expected)

@@ -614,7 +614,7 @@ check("l15.choose_gamma")
 # %%
 from minillm.trace import TokensCommitted
 
-speculative = {"method": "draft_model", "model": draft_name, "num_speculative_tokens": 4}
+speculative = {"method": "draft_model", "model": draft_name, "num_speculative_tokens": 4, "adaptive": False}
 drafting = LLM(name, quantization="w8a8", speculative_config=speculative, **options)
 with drafting.trace() as trace:
     drafting.generate(others, params, use_tqdm=False)
@@ -700,7 +700,13 @@ claim("With a draft model the tokens are the same as without.", tokens_of("W8A8 
 # search takes some microseconds.
 
 # %% tags=["nbval-ignore-output"]
-lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4}
+lookup = {
+    "method": "ngram",
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 5,
+    "num_speculative_tokens": 4,
+    "adaptive": False,
+}
 w8a8_engines["W8A8 + n-gram"] = LLM(name, quantization="w8a8", speculative_config=lookup, **options)
 seconds = race(w8a8_engines)
 looked_up = [Latency(label, seconds[label], None if label == "W8A8" else "W8A8") for label in w8a8_engines]

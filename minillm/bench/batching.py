@@ -195,6 +195,7 @@ def _minillm(model: str, max_num_seqs: int, name: str) -> tuple[Run, Extra]:
             "model": draft_for(model, None),
             "quantization": "w8a8",  # still lossless: the target verifies every draft
             "num_speculative_tokens": NUM_DRAFTS,
+            "adaptive": False,
             "disable_by_batch_size": DRAFTING,
         }
     elif name.endswith(SUFFIX):

@@ -12,8 +12,19 @@ from minillm.bench.completion import Completion
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTIZED = ("int8", "w8a8", "int4")
 DRAFT_FREE_METHODS: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": 4},
-    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0, "num_speculative_tokens": 8},
+    "ngram": {
+        "method": "ngram",
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 5,
+        "num_speculative_tokens": 4,
+        "adaptive": False,
+    },
+    "suffix": {
+        "method": "suffix",
+        "suffix_decoding_max_cached_requests": 0,
+        "num_speculative_tokens": 8,
+        "adaptive": False,
+    },
 }
 """Drafting without a model, as benchmarks use it. Earlier requests are not cached, because each request is repeated."""
 
@@ -39,6 +50,7 @@ def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[s
             # Still lossless: the target verifies every draft.
             "quantization": "w8a8" if words == precision else None,
             "num_speculative_tokens": num_drafts,
+            "adaptive": False,
         }
     elif method:
         found["speculative_config"] = dict(DRAFT_FREE_METHODS[method])

@@ -19,6 +19,7 @@ EXAMPLES = """\
   minillm bench decode --shape 0.4b
   minillm bench kernels --ops paged_attention,int8_linear
   minillm bench quality
+  minillm bench speculation --slices edits,functions --weights int8 --batches 1
   minillm bench gpu --json gpu.json
 """
 NOT_FOR_THE_BENCHMARK = ("name", "json", "run")
@@ -45,6 +46,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--rounds", type=_positive, metavar="N", help="measure every system N times in turn")
     own.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts")
     own.add_argument("--new-tokens", type=_positive, metavar="N", help="tokens to generate per prompt")
+    own.add_argument("--methods", type=_names, metavar="A,B", help="measure only these drafting methods")
+    own.add_argument("--slices", type=_names, metavar="A,B", help="measure only these kinds of text")
+    own.add_argument("--weights", type=_names, metavar="A,B", help="measure only these: fp32, int8, w8a8")
+    own.add_argument("--batches", type=_numbers, metavar="N,N", help="how many requests run together: 1,4,16")
     own.add_argument("--drafts", type=_positive, metavar="K", help="draft tokens per round")
 
 
@@ -89,6 +94,10 @@ def _names(text: str) -> list[str]:
     if not names:
         raise argparse.ArgumentTypeError(f"{text!r} is an empty list; leave the option out for all of them")
     return names
+
+
+def _numbers(text: str) -> list[int]:
+    return [_positive(name) for name in _names(text)]
 
 
 def _positive(text: str) -> int:

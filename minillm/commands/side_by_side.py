@@ -42,6 +42,7 @@ def run_demo(console: Console | None = None, pause: float = 0.0) -> None:
                     "method": "draft_model",
                     "model": "minicoder-draft",
                     "num_speculative_tokens": NUM_DRAFTS,
+                    "adaptive": False,  # to show drafts, whether they pay on this machine or not
                 },
             ),
         }

@@ -78,7 +78,7 @@ def _minillm(setup: StageSetup, model: str, draft: str | None, dtype: torch.dtyp
 
     options: dict[str, Any] = {"dtype": str(dtype)[6:], "device": setup.clock.device, "enable_prefix_caching": False}
     if draft is not None:
-        options["speculative_config"] = {"model": draft, "num_speculative_tokens": 3}
+        options["speculative_config"] = {"model": draft, "num_speculative_tokens": 3, "adaptive": False}
     llm = LLM(model, max_num_seqs=1, enforce_eager=setup.is_rehearsal, **options)
     if setup.is_rehearsal:
         use_kernels(setup, llm.engine.runner, 1, llm.max_model_len)

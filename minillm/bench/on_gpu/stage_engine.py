@@ -59,7 +59,7 @@ def _one_kind(setup: StageSetup, report: Report, kind: Kind, target: str, draft:
     new_tokens = setup.size_for(48, 3)
     options: dict[str, Any] = {"dtype": "float32", "device": setup.clock.device, **kind.options}
     if kind.drafts:
-        options["speculative_config"] = {"model": draft, "num_speculative_tokens": DRAFTS}
+        options["speculative_config"] = {"model": draft, "num_speculative_tokens": DRAFTS, "adaptive": False}
     ways = {way: _generate(setup, way, target, options, prompts, new_tokens) for way in ("graphs", "kernels", "eager")}
     count = sum(map(len, ways["eager"]))
     on_off = common_prefix_share(ways["graphs"], ways["kernels"])

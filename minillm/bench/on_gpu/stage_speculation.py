@@ -38,6 +38,7 @@ from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import SamplingParams
 from minillm.speculative.draft_model import DraftModelDrafter
+from minillm.speculative.draft_policy import FixedDrafts
 from minillm.speculative.drafter import Draft
 from minillm.speculative.rejection_sampler import Verdict
 
@@ -143,7 +144,7 @@ class Loop:
             config,
             NoText(),  # type: ignore[arg-type]
             drafter,
-            DRAFTS if drafter else 0,
+            FixedDrafts(DRAFTS) if drafter else None,
         )
         self.engine.judge = SyntheticJudge(self.engine.judge, ACCEPTANCE)  # type: ignore[assignment]
         most = new_tokens + 3 * DRAFTS  # so that no timed round is cut short

@@ -1,0 +1,250 @@
+"""Speculative decoding by method, kind of text, batch and weights, against plain decoding of the same weights.
+
+All engines of one kind of weights and batch run in turn over the prompts of one slice (`minillm.training.slice_prompts`
+says what the slices are). Prompts come from the prefix cache, so decoding is measured. Per row:
+
+    ratio         speed over plain decoding, the median of the rounds, and their spread                      measured
+    tau           tokens per request and forward of the target                                               measured
+    alpha         by position: the share of drafts accepted, of those whose predecessors were                measured
+    c, v          seconds of drafting and of verifying a round, over those of a plain step                   measured
+    predicted     τ / (c + v): what the speed-up formula makes of the four figures before                    modelled
+
+With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of rounds with drafts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minillm.bench.harness import Row, System, compare, result
+from minillm.bench.shapes import shape_folder
+from minillm.bench.systems import draft_for
+from minillm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from minillm import LLM
+    from minillm.trace import Event
+
+ROUNDS, PROMPTS, NEW_TOKENS = 5, 4, 64
+WEIGHTS = {"fp32": None, "int8": "int8", "w8a8": "w8a8"}
+BATCHES = (1, 4, 16)
+PLAIN = "plain"
+METHODS: dict[str, dict[str, Any]] = {
+    "draft_model": {"method": "draft_model", "model": None},
+    "draft_tree": {"method": "draft_tree", "model": None, "tree_branching": [2, 1, 1]},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+}
+"""The options of each method; a `model` of None is the draft model."""
+
+
+def run(
+    model: str = "minicoder",
+    draft: str | None = None,
+    shape: str | None = None,
+    methods: Sequence[str] | None = None,
+    slices: Sequence[str] | None = None,
+    weights: Sequence[str] | None = None,
+    batches: Sequence[int] = BATCHES,
+    drafts: int = 4,
+    rounds: int = ROUNDS,
+    prompts: int = PROMPTS,
+    new_tokens: int = NEW_TOKENS,
+) -> dict[str, Any]:
+    """Measure every method, fixed and adaptive, on every slice. Returns the result as JSON values."""
+    model = model if shape is None else str(shape_folder(shape))
+    draft = draft_for(model, draft)
+    given = slice_prompts()
+    chosen = {name: METHODS[name] for name in _choose("method", list(METHODS), methods)}
+    rows: list[Row] = []
+    for kind in _choose("weights", list(WEIGHTS), weights):
+        for batch in batches:
+            engines = _engines(model, draft, chosen, WEIGHTS[kind], batch, drafts)
+            for name in _choose("slice", list(given), slices):
+                run_ = SliceRun(engines, given[name][:prompts], batch, new_tokens)
+                labels = {"weights": kind, "batch": batch, "slice": name}
+                rows += run_.rows(rounds, labels)
+    config = {
+        "model": shape or model,
+        "draft": draft,
+        "num_speculative_tokens": drafts,
+        "prompts_per_slice": prompts,
+        "new_tokens": new_tokens,
+        "sampling": "greedy",
+        "counted": "decoding: prompts come from the prefix cache",
+        "device": "cpu",
+    }
+    return result("speculation", config, rows)
+
+
+def slice_prompts() -> dict[str, list[str]]:
+    """The prompts of every slice."""
+    found: dict[str, list[str]] = {}
+    for line in Path(__file__).with_name("slice_prompts.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        found.setdefault(row["slice"], []).append(row["prompt"])
+    return found
+
+
+def _choose(what: str, known: Sequence[str], wanted: Sequence[str] | None) -> list[str]:
+    for name in wanted or ():
+        if name not in known:
+            raise ConfigError(f"there is no {what} {name!r} in this benchmark; there are: {', '.join(known)}")
+    return [name for name in known if not wanted or name in wanted]
+
+
+def _engines(
+    model: str,
+    draft: str | None,
+    methods: Mapping[str, Mapping[str, Any]],
+    quantization: str | None,
+    batch: int,
+    drafts: int,
+) -> dict[str, LLM]:
+    """Plain decoding and every method, with a fixed and with an adaptive number of drafts."""
+    from minillm import LLM
+
+    def engine(speculative: dict[str, Any] | None) -> LLM:
+        return LLM(model, quantization=quantization, device="cpu", max_num_seqs=batch, speculative_config=speculative)
+
+    engines = {PLAIN: engine(None)}
+    for name, options in methods.items():
+        if "model" in options:
+            if draft is None:
+                continue
+            options = {**options, "model": draft, "quantization": quantization and "w8a8"}
+        for adaptive in (False, True):
+            label = f"{name}, adaptive" if adaptive else name
+            engines[label] = engine({**options, "num_speculative_tokens": drafts, "adaptive": adaptive})
+    return engines
+
+
+@dataclass
+class Counts:
+    """What the rounds of one run did."""
+
+    tokens: int = 0
+    forwards: int = 0
+    """Requests, summed over the steps that gained tokens."""
+    judged: list[int] = field(default_factory=list)
+    """By position: drafts whose predecessors were all accepted."""
+    accepted: list[int] = field(default_factory=list)
+    draft_s: list[float] = field(default_factory=list)
+    """Per step with drafts: seconds of drafting."""
+    verify_s: list[float] = field(default_factory=list)
+    plain_s: list[float] = field(default_factory=list)
+    """Per step without drafts: seconds of the forward and its sampling."""
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> Counts:
+        """Count the steps in which every request decodes."""
+        from minillm.trace import StepFinished, StepRan, TokensCommitted
+
+        counts, kinds, committed = cls(), set(), []
+        for event in events:
+            if isinstance(event, StepRan):
+                kinds, committed = {work.kind for work in event.work}, []
+            elif isinstance(event, TokensCommitted):
+                committed.append(event)
+            elif isinstance(event, StepFinished) and "prefill" not in kinds:
+                counts._add(event, committed, "verify" in kinds)
+        return counts
+
+    def _add(self, step: Any, committed: Sequence[Any], has_drafts: bool) -> None:
+        if has_drafts:
+            self.draft_s.append(step.draft_seconds)
+            self.verify_s.append(step.target_seconds)
+        else:
+            self.plain_s.append(step.target_seconds)
+        for event in committed:
+            self.tokens += len(event.token_ids)
+            self.forwards += 1
+            for i in range(min(event.num_drafts, event.num_accepted + 1)):
+                if i == len(self.judged):
+                    self.judged.append(0)
+                    self.accepted.append(0)
+                self.judged[i] += 1
+                self.accepted[i] += i < event.num_accepted
+
+
+class SliceRun:
+    """The engines on the prompts of one slice."""
+
+    def __init__(self, engines: Mapping[str, LLM], prompts: Sequence[str], batch: int, new_tokens: int) -> None:
+        from minillm import SamplingParams
+
+        self.engines, self.batch = engines, batch
+        self.params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        tokenizer = engines[PLAIN].get_tokenizer()
+        room = engines[PLAIN].max_model_len - new_tokens
+        ids = [tokenizer.encode(prompt)[-room:] for prompt in prompts]
+        self.prompts = [{"prompt_token_ids": ids[i % len(ids)]} for i in range(max(len(ids), batch))]
+        self.counts: dict[str, Counts] = {}
+
+    def rows(self, rounds: int, labels: Mapping[str, Any]) -> list[Row]:
+        """Measure all engines in turn."""
+        systems = [
+            System(name, lambda name=name: self._generate(name), None if name == PLAIN else PLAIN)
+            for name in self.engines
+        ]
+        found = compare(systems, rounds)
+        plain = statistics.median(self.counts[PLAIN].plain_s)
+        return [_with_figures(row, self.counts[row.system], plain, labels) for row in found]
+
+    def _generate(self, name: str) -> list[list[int]]:
+        llm = self.engines[name]
+        with llm.trace() as trace:
+            outputs = [
+                output
+                for i in range(0, len(self.prompts), self.batch)
+                for output in llm.generate(self.prompts[i : i + self.batch], self.params, use_tqdm=False)
+            ]
+        self.counts[name] = Counts.of(trace.events)
+        return [output.outputs[0].token_ids for output in outputs]
+
+
+def _with_figures(row: Row, counts: Counts, plain_s: float, labels: Mapping[str, Any]) -> Row:
+    """`row` with the counts of its last run. `plain_s`: seconds of a plain step."""
+    row.config.update(labels)
+    if row.system == PLAIN:
+        return row
+    tau = counts.tokens / max(1, counts.forwards)
+    row.config["tau"] = tau
+    row.config["alpha"] = [a / n for a, n in zip(counts.accepted, counts.judged, strict=True)]
+    row.config["rounds_with_drafts"] = len(counts.verify_s) / max(1, len(counts.verify_s) + len(counts.plain_s))
+    if counts.verify_s:
+        row.config["c"] = statistics.median(counts.draft_s) / plain_s
+        row.config["v"] = statistics.median(counts.verify_s) / plain_s
+        with_drafts = row.config["rounds_with_drafts"]
+        cost = with_drafts * (row.config["c"] + row.config["v"]) + 1 - with_drafts
+        row.config["predicted"] = tau / cost
+    return row
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """A row for each slice and method, in sections by weights and batch."""
+    from rich.table import Table
+
+    made = Table(title=f"speculation on {result['hardware']['cpu']['name']}")
+    for heading in ("slice", "method", "speed-up", "spread", "predicted", "τ", "c", "v"):
+        made.add_column(heading, justify="left" if heading in ("slice", "method") else "right")
+    section = None
+    for row in result["rows"]:
+        if row["baseline"] is None:
+            continue
+        at = row["config"]
+        if section != (section := (at["weights"], at["batch"])):
+            made.add_section()
+            made.add_row(f"{section[0]}, {section[1]} together", style="bold")
+        figures = [f"{at[key]:.2f}" if key in at else "" for key in ("predicted", "tau", "c", "v")]
+        speed = f"{row['ratio']:.2f}×" if row["outputs_equal"] else f"{row['ratio']:.2f}×, other tokens"
+        spread = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        made.add_row(at["slice"], row["system"], speed, spread, *figures)
+    return made
