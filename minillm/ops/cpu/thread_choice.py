@@ -12,8 +12,7 @@ changes no bit of the results.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from statistics import fmean
+from collections.abc import Hashable
 
 REMEMBERED_STEPS = 128
 """Recent steps that are remembered. A number of threads that none of them had is tried again."""
@@ -24,41 +23,52 @@ MEAN_STEPS = 8
 TRIAL_GIVES_UP_AT = 1.25
 """A trial that is slower by this factor ends at once."""
 
-Step = tuple[int, float]
-"""A past step: (number of threads, seconds)."""
 
+class RecentSteps:
+    """The times of recent steps of one kind, by number of threads."""
 
-def choose(recent: Sequence[Step], limit: int) -> int:
-    """The number of threads for the next step: `limit`, or `limit` halved some times.
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.current = 0
+        """The number of threads of the latest step."""
+        self.trial = 0
+        """How many steps in a row, up to the latest, had that number."""
+        self._times: dict[int, deque[float]] = {}
+        self._latest: dict[int, int] = {}
+        """Number of threads → its latest step."""
 
-    `recent`: the steps of the same kind before it, oldest first.
-    """
-    levels = [limit]
-    while levels[-1] > 1:
-        levels.append(levels[-1] // 2)
-    means = {level: fmean(times[-MEAN_STEPS:]) for level in levels if (times := [s for n, s in recent if n == level])}
-    if not means:
-        return limit
-    best = min(means, key=means.__getitem__)
-    current = recent[-1][0]
-    trial = _trial_length(recent)
-    if current in means and trial < TRIAL_STEPS and means[current] < TRIAL_GIVES_UP_AT * means[best]:
-        return current
-    at = levels.index(best)
-    untried = [level for level in levels[max(0, at - 1) : at + 2] if level not in means]
-    return untried[0] if untried else best
+    def add(self, threads: int, seconds: float) -> None:
+        """Remember the time of a step."""
+        self.num_steps += 1
+        self.trial = self.trial + 1 if threads == self.current else 1
+        self.current = threads
+        self._latest[threads] = self.num_steps
+        self._times.setdefault(threads, deque(maxlen=MEAN_STEPS)).append(seconds)
+        for forgotten in [n for n, latest in self._latest.items() if latest <= self.num_steps - REMEMBERED_STEPS]:
+            del self._latest[forgotten], self._times[forgotten]
 
-
-def _trial_length(recent: Sequence[Step]) -> int:
-    """How many steps in a row, up to the last, had the same number of threads."""
-    return next((i for i, (n, _) in enumerate(reversed(recent)) if n != recent[-1][0]), len(recent))
+    def choose(self, limit: int) -> int:
+        """The number of threads for the next step: `limit`, or `limit` halved some times."""
+        levels = [limit]
+        while levels[-1] > 1:
+            levels.append(levels[-1] // 2)
+        means = {level: sum(times) / len(times) for level in levels if (times := self._times.get(level))}
+        if not means:
+            return limit
+        best = min(means, key=means.__getitem__)
+        mean = means.get(self.current)
+        if mean is not None and self.trial < TRIAL_STEPS and mean < TRIAL_GIVES_UP_AT * means[best]:
+            return self.current
+        at = levels.index(best)
+        untried = [level for level in levels[max(0, at - 1) : at + 2] if level not in means]
+        return untried[0] if untried else best
 
 
 class ThreadChoice:
     """Remembers the times of steps. Only steps of one kind, which do about the same work, are compared."""
 
     def __init__(self) -> None:
-        self.recent: dict[Hashable, deque[Step]] = {}
+        self.recent: dict[Hashable, RecentSteps] = {}
         self.latest: int | None = None
         """The number of threads of the previous step, of any kind."""
 
@@ -67,9 +77,11 @@ class ThreadChoice:
         recent = self.recent.get(kind)
         if recent is None:
             return limit if self.latest is None else min(limit, self.latest)
-        return choose(recent, limit)
+        return recent.choose(limit)
 
     def record(self, kind: Hashable, threads: int, seconds: float) -> None:
         """Remember the time of a step."""
         self.latest = threads
-        self.recent.setdefault(kind, deque(maxlen=REMEMBERED_STEPS)).append((threads, seconds))
+        if kind not in self.recent:
+            self.recent[kind] = RecentSteps()
+        self.recent[kind].add(threads, seconds)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from minillm.ops.cpu.thread_choice import REMEMBERED_STEPS, TRIAL_STEPS, ThreadChoice, choose
+from minillm.ops.cpu.thread_choice import REMEMBERED_STEPS, TRIAL_STEPS, RecentSteps, ThreadChoice
 
 STEPS = 1000
+
+
+def choose(steps: Sequence[tuple[int, float]], limit: int) -> int:
+    """The choice after steps of (threads, seconds)."""
+    recent = RecentSteps()
+    for threads, seconds in steps:
+        recent.add(threads, seconds)
+    return recent.choose(limit)
+
+
 Times = Callable[[int, int], float]
 """(step, threads) → seconds."""
 
@@ -79,7 +89,7 @@ def test_a_trial_that_is_much_slower_ends_after_one_step() -> None:
 def test_a_number_of_threads_that_was_slow_long_ago_is_tried_again() -> None:
     recent = [(2, 10.0), *[(1, 1.0)] * (REMEMBERED_STEPS - 1)]
     assert choose(recent, 2) == 1
-    assert choose([*recent, (1, 1.0)][-REMEMBERED_STEPS:], 2) == 2
+    assert choose([*recent, (1, 1.0)], 2) == 2
 
 
 def test_one_slow_step_among_many_changes_nothing() -> None:
