@@ -116,7 +116,7 @@ class Acceptance:
         return sum(r.target_token is not None for r in self.rounds)
 
     @property
-    def kept_share(self) -> float | None:
+    def acceptance_rate(self) -> float | None:
         """Accepted / drafted; `None` before the first round."""
         return self.num_accepted / self.drafted if self.rounds else None
 
@@ -136,10 +136,10 @@ class Acceptance:
         """The number of decoding forwards of the target."""
         return len(self.rounds) + self.undrafted_forwards
 
-    def kept_by_position(self) -> list[tuple[int, int]]:
-        """Return for each draft position how many drafts were kept, out of how many.
+    def accepted_by_position(self) -> list[tuple[int, int]]:
+        """Return for each draft position how many drafts were accepted, out of how many.
 
-        The rate is marginal: a draft after a rejected one counts as not kept.
+        The rate is marginal: a draft after a rejected one counts as not accepted.
         """
         longest = max((r.num_positions for r in self.rounds), default=0)
         return [

@@ -19,9 +19,9 @@ class RunMetrics:
     draft_seconds: float
     tokens_per_forward: float
     """τ, see `Acceptance.tokens_per_forward`; 1 without drafts, as a forward then yields one token per request."""
-    kept_drafts: int
+    accepted_drafts: int
     judged_drafts: int
-    kept_by_position: tuple[tuple[int, int], ...]
+    accepted_by_position: tuple[tuple[int, int], ...]
     """For each draft position: how many drafts were kept, out of how many."""
     peak_blocks: int
     num_blocks: int
@@ -47,9 +47,9 @@ class RunMetrics:
             seconds=totals.seconds,
             draft_seconds=totals.draft_seconds,
             tokens_per_forward=acceptance.tokens_per_forward or 1.0,
-            kept_drafts=acceptance.num_accepted,
+            accepted_drafts=acceptance.num_accepted,
             judged_drafts=acceptance.drafted,
-            kept_by_position=tuple(acceptance.kept_by_position()),
+            accepted_by_position=tuple(acceptance.accepted_by_position()),
             peak_blocks=totals.peak_blocks,
             num_blocks=cache.num_blocks,
             waste_share=waste / used_slots if used_slots else 0.0,

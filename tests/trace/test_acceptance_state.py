@@ -29,7 +29,7 @@ def test_twelve_of_sixteen_kept_and_four_added_are_four_tokens_per_forward():
     request = request_of(story(), step=5)
     assert (request.num_accepted, request.drafted, request.added, len(request.rounds)) == (12, 16, 4, 4)
     assert request.tokens_per_forward == 4.0
-    assert request.kept_share == 0.75
+    assert request.acceptance_rate == 0.75
 
 
 def test_verdicts_of_full_partial_and_zero_acceptance():
@@ -41,15 +41,17 @@ def test_verdicts_of_full_partial_and_zero_acceptance():
 
 
 def test_position_rates_are_marginal_and_never_rise():
-    assert request_of(story(), step=5).kept_by_position() == [(4, 4), (3, 4), (3, 4), (2, 4)]
-    rates = [kept / judged for kept, judged in Replay(busy(), AcceptanceState).at().total().kept_by_position()]
+    assert request_of(story(), step=5).accepted_by_position() == [(4, 4), (3, 4), (3, 4), (2, 4)]
+    rates = [
+        accepted / judged for accepted, judged in Replay(busy(), AcceptanceState).at().total().accepted_by_position()
+    ]
     assert rates == sorted(rates, reverse=True)
 
 
-def test_kept_by_position_adds_up_to_kept():
+def test_accepted_by_position_adds_up_to_kept():
     for request in Replay(busy(), AcceptanceState).at().requests.values():
-        assert sum(kept for kept, _ in request.kept_by_position()) == request.num_accepted
-        assert sum(judged for _, judged in request.kept_by_position()) == request.drafted
+        assert sum(accepted for accepted, _ in request.accepted_by_position()) == request.num_accepted
+        assert sum(judged for _, judged in request.accepted_by_position()) == request.drafted
 
 
 def test_shorter_drafts_do_not_count_at_positions_they_do_not_have():
@@ -58,7 +60,7 @@ def test_shorter_drafts_do_not_count_at_positions_they_do_not_have():
     s.step(prefill("a", 4))
     s.step(verify("a", ["1", "2", "3"], 3))
     s.step(verify("a", ["1"], 1))
-    assert request_of(s.trace, "a").kept_by_position() == [(2, 2), (1, 1), (1, 1)]
+    assert request_of(s.trace, "a").accepted_by_position() == [(2, 2), (1, 1), (1, 1)]
 
 
 def test_stop_inside_an_accepted_run_discards_the_rest_and_adds_nothing():
@@ -79,7 +81,7 @@ def test_plain_steps_give_text_but_no_round():
     s.step(prefill("a", 4, "x"))
     s.step(decode("a", "y"))
     request = request_of(s.trace, "a")
-    assert (request.rounds, request.tokens_per_forward, request.kept_share) == ([], None, None)
+    assert (request.rounds, request.tokens_per_forward, request.acceptance_rate) == ([], None, None)
     assert [(token.text, token.origin) for token in request.tokens] == [("x", "sampled"), ("y", "sampled")]
 
 
@@ -95,11 +97,9 @@ def test_a_forward_without_a_draft_counts_and_a_prefill_does_not():
     request = request_of(s.trace, "a")
     assert (len(request.rounds), request.undrafted_forwards, request.forwards, request.gained) == (1, 1, 2, 4)
     assert request.tokens_per_forward == 2.0 and Replay(s.trace, AcceptanceState).at().total().forwards == 2
-    words = (
-        "2 of 2 drafts kept (100%) + 1 added by the target + 1 without a draft = 4 tokens in 2 target forwards: 2.00"
-    )
+    words = "2 of 2 drafts accepted (100%) + 1 added by the target + 1 without a draft = 4 tokens in 2 target forwards: 2.00"
     assert words in AcceptanceStrip(s.trace).describe()
-    assert "2 of 2 kept + 1 added + 1 without a draft" in AcceptanceStrip(s.trace).to_svg()
+    assert "2 of 2 accepted + 1 added + 1 without a draft" in AcceptanceStrip(s.trace).to_svg()
 
 
 def test_committed_tokens_of_rounds_equal_kept_plus_added():
@@ -155,5 +155,5 @@ def test_a_tree_is_judged_along_one_branch(path, origins, verdicts: str, places)
 
 def test_positions_of_a_tree_are_counted_by_depth() -> None:
     state = judged([1], ["b", "t"], ["accepted", "recovered"])
-    assert state.requests["0"].kept_by_position() == [(1, 1), (0, 1)]
+    assert state.requests["0"].accepted_by_position() == [(1, 1), (0, 1)]
     assert state.requests["0"].tokens_per_forward == 2

@@ -228,7 +228,7 @@ def test_free_blocks_agree_with_the_engine_at_every_step():
 
 def test_words_of_a_step_name_what_is_remarkable_first():
     assert changes(state_at(story(), 6)) == [
-        "C preempted, 46 tokens to redo",
+        "C preempted, 46 tokens lost",
         "B rolled back 4 slots and 1 block",
         "A wrote 1 slot",
     ]

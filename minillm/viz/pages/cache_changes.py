@@ -99,12 +99,12 @@ def _preempted(requests: list[RequestState]) -> str:
     cached = (
         f", {plural(request.marks.num_freed_cached, 'block')} still cached" if request.marks.num_freed_cached else ""
     )
-    return f"{letter(request)} preempted, {plural(request.marks.preempted_tokens or 0, 'token')} to redo{cached}"
+    return f"{letter(request)} preempted, {plural(request.marks.preempted_tokens or 0, 'token')} lost{cached}"
 
 
 def _all_preempted(requests: list[RequestState]) -> str:
     lost = sum(r.marks.preempted_tokens or 0 for r in requests)
-    return f"{len(requests)} requests preempted, {plural(lost, 'token')} to redo"
+    return f"{len(requests)} requests preempted, {plural(lost, 'token')} lost"
 
 
 def _rolled_back(requests: list[RequestState]) -> str:

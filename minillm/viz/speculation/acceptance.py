@@ -167,14 +167,14 @@ def _header(state: AcceptanceState, request: RequestAcceptance | None) -> str:
     if not request.rounds:
         return line
     bold = {"font-weight": 700, "fill": INK}
-    tau, share = f"{request.tokens_per_forward:.2f}", f"{request.kept_share:.0%}"
+    tau, share = f"{request.tokens_per_forward:.2f}", f"{request.acceptance_rate:.0%}"
     headline = spans(
         RIGHT,
         38,
         (tau, {**bold, "font-size": 20, "data-testid": "tau"}),
         (" tokens per target forward · ", {"fill": INK}),
         (share, bold),
-        (" of drafts kept", {"fill": INK}),
+        (" of drafts accepted", {"fill": INK}),
         anchor="end",
     )
     return line + headline
@@ -250,10 +250,10 @@ def draw_token(x: float, top: float, width: float, text: str, state: str, height
 
 
 def _bars(request: RequestAcceptance | None, columns: Columns, top: float) -> str:
-    """Below each position, the share of its drafts that were kept; beside them, the arithmetic of the headline."""
+    """Below each position, the share of its drafts that were accepted; beside them, the arithmetic of the headline."""
     head = label(MARGIN, top + BAR / 2 - 2, "KEPT AT", size=10.5, weight=600)
     head += label(MARGIN, top + BAR / 2 + 12, "POSITION", size=10.5, weight=600)
-    positions = request.kept_by_position()[: columns.count] if request else []
+    positions = request.accepted_by_position()[: columns.count] if request else []
     bars = [_bar(columns.left(i), top, columns.width, i + 1, *counts) for i, counts in enumerate(positions)]
     empty = [_track(columns.left(i), top, columns.width) for i in range(len(positions), columns.count)]
     return head + "".join(bars + empty) + (_sum(request, columns, top) if request and request.rounds else "")
@@ -263,17 +263,17 @@ def _track(x: float, top: float, width: float) -> str:
     return rectangle(x, top, width, BAR, 4, {"fill": FAINT})
 
 
-def _bar(x: float, top: float, width: float, position: int, kept: int, judged: int) -> str:
-    height, share = BAR * kept / judged, f"{kept / judged:.0%}"
+def _bar(x: float, top: float, width: float, position: int, accepted: int, judged: int) -> str:
+    height, share = BAR * accepted / judged, f"{accepted / judged:.0%}"
     bar = rectangle(x, top + BAR - height, width, height, 4, {"fill": GREEN, "fill-opacity": 0.8})
     size, middle = (12 if width >= 36 else 9), x + width / 2
     inside = height > 18
     base = top + BAR - height + 14 if inside else top + BAR - height - 5
     ink = {"size": size, "weight": 700, "anchor": "middle", "fill": INK}
-    of = f"{position}  ({kept} of {judged})" if width >= 100 else str(position)
+    of = f"{position}  ({accepted} of {judged})" if width >= 100 else str(position)
     share = label(middle, base, share if width >= 28 else share[:-1], **ink)
     under = label(middle, top + BAR + 15, of, size=11.5, anchor="middle")
-    about = {"data-testid": "position", "data-kept": kept, "data-judged": judged}
+    about = {"data-testid": "position", "data-accepted": accepted, "data-judged": judged}
     return element("g", about, _track(x, top, width), bar, share, under)
 
 
@@ -281,7 +281,7 @@ def _sum(request: RequestAcceptance, columns: Columns, top: float) -> str:
     """Three lines that derive the headline."""
     alone = f" + {request.undrafted_forwards} without a draft" if request.undrafted_forwards else ""
     lines = (
-        (f"{request.num_accepted} of {request.drafted} kept + {request.added} added{alone}", ""),
+        (f"{request.num_accepted} of {request.drafted} accepted + {request.added} added{alone}", ""),
         (f"= {plural(request.gained, 'token')} in {plural(request.forwards, 'forward')}", ""),
         ("= ", f"{request.tokens_per_forward:.2f} tokens per forward"),
     )

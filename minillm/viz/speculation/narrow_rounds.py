@@ -34,7 +34,7 @@ LEGEND = (
 
 
 def draw_narrow(state: AcceptanceState, request: RequestAcceptance | None) -> str:
-    """The card: the headline, the last rounds, what was kept by position, the text so far."""
+    """The card: the headline, the last rounds, what was accepted by position, the text so far."""
     shown = request.rounds[-MAX_ROUNDS:] if request else []
     first = len(request.rounds) - len(shown) if request else 0
     gamma = state.engine.num_speculative_tokens if state.engine else 0
@@ -72,8 +72,8 @@ def _header(state: AcceptanceState, request: RequestAcceptance | None, earlier: 
     if request is not None and request.rounds:
         bold = {"font-weight": 700, "fill": INK}
         tau = (f"{request.tokens_per_forward:.2f}", {**bold, "font-size": 20, "data-testid": "tau"})
-        share = (f"{request.kept_share:.0%}", bold)
-        rest = (" tokens per target forward · ", {"fill": INK}), share, (" of drafts kept", {"fill": INK})
+        share = (f"{request.acceptance_rate:.0%}", bold)
+        rest = (" tokens per target forward · ", {"fill": INK}), share, (" of drafts accepted", {"fill": INK})
         parts.append(spans(56, 69, tau, *rest))
     else:
         parts.append(label(56, 68, "no draft has been judged yet", size=13))
@@ -96,8 +96,8 @@ def _row(judged: Round, number: int, top: float, width: float) -> str:
 
 
 def _bars(request: RequestAcceptance | None, count: int, width: float) -> list[str]:
-    """Below each position, the share of its drafts that were kept; beside them, the arithmetic of the headline."""
-    positions = request.kept_by_position() if request else []
+    """Below each position, the share of its drafts that were accepted; beside them, the arithmetic of the headline."""
+    positions = request.accepted_by_position() if request else []
     parts = [
         label(MARGIN, BARS_TOP + 18, "KEPT", size=10, weight=600),
         label(MARGIN, BARS_TOP + 30, "AT", size=10, weight=600),
@@ -109,7 +109,7 @@ def _bars(request: RequestAcceptance | None, count: int, width: float) -> list[s
             parts += _bar(x, width, i + 1, *positions[i])
     if request is not None and request.rounds:
         lines = (
-            f"{request.num_accepted} kept + {request.added + request.undrafted_forwards} added",
+            f"{request.num_accepted} accepted + {request.added + request.undrafted_forwards} added",
             f"= {plural(request.gained, 'token')}",
             f"in {plural(request.forwards, 'forward')}",
         )
@@ -117,14 +117,14 @@ def _bars(request: RequestAcceptance | None, count: int, width: float) -> list[s
     return parts
 
 
-def _bar(x: float, width: float, position: int, kept: int, judged: int) -> list[str]:
-    height, middle = BAR * kept / judged, x + width / 2
-    share = f"{kept / judged:.0%}" if width >= 32 else f"{100 * kept / judged:.0f}"
-    about = {"data-testid": "position", "data-kept": kept, "data-judged": judged}
+def _bar(x: float, width: float, position: int, accepted: int, judged: int) -> list[str]:
+    height, middle = BAR * accepted / judged, x + width / 2
+    share = f"{accepted / judged:.0%}" if width >= 32 else f"{100 * accepted / judged:.0f}"
+    about = {"data-testid": "position", "data-accepted": accepted, "data-judged": judged}
     bar = rectangle(x, BARS_TOP + BAR - height, width, height, 3, {"fill": GREEN, "fill-opacity": 0.8})
     base = BARS_TOP + BAR - height + (13 if height > 16 else -4)
     share_label = label(middle, base, share, size=11.5 if width >= 32 else 9.5, weight=700, fill=INK, anchor="middle")
-    under = f"{position}: {kept} of {judged}" if width >= 60 else str(position)
+    under = f"{position}: {accepted} of {judged}" if width >= 60 else str(position)
     return [element("g", about, bar, share_label, label(middle, BARS_TOP + BAR + 15, under, size=11, anchor="middle"))]
 
 

@@ -41,13 +41,15 @@ class AcceptanceRounds:
             yield Text(plain(line.plain, ascii_only=True)) if options.ascii_only else line
 
     def _headline(self) -> Text:
-        tau, share = f"{self.request.tokens_per_forward:.2f}", f"{self.request.kept_share:.0%}"
+        tau, share = f"{self.request.tokens_per_forward:.2f}", f"{self.request.acceptance_rate:.0%}"
         name = f"Drafts of {owner_letter(self.request.index)}"
-        return Text.assemble((name, "bold"), "  ", (tau, "bold"), f" tokens per forward, {share} kept")
+        return Text.assemble((name, "bold"), "  ", (tau, "bold"), f" tokens per forward, {share} accepted")
 
     def _positions(self) -> Text:
-        counts = enumerate(self.request.kept_by_position(), start=1)
-        return Text("kept at " + "  ".join(f"{i}: {kept / judged:.0%}" for i, (kept, judged) in counts), "dim")
+        counts = enumerate(self.request.accepted_by_position(), start=1)
+        return Text(
+            "accepted at " + "  ".join(f"{i}: {accepted / judged:.0%}" for i, (accepted, judged) in counts), "dim"
+        )
 
     def _text(self, width: int) -> list[Text]:
         """The tail of the text, coloured by origin; line ends are signs, so that the height is constant."""

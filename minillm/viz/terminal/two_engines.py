@@ -161,10 +161,10 @@ def _rows(runs: list[RunMetrics]) -> list[tuple[str, list[str]]]:
         rows.append(("speed-up", [f"{r.tokens_per_second / base:.2f}x" for r in runs]))
     rows.append(("tokens per target forward", [f"{r.tokens_per_forward:.2f}" for r in runs]))
     if any(r.judged_drafts for r in runs):
-        rows.append(("drafts kept", [_share(r.kept_drafts, r.judged_drafts) for r in runs]))
-    for i in range(max(len(r.kept_by_position) for r in runs)):
-        counts = [r.kept_by_position[i] if i < len(r.kept_by_position) else (0, 0) for r in runs]
-        rows.append((f"  kept at position {i + 1}", [_share(*pair) for pair in counts]))
+        rows.append(("drafts accepted", [_share(r.accepted_drafts, r.judged_drafts) for r in runs]))
+    for i in range(max(len(r.accepted_by_position) for r in runs)):
+        counts = [r.accepted_by_position[i] if i < len(r.accepted_by_position) else (0, 0) for r in runs]
+        rows.append((f"  accepted at position {i + 1}", [_share(*pair) for pair in counts]))
     rows.append(("blocks used at peak", [f"{r.peak_blocks} of {r.num_blocks}" for r in runs]))
     rows.append(("waste (mean over steps)", [f"{r.waste_share:.0%}" for r in runs]))
     if any(r.preemptions for r in runs):

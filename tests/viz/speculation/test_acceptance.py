@@ -29,11 +29,11 @@ def test_headline_sum_and_words_tell_the_same_numbers():
     svg = AcceptanceStrip(story()).to_svg(5)
     assert [text_of(element) for element in found(svg, "tau")] == ["4.00"]
     whole = text_of(parse(svg))
-    assert "12 of 16 kept + 4 added" in whole
+    assert "12 of 16 accepted + 4 added" in whole
     assert "= 16 tokens in 4 forwards" in whole
-    assert "75% of drafts kept" in whole
+    assert "75% of drafts accepted" in whole
     assert (
-        "12 of 16 drafts kept (75%) + 4 added by the target = 16 tokens in 4 target forwards: 4.00 tokens per forward"
+        "12 of 16 drafts accepted (75%) + 4 added by the target = 16 tokens in 4 target forwards: 4.00 tokens per forward"
         in description(svg)
     )
 
@@ -49,9 +49,9 @@ def test_boxes_are_the_verdicts_and_the_added_tokens():
 
 def test_bars_are_the_counts_by_position():
     svg = AcceptanceStrip(story()).to_svg(5)
-    bars = [(int(b.get("data-kept")), int(b.get("data-judged"))) for b in found(svg, "position")]
+    bars = [(int(b.get("data-accepted")), int(b.get("data-judged"))) for b in found(svg, "position")]
     assert bars == [(4, 4), (3, 4), (3, 4), (2, 4)]
-    assert "Kept at position 1: 4 of 4, 2: 3 of 4, 3: 3 of 4, 4: 2 of 4." in description(svg)
+    assert "Accepted at position 1: 4 of 4, 2: 3 of 4, 3: 3 of 4, 4: 2 of 4." in description(svg)
 
 
 def test_text_so_far_keeps_every_token_and_where_it_came_from():

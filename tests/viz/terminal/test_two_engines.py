@@ -56,7 +56,7 @@ def test_pages_tell_owner_and_fill_without_colour():
     told = printed(CacheBlocks(Replay(story(), CacheState).at(6)))
     assert "7 of 24 blocks · waste 10 of 112 slots (9%)" in told
     assert "A████ A████ B████ B████ A████ A██▓· B╳─── C──── C──── B███╳ ─────" in told
-    assert "step 6  C preempted, 46 tokens to redo" in told
+    assert "step 6  C preempted, 46 tokens lost" in told
 
 
 def test_cached_pages_differ_from_free_ones_without_colour():
@@ -72,8 +72,8 @@ def test_cached_pages_differ_from_free_ones_without_colour():
 
 def test_rounds_tell_verdicts_without_colour():
     told = printed(AcceptanceRounds(Replay(story(), AcceptanceState).at(5).requests["req-1"]))
-    assert "4.00 tokens per forward, 75% kept" in told
-    assert "kept at 1: 100%  2: 75%  3: 75%  4: 50%" in told
+    assert "4.00 tokens per forward, 75% accepted" in told
+    assert "accepted at 1: 100%  2: 75%  3: 75%  4: 50%" in told
     line = next(line for line in told.splitlines() if line.startswith("  3 "))
     assert line.split() == ["3", "✓split", "✗(", "·x", "·y", "│", "↻lines", "1+1=2"]
 
@@ -154,7 +154,7 @@ def test_terminal_pauses_after_each_step_and_stops_watching_at_the_end():
 def test_figures_of_a_run_agree_with_the_pictures():
     figures = RunMetrics.of(story())
     assert (figures.output_tokens, figures.peak_blocks, figures.num_blocks, figures.preemptions) == (33, 10, 24, 1)
-    assert (figures.kept_drafts, figures.judged_drafts) == (14, 24)
+    assert (figures.accepted_drafts, figures.judged_drafts) == (14, 24)
     assert figures.tokens_per_forward == pytest.approx((20 + 9) / (6 + 9))  # 9 forwards had nothing to judge
     assert figures.tokens_per_second == pytest.approx(33 / (9 * 0.02))
     assert RunMetrics.of(plain_run()).tokens_per_forward == 1.0
@@ -176,8 +176,8 @@ def test_final_table_compares_runs_with_the_first():
     assert rows["tokens per second"] == ["50.0", "183.3"]
     assert rows["speed-up"] == ["1.00x", "3.67x"]
     assert rows["tokens per target forward"] == ["1.00", "1.93"]
-    assert rows["drafts kept"] == ["-", "58% (14 of 24)"]
-    assert rows["kept at position 4"] == ["-", "33% (2 of 6)"]
+    assert rows["drafts accepted"] == ["-", "58% (14 of 24)"]
+    assert rows["accepted at position 4"] == ["-", "33% (2 of 6)"]
     assert rows["blocks used at peak"] == ["2 of 24", "10 of 24"]
     assert "draft" not in printed(final_table({"plain": RunMetrics.of(plain_run())}))
 
