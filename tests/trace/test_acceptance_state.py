@@ -97,8 +97,8 @@ def test_a_forward_without_a_draft_counts_and_a_prefill_does_not():
     request = request_of(s.trace, "a")
     assert (len(request.rounds), request.undrafted_forwards, request.forwards, request.gained) == (1, 1, 2, 4)
     assert request.tokens_per_forward == 2.0 and Replay(s.trace, AcceptanceState).at().total().forwards == 2
-    words = "2 of 2 drafts accepted (100%) + 1 added by the target + 1 without a draft = 4 tokens in 2 target forwards: 2.00"
-    assert words in AcceptanceStrip(s.trace).describe()
+    arithmetic = "+ 1 added by the target + 1 without a draft = 4 tokens in 2 target forwards: 2.00"
+    assert f"2 of 2 drafts accepted (100%) {arithmetic}" in AcceptanceStrip(s.trace).describe()
     assert "2 of 2 accepted + 1 added + 1 without a draft" in AcceptanceStrip(s.trace).to_svg()
 
 

@@ -31,7 +31,7 @@ HEADER = json.dumps({"schema": SCHEMA})
 @pytest.fixture(scope="module")
 def recorded(tiny: TinyPair) -> Trace:
     """A real run: drafts, shared prefixes, a fork, a pool that runs dry."""
-    draft = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3}
+    draft = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 3, "adaptive": True}
     llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=12, speculative_config=draft)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True)
     with llm.trace() as trace:

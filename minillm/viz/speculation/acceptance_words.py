@@ -42,7 +42,8 @@ def total_words(acceptance: Acceptance) -> str:
     if not acceptance.rounds:
         return "No draft has been judged yet."
     alone = f" + {acceptance.undrafted_forwards} without a draft" if acceptance.undrafted_forwards else ""
-    accepted = f"{acceptance.num_accepted} of {plural(acceptance.drafted, 'draft')} accepted ({acceptance.acceptance_rate:.0%})"
+    drafts, rate = plural(acceptance.drafted, "draft"), acceptance.acceptance_rate
+    accepted = f"{acceptance.num_accepted} of {drafts} accepted ({rate:.0%})"
     gained = f"{accepted} + {acceptance.added} added by the target{alone} = {plural(acceptance.gained, 'token')}"
     forwards = plural(acceptance.forwards, "target forward")
     return f"{gained} in {forwards}: {acceptance.tokens_per_forward:.2f} tokens per forward."
