@@ -1,4 +1,4 @@
-"""How many drafts each request gets in a step.
+"""How many drafts each request gets in a step, decided before they are drawn: so the output stays exact.
 
 `FixedDrafts` gives every request the same number. `AdaptiveDrafts` gives as many as pay: a draft is worth the
 probability that it and all drafts before it are accepted, and costs what another row of the forward costs. So it drafts
@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from minillm.request import Request
 from minillm.speculative.step_costs import StepCosts
 
 MIN_GAIN = 1.02
 """Speed-up, as predicted, below which nothing is drafted: a prediction is not better than this."""
+PLAN_STEPS = 4
+"""Steps of the same requests that a decision holds for: acceptance changes slowly, and deciding takes time."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 1024
-"""Steps without any drafts before a request tries again; doubled each time that does not pay."""
-
+"""Steps without any drafts before one request tries again; doubled each time that does not pay."""
 PRIOR_WEIGHT = 4.0
 """How many of a request's own drafts at a position weigh as much as what is known from all requests."""
 
@@ -108,32 +111,55 @@ class AdaptiveDrafts:
     """Weight of a request's earlier rounds against the next; of all requests together the square root of it."""
     _all: Acceptance = field(init=False)
     _own: WeakKeyDictionary[Request, Acceptance] = field(init=False, default_factory=WeakKeyDictionary)
+    _work: tuple[int, list[str]] = field(init=False, default=(0, []))
+    """What the latest decision was for: rows and requests. It holds for `_steps_left` more steps of the same work."""
+    _counts: list[int] = field(init=False, default_factory=list)
+    """What was decided."""
+    _steps_left: int = field(init=False, default=0)
     _idle_steps: int = field(init=False, default=0)
     """Steps since something was drafted."""
     _pause: int = field(init=False, default=FIRST_PAUSE)
+    """Idle steps before drafts are tried again."""
 
     def __post_init__(self) -> None:
         self._all = Acceptance.prior(self.max_drafts, rate=0.7, weight=4)
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
-        if not requests:
-            return DraftPlan([])
-        if 0 < self._idle_steps < self._pause and not any(map(_is_seeded, requests)):
-            self._idle_steps += 1
-            return DraftPlan([0] * len(requests))
+        work = num_rows, [request.request_id for request in requests]
+        if self._steps_left and work == self._work:
+            found = DraftPlan(self._counts)
+        else:
+            found = self._decide(requests, num_rows)
+            self._work, self._counts, self._steps_left = work, found.num_drafts, PLAN_STEPS
+        self._steps_left -= 1
+        self._idle_steps = 0 if any(self._counts) else self._idle_steps + 1
+        return found
+
+    def _decide(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         survival = [self.survival(request) for request in requests]
-        order = self._by_survival(survival)
-        speedups = self._speedups(requests, survival, order, num_rows)
-        best = max(range(len(speedups)), key=speedups.__getitem__)
-        if speedups[best] < MIN_GAIN:
+        flat = np.array(survival).ravel()
+        order = np.argsort(-flat, kind="stable")  # the most promising first; a request's own stay in order
+        speedups = self._speedups(requests, flat[order], order % self.max_drafts, num_rows)
+        best = int(speedups.argmax())
+        if speedups[best] >= MIN_GAIN:
+            self._pause = FIRST_PAUSE
+        elif self._idle_steps >= self._pause:  # would drafts be accepted by now?
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._forget_half(requests[order[0] // self.max_drafts])
+            best = self.max_drafts if self.drafts_trees else 1
+        else:
             best = 0
-        counts = [0] * len(requests)
-        for i, j in order[:best]:
-            counts[i] = j + 1
-        counts = self._try_again(survival, counts)
+        counts = np.bincount(order[:best] // self.max_drafts, minlength=len(requests)).tolist()
         counts = [self.max_drafts if _is_seeded(r) else n for r, n in zip(requests, counts, strict=True)]
-        return DraftPlan(counts, survival, speedups)
+        return DraftPlan(counts, survival, speedups.tolist())
+
+    def _forget_half(self, request: Request) -> None:
+        """Let the next verdicts on drafts of `request` weigh as much as all so far."""
+        for seen in (self._all, self._own.get(request)):
+            if seen is not None:
+                seen.accepted = [n / 2 for n in seen.accepted]
+                seen.judged = [n / 2 for n in seen.judged]
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
@@ -167,44 +193,20 @@ class AdaptiveDrafts:
             chances.append(product)
         return chances
 
-    def _by_survival(self, survival: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
-        """All (request, position), the most promising first; a request's own stay in order."""
-        slots = [(i, j) for i, of_request in enumerate(survival) for j in range(len(of_request))]
-        return sorted(slots, key=lambda slot: -survival[slot[0]][slot[1]])
-
     def _speedups(
-        self,
-        requests: Sequence[Request],
-        survival: Sequence[Sequence[float]],
-        order: Sequence[tuple[int, int]],
-        num_rows: int,
-    ) -> list[float]:
-        """See `DraftPlan.speedups`."""
+        self, requests: Sequence[Request], survival: np.ndarray, position: np.ndarray, num_rows: int
+    ) -> np.ndarray:
+        """See `DraftPlan.speedups`. `survival` and `position`: of each draft of all requests, in the order in which
+        they are chosen."""
         context = sum(request.num_tokens for request in requests)
-        plain = self.costs.target(num_rows, context)
-        tokens, longest, drafting = float(len(requests)), 0, 0
-        found = [1.0]
-        for m, (i, j) in enumerate(order, start=1):
-            tokens += survival[i][j]
-            longest, drafting = max(longest, j + 1), drafting + (j == 0)
-            seconds = self.costs.draft(drafting, longest) + self.costs.target(num_rows + m, context)
-            whole = not self.drafts_trees or j + 1 == self.max_drafts
-            found.append(tokens / len(requests) * plain / seconds if whole else 0.0)
-        return found
-
-    def _try_again(self, survival: Sequence[Sequence[float]], counts: list[int]) -> list[int]:
-        """After a pause without drafts, give one request some, to see whether they would be accepted by now."""
-        if any(counts):
-            self._idle_steps, self._pause = 0, FIRST_PAUSE
-            return counts
-        if self._idle_steps >= self._pause:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-            self._idle_steps = 1
-            likeliest = max(range(len(counts)), key=lambda i: survival[i][0])
-            counts[likeliest] = self.max_drafts if self.drafts_trees else 1
-            return counts
-        self._idle_steps += 1
-        return counts
+        num_drafts = np.arange(1, len(survival) + 1)
+        tokens = len(requests) + survival.cumsum()
+        drafting = self.costs.draft((position == 0).cumsum(), np.maximum.accumulate(position + 1))
+        seconds = drafting + self.costs.target(num_rows + num_drafts, context)
+        found = tokens / len(requests) * self.costs.target(num_rows, context) / seconds
+        if self.drafts_trees:
+            found[num_drafts % self.max_drafts > 0] = 0.0
+        return np.concatenate(([1.0], found))
 
 
 def _is_seeded(request: Request) -> bool:

@@ -7,10 +7,12 @@ seen later replaces what was measured.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
+
+import numpy as np
 
 from minillm.batch import Segment
 from minillm.request import Request
@@ -26,6 +28,8 @@ LONG_PAST = 384
 """The same for the measurement of what attention adds."""
 ROUNDS, SECONDS = 15, 0.5
 """Everything is measured in turn, so many times, but only twice once so many seconds have passed."""
+
+Numbers = TypeVar("Numbers", int, float, np.ndarray)
 
 
 @dataclass
@@ -43,14 +47,13 @@ class StepCosts:
     next_request: float = 0.0
     """Each further request, per token; requests are drafted together."""
 
-    def target(self, num_rows: int, num_context: int) -> float:
+    def target(self, num_rows: Numbers, num_context: int) -> Numbers:
         """One forward of `num_rows` rows over requests with `num_context` tokens in all; between the measured numbers
         of rows and beyond them on a straight line."""
-        known = list(self.forward)
-        after = min(max(bisect_left(known, num_rows), 1), len(known) - 1)
-        low, high = known[after - 1], known[after]
-        slope = (self.forward[high] - self.forward[low]) / (high - low)
-        return self.forward[low] + slope * (num_rows - low) + self.context_token * num_context
+        rows, seconds = np.array(list(self.forward)), np.array(list(self.forward.values()))
+        slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+        beyond = np.maximum(0, num_rows - rows[-1]) * slope
+        return np.interp(num_rows, rows, seconds) + beyond + self.context_token * num_context
 
     def saw(self, num_rows: int, num_context: int, seconds: float) -> None:
         """Learn from a step that ran one forward."""
@@ -61,10 +64,8 @@ class StepCosts:
                 if rows <= num_rows:  # a forward takes at most as long as one with more rows
                     self.forward[rows] = min(self.forward[rows], seconds)
 
-    def draft(self, num_requests: int, num_drafts: int) -> float:
-        """Drafting up to `num_drafts` tokens for each of `num_requests` requests."""
-        if not num_requests or not num_drafts:
-            return 0.0
+    def draft(self, num_requests: Numbers, num_drafts: Numbers) -> Numbers:
+        """Drafting up to `num_drafts` tokens, at least one, for each of `num_requests` requests."""
         one = self.first_draft + self.next_draft * (num_drafts - 1)
         return one + self.next_request * (num_requests - 1) * num_drafts
 

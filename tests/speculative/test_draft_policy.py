@@ -9,7 +9,7 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.request import Request
-from minillm.speculative.draft_policy import FIRST_PAUSE, AdaptiveDrafts, FixedDrafts
+from minillm.speculative.draft_policy import FIRST_PAUSE, PLAN_STEPS, AdaptiveDrafts, FixedDrafts
 from minillm.speculative.step_costs import StepCosts, never_slower_with_fewer_rows
 from minillm.trace import DraftsPlanned
 from tests.conftest import TinyPair
@@ -84,7 +84,7 @@ def test_no_other_choice_of_slots_is_predicted_to_be_faster() -> None:
 
         def speed(counts: tuple[int, ...], survival: list[list[float]] = plan.survival) -> float:
             tokens = 3 + sum(sum(s[:n]) for s, n in zip(survival, counts, strict=True))
-            drafting = costs.draft(sum(n > 0 for n in counts), max(counts))
+            drafting = costs.draft(sum(n > 0 for n in counts), max(counts)) if any(counts) else 0.0
             return tokens / (drafting + costs.target(3 + sum(counts), 9))
 
         best = max(product(range(4), repeat=3), key=speed)
@@ -100,6 +100,14 @@ def test_a_large_step_leaves_no_room_where_rows_are_dear() -> None:
     assert sum(policy.plan(many, 32).num_drafts) == 0
 
 
+def test_a_decision_holds_for_some_steps_of_the_same_requests_only() -> None:
+    policy, one, other = AdaptiveDrafts(4, FREE_ROWS), a_request("one"), a_request("other")
+    decided = [bool(policy.plan([one], 1).speedups) for _ in range(2 * PLAN_STEPS)]
+    assert decided == [*[True], *[False] * (PLAN_STEPS - 1)] * 2
+    assert policy.plan([one], 1).speedups and policy.plan([one, other], 2).speedups
+    assert policy.plan([one, other], 9).speedups and policy.plan([other], 9).speedups
+
+
 def test_long_contexts_make_a_draft_cheap() -> None:
     """Reading the cache costs the same whatever number of rows reads it."""
     for num_tokens, expected in ((3, 0), (2000, 4)):
@@ -113,13 +121,20 @@ def test_after_a_pause_one_request_tries_again_and_pauses_grow() -> None:
     policy, request = AdaptiveDrafts(4, EACH_ROW), a_request()
     judged(policy, request, 0.1)
     tried = [step for step in range(8 * FIRST_PAUSE) if any(policy.plan([request], 1).num_drafts)]
-    assert tried[0] == FIRST_PAUSE
-    gaps = [b - a for a, b in pairwise(tried)]
-    assert gaps == sorted(gaps) and gaps[0] >= 2 * FIRST_PAUSE - 1
-    for _ in range(40):
-        policy.judged(request, 4, 4)
-    policy.costs = FREE_ROWS
-    assert any(sum(policy.plan([request], 1).num_drafts) == 4 for _ in range(16 * FIRST_PAUSE))
+    assert tried[:PLAN_STEPS] == list(range(FIRST_PAUSE, FIRST_PAUSE + PLAN_STEPS))
+    gaps = [after - before for before, after in pairwise(tried) if after - before > 1]
+    assert gaps == [2 * FIRST_PAUSE + 1, 4 * FIRST_PAUSE + 1][: len(gaps)] and gaps
+
+
+def test_text_that_becomes_predictable_is_noticed() -> None:
+    policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1 + 63 * 0.3})), a_request()
+    judged(policy, request, 0.05)
+    drafted = 0
+    for _ in range(8 * FIRST_PAUSE):
+        if count := policy.plan([request], 1).num_drafts[0]:
+            policy.judged(request, count, count)
+            drafted += 1
+    assert drafted > 4 * FIRST_PAUSE
 
 
 def test_a_request_with_a_seed_gets_every_draft() -> None:
