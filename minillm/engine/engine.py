@@ -22,7 +22,7 @@ from minillm.errors import DraftError, MinillmError, NonFiniteLogitsError, Reque
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.drafter import Draft, Drafter
-from minillm.speculative.rejection_sampler import EXACT, AcceptRule, Verdict, check_tree
+from minillm.speculative.rejection_sampler import EXACT, Rule, Verdict, check_tree
 from minillm.tokenizer import Tokenizer
 from minillm.trace import (
     DraftProposed,
@@ -53,7 +53,7 @@ class Engine:
         drafter: Drafter | None = None,
         num_speculative_tokens: int = 0,
         scheduler_cls: type[Scheduler] = Scheduler,
-        accept_rule: AcceptRule = EXACT,
+        accept_rule: Rule = EXACT,
     ) -> None:
         self.runner = runner
         self.drafter = drafter

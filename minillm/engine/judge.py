@@ -26,18 +26,16 @@ from minillm.speculative.drafter import Draft
 from minillm.speculative.rejection_sampler import (
     EXACT,
     AcceptRule,
+    Rule,
     Verdict,
     check_drafts,
     greedy_tree_verdict,
     greedy_verdicts,
     judge_tree,
-    rejection_sample,
 )
 
 
-def judge(
-    requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, rule: AcceptRule = EXACT
-) -> list[Verdict]:
+def judge(requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, rule: Rule = EXACT) -> list[Verdict]:
     """One verdict per request. `logits`: `[sum of (drafts + 1), vocab]`; a request's row j judges its draft j, its last
     row is the bonus, or without drafts the next token. Of a tree, row j follows node j - 1.
 
@@ -47,7 +45,7 @@ def judge(
     if any(draft.parents is not None for draft in drafts):
         return _judge_trees(requests, drafts, logits, rule)
     token_ids = [draft.token_ids for draft in drafts]
-    if rule is EXACT and _all_take_argmax(requests, drafts):
+    if rule.is_exact and _all_take_argmax(requests, drafts):
         return greedy_verdicts(token_ids, argmax(logits))
     rows = _sampling_rows(requests, drafts)
     seeds, first_index = [request.seed for request in requests], [request.num_tokens for request in requests]
@@ -55,22 +53,21 @@ def judge(
         drawn = [uniform(seed, index, Draw.SAMPLE) for seed, index in zip(seeds, first_index, strict=True)]
         return [Verdict([token], 0) for token in choose(logits, rows, drawn).tolist()]
     probs = probs_from_logits(logits, rows)
-    return rejection_sample(token_ids, [draft.probs for draft in drafts], probs, seeds, first_index, rule)
+    return rule.verdicts(token_ids, [draft.probs for draft in drafts], probs, seeds, first_index)
 
 
-def _judge_trees(
-    requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, rule: AcceptRule
-) -> list[Verdict]:
+def _judge_trees(requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, rule: Rule) -> list[Verdict]:
     """`judge` if some draft is a tree; chains are trees without branches."""
+    one_by_one = rule if isinstance(rule, AcceptRule) else EXACT
     parents = [range(-1, len(d.token_ids) - 1) if d.parents is None else d.parents for d in drafts]
     sizes = [len(draft.token_ids) + 1 for draft in drafts]
-    if rule is EXACT and _all_take_argmax(requests, drafts):
+    if rule.is_exact and _all_take_argmax(requests, drafts):
         rows = iter(argmax(logits))
         own = [list(islice(rows, size)) for size in sizes]
         return [greedy_tree_verdict(d.token_ids, p, o) for d, p, o in zip(drafts, parents, own, strict=True)]
     probs = probs_from_logits(logits, _sampling_rows(requests, drafts)).split(sizes)
     return [
-        judge_tree(draft.token_ids, of_draft, draft.probs, p, request.seed, request.num_tokens, rule)
+        judge_tree(draft.token_ids, of_draft, draft.probs, p, request.seed, request.num_tokens, one_by_one)
         for request, draft, of_draft, p in zip(requests, drafts, parents, probs, strict=True)
     ]
 
@@ -86,7 +83,7 @@ class BrokenRowError(Exception):
 class HostJudge:
     """Judges logits in the memory of the CPU, or with a rule that only the host knows."""
 
-    def __init__(self, rule: AcceptRule = EXACT) -> None:
+    def __init__(self, rule: Rule = EXACT) -> None:
         self.rule = rule
 
     def judge(

@@ -8,11 +8,12 @@ from typing import Any
 
 from minillm.config import at_least, reject_unknown
 from minillm.errors import ConfigError, UnsupportedError
+from minillm.speculative.block_verification import BlockRule
 from minillm.speculative.drafter import Drafter, NoOptions
 from minillm.speculative.methods import METHODS
-from minillm.speculative.rejection_sampler import EXACT, AcceptRule
+from minillm.speculative.rejection_sampler import EXACT, AcceptRule, Rule
 
-RULES = {"standard": EXACT}
+RULES: dict[str, Rule] = {"standard": EXACT, "block": BlockRule()}
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     """Most drafts per round; None: the method's default."""
     rejection_sample_method: str | AcceptRule = "standard"
-    """`standard`: exact rejection sampling; or an `AcceptRule`, which may be lossy."""
+    """`standard`: token-by-token rejection sampling; `block`: block verification, as exact and accepts more drafts; or
+    an `AcceptRule`, which may be lossy."""
     disable_by_batch_size: int | None = None
     """No drafts in a step with more running and waiting requests than this. A large batch already saturates the
     processor, so verifying rejected drafts costs more than accepted ones save. None: always draft."""
@@ -37,8 +39,8 @@ class SpeculativeConfig:
                 at_least(name, getattr(self, name), 1)
         if not isinstance(self.rejection_sample_method, AcceptRule) and self.rejection_sample_method not in RULES:
             raise UnsupportedError(
-                f"rejection_sample_method={self.rejection_sample_method!r} is not available; use 'standard', or pass "
-                "an AcceptRule"
+                f"rejection_sample_method={self.rejection_sample_method!r} is not available; use 'standard' or "
+                "'block', or pass an AcceptRule"
             )
 
     @property
@@ -47,7 +49,7 @@ class SpeculativeConfig:
         return find_method(self.method)
 
     @property
-    def accept_rule(self) -> AcceptRule:
+    def accept_rule(self) -> Rule:
         """The rule that decides which drafts are accepted."""
         rule = self.rejection_sample_method
         return rule if isinstance(rule, AcceptRule) else RULES[rule]

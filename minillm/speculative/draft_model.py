@@ -158,7 +158,8 @@ class DraftModelDrafter(Drafter):
         The tokens are copied to the host, which builds the next forward; the distributions stay on the device.
         """
         rows = [request.sampling_row(drafted) for request, drafted in states]
-        uniforms = [uniform(r.seed, r.num_tokens + len(drafted), Draw.DRAFT) for r, drafted in states]
+        # Keyed by the round: a position that is drafted again later must not get the number that was rejected here.
+        uniforms = [uniform(r.seed, r.num_tokens, Draw.DRAFT, len(drafted)) for r, drafted in states]
         if self.sampler is not None:
             return self.sampler.draw(logits, rows, np.array(uniforms))
         probs = probs_from_logits(logits, rows)

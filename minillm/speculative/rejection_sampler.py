@@ -31,6 +31,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -80,6 +81,24 @@ def residual(
     return torch.where(total > 0, left / total, p)
 
 
+class Rule(Protocol):
+    """How the drafts of a step are judged: `AcceptRule` one by one, `BlockRule` all of a request together."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it leaves the target's distribution unchanged; then greedy requests need no distributions."""
+
+    def verdicts(
+        self,
+        draft_token_ids: Sequence[Sequence[int]],
+        draft_probs: Sequence[Tensor | None],
+        target_probs: Tensor,
+        seeds: Sequence[int],
+        first_index: Sequence[int],
+    ) -> list[Verdict]:
+        """One verdict per request. The arguments are those of `rejection_sample`."""
+
+
 @dataclass(frozen=True)
 class AcceptRule:
     """The two functions that decide acceptance. The defaults are exact; replace either to try your own."""
@@ -88,6 +107,22 @@ class AcceptRule:
     """`(p [k, vocab], q [k, vocab], x [k])` → `[k]`: the acceptance probability of each draft of one request."""
     recover: Callable[[Tensor, Tensor], Tensor] = residual
     """`(p [n, vocab], q [n, vocab])` → `[n, vocab]`: the distribution of each recovered token."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether both functions are the exact ones."""
+        return self == EXACT
+
+    def verdicts(
+        self,
+        draft_token_ids: Sequence[Sequence[int]],
+        draft_probs: Sequence[Tensor | None],
+        target_probs: Tensor,
+        seeds: Sequence[int],
+        first_index: Sequence[int],
+    ) -> list[Verdict]:
+        """See `rejection_sample`."""
+        return rejection_sample(draft_token_ids, draft_probs, target_probs, seeds, first_index, self)
 
 
 EXACT = AcceptRule()
@@ -106,8 +141,7 @@ def rejection_sample(
     The uniforms of a token depend on its index in the sequence: `Draw.ACCEPT` judges a draft, `Draw.RECOVER` draws the
     recovered token, `Draw.SAMPLE` the bonus token. So a request without drafts samples the same token as without
     speculation. Each uniform is used once: only the first rejection is replaced, and the next round starts one index
-    later. (The next round reuses the `Draw.DRAFT` uniforms of discarded positions for new drafts; no committed token
-    depends on the discarded ones.)
+    later.
 
     Raises `DraftError` if the arguments do not match or a draft has probability 0 under its own q, and
     `NonFiniteLogitsError` if a row to sample from sums to 0, NaN or infinity.
@@ -129,7 +163,9 @@ def rejection_sample(
     final = target_probs[[start + n for start, n in zip(starts, accepted, strict=True)]]  # [num_requests, vocab]
     rejected = [r for r, n in enumerate(accepted) if n < num_drafts[r]]
     if rejected:
-        q = torch.cat([_proposal(drafts[r], draft_probs[r], final, accepted[r], accepted[r] + 1) for r in rejected])
+        q = torch.cat(
+            [draft_distribution(drafts[r], draft_probs[r], final, accepted[r], accepted[r] + 1) for r in rejected]
+        )
         final[rejected] = rule.recover(final[rejected], q)
     own = sample(final, _final_uniforms(accepted, num_drafts, seeds, first_index, final.device)).tolist()
     return [Verdict([*ids[:n], token], n) for ids, n, token in zip(draft_token_ids, accepted, own, strict=True)]
@@ -174,7 +210,7 @@ def judge_tree(
         children = [i for i, parent in enumerate(parents) if parent == node]
         for sibling, child in enumerate(children):
             x = torch.tensor([token_ids[child]], device=p.device)
-            q = _proposal(x, None if draft_probs is None else draft_probs[child : child + 1], p, 0, 1)
+            q = draft_distribution(x, None if draft_probs is None else draft_probs[child : child + 1], p, 0, 1)
             chance = float(rule.accept(p, q, x))
             if math.isnan(chance):
                 raise DraftError(
@@ -235,7 +271,7 @@ def _acceptance(
     the acceptance probabilities are copied to the host, in one transfer.
     """
     chances = [
-        rule.accept(target_probs[start : start + len(x)], _proposal(x, probs, target_probs, 0, len(x)), x)
+        rule.accept(target_probs[start : start + len(x)], draft_distribution(x, probs, target_probs, 0, len(x)), x)
         for x, probs, start in zip(drafts, draft_probs, starts, strict=True)
         if len(x)
     ]
@@ -273,7 +309,7 @@ def _final_uniforms(
     return torch.tensor(uniforms, dtype=torch.float64, device=device)
 
 
-def _proposal(
+def draft_distribution(
     drafts: Tensor,  # [k] int64
     probs: Tensor | None,  # [k, vocab]
     like: Tensor,  # [..., vocab]: dtype and device of one-hot rows
