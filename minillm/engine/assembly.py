@@ -201,7 +201,14 @@ def _check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeC
 
 
 def _check_speculation(layout: type[KVCache], cache: CacheConfig, speculative: SpeculativeConfig | None) -> None:
-    if speculative is not None and speculative.drafter_cls.proposes_trees and not layout.supports_trees:
+    if speculative is None:
+        return
+    if speculative.drafter_cls.needs_blocks and layout.whole_sequences:
+        raise UnsupportedError(
+            f"speculative method {speculative.method_name!r} reads the blocks of the target's cache, and layout "
+            f"{cache.name!r} stores each request in one piece; use layout 'paged'"
+        )
+    if speculative.drafter_cls.proposes_trees and not layout.supports_trees:
         raise UnsupportedError(
             f"speculative method {speculative.method_name!r} drafts trees, which cache layout {cache.name!r} cannot "
             "verify; use layout 'paged'"

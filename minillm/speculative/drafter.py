@@ -70,6 +70,10 @@ class Drafter(ABC):
     """A dataclass with the options of this method in `speculative_config`. It validates itself on construction."""
     proposes_trees: ClassVar[bool] = False
     """Whether it may propose trees, which only some cache layouts can verify."""
+    needs_blocks: ClassVar[bool] = False
+    """Whether it reads the blocks of the target's cache. Layouts for whole sequences have none to choose from."""
+    num_observed_queries: int = 0
+    """Of how many last tokens of a prompt `observe` gets the queries; 0: it is not called."""
 
     @classmethod
     def build(cls, context: DraftContext) -> Drafter:
@@ -86,6 +90,14 @@ class Drafter(ABC):
         """For each request i, propose at most `num_drafts[i]` (≥ 1) tokens that may follow `requests[i].token_ids`.
 
         The request's block table already has blocks for all of them.
+        """
+
+    def observe(self, request: Request, queries: Tensor) -> None:  # noqa: B027
+        """Called in the step that completes the request's prompt (or, after a preemption, all its tokens), when its
+        keys are in the cache.
+
+        `queries`: those of its last tokens as attention got them, `[num_layers, n, num_heads, head_dim]` with
+        1 ≤ n ≤ `num_observed_queries`. n is smaller if the step computed fewer of its tokens.
         """
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
