@@ -35,6 +35,13 @@ FORMATS: dict[str, Callable[[Sequence[Tensor]], Rows]] = {
     "float": lambda parts: (parts[0].numpy().reshape(-1),),
     "int8": lambda parts: (parts[0].numpy().reshape(-1), bits_of(parts[1])),
     "int4": lambda parts: (parts[0].numpy().reshape(-1), bits_of(parts[1]), bits_of(parts[2]), parts[1].shape[-1]),
+    "two_level": lambda parts: (
+        parts[0].numpy().reshape(-1),
+        bits_of(parts[1]),
+        bits_of(parts[2]),
+        parts[3].numpy().reshape(-1),
+        parts[1].shape[-1],
+    ),
 }
 """Format of `StoredRows` → a function that turns its tensors into arrays. They share the memory of the cache."""
 NO_DRAFTS = np.empty((0, 0), np.int64)

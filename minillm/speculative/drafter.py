@@ -52,6 +52,8 @@ class DraftContext:
     """An instance of the drafter's `Options`."""
     target: ModelRunner
     """The runner of the target model. Its cache exists from the first `propose` on."""
+    target_name: str
+    """The name of the target model, for `load_model`."""
     tokenizer: Tokenizer
     max_num_batched_tokens: int
     """Most tokens in one forward pass."""
@@ -61,6 +63,9 @@ class DraftContext:
     new_runner: Callable[..., ModelRunner]
     """`(model, layout=None, **layout_options)` → a runner with its own cache, addressed by the same block tables.
     `layout`: a `KVCache` class; None: the target's, with its options. The model may be the target's."""
+    share_cache: Callable[[Decoder], ModelRunner]
+    """`(model)` → a runner over the target's own cache (`KVCache.draft_view`), for a model with the target's layers and
+    KV heads."""
 
 
 class Drafter(ABC):

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from scipy.stats import chi2_contingency
+from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.batch import Segment
+from minillm.cache.base import KVCache
+from minillm.cache.paged import PagedKVCache
 from tests.conftest import TinyPair
 
 PROMPTS = [
@@ -29,7 +32,7 @@ def tokens(llm: LLM, params: Any = GREEDY) -> list[list[int]]:
 
 
 def cache_is_that_of_a_plain_run(
-    tiny: TinyPair, speculative: dict[str, Any], llm: LLM | None = None, **options: Any
+    tiny: TinyPair, speculative: dict[str, Any], llm: LLM | None = None, tolerance: float = 1e-4, **options: Any
 ) -> None:
     """After every step, keys and values of the computed tokens are those that one prefill stores."""
     llm = llm or LLM(str(tiny.target), block_size=4, speculative_config=speculative, enforce_eager=True, **options)
@@ -43,11 +46,18 @@ def cache_is_that_of_a_plain_run(
         count = request.num_computed_tokens
         slots = [request.block_table[i // 4] * 4 + i % 4 for i in range(count)]
         plain.engine.runner.run([Segment(request.token_ids[:count], 0, list(range(-(-count // 4))))])
-        mine, right = (one.engine.runner.cache for one in (llm, plain))
-        for pool in ("keys", "values"):
-            assert torch.allclose(getattr(mine, pool)[:, slots], getattr(right, pool)[:, :count], atol=1e-4)
+        for mine, right in zip(*(rows_of(one.engine.runner.cache) for one in (llm, plain)), strict=True):
+            assert torch.allclose(mine[:, slots], right[:, :count], atol=tolerance)
         checked += 1
     assert checked > 5
+
+
+def rows_of(cache: KVCache) -> tuple[Tensor, Tensor]:
+    """All keys and all values as attention reads them, `[num_layers, num_slots, num_kv_heads, head_dim]` each."""
+    if isinstance(cache, PagedKVCache):
+        return cache.keys, cache.values
+    rows = cache.stored_rows()
+    return rows.dequantise(*rows.keys), rows.dequantise(*rows.values)
 
 
 def same_distribution(tiny: TinyPair, speculative: dict[str, Any], count: int = 700, **options: Any) -> float:
