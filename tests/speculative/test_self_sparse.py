@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from minillm.speculative.self_sparse import (
     most_attended,
     sink_and_newest,
 )
-from minillm.trace import RequestPreempted, StepRan, TokensCommitted
+from minillm.trace import BlocksShared, DraftProposed, RequestPreempted, StepRan, TokensCommitted
 from tests.cache.steps import small_config
 from tests.conftest import TinyPair
 from tests.speculative.self_drafting import GREEDY, PROMPTS, cache_is_that_of_a_plain_run, same_distribution, tokens
@@ -134,6 +135,47 @@ def test_there_is_no_second_cache(tiny: TinyPair) -> None:
 def test_sampled_text_follows_the_target(tiny: TinyPair, layout: str) -> None:
     """A two-sample χ² test; a correct engine fails with probability 1e-6 over the choice of seeds."""
     assert same_distribution(tiny, sparse(layout)) > 1e-6
+
+
+def test_a_request_may_share_a_block_in_the_step_that_drafts_into_it(tiny: TinyPair) -> None:
+    """The last token of the first request fills a block: its hash is known before the drafts overwrite its slot, and
+    the second request reads it in the same forward in which the verification stores it."""
+    plain = LLM(str(tiny.target), block_size=4, enable_prefix_caching=False)
+    llm = LLM(str(tiny.target), block_size=4, speculative_config=sparse())
+    [first] = llm.submit([PROMPTS[2]], GREEDY)
+    while first.num_tokens % 4 or not first.is_decoding:
+        llm.engine.step()
+    longer = [*first.token_ids, 7, 8]
+    [second] = llm.submit([{"prompt_token_ids": longer}], GREEDY)
+    with llm.trace() as trace:
+        llm.engine.step()
+    [shared] = trace.of(BlocksShared)
+    assert len(shared.block_ids) * 4 == len(longer) - 2 and trace.of(DraftProposed)
+    while llm.engine.has_requests:
+        llm.engine.step()
+    right = plain.generate([PROMPTS[2], {"prompt_token_ids": longer}], GREEDY, use_tqdm=False)
+    assert [one.output_token_ids for one in (first, second)] == [o.outputs[0].token_ids for o in right]
+
+
+def test_an_interrupt_between_drafting_and_verifying_leaves_nothing_behind(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=4, speculative_config=sparse())
+    real, calls = llm.engine.drafter.propose, []
+
+    def propose(*args: Any) -> Any:
+        drafts = real(*args)
+        calls.append(drafts)
+        if len(calls) % 3 == 0:
+            raise KeyboardInterrupt
+        return drafts
+
+    llm.engine.drafter.propose = propose
+    requests = llm.submit(PROMPTS, GREEDY)
+    while llm.engine.has_requests:
+        with suppress(KeyboardInterrupt):
+            llm.engine.step()
+        llm.engine.scheduler.check_integrity()
+    assert len(calls) > 3
+    assert [r.output_token_ids for r in requests] == tokens(LLM(str(tiny.target), block_size=4))
 
 
 class TrustsDrafts(PagedKVCache):
