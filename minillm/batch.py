@@ -21,6 +21,14 @@ class Segment:
 
     The tokens are a chain, optionally followed by a draft tree. In a chain, token i has position `start + i`. The nodes
     of a tree are stored one after the other too, but the position of a node follows from its depth.
+
+    The block table may leave out blocks of the request. The new tokens then attend only to the blocks that are in it;
+    `num_skipped` keeps their positions true. Block size 4, blocks 3 and 8 left out, the next token has position 13:
+
+        the request      [ 5 ][ 3 ][ 8 ][ 2 ]        positions 0-3, 4-7, 8-11, 12-15
+        the segment      [ 5 ]          [ 2 ]        start 5, num_skipped 8: stored in slot 5 % 4 = 1 of block 2
+
+    Cached keys are rotated by their own positions, so all distances between queries and keys stay true.
     """
 
     token_ids: Sequence[int]
@@ -31,15 +39,17 @@ class Segment:
     parents: Sequence[int] | None = None
     """The parent of each tree node: the index of another node, or -1 for the last token before the tree. The nodes are
     the last `len(parents)` tokens, parents before their children. None: no tree."""
+    num_skipped: int = 0
+    """Number of earlier tokens whose blocks `block_table` leaves out: a position is a token index plus this number."""
 
     @property
     def end(self) -> int:
-        """Number of the request's tokens in the cache after the step, tree nodes included."""
+        """Number of tokens in the cache after the step, in the blocks of `block_table`; tree nodes included."""
         return self.start + len(self.token_ids)
 
     @cached_property
     def depths(self) -> list[int]:
-        """Position of each token relative to `start`."""
+        """Position of each token relative to the first one."""
         depths = list(range(len(self.token_ids) - len(self.parents or ())))
         root = len(depths) - 1
         for parent in self.parents or ():
@@ -67,7 +77,8 @@ class Batch:
     token_ids: Tensor
     """`[num_tokens]`, int64."""
     positions: Tensor
-    """`[num_tokens]`, int64: index of each token in its request; for a tree node, it follows from the depth."""
+    """`[num_tokens]`, int64: index of each token in its request; for a tree node, it follows from the depth. Only RoPE
+    uses it. Masks follow from `seq_lens`, because a block table may leave out blocks (see `Segment`)."""
     slot_mapping: Tensor
     """`[num_tokens]`, int64: the slot of each token's key and value, block id · block size + offset."""
     block_tables: Tensor
@@ -75,7 +86,7 @@ class Batch:
     query_start: list[int]
     """First token of each request, then `num_tokens`: `num_requests + 1` values."""
     seq_lens: list[int]
-    """Tokens of each request in the cache after the step: `num_requests` values."""
+    """Tokens of each request in the blocks of its table after the step: `num_requests` values."""
     block_size: int
     tree: Tensor | None = None
     """`[num_tokens]`, int64, or None if no request has a draft tree. Bit i is set if the token attends to the i-th new
@@ -92,8 +103,8 @@ class Batch:
         query_start = [0]
         for s in segments:
             token_ids += s.token_ids
-            indices = range(s.start, s.end)
-            positions += indices if s.parents is None else [s.start + depth for depth in s.depths]
+            indices, first = range(s.start, s.end), s.start + s.num_skipped
+            positions += range(first, s.end + s.num_skipped) if s.parents is None else [first + d for d in s.depths]
             slots += [s.block_table[i // block_size] * block_size + i % block_size for i in indices]
             query_start.append(len(token_ids))
         max_blocks = max(len(s.block_table) for s in segments)

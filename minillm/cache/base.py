@@ -23,7 +23,8 @@ class StoredRows:
 
     format: str
     """`float`: unquantised. `int8`: codes and one scale. `int4`: two codes per byte, and a scale and a zero point for
-    each group of `group_size` numbers. An executor does not run over a cache whose format it does not know."""
+    each group of `group_size` numbers. `two_level`: as `int4`, and two codes of the lower level per byte. An executor
+    does not run over a cache whose format it does not know."""
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     """One tensor per part of a row (codes, scales, zero points): `[num_layers, num_slots, num_kv_heads, …]`."""
@@ -95,6 +96,11 @@ class KVCache(ABC):
     def stored_rows(self) -> StoredRows | None:
         """How rows are stored, for fast paths that do not call `attend`; None: all access goes through `attend`."""
         return None
+
+    def draft_view(self) -> KVCache:
+        """The cache that a drafter reads and writes in the memory of this one: this cache, or one that reads less of
+        each row. What a drafter stores is overwritten before this cache reads it."""
+        return self
 
     def move_tokens(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the keys and values in the slots `sources` to the slots `targets`. All are read before any is written.

@@ -10,6 +10,7 @@ from minillm.cache.kivi import KiviKVCache
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
+from minillm.cache.paged_two_level import PagedTwoLevelKVCache
 from minillm.cache.sinks import SinksKVCache
 from minillm.cache.window import WindowKVCache
 from minillm.config import CacheConfig, reject_unknown
@@ -19,13 +20,15 @@ LAYOUTS: dict[tuple[str, str], type[KVCache]] = {
     ("paged", "auto"): PagedKVCache,
     ("paged", "int8"): PagedInt8KVCache,
     ("paged", "int4"): PagedInt4KVCache,
+    ("paged_two_level", "auto"): PagedTwoLevelKVCache,
     ("kivi", "auto"): KiviKVCache,
     ("kivi", "int4"): KiviKVCache,
     ("contiguous", "auto"): ContiguousKVCache,
     ("window", "auto"): WindowKVCache,
     ("sinks", "auto"): SinksKVCache,
 }
-"""`(layout, kv_cache_dtype)` → class. `auto` is the model's dtype, except for KIVI, which is always INT4."""
+"""`(layout, kv_cache_dtype)` → class. `auto` is the model's dtype, except for KIVI, which is always INT4, and the two
+levels of four bits."""
 
 
 def find_layout(cache: CacheConfig) -> type[KVCache]:

@@ -94,17 +94,24 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
     if speculative is not None:
         load_draft = partial(_load_draft, tokenizer, target_model.config, placement, max_model_len)
         context = DraftContext(
-            speculative.options, target, tokenizer, args.max_num_batched_tokens, load_draft, plans.new_runner
+            options=speculative.options,
+            target=target,
+            target_name=args.model,
+            tokenizer=tokenizer,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            load_model=load_draft,
+            new_runner=plans.new_runner,
+            share_cache=partial(plans.share_cache, target),
         )
         drafter = speculative.drafter_cls.build(context)
     num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, device)
     plans.allocate(num_blocks)
-    for runner in plans.runners:
+    for runner in plans.all_runners:
         _use_ops(runner.cache, args.ops or {}, cache)
         _check_rollback(runner.cache, cache, speculative)
     if not args.enforce_eager:
         plans.use_executors(args.max_num_seqs, max_model_len)
-    for runner in plans.runners:
+    for runner in plans.all_runners:
         if runner.executor is None:
             cast_model(runner.model, placement.dtype)  # PyTorch needs all of a model in one dtype
     engine = Engine(
@@ -145,6 +152,9 @@ class RunnerPlans:
     def __init__(self, placement: Placement, block_size: int, layout: type[KVCache], cache: CacheConfig) -> None:
         self.placement, self.block_size, self.layout, self.options = placement, block_size, layout, cache.options
         self.runners: list[ModelRunner] = []
+        """Those with a cache of their own."""
+        self._sharing: list[tuple[ModelRunner, ModelRunner]] = []
+        """Runners without one, each with the runner whose cache it shares."""
         self._layouts: list[tuple[type[KVCache], Mapping[str, Any]]] = []
 
     def new_runner(self, model: Decoder, layout: type[KVCache] | None = None, **options: Any) -> ModelRunner:
@@ -160,6 +170,17 @@ class RunnerPlans:
         self._layouts.append((chosen, options))
         return runner
 
+    def share_cache(self, owner: ModelRunner, model: Decoder) -> ModelRunner:
+        """See `DraftContext.share_cache`."""
+        runner = ModelRunner(model, None, self.block_size)  # type: ignore[arg-type]  (`allocate` sets its cache)
+        self._sharing.append((runner, owner))
+        return runner
+
+    @property
+    def all_runners(self) -> list[ModelRunner]:
+        """The runners with and without a cache of their own."""
+        return [*self.runners, *(runner for runner, _ in self._sharing)]
+
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block, summed over all caches."""
@@ -169,18 +190,20 @@ class RunnerPlans:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the caches."""
+        """Allocate the caches, then the views of them."""
         place = self.placement
         for runner, (layout, options) in zip(self.runners, self._layouts, strict=True):
             runner.cache = layout(
                 runner.model.config, num_blocks, self.block_size, place.dtype, place.device, **options
             )
+        for runner, owner in self._sharing:
+            runner.cache = owner.cache.draft_view()
 
     def use_executors(self, max_num_seqs: int, max_model_len: int) -> None:
         """Give each model whose caches are all supported an executor. On a CPU the weights of a model move into its
         executor, so one unsupported cache keeps all runners of that model in PyTorch."""
-        for model in {runner.model: None for runner in self.runners}:
-            runners = [runner for runner in self.runners if runner.model is model]
+        for model in {runner.model: None for runner in self.all_runners}:
+            runners = [runner for runner in self.all_runners if runner.model is model]
             reason = next(filter(None, (runner.unsupported_reason() for runner in runners)), None)
             if reason is None:
                 reasons = [runner.use_executor(max_num_seqs, max_model_len) for runner in runners]
@@ -220,7 +243,14 @@ def _check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeC
 
 
 def _check_speculation(layout: type[KVCache], cache: CacheConfig, speculative: SpeculativeConfig | None) -> None:
-    if speculative is not None and speculative.drafter_cls.proposes_trees and not layout.supports_trees:
+    if speculative is None:
+        return
+    if speculative.drafter_cls.needs_blocks and layout.whole_sequences:
+        raise UnsupportedError(
+            f"speculative method {speculative.method_name!r} reads the blocks of the target's cache, and layout "
+            f"{cache.name!r} stores each request in one piece; use layout 'paged'"
+        )
+    if speculative.drafter_cls.proposes_trees and not layout.supports_trees:
         raise UnsupportedError(
             f"speculative method {speculative.method_name!r} drafts trees, which cache layout {cache.name!r} cannot "
             "verify; use layout 'paged'"

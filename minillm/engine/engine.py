@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from threading import RLock
 
 from torch import Tensor
@@ -138,7 +139,7 @@ class Engine:
         scheduled = self.scheduler.schedule()
         self._propose(scheduled)
         drafted = time.perf_counter()
-        logits = self.runner.run([item.segment for item in scheduled])
+        logits = self._run(scheduled)
         self.emit(StepRan(self.num_steps, [_work(item) for item in scheduled]))
         verdicts = self._judge(scheduled, logits)
         ran = time.perf_counter()
@@ -161,6 +162,24 @@ class Engine:
             item.draft = draft
             texts = [self.tokenizer.token_text(token) for token in draft.token_ids]
             self.emit(DraftProposed(item.request.request_id, draft.token_ids, texts, draft.parents))
+
+    def _run(self, scheduled: Sequence[Scheduled]) -> Tensor:
+        """Run the forward and return its logits. A drafter that observes queries gets those of the prompts that this
+        step completes."""
+        segments = [item.segment for item in scheduled]
+        most = self.drafter.num_observed_queries if self.drafter is not None else 0
+        ends = accumulate(len(segment.token_ids) for segment in segments)
+        observed = [
+            (item.request, range(end - min(most, item.num_tokens), end))
+            for item, end in zip(scheduled, ends, strict=True)
+            if most and item.completes and item.kind == "prefill"
+        ]
+        if self.drafter is None or not observed:
+            return self.runner.run(segments)
+        logits, queries = self.runner.run_with_queries(segments, [row for _, rows in observed for row in rows])
+        for (request, _), own in zip(observed, queries.split([len(rows) for _, rows in observed], dim=1), strict=True):
+            self.drafter.observe(request, own)
+        return logits
 
     def _check_draft(self, draft: Draft, most: int) -> None:
         """Raise `DraftError` for too many guesses or parents that form no tree, `UnsupportedError` for a tree that the

@@ -35,6 +35,13 @@ FORMATS: dict[str, Callable[[Sequence[Tensor]], Rows]] = {
     "float": lambda parts: (parts[0].numpy().reshape(-1),),
     "int8": lambda parts: (parts[0].numpy().reshape(-1), bits_of(parts[1])),
     "int4": lambda parts: (parts[0].numpy().reshape(-1), bits_of(parts[1]), bits_of(parts[2]), parts[1].shape[-1]),
+    "two_level": lambda parts: (
+        parts[0].numpy().reshape(-1),
+        bits_of(parts[1]),
+        bits_of(parts[2]),
+        parts[3].numpy().reshape(-1),
+        parts[1].shape[-1],
+    ),
 }
 """Format of `StoredRows` → a function that turns its tensors into arrays. They share the memory of the cache."""
 NO_DRAFTS = np.empty((0, 0), np.int64)
@@ -83,6 +90,7 @@ class CpuExecutor:
         """`max_num_seqs` and `max_model_len` are ignored: this executor runs steps of any size."""
         config, rows = model.config, cache.stored_rows()
         assert rows is not None
+        self.query_shape = config.num_layers, config.num_heads, config.head_dim
         self.packed = p = packed(model)
         self.weights = step.Weights(
             p.layers, p.matrices, p.vectors, p.weights, p.head, p.embedding, p.cos, p.signed_sin
@@ -104,19 +112,27 @@ class CpuExecutor:
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""
-        return self._run(segments, NO_DRAFTS)[:, : self.vocab_size]
+        return self.run_with_queries(segments, ())[0]
+
+    def run_with_queries(self, segments: Sequence[Segment], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `ModelRunner.run_with_queries`."""
+        num_layers, *heads = self.query_shape
+        queries = torch.empty(num_layers, len(rows), *heads)
+        return self._run(segments, NO_DRAFTS, rows, queries)[:, : self.vocab_size], queries
 
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """See `ModelRunner.draft`. All `count` steps are one compiled call."""
         drafted = np.empty((len(segments), count), np.int64)
-        self._run(segments, drafted)
+        self._run(segments, drafted, (), torch.empty(0))
         return drafted.tolist()
 
-    def _run(self, segments: Sequence[Segment], drafted: np.ndarray) -> Tensor:
+    def _run(
+        self, segments: Sequence[Segment], drafted: np.ndarray, observed: Sequence[int], queries: Tensor
+    ) -> Tensor:
         token_ids, tables, requests, wanted = [], [], [], logit_rows(segments)
         for s in segments:
             count, first = len(s.token_ids), len(token_ids)
-            requests.append((first, count, s.end, len(tables)))
+            requests.append((first, count, s.end, len(tables), s.num_skipped))
             token_ids += s.token_ids
             tables += s.block_table
         tree = NO_TREE
@@ -129,13 +145,15 @@ class CpuExecutor:
         thread_size = self._make_room(len(token_ids), threads)
         logits = torch.empty((len(wanted), int(self.weights.matrices[-1, OUTPUTS])))
         inputs = step.Inputs(
-            *(np.array(x, np.int64) for x in (token_ids, requests, tables)), tree, np.array(wanted, np.int64)
+            *(np.array(x, np.int64) for x in (token_ids, requests, tables)),
+            tree,
+            *(np.array(x, np.int64) for x in (wanted, observed)),
         )
         scratch = step.Scratch(self.scratch, self.codes, thread_size)
         self.sync[:] = 0
         arguments = (
             self.sync, threads, drafted, self.dims, self.weights, self.keys, self.values, inputs, scratch,
-            logits.numpy().reshape(-1),
+            logits.numpy().reshape(-1), queries.numpy().reshape(-1),
         )  # fmt: skip
         self.thread_choice.record(kind, threads, _time_step(arguments, threads))
         return logits

@@ -196,6 +196,19 @@ class GpuExecutor:
             return self.weights.head(hidden.index_select(0, wanted))
 
     @torch.inference_mode()
+    def run_with_queries(self, segments: Sequence[Segment], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `ModelRunner.run_with_queries`. Runs without a graph, whose queries nobody could read in between."""
+        with self._on_device():
+            inputs = self._send(segments, self._exact(segments))
+            own = torch.tensor(rows, device=self.device)
+            queries: list[Tensor] = []
+            hidden = forward(
+                self.weights, self.ops, self._batch(inputs, segments), lambda q: queries.append(q.index_select(0, own))
+            )
+            wanted = inputs.logit_rows[: sum(segment.num_logits for segment in segments)]
+            return self.weights.head(hidden.index_select(0, wanted)), torch.stack(queries)
+
+    @torch.inference_mode()
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """See `ModelRunner.draft`. Waits once, for all tokens.
 
@@ -302,7 +315,8 @@ class GpuExecutor:
             if number == len(output):
                 break
             slots, next_lengths = ops.advance(lengths, inputs.block_tables, shape.block_size)
-            last = forward(w, ops, self._one_each(inputs, token_ids, lengths, slots, next_lengths))
+            positions = lengths + inputs.num_skipped
+            last = forward(w, ops, self._one_each(inputs, token_ids, positions, slots, next_lengths))
             lengths = next_lengths
         torch.stack(tokens, out=output)
         output.masked_fill_(torch.stack(are_valid).logical_not_(), NO_TOKEN)

@@ -130,8 +130,9 @@ class Weights:
         )
 
 
-def forward(w: Weights, ops: Ops, batch: Batch) -> Tensor:
+def forward(w: Weights, ops: Ops, batch: Batch, on_queries: Callable[[Tensor], None] | None = None) -> Tensor:
     """One forward over `batch`: hidden states `[num_tokens, hidden]` after the final norm, as `Decoder.forward`.
+    `on_queries` is called with the rotated queries of each layer, `[num_tokens, num_heads, head_dim]`.
 
     A token with a negative slot is not stored, and a token that belongs to no request attends to nothing: its row is
     meaningless, and no other row depends on it.
@@ -149,6 +150,8 @@ def forward(w: Weights, ops: Ops, batch: Batch) -> Tensor:
         if layer.rotates:
             qk = ops.rope(qk, cos, signed_sin)
         q, k = qk.split((w.num_heads, w.num_kv_heads), dim=1)
+        if on_queries is not None:
+            on_queries(q)
         ops.store_kv(k, v, layer.key_pools, layer.value_pools, batch.slot_mapping)
         attended = ops.paged_attention(q, layer.keys, layer.values, batch, layer.window)
         normed, x = ops.add_rms_norm(layer.out(attended.flatten(1)), x, layer.post_norm, w.eps)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minillm.batch import Batch, Segment, logit_rows
 from minillm.cache.base import KVCache
-from minillm.models.decoder import Decoder
+from minillm.models.decoder import Attention, Decoder
 
 EXECUTORS = {
     "cpu": ("numba", "minillm.runtime.cpu_executor", "CpuExecutor"),
@@ -33,8 +33,24 @@ class Executor(Protocol):
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""
 
+    def run_with_queries(self, segments: Sequence[Segment], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """See `ModelRunner.run_with_queries`."""
+
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """See `ModelRunner.draft`."""
+
+
+class QueryRecorder:
+    """The attention of a cache, which also collects the queries of some tokens."""
+
+    def __init__(self, cache: KVCache, rows: Sequence[int]) -> None:
+        self.cache, self.rows = cache, list(rows)
+        self.queries: list[Tensor] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        """See `KVCache.attend`."""
+        self.queries.append(q[self.rows])
+        return self.cache.attend(layer, q, k, v, batch)
 
 
 class ModelRunner:
@@ -95,8 +111,21 @@ class ModelRunner:
         """Run one forward. Returns `[sum of num_logits, vocab]` in the order of `segments`."""
         if self.executor is not None and (self.executor.runs_trees or all(s.parents is None for s in segments)):
             return self.executor.run(segments)
+        return self._forward(segments, self.cache)
+
+    @torch.inference_mode()
+    def run_with_queries(self, segments: Sequence[Segment], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As `run`, for segments without trees. Also returns the queries of the step's tokens `rows` as attention gets
+        them, rotated: `[num_layers, len(rows), num_heads, head_dim]`."""
+        if self.executor is not None:
+            return self.executor.run_with_queries(segments, rows)
+        recorder = QueryRecorder(self.cache, rows)
+        return self._forward(segments, recorder), torch.stack(recorder.queries)
+
+    def _forward(self, segments: Sequence[Segment], attention: Attention) -> Tensor:
+        """`run` in plain PyTorch."""
         batch = self.batch(segments)
-        hidden = self.model(batch.token_ids, batch.positions, self.cache, batch)
+        hidden = self.model(batch.token_ids, batch.positions, attention, batch)
         rows = logit_rows(segments)
         if len(rows) < hidden.shape[0]:
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=self.device)]
@@ -117,7 +146,10 @@ class ModelRunner:
         for _ in range(count):
             for row, token in zip(tokens, self.run(segments).argmax(-1).tolist(), strict=True):
                 row.append(token)
-            segments = [Segment(row[-1:], s.end, s.block_table) for s, row in zip(segments, tokens, strict=True)]
+            segments = [
+                Segment(row[-1:], s.end, s.block_table, num_skipped=s.num_skipped)
+                for s, row in zip(segments, tokens, strict=True)
+            ]
         return tokens
 
     def batch(self, segments: Sequence[Segment]) -> Batch:

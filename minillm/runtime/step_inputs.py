@@ -44,6 +44,7 @@ class Shape:
             "query_start": self.requests + 1,
             "draft_query_start": self.requests + 1,
             "seq_lens": self.requests,
+            "num_skipped": self.requests,
             "block_tables": self.requests * self.blocks,
         }
 
@@ -76,6 +77,8 @@ class StepInputs:
     """`[requests + 1]`: `query_start` of the following drafting steps, with one token per request."""
     seq_lens: Tensor
     """`[requests]`."""
+    num_skipped: Tensor
+    """`[requests]`: tokens that a block table leaves out (see `minillm.batch.Segment`)."""
     block_tables: Tensor
     """`[requests, blocks]`. Entries after the blocks in use are meaningless."""
 
@@ -104,18 +107,20 @@ class StepInputs:
             used = segment.block_table[: self.shape.blocks]
             row[: len(used)] = used
         request = np.repeat(np.arange(count), lens)
-        positions = np.arange(ends[-1]) - np.repeat(ends - lens - starts, lens)
+        indices = np.arange(ends[-1]) - np.repeat(ends - lens - starts, lens)
+        skipped = np.array([s.num_skipped for s in segments])
         num_tokens = ends[-1]
         self.token_ids.numpy()[:num_tokens] = [token for s in segments for token in s.token_ids]
-        self.positions.numpy()[:num_tokens] = positions
+        self.positions.numpy()[:num_tokens] = indices + np.repeat(skipped, lens)
         slots = self.slots.numpy()
-        slots[:num_tokens] = tables[request, positions // size] * size + positions % size
+        slots[:num_tokens] = tables[request, indices // size] * size + indices % size
         slots[num_tokens:] = -1
         wanted = [row for s, end in zip(segments, ends, strict=True) for row in range(end - s.num_logits, end)]
         self.logit_rows.numpy()[: len(wanted)] = wanted
         self.query_start.numpy()[1:] = np.pad(ends, (0, self.shape.requests - count), mode="edge")
         self.draft_query_start.numpy()[:] = np.arange(self.shape.requests + 1).clip(max=count)
         self.seq_lens.numpy()[:count] = starts + lens
+        self.num_skipped.numpy()[:count] = skipped
 
 
 def query_starts(lens: Sequence[int]) -> list[int]:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +22,8 @@ from minillm.batch import Segment
 from minillm.errors import ConfigError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
-from minillm.sampling import Draw, argmax, probs_from_logits, sample, uniform
-from minillm.sampling.device import DeviceSampler
-from minillm.speculative.drafter import Draft, DraftContext, Drafter
+from minillm.speculative.chain_drafter import ChainDrafter, check_sample_method
+from minillm.speculative.drafter import Draft, DraftContext
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,7 @@ class DraftModelOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("speculative method 'draft_model' needs 'model', for example 'minicoder-draft'")
-        if self.draft_sample_method not in ("greedy", "probabilistic"):
-            raise ConfigError(f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'")
+        check_sample_method(self.draft_sample_method)
 
 
 @dataclass
@@ -68,15 +64,14 @@ class DraftProgress:
         self.num_computed = min(self.num_computed, most)
 
 
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(ChainDrafter):
     """Drafts a chain of tokens per request. All requests form one batch, with one draft forward per position."""
 
     Options = DraftModelOptions
 
     def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, greedy: bool) -> None:
-        self.runner = runner
+        super().__init__(runner, greedy)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.greedy = greedy
         self._progress: WeakKeyDictionary[Request, DraftProgress] = WeakKeyDictionary()
         self._filled: dict[int, bytes] = {}
         """Block id → hash of its contents, for blocks that the draft model has computed completely."""
@@ -87,11 +82,6 @@ class DraftModelDrafter(Drafter):
         options = context.options
         runner = context.new_runner(context.load_model(options.model, options.quantization))
         return cls(runner, context.max_num_batched_tokens, options.draft_sample_method == "greedy")
-
-    @cached_property
-    def sampler(self) -> DeviceSampler | None:
-        """Samples tokens on a GPU; None on a CPU."""
-        return DeviceSampler.for_device(self.runner.device, self.runner.sampling_implementation)
 
     def num_computed_tokens(self, request: Request) -> int:
         """How many of the request's tokens, from the first on, are in the draft model's cache."""
@@ -125,45 +115,15 @@ class DraftModelDrafter(Drafter):
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         for request in requests:
             self.num_computed_tokens(request)  # updates the progress
-        # A greedy draft has a one-hot q, so the drafter returns no distribution.
-        is_greedy = self.greedy or all(request.takes_argmax for request in requests)
-        if is_greedy and len(set(num_drafts)) == 1 and self._num_behind(requests) <= self.max_num_batched_tokens:
+        few = self._num_behind(requests) <= self.max_num_batched_tokens
+        if few and len(set(num_drafts)) == 1 and self.is_greedy(requests):
             return self._propose_together(requests, num_drafts[0])
-        tokens: list[list[int]] = [[] for _ in requests]
-        probs: list[list[Tensor]] = [[] for _ in requests]
-        logits = self._catch_up(requests)
-        active = list(range(len(requests)))
-        for step in range(max(num_drafts)):
-            if step:
-                active = [i for i in active if step < num_drafts[i]]
-                logits = self.runner.run([self._next(requests[i], tokens[i]) for i in active])
-            if is_greedy:
-                for i, token in zip(active, argmax(logits), strict=True):
-                    tokens[i].append(token)
-                continue
-            drawn, rows = self._draw(logits, [(requests[i], tokens[i]) for i in active])
-            for i, token, row in zip(active, drawn, rows, strict=True):
-                tokens[i].append(token)
-                probs[i].append(row)
-        for request, drafted in zip(requests, tokens, strict=True):
-            self._progress[request] = DraftProgress(request.num_tokens, drafted[:-1])
-        if is_greedy:
-            return [Draft(drafted) for drafted in tokens]
-        rows = torch.stack([row for of_request in probs for row in of_request])
-        return [Draft(t, q) for t, q in zip(tokens, rows.split([len(t) for t in tokens]), strict=True)]
-
-    def _draw(self, logits: Tensor, states: list[tuple[Request, list[int]]]) -> tuple[list[int], Tensor]:
-        """Sample the next draft of each request, given its drafts so far. Returns the drafts and their distributions.
-
-        The tokens are copied to the host, which builds the next forward; the distributions stay on the device.
-        """
-        rows = [request.sampling_row(drafted) for request, drafted in states]
-        # Keyed by the round: a position that is drafted again later must not get the number that was rejected here.
-        uniforms = [uniform(r.seed, r.num_tokens, Draw.DRAFT, len(drafted)) for r, drafted in states]
-        if self.sampler is not None:
-            return self.sampler.draw(logits, rows, np.array(uniforms))
-        probs = probs_from_logits(logits, rows)
-        return sample(probs, uniforms).tolist(), probs
+        drafts = self.draw_chains(
+            requests, num_drafts, self._catch_up(requests), lambda i, drafted: self._next(requests[i], drafted)
+        )
+        for request, draft in zip(requests, drafts, strict=True):
+            self._progress[request] = DraftProgress(request.num_tokens, draft.token_ids[:-1])
+        return drafts
 
     def _num_behind(self, requests: Sequence[Request]) -> int:
         """Number of committed tokens that the draft model has not computed yet, over all requests."""

@@ -52,6 +52,8 @@ class DraftContext:
     """An instance of the drafter's `Options`."""
     target: ModelRunner
     """The runner of the target model. Its cache exists from the first `propose` on."""
+    target_name: str
+    """The name of the target model, for `load_model`."""
     tokenizer: Tokenizer
     max_num_batched_tokens: int
     """Most tokens in one forward pass."""
@@ -61,6 +63,9 @@ class DraftContext:
     new_runner: Callable[..., ModelRunner]
     """`(model, layout=None, **layout_options)` → a runner with its own cache, addressed by the same block tables.
     `layout`: a `KVCache` class; None: the target's, with its options. The model may be the target's."""
+    share_cache: Callable[[Decoder], ModelRunner]
+    """`(model)` → a runner over the target's own cache (`KVCache.draft_view`), for a model with the target's layers and
+    KV heads."""
 
 
 class Drafter(ABC):
@@ -70,6 +75,10 @@ class Drafter(ABC):
     """A dataclass with the options of this method in `speculative_config`. It validates itself on construction."""
     proposes_trees: ClassVar[bool] = False
     """Whether it may propose trees, which only some cache layouts can verify."""
+    needs_blocks: ClassVar[bool] = False
+    """Whether it reads the blocks of the target's cache. Layouts for whole sequences have none to choose from."""
+    num_observed_queries: int = 0
+    """Of how many last tokens of a prompt `observe` gets the queries; 0: it is not called."""
 
     @classmethod
     def build(cls, context: DraftContext) -> Drafter:
@@ -86,6 +95,14 @@ class Drafter(ABC):
         """For each request i, propose at most `num_drafts[i]` (≥ 1) tokens that may follow `requests[i].token_ids`.
 
         The request's block table already has blocks for all of them.
+        """
+
+    def observe(self, request: Request, queries: Tensor) -> None:  # noqa: B027
+        """Called in the step that completes the request's prompt (or, after a preemption, all its tokens), when its
+        keys are in the cache.
+
+        `queries`: those of its last tokens as attention got them, `[num_layers, n, num_heads, head_dim]` with
+        1 ≤ n ≤ `num_observed_queries`. n is smaller if the step computed fewer of its tokens.
         """
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027

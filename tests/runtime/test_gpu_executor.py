@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -116,9 +117,28 @@ def test_a_step_waits_for_nothing_with_and_without_a_graph(monkeypatch: pytest.M
         off.draft([Segment([5], 6, TABLE)], 1)
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_block_table_may_leave_out_blocks(graphs: bool) -> None:
+    """Run, drafted from, and with the queries of two tokens."""
+    model = random_model(SMALL)
+    on, plain = executor_of(model, graphs), runner_of(model)
+    prompt = list(range(2 * BLOCK_SIZE + 1))
+    for one in (on, plain):
+        one.run([Segment(prompt, 0, TABLE)])
+    view = Segment([7, 8], BLOCK_SIZE + 1, [TABLE[0], *TABLE[2:]], num_skipped=BLOCK_SIZE)
+    step = [Segment(OTHER[:3], 0, OTHERS_TABLE), view]
+    right, queries = plain.run_with_queries(step, [1, 4])
+    logits, got = on.run_with_queries(step, [1, 4])
+    assert relative(on.run(step), right) <= 1e-5 and relative(logits, right) <= 1e-5
+    assert got.shape == queries.shape and relative(got, queries) <= 1e-5
+    assert on.draft(step, 3) == plain.draft(step, 3)
+    assert relative(plain.run([replace(view, num_skipped=0)]), right[1:]) > 1e-3
+
+
 def test_step_inputs_say_what_a_batch_says() -> None:
     runner = runner_of(random_model(SMALL))
-    for step in steps():
+    view = Segment([1, 2], 9, TABLE, num_skipped=2 * BLOCK_SIZE)
+    for step in (*steps(), [Segment([5], 3, OTHERS_TABLE), view]):
         batch, shape = runner.batch(step), Shape(16, 4, 64, BLOCK_SIZE)
         inputs = StepInputs.over(torch.zeros(shape.size, dtype=torch.int32), shape)
         inputs.fill(step)

@@ -55,7 +55,7 @@ def test_a_drafter_of_ones_own_declares_its_options() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"method": "eagle"}, UnsupportedError, "'draft_model', 'draft_tree', 'ngram' or 'suffix'"),
+        ({"method": "eagle"}, UnsupportedError, "'ngram', 'self_quant', 'self_sparse' or 'suffix'"),
         ({"method": "ngram", "prompt_lookup_max": 0}, ConfigError, "prompt_lookup_max=0"),
         ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, ConfigError, "prompt_lookup_min=3"),
         ({"method": "ngram", "model": "small"}, ConfigError, "model='small'.*'draft_model' or 'draft_tree'"),

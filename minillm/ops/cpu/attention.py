@@ -57,10 +57,10 @@ def attend(
     """Run this thread's tasks.
 
     Queries: token i's heads lie at `heads[heads_at + i · heads_row]`, results go to `out[out_at + i · num_heads ·
-    head_dim]`. `requests`: `[n, 4]`, for each the index of its first token, the number of its new tokens and of all
-    its tokens, and where its block table begins in `tables`. `tree`: `[tokens, 2]` if a request has a draft tree, else
-    `[0, 2]`. `layer_row`: the first row of this layer in `keys` and `values`. `window`: 0 for none.
-    `scratch[thread_at]`: `scratch_size` floats.
+    head_dim]`. `requests`: `[n, 4]` or more columns, for each the index of its first token, the number of its new
+    tokens and of all tokens in its block table, and where that begins in `tables`. `tree`: `[tokens, 2]` if a request
+    has a draft tree, else `[0, 2]`. `layer_row`: the first row of this layer in `keys` and `values`. `window`: 0 for
+    none. `scratch[thread_at]`: `scratch_size` floats.
     """
     no_inline()
     group = num_heads // num_kv_heads

@@ -1,10 +1,11 @@
 """Keys and values as the paged layouts store them: one row per token and KV head, written and read as floats.
 
-`rows` is a tuple of flat arrays, one per field. Their dtypes identify the layout:
+`rows` is a tuple of flat arrays, one per field. Their number and dtypes identify the layout:
 
     float32                                        PagedKVCache
     int8 codes, bfloat16 scale                     PagedInt8KVCache     x̂ = code · s
     packed uint8 codes, float16 scales and zeros   PagedInt4KVCache     x̂ = code · s + zero, per group
+    the same and packed uint8 lower codes          PagedTwoLevelKVCache x̂ = (code + lower / 16) · s + zero, per group
 
 Stored rows are the same to the bit as those of `minillm.ops.kv_quant`: PyTorch can read what the compiled step wrote,
 and the other way round.
@@ -39,6 +40,8 @@ from minillm.ops.kv_quant import AFFINE_CODES, INT8_LEVELS, SMALLEST_SCALE, SMAL
 
 LEVELS, SMALLEST = np.float32(INT8_LEVELS), np.float32(SMALLEST_SCALE)
 CODES, STEP, ZERO = np.float32(AFFINE_CODES), np.float32(SMALLEST_STEP), np.float32(0)
+SUB_STEPS, HALF_STEP = np.float32(16), np.float32(8)
+"""Steps of the lower code in one step of the upper, and in half of one."""
 RELATIVE_STEP = np.float32(2.0**-10)
 
 
@@ -94,24 +97,45 @@ def _half_below(array, at, x):
 
 
 @njit(**OPTIONS)
+def _scale_and_zero(scales, zeros, here, x, first, group):
+    """Store the scale and zero point of `x[first : first + group]` and return them."""
+    low = high = load(x, first)
+    for i in range(LANES, group, LANES):
+        low, high = minimum(low, load(x, first + i)), maximum(high, load(x, first + i))
+    _half_below(zeros, here, smallest(low))
+    zero = load_scalar(zeros, here)
+    _half_below(scales, here, (zero - largest(high)) / CODES)
+    step = -load_scalar(scales, here)
+    scales[here] = half_bits(STEP if step < STEP else step)
+    return splat(load_scalar(scales, here)), splat(zero)
+
+
+@njit(**OPTIONS)
 def _write_int4(rows, at, x, x_at, size):
     packed, scales, zeros, groups = rows
     group = size // groups
     for g in range(groups):
-        here, first = at * groups + g, x_at + g * group
-        low = high = load(x, first)
-        for i in range(LANES, group, LANES):
-            low, high = minimum(low, load(x, first + i)), maximum(high, load(x, first + i))
-        _half_below(zeros, here, smallest(low))
-        zero = load_scalar(zeros, here)
-        _half_below(scales, here, (zero - largest(high)) / CODES)
-        step = -load_scalar(scales, here)
-        scales[here] = half_bits(STEP if step < STEP else step)
-        scale = splat(load_scalar(scales, here))
+        first = x_at + g * group
+        scale, zero = _scale_and_zero(scales, zeros, at * groups + g, x, first, group)
         for i in range(0, group, LANES):
-            code = rint((load(x, first + i) - splat(zero)) / scale)
+            code = rint((load(x, first + i) - zero) / scale)
             code = minimum(maximum(code, splat(ZERO)), splat(CODES))
             store_nibbles(packed, (at * size + g * group + i) // 2, code)
+
+
+@njit(**OPTIONS)
+def _write_two_level(rows, at, x, x_at, size):
+    packed, scales, zeros, packed_lower, groups = rows
+    group = size // groups
+    for g in range(groups):
+        first = x_at + g * group
+        scale, zero = _scale_and_zero(scales, zeros, at * groups + g, x, first, group)
+        for i in range(0, group, LANES):
+            steps, place = (load(x, first + i) - zero) / scale, (at * size + g * group + i) // 2
+            code = minimum(maximum(rint(steps), splat(ZERO)), splat(CODES))
+            lower = rint((steps - code) * splat(SUB_STEPS)) + splat(HALF_STEP)
+            store_nibbles(packed, place, code)
+            store_nibbles(packed_lower, place, minimum(maximum(lower, splat(ZERO)), splat(CODES)))
 
 
 @njit(**OPTIONS)
@@ -124,17 +148,40 @@ def _read_int4(rows, at, out, out_at, size):
             store(out, out_at + i, load_nibbles(packed, (at * size + i) // 2) * scale + zero)
 
 
-WRITERS = {types.float32: _write_floats, types.int8: _write_int8, types.uint8: _write_int4}
-READERS = {types.float32: _read_floats, types.int8: _read_int8, types.uint8: _read_int4}
+@njit(**OPTIONS)
+def _read_two_level(rows, at, out, out_at, size):
+    packed, scales, zeros, packed_lower, groups = rows
+    group = size // groups
+    for g in range(groups):
+        scale, zero = splat(load_scalar(scales, at * groups + g)), splat(load_scalar(zeros, at * groups + g))
+        for i in range(g * group, (g + 1) * group, LANES):
+            place = (at * size + i) // 2
+            rest = (load_nibbles(packed_lower, place) - splat(HALF_STEP)) / splat(SUB_STEPS)
+            store(out, out_at + i, (load_nibbles(packed, place) + rest) * scale + zero)
+
+
+WRITERS = {
+    (types.float32, 1): _write_floats,
+    (types.int8, 2): _write_int8,
+    (types.uint8, 4): _write_int4,
+    (types.uint8, 5): _write_two_level,
+}
+READERS = {
+    (types.float32, 1): _read_floats,
+    (types.int8, 2): _read_int8,
+    (types.uint8, 4): _read_int4,
+    (types.uint8, 5): _read_two_level,
+}
+"""Key: dtype of the first field, number of fields."""
 
 
 @overload(write_row, jit_options=OPTIONS)
 def _typed_write(rows, at, x, x_at, size):
-    write = WRITERS[rows[0].dtype]
+    write = WRITERS[rows[0].dtype, len(rows)]
     return lambda rows, at, x, x_at, size: write(rows, at, x, x_at, size)
 
 
 @overload(read_row, jit_options=OPTIONS)
 def _typed_read(rows, at, out, out_at, size):
-    read = READERS[rows[0].dtype]
+    read = READERS[rows[0].dtype, len(rows)]
     return lambda rows, at, out, out_at, size: read(rows, at, out, out_at, size)

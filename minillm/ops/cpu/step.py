@@ -64,14 +64,16 @@ class Inputs(NamedTuple):
     token_ids: np.ndarray
     """`[tokens]`."""
     requests: np.ndarray
-    """`[requests, 4]`: index of its first token, number of new tokens, of all its tokens, where its block table begins
-    in `tables`."""
+    """`[requests, 5]`: index of its first token, number of new tokens, of all tokens in its block table, where that
+    begins in `tables`, number of tokens that it leaves out (see `minillm.batch.Segment`)."""
     tables: np.ndarray
     """All block tables, one after the other."""
     tree: np.ndarray
     """`[tokens, 2]` if a request brings a draft tree (see `minillm.batch.Segment`), else `[0, 2]`."""
     wanted: np.ndarray
     """The rows whose logits are computed."""
+    observed: np.ndarray
+    """The tokens whose queries are copied to `queries`."""
 
 
 class Scratch(NamedTuple):
@@ -106,13 +108,14 @@ def thread_scratch_size(dims):
 
 
 @njit(inline="always", **OPTIONS)
-def forward(team, dims, weights, keys, values, inputs, n, scratch, logits):
-    """This thread's part of one forward of the first `n` tokens; `logits`: `[wanted rows, outputs]`, flat.
+def forward(team, dims, weights, keys, values, inputs, n, scratch, logits, queries):
+    """This thread's part of one forward of the first `n` tokens; `logits`: `[wanted rows, outputs]`, flat; `queries`:
+    `[layers, observed tokens, heads · head_dim]`, flat.
 
     It is inlined into `run`, so that numba compiles it only once.
     """
     layers, matrices, vectors, w, head, embedding, cos, signed_sin = weights
-    token_ids, requests, tables, tree, wanted = inputs
+    token_ids, requests, tables, tree, wanted, observed = inputs
     floats, codes, thread_size = scratch
     hidden, head_dim, inter = dims[HIDDEN], dims[HEAD_DIM], dims[INTERMEDIATE]
     num_heads, num_kv, eps = dims[HEADS], dims[KV_HEADS], vectors[EPS]
@@ -141,6 +144,8 @@ def forward(team, dims, weights, keys, values, inputs, n, scratch, logits):
             keys, values, layer_row,
         )  # fmt: skip
         barrier(team)
+        for i in range(team.thread_id, len(observed), team.num_threads):
+            copy(floats, heads_at + observed[i] * heads_row, queries, (layer * len(observed) + i) * q_size, q_size)
         attend(
             team, floats, heads_at, heads_row, num_heads, num_kv, head_dim, fields[WINDOW],
             requests, tables, tree, dims[BLOCK_SIZE], layer_row, keys, values, floats, attended_at, floats, thread_at,
@@ -214,12 +219,12 @@ def norm_rope_store(
     num_heads, num_kv, head_dim, block_size = dims[HEADS], dims[KV_HEADS], dims[HEAD_DIM], dims[BLOCK_SIZE]
     heads_row = (num_heads + 2 * num_kv) * head_dim
     for r in range(requests.shape[0]):
-        token, count, seq_len, table = requests[r]
+        token, count, seq_len, table, num_skipped = requests[r]
         for i in range(count):
             if (token + i) % team.num_threads != team.thread_id:
                 continue
             index, row = seq_len - count + i, heads_at + (token + i) * heads_row
-            position = seq_len - count + tree[token + i, DEPTH] if len(tree) else index
+            position = num_skipped + (seq_len - count + tree[token + i, DEPTH] if len(tree) else index)
             for h in range(num_heads + num_kv):
                 at = row + h * head_dim
                 norm = fields[Q_NORM] if h < num_heads else fields[K_NORM]
@@ -272,8 +277,8 @@ def _typed_round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_a
 
 
 @entry_point()
-def run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits):
-    """One thread's part of a step.
+def run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits, queries):
+    """One thread's part of a step. `logits` and `queries` are written, see `forward`.
 
     If `drafted` (`[requests, steps]`, int64) has columns, the step is repeated until they are filled, each time with
     the argmax of every request as its next token; `inputs.wanted` must then be the last row of each request.
@@ -286,7 +291,7 @@ def run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, lo
     count, outputs = requests.shape[0], weights.matrices[4 * dims[LAYERS]][OUTPUTS]
     tokens, steps = len(token_ids), drafted.shape[1]
     for i in range(max(steps, 1)):
-        forward(team, dims, weights, keys, values, inputs, tokens, scratch, logits)
+        forward(team, dims, weights, keys, values, inputs, tokens, scratch, logits, queries)
         if steps == 0:
             break
         for r in range(team.thread_id, count, team.num_threads):
@@ -313,7 +318,7 @@ def argmax(logits, at, size):
 
 
 @entry_point(parallel=True)
-def run_together(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits):
+def run_together(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits, queries):
     """`run` on `threads` threads at once."""
     for _ in prange(threads):
-        run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits)
+        run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, logits, queries)

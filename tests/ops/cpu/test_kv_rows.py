@@ -8,6 +8,7 @@ import torch
 from numba import njit
 
 from minillm.cache.paged_int4 import PagedInt4KVCache
+from minillm.cache.paged_two_level import PagedTwoLevelKVCache
 from minillm.models.config import ModelConfig
 from minillm.ops import kv_quant
 from minillm.ops.cpu.compiled import OPTIONS
@@ -69,6 +70,25 @@ def test_int4_rows_have_the_same_bits(numbers: torch.Tensor, group: int) -> None
     out = np.empty(COUNT * SIZE, np.float32)
     read(kept, out, SIZE)
     assert np.array_equal(out.reshape(COUNT, SIZE), cache.decode(packed, scale, zero)[:, 0].numpy())
+
+
+@pytest.mark.parametrize("group", [16, 64])
+def test_rows_of_two_levels_have_the_same_bits(numbers: torch.Tensor, group: int) -> None:
+    config = ModelConfig(8, 64, 64, 1, 1, 1, SIZE, 8)
+    cache = PagedTwoLevelKVCache(config, 1, 1, torch.float32, torch.device("cpu"), group_size=group)
+    upper, scale, zero, lower = stored = cache.encode(numbers[:, None])
+    groups = SIZE // group
+    codes, scales = (
+        [np.empty(size, dtype) for _ in range(2)]
+        for size, dtype in ((COUNT * SIZE // 2, np.uint8), (COUNT * groups, np.int16))
+    )
+    kept = codes[0], *scales, codes[1], groups
+    write(kept, numbers.numpy().reshape(-1), SIZE)
+    right = (upper, scale.view(torch.int16), zero.view(torch.int16), lower)
+    assert all(np.array_equal(mine, x.numpy().reshape(-1)) for mine, x in zip(kept[:4], right, strict=True))
+    out = np.empty(COUNT * SIZE, np.float32)
+    read(kept, out, SIZE)
+    assert np.array_equal(out.reshape(COUNT, SIZE), cache.decode(*stored)[:, 0].numpy())
 
 
 def test_nan_stays_visible() -> None:

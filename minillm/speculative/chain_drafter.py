@@ -1,0 +1,89 @@
+"""Drafting chains with a model, one forward per draft: the loop that draft models and self-drafting targets share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.batch import Segment
+from minillm.errors import ConfigError
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
+from minillm.sampling import Draw, argmax, probs_from_logits, sample, uniform
+from minillm.sampling.device import DeviceSampler
+from minillm.speculative.drafter import Draft, Drafter
+
+SAMPLE_METHODS = ("probabilistic", "greedy")
+
+
+def check_sample_method(value: str) -> None:
+    """Raise `ConfigError` unless `draft_sample_method` is one of `SAMPLE_METHODS`."""
+    if value not in SAMPLE_METHODS:
+        raise ConfigError(f"draft_sample_method={value!r} must be 'greedy' or 'probabilistic'")
+
+
+class ChainDrafter(Drafter):
+    """The base of drafters that run a model. All requests form one batch, with one forward per draft."""
+
+    def __init__(self, runner: ModelRunner, greedy: bool) -> None:
+        """`greedy`: every draft is the argmax, also for requests that sample."""
+        self.runner = runner
+        self.greedy = greedy
+
+    @cached_property
+    def sampler(self) -> DeviceSampler | None:
+        """Samples tokens on a GPU; None on a CPU."""
+        return DeviceSampler.for_device(self.runner.device, self.runner.sampling_implementation)
+
+    def is_greedy(self, requests: Sequence[Request]) -> bool:
+        """Whether all drafts of these requests are the argmax. Their q is one-hot, so they need no distribution."""
+        return self.greedy or all(request.takes_argmax for request in requests)
+
+    def draw_chains(
+        self,
+        requests: Sequence[Request],
+        num_drafts: Sequence[int],
+        logits: Tensor,
+        next_segment: Callable[[int, list[int]], Segment],
+    ) -> list[Draft]:
+        """Draft `num_drafts[i]` tokens for each request i.
+
+        `logits`: those after each request's last token, `[num_requests, vocab]`. `next_segment(i, drafted)` computes
+        the last of request i's drafts so far.
+        """
+        tokens: list[list[int]] = [[] for _ in requests]
+        probs: list[list[Tensor]] = [[] for _ in requests]
+        is_greedy, active = self.is_greedy(requests), list(range(len(requests)))
+        for step in range(max(num_drafts)):
+            if step:
+                active = [i for i in active if step < num_drafts[i]]
+                logits = self.runner.run([next_segment(i, tokens[i]) for i in active])
+            if is_greedy:
+                for i, token in zip(active, argmax(logits), strict=True):
+                    tokens[i].append(token)
+                continue
+            drawn, rows = self._draw(logits, [(requests[i], tokens[i]) for i in active])
+            for i, token, row in zip(active, drawn, rows, strict=True):
+                tokens[i].append(token)
+                probs[i].append(row)
+        if is_greedy:
+            return [Draft(drafted) for drafted in tokens]
+        rows = torch.stack([row for of_request in probs for row in of_request])
+        return [Draft(t, q) for t, q in zip(tokens, rows.split([len(t) for t in tokens]), strict=True)]
+
+    def _draw(self, logits: Tensor, states: list[tuple[Request, list[int]]]) -> tuple[list[int], Tensor]:
+        """Sample the next draft of each request, given its drafts so far. Returns the drafts and their distributions.
+
+        The tokens are copied to the host, which builds the next forward; the distributions stay on the device.
+        """
+        rows = [request.sampling_row(drafted) for request, drafted in states]
+        # Keyed by the round: a position that is drafted again later must not get the number that was rejected here.
+        uniforms = [uniform(r.seed, r.num_tokens, Draw.DRAFT, len(drafted)) for r, drafted in states]
+        if self.sampler is not None:
+            return self.sampler.draw(logits, rows, np.array(uniforms))
+        probs = probs_from_logits(logits, rows)
+        return sample(probs, uniforms).tolist(), probs

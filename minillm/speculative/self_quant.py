@@ -1,0 +1,59 @@
+"""The target drafts for itself with weights in four bits (QuantSpec: Tiwari et al. 2025).
+
+    draft      weights in INT4, reads     the upper nibbles ┐
+    target     its own weights, reads     both nibbles      ┴ of one KV cache, layout `paged_two_level`
+
+A quantised copy of the target agrees with it far more often than a small model does, and it needs no KV cache of its
+own: it reads the keys and values that the target computed. With the two-level layout it reads about half of their
+bytes; with any other paged layout it reads what the target reads. The output is that of the target over the same cache
+layout without speculation, so a quantised layout is its own reference.
+
+`paged_two_level` says how the cache differs from the paper's. Of the weights, those of the layers' linears are in
+INT4 groups; the embedding and the unembedding are not.
+
+Wins: where a step waits for memory, weights or cache. Loses: where it waits for arithmetic, for which four bits are as
+many operations as sixteen; and the quantised copy of the weights takes memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minillm.batch import Segment
+from minillm.request import Request
+from minillm.speculative.chain_drafter import check_sample_method
+from minillm.speculative.drafter import DraftContext
+from minillm.speculative.self_drafter import SelfDrafter
+
+
+@dataclass(frozen=True)
+class SelfQuantOptions:
+    """The options of method `self_quant`, minillm's own."""
+
+    quantization: str | None = "int4"
+    """Quantisation of the draft's weights (`int4`, `int8`, …); None: the target's own weights, so that only the cache
+    differs."""
+    draft_sample_method: str = "probabilistic"
+    """`probabilistic` samples drafts from the quantised model's distribution, `greedy` takes its argmax."""
+
+    def __post_init__(self) -> None:
+        check_sample_method(self.draft_sample_method)
+
+
+class SelfQuantDrafter(SelfDrafter):
+    """A quantised copy of the target over the target's cache."""
+
+    Options = SelfQuantOptions
+
+    @classmethod
+    def build(cls, context: DraftContext) -> SelfQuantDrafter:
+        """See `Drafter.build`. Raises what `DraftContext.load_model` raises."""
+        options = context.options
+        model = context.target.model
+        if options.quantization is not None:
+            model = context.load_model(context.target_name, options.quantization)
+        return cls(context.share_cache(model), options.draft_sample_method == "greedy")
+
+    def first_segment(self, request: Request) -> Segment:
+        """See `SelfDrafter.first_segment`."""
+        return Segment(request.token_ids[-1:], request.num_tokens - 1, request.block_table)

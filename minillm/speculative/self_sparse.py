@@ -1,0 +1,174 @@
+"""The target drafts for itself and reads only a part of its KV cache (MagicDec: Sadhukhan et al. 2024).
+
+With long contexts and large batches, a step mostly reads keys and values. A draft step that reads `budget` tokens of
+each request costs little more than the weights, whatever the context; and a target with most of its attention in view
+drafts better than a small model. There is no second model and no second cache.
+
+A draft step gets a *shortened block table*. Blocks that are left out are neither read nor copied: cached keys are
+rotated by their own positions, and the new tokens keep theirs (`Segment.num_skipped`). So each layout costs a list:
+
+    sinks      [ 0 ]                         [ newest blocks ……………… ]      StreamingLLM (Xiao et al. 2024)
+    snapkv     [ 0 ]    [ 7 ] [ 8 ]   [ 19 ]       [ newest ……… ]          SnapKV (Li et al. 2024)
+
+`snapkv` keeps the blocks that the last queries of the prompt attended to most, and the newest blocks.
+
+Differences from the papers. Both choose tokens; here whole blocks are chosen, of `block_size` tokens, so `budget` is
+rounded up and the first block is the sink. (In SnapKV, pooling over neighbours has a similar effect.) SnapKV chooses
+for each layer and KV head; here the attention is summed over layers, heads and queries, because one block table serves
+all of them: that is what lets every executor and every paged layout run it as it is. Blocks after the observed prompt
+are never observed; when they are older than the window, they are left out. A layer with a sliding window counts it in
+tokens of the shortened table.
+
+Wins: long contexts, where reading keys and values dominates. Loses: contexts near the budget or below it, where
+drafting costs as much as decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from minillm.batch import Segment
+from minillm.cache.base import KVCache
+from minillm.config import at_least
+from minillm.errors import ConfigError, UnsupportedError
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
+from minillm.speculative.chain_drafter import check_sample_method
+from minillm.speculative.drafter import DraftContext
+from minillm.speculative.self_drafter import SelfDrafter
+
+SPARSE_LAYOUTS = ("sinks", "snapkv")
+OBSERVED_QUERIES = 32
+"""Last queries of the prompt whose attention chooses blocks (SnapKV's observation window)."""
+NEWEST_SHARE = 0.5
+"""The part of the budget that `snapkv` spends on the newest blocks."""
+
+
+@dataclass(frozen=True)
+class SelfSparseOptions:
+    """The options of method `self_sparse`, minillm's own."""
+
+    sparse_layout: str = "sinks"
+    """`sinks`: the first block and the newest ones; `snapkv`: the blocks that the prompt's last queries attended to
+    most, and the newest ones."""
+    budget: int = 257
+    """Most cached tokens that a draft attends to, rounded up to whole blocks. MagicDec's is 1 sink and 256 others."""
+    draft_sample_method: str = "probabilistic"
+    """`probabilistic` samples drafts from the distribution under the sparse cache, `greedy` takes its argmax."""
+
+    def __post_init__(self) -> None:
+        at_least("budget", self.budget, 1)
+        if self.sparse_layout not in SPARSE_LAYOUTS:
+            raise ConfigError(f"sparse_layout={self.sparse_layout!r} must be 'sinks' or 'snapkv'")
+        check_sample_method(self.draft_sample_method)
+
+
+class SelfSparseDrafter(SelfDrafter):
+    """The target over a shortened block table."""
+
+    Options = SelfSparseOptions
+
+    def __init__(self, runner: ModelRunner, options: SelfSparseOptions) -> None:
+        super().__init__(runner, options.draft_sample_method == "greedy")
+        self.num_blocks = -(-options.budget // runner.block_size)
+        """Blocks that a draft reads, that of the newest token included."""
+        if self.num_blocks < 2:
+            raise ConfigError(
+                f"budget={options.budget} must be above block_size={runner.block_size}: a draft reads the newest block "
+                "and at least one other; raise budget or lower block_size"
+            )
+        self.num_observed_queries = OBSERVED_QUERIES if options.sparse_layout == "snapkv" else 0
+        self._ranking: WeakKeyDictionary[Request, list[int]] = WeakKeyDictionary()
+        """The blocks of each observed request, by the attention that they got, most first."""
+
+    @classmethod
+    def build(cls, context: DraftContext) -> SelfSparseDrafter:
+        """See `Drafter.build`."""
+        return cls(context.target, context.options)
+
+    @classmethod
+    def default_num_drafts(cls, options: Any) -> int:
+        """MagicDec's γ."""
+        return 3
+
+    def observe(self, request: Request, queries: Tensor) -> None:
+        """See `Drafter.observe`."""
+        size, cache = self.runner.block_size, self.runner.cache
+        count = request.num_tokens
+        table = torch.tensor(request.block_table, device=queries.device).unsqueeze(1) * size
+        slots = (table + torch.arange(size, device=queries.device)).flatten()[:count]
+        config = self.runner.model.config
+        mass = sum(
+            attention_mass(queries[layer], cached_keys(cache, layer, slots), config.window(layer))
+            for layer in range(config.num_layers)
+        )
+        padded = torch.nn.functional.pad(mass, (0, -count % size))
+        self._ranking[request] = padded.view(-1, size).sum(1).argsort(descending=True, stable=True).tolist()
+
+    def request_dropped(self, request: Request) -> None:
+        """See `Drafter.request_dropped`."""
+        self._ranking.pop(request, None)
+
+    def first_segment(self, request: Request) -> Segment:
+        """See `SelfDrafter.first_segment`."""
+        last, size = request.num_tokens - 1, self.runner.block_size
+        newest = last // size
+        chosen = self.chosen_blocks(request, newest)
+        table = [*(request.block_table[i] for i in chosen), *request.block_table[newest:]]
+        num_skipped = (newest - len(chosen)) * size
+        return Segment(request.token_ids[-1:], last - num_skipped, table, num_skipped=num_skipped)
+
+    def chosen_blocks(self, request: Request, newest: int) -> list[int]:
+        """Which of the blocks 0 … `newest` - 1 a draft reads, in order."""
+        most = self.num_blocks - 1
+        if self.num_observed_queries:
+            return most_attended(self._ranking.get(request, []), newest, most)
+        return sink_and_newest(newest, most)
+
+
+def sink_and_newest(count: int, most: int) -> list[int]:
+    """Of `count` blocks the first and the last ones, `most` (≥ 1) in all."""
+    return list(range(count)) if count <= most else [0, *range(count - most + 1, count)]
+
+
+def most_attended(ranking: Sequence[int], count: int, most: int) -> list[int]:
+    """Of `count` blocks the last ones and the first of `ranking` before them, `most` in all. If too few blocks are
+    ranked, more of the last ones are taken."""
+    if count <= most:
+        return list(range(count))
+    window = count - int(most * NEWEST_SHARE)
+    best = [i for i in ranking if i < window][: most - (count - window)]
+    others = [i for i in reversed(range(count)) if i not in best]
+    return sorted([*best, *others[: most - len(best)]])
+
+
+def attention_mass(queries: Tensor, keys: Tensor, window: int | None = None) -> Tensor:
+    """The attention that each key gets, summed over heads and queries: `[n]`, fp32.
+
+    `queries`: `[num_queries, num_heads, head_dim]`, those of the last tokens; `keys`: `[n, num_kv_heads, head_dim]`.
+    """
+    count, total = len(queries), len(keys)
+    q = queries.float().unflatten(1, (keys.shape[1], -1))
+    scores = torch.einsum("qkgd,nkd->kgqn", q, keys.float()) / keys.shape[2] ** 0.5
+    position = torch.arange(total - count, total, device=keys.device).unsqueeze(1)
+    key = torch.arange(total, device=keys.device)
+    hidden = key > position if window is None else (key > position) | (key <= position - window)
+    return scores.masked_fill_(hidden, float("-inf")).softmax(-1).sum((0, 1, 2))
+
+
+def cached_keys(cache: KVCache, layer: int, slots: Tensor) -> Tensor:
+    """The keys in these slots, `[len(slots), num_kv_heads, head_dim]`. Raises `UnsupportedError` for a cache that does
+    not say how it stores them."""
+    rows = cache.stored_rows()
+    if rows is None:
+        raise UnsupportedError(
+            f"sparse_layout='snapkv' reads keys, which {type(cache).__name__} stores in its own way; use 'sinks'"
+        )
+    parts = [part[layer].index_select(0, slots) for part in rows.keys]
+    return parts[0] if rows.dequantise is None else rows.dequantise(*parts)

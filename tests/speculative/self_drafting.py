@@ -1,0 +1,79 @@
+"""What every drafter that uses the target's own cache must keep, as checks that the tests of each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from scipy.stats import chi2_contingency
+from torch import Tensor
+
+from minillm import LLM, SamplingParams
+from minillm.batch import Segment
+from minillm.cache.base import KVCache
+from minillm.cache.paged import PagedKVCache
+from tests.conftest import TinyPair
+
+PROMPTS = [
+    "def add(a, b):\n    return a + b\n\n\nclass Stack:",
+    "for line in path.read_text():\n    if not line.strip():",
+    "import os\n\n\ndef walk(root):\n    for name in os.listdir(root):",
+    "def add(a, b):\n    return a + b\n\n\nclass Queue:\n    def push",
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+
+def tokens(llm: LLM, params: Any = GREEDY) -> list[list[int]]:
+    """Tokens of all prompts together, one list per prompt. Nothing is left in use."""
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    llm.engine.scheduler.check_integrity()
+    assert llm.engine.pool.num_used == 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def cache_is_that_of_a_plain_run(
+    tiny: TinyPair, speculative: dict[str, Any], llm: LLM | None = None, tolerance: float = 1e-4, **options: Any
+) -> None:
+    """After every step, keys and values of the computed tokens are those that one prefill stores."""
+    llm = llm or LLM(str(tiny.target), block_size=4, speculative_config=speculative, enforce_eager=True, **options)
+    plain = LLM(str(tiny.target), block_size=4, enforce_eager=True, **options)
+    engine, checked = llm.engine, 0
+    [request] = llm.submit([PROMPTS[2]], GREEDY)
+    while engine.has_requests:
+        engine.step()
+        if not request.block_table:
+            break
+        count = request.num_computed_tokens
+        slots = [request.block_table[i // 4] * 4 + i % 4 for i in range(count)]
+        plain.engine.runner.run([Segment(request.token_ids[:count], 0, list(range(-(-count // 4))))])
+        for mine, right in zip(*(rows_of(one.engine.runner.cache) for one in (llm, plain)), strict=True):
+            assert torch.allclose(mine[:, slots], right[:, :count], atol=tolerance)
+        checked += 1
+    assert checked > 5
+
+
+def rows_of(cache: KVCache) -> tuple[Tensor, Tensor]:
+    """All keys and all values as attention reads them, `[num_layers, num_slots, num_kv_heads, head_dim]` each."""
+    if isinstance(cache, PagedKVCache):
+        return cache.keys, cache.values
+    rows = cache.stored_rows()
+    return rows.dequantise(*rows.keys), rows.dequantise(*rows.values)
+
+
+def same_distribution(tiny: TinyPair, speculative: dict[str, Any], count: int = 700, **options: Any) -> float:
+    """p of χ² over the second and third token of `count` completions with drafts against as many without.
+
+    Both are samples, so this is a two-sample test on the 12 most frequent pairs and the rest; seeds are fixed.
+    """
+    counts = []
+    for config in (None, speculative):
+        llm = LLM(str(tiny.target), block_size=4, max_num_seqs=128, speculative_config=config, **options)
+        params = [
+            SamplingParams(seed=i + 10_000 * bool(config), max_tokens=4, ignore_eos=True, top_k=4) for i in range(count)
+        ]
+        outputs = llm.generate([PROMPTS[0]] * count, params, use_tqdm=False)
+        counts.append([tuple(o.outputs[0].token_ids[1:3]) for o in outputs])
+    pairs = sorted(set(counts[0] + counts[1]), key=(counts[0] + counts[1]).count, reverse=True)[:12]
+    table = [[c.count(p) for p in pairs] + [sum(x not in pairs for x in c)] for c in counts]
+    table = [[a for a, b in zip(*table, strict=True) if a + b], [b for a, b in zip(*table, strict=True) if a + b]]
+    return chi2_contingency(table).pvalue
