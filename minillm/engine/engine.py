@@ -205,6 +205,8 @@ class Engine:
         if verdict is None:
             request.num_computed_tokens = item.start + item.num_tokens
             return None
+        if self.drafter is not None and draft.token_ids:
+            self.drafter.judged(request, draft, verdict)
         valid = request.num_tokens + verdict.num_accepted
         if verdict.path:
             self._keep_path(request, verdict.path)

@@ -12,6 +12,7 @@ from torch import Tensor
 from minillm.models.decoder import Decoder
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
+from minillm.speculative.rejection_sampler import Verdict
 from minillm.tokenizer import Tokenizer
 
 
@@ -87,6 +88,11 @@ class Drafter(ABC):
 
         The request's block table already has blocks for all of them.
         """
+
+    def judged(self, request: Request, draft: Draft, verdict: Verdict) -> None:  # noqa: B027
+        """Called with the verdict on each draft that is not empty, before the request gains its tokens. What is learnt
+        may shape later drafts, but see `Drafter.propose`: not by which tokens they contain. A step that is interrupted
+        after this call is repeated, so a round may be counted twice."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
         """Called when the engine copies blocks, `pairs` of (source, target). A drafter with its own KV cache copies its

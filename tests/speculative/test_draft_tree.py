@@ -14,6 +14,7 @@ from minillm.errors import DraftError, UnsupportedError
 from minillm.request import Request
 from minillm.speculative.draft_tree import DraftTree
 from minillm.speculative.drafter import Draft, Drafter
+from minillm.speculative.tree_shape import TreeShape
 from minillm.trace import DraftProposed, RequestPreempted, StepRan, TokensCommitted
 from minillm.trace.acceptance_state import AcceptanceState
 from tests.conftest import TinyPair
@@ -190,9 +191,24 @@ def test_layouts_that_keep_no_tree_say_so(tiny: TinyPair) -> None:
 
 
 def test_a_tree_grows_level_by_level_and_stops_at_its_budget() -> None:
-    grown = DraftTree(Request("a", "", [1], 1, SamplingParams(), 8, 0), 5)
-    grown.grow([[10, 11]])
+    grown = DraftTree(Request("a", "", [1], 1, SamplingParams(), 8, 0), TreeShape.from_branching((2, 2)).cut(5))
+    assert grown.can_grow and grown.num_wanted(-1) == 2
+    grown.grow([[10, 11, 12]], [[]])
     assert (grown.token_ids, grown.parents, grown.last_level) == ([10, 11], [-1, -1], [0, 1])
-    grown.grow([[20, 21], [22, 23]])
+    grown.grow([[20, 21], [22, 23]], [[], []])
     assert (grown.token_ids, grown.parents) == ([10, 11, 20, 21, 22], [-1, -1, 0, 0, 1])
-    assert grown.last_level == [2, 3, 4] and not grown.has_room
+    assert grown.last_level == [2, 3, 4] and not grown.can_grow
+    assert grown.path_to(3) == [10, 21] and grown.draft.probs is None
+
+
+def test_a_tree_grows_into_a_shape_of_any_order_and_without_children_that_are_missing() -> None:
+    """The shape's second node is a grandchild; the tree is built level by level all the same."""
+    shape = TreeShape((-1, 0, -1, 1, 2, 0))
+    grown = DraftTree(Request("a", "", [1], 1, SamplingParams(), 8, 0), shape)
+    grown.grow([[10, 11]], [[]])
+    assert [grown.num_wanted(node) for node in grown.last_level] == [2, 1]
+    grown.grow([[20], [21]], [[], []])  # the draft model has no second child
+    assert (grown.token_ids, grown.parents) == ([10, 11, 20, 21], [-1, -1, 0, 1])
+    assert [grown.num_wanted(node) for node in grown.last_level] == [1, 0]
+    grown.grow([[30], []], [[], []])
+    assert (grown.token_ids, grown.parents, grown.can_grow) == ([10, 11, 20, 21, 30], [-1, -1, 0, 1, 2], False)
