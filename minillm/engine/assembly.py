@@ -28,7 +28,8 @@ from minillm.quantization.int8 import Int8
 from minillm.quantization.schemes import make_scheme
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.config import SpeculativeConfig
-from minillm.speculative.drafter import DraftContext
+from minillm.speculative.drafter import DraftContext, Drafter
+from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.rejection_sampler import EXACT
 from minillm.tokenizer import Tokenizer
 
@@ -94,7 +95,7 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
         context = DraftContext(
             speculative.options, target, tokenizer, args.max_num_batched_tokens, load_draft, plans.new_runner
         )
-        drafter = speculative.drafter_cls.build(context)
+        drafter = _build_drafter(speculative, context)
     num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, device)
     plans.allocate(num_blocks)
     for runner in plans.runners:
@@ -190,6 +191,15 @@ def _use_ops(made: KVCache, ops: Mapping[str, Callable[..., Any]], cache: CacheC
         made.ops = {**made.ops, name: function}
 
 
+def _build_drafter(speculative: SpeculativeConfig, context: DraftContext) -> Drafter:
+    """The drafter of the method, and behind it that of its fallback."""
+    drafter = speculative.drafter_cls.build(replace(context, options=speculative.options))
+    if (fallback := speculative.fallback) is None:
+        return drafter
+    second = _build_drafter(fallback, context)
+    return FallbackDrafter(drafter, second, speculative.max_own_drafts, fallback.max_drafts, speculative.fallback_below)
+
+
 def _check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeConfig | None) -> None:
     if speculative is None or made.max_rollback is None:
         return
@@ -201,7 +211,7 @@ def _check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeC
 
 
 def _check_speculation(layout: type[KVCache], cache: CacheConfig, speculative: SpeculativeConfig | None) -> None:
-    if speculative is not None and speculative.drafter_cls.proposes_trees and not layout.supports_trees:
+    if speculative is not None and speculative.proposes_trees and not layout.supports_trees:
         raise UnsupportedError(
             f"speculative method {speculative.method_name!r} drafts trees, which cache layout {cache.name!r} cannot "
             "verify; use layout 'paged'"

@@ -83,6 +83,8 @@ class DraftTreeOptions:
             raise ConfigError(f"{' and '.join(given)} each set the shape of the tree; give one of them")
         _check_branching(self.tree_branching)
         self._check_measured()
+        if self.speculative_token_tree is not None:
+            TreeShape.from_paths(_read_paths(self.speculative_token_tree))
         if self.num_nodes >= MAX_TREE_TOKENS:
             source = next(iter(given), "tree_branching") if not self.is_measured else "tree_nodes"
             raise ConfigError(

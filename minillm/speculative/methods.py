@@ -6,11 +6,13 @@ from minillm.speculative.draft_model import DraftModelDrafter
 from minillm.speculative.draft_tree import DraftTreeDrafter
 from minillm.speculative.drafter import Drafter
 from minillm.speculative.ngram import NgramDrafter
+from minillm.speculative.staged import StagedDrafter
 from minillm.speculative.suffix import SuffixDrafter
 
 METHODS: dict[str, type[Drafter]] = {
     "draft_model": DraftModelDrafter,
     "draft_tree": DraftTreeDrafter,
     "ngram": NgramDrafter,
+    "staged": StagedDrafter,
     "suffix": SuffixDrafter,
 }

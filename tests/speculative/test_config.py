@@ -52,6 +52,18 @@ def test_a_drafter_of_ones_own_declares_its_options() -> None:
         SpeculativeConfig.from_dict({"method": Own, "impatience": 3})
 
 
+TREE = {"method": "draft_tree", "model": "x"}
+MEASURED = {**TREE, "tree_shape": "measured"}
+
+
+def test_a_tree_is_as_large_as_its_shape() -> None:
+    def most(**options: Any) -> int:
+        return SpeculativeConfig.from_dict({**TREE, **options}).max_drafts
+
+    assert (most(), most(tree_branching=[3, 1]), most(tree_shape="measured", tree_nodes=9)) == (14, 6, 9)
+    assert most(speculative_token_tree=[(0,), (0, 0)]) == most(speculative_token_tree="[(0,), (0, 0)]") == 2
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -66,6 +78,19 @@ def test_a_drafter_of_ones_own_declares_its_options() -> None:
         ({"method": "draft_tree", "model": "x", "tree_branching": [2, 0]}, ConfigError, "levels=0.*at least 1"),
         ({"method": "draft_tree", "model": "x", "tree_branching": 3}, ConfigError, "tree_branching=3"),
         ({"method": "draft_tree", "tree_branching": [2]}, ConfigError, "needs 'model'"),
+        ({**TREE, "tree_branching": [2], "tree_shape": "measured"}, ConfigError, "tree_branching and tree_shape each"),
+        ({**TREE, "tree_shape": "round"}, ConfigError, "tree_shape='round' must be 'measured'"),
+        ({**TREE, "tree_nodes": 20}, ConfigError, "tree_nodes=20 only affects a measured shape"),
+        ({**MEASURED, "tree_nodes": 64}, ConfigError, "tree_nodes=64 makes 64 drafts, at most 63"),
+        ({**MEASURED, "tree_levels": 0}, ConfigError, "tree_levels=0"),
+        ({**MEASURED, "tree_draft_cost": -1}, ConfigError, "tree_draft_cost=-1 must be a number of at least 0"),
+        ({**MEASURED, "tree_verify_cost": "x"}, ConfigError, "tree_verify_cost='x'"),
+        ({**TREE, "speculative_token_tree": "((("}, ConfigError, r"'\(\(\(' must list each node"),
+        ({**TREE, "speculative_token_tree": [(0,), (-1,)]}, ConfigError, "must list each node by the ranks"),
+        ({**TREE, "speculative_token_tree": []}, ConfigError, "must list each node by the ranks"),
+        ({**TREE, "speculative_token_tree": 5}, ConfigError, "speculative_token_tree='5'"),
+        ({**TREE, "speculative_token_tree": [(1,)]}, ConfigError, r"node \(1,\) without \(0,\)"),
+        ({**TREE, "draft_sample_method": "hot"}, ConfigError, "draft_sample_method='hot'"),
         ({"method": "ngram", "rejection_sample_method": "typical"}, UnsupportedError, "'typical'.*AcceptRule"),
         ({"model": "x", "suffix_decoding_max_tree_depth": 3}, ConfigError, "'suffix'.*'draft_model'"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, ConfigError, "suffix_decoding_max_tree_depth=0"),

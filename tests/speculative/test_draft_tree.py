@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,46 @@ def test_with_preemption_prefix_sharing_chunks_and_chains_beside_it(tiny: TinyPa
         assert got == [outputs[0].outputs[0].token_ids for outputs in right]
     assert trace.of(RequestPreempted)
     assert any(len(step.work) > 1 for step in trace.of(StepRan))
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "as a list of paths": {"speculative_token_tree": [(0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0)]},
+    "as vLLM's string": {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0), (1,), (1, 0)]"},
+    "measured": {"tree_shape": "measured", "tree_nodes": 9, "tree_levels": 5},
+    "measured, at a price": {"tree_shape": "measured", "tree_draft_cost": 0.1, "tree_verify_cost": 0.1},
+    "measured, drawn": {"tree_shape": "measured", "draft_sample_method": "probabilistic"},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "of one outcome"])
+def test_trees_of_any_shape_change_no_token(tiny: TinyPair, shape: str, sampled: bool) -> None:
+    """With preemption, chunks and a prefix cache; the second time with what was measured the first time."""
+    params = SamplingParams(temperature=0.7 * sampled, top_k=int(sampled), seed=4, max_tokens=24, ignore_eos=True)
+    options: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 40, "max_num_seqs": 4, "enforce_eager": True}
+    right = tokens(LLM(str(tiny.target), **options), params)
+    speculative = {"method": "draft_tree", "model": str(tiny.draft), **SHAPES[shape]}
+    llm = LLM(str(tiny.target), num_kv_blocks=22, speculative_config=speculative, **options)
+    with llm.trace() as trace:
+        assert tokens(llm, params) == right and tokens(llm, params) == right
+    assert trace.of(RequestPreempted)
+    assert any(e.num_accepted for e in trace.of(TokensCommitted))
+
+
+def test_a_forked_tree_with_stop_strings_and_an_abort_leaves_the_others_as_they_are(tiny: TinyPair) -> None:
+    params = SamplingParams(n=3, temperature=0.9, seed=2, top_k=1, max_tokens=24, ignore_eos=True)
+    plain = LLM(str(tiny.target), block_size=4, enforce_eager=True)
+    stop = plain.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].text[8:11]
+    params = replace(params, stop=[stop])
+    right = [[o.text for o in out.outputs] for out in plain.generate(PROMPTS, params, use_tqdm=False)]
+    speculative = {"method": "draft_tree", "model": str(tiny.draft), **SHAPES["measured, drawn"]}
+    llm = LLM(str(tiny.target), block_size=4, enforce_eager=True, speculative_config=speculative)
+    [dropped] = llm.submit([PROMPTS[1]], GREEDY)
+    llm.engine.step()
+    llm.engine.step()
+    llm.engine.abort(dropped.request_id)
+    assert [[o.text for o in out.outputs] for out in llm.generate(PROMPTS, params, use_tqdm=False)] == right
+    assert stop not in right[0][0] and llm.engine.pool.num_used == 0
 
 
 def test_the_cache_holds_what_a_plain_run_would_have_put_there(tiny: TinyPair) -> None:
