@@ -50,10 +50,11 @@ class StagedOptions(DraftModelOptions):
         if not self.model:
             raise ConfigError("speculative method 'staged' needs 'model', for example 'minicoder-draft'")
         super().__post_init__()
-        at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            at_least(name, getattr(self, name), 1)
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ConfigError(
-                f"prompt_lookup_max={self.prompt_lookup_max!r} must be at least "
+                f"prompt_lookup_max={self.prompt_lookup_max} must be at least "
                 f"prompt_lookup_min={self.prompt_lookup_min}"
             )
 

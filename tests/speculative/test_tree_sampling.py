@@ -1,7 +1,7 @@
 """Trees whose siblings are drawn without replacement, through the whole engine: sampled text follows the target.
 
-χ² of the second and third token of a few hundred completions against their exact probabilities. Seeds are fixed; over
-the choice of seeds, a correct engine fails with probability 1e-6, and each planted mistake is off by far more.
+χ² of the first three tokens of a few hundred completions against their exact probabilities. Seeds are fixed; over the
+choice of seeds, a correct engine fails with probability 1e-6. Planted mistakes must fail.
 """
 
 from __future__ import annotations
@@ -20,54 +20,24 @@ from minillm.speculative.draft_tree import DraftTree, draw_siblings
 from minillm.speculative.tree_shape import TreeShape
 from tests.chi_square import p_value
 from tests.conftest import TinyPair
+from tests.speculative.three_tokens import PROMPT, Expected, expected_triples, p_of_triples, sampled
 
-TOP = 3
-"""Tokens that each distribution has."""
-PROMPT = "def add(a, b):"
-COUNT = 400
 Nodes = Sequence[tuple[DraftTree, int, int]]
 Drawn = tuple[list[list[int]], list[list[Tensor]]]
 
 
-def params(seed: int) -> SamplingParams:
-    return SamplingParams(seed=seed, top_k=TOP, temperature=1.3, max_tokens=16, ignore_eos=True)
-
-
 @pytest.fixture(scope="module")
-def expected(tiny: TinyPair) -> dict[tuple[int, ...], float]:
-    """The probabilities of the first three tokens, from the target alone."""
-    llm = LLM(str(tiny.target), enforce_eager=True)
-    prompt = llm.get_tokenizer().encode(PROMPT)
-    found: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        asked = [{"prompt_token_ids": [*prompt, *path]} for path in found]
-        raw = SamplingParams(temperature=0, max_tokens=1, logprobs=TOP, ignore_eos=True)
-        grown = {}
-        for (path, above), output in zip(found.items(), llm.generate(asked, raw, use_tqdm=False), strict=True):
-            row = output.outputs[0].logprobs[0]
-            probs = torch.tensor([entry.logprob / 1.3 for entry in row.values()]).double().softmax(0)
-            grown |= {(*path, token): above * p for token, p in zip(row, probs.tolist(), strict=True)}
-        found = grown
-    return found
+def expected(tiny: TinyPair) -> Expected:
+    return expected_triples(tiny)
 
 
-def p_of_engine(tiny: TinyPair, expected: dict[tuple[int, ...], float], **options: Any) -> float:
-    """The p-value of the first three tokens. A request is aborted as soon as it has them."""
-    config = {"method": "draft_tree", "model": str(tiny.draft), "draft_sample_method": "probabilistic", **options}
-    llm = LLM(str(tiny.target), max_num_seqs=COUNT, enforce_eager=True, speculative_config=config)
-    requests = llm.submit([PROMPT] * COUNT, [params(seed) for seed in range(COUNT)])
-    while llm.engine.requests:
-        for request in llm.engine.step():
-            if request.num_output_tokens >= 3:
-                llm.engine.abort(request.request_id)
-    got = [tuple(request.output_token_ids[:3]) for request in requests]
-    assert set(got) <= set(expected)
-    return p_value(torch.tensor([got.count(path) for path in expected]), torch.tensor([*expected.values()]))
+def drawn(tiny: TinyPair, **options: Any) -> dict[str, Any]:
+    return {"method": "draft_tree", "model": str(tiny.draft), "draft_sample_method": "probabilistic", **options}
 
 
 @pytest.mark.parametrize("shape", [{"tree_branching": (3, 2)}, {"tree_shape": "measured", "tree_nodes": 7}], ids=str)
-def test_sampled_trees_follow_the_target(tiny: TinyPair, expected: dict, shape: dict[str, Any]) -> None:
-    assert p_of_engine(tiny, expected, **shape) > 1e-6
+def test_sampled_trees_follow_the_target(tiny: TinyPair, expected: Expected, shape: dict[str, Any]) -> None:
+    assert p_of_triples(tiny, expected, drawn(tiny, **shape)) > 1e-6
 
 
 def most_probable(logits: Tensor, nodes: Nodes) -> Drawn:
@@ -90,10 +60,10 @@ def siblings_in_order_of_probability(logits: Tensor, nodes: Nodes) -> Drawn:
 
 @pytest.mark.parametrize("wrong", [most_probable, siblings_in_order_of_probability])
 def test_wrong_draws_are_noticed(
-    tiny: TinyPair, expected: dict, wrong: Callable[..., Drawn], monkeypatch: pytest.MonkeyPatch
+    tiny: TinyPair, expected: Expected, wrong: Callable[..., Drawn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_tree, "draw_siblings", wrong)
-    assert p_of_engine(tiny, expected, tree_branching=(3, 2)) < 1e-6
+    assert p_of_triples(tiny, expected, drawn(tiny, tree_branching=(3, 2))) < 1e-6
 
 
 def tree(seed: int, shape: TreeShape, top_k: int = 0) -> DraftTree:
@@ -134,8 +104,7 @@ def test_where_q_has_too_few_tokens_the_tree_has_fewer_nodes() -> None:
 
 
 def test_greedy_requests_beside_sampled_ones_get_the_whole_tree(tiny: TinyPair) -> None:
-    config = {"method": "draft_tree", "model": str(tiny.draft), "draft_sample_method": "probabilistic"}
-    llm = LLM(str(tiny.target), enforce_eager=True, speculative_config=config)
+    llm = LLM(str(tiny.target), enforce_eager=True, speculative_config=drawn(tiny))
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     seen = {}
     real = llm.engine.drafter.propose
@@ -147,9 +116,9 @@ def test_greedy_requests_beside_sampled_ones_get_the_whole_tree(tiny: TinyPair) 
         return drafts
 
     llm.engine.drafter.propose = propose
-    outputs = llm.generate([PROMPT, PROMPT], [greedy, params(3)], use_tqdm=False)
+    outputs = llm.generate([PROMPT, PROMPT], [greedy, sampled(3)], use_tqdm=False)
     alone = LLM(str(tiny.target), enforce_eager=True).generate(PROMPT, greedy, use_tqdm=False)
     assert outputs[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
-    sure, drawn = seen["both"]
+    sure, random = seen["both"]
     assert len(sure.token_ids) == 14 and sure.probs is None
-    assert drawn.probs.shape == (len(drawn.token_ids), 300) and len(drawn.token_ids) > 3
+    assert random.probs.shape == (len(random.token_ids), 300) and len(random.token_ids) > 3
