@@ -205,8 +205,6 @@ class Engine:
         if verdict is None:
             request.num_computed_tokens = item.start + item.num_tokens
             return None
-        if self.drafter is not None and draft.token_ids:
-            self.drafter.judged(request, draft, verdict)
         valid = request.num_tokens + verdict.num_accepted
         if verdict.path:
             self._keep_path(request, verdict.path)
@@ -225,6 +223,8 @@ class Engine:
                 verdict.path if draft.parents is not None else None,
             )
         )
+        if self.drafter is not None and draft.token_ids:
+            self.drafter.judged(request, draft, verdict)
         if request.finished:
             self._finish(request)
         else:

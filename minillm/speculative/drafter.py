@@ -90,9 +90,8 @@ class Drafter(ABC):
         """
 
     def judged(self, request: Request, draft: Draft, verdict: Verdict) -> None:  # noqa: B027
-        """Called with the verdict on each draft that is not empty, before the request gains its tokens. What is learnt
-        may shape later drafts, but see `Drafter.propose`: not by which tokens they contain. A step that is interrupted
-        after this call is repeated, so a round may be counted twice."""
+        """Called with the verdict on each draft that is not empty, once the request has gained its tokens; an interrupt
+        may skip it. It tells what to draft next: for example, a tree learns which shape is accepted most."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
         """Called when the engine copies blocks, `pairs` of (source, target). A drafter with its own KV cache copies its

@@ -113,7 +113,7 @@ def test_one_by_one(expected: list[list[int]], speculative: dict | None) -> None
     assert [tokens_of(llm, [prompt])[0] for prompt in prompts()] == expected
 
 
-@pytest.mark.parametrize("speculative", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("speculative", [None, DRAFT, TREE], ids=["plain", "drafted", "tree"])
 def test_chunked_prefill_of_seven_tokens(expected: list[list[int]], speculative: dict | None) -> None:
     llm = LLM("minicoder", max_num_seqs=4, max_num_batched_tokens=7, speculative_config=speculative)
     with llm.trace() as trace:

@@ -119,6 +119,17 @@ def test_greedy_tokens_are_the_plain_ones_whatever_happens(tiny: TinyPair, block
     assert trace.of(RequestPreempted) and llm.engine.pool.num_used == 0
 
 
+@pytest.mark.parametrize(
+    "layout", [{"layout": "contiguous"}, {"layout": "window", "window": 12}, {"layout": "sinks", "window": 12}], ids=str
+)
+def test_a_layout_that_drops_or_moves_rows_keeps_its_tokens(tiny: TinyPair, layout: dict[str, Any]) -> None:
+    found = []
+    for speculative in (None, config(tiny.draft)):
+        llm = LLM(str(tiny.target), enforce_eager=True, kv_cache_config=layout, speculative_config=speculative)
+        found.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+    assert found[0] == found[1]
+
+
 def test_a_block_that_a_guess_was_written_to_has_lost_its_hash(tiny: TinyPair) -> None:
     llm = LLM(
         str(tiny.target), block_size=2, num_kv_blocks=80, enforce_eager=True, speculative_config=config(tiny.draft)
