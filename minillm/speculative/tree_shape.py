@@ -162,11 +162,10 @@ def best_shape(
     best, best_rate = TreeShape(()), 1 / verify_cost(1)
     for levels in range(1, max_levels + 1):
         shape, reached = most_probable_nodes(chances, max_nodes, levels)
-        tokens, deepest = 1.0, 0
+        tokens = 1.0
         for n, chance in enumerate(reached, start=1):
             tokens += chance
-            deepest = max(deepest, shape.depths[n - 1] + 1)
-            rate = tokens / (deepest * draft_cost + verify_cost(n + 1))
+            rate = tokens / (levels * draft_cost + verify_cost(n + 1))  # a flatter tree was rated with fewer levels
             if rate > best_rate:
                 best, best_rate = shape.cut(n), rate
     return best

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.request import Request
+from minillm.sampling import uniform
 from minillm.speculative import draft_tree
 from minillm.speculative.draft_tree import DraftTree, draw_siblings
 from minillm.speculative.tree_shape import TreeShape
@@ -93,6 +94,29 @@ def test_pairs_of_siblings_come_as_often_as_q_says() -> None:
             probs[a, b] = q[a] * q[b] / (1 - q[a]) if a != b else 0
     off_diagonal = ~torch.eye(4, dtype=torch.bool)
     assert p_value(counts[off_diagonal], probs[off_diagonal]) > 1e-6 and not counts.diagonal().any()
+
+
+def test_no_two_drafts_are_drawn_with_the_same_number(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that shares its parent's number is not drawn from q: which parent it has says where the number lies."""
+    drawn_with = []
+
+    def noted(*key: int) -> float:
+        drawn_with.append(key)
+        return uniform(*key)
+
+    monkeypatch.setattr(draft_tree, "uniform", noted)
+    llm = LLM(str(tiny.target), enforce_eager=True, speculative_config=drawn(tiny, tree_branching=(3, 3, 2)))
+    llm.generate([PROMPT] * 2, [sampled(1), sampled(2)], use_tqdm=False)
+    assert len(drawn_with) > 100 and len(set(drawn_with)) == len(drawn_with)
+
+
+def test_a_penalty_counts_the_drafts_above() -> None:
+    """As in the target's distribution, so that both agree."""
+    params = SamplingParams(frequency_penalty=2.0)
+    grown = DraftTree(Request("a", "", [1, 2], 1, params, 8, 5), TreeShape((-1, 0)))
+    grown.grow([[3]], [[torch.ones(4) / 4]])
+    _, [[q]] = draw_siblings(torch.zeros(1, 4), [(grown, 0, 1)])
+    assert q[0] == q[1] > 6 * q[3] and torch.isclose(q[2], q[3])  # 2 is in the output so far, 3 a draft
 
 
 def test_where_q_has_too_few_tokens_the_tree_has_fewer_nodes() -> None:
