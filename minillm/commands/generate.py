@@ -40,7 +40,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     speculation = parser.add_argument_group("speculative decoding")
     speculation.add_argument("--draft", metavar="MODEL", help="a small draft model")
     speculation.add_argument(
-        "--speculative-method", metavar="METHOD", help="ngram or suffix: draft from the text itself, without a model"
+        "--speculative-method",
+        metavar="METHOD",
+        help="ngram or suffix: draft from the text itself, without a model; draft_tree or staged: with --draft",
     )
     speculation.add_argument(
         "--num-speculative-tokens", type=int, metavar="K", help="draft tokens per round (default: 4; suffix: 24)"

@@ -30,6 +30,7 @@ from minillm.runtime.runner import ModelRunner
 from minillm.speculative.config import SpeculativeConfig
 from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from minillm.speculative.drafter import DraftContext, Drafter
+from minillm.speculative.fallback import FallbackDrafter
 from minillm.speculative.rejection_sampler import EXACT
 from minillm.speculative.step_costs import measure
 from minillm.tokenizer import Tokenizer
@@ -103,7 +104,7 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
             new_runner=plans.new_runner,
             share_cache=partial(plans.share_cache, target),
         )
-        drafter = speculative.drafter_cls.build(context)
+        drafter = _build_drafter(speculative, context)
     num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, device)
     plans.allocate(num_blocks)
     for runner in plans.all_runners:
@@ -143,7 +144,7 @@ def _draft_policy(
     if not speculative.adaptive:
         return FixedDrafts(most)
     costs = measure(target, drafter, num_blocks, most, max_model_len)
-    return AdaptiveDrafts(most, costs, speculative.drafter_cls.proposes_trees)
+    return AdaptiveDrafts(most, costs, speculative.proposes_trees)
 
 
 class RunnerPlans:
@@ -232,6 +233,15 @@ def _use_ops(made: KVCache, ops: Mapping[str, Callable[..., Any]], cache: CacheC
         made.ops = {**made.ops, name: function}
 
 
+def _build_drafter(speculative: SpeculativeConfig, context: DraftContext) -> Drafter:
+    """The drafter of the method, and behind it that of its fallback."""
+    drafter = speculative.drafter_cls.build(replace(context, options=speculative.options))
+    if (fallback := speculative.fallback) is None:
+        return drafter
+    second = _build_drafter(fallback, context)
+    return FallbackDrafter(drafter, second, speculative.max_own_drafts, fallback.max_drafts, speculative.fallback_below)
+
+
 def _check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeConfig | None) -> None:
     if speculative is None or made.max_rollback is None:
         return
@@ -245,12 +255,12 @@ def _check_rollback(made: KVCache, cache: CacheConfig, speculative: SpeculativeC
 def _check_speculation(layout: type[KVCache], cache: CacheConfig, speculative: SpeculativeConfig | None) -> None:
     if speculative is None:
         return
-    if speculative.drafter_cls.needs_blocks and layout.whole_sequences:
+    if speculative.needs_blocks and layout.whole_sequences:
         raise UnsupportedError(
             f"speculative method {speculative.method_name!r} reads the blocks of the target's cache, and layout "
             f"{cache.name!r} stores each request in one piece; use layout 'paged'"
         )
-    if speculative.drafter_cls.proposes_trees and not layout.supports_trees:
+    if speculative.proposes_trees and not layout.supports_trees:
         raise UnsupportedError(
             f"speculative method {speculative.method_name!r} drafts trees, which cache layout {cache.name!r} cannot "
             "verify; use layout 'paged'"

@@ -229,8 +229,6 @@ class Engine:
         valid = request.num_tokens + verdict.num_accepted
         if verdict.path:
             self._keep_path(request, verdict.path)
-        if draft.token_ids:
-            self.scheduler.draft_policy.judged(request, len(draft.token_ids), verdict.num_accepted)
         committed = commit(request, verdict)
         # Tokens first, counters second: after an interrupt in between, a few tokens are computed again.
         request.num_computed_tokens = min(valid, request.num_tokens - 1)
@@ -246,6 +244,9 @@ class Engine:
                 verdict.path if draft.parents is not None else None,
             )
         )
+        if draft.token_ids:
+            self.scheduler.draft_policy.judged(request, len(draft.token_ids), verdict.num_accepted)
+            self.drafter.judged(request, draft, verdict)
         if request.finished:
             self._finish(request)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -42,6 +43,20 @@ class ChainDrafter(Drafter):
     def is_greedy(self, requests: Sequence[Request]) -> bool:
         """Whether all drafts of these requests are the argmax. Their q is one-hot, so they need no distribution."""
         return self.greedy or all(request.takes_argmax for request in requests)
+
+    def draft_argmax(self, first: Sequence[Segment], num_drafts: Sequence[int]) -> list[list[int]]:
+        """The `num_drafts[i]` most likely tokens after each segment i, with one call of the runner for each different
+        number of drafts. The block tables have room for them."""
+        tokens: list[list[int]] = [[] for _ in first]
+        segments, drafted = list(first), 0
+        for count in sorted(set(num_drafts)):
+            active = [i for i, most in enumerate(num_drafts) if most >= count]
+            found = self.runner.draft([segments[i] for i in active], count - drafted)
+            for i, new in zip(active, found, strict=True):
+                tokens[i] += new
+                segments[i] = replace(segments[i], token_ids=new[-1:], start=segments[i].end + len(new) - 1)
+            drafted = count
+        return tokens
 
     def draw_chains(
         self,

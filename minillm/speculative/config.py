@@ -42,8 +42,15 @@ class SpeculativeConfig:
     disable_by_batch_size: int | None = None
     """No drafts in a step with more running and waiting requests than this. A large batch already saturates the
     processor, so verifying rejected drafts costs more than accepted ones save. None: always draft."""
+    fallback: SpeculativeConfig | None = None
+    """The method that drafts where this one proposes too little; minillm's own. In the user's dict, a dict too."""
+    fallback_below: int = 1
+    """Fewer drafts than this are too few. 1: the fallback drafts only where there are none."""
 
     def __post_init__(self) -> None:
+        at_least("fallback_below", self.fallback_below, 1)
+        if self.fallback is None and self.fallback_below != 1:
+            raise ConfigError(f"fallback_below={self.fallback_below} needs 'fallback', the method that then drafts")
         for name in ("num_speculative_tokens", "disable_by_batch_size"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
@@ -87,7 +94,7 @@ class SpeculativeConfig:
                 "rejection_sample_method='synthetic' needs either synthetic_acceptance_rates or "
                 f"synthetic_acceptance_length, but they are {rates!r} and {length!r}"
             )
-        if self.drafter_cls.proposes_trees:
+        if self.proposes_trees:
             raise UnsupportedError(
                 f"rejection_sample_method='synthetic' accepts drafts by their position in a chain, but method "
                 f"{self.method_name!r} drafts trees; use another method"
@@ -100,18 +107,33 @@ class SpeculativeConfig:
 
     @property
     def method_name(self) -> str:
-        """The name of the method, or of its class."""
-        return _name(self.method)
+        """The name of the method, or of its class; with a fallback, of both."""
+        return _name(self.method) + (f", then {self.fallback.method_name}" if self.fallback else "")
 
     @property
     def model(self) -> str | None:
-        """The draft model, if the method has one."""
-        return getattr(self.options, "model", None)
+        """The draft model, if the method or its fallback has one."""
+        return getattr(self.options, "model", None) or (self.fallback.model if self.fallback else None)
+
+    @property
+    def proposes_trees(self) -> bool:
+        """Whether the method or its fallback may propose trees."""
+        return self.drafter_cls.proposes_trees or bool(self.fallback and self.fallback.proposes_trees)
+
+    @property
+    def needs_blocks(self) -> bool:
+        """Whether the method or its fallback reads the blocks of the target's cache."""
+        return self.drafter_cls.needs_blocks or bool(self.fallback and self.fallback.needs_blocks)
+
+    @property
+    def max_own_drafts(self) -> int:
+        """Most drafts per round of the method itself."""
+        return self.num_speculative_tokens or self.drafter_cls.default_num_drafts(self.options)
 
     @property
     def max_drafts(self) -> int:
         """Most drafts per round."""
-        return self.num_speculative_tokens or self.drafter_cls.default_num_drafts(self.options)
+        return max(self.max_own_drafts, self.fallback.max_drafts if self.fallback else 0)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
@@ -130,7 +152,19 @@ class SpeculativeConfig:
                 )
         reject_unknown("speculative_config", given, shared.union(own, *map(_option_names, METHODS.values())))
         options = drafter.Options(**{name: value for name, value in given.items() if name in own})
-        return cls(**{name: value for name, value in given.items() if name in shared}, options=options)
+        settings = {name: value for name, value in given.items() if name in shared}
+        if settings.get("fallback") is not None:
+            settings["fallback"] = cls._read_fallback(settings["fallback"])
+        return cls(**settings, options=options)
+
+    @classmethod
+    def _read_fallback(cls, given: object) -> SpeculativeConfig:
+        if not isinstance(given, Mapping) or "method" not in given:
+            raise ConfigError(f"fallback={given!r} must be a dict with the 'method' that drafts and its options")
+        for name in ("rejection_sample_method", "disable_by_batch_size"):
+            if name in given:
+                raise ConfigError(f"{name}={given[name]!r} holds for all drafts; move it out of 'fallback'")
+        return cls.from_dict(given)
 
 
 def find_method(method: str | type[Drafter]) -> type[Drafter]:

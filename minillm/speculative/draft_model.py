@@ -115,9 +115,8 @@ class DraftModelDrafter(ChainDrafter):
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         for request in requests:
             self.num_computed_tokens(request)  # updates the progress
-        few = self._num_behind(requests) <= self.max_num_batched_tokens
-        if few and len(set(num_drafts)) == 1 and self.is_greedy(requests):
-            return self._propose_together(requests, num_drafts[0])
+        if self.is_greedy(requests) and self._num_behind(requests) <= self.max_num_batched_tokens:
+            return self._propose_together(requests, num_drafts)
         drafts = self.draw_chains(
             requests, num_drafts, self._catch_up(requests), lambda i, drafted: self._next(requests[i], drafted)
         )
@@ -129,15 +128,15 @@ class DraftModelDrafter(ChainDrafter):
         """Number of committed tokens that the draft model has not computed yet, over all requests."""
         return sum(request.num_tokens - self._skip_filled(request) for request in requests)
 
-    def _propose_together(self, requests: Sequence[Request], count: int) -> list[Draft]:
-        """Draft `count` tokens greedily for each request, in one call of the runner."""
+    def _propose_together(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        """Draft greedily for each request; the first forward also computes what the draft model has missed."""
         segments = []
-        for request in requests:
+        for request, count in zip(requests, num_drafts, strict=True):
             start = self._progress[request].num_computed
             segments.append(self._segment(request, start, request.token_ids[start:]))
             for position in range(request.num_tokens, request.num_tokens + count - 1):
                 self._filled.pop(request.block_table[position // self.runner.block_size], None)
-        drafts = [Draft(token_ids) for token_ids in self.runner.draft(segments, count)]
+        drafts = [Draft(token_ids) for token_ids in self.draft_argmax(segments, num_drafts)]
         for request, draft in zip(requests, drafts, strict=True):
             self._progress[request] = DraftProgress(request.num_tokens, draft.token_ids[:-1])
         return drafts

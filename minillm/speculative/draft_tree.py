@@ -6,9 +6,16 @@
                                      └─ b ─── …
 
 A level costs one forward of the draft model over the last committed token and the whole tree so far. These are only a
-few tokens, so the tree need not be kept in the draft's cache. Drafts are the draft model's top-k and deterministic, so
-the exact rule accepts a draft x with probability p(x); after a rejection, its siblings are judged against the residual
-of p. (SpecInfer: Miao et al. 2024.)
+few tokens, so the tree need not be kept in the draft's cache.
+
+Children of a node are the draft model's top-k: deterministic, so the exact rule accepts a draft x with probability
+p(x); after a rejection, its siblings are judged against the residual of p. (SpecInfer: Miao et al. 2024.) With
+`draft_sample_method="probabilistic"`, a sampled request's children are drawn from q without replacement, as in Sequoia
+(Chen et al. 2024): the second from q without the first, renormalised. These are accepted more often at temperature 1,
+where the target's token is rarely the most probable one.
+
+The shape is fixed (`tree_branching`, `speculative_token_tree`), or follows from the acceptance measured so far
+(`tree_shape="measured"`: see `measured_shape` and `tree_shape`).
 
 Wins: where verifying more tokens costs little (large models, few requests) and the target's token is often the draft
 model's second choice. Loses: where verification is compute-bound, or nearly all or nearly no drafts are accepted.
@@ -17,64 +24,40 @@ model's second choice. Loses: where verification is compute-bound, or nearly all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
+from itertools import islice
+
+import torch
+from torch import Tensor
 
 from minillm.batch import MAX_TREE_TOKENS, Segment
-from minillm.config import at_least
-from minillm.errors import ConfigError
 from minillm.request import Request
+from minillm.sampling import Draw, probs_from_logits, sample, uniform
 from minillm.speculative.draft_model import DraftModelDrafter, DraftProgress
+from minillm.speculative.draft_tree_options import DraftTreeOptions
 from minillm.speculative.drafter import Draft, DraftContext
-
-
-@dataclass(frozen=True)
-class DraftTreeOptions:
-    """The options of method `draft_tree`, minillm's own."""
-
-    model: str | None = None
-    """The draft model: a bundled name, a folder or a hub id."""
-    quantization: str | None = None
-    """Quantisation of its weights (`int8`, `w8a8`, …). Drafts need not be exact."""
-    tree_branching: Sequence[int] = (2, 2, 2)
-    """Number of children of each node, level by level."""
-
-    def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError("speculative method 'draft_tree' needs 'model', for example 'minicoder-draft'")
-        if not isinstance(self.tree_branching, list | tuple) or not self.tree_branching:
-            raise ConfigError(
-                f"tree_branching={self.tree_branching!r} must list the children per node of each level: [2, 2, 2]"
-            )
-        for count in self.tree_branching:
-            at_least("tree_branching's levels", count, 1)
-        if self.num_nodes >= MAX_TREE_TOKENS:
-            raise ConfigError(
-                f"tree_branching={list(self.tree_branching)} makes {self.num_nodes} drafts, at most "
-                f"{MAX_TREE_TOKENS - 1} can be verified at once; lower it"
-            )
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of drafts in a full tree."""
-        return sum(accumulate(self.tree_branching, mul))
+from minillm.speculative.measured_shape import MeasuredShapes
+from minillm.speculative.rejection_sampler import Verdict
+from minillm.speculative.tree_shape import TreeShape
 
 
 class DraftTreeDrafter(DraftModelDrafter):
-    """Drafts a tree of top-k tokens per request. All requests form one batch, with one draft forward per level."""
+    """Drafts a tree of tokens per request. All requests form one batch, with one draft forward per level."""
 
     Options = DraftTreeOptions
     proposes_trees = True
-    branching: Sequence[int] = ()
+    shapes: TreeShape | MeasuredShapes
 
     @classmethod
     def build(cls, context: DraftContext) -> DraftTreeDrafter:
         """See `Drafter.build`."""
         options = context.options
         runner = context.new_runner(context.load_model(options.model, options.quantization))
-        drafter = cls(runner, context.max_num_batched_tokens, greedy=True)
-        drafter.branching = tuple(options.tree_branching)
+        drafter = cls(runner, context.max_num_batched_tokens, options.draft_sample_method == "greedy")
+        drafter.shapes = options.fixed_shape
+        if options.is_measured:
+            drafter.shapes = MeasuredShapes(
+                options.tree_nodes, options.tree_levels, options.tree_draft_cost, options.verify_cost
+            )
         return drafter
 
     @classmethod
@@ -82,23 +65,48 @@ class DraftTreeDrafter(DraftModelDrafter):
         """The size of a full tree."""
         return options.num_nodes
 
+    def judged(self, request: Request, draft: Draft, verdict: Verdict) -> None:
+        """See `Drafter.judged`."""
+        if isinstance(self.shapes, MeasuredShapes) and draft.parents is not None:
+            self.shapes.judged(request, draft.parents, verdict.path or ())
+
+    def _shape_for(self, request: Request) -> TreeShape:
+        return self.shapes if isinstance(self.shapes, TreeShape) else self.shapes.shape_for(request)
+
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         for request in requests:
             self.num_computed_tokens(request)
-        trees = [DraftTree(request, most) for request, most in zip(requests, num_drafts, strict=True)]
+        trees = [
+            DraftTree(request, self._shape_for(request).cut(most))
+            for request, most in zip(requests, num_drafts, strict=True)
+        ]
         logits = self._catch_up(requests)
-        for level, count in enumerate(self.branching):
-            growing = [tree for tree in trees if tree.has_room] if level else trees
-            if not growing:
-                break
-            if level:
+        growing = trees
+        while growing:
+            self._grow(growing, logits)
+            growing = [tree for tree in growing if tree.can_grow]
+            if growing:
                 logits = self.runner.run([self._tree_segment(tree) for tree in growing])
-            best = iter(logits.topk(min(count, logits.shape[-1]), dim=-1).indices.tolist())
-            for tree in growing:
-                tree.grow([next(best) for _ in tree.last_level])
         for request in requests:
             self._progress[request] = DraftProgress(request.num_tokens)
-        return [Draft(tree.token_ids, parents=tree.parents) for tree in trees]
+        return [tree.draft for tree in trees]
+
+    def _grow(self, trees: Sequence[DraftTree], logits: Tensor) -> None:
+        """Add a level to each tree. `logits`: `[nodes of the trees' last levels, vocab]`."""
+        nodes = [(tree, node, tree.num_wanted(node)) for tree in trees for node in tree.last_level]
+        sampled = [i for i, (tree, _, _) in enumerate(nodes) if not (self.greedy or tree.request.params.is_greedy)]
+        tokens: list[list[int]] = [[] for _ in nodes]
+        probs: list[list[Tensor]] = [[] for _ in nodes]
+        if len(sampled) < len(nodes):
+            most = max(count for _, _, count in nodes)
+            tokens = logits.topk(min(most, logits.shape[-1]), dim=-1).indices.tolist()
+        if sampled:
+            drawn = draw_siblings(logits[sampled], [nodes[i] for i in sampled])
+            for i, some, q in zip(sampled, *drawn, strict=True):
+                tokens[i], probs[i] = some, q
+        children = iter(zip(tokens, probs, strict=True))
+        for tree in trees:
+            tree.grow(*zip(*islice(children, len(tree.last_level)), strict=True))
 
     def _tree_segment(self, tree: DraftTree) -> Segment:
         """The segment of the last committed token and the tree. Drops the hashes of the blocks that the tree is written
@@ -111,26 +119,84 @@ class DraftTreeDrafter(DraftModelDrafter):
         return Segment(tokens, start, request.block_table, len(tree.last_level), tree.parents)
 
 
-class DraftTree:
-    """A draft tree that grows level by level."""
+def draw_siblings(
+    logits: Tensor,  # [len(nodes), vocab]
+    nodes: Sequence[tuple[DraftTree, int, int]],  # a tree, one of its nodes, how many children to draw
+) -> tuple[list[list[int]], list[list[Tensor]]]:
+    """Draw children from q without replacement, by each request's own uniforms.
 
-    def __init__(self, request: Request, most: int) -> None:
-        self.request, self.most = request, most
+    Returns for each node the tokens and, `[vocab]` each, the distributions that they were drawn from: q without the
+    siblings before, renormalised. There are fewer tokens than wanted if q has no more.
+    """
+    q = probs_from_logits(logits, [tree.request.sampling_row(tree.path_to(node)) for tree, node, _ in nodes])
+    tokens: list[list[int]] = [[] for _ in nodes]
+    probs: list[list[Tensor]] = [[] for _ in nodes]
+    for rank in range(max(count for _, _, count in nodes)):
+        left = q.sum(dim=-1)
+        rows = [i for i, mass in enumerate(left.tolist()) if mass > 0 and rank < nodes[i][2]]
+        if not rows:
+            break
+        q = q / left[:, None]
+        drawn = sample(q[rows], [_uniform(*nodes[i][:2], rank) for i in rows])
+        for i, token in zip(rows, drawn.tolist(), strict=True):
+            tokens[i].append(token)
+            probs[i].append(q[i])
+        q = q.clone()
+        q[rows, drawn] = 0.0
+    return tokens, probs
+
+
+def _uniform(tree: DraftTree, parent: int, rank: int) -> float:
+    """The number that draws one child. Keyed by the round and the place in the tree: no two drafts share a number."""
+    place = (parent + 1) * MAX_TREE_TOKENS + rank
+    return uniform(tree.request.seed, tree.request.num_tokens, Draw.DRAFT, place)
+
+
+class DraftTree:
+    """A draft tree that grows level by level into its shape."""
+
+    def __init__(self, request: Request, shape: TreeShape) -> None:
+        self.request, self.shape = request, shape
         self.token_ids: list[int] = []
         self.parents: list[int] = []
+        self.probs: list[Tensor] = []
+        """The distribution that each draft was drawn from; empty for deterministic drafts."""
         self.last_level: list[int] = [-1]
         """The nodes that get children next; -1: the last committed token."""
+        self._place: dict[int, int] = {-1: -1}
+        """Node → its index in the shape. The shape may be in another order, and a node may be missing here."""
 
     @property
-    def has_room(self) -> bool:
-        """Whether another level can be added."""
-        return bool(self.last_level) and len(self.token_ids) < self.most
+    def can_grow(self) -> bool:
+        """Whether the shape has another level."""
+        return any(map(self.num_wanted, self.last_level))
 
-    def grow(self, children: Sequence[Sequence[int]]) -> None:
-        """Add children to each node of the last level, until the tree has `most` nodes."""
+    def num_wanted(self, node: int) -> int:
+        """The number of children that the shape has for this node."""
+        return self.shape.num_children(self._place[node])
+
+    @property
+    def draft(self) -> Draft:
+        """The tree so far."""
+        return Draft(self.token_ids, torch.stack(self.probs) if self.probs else None, self.parents)
+
+    def path_to(self, node: int) -> list[int]:
+        """The drafts from the root to `node`."""
+        tokens = []
+        while node >= 0:
+            tokens.append(self.token_ids[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def grow(self, children: Sequence[Sequence[int]], probs: Sequence[Sequence[Tensor]]) -> None:
+        """Add children to each node of the last level, at most as many as the shape has. `probs`: see `draw_siblings`;
+        an empty list for deterministic children."""
         first = len(self.token_ids)
-        for parent, token_ids in zip(self.last_level, children, strict=True):
-            for token in token_ids[: self.most - len(self.token_ids)]:
+        for node, tokens, rows in zip(self.last_level, children, probs, strict=True):
+            places = [at for at, parent in enumerate(self.shape.parents) if parent == self._place[node]]
+            for place, token in zip(places, tokens, strict=False):
+                self._place[len(self.token_ids)] = place
                 self.token_ids.append(token)
-                self.parents.append(parent)
+                self.parents.append(node)
+            self.probs += rows[: len(places)]
         self.last_level = list(range(first, len(self.token_ids)))

@@ -12,6 +12,7 @@ from torch import Tensor
 from minillm.models.decoder import Decoder
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
+from minillm.speculative.rejection_sampler import Verdict
 from minillm.tokenizer import Tokenizer
 
 
@@ -104,6 +105,10 @@ class Drafter(ABC):
         `queries`: those of its last tokens as attention got them, `[num_layers, n, num_heads, head_dim]` with
         1 ≤ n ≤ `num_observed_queries`. n is smaller if the step computed fewer of its tokens.
         """
+
+    def judged(self, request: Request, draft: Draft, verdict: Verdict) -> None:  # noqa: B027
+        """Called with the verdict on each draft that is not empty, once the request has gained its tokens; an interrupt
+        may skip it. It tells what to draft next: for example, a tree learns which shape is accepted most."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
         """Called when the engine copies blocks, `pairs` of (source, target). A drafter with its own KV cache copies its

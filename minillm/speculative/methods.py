@@ -8,6 +8,7 @@ from minillm.speculative.drafter import Drafter
 from minillm.speculative.ngram import NgramDrafter
 from minillm.speculative.self_quant import SelfQuantDrafter
 from minillm.speculative.self_sparse import SelfSparseDrafter
+from minillm.speculative.staged import StagedDrafter
 from minillm.speculative.suffix import SuffixDrafter
 
 METHODS: dict[str, type[Drafter]] = {
@@ -16,5 +17,6 @@ METHODS: dict[str, type[Drafter]] = {
     "ngram": NgramDrafter,
     "self_quant": SelfQuantDrafter,
     "self_sparse": SelfSparseDrafter,
+    "staged": StagedDrafter,
     "suffix": SuffixDrafter,
 }

@@ -69,15 +69,19 @@ class NgramDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
-        return [Draft(self._draft(request, most)) for request, most in zip(requests, num_drafts, strict=True)]
+        return [Draft(self.guess(request, [], most)) for request, most in zip(requests, num_drafts, strict=True)]
 
-    def _draft(self, request: Request, most: int) -> list[int]:
+    def guess(self, request: Request, drafts: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens that may follow the request's tokens and `drafts`."""
         text = self._texts.setdefault(request, bytearray())
         text += array("i", request.token_ids[len(text) // TOKEN :])
-        for n in range(min(self.longest, request.num_tokens - 1), self.shortest - 1, -1):
+        tokens = request.token_ids
+        if drafts:
+            text, tokens = text + array("i", drafts), [*tokens, *drafts]
+        for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
             at = find_latest(text, n)
             if at is not None:
-                return continuation(request.token_ids, at + n, most)
+                return continuation(tokens, at + n, most)
         return []
 
 

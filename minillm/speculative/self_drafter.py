@@ -37,8 +37,8 @@ class SelfDrafter(ChainDrafter):
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
         first = [self.first_segment(request) for request in requests]
-        if self.is_greedy(requests) and len(set(num_drafts)) == 1:
-            return [Draft(token_ids) for token_ids in self.runner.draft(first, num_drafts[0])]
+        if self.is_greedy(requests):
+            return [Draft(token_ids) for token_ids in self.draft_argmax(first, num_drafts)]
 
         def following(i: int, drafted: list[int]) -> Segment:
             return replace(first[i], token_ids=drafted[-1:], start=first[i].start + len(drafted))

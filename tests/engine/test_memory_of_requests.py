@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 import pytest
 
 from minillm import LLM, SamplingParams
+from minillm.speculative import measured_shape
 from minillm.trace import RequestAdded, RequestFinished, StepRan, Trace, Work, request_metrics
 from minillm.trace.request_metrics import MetricsWatcher
 from tests.conftest import TinyPair
@@ -19,6 +21,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "draft model": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
     "ngram": {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}},
     "suffix": {"speculative_config": {"method": "suffix", "suffix_decoding_max_cached_requests": 6}},
+    "staged": {"speculative_config": {"method": "staged", "num_speculative_tokens": 3}},
+    "measured tree": {"speculative_config": {"method": "draft_tree", "tree_shape": "measured"}},
+    "ngram, then draft model": {
+        "speculative_config": {"method": "ngram", "fallback": {"method": "draft_model", "num_speculative_tokens": 3}}
+    },
 }
 
 
@@ -59,9 +66,12 @@ def test_many_requests_leave_no_more_than_a_few(
 ) -> None:
     """Twice as many requests as the engine is warmed up with; with a trace around them, once the trace is dropped."""
     monkeypatch.setattr(request_metrics, "MAX_ENDED_PROMPTS", 5)
-    options = dict(WAYS[way])
-    if way == "draft model":
-        options["speculative_config"] = {**options["speculative_config"], "model": str(tiny.draft)}
+    monkeypatch.setattr(measured_shape, "MAX_KINDS", 6)
+    options = deepcopy(WAYS[way])
+    speculative = options.get("speculative_config", {})
+    for one in (speculative, speculative.get("fallback", {})):
+        if one.get("method") in ("draft_model", "draft_tree", "staged"):
+            one["model"] = str(tiny.draft)
     llm = LLM(str(tiny.target), device="cpu", block_size=4, num_kv_blocks=24, enforce_eager=True, **options)
     tracemalloc.start()
     try:

@@ -16,6 +16,17 @@ NUM_PROMPTS = 40
 NEW_TOKENS = 24
 DRAFT = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4}
 TREE = {"method": "draft_tree", "model": "minicoder-draft"}
+STAGED = {**DRAFT, "method": "staged"}
+MEASURED_TREE = {**TREE, "tree_shape": "measured"}
+SUFFIX_THEN_DRAFT = {"method": "suffix", "fallback": DRAFT}
+METHODS = {
+    "plain": None,
+    "drafted": DRAFT,
+    "tree": TREE,
+    "staged": STAGED,
+    "measured tree": MEASURED_TREE,
+    "suffix, then drafted": SUFFIX_THEN_DRAFT,
+}
 ROUGH_DRAFT = {**DRAFT, "quantization": "w8a8"}
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
@@ -110,7 +121,7 @@ def test_chunked_prefill_of_seven_tokens(expected: list[list[int]], speculative:
     assert max(sum(work.num_tokens for work in step.work) for step in trace.of(StepRan)) == 7
 
 
-@pytest.mark.parametrize("speculative", [None, DRAFT, TREE], ids=["plain", "drafted", "tree"])
+@pytest.mark.parametrize("speculative", METHODS.values(), ids=METHODS)
 def test_pool_so_small_that_requests_are_preempted(expected: list[list[int]], speculative: dict | None) -> None:
     llm = LLM("minicoder", block_size=4, num_kv_blocks=67, speculative_config=speculative)
     with llm.trace() as trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -19,13 +20,17 @@ WAYS = {
     "suffix": {"method": "suffix", "num_speculative_tokens": 6},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 6},
     "draft model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "measured tree": {"method": "draft_tree", "tree_shape": "measured", "tree_nodes": 5},
+    "staged": {"method": "staged", "num_speculative_tokens": 3},
+    "suffix, then draft model": {"method": "suffix", "fallback": {"method": "draft_model"}},
 }
 
 
 def engine(tiny: TinyPair, way: str) -> LLM:
-    speculative = WAYS[way]
-    if way == "draft model":
-        speculative = {**WAYS[way], "model": str(tiny.draft)}
+    speculative = deepcopy(WAYS[way])
+    for one in (speculative, speculative and speculative.get("fallback")):
+        if one and one["method"] in ("draft_model", "draft_tree", "staged"):
+            one["model"] = str(tiny.draft)
     return LLM(str(tiny.target), block_size=4, enforce_eager=True, speculative_config=speculative)
 
 

@@ -52,20 +52,75 @@ def test_a_drafter_of_ones_own_declares_its_options() -> None:
         SpeculativeConfig.from_dict({"method": Own, "impatience": 3})
 
 
+TREE = {"method": "draft_tree", "model": "x"}
+STAGED = {"method": "staged", "model": "x"}
+MEASURED = {**TREE, "tree_shape": "measured"}
+
+
+def test_a_tree_is_as_large_as_its_shape() -> None:
+    def most(**options: Any) -> int:
+        return SpeculativeConfig.from_dict({**TREE, **options}).max_drafts
+
+    assert (most(), most(tree_branching=[3, 1]), most(tree_shape="measured", tree_nodes=9)) == (14, 6, 9)
+    assert most(speculative_token_tree=[(0,), (0, 0)]) == most(speculative_token_tree="[(0,), (0, 0)]") == 2
+
+
+def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
+    model = {"method": "draft_model", "model": "x", "num_speculative_tokens": 3}
+    config = SpeculativeConfig.from_dict({"method": "suffix", "fallback_below": 2, "fallback": model})
+    assert (config.max_own_drafts, config.fallback.max_drafts, config.max_drafts) == (24, 3, 24)
+    assert config.method_name == "suffix, then draft_model" and config.model == "x" and not config.proposes_trees
+    trees = {"method": "ngram", "fallback": {"method": "suffix", "fallback": TREE}}
+    assert SpeculativeConfig.from_dict(trees).proposes_trees and SpeculativeConfig.from_dict(trees).max_drafts == 24
+    assert SpeculativeConfig.from_dict({"method": "ngram", "fallback": None}).fallback is None
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"method": "eagle"}, UnsupportedError, "'ngram', 'self_quant', 'self_sparse' or 'suffix'"),
+        ({"method": "eagle"}, UnsupportedError, "'self_quant', 'self_sparse', 'staged' or 'suffix'"),
         ({"method": "ngram", "prompt_lookup_max": 0}, ConfigError, "prompt_lookup_max=0"),
         ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, ConfigError, "prompt_lookup_min=3"),
-        ({"method": "ngram", "model": "small"}, ConfigError, "model='small'.*'draft_model' or 'draft_tree'"),
-        ({"method": "suffix", "prompt_lookup_max": 3}, ConfigError, "prompt_lookup_max=3.*'ngram'.*'suffix'"),
+        ({"method": "ngram", "model": "small"}, ConfigError, "model='small'.*'draft_model', 'draft_tree' or 'staged'"),
+        (
+            {"method": "suffix", "prompt_lookup_max": 3},
+            ConfigError,
+            "prompt_lookup_max=3.*'ngram' or 'staged'.*'suffix'",
+        ),
         ({"method": Own, "quantization": "int8"}, ConfigError, "quantization='int8'.*'Own'"),
         ({"method": object}, UnsupportedError, "class 'object'.*pass a Drafter class"),
         ({"method": "draft_tree", "model": "x", "tree_branching": [8, 8]}, ConfigError, "72 drafts, at most 63"),
         ({"method": "draft_tree", "model": "x", "tree_branching": [2, 0]}, ConfigError, "levels=0.*at least 1"),
         ({"method": "draft_tree", "model": "x", "tree_branching": 3}, ConfigError, "tree_branching=3"),
         ({"method": "draft_tree", "tree_branching": [2]}, ConfigError, "needs 'model'"),
+        ({**TREE, "tree_branching": [2], "tree_shape": "measured"}, ConfigError, "tree_branching and tree_shape each"),
+        ({**TREE, "tree_shape": "round"}, ConfigError, "tree_shape='round' must be 'measured'"),
+        ({**TREE, "tree_nodes": 20}, ConfigError, "tree_nodes=20 only affects a measured shape"),
+        ({**MEASURED, "tree_nodes": 64}, ConfigError, "tree_nodes=64 makes 64 drafts, at most 63"),
+        ({**MEASURED, "tree_levels": 0}, ConfigError, "tree_levels=0"),
+        ({**MEASURED, "tree_draft_cost": -1}, ConfigError, "tree_draft_cost=-1 must be a number of at least 0"),
+        ({**MEASURED, "tree_verify_cost": "x"}, ConfigError, "tree_verify_cost='x'"),
+        ({**TREE, "speculative_token_tree": "((("}, ConfigError, r"'\(\(\(' must list each node"),
+        ({**TREE, "speculative_token_tree": [(0,), (-1,)]}, ConfigError, "must list each node by the ranks"),
+        ({**TREE, "speculative_token_tree": []}, ConfigError, "must list each node by the ranks"),
+        ({**TREE, "speculative_token_tree": 5}, ConfigError, "speculative_token_tree='5'"),
+        ({**TREE, "speculative_token_tree": [(1,)]}, ConfigError, r"node \(1,\) without \(0,\)"),
+        ({"method": "staged"}, ConfigError, "method 'staged' needs 'model'"),
+        ({**STAGED, "prompt_lookup_min": 0}, ConfigError, "prompt_lookup_min=0"),
+        ({**STAGED, "prompt_lookup_max": 1}, ConfigError, "prompt_lookup_max=1 must be at least prompt_lookup_min=2"),
+        ({**STAGED, "prompt_lookup_max": "5"}, ConfigError, "prompt_lookup_max='5'"),
+        ({"method": "ngram", "fallback_below": 2}, ConfigError, "fallback_below=2 needs 'fallback'"),
+        ({"method": "ngram", "fallback": "suffix"}, ConfigError, "fallback='suffix' must be a dict with the 'method'"),
+        ({"method": "ngram", "fallback": {"model": "x"}}, ConfigError, "must be a dict with the 'method'"),
+        ({"method": "ngram", "fallback": {"method": "medusa"}}, UnsupportedError, "'medusa'"),
+        ({"method": "ngram", "fallback": {"method": "suffix", "model": "x"}}, ConfigError, "model='x'.*'suffix'"),
+        ({"method": "ngram", "fallback": {"method": "suffix"}, "fallback_below": 0}, ConfigError, "fallback_below=0"),
+        (
+            {"method": "ngram", "fallback": {"method": "suffix", "rejection_sample_method": "block"}},
+            ConfigError,
+            "rejection_sample_method='block' holds for all drafts; move it out",
+        ),
+        ({**TREE, "draft_sample_method": "hot"}, ConfigError, "draft_sample_method='hot'"),
         ({"method": "ngram", "rejection_sample_method": "typical"}, UnsupportedError, "'typical'.*AcceptRule"),
         ({"model": "x", "suffix_decoding_max_tree_depth": 3}, ConfigError, "'suffix'.*'draft_model'"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, ConfigError, "suffix_decoding_max_tree_depth=0"),

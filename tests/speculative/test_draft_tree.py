@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from minillm.errors import DraftError, UnsupportedError
 from minillm.request import Request
 from minillm.speculative.draft_tree import DraftTree
 from minillm.speculative.drafter import Draft, Drafter
+from minillm.speculative.tree_shape import TreeShape
 from minillm.trace import DraftProposed, RequestPreempted, StepRan, TokensCommitted
 from minillm.trace.acceptance_state import AcceptanceState
 from tests.conftest import TinyPair
@@ -76,6 +78,46 @@ def test_with_preemption_prefix_sharing_chunks_and_chains_beside_it(tiny: TinyPa
         assert got == [outputs[0].outputs[0].token_ids for outputs in right]
     assert trace.of(RequestPreempted)
     assert any(len(step.work) > 1 for step in trace.of(StepRan))
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "as a list of paths": {"speculative_token_tree": [(0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0)]},
+    "as vLLM's string": {"speculative_token_tree": "[(0,), (0, 0), (0, 0, 0), (1,), (1, 0)]"},
+    "measured": {"tree_shape": "measured", "tree_nodes": 9, "tree_levels": 5},
+    "measured, at a price": {"tree_shape": "measured", "tree_draft_cost": 0.1, "tree_verify_cost": 0.1},
+    "measured, drawn": {"tree_shape": "measured", "draft_sample_method": "probabilistic"},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "of one outcome"])
+def test_trees_of_any_shape_change_no_token(tiny: TinyPair, shape: str, sampled: bool) -> None:
+    """With preemption, chunks and a prefix cache; the second time with what was measured the first time."""
+    params = SamplingParams(temperature=0.7 * sampled, top_k=int(sampled), seed=4, max_tokens=24, ignore_eos=True)
+    options: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 40, "max_num_seqs": 4, "enforce_eager": True}
+    right = tokens(LLM(str(tiny.target), **options), params)
+    speculative = {"method": "draft_tree", "model": str(tiny.draft), **SHAPES[shape]}
+    llm = LLM(str(tiny.target), num_kv_blocks=22, speculative_config=speculative, **options)
+    with llm.trace() as trace:
+        assert tokens(llm, params) == right and tokens(llm, params) == right
+    assert trace.of(RequestPreempted)
+    assert any(e.num_accepted for e in trace.of(TokensCommitted))
+
+
+def test_a_forked_tree_with_stop_strings_and_an_abort_leaves_the_others_as_they_are(tiny: TinyPair) -> None:
+    params = SamplingParams(n=3, temperature=0.9, seed=2, top_k=1, max_tokens=24, ignore_eos=True)
+    plain = LLM(str(tiny.target), block_size=4, enforce_eager=True)
+    stop = plain.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].text[8:11]
+    params = replace(params, stop=[stop])
+    right = [[o.text for o in out.outputs] for out in plain.generate(PROMPTS, params, use_tqdm=False)]
+    speculative = {"method": "draft_tree", "model": str(tiny.draft), **SHAPES["measured, drawn"]}
+    llm = LLM(str(tiny.target), block_size=4, enforce_eager=True, speculative_config=speculative)
+    [dropped] = llm.submit([PROMPTS[1]], GREEDY)
+    llm.engine.step()
+    llm.engine.step()
+    llm.engine.abort(dropped.request_id)
+    assert [[o.text for o in out.outputs] for out in llm.generate(PROMPTS, params, use_tqdm=False)] == right
+    assert stop not in right[0][0] and llm.engine.pool.num_used == 0
 
 
 def test_the_cache_holds_what_a_plain_run_would_have_put_there(tiny: TinyPair) -> None:
@@ -190,9 +232,24 @@ def test_layouts_that_keep_no_tree_say_so(tiny: TinyPair) -> None:
 
 
 def test_a_tree_grows_level_by_level_and_stops_at_its_budget() -> None:
-    grown = DraftTree(Request("a", "", [1], 1, SamplingParams(), 8, 0), 5)
-    grown.grow([[10, 11]])
+    grown = DraftTree(Request("a", "", [1], 1, SamplingParams(), 8, 0), TreeShape.from_branching((2, 2)).cut(5))
+    assert grown.can_grow and grown.num_wanted(-1) == 2
+    grown.grow([[10, 11, 12]], [[]])
     assert (grown.token_ids, grown.parents, grown.last_level) == ([10, 11], [-1, -1], [0, 1])
-    grown.grow([[20, 21], [22, 23]])
+    grown.grow([[20, 21], [22, 23]], [[], []])
     assert (grown.token_ids, grown.parents) == ([10, 11, 20, 21, 22], [-1, -1, 0, 0, 1])
-    assert grown.last_level == [2, 3, 4] and not grown.has_room
+    assert grown.last_level == [2, 3, 4] and not grown.can_grow
+    assert grown.path_to(3) == [10, 21] and grown.draft.probs is None
+
+
+def test_a_tree_grows_into_a_shape_of_any_order_and_without_children_that_are_missing() -> None:
+    """The shape's second node is a grandchild; the tree is built level by level all the same."""
+    shape = TreeShape((-1, 0, -1, 1, 2, 0))
+    grown = DraftTree(Request("a", "", [1], 1, SamplingParams(), 8, 0), shape)
+    grown.grow([[10, 11]], [[]])
+    assert [grown.num_wanted(node) for node in grown.last_level] == [2, 1]
+    grown.grow([[20], [21]], [[], []])  # the draft model has no second child
+    assert (grown.token_ids, grown.parents) == ([10, 11, 20, 21], [-1, -1, 0, 1])
+    assert [grown.num_wanted(node) for node in grown.last_level] == [1, 0]
+    grown.grow([[30], []], [[], []])
+    assert (grown.token_ids, grown.parents, grown.can_grow) == ([10, 11, 20, 21, 30], [-1, -1, 0, 1, 2], False)

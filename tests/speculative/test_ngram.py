@@ -66,6 +66,13 @@ def test_a_text_that_grows_is_searched_as_one_that_was_there_at_once(pieces: lis
         assert draft.token_ids == plainest(grown.token_ids, 1, 3, 5)
 
 
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.lists(st.integers(0, 2), max_size=6))
+def test_drafts_behind_a_text_are_searched_like_the_text_and_not_remembered(text: list[int], drafts: list[int]) -> None:
+    drafter, asked = NgramDrafter(1, 3), request(text)
+    assert drafter.guess(asked, drafts, 5) == plainest([*text, *drafts], 1, 3, 5)
+    assert drafter.guess(asked, [], 5) == plainest(text, 1, 3, 5)
+
+
 def test_it_remembers_nothing_of_a_request_that_is_gone() -> None:
     drafter, gone = NgramDrafter(1, 1), request([1, 2, 1])
     drafter.propose([gone], [1])

@@ -1,0 +1,79 @@
+"""Two drafters in turn: a cheap one first, and another where it finds nothing (as Snowflake's Arctic Inference does
+with suffix decoding and a draft model).
+
+    speculative_config = {"method": "suffix", "fallback": {"method": "draft_model", "model": "minicoder-draft"}}
+
+Text that repeats itself is drafted by lookup, long and nearly for free; new text by the model. A draft model does not
+see the rounds that it is not asked in. It computes what it has missed when it is asked next, in one forward.
+
+Which draft is used depends on how many tokens were proposed, never on which ones: so a sampled draft stays distributed
+as its q says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from minillm.request import Request
+from minillm.speculative.drafter import Draft, Drafter
+from minillm.speculative.rejection_sampler import Verdict
+
+
+class FallbackDrafter(Drafter):
+    """Asks `first`, then `second` for the requests for which `first` proposed fewer than `below` drafts."""
+
+    def __init__(self, first: Drafter, second: Drafter, max_first: int, max_second: int, below: int) -> None:
+        self.first, self.second = first, second
+        self.max_first, self.max_second = max_first, max_second
+        """Most drafts per round of each."""
+        self.below = below
+        self.num_observed_queries = max(first.num_observed_queries, second.num_observed_queries)
+        self._proposer: WeakKeyDictionary[Request, Drafter] = WeakKeyDictionary()
+        """Who proposed the last draft of a request, and is told the verdict."""
+
+    def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        most = [min(k, self.max_first) for k in num_drafts]
+        drafts = list(self.first.propose(requests, most))
+        self._proposer.update(dict.fromkeys(requests, self.first))
+        short = [i for i, draft in enumerate(drafts) if len(draft.token_ids) < min(self.below, num_drafts[i])]
+        if short:
+            asked = [requests[i] for i in short]
+            others = self.second.propose(asked, [min(num_drafts[i], self.max_second) for i in short])
+            for i, other in zip(short, others, strict=True):
+                if other.token_ids:
+                    drafts[i], self._proposer[requests[i]] = other, self.second
+        return drafts
+
+    def observe(self, request: Request, queries: Tensor) -> None:
+        """See `Drafter.observe`."""
+        for drafter in (self.first, self.second):
+            if drafter.num_observed_queries:
+                drafter.observe(request, queries[:, -drafter.num_observed_queries :])
+
+    def judged(self, request: Request, draft: Draft, verdict: Verdict) -> None:
+        """See `Drafter.judged`. Only the drafter that proposed the draft is told."""
+        self._proposer[request].judged(request, draft, verdict)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Drafter.copy_blocks`."""
+        self.first.copy_blocks(pairs)
+        self.second.copy_blocks(pairs)
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        """See `Drafter.free_blocks`."""
+        self.first.free_blocks(block_ids)
+        self.second.free_blocks(block_ids)
+
+    def request_dropped(self, request: Request) -> None:
+        """See `Drafter.request_dropped`."""
+        self.first.request_dropped(request)
+        self.second.request_dropped(request)
+
+    def request_finished(self, request: Request) -> None:
+        """See `Drafter.request_finished`."""
+        self.first.request_finished(request)
+        self.second.request_finished(request)

@@ -1,0 +1,56 @@
+"""The first three tokens of sampled completions through a whole engine, against their exact probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minillm import LLM, SamplingParams
+from tests.chi_square import p_value
+from tests.conftest import TinyPair
+
+PROMPT = "def add(a, b):"
+COUNT = 400
+"""Completions."""
+TOP = 3
+"""Tokens that each distribution has."""
+TEMPERATURE = 1.3
+Expected = dict[tuple[int, ...], float]
+
+
+def sampled(seed: int) -> SamplingParams:
+    return SamplingParams(seed=seed, top_k=TOP, temperature=TEMPERATURE, max_tokens=16, ignore_eos=True)
+
+
+def expected_triples(tiny: TinyPair) -> Expected:
+    """The probabilities of the first three tokens, from the target alone."""
+    llm = LLM(str(tiny.target), enforce_eager=True)
+    prompt = llm.get_tokenizer().encode(PROMPT)
+    found: Expected = {(): 1.0}
+    for _ in range(3):
+        asked = [{"prompt_token_ids": [*prompt, *path]} for path in found]
+        raw = SamplingParams(temperature=0, max_tokens=1, logprobs=TOP, ignore_eos=True)
+        grown = {}
+        for (path, above), output in zip(found.items(), llm.generate(asked, raw, use_tqdm=False), strict=True):
+            row = output.outputs[0].logprobs[0]
+            probs = torch.tensor([entry.logprob / TEMPERATURE for entry in row.values()]).double().softmax(0)
+            grown |= {(*path, token): above * p for token, p in zip(row, probs.tolist(), strict=True)}
+        found = grown
+    return found
+
+
+def p_of_triples(tiny: TinyPair, expected: Expected, config: dict[str, Any], **attributes: Any) -> float:
+    """The p-value of the engine's first three tokens, χ² with 26 degrees of freedom. A request is aborted as soon as it
+    has them. `attributes` are set on the drafter first."""
+    llm = LLM(str(tiny.target), max_num_seqs=COUNT, enforce_eager=True, speculative_config=config)
+    for name, value in attributes.items():
+        setattr(llm.engine.drafter, name, value)
+    requests = llm.submit([PROMPT] * COUNT, [sampled(seed) for seed in range(COUNT)])
+    while llm.engine.requests:
+        for request in llm.engine.step():
+            if request.num_output_tokens >= 3:
+                llm.engine.abort(request.request_id)
+    got = [tuple(request.output_token_ids[:3]) for request in requests]
+    assert set(got) <= set(expected)
+    return p_value(torch.tensor([got.count(path) for path in expected]), torch.tensor([*expected.values()]))
