@@ -149,3 +149,20 @@ def test_draft_and_target_must_see_equal_dtype(tiny: TinyPair) -> None:
     llm = LLM(str(tiny.target), speculative_config=config(tiny.draft))
     assert llm.engine.drafter.runner.model.embed_tokens.weight.dtype == torch.float32
     assert llm.engine.drafter.runner.cache.keys.shape[1] == llm.engine.runner.cache.keys.shape[1]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_requests_with_different_numbers_get_the_first_of_the_same_drafts(eager: bool) -> None:
+    given = {"model": "minicoder-draft", "num_speculative_tokens": 4}
+    llm = LLM("minicoder", num_kv_blocks=24, enforce_eager=eager, speculative_config=given)
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for i, prompt in enumerate(["def add(", "import os", "class Stack:"]):
+        engine.add_request(str(i), prompt, params)
+    engine.step()
+    requests, drafter = list(llm.engine.requests.values()), llm.engine.drafter
+    whole = [draft.token_ids for draft in drafter.propose(requests, [4, 4, 4])]
+    for counts in ([4, 1, 2], [1, 3, 3], [2, 4, 1]):
+        drafts = [draft.token_ids for draft in drafter.propose(requests, counts)]
+        assert drafts == [tokens[:count] for tokens, count in zip(whole, counts, strict=True)]
+        assert [drafter.num_computed_tokens(r) for r in requests] == [r.num_tokens - 1 for r in requests]
