@@ -38,9 +38,17 @@ BATCHES = (1, 4, 16)
 PLAIN = "plain"
 METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "model": None},
-    "draft_tree": {"method": "draft_tree", "model": None, "tree_branching": [2, 1, 1]},
+    "draft_tree": {"method": "draft_tree", "model": None, "tree_shape": "measured"},
+    "staged": {"method": "staged", "model": None},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+    "suffix, else draft_model": {
+        "method": "suffix",
+        "suffix_decoding_max_cached_requests": 0,
+        "fallback": {"method": "draft_model", "model": None},
+    },
+    "self_sparse": {"method": "self_sparse"},
+    "self_quant": {"method": "self_quant"},
 }
 """The options of each method; a `model` of None is the draft model."""
 
@@ -116,14 +124,23 @@ def _engines(
 
     engines = {PLAIN: engine(None)}
     for name, options in methods.items():
-        if "model" in options:
-            if draft is None:
-                continue
-            options = {**options, "model": draft, "quantization": quantization and "w8a8"}
+        if draft is None and None in (options.get("model", ""), options.get("fallback", {}).get("model", "")):
+            continue
+        options = _with_draft(options, draft, quantization)
         for adaptive in (False, True):
             label = f"{name}, adaptive" if adaptive else name
             engines[label] = engine({**options, "num_speculative_tokens": drafts, "adaptive": adaptive})
     return engines
+
+
+def _with_draft(options: Mapping[str, Any], draft: str | None, quantization: str | None) -> dict[str, Any]:
+    """`options` with the draft model where they ask for one, in 8 bits if the target is quantised."""
+    found = dict(options)
+    if "model" in options:
+        found |= {"model": draft, "quantization": quantization and "w8a8"}
+    if "fallback" in options:
+        found["fallback"] = _with_draft(options["fallback"], draft, quantization)
+    return found
 
 
 @dataclass

@@ -174,10 +174,11 @@ def test_a_measurement_that_was_disturbed_is_corrected() -> None:
 @pytest.mark.parametrize(
     ("method", "layout"),
     [("draft_model", "paged"), ("draft_model", "contiguous"), ("draft_tree", "paged"), ("ngram", "paged")]
+    + [("staged", "paged"), ("self_sparse", "paged"), ("self_quant", "paged"), ("self_quant", "paged_two_level")]
     + [("suffix", layout) for layout in ("paged", "contiguous", "sinks", "window", "kivi")],
 )
 def test_the_engine_measures_adapts_and_says_what_it_decided(tiny: TinyPair, method: str, layout: str) -> None:
-    options = {"model": str(tiny.draft)} if method.startswith("draft") else {}
+    options = {"model": str(tiny.draft)} if method.startswith(("draft", "staged")) else {}
     given = {"method": method, "num_speculative_tokens": 6, "adaptive": True, **options}
     llm = LLM(str(tiny.target), speculative_config=given, kv_cache_config={"layout": layout}, max_num_seqs=4)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
