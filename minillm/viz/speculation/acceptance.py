@@ -251,8 +251,8 @@ def draw_token(x: float, top: float, width: float, text: str, state: str, height
 
 def _bars(request: RequestAcceptance | None, columns: Columns, top: float) -> str:
     """Below each position, the share of its drafts that were accepted; beside them, the arithmetic of the headline."""
-    head = label(MARGIN, top + BAR / 2 - 2, "KEPT AT", size=10.5, weight=600)
-    head += label(MARGIN, top + BAR / 2 + 12, "POSITION", size=10.5, weight=600)
+    head = label(MARGIN, top + BAR / 2 - 2, "ACCEPTED", size=9.5, weight=600)
+    head += label(MARGIN, top + BAR / 2 + 12, "AT", size=9.5, weight=600)
     positions = request.accepted_by_position()[: columns.count] if request else []
     bars = [_bar(columns.left(i), top, columns.width, i + 1, *counts) for i, counts in enumerate(positions)]
     empty = [_track(columns.left(i), top, columns.width) for i in range(len(positions), columns.count)]
@@ -281,8 +281,8 @@ def _sum(request: RequestAcceptance, columns: Columns, top: float) -> str:
     """Three lines that derive the headline."""
     alone = f" + {request.undrafted_forwards} without a draft" if request.undrafted_forwards else ""
     lines = (
-        (f"{request.num_accepted} of {request.drafted} accepted + {request.added} added{alone}", ""),
-        (f"= {plural(request.gained, 'token')} in {plural(request.forwards, 'forward')}", ""),
+        (f"{request.num_accepted} of {request.drafted} accepted + {request.added} added", ""),
+        (f"{alone} = {plural(request.gained, 'token')} in {plural(request.forwards, 'forward')}".lstrip(), ""),
         ("= ", f"{request.tokens_per_forward:.2f} tokens per forward"),
     )
     return "".join(

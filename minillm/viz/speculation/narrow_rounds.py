@@ -99,7 +99,7 @@ def _bars(request: RequestAcceptance | None, count: int, width: float) -> list[s
     """Below each position, the share of its drafts that were accepted; beside them, the arithmetic of the headline."""
     positions = request.accepted_by_position() if request else []
     parts = [
-        label(MARGIN, BARS_TOP + 18, "KEPT", size=10, weight=600),
+        label(MARGIN, BARS_TOP + 18, "✓", size=10, weight=600),
         label(MARGIN, BARS_TOP + 30, "AT", size=10, weight=600),
     ]
     for i in range(count):
