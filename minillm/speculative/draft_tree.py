@@ -31,6 +31,7 @@ from torch import Tensor
 
 from minillm.batch import MAX_TREE_TOKENS, Segment
 from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
 from minillm.sampling import Draw, probs_from_logits, sample, uniform
 from minillm.speculative.draft_model import DraftModelDrafter, DraftProgress
 from minillm.speculative.draft_tree_options import DraftTreeOptions
@@ -45,20 +46,24 @@ class DraftTreeDrafter(DraftModelDrafter):
 
     Options = DraftTreeOptions
     proposes_trees = True
-    shapes: TreeShape | MeasuredShapes
+
+    def __init__(
+        self, runner: ModelRunner, max_num_batched_tokens: int, greedy: bool, shapes: TreeShape | MeasuredShapes
+    ) -> None:
+        super().__init__(runner, max_num_batched_tokens, greedy)
+        self.shapes = shapes
+        """The shape of all trees, or where to ask for the shape of the next one."""
 
     @classmethod
     def build(cls, context: DraftContext) -> DraftTreeDrafter:
         """See `Drafter.build`."""
         options = context.options
         runner = context.new_runner(context.load_model(options.model, options.quantization))
-        drafter = cls(runner, context.max_num_batched_tokens, options.draft_sample_method == "greedy")
-        drafter.shapes = options.fixed_shape
+        shapes = options.fixed_shape
         if options.is_measured:
-            drafter.shapes = MeasuredShapes(
-                options.tree_nodes, options.tree_levels, options.tree_draft_cost, options.verify_cost
-            )
-        return drafter
+            costs = options.tree_draft_cost, options.verify_cost
+            shapes = MeasuredShapes(options.tree_nodes, options.tree_levels, *costs)
+        return cls(runner, context.max_num_batched_tokens, options.draft_sample_method == "greedy", shapes)
 
     @classmethod
     def default_num_drafts(cls, options: DraftTreeOptions) -> int:

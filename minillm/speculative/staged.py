@@ -60,7 +60,7 @@ class StagedOptions(DraftModelOptions):
 
 
 @dataclass
-class _Staged:
+class StagedDraft:
     """The drafts of one request in this round."""
 
     request: Request
@@ -80,9 +80,9 @@ class StagedDrafter(DraftModelDrafter):
 
     Options = StagedOptions
 
-    def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, greedy: bool) -> None:
+    def __init__(self, runner: ModelRunner, max_num_batched_tokens: int, greedy: bool, guesser: NgramDrafter) -> None:
         super().__init__(runner, max_num_batched_tokens, greedy)
-        self.guesser = NgramDrafter(2, 5)
+        self.guesser = guesser
         self.num_passes = 0
         """How often a request went through the draft model to get drafts. Without guesses, this is once per draft."""
         self.num_drafts = 0
@@ -91,9 +91,10 @@ class StagedDrafter(DraftModelDrafter):
     @classmethod
     def build(cls, context: DraftContext) -> StagedDrafter:
         """See `Drafter.build`."""
-        drafter = super().build(context)
-        drafter.guesser = NgramDrafter(context.options.prompt_lookup_min, context.options.prompt_lookup_max)
-        return drafter
+        options = context.options
+        runner = context.new_runner(context.load_model(options.model, options.quantization))
+        guesser = NgramDrafter(options.prompt_lookup_min, options.prompt_lookup_max)
+        return cls(runner, context.max_num_batched_tokens, options.draft_sample_method == "greedy", guesser)
 
     @property
     def passes_per_draft(self) -> float | None:
@@ -102,7 +103,7 @@ class StagedDrafter(DraftModelDrafter):
 
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         is_greedy = self.greedy or all(request.takes_argmax for request in requests)
-        rounds = [_Staged(request, most) for request, most in zip(requests, num_drafts, strict=True)]
+        rounds = [StagedDraft(request, most) for request, most in zip(requests, num_drafts, strict=True)]
         for request in requests:
             self.num_computed_tokens(request)
         if self._num_behind(requests) + sum(num_drafts) > self.max_num_batched_tokens:
@@ -118,12 +119,12 @@ class StagedDrafter(DraftModelDrafter):
             self.num_drafts += len(each.drafts)
         return [Draft(each.drafts, torch.stack(each.probs) if each.probs else None) for each in rounds]
 
-    def _guess(self, each: _Staged) -> list[int]:
+    def _guess(self, each: StagedDraft) -> list[int]:
         """Guesses for the next drafts but the last one, which comes from the forward that verifies them."""
         room = each.most - len(each.drafts) - 1
         return self.guesser.guess(each.request, each.drafts, room) if room else []
 
-    def _segment_with(self, each: _Staged, guesses: Sequence[int]) -> Segment:
+    def _segment_with(self, each: StagedDraft, guesses: Sequence[int]) -> Segment:
         """The segment of all tokens that the draft model has not computed, and the guesses behind them."""
         request, size = each.request, self.runner.block_size
         if each.drafts:
@@ -139,7 +140,7 @@ class StagedDrafter(DraftModelDrafter):
         return Segment(tokens, start, request.block_table, len(guesses) + 1)
 
     def _choose(
-        self, rounds: Sequence[_Staged], guesses: Sequence[Sequence[int]], logits: Tensor, is_greedy: bool
+        self, rounds: Sequence[StagedDraft], guesses: Sequence[Sequence[int]], logits: Tensor, is_greedy: bool
     ) -> None:
         """Choose a token from each row, as `DraftModelDrafter` would, and keep those up to the first wrong guess.
 

@@ -173,11 +173,11 @@ def test_sampled_text_follows_the_target(tiny: TinyPair, expected: Expected) -> 
 def test_guesses_that_are_kept_although_they_were_not_drawn_are_noticed(
     tiny: TinyPair, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = staged._Staged.add
+    real = staged.StagedDraft.add
 
     def add(self: Any, guesses: Sequence[int], chosen: Sequence[int], q: Sequence[Tensor]) -> None:
         kept = [guess if q[i][guess] > 0 else chosen[i] for i, guess in enumerate(guesses)]
         real(self, guesses, [*kept, *chosen[len(kept) :]], q)
 
-    monkeypatch.setattr(staged._Staged, "add", add)
+    monkeypatch.setattr(staged.StagedDraft, "add", add)
     assert p_of_triples(tiny, expected, config(tiny.draft), guesser=Favourite(expected)) < 1e-6
