@@ -16,6 +16,9 @@ rolling back must not reopen it. Here keys and values are quantised per token, K
 they are stored. A row then depends on its token alone. So there is no buffer, rolling back is lowering a counter as in
 every paged layout, and blocks can be shared, copied and preempted. The price: a channel of keys that is large for every
 token widens the steps of its group (see `minillm.cache.kivi`), and a draft sees even the newest tokens in four bits.
+
+The compiled CPU step reads and writes both levels. GPU kernels know the upper level only, as an INT4 cache, so on a GPU
+the target over this layout runs in plain PyTorch.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     draft      weights in INT4, reads     the upper nibbles ┐
     target     its own weights, reads     both nibbles      ┴ of one KV cache, layout `paged_two_level`
 
-A quantised copy of the target agrees with it far more often than a small model does, and it needs no KV cache of its
-own: it reads the keys and values that the target computed. With the two-level layout it reads about half of their
-bytes; with any other paged layout it reads what the target reads. The output is that of the target over the same cache
-layout without speculation, so a quantised layout is its own reference.
+A quantised copy of the target mostly agrees with it (the paper: over 90% of its drafts are accepted), and it needs no
+KV cache of its own: it reads the keys and values that the target computed. With the two-level layout it reads 5 of the
+9 bits of a number; with any other paged layout it reads what the target reads. The output is that of the target over
+the same cache layout without speculation, so a quantised layout is its own reference.
 
 `paged_two_level` says how the cache differs from the paper's. Of the weights, those of the layers' linears are in
 INT4 groups; the embedding and the unembedding are not.

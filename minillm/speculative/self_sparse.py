@@ -1,8 +1,7 @@
 """The target drafts for itself and reads only a part of its KV cache (MagicDec: Sadhukhan et al. 2024).
 
-With long contexts and large batches, a step mostly reads keys and values. A draft step that reads `budget` tokens of
-each request costs little more than the weights, whatever the context; and a target with most of its attention in view
-drafts better than a small model. There is no second model and no second cache.
+With long contexts and large batches, a step mostly reads keys and values. A draft step here reads the weights and
+`budget` tokens of each request, however long the context is. There is no second model and no second cache.
 
 A draft step gets a *shortened block table*. Blocks that are left out are neither read nor copied: cached keys are
 rotated by their own positions, and the new tokens keep theirs (`Segment.num_skipped`). So each layout costs a list:
@@ -15,9 +14,9 @@ rotated by their own positions, and the new tokens keep theirs (`Segment.num_ski
 Differences from the papers. Both choose tokens; here whole blocks are chosen, of `block_size` tokens, so `budget` is
 rounded up and the first block is the sink. (In SnapKV, pooling over neighbours has a similar effect.) SnapKV chooses
 for each layer and KV head; here the attention is summed over layers, heads and queries, because one block table serves
-all of them: that is what lets every executor and every paged layout run it as it is. Blocks after the observed prompt
-are never observed; when they are older than the window, they are left out. A layer with a sliding window counts it in
-tokens of the shortened table.
+all of them: that is what lets every executor and every paged layout run it as it is. Only the prompt's blocks are
+ranked; later blocks that are older than the window are chosen only if the prompt has too few. A layer with a sliding
+window counts it in tokens of the shortened table.
 
 Wins: long contexts, where reading keys and values dominates. Loses: contexts near the budget or below it, where
 drafting costs as much as decoding.
@@ -32,6 +31,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from minillm.batch import Segment
 from minillm.cache.base import KVCache
@@ -99,17 +99,15 @@ class SelfSparseDrafter(SelfDrafter):
 
     def observe(self, request: Request, queries: Tensor) -> None:
         """See `Drafter.observe`."""
-        size, cache = self.runner.block_size, self.runner.cache
-        count = request.num_tokens
+        runner, size, count = self.runner, self.runner.block_size, request.num_tokens
         table = torch.tensor(request.block_table, device=queries.device).unsqueeze(1) * size
         slots = (table + torch.arange(size, device=queries.device)).flatten()[:count]
-        config = self.runner.model.config
-        mass = sum(
-            attention_mass(queries[layer], cached_keys(cache, layer, slots), config.window(layer))
-            for layer in range(config.num_layers)
-        )
-        padded = torch.nn.functional.pad(mass, (0, -count % size))
-        self._ranking[request] = padded.view(-1, size).sum(1).argsort(descending=True, stable=True).tolist()
+        mass = torch.zeros(count, device=queries.device)
+        for layer, of_layer in enumerate(queries):
+            keys = cached_keys(runner.cache, layer, slots)
+            mass += attention_mass(of_layer, keys, runner.model.config.window(layer))
+        of_blocks = F.pad(mass, (0, -count % size)).view(-1, size).sum(1)
+        self._ranking[request] = of_blocks.argsort(descending=True, stable=True).tolist()
 
     def request_dropped(self, request: Request) -> None:
         """See `Drafter.request_dropped`."""
