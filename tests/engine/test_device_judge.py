@@ -118,7 +118,7 @@ def pretend_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
         return [[1] * len(result) for result in results]
 
     for file in (judge_file, device_sampling):
-        monkeypatch.setattr(file, "read", ones)
+        monkeypatch.setattr(file, "copy_to_host", ones)
 
 
 @pytest.mark.parametrize("kinds", ["n", "nds"])
