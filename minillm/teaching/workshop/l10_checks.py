@@ -13,8 +13,11 @@ from itertools import product
 import torch
 
 from minillm.errors import MinillmError
+from minillm.speculative.block_verification import acceptance, kept_weights
+from minillm.speculative.rejection_sampler import acceptance_probability
 from minillm.teaching.workshop.l10_loop import Generated, Loop, Rollback
 from minillm.teaching.workshop.l10_words import (
+    DRAFT,
     TARGET,
     TWELFTHS,
     WORDS,
@@ -116,16 +119,35 @@ class Finding:
     chi_square: ChiSquare
 
 
+def wrong_or_raises(is_wrong: Found, kind: type[Loop], verify: Judge, rollback: Rollback) -> bool:
+    """Whether the check finds the loop wrong. A loop that raises an error is wrong."""
+    try:
+        return is_wrong(kind, verify, rollback)
+    except (MinillmError, IndexError, RuntimeError):
+        return True
+
+
 def examine(kind: type[Loop], verify: Judge, rollback: Rollback) -> Finding:
-    """Run all checks. A loop that raises an error is caught by the check in which it does."""
+    """Run all checks."""
     texts = many_texts(kind(verify, rollback))
     test = chi_square([text.tokens[:NUM_TOKENS] for text in texts])
     caught = {"χ²"} if test.p_value < THRESHOLD else set()
-    for name, is_wrong in CHECKS.items():
-        try:
-            wrong = is_wrong(kind, verify, rollback)
-        except (MinillmError, IndexError, RuntimeError):
-            wrong = True
-        caught |= {name} if wrong else set()
+    caught |= {name for name, is_wrong in CHECKS.items() if wrong_or_raises(is_wrong, kind, verify, rollback)}
     rounds = [count for text in texts for count in text.rounds]
     return Finding(tuple(name for name in COLUMNS if name in caught), sum(rounds) / len(rounds), test)
+
+
+def mean_accepted(prompt: list[int], gamma: int) -> tuple[float, float]:
+    """The mean number of accepted drafts of a round, over all drafts: judged one by one, and as a block."""
+    one_by_one = as_block = 0.0
+    for drafts in product(range(len(WORDS)), repeat=gamma):
+        inputs, x = [prompt[-1], *drafts], torch.tensor(drafts)
+        p, q = (model.forward(prompt[:-1], inputs)[:-1] for model in (TARGET, DRAFT))
+        probability = float(q.gather(1, x[:, None]).prod())
+        one_by_one += probability * float(acceptance_probability(p, q, x).cumprod(0).sum())
+        chances = acceptance(kept_weights(p, q, x), p, q).tolist()
+        none_later = 1.0
+        for count in range(gamma, 0, -1):  # the largest count whose test succeeds
+            as_block += probability * none_later * chances[count - 1] * count
+            none_later *= 1 - chances[count - 1]
+    return one_by_one, as_block

@@ -205,5 +205,5 @@ def _bars(
         rectangle(middle + 1, base - real, width, real, 2, look),
         label(middle, base - max(tall, real) - 6, f"{observed}", size=size, anchor="middle", fill=INK, weight=600),
         label(middle, base + 17, cell, size=size + 0.5, anchor="middle", fill=INK, family=MONO),
-        label(middle, base + 32, f"of {expected:.0f}", size=size, anchor="middle", fill=MUTED),
+        label(middle, base + 32, f"exp. {expected:.0f}", size=size, anchor="middle", fill=MUTED),
     )
