@@ -177,6 +177,7 @@ def test_the_right_loop_passes_every_check(name: str):
 
 COARSE = {
     "FullTarget": "enumeration",
+    "FilteredTwice": "enumeration",
     "OneUniform": "enumeration",
     "MixedRule": "enumeration",
     "FirstUnseen": "temperature 0",
