@@ -29,11 +29,8 @@ def turned(row: Sequence[int], by: int) -> tuple[int, ...]:
 
 
 def state_of(cache: Sequence[int]) -> int:
-    """0, 1 or 2: depends on all rows of the cache and on where they are."""
-    state = 0
-    for token in cache:
-        state = (5 * state + token + 1) % 97
-    return state % 3
+    """0, 1 or 2. Another word in any one row gives another state; the words count once or twice, by position."""
+    return (len(cache) + sum((1 + i * 5 // 3 % 2) * token for i, token in enumerate(cache))) % 3
 
 
 @dataclass(frozen=True)
