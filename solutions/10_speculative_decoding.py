@@ -19,7 +19,7 @@
 # At temperature 0 it is clear what "pass" means: a draft is right if it is the target's argmax. But text is often
 # *sampled*. Then the target has no right answer, only a distribution. Which drafts may be kept so that the text is
 # distributed as if the target had sampled every token itself? Not approximately: exactly. The rule takes three lines and
-# its proof one, and still the loops in two popular articles get it wrong.
+# its proof one, and still the loops in two articles quoted below get it wrong.
 #
 # You build the rule, prove it by counting, and run it in the real engine. Then you break it in fifteen ways to learn which
 # check finds which mistake. Whether it makes text *faster* is another question, which this lesson leaves open.
@@ -537,13 +537,13 @@ claim(
 )
 
 # %% [markdown]
-# **Where it loses.** At temperature 0, and with drafts that are not sampled (q one-hot), it decides exactly as your rule
-# does, so it gains nothing. It needs both rows of every draft, not two numbers per draft, which is more work with a large
-# vocabulary. And its random numbers belong to a whole round: with the same seed it writes other texts.
+# **Where it loses.** At temperature 0, and with drafts that are not sampled (q one-hot), your rule already accepts as many
+# as any exact rule can, so block verification gains nothing. It needs both rows of every draft, not two numbers per draft,
+# which is more work with a large vocabulary. And with the same seed it writes other texts.
 #
 # ### More drafts per round
 #
-# Two formulas for the tokens per forward are quoted often. With a chance α for each draft, independent of the others, a
+# There are two formulas for the tokens per forward. With a chance α for each draft, independent of the others, a
 # round commits 1 + α + α² + … + α^γ tokens. An article says "1 + gamma * acceptance_rate". Measure both.
 
 # %% tags=["expected"] alt="Tokens per forward against the number of drafts: the measured line rises from one draft to four and is flat from there to eight, far below the straight line 1 + γ·α."
@@ -558,7 +558,7 @@ print("drafts per round      ", *(f"{gamma:6}" for gamma in GAMMAS))
 print("conditional rate      ", *(f"{rate:6.2f}" for rate in rates))
 print("accepted / drafted    ", *(f"{share:6.2f}" for share in shares))
 print("tokens per forward    ", *(f"{tau:6.2f}" for tau in taus))
-claim("Accepted / drafted falls with every further draft.", shares == sorted(shares, reverse=True), of_model=True)
+claim("Accepted / drafted falls as drafts are added.", shares == sorted(shares, reverse=True), of_model=True)
 claim("Eight drafts give less than twice the tokens of one draft.", taus[-1] < 2 * taus[0], of_model=True)
 LineChart(
     f"Tokens per forward of {NAME}, sampled at temperature 1",
