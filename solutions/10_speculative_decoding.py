@@ -316,7 +316,7 @@ claim("All 27 probabilities are equal fractions.", joint == exact)
 # row are independent, and each of the nine pairs has a known probability. The lower panel is the mistake of your third
 # prediction.
 
-# %% tags=["expected"] alt="Two panels of nine pairs of bars, expected beside observed. With your functions all counts are close to the expected ones. With p instead of the residual several are marked as far off, and the p-value is below one in a million."
+# %% tags=["expected"] alt="Two panels of nine pairs of bars, expected beside observed. With your functions all counts are close to the expected ones. With p instead of the residual at least one is marked as far off, and the p-value is below one in a million."
 from minillm.teaching.workshop.l10_broken import (
     BROKEN,
     FullTarget,
