@@ -19,7 +19,7 @@
 # At temperature 0 it is clear what "pass" means: a draft is right if it is the target's argmax. But text is often
 # *sampled*. Then the target has no right answer, only a distribution. Which drafts may be kept so that the text is
 # distributed as if the target had sampled every token itself? Not approximately: exactly. The rule takes three lines and
-# its proof one, and still the loops in two articles quoted below get it wrong.
+# its proof one, and still the loop of an article (you will run it below) does not write the target's text.
 #
 # You build the rule, prove it by counting, and run it in the real engine. Then you break it in fifteen ways to learn which
 # check finds which mistake. Whether it makes text *faster* is another question, which this lesson leaves open.
