@@ -11,7 +11,7 @@ from minillm.teaching.exercise import Exercise
 from minillm.teaching.grade import grade
 from minillm.teaching.registry import exercises_of, module_names
 
-LESSONS = ("l04", "l05", "l06", "l07")
+LESSONS = ("l04", "l05", "l06", "l07", "l10")
 WITH_BODIES = [exercise for module in module_names() if module.startswith(LESSONS) for exercise in exercises_of(module)]
 
 

@@ -1,0 +1,249 @@
+"""Lesson 10: the references are exact in the engine and by enumeration, and the checks see what the lesson says."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.speculative import rejection_sampler
+from minillm.speculative.rejection_sampler import AcceptRule, rejection_sample
+from minillm.teaching.exercises.l10_speculative_decoding import EXERCISES, accept_rule, residual, rollback, verify_chain
+from minillm.teaching.grade import grade
+from minillm.teaching.workshop import l10_checks as checks
+from minillm.teaching.workshop.l10_broken import BROKEN, FullTarget, OpenFilter
+from minillm.teaching.workshop.l10_engine import (
+    ChainRule,
+    chi_square_of_texts,
+    rounds_of,
+    sampled_texts,
+    target_probabilities,
+    through_text,
+)
+from minillm.teaching.workshop.l10_loop import Loop, pick
+from minillm.teaching.workshop.l10_words import DRAFT, TARGET, WORDS, enumerate_round, role, target_joint
+from tests.conftest import TinyPair
+
+PROMPT = "def add(a, b):"
+
+
+def engine(tiny: TinyPair, rule: object = "standard", gamma: int = 3, draft: str | None = None) -> LLM:
+    config = {"model": draft or str(tiny.draft), "num_speculative_tokens": gamma, "rejection_sample_method": rule}
+    return LLM(str(tiny.target), speculative_config=config)
+
+
+# --- the references -------------------------------------------------------------------------------------------------
+
+
+def test_the_first_two_references_are_the_engines_own_functions():
+    assert accept_rule is rejection_sampler.acceptance_probability
+    assert residual is rejection_sampler.residual
+    assert AcceptRule(accept_rule, residual).is_exact
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_round_commits_what_the_engines_rejection_sampler_commits(seed: int, monkeypatch: pytest.MonkeyPatch):
+    generator = torch.Generator().manual_seed(seed)
+    q, p = (torch.rand(rows, 6, generator=generator).pow(3) for rows in (3, 4))
+    q, p = q / q.sum(-1, keepdim=True), p / p.sum(-1, keepdim=True)
+    drafts = q.multinomial(1, generator=generator).flatten().tolist()
+    uniforms = torch.rand(4, generator=generator).tolist()
+    at = {rejection_sampler.Draw.ACCEPT: lambda index: uniforms[index]}
+    monkeypatch.setattr(
+        rejection_sampler, "uniform", lambda seed, index, purpose: at.get(purpose, lambda _: uniforms[-1])(index)
+    )
+    [verdict] = rejection_sample([drafts], [q], p, [0], [0])
+    assert verify_chain(drafts, p, q, uniforms) == verdict.token_ids
+
+
+def test_rollback_keeps_the_rows_that_the_engines_two_counters_keep(tiny: TinyPair):
+    llm, seen = engine(tiny), set()
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for one in rounds_of(llm, PROMPT, params):
+        rows = [*one.text, *one.drafts]
+        target, draft = rollback(rows, rows[:-1], len(one.drafts), one.num_accepted)
+        assert (len(target), len(draft)) == (one.target_rows, one.draft_rows)
+        seen.add(one.num_accepted)
+    assert len(seen) > 1
+
+
+def test_after_full_acceptance_the_draft_has_two_tokens_to_read(tiny: TinyPair):
+    llm = engine(tiny, draft=str(tiny.target))
+    rounds = list(rounds_of(llm, PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)))
+    assert rounds and all(len(one.text) + one.num_accepted + 1 - one.draft_rows == 2 for one in rounds)
+
+
+# --- the engine runs a learner's round ------------------------------------------------------------------------------
+
+
+def test_a_learners_round_runs_in_the_engine_and_changes_no_greedy_token(tiny: TinyPair):
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    calls = []
+
+    def verify(*arguments: object) -> list[int]:
+        calls.append(arguments)
+        return verify_chain(*arguments)
+
+    [mine] = engine(tiny, ChainRule(verify=verify)).generate([PROMPT], params, use_tqdm=False)
+    [plain] = LLM(str(tiny.target)).generate([PROMPT], params, use_tqdm=False)
+    assert calls and mine.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_a_learners_wrong_round_is_not_replaced_by_the_engines(tiny: TinyPair):
+    params = SamplingParams(seed=1, max_tokens=24, ignore_eos=True)
+
+    def first_unseen(drafts: list[int], p: torch.Tensor, q: torch.Tensor, uniforms: list[float]) -> list[int]:
+        return [drafts[0], 5]
+
+    [wrong] = engine(tiny, ChainRule(verify=first_unseen)).generate([PROMPT], params, use_tqdm=False)
+    assert wrong.outputs[0].token_ids.count(5) > 5
+
+
+def test_texts_of_the_engine_are_tested_against_the_targets_own_probabilities(tiny: TinyPair):
+    """By the right rule they pass (a correct engine fails for one choice of seeds in 10^6), by a wrong one not."""
+    from minillm.models.loading import load_model
+
+    params = lambda seed: SamplingParams(top_k=2, seed=seed, max_tokens=2, ignore_eos=True)  # noqa: E731
+    llm = engine(tiny, ChainRule(verify=verify_chain), gamma=1)
+    model = load_model(str(tiny.target), torch.float32, "cpu")
+    with torch.inference_mode():
+        expected = target_probabilities(model, llm.engine.tokenizer.encode(PROMPT), params(0), 2)
+    assert sum(expected.values()) == pytest.approx(1, abs=1e-5)
+    cells, test = chi_square_of_texts(sampled_texts(llm, PROMPT, params, 200), expected, most_cells=4)
+    assert len(cells) == test.degrees > 0 and test.p_value > 1e-6
+    always_first = [list(max(expected, key=expected.get))] * 200
+    assert chi_square_of_texts(always_first, expected, most_cells=4)[1].p_value < 1e-6
+
+
+def test_drafts_that_travel_as_text_are_compared_with_the_text_before_them(tiny: TinyPair):
+    llm = engine(tiny)
+    with llm.trace() as trace:
+        llm.generate([PROMPT], SamplingParams(seed=1, max_tokens=20, ignore_eos=True), use_tqdm=False)
+    trip = through_text(trace, llm.engine.tokenizer, [PROMPT])
+    assert trip.num_rounds > 3 and 0 <= trip.changed <= trip.num_rounds
+    assert (trip.example is None) == (trip.changed == 0)
+    if trip.example:
+        assert trip.example[0] != trip.example[1]
+
+
+# --- the world of three words ---------------------------------------------------------------------------------------
+
+
+def test_every_row_of_both_models_is_a_distribution_and_depends_on_every_row_of_the_cache():
+    assert {sum(row) for model in (TARGET, DRAFT) for row in model.twelfths} == {12}
+    cache = [2, 0, 1, 1, 2, 0, 0, 1, 2, 1, 0, 2]
+    rows = [TARGET.row([*cache[:i], word, *cache[i + 1 :]]) for i in range(12) for word in range(3)]
+    assert all(len(set(rows[3 * i : 3 * i + 3])) == 3 for i in range(12))
+
+
+def test_roles_of_the_targets_words_have_the_probabilities_of_its_row():
+    for cache in ([], [0], [2, 1], [1, 1, 0, 2]):
+        assert sorted((role(cache, word), TARGET.row(cache)[word]) for word in range(3)) == [(0, 3), (1, 3), (2, 6)]
+
+
+def test_pick_follows_the_row():
+    counts = [pick([0.25, 0.0, 0.75], (i + 0.5) / 400) for i in range(400)]
+    assert [counts.count(token) for token in range(3)] == [100, 0, 300]
+    assert pick([0.5, 0.5, 0.0], 1 - 2**-53) == 1
+
+
+def test_the_targets_joint_sums_to_one_and_a_round_is_exactly_it():
+    exact = target_joint([2, 0], 3)
+    assert sum(exact.values()) == 1 and len(exact) == len(WORDS) ** 3
+    assert min(exact.values()) == Fraction(1, 64)
+    assert enumerate_round(verify_chain, [2, 0]) == exact
+
+
+def test_block_verification_accepts_more_and_no_rule_more_than_all():
+    one_by_one, as_block = checks.mean_accepted([2, 0], gamma=2)
+    assert 0 < one_by_one < as_block < 2
+
+
+# --- the checks of the loops ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def fewer_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The χ² test of a lesson takes a second; a tenth of its texts tell the coarser mistakes."""
+    monkeypatch.setattr(checks, "NUM_TEXTS", 60)
+
+
+@pytest.mark.parametrize("name", checks.CHECKS)
+def test_the_right_loop_passes_every_check(name: str):
+    assert not checks.CHECKS[name](Loop, verify_chain, rollback)
+
+
+COARSE = {
+    "FullTarget": "enumeration",
+    "FilteredTwice": "enumeration",
+    "OneUniform": "enumeration",
+    "MixedRule": "enumeration",
+    "FirstUnseen": "temperature 0",
+    "SoftmaxAtZero": "temperature 0",
+    "MinusZero": "temperature 0",
+    "NoRollback": "temperature 0",
+    "ZeroByZero": "own draft",
+    "DraftOneShort": "own draft",
+    "NoBonus": "own draft",
+    "TargetAlone": "own draft",
+    "NeverCuts": "ends",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+def test_every_mistake_is_caught(kind: type[Loop]):
+    if kind.__name__ in COARSE:
+        caught = checks.wrong_or_raises(checks.CHECKS[COARSE[kind.__name__]], kind, verify_chain, rollback)
+    else:  # drafts with a wrong q: only the statistics see them
+        texts = checks.many_texts(kind(verify_chain, rollback), 150)
+        caught = checks.chi_square([text.tokens for text in texts]).p_value < checks.THRESHOLD
+    assert caught
+
+
+@pytest.mark.parametrize("kind", [Loop, OpenFilter], ids=lambda kind: kind.__name__)
+def test_texts_of_loops_without_a_mistake_pass(kind: type[Loop]):
+    texts = checks.many_texts(kind(verify_chain, rollback), 100)
+    assert checks.chi_square([text.tokens for text in texts]).p_value > checks.THRESHOLD
+
+
+def test_the_wrong_rule_of_the_lesson_writes_the_drafts_favourite_too_often():
+    joint = enumerate_round(FullTarget(verify_chain, rollback).judge, [2, 0])
+    first = [sum(p for tokens, p in joint.items() if tokens[0] == word) for word in range(3)]
+    row = TARGET.row([2, 0])
+    liked = max(range(3), key=lambda word: DRAFT.row([2, 0])[word] - row[word])
+    assert first[liked] > Fraction(row[liked], 12)
+
+
+def test_a_loop_ends_at_its_end_token_or_at_its_limit():
+    loop = Loop(verify_chain, rollback, gamma=4)
+    lengths = set()
+    for seed in range(30):
+        tokens = loop.generate([2, 0], 7, seed, end=1).tokens
+        assert len(tokens) <= 7 and 1 not in tokens[:-1] and (tokens[-1] == 1 or len(tokens) == 7)
+        lengths.add(len(tokens))
+    assert len(lengths) > 3
+
+
+# --- answers of learners --------------------------------------------------------------------------------------------
+
+
+def test_a_rule_that_never_returns_nan_is_told_why_it_should():
+    exercise = next(one for one in EXERCISES if one.name == "l10.accept_rule")
+
+    def answer(p: torch.Tensor, q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (p.gather(-1, x[:, None]) / q.gather(-1, x[:, None])).squeeze(-1).clamp(max=1.0)
+
+    report = str(grade(exercise, answer))
+    assert "which cannot have been drawn from q; it must be NaN" in report
+
+
+def test_a_slice_by_minus_zero_is_named():
+    exercise = next(one for one in EXERCISES if one.name == "l10.rollback")
+
+    def answer(target: list[int], draft: list[int], num_drafts: int, num_accepted: int) -> tuple[list[int], list[int]]:
+        rejected = num_drafts - num_accepted
+        return target[:-rejected], draft[:-rejected]
+
+    assert "rows[:-0] is rows[:0]" in str(grade(exercise, answer))
