@@ -854,4 +854,4 @@ claim("With one user and a short context it gains less than 1%.", speeds[1, 512]
 # 4. A quantised cache saves time only if the kernel itself dequantises the codes.
 # 5. In the last block, mask the loads *and* the scores, and test with NaN in every slot that must not be read.
 #
-# **Next:** lesson 15 brings the parts together, on a CPU: a completion in under 100 ms.
+# **Next:** in lesson 10 a small model guesses several tokens ahead, and the text stays exactly the large model's.
