@@ -95,7 +95,8 @@ class Drafter(ABC):
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """For each request i, propose at most `num_drafts[i]` (≥ 1) tokens that may follow `requests[i].token_ids`.
 
-        The request's block table already has blocks for all of them.
+        The request's block table already has blocks for all of them. With `adaptive`, the engine also calls it when it
+        starts, with made-up requests, to measure how long it takes.
         """
 
     def observe(self, request: Request, queries: Tensor) -> None:  # noqa: B027
