@@ -45,7 +45,8 @@ torch.set_num_threads(1)  # steady on a busy machine, and enough for a small mod
 
 SIZE = {"device": "cpu", "max_num_seqs": 8, "num_kv_blocks": 256}
 slices = slice_prompts()
-drafted = LLM(NAME, speculative_config={"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 6}, **SIZE)
+model = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 6, "adaptive": False}
+drafted = LLM(NAME, speculative_config=model, **SIZE)
 print("kinds of text:", ", ".join(f"{name} ({len(prompts)} prompts)" for name, prompts in slices.items()))
 
 # %% [markdown]
@@ -79,7 +80,7 @@ predict("l11.eight", None, unit="times")
 # ### Exercise 1: tokens per round
 #
 # A draft is judged only if all drafts before it in its round were accepted. Its acceptance under that condition is the
-# **conditional acceptance** α of its position. What does a round give on average?
+# **[conditional acceptance](glossary.md#conditional-acceptance)** α of its position. What does a round give on average?
 
 
 # %%
@@ -127,7 +128,7 @@ for alphas in ([0.3] * 4, [0.6] * 4, [0.9] * 4, [0.5, 0.9, 0.9, 0.9]):
     }
     engine = LLM(NAME, speculative_config=at_rates, **SIZE)
     found = drafting.run(engine, slices["imports"], FixedDrafts(4), new_tokens=64).acceptance
-    print(f"{str(alphas):24} {my_tokens(alphas):7.2f} {found.tokens_per_round:10.2f} in {found.rounds} rounds")
+    print(f"{alphas!s:24} {my_tokens(alphas):7.2f} {found.tokens_per_round:10.2f} in {found.rounds} rounds")
     differences.append(abs(my_tokens(alphas) - found.tokens_per_round))
     del engine
 claim("The count agrees with the formula within a fifth of a token.", max(differences) < 0.2)
@@ -153,18 +154,20 @@ print(f"accepted / drafted: {acceptance.accepted_share:.2f}; tokens per round: {
 print(f"your formula, from the conditional ones: {my_tokens(alphas):.2f}")
 reveal("l11.tau", round(functions.tokens_per_forward, 2))
 claim(
-    "Your formula gives the counted tokens per round.",
-    abs(my_tokens(alphas) - acceptance.tokens_per_round) < 0.05,
+    "Your formula comes close to the counted tokens per round.",
+    abs(my_tokens(alphas) - acceptance.tokens_per_round) < 0.15,
 )
 claim(
-    "Accepted / drafted is below the conditional acceptance of every position but the last two.",
+    "Accepted / drafted is below the conditional acceptance of each of the first four positions.",
     acceptance.accepted_share < min(alphas[:4]),
     of_model=True,
 )
 
 # %% [markdown]
+# (They differ a little, because the last round of a request has fewer drafts: only as many as may still be needed.)
+#
 # * The **conditional acceptance** of a position counts only drafts that were judged. Use it in the formula.
-# * The **marginal acceptance** divides by all rounds: the product of the conditional ones up to the position. vLLM
+# * The **[marginal acceptance](glossary.md#marginal-acceptance)** divides by all rounds: the product of the conditional ones up to the position. vLLM
 #   reports it. It *must* fall from position to position, even if the draft is equally good at each.
 # * **Accepted / drafted** depends on γ: a larger γ adds drafts that are never judged. It says little about the draft.
 #
@@ -225,7 +228,7 @@ claim("A draft that costs as much as it is accepted (c = α) never pays.", my_ga
 
 # %% tags=["nbval-ignore-output"]
 GAMMA = 4
-one, eight = (drafting.prices(drafted, slices["edits"], batch, GAMMA) for batch in (1, 8))
+one, eight = (drafting.prices(drafted, slices["functions"], batch, GAMMA) for batch in (1, 8))
 print("requests   c: drafting one token   row: verifying one more   (in plain steps of so many requests)")
 for price in (one, eight):
     print(f"{price.batch:8} {price.c:23.2f} {price.row:25.2f}")
@@ -295,18 +298,18 @@ class MyNgrams(Drafter):
         return [Draft(my_propose(r.token_ids, 2, 5, most)) for r, most in zip(requests, num_drafts, strict=True)]
 
 
-KINDS = ("functions", "docstrings", "imports", "edits")
+FEW = {kind: slices[kind][:4] for kind in ("functions", "docstrings", "imports")}
 options = {
     "your n-grams": {"method": MyNgrams},
     "n-grams": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
 }
-tau = {"draft model": [drafting.run(drafted, slices[kind], FixedDrafts(6)) for kind in KINDS]}
+tau = {"draft model": [drafting.run(drafted, prompts, FixedDrafts(6)) for prompts in FEW.values()]}
 for name, own in options.items():
     engine = LLM(NAME, speculative_config={**own, "num_speculative_tokens": 6, "adaptive": False}, **SIZE)
-    tau[name] = [drafting.run(engine, slices[kind], FixedDrafts(6)) for kind in KINDS]
+    tau[name] = [drafting.run(engine, prompts, FixedDrafts(6)) for prompts in FEW.values()]
     del engine
-print(f"tokens per forward (share of steps with drafts)\n{'':14}", *(f"{kind:>14}" for kind in KINDS))
+print(f"tokens per forward (share of steps with drafts)\n{'':14}", *(f"{kind:>14}" for kind in FEW))
 for name, runs in tau.items():
     print(f"{name:14}", *(f"{run.tokens_per_forward:8.2f} ({run.share_with_drafts:4.0%})" for run in runs))
 claim(
@@ -331,7 +334,7 @@ claim(
 # ### Exercise 4: a tree instead of a chain
 #
 # One rejection ends a round. If the draft model hesitates between two tokens, let it propose both, and continue each:
-# a **tree**. All its tokens go through the target in *one* forward. They lie one behind the other in the cache, so
+# a **[tree](glossary.md#draft-tree)**. All its tokens go through the target in *one* forward. They lie one behind the other in the cache, so
 # without a mask the branches would see each other. Each token may attend to itself and its ancestors only:
 #
 # ```
@@ -409,7 +412,7 @@ for kind in (MySegment, CausalSegment):
 drafted.reset_prefix_cache()  # these forwards overwrote cached blocks
 claim("With your mask, each leaf has the logits of its path alone.", furthest["MySegment"] < 0.01)
 claim("With the mask of a chain it has not.", furthest["CausalSegment"] > 0.1)
-MaskGrid(my_mask(parents).tolist(), ["root", *(tokenizer.token_text(token) for token in tree)], past=0)
+MaskGrid(my_mask(parents).tolist(), ["root", *(tokenizer.decode([token]) for token in tree)], past=0)
 
 # %% [markdown]
 # What does a tree gain? More tokens per forward, for more rows in the forward. `(2, 1, 1)` means: two candidates for
@@ -419,26 +422,24 @@ MaskGrid(my_mask(parents).tolist(), ["root", *(tokenizer.token_text(token) for t
 trees = {"method": "draft_tree", "model": DRAFT, "tree_branching": [4, 2, 1], "adaptive": False}
 engine = LLM(NAME, speculative_config=trees, **SIZE)
 grown = {}
-print("branching    drafts verified   tokens per forward   gained per draft")
+ROWS = (0.01, 0.1)  # stated: what a verified draft adds to a step
+print("branching    drafts   tokens per forward   speed if a row costs 0.01   0.1   (of a plain step; drafting free)")
 for branching in ((1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 1)):
     engine.engine.drafter.branching = branching
     size = sum(accumulate(branching, mul))
-    found = grown[branching] = drafting.run(engine, slices["functions"], FixedDrafts(size))
-    gain = (found.tokens_per_forward - 1) / size
-    print(f"{branching!s:12} {size:15} {found.tokens_per_forward:20.2f} {gain:18.2f}")
+    found = drafting.run(engine, slices["functions"], FixedDrafts(size)).tokens_per_forward
+    grown[branching] = found, *(found / (1 + row * size) for row in ROWS)
+    print(f"{branching!s:12} {size:6} {found:20.2f} {grown[branching][1]:27.2f} {grown[branching][2]:5.2f}")
 del engine
-widths = [run.tokens_per_forward for run in grown.values()]
+widths, cheap, dear = zip(*grown.values(), strict=True)
 claim("Every tree gives more tokens per forward than the chain of the same depth.", min(widths[1:]) > widths[0])
-claim(
-    "The tree of (2, 1, 1) has twice the chain's drafts, and gains less than half as much again.",
-    widths[1] - 1 < 1.5 * (widths[0] - 1),
-    of_model=True,
-)
+claim("Where a row is nearly free, a tree is the fastest.", max(cheap) > cheap[0], of_model=True)
+claim("Where a row costs a tenth of a step, the chain is the fastest.", max(dear) == dear[0], of_model=True)
 
 # %% [markdown]
-# A tree pays where rows are nearly free: on a GPU with few requests, for a large target. Where a row costs a sixth of a
-# step, as on this CPU, six rows for a third more gain do not pay. (Sequoia chooses the tree's shape by dynamic
-# programming from α and the price of rows; EAGLE-2 grows it where the draft is confident.)
+# A tree pays where rows are nearly free: on a GPU with few requests, for a large target. Here it buys a few tenths of a
+# token with twice the rows. (Sequoia chooses the tree's shape by dynamic programming from α and the price of rows;
+# EAGLE-2 grows it where the draft is confident.)
 #
 # ### Exercise 5: a draft that is trained to be accepted
 #
@@ -473,7 +474,7 @@ from torch.nn import functional as F
 
 my_loss = use("l11.distil_loss")
 tokens = torch.arange(40.0)
-humps = 0.65 * torch.exp(-((tokens - 9) ** 2) / 8) / 2 + 0.35 * torch.exp(-((tokens - 29) ** 2) / 18) / 3
+humps = 0.75 * torch.exp(-((tokens - 10) ** 2) / 8) + 0.25 * torch.exp(-((tokens - 28) ** 2) / 8)
 target = (humps / humps.sum()).log()[None]
 
 
@@ -520,7 +521,8 @@ LineChart(
 #
 # γ need not be the same for all requests, nor in every step. One request is in the middle of a table of constants, the
 # next writes prose. So take the drafts one by one, the most probable first, whoever's they are, and stop where another
-# one would lower tokens per second. vLLM calls this adaptive verification.
+# one would lower tokens per second: [adaptive drafting](glossary.md#adaptive-drafting). vLLM calls it adaptive
+# verification.
 
 
 # %%
@@ -556,11 +558,11 @@ check("l11.choose_drafts")
 # %% [markdown]
 # Your rule decides in the engine now. Survival is estimated from each request's own verdicts (and at first from those
 # of all). The prices are *stated*, so that the picture is the same everywhere: three machines, of which the first is
-# like a GPU with few requests, the second like this CPU, the third has no arithmetic to spare.
+# like a GPU with few requests, and the last has no arithmetic to spare.
 
 # %%
 my_choose = use("l11.choose_drafts")
-MACHINES = {"rows nearly free": (0.02, 0.01), "a CPU": (0.12, 0.16), "saturated": (0.3, 0.8)}  # c, price of a row
+MACHINES = {"rows nearly free": (0.02, 0.01), "in between": (0.05, 0.12), "saturated": (0.3, 0.8)}  # c, price of a row
 
 
 class MyDrafts(AdaptiveDrafts):
@@ -569,7 +571,6 @@ class MyDrafts(AdaptiveDrafts):
     def plan(self, requests, num_rows):
         survival = [self.survival(request) for request in requests]
         most = sum(map(len, survival))
-        plain = self.costs.target(num_rows, 0)
         seconds = [self.costs.target(num_rows + m, 0) + m * self.costs.next_draft for m in range(most + 1)]
         return DraftPlan(my_choose(survival, seconds), survival, drafting.speedups(survival, seconds))
 
@@ -602,7 +603,7 @@ claim("The text is the same on all three.", len({str(run.outputs) for run in dec
 
 # %% tags=["expected"] alt="Left: four requests with their chances by position; some cells are ticked, more for requests whose drafts were accepted before. Right: predicted speed-up by number of drafts, which rises to a ring at the chosen number and then falls."
 STEP = 12
-DraftDecision(decided["a CPU"].trace.of(DraftsPlanned)[STEP])
+DraftDecision(decided["in between"].trace.of(DraftsPlanned)[STEP])
 
 # %% [markdown]
 # And the same step on the other two: all drafts, and none.
@@ -615,14 +616,14 @@ for name in ("rows nearly free", "saturated"):
 # ## Measure
 #
 # Does the formula predict this machine? The prices c and v come from the cell above the map, timed on *other* text
-# (`edits`). From them and from counted acceptance comes the prediction; beside it, what the clock says. Drafts are
+# (`functions`). From them and from counted acceptance comes the prediction; beside it, what the clock says. Drafts are
 # always four, or adaptive (at most four, by the engine's own rule with the same prices).
 
 # %% tags=["nbval-ignore-output"]
 costs = {"draft model": drafting.costs_of(one, eight), "n-grams": drafting.costs_of(one, eight, has_model=False)}
 lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": GAMMA}
 engines = {"draft model": drafted, "n-grams": LLM(NAME, speculative_config={**lookup, "adaptive": False}, **SIZE)}
-measured = {}
+measured, off, NEW = {}, [], 32
 print("requests  text        method        drafts      tokens/forward   predicted   measured")
 for price in (one, eight):
     for kind in ("imports", "docstrings"):
@@ -636,16 +637,18 @@ for price in (one, eight):
             runs = {name: [] for name in policies}
             for _ in range(2):
                 for name, policy in policies.items():
-                    runs[name].append(drafting.run(engine, prompts, policy(), batch=price.batch, new_tokens=40))
+                    runs[name].append(drafting.run(engine, prompts, policy(), batch=price.batch, new_tokens=NEW))
             plain = min(run.seconds for run in runs.pop("none"))
             for name, found in runs.items():
                 ratio = measured[price.batch, kind, method, name] = plain / min(run.seconds for run in found)
-                foretold = drafting.predicted_speed_up(found[0], price, method == "draft model")
+                foretold = drafting.predicted_speed_up(found[0], costs[method], price.batch, NEW)
+                off.append(abs(foretold / ratio - 1))
                 print(
                     f"{price.batch:8}  {kind:11} {method:13} {name:10} {found[0].tokens_per_forward:15.2f} "
                     f"{foretold:10.2f}× {ratio:9.2f}×{'   slower' if ratio < 1 else ''}"
                 )
 reveal("l11.eight", round(measured[8, "docstrings", "draft model", "four"], 2))
+claim("Three predictions of four are within 25% of the clock.", sorted(off)[11] < 0.25, measured=True)
 claim(
     "The same drafts gain less with eight requests than with one.",
     measured[8, "docstrings", "draft model", "four"] < measured[1, "docstrings", "draft model", "four"],
@@ -664,8 +667,8 @@ claim(
 
 # %% [markdown]
 # **Where speculation loses.** With eight requests a step has eight rows; with four drafts each it has forty, and this
-# processor has no arithmetic left to compute them for nothing. The acceptance is the same as with one request; only the
-# price has changed. That is why a server drafts when it is quiet and stops when it is busy, and why a benchmark with
+# processor has no arithmetic left to compute them for nothing. The acceptance is about the same as with one request;
+# the price has changed. That is why a server drafts when it is quiet and stops when it is busy, and why a benchmark with
 # one request says nothing about a server. Adaptive drafting notices by itself. It still costs a little where nothing
 # pays: now and then it tries, to see whether that has changed.
 #
@@ -687,10 +690,9 @@ conditional = speed_up([0.65] * 5, 0.1, 0.0)
 share = (1 + 5 * 0.65) / (1 + 5 * 0.1)
 print(f"\nγ = 5, an 'acceptance of 65%': conditional {conditional:.2f}×; accepted / drafted {share:.2f}×")
 claim("1 + γα is more than the tokens of a round, and those are no speed-up yet.", my_tokens([0.65] * 5) < 1 + 5 * 0.65)
-claim(
-    "The speed-up has a maximum: with γ = 16 drafting is slower than with none.",
-    speed_up([0.65] * 16, 0.1, 0) > 1.0 > speed_up([0.65] * 32, 0.1, 0),
-)
+at = {gamma: speed_up([0.65] * gamma, 0.1, 0.0) for gamma in (3, 5, 16, 32)}
+claim("The speed-up has a maximum: γ = 3 beats 5, 5 beats 16.", at[3] > at[5] > at[16])
+claim("With γ = 32 drafting is slower than not drafting.", at[32] < 1)
 claim(
     "65% gives 1.76 times if it is conditional, 2.83 times if it is accepted / drafted.",
     (round(conditional, 2), round(share, 2)) == (1.76, 2.83),
@@ -699,12 +701,12 @@ claim(
 # %% [markdown]
 # ## Break it
 #
-# Five ways to choose γ wrong. The acceptances are those of the draft model above, the prices those of "a CPU". **Guess
+# Five ways to choose γ wrong. The acceptances are those of the draft model above, the prices are stated. **Guess
 # first**: which mistake costs most? Each row shows the γ that the mistake leads to, and the speed that this γ really
 # has.
 
 # %%
-c, row = MACHINES["a CPU"]
+c, row = 0.12, 0.16  # stated
 rows = [1 + row * g for g in range(len(alphas) + 1)]
 gpu_c, gpu_row = MACHINES["rows nearly free"]
 share = acceptance.accepted_share

@@ -145,11 +145,6 @@ class Prices:
         """What each position of the drafts adds to a step when verified, in plain steps; 0 if nothing."""
         return max(0.0, (self.verifying / self.plain - 1) / self.gamma)
 
-    def seconds(self, drafts: float, drafting: float) -> float:
-        """A step with `drafts` drafts of all requests, of which `drafting` (a share of a full round) are drafted."""
-        share = drafts / (self.gamma * self.batch)
-        return self.plain + share * (self.verifying - self.plain) + drafting * self.drafting
-
 
 def prices(llm: LLM, prompts: Sequence[str], batch: int, gamma: int, new_tokens: int = 24) -> Prices:
     """Measure them: medians of the steps in which all requests have no draft, or γ drafts each."""
@@ -178,12 +173,17 @@ def costs_of(one: Prices, many: Prices, has_model: bool = True) -> StepCosts:
     return StepCosts(forward, 0.0, each, each, more)
 
 
-def predicted_speed_up(found: DraftRun, price: Prices, has_model: bool = True) -> float:
-    """τ times the seconds of plain steps over those of these steps, by `price` and counts alone; no time of the run."""
-    steps = found.steps
-    share = [step.drafts / (price.gamma * price.batch) if has_model else 0.0 for step in steps]
-    cost = sum(price.seconds(step.drafts, part) for step, part in zip(steps, share, strict=True))
-    return found.tokens_per_forward * len(steps) * price.plain / cost
+def predicted_speed_up(found: DraftRun, costs: StepCosts, batch: int, new_tokens: int) -> float:
+    """The seconds of plain steps over those of the steps that ran, by `costs` and by counts alone.
+
+    `found` ran `batch` requests at a time, with `new_tokens` each; plain steps need one per token after the first.
+    """
+    plain = len(found.outputs) / batch * (new_tokens - 1) * costs.target(batch, 0)
+    cost = 0.0
+    for step in found.steps:
+        each = -(-step.drafts // step.requests)
+        cost += costs.draft(step.requests, each) + costs.target(step.requests + step.drafts, 0)
+    return plain / cost
 
 
 def speedups(survival: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
