@@ -167,8 +167,9 @@ claim(
 # (They differ a little, because the last round of a request has fewer drafts: only as many as may still be needed.)
 #
 # * The **conditional acceptance** of a position counts only drafts that were judged. Use it in the formula.
-# * The **[marginal acceptance](glossary.md#marginal-acceptance)** divides by all rounds: the product of the conditional ones up to the position. vLLM
-#   reports it. It *must* fall from position to position, even if the draft is equally good at each.
+# * The **[marginal acceptance](glossary.md#marginal-acceptance)** divides by all rounds: the product of the conditional
+#   ones up to the position. vLLM reports it. It *must* fall from position to position, even if the draft is equally good
+#   at each.
 # * **Accepted / drafted** depends on γ: a larger γ adds drafts that are never judged. It says little about the draft.
 #
 # ### Exercise 2: the best number of drafts
@@ -334,8 +335,9 @@ claim(
 # ### Exercise 4: a tree instead of a chain
 #
 # One rejection ends a round. If the draft model hesitates between two tokens, let it propose both, and continue each:
-# a **[tree](glossary.md#draft-tree)**. All its tokens go through the target in *one* forward. They lie one behind the other in the cache, so
-# without a mask the branches would see each other. Each token may attend to itself and its ancestors only:
+# a **[tree](glossary.md#draft-tree)**. All its tokens go through the target in *one* forward. They lie one behind the
+# other in the cache, so without a mask the branches would see each other. Each token may attend to itself and its
+# ancestors only:
 #
 # ```
 # parents = [-1, -1, 0, 0, 1]        root ─┬─ 0 ─┬─ 2          rows and columns of the mask:
@@ -520,8 +522,8 @@ LineChart(
 # ### Exercise 6: how many drafts, in this step?
 #
 # γ need not be the same for all requests, nor in every step. One request is in the middle of a table of constants, the
-# next writes prose. So take the drafts one by one, the most probable first, whoever's they are, and stop where another
-# one would lower tokens per second: [adaptive drafting](glossary.md#adaptive-drafting). vLLM calls it adaptive
+# next writes prose. So take the drafts of all requests in one order, the most probable first, and as many of them as
+# give the most tokens per second: [adaptive drafting](glossary.md#adaptive-drafting). vLLM calls it adaptive
 # verification.
 
 
