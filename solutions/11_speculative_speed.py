@@ -600,11 +600,11 @@ claim("On the saturated machine nothing is drafted.", per_step[-1] == 0)
 claim("The text is the same on all three.", len({str(run.outputs) for run in decided.values()}) == 1)
 
 # %% [markdown]
-# One decision of the second machine, in step 12. On the left, the chance of each draft to be kept; on the right, what
+# One decision of the second machine, in the ninth step. On the left, the chance of each draft to be kept; on the right, what
 # another draft would do to the speed.
 
 # %% tags=["expected"] alt="Left: four requests with their chances by position; some cells are ticked, more for requests whose drafts were accepted before. Right: predicted speed-up by number of drafts, which rises to a ring at the chosen number and then falls."
-STEP = 12
+STEP = 8
 DraftDecision(decided["in between"].trace.of(DraftsPlanned)[STEP])
 
 # %% [markdown]
@@ -622,7 +622,8 @@ for name in ("rows nearly free", "saturated"):
 # always four, or adaptive (at most four, by the engine's own rule with the same prices).
 
 # %% tags=["nbval-ignore-output"]
-costs = {"draft model": drafting.costs_of(one, eight), "n-grams": drafting.costs_of(one, eight, has_model=False)}
+known = one, drafting.prices(drafted, slices["functions"], 8, 1), eight  # of eight, with one draft and with four
+costs = {"draft model": drafting.costs_of(*known), "n-grams": drafting.costs_of(*known, has_model=False)}
 lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": GAMMA}
 engines = {"draft model": drafted, "n-grams": LLM(NAME, speculative_config={**lookup, "adaptive": False}, **SIZE)}
 measured, off, NEW = {}, [], 32
@@ -671,8 +672,11 @@ claim(
 # **Where speculation loses.** With eight requests a step has eight rows; with four drafts each it has forty, and this
 # processor has no arithmetic left to compute them for nothing. The acceptance is about the same as with one request;
 # the price has changed. That is why a server drafts when it is quiet and stops when it is busy, and why a benchmark with
-# one request says nothing about a server. Adaptive drafting notices by itself. It still costs a little where nothing
-# pays: now and then it tries, to see whether that has changed.
+# one request says nothing about a server.
+#
+# **Adaptive drafting** drafts less where the prices are high, so it loses less. It is no better than its prices and its
+# estimates: both start as a guess, and to find out whether drafts are accepted by now it must draft some. With one
+# request and text that repeats itself, always drafting four is as good or better.
 #
 # ### The literature's claims
 #

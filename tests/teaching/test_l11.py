@@ -167,9 +167,10 @@ def test_predictions_use_prices_and_counts_only(engine: LLM):
 
 def test_prices_become_costs_that_never_fall_with_more_rows():
     one, many = drafting.Prices(1, 4, 1.0, 0.4, 1.6), drafting.Prices(8, 4, 1.5, 0.8, 4.0)
-    costs = drafting.costs_of(one, many)
+    few = drafting.Prices(8, 1, 1.6, 0.3, 2.5)
+    costs = drafting.costs_of(one, few, many)
     assert (one.c, one.row) == pytest.approx((0.1, 0.15))
-    assert costs.forward == {1: 1.0, 5: 1.6, 8: 1.6, 40: 4.0}
+    assert costs.forward == {1: 1.0, 5: 1.6, 8: 1.6, 16: 2.5, 40: 4.0}
     assert costs.draft(1, 4) == pytest.approx(0.4) and costs.draft(8, 4) == pytest.approx(0.8)
     assert drafting.costs_of(one, many, has_model=False).draft(8, 4) == 0
 

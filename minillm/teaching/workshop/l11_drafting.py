@@ -159,17 +159,22 @@ def prices(llm: LLM, prompts: Sequence[str], batch: int, gamma: int, new_tokens:
     return Prices(batch, gamma, plain, drafting, max(verifying, plain))
 
 
-def costs_of(one: Prices, many: Prices, has_model: bool = True) -> StepCosts:
-    """The same prices for `AdaptiveDrafts`; without a draft model, drafting costs nothing."""
-    rows = {1: one.plain, 1 + one.gamma: one.verifying, many.batch: many.plain}
-    rows[many.batch * (1 + many.gamma)] = many.verifying
-    forward, shortest = dict(sorted(rows.items())), 0.0
+def costs_of(one: Prices, *many: Prices, has_model: bool = True) -> StepCosts:
+    """The same prices for `AdaptiveDrafts`: of one request, and of several with one or more numbers of drafts.
+
+    Without a draft model, drafting costs nothing.
+    """
+    rows: dict[int, float] = {}
+    for price in (one, *many):
+        rows[price.batch] = min(price.plain, rows.get(price.batch, price.plain))
+        rows[price.batch * (1 + price.gamma)] = price.verifying
+    forward, longest = dict(sorted(rows.items())), 0.0
     for count, seconds in forward.items():
-        forward[count] = shortest = max(shortest, seconds)
+        forward[count] = longest = max(longest, seconds)
     if not has_model:
         return StepCosts(forward)
-    each = one.drafting / one.gamma
-    more = max(0.0, (many.drafting - one.drafting) / many.gamma / (many.batch - 1))
+    each, last = one.drafting / one.gamma, many[-1]
+    more = max(0.0, (last.drafting - one.drafting * last.gamma / one.gamma) / last.gamma / (last.batch - 1))
     return StepCosts(forward, 0.0, each, each, more)
 
 

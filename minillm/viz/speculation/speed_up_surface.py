@@ -24,6 +24,8 @@ LIST, ITEM = 690, 72
 """Left edge of the list of points, and the height of one."""
 HIDDEN = 22
 """A cell this near to a point, in pixels, has no number: it would lie below the point's letter."""
+NEAR_LINE = 10
+"""The same for the break-even line, in pixels to the right or left."""
 BOTTOM = TOP + ROW * len(PRICES)
 
 
@@ -123,7 +125,7 @@ class SpeedUpSurface(Picture):
         shade = 0.08 + 0.77 * (speed - 1) / (fastest - 1) if gamma else 0.0
         look = {"fill": GREEN, "fill-opacity": f"{shade:.2f}"} if gamma else {"fill": FAINT}
         about = {"data-testid": "cell", "data-state": "pays" if gamma else "loses", "data-gamma": gamma}
-        covered = any(hypot(_x(p.alpha) - _x(alpha), _y(p.c) - _y(c)) < HIDDEN for p in self.points)
+        covered = self._is_covered(alpha, c)
         box = rectangle(x, y, CELL - 1, ROW - 1, 2, {**look, "data-speed": f"{speed:.2f}"})
         text = label(
             x + CELL / 2,
@@ -134,6 +136,11 @@ class SpeedUpSurface(Picture):
             fill=INK if gamma else MUTED,
         )
         return element("g", about, box, "" if covered else text)
+
+    def _is_covered(self, alpha: float, c: float) -> bool:
+        """Whether a letter or the line lies on the middle of the cell."""
+        near = any(hypot(_x(p.alpha) - _x(alpha), _y(p.c) - _y(c)) < HIDDEN for p in self.points)
+        return near or abs(_x(alpha) - _x(c + self.row)) < NEAR_LINE
 
     def _break_even(self) -> str:
         """α = c + row, within the grid."""

@@ -56,7 +56,8 @@ def test_no_number_lies_below_a_letter() -> None:
     svg = PICTURE.to_svg()
     cell = found(svg, "cell")[PRICES.index(0.1) * len(ALPHAS) + ALPHAS.index(0.8)]
     assert text_of(cell) == "" and text_of(found(svg, "point")[0]) == "A"
-    assert sum(not text_of(cell) for cell in found(svg, "cell")) == 2
+    on_line = [cell for cell in found(svg, "cell") if not text_of(cell)]
+    assert 2 < len(on_line) <= 2 + len(PRICES), "besides, only cells that the line crosses"
 
 
 def test_words_say_what_pays_and_what_was_measured() -> None:
