@@ -127,7 +127,7 @@ for alphas in ([0.3] * 4, [0.6] * 4, [0.9] * 4, [0.5, 0.9, 0.9, 0.9]):
         "synthetic_acceptance_rates": list(accumulate(alphas, mul)),  # of all rounds: products of the conditional ones
     }
     engine = LLM(NAME, speculative_config=at_rates, **SIZE)
-    found = drafting.run(engine, slices["imports"], FixedDrafts(4), new_tokens=64).acceptance
+    found = drafting.run(engine, slices["imports"], FixedDrafts(4)).acceptance
     print(f"{alphas!s:24} {my_tokens(alphas):7.2f} {found.tokens_per_round:10.2f} in {found.rounds} rounds")
     differences.append(abs(my_tokens(alphas) - found.tokens_per_round))
     del engine
@@ -243,7 +243,7 @@ claim(
 # %% tags=["expected", "nbval-ignore-output"] alt="A map of cells: acceptance to the right, price of a draft upwards. Below a dashed break-even line drafts pay, and the best number of drafts grows to the lower right. Two measured kinds of text are marked with letters; beside the map, their predicted and measured speed-ups."
 points = []
 for name in ("functions", "docstrings"):
-    prompts = slices[name][:4]
+    prompts = slices[name][:3]
     found = drafting.run(drafted, prompts, FixedDrafts(6)).acceptance
     alpha = sum(found.accepted) / sum(found.judged)  # one conditional acceptance for all positions
     gamma = my_gamma([alpha] * 6, one.c, [1 + one.row * g for g in range(7)])
@@ -628,11 +628,11 @@ for name in ("rows nearly free", "saturated"):
 # always four, or adaptive (at most four, by the engine's own rule with the same prices).
 
 # %% tags=["nbval-ignore-output"]
-known = one, drafting.prices(drafted, slices["functions"], 8, 1), eight  # of eight, with one draft and with four
+known = [(drafting.prices(drafted, slices["functions"], p.batch, 1), p) for p in (one, eight)]  # one draft, and four
 costs = {"draft model": drafting.costs_of(*known), "n-grams": drafting.costs_of(*known, has_model=False)}
 lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": GAMMA}
 engines = {"draft model": drafted, "n-grams": LLM(NAME, speculative_config={**lookup, "adaptive": False}, **SIZE)}
-measured, off, NEW = {}, [], 32
+measured, predicted, NEW = {}, {}, 24
 print("requests  text        method        drafts      tokens/forward   predicted   measured")
 for price in (one, eight):
     for kind in ("imports", "docstrings"):
@@ -651,13 +651,24 @@ for price in (one, eight):
             for name, found in runs.items():
                 ratio = measured[price.batch, kind, method, name] = plain / min(run.seconds for run in found)
                 foretold = drafting.predicted_speed_up(found[0], costs[method], price.batch, NEW)
-                off.append(abs(foretold / ratio - 1))
+                predicted[price.batch, kind, method, name] = foretold
                 print(
                     f"{price.batch:8}  {kind:11} {method:13} {name:10} {found[0].tokens_per_forward:15.2f} "
                     f"{foretold:10.2f}× {ratio:9.2f}×{'   slower' if ratio < 1 else ''}"
                 )
 reveal("l11.eight", round(measured[8, "docstrings", "draft model", "four"], 2))
-claim("Three predictions of four are within 25% of the clock.", sorted(off)[11] < 0.25, measured=True)
+error = {key: foretold / measured[key] - 1 for key, foretold in predicted.items()}
+claim(
+    "Always four drafts: every prediction is within 40% of the clock, and half of them within 15%.",
+    max(abs(e) for key, e in error.items() if key[-1] == "four") < 0.4
+    and sorted(abs(e) for key, e in error.items() if key[-1] == "four")[3] < 0.15,
+    measured=True,
+)
+claim(
+    "Eight requests, adaptive: on average the prediction promises too much.",
+    sum(e for key, e in error.items() if key[0] == 8 and key[-1] == "adaptive") > 0,
+    measured=True,
+)
 claim(
     "The same drafts gain less with eight requests than with one.",
     measured[8, "docstrings", "draft model", "four"] < measured[1, "docstrings", "draft model", "four"],
@@ -686,9 +697,10 @@ claim(
 # one request says nothing about a server.
 #
 # **Adaptive drafting** drafts less where the prices are high, so it loses less. It is no better than its prices and its
-# estimates: both start as a guess, and to find out whether drafts are accepted by now it must draft some. One cost is in
-# no formula here: a draft model that has paused must first read the tokens that it missed. With one request and text
-# that repeats itself, always drafting four does as well.
+# estimates. The estimates start as a guess, and to find out whether drafts are accepted it must draft some. The prices
+# are timed on steps in which all requests draft alike. In a mixed step the formula takes a line between them, but the
+# draft model runs its forward even if only one request drafts, and after a pause it must first read the tokens that it
+# missed. So these predictions are too high.
 #
 # ### The literature's claims
 #

@@ -166,12 +166,12 @@ def test_predictions_use_prices_and_counts_only(engine: LLM):
 
 
 def test_prices_become_costs_that_never_fall_with_more_rows():
-    one, many = drafting.Prices(1, 4, 1.0, 0.4, 1.6), drafting.Prices(8, 4, 1.5, 0.8, 4.0)
-    few = drafting.Prices(8, 1, 1.6, 0.3, 2.5)
-    costs = drafting.costs_of(one, few, many)
-    assert (one.c, one.row) == pytest.approx((0.1, 0.15))
-    assert costs.forward == {1: 1.0, 5: 1.6, 8: 1.6, 16: 2.5, 40: 4.0}
-    assert costs.draft(1, 4) == pytest.approx(0.4) and costs.draft(8, 4) == pytest.approx(0.8)
+    one = drafting.Prices(1, 1, 1.1, 0.2, 1.2), drafting.Prices(1, 4, 1.0, 0.5, 1.6)
+    many = drafting.Prices(8, 1, 1.6, 0.3, 2.5), drafting.Prices(8, 4, 1.5, 0.78, 4.0)
+    assert (one[1].c, one[1].row) == pytest.approx((0.125, 0.15))
+    costs = drafting.costs_of(one, many)
+    assert costs.forward == {1: 1.0, 2: 1.2, 5: 1.6, 8: 1.6, 16: 2.5, 40: 4.0}
+    assert [costs.draft(*n) for n in ((1, 1), (1, 4), (8, 4))] == pytest.approx([0.2, 0.5, 0.78])
     assert drafting.costs_of(one, many, has_model=False).draft(8, 4) == 0
 
 

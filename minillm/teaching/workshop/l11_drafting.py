@@ -146,7 +146,7 @@ class Prices:
         return max(0.0, (self.verifying / self.plain - 1) / self.gamma)
 
 
-def prices(llm: LLM, prompts: Sequence[str], batch: int, gamma: int, new_tokens: int = 24) -> Prices:
+def prices(llm: LLM, prompts: Sequence[str], batch: int, gamma: int, new_tokens: int = 16) -> Prices:
     """Measure them: medians of the steps in which all requests have no draft, or γ drafts each."""
     times: dict[int, list[StepTime]] = {0: [], gamma: []}
     for _ in range(2):
@@ -159,13 +159,14 @@ def prices(llm: LLM, prompts: Sequence[str], batch: int, gamma: int, new_tokens:
     return Prices(batch, gamma, plain, drafting, max(verifying, plain))
 
 
-def costs_of(one: Prices, *many: Prices, has_model: bool = True) -> StepCosts:
-    """The same prices for `AdaptiveDrafts`: of one request, and of several with one or more numbers of drafts.
+def costs_of(one: Sequence[Prices], many: Sequence[Prices], has_model: bool = True) -> StepCosts:
+    """The same prices for `AdaptiveDrafts`: of one request and of several, each with one draft and with more.
 
-    Without a draft model, drafting costs nothing.
+    The first draft of a round takes longer than the others: the draft model first reads the tokens that the target
+    added. Without a draft model, drafting costs nothing.
     """
     rows: dict[int, float] = {}
-    for price in (one, *many):
+    for price in (*one, *many):
         rows[price.batch] = min(price.plain, rows.get(price.batch, price.plain))
         rows[price.batch * (1 + price.gamma)] = price.verifying
     forward, longest = dict(sorted(rows.items())), 0.0
@@ -173,9 +174,11 @@ def costs_of(one: Prices, *many: Prices, has_model: bool = True) -> StepCosts:
         forward[count] = longest = max(longest, seconds)
     if not has_model:
         return StepCosts(forward)
-    each, last = one.drafting / one.gamma, many[-1]
-    more = max(0.0, (last.drafting - one.drafting * last.gamma / one.gamma) / last.gamma / (last.batch - 1))
-    return StepCosts(forward, 0.0, each, each, more)
+    first, all_of_one, all_of_many = one[0], one[-1], many[-1]
+    each = max(0.0, (all_of_one.drafting - first.drafting) / (all_of_one.gamma - 1))
+    drafts_of_others = all_of_many.gamma * (all_of_many.batch - 1)
+    more = max(0.0, (all_of_many.drafting - all_of_one.drafting) / drafts_of_others)
+    return StepCosts(forward, 0.0, first.drafting, each, more)
 
 
 def predicted_speed_up(found: DraftRun, costs: StepCosts, batch: int, new_tokens: int) -> float:
