@@ -467,6 +467,15 @@ DISTIL = (
     *wrong_versions(
         distil_loss,
         {
+            "takes the target's softmax over the rows instead of the vocabulary": (
+                "target_logits.softmax(-1)",
+                "target_logits.softmax(0)",
+            ),
+            "takes the draft's softmax over the rows instead of the vocabulary": (
+                "draft_logits.softmax(-1)",
+                "draft_logits.softmax(0)",
+            ),
+            "takes the logarithm to base 2 instead of the natural one": (".log()", ".log2()"),
             "takes the larger of p and q instead of the smaller": ("torch.minimum", "torch.maximum"),
             "takes the minimum over the vocabulary instead of the sum": (".sum(-1).log()", ".amin(-1).log()"),
             "takes the logarithm of each probability before the sum": (".sum(-1).log()", ".log().sum(-1)"),
