@@ -1,0 +1,172 @@
+"""Why a step drafts as many tokens as it does: chances of the drafts on the left, predicted speed-up on the right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minillm.errors import TraceError
+from minillm.trace import DraftsPlanned
+from minillm.viz.draw.colours import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, owner_letter
+from minillm.viz.draw.output import Picture
+from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, heading, label, number, rectangle, spans
+
+MAX_REQUESTS, MAX_POSITIONS = 8, 8
+TOP, ROW = 120, 34
+LEFT, SPLIT, PLOT_LEFT = 58, 500, 566
+PLOT_HEIGHT = 200
+
+
+@dataclass(frozen=True)
+class DraftDecision(Picture):
+    """One decision of adaptive drafting, from its trace event.
+
+    Raises `TraceError` for an event that predicts nothing.
+    """
+
+    event: DraftsPlanned
+
+    def __post_init__(self) -> None:
+        if not self.event.speedups or not self.event.survival:
+            raise TraceError("this DraftsPlanned event has no survival or no speedups; there is nothing to draw")
+
+    @property
+    def chosen(self) -> int:
+        """Drafts of all requests together."""
+        return sum(self.event.num_drafts)
+
+    @property
+    def best(self) -> int:
+        """The number of drafts with the highest predicted speed-up."""
+        return max(range(len(self.event.speedups)), key=self.event.speedups.__getitem__)
+
+    @property
+    def reason(self) -> str:
+        """The decision in one sentence."""
+        speedups = self.event.speedups
+        best, most = self.best, f"{speedups[self.best]:.2f}× plain decoding"
+        if self.chosen == best and best:
+            return f"{_drafts(best)}: the most tokens per second, predicted {most}"
+        if not self.chosen and not best:
+            return "no drafts: every number of drafts is predicted to be slower than plain decoding"
+        if not self.chosen:
+            return f"no drafts: {_drafts(best)} would give {most}, a gain too small to count on"
+        return f"{_drafts(self.chosen)} as a trial or for a request with its own seed; the fastest number is {best}"
+
+    def to_svg(self) -> str:
+        """The picture. A filled cell with a tick is a draft that was chosen."""
+        rows = min(MAX_REQUESTS, len(self.event.request_ids))
+        height = max(TOP + ROW * rows + 60, TOP + PLOT_HEIGHT + 84)
+        return card(
+            "draft-decision",
+            height,
+            "How many drafts in this step",
+            self.describe(),
+            spans(MARGIN, 38, ("How many drafts in this step?", {"font-size": 17, "font-weight": 650, "fill": INK})),
+            label(MARGIN, 64, self.reason, size=13, fill=INK),
+            *self._requests(rows),
+            *self._curve(),
+            self._legend(height - 18),
+        )
+
+    def describe(self) -> str:
+        """The picture in words."""
+        given = ", ".join(
+            f"{owner_letter(i)} {count} ({', '.join(f'{p:.2f}' for p in chances[:MAX_POSITIONS])})"
+            for i, (count, chances) in enumerate(zip(self.event.num_drafts, self.event.survival, strict=True))
+        )
+        speeds = ", ".join(f"{m}: {s:.2f}" for m, s in enumerate(self.event.speedups[: 3 * MAX_POSITIONS]))
+        return (
+            f"{self.reason}. Drafts by request, with their survival: {given}. Predicted speed-up by drafts: {speeds}."
+        )
+
+    def __repr__(self) -> str:
+        return "<DraftDecision>"
+
+    def _requests(self, rows: int) -> list[str]:
+        """A row for each request, a cell for each draft."""
+        longest = min(MAX_POSITIONS, max(len(chances) for chances in self.event.survival))
+        width = min(64.0, (SPLIT - LEFT) / longest)
+        parts = [heading(MARGIN, 96, "chance to survive, by position")]
+        parts += [
+            label(LEFT + (j + 0.5) * width - 2, TOP - 4, str(j + 1), size=11, anchor="middle") for j in range(longest)
+        ]
+        for i in range(rows):
+            y = TOP + 4 + i * ROW
+            parts.append(label(MARGIN + 6, y + 19, owner_letter(i), size=13, weight=700, fill=INK))
+            for j, chance in enumerate(self.event.survival[i][:longest]):
+                parts.append(_cell(LEFT + j * width, y, width - 4, chance, j < self.event.num_drafts[i]))
+        hidden = len(self.event.request_ids) - rows
+        if hidden:
+            parts.append(label(LEFT, TOP + 20 + rows * ROW, f"and {hidden} more requests", size=11.5))
+        return parts
+
+    def _curve(self) -> list[str]:
+        speedups = self.event.speedups
+        low, high = 0.0, max(1.25, *speedups) * 1.08
+        span = max(1, len(speedups) - 1)
+        bottom = TOP + PLOT_HEIGHT
+
+        def place(m: int, speed: float) -> tuple[float, float]:
+            return PLOT_LEFT + m / span * (RIGHT - PLOT_LEFT - 12), bottom - (speed - low) / (high - low) * PLOT_HEIGHT
+
+        points = [(m, *place(m, speed)) for m, speed in enumerate(speedups) if speed > 0]
+        one = place(0, 1.0)[1]
+        way = "M" + "L".join(f"{number(x)} {number(y)}" for _, x, y in points)
+        parts = [heading(PLOT_LEFT - 34, 96, "predicted speed-up")]
+        parts.append(rectangle(PLOT_LEFT, TOP, RIGHT - PLOT_LEFT, PLOT_HEIGHT, 0, {"fill": FAINT}))
+        parts.append(
+            element("path", {"d": f"M{PLOT_LEFT} {number(one)}H{RIGHT}", "stroke": INK, "stroke-dasharray": "5 4"})
+        )
+        parts += [
+            label(PLOT_LEFT - 8, place(0, speed)[1] + 4, f"{speed:g}×", size=11.5, anchor="end")
+            for speed in _ticks(high)
+        ]
+        parts.append(element("path", {"d": way, "fill": "none", "stroke": BLUE, "stroke-width": 2}))
+        for m, x, y in points:
+            about = {"data-testid": "number", "data-drafts": m, "data-speed": f"{speedups[m]:.2f}"}
+            parts.append(element("circle", {"cx": x, "cy": y, "r": 3, "fill": BLUE, **about}))
+        if self.chosen < len(speedups):
+            parts.append(_ring(*place(self.chosen, speedups[self.chosen])))
+        step = max(1, -(-span // 8))
+        parts += [
+            label(place(m, 0)[0], bottom + 18, str(m), size=11.5, anchor="middle") for m in range(0, span + 1, step)
+        ]
+        middle = (PLOT_LEFT + RIGHT) / 2
+        return [*parts, label(middle, bottom + 38, "drafts of all requests together", size=12, anchor="middle")]
+
+    def _legend(self, y: float) -> str:
+        parts = [
+            _cell(MARGIN, y - 17, 60, 0.9, True),
+            label(MARGIN + 68, y + 2, "drafted in this step", size=12, fill=INK),
+            _cell(MARGIN + 214, y - 17, 60, 0.4, False),
+            label(MARGIN + 282, y + 2, "not drafted", size=12, fill=INK),
+            _ring(PLOT_LEFT, y - 2),
+            label(PLOT_LEFT + 16, y + 2, "the chosen number", size=12, fill=INK),
+            element("path", {"d": f"M{PLOT_LEFT + 150} {y - 2}h28", "stroke": INK, "stroke-dasharray": "5 4"}),
+            label(PLOT_LEFT + 186, y + 2, "plain decoding", size=12, fill=INK),
+        ]
+        return element("g", {"data-testid": "legend"}, *parts)
+
+
+def _drafts(count: int) -> str:
+    return f"{count} draft" if count == 1 else f"{count} drafts"
+
+
+def _cell(x: float, y: float, width: float, chance: float, chosen: bool) -> str:
+    height = ROW - 6
+    look = {"fill": GREEN, "fill-opacity": 0.16, "stroke": GREEN, "stroke-width": 1.5} if chosen else {}
+    frame = rectangle(x, y, width, height, 5, look or {"fill": "none", "stroke": MUTED, "stroke-dasharray": "3 3"})
+    text = f"✓ {chance:.2f}" if chosen and width >= 50 else f"{chance:.2f}"
+    about = {"data-testid": "slot", "data-state": "drafted" if chosen else "left out"}
+    ink = INK if chosen else MUTED
+    return element("g", about, frame, label(x + width / 2, y + 18, text, size=11.5, fill=ink, anchor="middle"))
+
+
+def _ring(x: float, y: float) -> str:
+    look = {"fill": "none", "stroke": ORANGE, "stroke-width": 3, "data-testid": "chosen"}
+    return element("circle", {"cx": x, "cy": y, "r": 8, **look})
+
+
+def _ticks(high: float) -> list[float]:
+    step = next(s for s in (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 1e9) if high / s <= 6)
+    return [step * i for i in range(int(high / step) + 1)]

@@ -1,0 +1,159 @@
+"""Acceptance by position under its three names: conditional, marginal, and accepted divided by drafted.
+
+Of the drafts at a position, the *conditional* acceptance counts those whose predecessors were all accepted; the others
+were never judged. The *marginal* acceptance divides by all rounds. So the marginal one is the product of the
+conditional ones up to the position, and 1 + the sum of the marginal ones is the number of tokens per round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minillm.errors import TraceError
+from minillm.trace import TokensCommitted, Trace
+from minillm.viz.draw.colours import BLUE, FAINT, HAIRLINE, INK, MUTED, ORANGE
+from minillm.viz.draw.output import Picture
+from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, hatch, hatched, label, number, rectangle, spans
+
+TOP, HEIGHT = 122, 170
+LEFT = 70
+BOTTOM = TOP + HEIGHT
+
+
+@dataclass(frozen=True)
+class PositionAcceptance(Picture):
+    """What became of the drafts at each position of a round."""
+
+    judged: Sequence[int]
+    """By position: drafts whose predecessors were all accepted."""
+    accepted: Sequence[int]
+    """By position: drafts that were accepted, with all before them."""
+    rounds: int
+    """Rounds with at least one draft."""
+    drafted: int
+    """Drafts of all rounds, judged or not."""
+    name: str = ""
+
+    @classmethod
+    def of(cls, trace: Trace, name: str = "") -> PositionAcceptance:
+        """Count the rounds of all requests of `trace`. Raises `TraceError` if there is none, or for draft trees."""
+        rounds = [event for event in trace.of(TokensCommitted) if event.num_drafts]
+        if not rounds:
+            raise TraceError("this trace has no round with drafts; generate with a speculative_config")
+        if any(event.path is not None for event in rounds):
+            raise TraceError("this trace has draft trees, in which a draft has no single position; use another method")
+        most = max(event.num_drafts for event in rounds)
+        judged = [sum(i < min(event.num_drafts, event.num_accepted + 1) for event in rounds) for i in range(most)]
+        accepted = [sum(i < event.num_accepted for event in rounds) for i in range(most)]
+        known = sum(n > 0 for n in judged)
+        return cls(judged[:known], accepted[:known], len(rounds), sum(event.num_drafts for event in rounds), name)
+
+    @property
+    def conditional(self) -> list[float]:
+        """By position: accepted / judged."""
+        return [a / n for a, n in zip(self.accepted, self.judged, strict=True)]
+
+    @property
+    def marginal(self) -> list[float]:
+        """By position: accepted / rounds."""
+        return [a / self.rounds for a in self.accepted]
+
+    @property
+    def accepted_share(self) -> float:
+        """Accepted / drafted."""
+        return sum(self.accepted) / self.drafted
+
+    @property
+    def tokens_per_round(self) -> float:
+        """τ = 1 + Σ of the marginal acceptances."""
+        return 1 + sum(self.marginal)
+
+    def to_svg(self) -> str:
+        """The picture: two bars for each position."""
+        pitch = (RIGHT - LEFT) / len(self.judged)
+        bars = [self._position(i, LEFT + i * pitch, pitch) for i in range(len(self.judged))]
+        bold = {"font-weight": 700, "fill": INK}
+        whose = f" · {self.name}" if self.name else ""
+        return card(
+            "position-acceptance",
+            BOTTOM + 100,
+            "Acceptance by position",
+            self.describe(),
+            element("defs", {}, hatch("marginal", ORANGE)),
+            spans(
+                MARGIN,
+                38,
+                ("Acceptance by position", {"font-size": 17, "font-weight": 650, "fill": INK}),
+                (f"{self.rounds} rounds{whose}", {"dx": 10}),
+            ),
+            spans(
+                MARGIN,
+                66,
+                (f"{sum(self.accepted)} accepted / {self.drafted} drafted = ", {"fill": INK}),
+                (f"{self.accepted_share:.0%}", {**bold, "data-testid": "share"}),
+                (" · tokens per round: 1 + sum of the marginal = ", {"fill": INK}),
+                (f"{self.tokens_per_round:.2f}", {**bold, "data-testid": "tau"}),
+            ),
+            *_grid(),
+            *bars,
+            _legend(BOTTOM + 78),
+        )
+
+    def describe(self) -> str:
+        """The picture in words."""
+        places = [
+            f"position {i + 1}: conditional {c:.0%} ({self.accepted[i]} of {self.judged[i]} judged), marginal {m:.0%}"
+            for i, (c, m) in enumerate(zip(self.conditional, self.marginal, strict=True))
+        ]
+        return (
+            f"{self.rounds} rounds. {'; '.join(places)}. Accepted / drafted: {self.accepted_share:.0%}. "
+            f"{self.tokens_per_round:.2f} tokens per round."
+        )
+
+    def __repr__(self) -> str:
+        return "<PositionAcceptance>"
+
+    def _position(self, i: int, left: float, pitch: float) -> str:
+        width, middle = min(58.0, (pitch - 14) / 2), left + pitch / 2
+        about = {"data-testid": "position", "data-judged": self.judged[i], "data-accepted": self.accepted[i]}
+        return element(
+            "g",
+            about,
+            _bar(middle - width - 2, width, self.conditional[i], {"fill": BLUE}, "conditional"),
+            _bar(middle + 2, width, self.marginal[i], {"fill": hatched("marginal"), "stroke": ORANGE}, "marginal"),
+            label(
+                middle, BOTTOM + 18, f"draft {i + 1}" if pitch >= 70 else str(i + 1), size=12, fill=INK, anchor="middle"
+            ),
+            label(middle, BOTTOM + 34, f"{self.accepted[i]} of {self.judged[i]} judged", size=11, anchor="middle")
+            if pitch >= 110
+            else "",
+        )
+
+
+def _bar(x: float, width: float, share: float, look: dict[str, str | float | None], kind: str) -> str:
+    height = HEIGHT * share
+    box = rectangle(x, BOTTOM - height, width, height, 2, {**look, "data-kind": kind, "data-share": f"{share:.3f}"})
+    return box + label(
+        x + width / 2, BOTTOM - height - 5, f"{share:.0%}", size=11.5, weight=600, fill=INK, anchor="middle"
+    )
+
+
+def _grid() -> list[str]:
+    parts = [rectangle(LEFT, TOP, RIGHT - LEFT, HEIGHT, 0, {"fill": FAINT})]
+    for share in (0.0, 0.5, 1.0):
+        y = BOTTOM - HEIGHT * share
+        parts.append(element("path", {"d": f"M{LEFT} {number(y)}H{RIGHT}", "stroke": MUTED if not share else HAIRLINE}))
+        parts.append(label(LEFT - 8, y + 4, f"{share:.0%}", size=11.5, anchor="end"))
+    return parts
+
+
+def _legend(y: float) -> str:
+    return element(
+        "g",
+        {"data-testid": "legend"},
+        rectangle(LEFT, y - 13, 18, 16, 2, {"fill": BLUE}),
+        label(LEFT + 26, y, "conditional: of the drafts whose predecessors were accepted", size=12, fill=INK),
+        rectangle(LEFT + 430, y - 13, 18, 16, 2, {"fill": hatched("marginal"), "stroke": ORANGE}),
+        label(LEFT + 456, y, "marginal: of all rounds", size=12, fill=INK),
+    )

@@ -1,0 +1,815 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 11. Speculative decoding: speed
+#
+# **Question.** *When does guessing make a model faster, and when slower?*
+#
+# In [speculative decoding](glossary.md#speculative-decoding), a cheap [draft](glossary.md#draft) proposes γ tokens and
+# the [target](glossary.md#target) judges all of them in one forward. The text is exactly the target's (that is a lesson
+# of its own). Whether it comes *sooner* is open. Three things decide: how many drafts the target accepts, what it costs
+# to draft a token, and what it costs to verify one. Articles mostly give the first, and leave out the other two.
+#
+# You write the formula, and test it at any acceptance. Then you make drafts in three ways: with a small model, from the
+# text itself, and as a tree. At last you write the rule by which an engine decides in every step how many drafts to
+# make: none, one, or six.
+#
+# You need lesson 0 (what a [round](glossary.md#round) is) and lesson 3 (what limits a step). Everything runs on a
+# laptop's CPU, with a target of 12 million parameters and a draft of a tenth of that.
+
+# %%
+import os
+
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.bench.speculation import slice_prompts
+from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPlan, FixedDrafts
+from minillm.speculative.step_costs import StepCosts
+from minillm.teaching import check, claim, hint, predict, quoted, reveal, use
+from minillm.teaching.workshop import l11_drafting as drafting
+from minillm.trace import DraftsPlanned
+from minillm.viz import DraftDecision, PositionAcceptance, SpeedPoint, SpeedUpSurface, show
+from minillm.viz.charts import Axis, LineChart, Series
+
+NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
+DRAFT = os.environ.get("MINILLM_DRAFT", "minicoder-draft")  # a small model with the same tokenizer
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)  # steady on a busy machine, and enough for a small model
+
+SIZE = {"device": "cpu", "max_num_seqs": 8, "num_kv_blocks": 256}
+slices = slice_prompts()
+model = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 6, "adaptive": False}
+drafted = LLM(NAME, speculative_config=model, **SIZE)
+print("kinds of text:", ", ".join(f"{name} ({len(prompts)} prompts)" for name, prompts in slices.items()))
+
+# %% [markdown]
+# ## The question, in numbers
+#
+# A plain [step](glossary.md#step) gives one token. A round with γ drafts gives between 1 and γ + 1. It takes γ·c + v
+# plain steps:
+#
+# $$\text{speed-up} = \frac{\tau}{\gamma c + v}$$
+#
+# * **τ**: the tokens of a round on average, the target's own included,
+# * **c**: the time to draft one token, divided by the time of a plain step,
+# * **v**: the time to verify γ drafts in one forward, divided by the time of a plain step.
+#
+# ## Predict
+#
+# 1. Each draft is accepted with probability 0.8 if those before it were. Drafting a token takes a tenth of a step, and
+#    verifying is free (v = 1). How many times faster is γ = 4?
+# 2. How many tokens per forward of the target does the bundled draft model reach with γ = 6 on the slice `functions`?
+# 3. Eight requests run together, each with four drafts from the draft model. How many times as fast is that as eight
+#    requests without drafts, on your machine?
+
+# %%
+predict("l11.textbook", None, unit="times")
+predict("l11.tau", None, unit="tokens")
+predict("l11.eight", None, unit="times")
+
+# %% [markdown]
+# ## Build
+#
+# ### Exercise 1: tokens per round
+#
+# A draft is judged only if all drafts before it in its round were accepted. Its acceptance under that condition is the
+# **[conditional acceptance](glossary.md#conditional-acceptance)** α of its position. What does a round give on average?
+
+
+# %%
+def expected_tokens(alphas: list[float]) -> float:
+    """Return the tokens of a round on average, the target's own token included.
+
+    alphas: conditional acceptance by position; alphas[i] is the probability that draft i + 1 is accepted if all
+            drafts before it were
+
+    Example: expected_tokens([0.5, 0.5]) is 1 + 0.5 + 0.25 = 1.75.
+    """
+    ### BEGIN SOLUTION
+    tokens = survival = 1.0
+    for alpha in alphas:
+        survival *= alpha
+        tokens += survival
+    return tokens
+    ### END SOLUTION
+
+
+# %%
+check("l11.expected_tokens")
+
+# %% [markdown]
+# Stuck? `hint("l11.expected_tokens", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
+#
+# Test the formula in the engine, at any acceptance. With `rejection_sample_method="synthetic"` (vLLM has it, too) the
+# engine drafts, verifies and rolls back as always, but whether a draft is accepted is drawn at given rates. (So the
+# text is nonsense. It serves to measure an engine before there is a good draft.)
+
+# %%
+from itertools import accumulate
+from operator import mul
+
+my_tokens = use("l11.expected_tokens")
+print("conditional acceptance   formula   counted tokens per round")
+differences = []
+for alphas in ([0.3] * 4, [0.6] * 4, [0.9] * 4, [0.5, 0.9, 0.9, 0.9]):
+    at_rates = {
+        "method": drafting.ConstantDrafter,
+        "num_speculative_tokens": 4,
+        "adaptive": False,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": list(accumulate(alphas, mul)),  # of all rounds: products of the conditional ones
+    }
+    engine = LLM(NAME, speculative_config=at_rates, **SIZE)
+    found = drafting.run(engine, slices["imports"], FixedDrafts(4)).acceptance
+    print(f"{alphas!s:24} {my_tokens(alphas):7.2f} {found.tokens_per_round:10.2f} in {found.rounds} rounds")
+    differences.append(abs(my_tokens(alphas) - found.tokens_per_round))
+    del engine
+claim("The count agrees with the formula within a fifth of a token.", max(differences) < 0.2)
+
+# %% [markdown]
+# (The rates are drawn, so the count scatters around the formula.) Mind the last row: a weak first draft costs more than
+# a weak last one, because every later draft depends on it.
+#
+# ### See: three numbers that are all called acceptance
+#
+# Now with the real draft model, six drafts in every round, on eight prompts of Python functions:
+
+# %% tags=["expected"] alt="Two bars for each of six positions. The conditional acceptance stays at a similar height, the marginal one falls from position to position. Above: accepted divided by drafted, and the tokens per round."
+functions = drafting.run(drafted, slices["functions"], FixedDrafts(6))
+acceptance = PositionAcceptance.of(functions.trace, "draft model, functions")
+acceptance
+
+# %%
+alphas = acceptance.conditional
+print("conditional:", ", ".join(f"{a:.2f}" for a in alphas))
+print("marginal:   ", ", ".join(f"{a:.2f}" for a in acceptance.marginal))
+print(f"accepted / drafted: {acceptance.accepted_share:.2f}; tokens per round: {acceptance.tokens_per_round:.2f}")
+print(f"your formula, from the conditional ones: {my_tokens(alphas):.2f}")
+reveal("l11.tau", round(functions.tokens_per_forward, 2))
+claim(
+    "Your formula comes close to the counted tokens per round.",
+    abs(my_tokens(alphas) - acceptance.tokens_per_round) < 0.15,
+)
+claim(
+    "Accepted / drafted is below the conditional acceptance of each of the first four positions.",
+    acceptance.accepted_share < min(alphas[:4]),
+    of_model=True,
+)
+
+# %% [markdown]
+# (They differ a little, because the last round of a request has fewer drafts: only as many as may still be needed.)
+#
+# * The **conditional acceptance** of a position counts only drafts that were judged. Use it in the formula.
+# * The **[marginal acceptance](glossary.md#marginal-acceptance)** divides by all rounds: the product of the conditional
+#   ones up to the position. vLLM reports it. It *must* fall from position to position, even if the draft is equally good
+#   at each.
+# * **Accepted / drafted** depends on γ: a larger γ adds drafts that are never judged. It says little about the draft.
+#
+# ### Exercise 2: the best number of drafts
+#
+# More drafts give more tokens, but each costs c to draft, and makes the forward longer. Lesson 15 chooses γ with one
+# acceptance for all positions. Here each position has its own.
+
+
+# %%
+def best_gamma(alphas: list[float], c: float, v: list[float]) -> int:
+    """Return the number of drafts per round that decodes fastest; the smallest of equals, 0 for no drafts.
+
+    alphas: conditional acceptance by position
+    c:      time to draft one token, in plain steps
+    v:      v[g] is the time to verify g drafts, in plain steps; v[0] is 1.0, and there is one for each g to
+            len(alphas)
+
+    Example: best_gamma([0.9, 0.2], 0.25, [1.0, 1.0, 1.0]) is 1: 1.9 / 1.25 = 1.52 against 2.08 / 1.5 = 1.39.
+    """
+    ### BEGIN SOLUTION
+    speeds = [1.0]
+    tokens = survival = 1.0
+    for gamma, alpha in enumerate(alphas, start=1):
+        survival *= alpha
+        tokens += survival
+        speeds.append(tokens / (gamma * c + v[gamma]))
+    return speeds.index(max(speeds))
+    ### END SOLUTION
+
+
+# %%
+check("l11.best_gamma")
+
+# %%
+my_gamma = use("l11.best_gamma")
+
+
+def speed_up(alphas: list[float], c: float, row: float) -> float:
+    """Speed-up with all of these drafts; a verified draft adds `row` plain steps to a step."""
+    return my_tokens(alphas) / (1 + len(alphas) * (c + row))
+
+
+reveal("l11.textbook", round(speed_up([0.8] * 4, 0.1, 0.0), 2))
+print("α = 0.8, verification free: the best γ up to 20, and its speed-up")
+for c in (0.0, 0.02, 0.1, 0.2, 0.8):
+    gamma = my_gamma([0.8] * 20, c, [1.0] * 21)
+    print(f"  c = {c:4}: γ = {gamma:2}, {speed_up([0.8] * gamma, c, 0.0):.2f}×")
+claim("No number of drafts reaches 1 / (1 − α) = 5 times.", speed_up([0.8] * 200, 0.0, 0.0) < 5.000001)
+claim("A draft that costs as much as it is accepted (c = α) never pays.", my_gamma([0.8] * 20, 0.8, [1.0] * 21) == 0)
+
+# %% [markdown]
+# ### See: your machine on the map
+#
+# What do a draft and a verified row cost on this machine? The cell below times steps of one request and of eight, with
+# no drafts and with four. (The clock is the processor time of this thread; medians of some forty steps.) Then the map:
+# each cell is a pair of acceptance and draft price, with the best γ for this machine's price of a verified row. The
+# letters are the draft model on two kinds of text, with the speed-up that one request then really has.
+
+# %% tags=["nbval-ignore-output"]
+GAMMA = 4
+one, eight = (drafting.prices(drafted, slices["functions"], batch, GAMMA) for batch in (1, 8))
+print("requests   c: drafting one token   row: verifying one more   (in plain steps of so many requests)")
+for price in (one, eight):
+    print(f"{price.batch:8} {price.c:23.2f} {price.row:25.2f}")
+claim(
+    "A draft costs a larger part of a step when eight requests run together.",
+    eight.c + eight.row > one.c + one.row,
+    measured=True,
+)
+
+# %% tags=["expected", "nbval-ignore-output"] alt="A map of cells: acceptance to the right, price of a draft upwards. Below a dashed break-even line drafts pay, and the best number of drafts grows to the lower right. Two measured kinds of text are marked with letters; beside the map, their predicted and measured speed-ups."
+points = []
+for name in ("functions", "docstrings"):
+    prompts = slices[name][:3]
+    found = drafting.run(drafted, prompts, FixedDrafts(6)).acceptance
+    alpha = sum(found.accepted) / sum(found.judged)  # one conditional acceptance for all positions
+    gamma = my_gamma([alpha] * 6, one.c, [1 + one.row * g for g in range(7)])
+    times = {
+        count: min(drafting.run(drafted, prompts, FixedDrafts(count), batch=1).seconds for _ in range(2))
+        for count in (0, gamma)
+    }
+    points.append(SpeedPoint(f"draft model, {name}", alpha, min(one.c, 0.5), times[0] / times[gamma]))
+SpeedUpSurface(points, row=one.row, max_gamma=6)
+
+# %% [markdown]
+# The break-even line is α = c + row: the first draft of a round is the most valuable one, and it must earn more than it
+# costs. Every machine has its own line. On a GPU with one request a further row is almost free (lesson 3: the step
+# waits for the weights), so nearly everything pays. On a CPU, or with many requests, the line moves to the right.
+#
+# ### Exercise 3: drafts for nothing
+#
+# c is almost 0 if no model drafts. Code repeats itself: look for an earlier occurrence of the last few tokens, and
+# propose what followed. This is [prompt lookup](glossary.md#n-gram-drafter) (Saxena 2023).
+
+
+# %%
+def ngram_propose(token_ids: list[int], shortest: int, longest: int, count: int) -> list[int]:
+    """Return count drafts: the tokens that followed the last n tokens where they occurred before; [] if nowhere.
+
+    The largest n decides, from longest down to shortest. Of its earlier occurrences the latest decides; it may overlap
+    the last n tokens, but is not these themselves. If the text ends before there are count drafts, they repeat from
+    the first one: a loop goes on.
+
+    Examples: ngram_propose([1, 2, 3, 4, 1, 2], 2, 3, 2) is [3, 4]; ngram_propose([5, 6, 5], 1, 3, 4) is [6, 5, 6, 5].
+    """
+    ### BEGIN SOLUTION
+    for n in range(longest, shortest - 1, -1):
+        for start in range(len(token_ids) - n - 1, -1, -1):
+            if token_ids[start : start + n] == token_ids[-n:]:
+                followed = token_ids[start + n :]
+                return [followed[i % len(followed)] for i in range(count)]
+    return []
+    ### END SOLUTION
+
+
+# %%
+check("l11.ngram_propose")
+
+# %% [markdown]
+# A class with `propose` is all that the engine needs. Yours beside the engine's own, which searches bytes instead of
+# lists, and [suffix decoding](glossary.md#suffix-decoding), which drafts as many tokens as it has found matching ones:
+
+# %%
+from minillm.speculative.drafter import Draft, Drafter
+
+my_propose = use("l11.ngram_propose")
+
+
+class MyNgrams(Drafter):
+    """Your drafter: n-grams of 2 to 5 tokens."""
+
+    def propose(self, requests, num_drafts):
+        return [Draft(my_propose(r.token_ids, 2, 5, most)) for r, most in zip(requests, num_drafts, strict=True)]
+
+
+FEW = {kind: slices[kind][:4] for kind in ("functions", "docstrings", "imports")}
+options = {
+    "your n-grams": {"method": MyNgrams},
+    "n-grams": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+}
+tau = {"draft model": [drafting.run(drafted, prompts, FixedDrafts(6)) for prompts in FEW.values()]}
+for name, own in options.items():
+    engine = LLM(NAME, speculative_config={**own, "num_speculative_tokens": 6, "adaptive": False}, **SIZE)
+    tau[name] = [drafting.run(engine, prompts, FixedDrafts(6)) for prompts in FEW.values()]
+    del engine
+print(f"tokens per forward (share of steps with drafts)\n{'':14}", *(f"{kind:>14}" for kind in FEW))
+for name, runs in tau.items():
+    print(f"{name:14}", *(f"{run.tokens_per_forward:8.2f} ({run.share_with_drafts:4.0%})" for run in runs))
+claim(
+    "Your drafter drafts the same tokens as the engine's.",
+    all(a.tokens_per_forward == b.tokens_per_forward for a, b in zip(tau["your n-grams"], tau["n-grams"], strict=True)),
+)
+claim(
+    "All methods give the same text.",
+    all(run.outputs == tau["draft model"][i].outputs for runs in tau.values() for i, run in enumerate(runs)),
+)
+claim(
+    "On functions the draft model gives more tokens per forward than n-grams.",
+    tau["draft model"][0].tokens_per_forward > tau["n-grams"][0].tokens_per_forward,
+    of_model=True,
+)
+
+# %% [markdown]
+# The draft model drafts in every step, whether it knows anything or not. n-grams draft only where the text repeats
+# itself; elsewhere the step is a plain one, and nothing is lost. They cost microseconds, while the draft model costs c
+# per token. So the row with the most tokens per forward need not be the fastest.
+#
+# ### Exercise 4: a tree instead of a chain
+#
+# One rejection ends a round. If the draft model hesitates between two tokens, let it propose both, and continue each:
+# a **[tree](glossary.md#draft-tree)**. All its tokens go through the target in *one* forward. They lie one behind the
+# other in the cache, so without a mask the branches would see each other. Each token may attend to itself and its
+# ancestors only:
+#
+# ```
+# parents = [-1, -1, 0, 0, 1]        root ─┬─ 0 ─┬─ 2          rows and columns of the mask:
+#                                          │     └─ 3          0: the root (the last committed token)
+#                                          └─ 1 ─── 4          i + 1: draft i
+# ```
+
+
+# %%
+def tree_mask(parents: list[int]) -> torch.Tensor:
+    """Return the mask of a draft tree, [1 + n, 1 + n] bool for n drafts: row i attends to column j.
+
+    parents: of each draft the index of the draft it follows, or -1 for the root; parents come before their children
+
+    Example: tree_mask([-1, -1]) is [[1, 0, 0], [1, 1, 0], [1, 0, 1]]: two drafts that do not see each other.
+    """
+    ### BEGIN SOLUTION
+    mask = torch.eye(len(parents) + 1, dtype=torch.bool)
+    for row, parent in enumerate(parents, start=1):
+        mask[row] |= mask[parent + 1]
+    return mask
+    ### END SOLUTION
+
+
+# %%
+check("l11.tree_mask")
+
+# %% [markdown]
+# Your mask in the engine's forward: the tree above, and each of its paths alone, as an ordinary chain. If the mask is
+# right, the target's logits at a node are those at the end of its path.
+
+# %%
+from minillm.batch import Segment
+from minillm.viz.tensors.mask_grid import MaskGrid
+
+my_mask = use("l11.tree_mask")
+runner, tokenizer = drafted.engine.runner, drafted.get_tokenizer()
+
+
+class MySegment(Segment):
+    """A segment with your mask, as one integer per token: bit j is column j."""
+
+    @property
+    def masks(self):
+        return [sum(1 << j for j, seen in enumerate(row) if seen) for row in my_mask(self.parents).tolist()]
+
+
+class CausalSegment(Segment):
+    """A planted mistake: every token of the tree attends to all before it."""
+
+    @property
+    def masks(self):
+        return [(2 << i) - 1 for i in range(len(self.token_ids))]
+
+
+parents = [-1, -1, 0, 0, 1]
+prompt = tokenizer.encode(slices["functions"][0])[:40]
+tree = tokenizer.encode("return self")[:2] + tokenizer.encode(" = None")[:2] + tokenizer.encode("(")[:1]
+table = list(range(8))
+
+
+def logits_of(kind: type[Segment], nodes: list[int], links: list[int] | None) -> torch.Tensor:
+    """The target's logits at the last committed token and at these nodes."""
+    runner.run([Segment(prompt[:-1], 0, table)])
+    ids = [prompt[-1], *(tree[node] for node in nodes)]
+    return runner.run([kind(ids, len(prompt) - 1, table, len(ids), links)]).float()
+
+
+of_paths = {node: logits_of(Segment, path, None)[-1] for node, path in {2: [0, 2], 3: [0, 3], 4: [1, 4]}.items()}
+furthest = {}
+for kind in (MySegment, CausalSegment):
+    logits = logits_of(kind, list(range(5)), parents)
+    furthest[kind.__name__] = max(float((logits[node + 1] - path).abs().max()) for node, path in of_paths.items())
+drafted.reset_prefix_cache()  # these forwards overwrote cached blocks
+claim("With your mask, each leaf has the logits of its path alone.", furthest["MySegment"] < 0.01)
+claim("With the mask of a chain it has not.", furthest["CausalSegment"] > 0.1)
+MaskGrid(my_mask(parents).tolist(), ["root", *(tokenizer.decode([token]) for token in tree)], past=0)
+
+# %% [markdown]
+# What does a tree gain? More tokens per forward, for more rows in the forward. `(2, 1, 1)` means: two candidates for
+# the first token, each continued by one for the second and one for the third.
+
+# %%
+trees = {"method": "draft_tree", "model": DRAFT, "tree_branching": [4, 2, 1], "adaptive": False}
+engine = LLM(NAME, speculative_config=trees, **SIZE)
+grown = {}
+ROWS = (0.01, 0.1)  # stated: what a verified draft adds to a step
+print("branching    drafts   tokens per forward   speed if a row costs 0.01   0.1   (of a plain step; drafting free)")
+for branching in ((1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 1)):
+    engine.engine.drafter.branching = branching
+    size = sum(accumulate(branching, mul))
+    found = drafting.run(engine, slices["functions"], FixedDrafts(size)).tokens_per_forward
+    grown[branching] = found, *(found / (1 + row * size) for row in ROWS)
+    print(f"{branching!s:12} {size:6} {found:20.2f} {grown[branching][1]:27.2f} {grown[branching][2]:5.2f}")
+del engine
+widths, cheap, dear = zip(*grown.values(), strict=True)
+claim("Every tree gives more tokens per forward than the chain of the same depth.", min(widths[1:]) > widths[0])
+claim("Where a row is nearly free, a tree is the fastest.", max(cheap) > cheap[0], of_model=True)
+claim("Where a row costs a tenth of a step, the chain is the fastest.", max(dear) == dear[0], of_model=True)
+
+# %% [markdown]
+# A tree pays where rows are nearly free: on a GPU with few requests, for a large target. Here it buys a few tenths of a
+# token with twice the rows. (Sequoia chooses the tree's shape by dynamic programming from α and the price of rows;
+# EAGLE-2 grows it where the draft is confident.)
+#
+# ### Exercise 5: a draft that is trained to be accepted
+#
+# A draft model is trained to imitate the target. The usual loss is the [KL divergence](glossary.md#kl-divergence)
+# KL(p‖q). But the draft is too small to imitate everything, and what counts is Σ min(p, q), the probability that the
+# target accepts. So train on that (the LK loss; SPIRe mixes both).
+
+
+# %%
+def distil_loss(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
+    """Return −log Σ min(p, q), averaged over the rows: a tensor without dimensions.
+
+    target_logits, draft_logits: [rows, vocab]; p is the softmax of the former, q that of the latter
+
+    Example: p = (½, ½) and q = (¾, ¼) give −log(½ + ¼) = 0.288.
+    """
+    ### BEGIN SOLUTION
+    p, q = target_logits.softmax(-1), draft_logits.softmax(-1)
+    return -torch.minimum(p, q).sum(-1).log().mean()
+    ### END SOLUTION
+
+
+# %%
+check("l11.distil_loss")
+
+# %% [markdown]
+# The smallest possible draft that cannot imitate its target: the target's distribution has two humps, the draft's only
+# one, with a centre and a width to learn.
+
+# %% tags=["expected"] alt="Three curves over forty tokens: the target with two humps; the draft trained by KL, one wide hump across both; the draft trained on acceptance, a narrow hump on the larger one."
+from torch.nn import functional as F
+
+my_loss = use("l11.distil_loss")
+tokens = torch.arange(40.0)
+humps = 0.75 * torch.exp(-((tokens - 10) ** 2) / 8) + 0.25 * torch.exp(-((tokens - 28) ** 2) / 8)
+target = (humps / humps.sum()).log()[None]
+
+
+def fit(loss) -> tuple[torch.Tensor, float]:
+    """The draft's distribution after training with `loss`, and its acceptance."""
+    centre, width = torch.tensor(17.0, requires_grad=True), torch.tensor(1.5, requires_grad=True)  # width: of e
+    adam = torch.optim.Adam([centre, width], lr=0.1)
+    with torch.enable_grad():
+        for _ in range(300):
+            draft = -((tokens - centre) ** 2 / (2 * (2 * width).exp()))[None]
+            adam.zero_grad()
+            loss(target, draft).backward()
+            adam.step()
+    q = draft.detach().softmax(-1)[0]
+    return q, float(torch.minimum(target.softmax(-1)[0], q).sum())
+
+
+by_kl, alpha_kl = fit(lambda p, q: F.kl_div(q.log_softmax(-1), p.softmax(-1), reduction="batchmean"))
+by_acceptance, alpha_lk = fit(my_loss)
+print(f"acceptance Σ min(p, q): trained by KL {alpha_kl:.2f}, trained on acceptance {alpha_lk:.2f}")
+speeds = [speed_up([alpha] * my_gamma([alpha] * 8, 0.1, [1.0] * 9), 0.1, 0.0) for alpha in (alpha_kl, alpha_lk)]
+print(f"with c = 0.1 and free verification: {speeds[0]:.2f}× and {speeds[1]:.2f}×")
+claim("Training on acceptance raises acceptance.", alpha_lk > alpha_kl + 0.1)
+ids = list(range(40))
+LineChart(
+    "One target, and two drafts of one hump",
+    Axis("token"),
+    Axis("probability"),
+    [
+        Series("target", ids, target.softmax(-1)[0].tolist(), style="modelled"),
+        Series("draft, trained by KL", ids, by_kl.tolist()),
+        Series("draft, trained on acceptance", ids, by_acceptance.tolist()),
+    ],
+    "The draft trained by KL covers both humps; the one trained on acceptance covers the larger one.",
+)
+
+# %% [markdown]
+# KL punishes a draft for every token that it cannot produce, so it spreads out, and is half right everywhere. The
+# acceptance loss gives up the smaller hump. (Far from the target its gradient is weak, so in practice KL comes first or
+# is mixed in. The bundled draft was trained on KL + the rejection rate + a little cross-entropy:
+# `minillm/training/distill.py`.)
+#
+# ### Exercise 6: how many drafts, in this step?
+#
+# γ need not be the same for all requests, nor in every step. One request is in the middle of a table of constants, the
+# next writes prose. So take the drafts of all requests in one order, the most probable first, and as many of them as
+# give the most tokens per second: [adaptive drafting](glossary.md#adaptive-drafting). vLLM calls it adaptive
+# verification.
+
+
+# %%
+def choose_drafts(survival: list[list[float]], seconds: list[float]) -> list[int]:
+    """Return how many drafts each request gets in this step.
+
+    survival: survival[r][i] is the probability that draft i + 1 of request r and all before it are accepted
+    seconds:  seconds[m] is the time of a step with m drafts of all requests together
+
+    Take the m drafts with the highest survival, with the m that gives the most tokens per second; the fewest of
+    equals. Every request also gets the target's own token. Of equally probable drafts, those of an earlier request
+    come first.
+
+    Example: choose_drafts([[0.9, 0.8], [0.3, 0.1]], [1.0, 1.2, 1.4, 1.6, 1.8]) is [2, 0].
+    """
+    ### BEGIN SOLUTION
+    slots = [(p, r) for r, chances in enumerate(survival) for p in chances]
+    slots.sort(key=lambda slot: -slot[0])
+    tokens, counts, chosen = float(len(survival)), [0] * len(survival), [0] * len(survival)
+    fastest = tokens / seconds[0]
+    for m, (p, r) in enumerate(slots, start=1):
+        tokens += p
+        counts[r] += 1
+        if tokens / seconds[m] > fastest:
+            fastest, chosen = tokens / seconds[m], list(counts)
+    return chosen
+    ### END SOLUTION
+
+
+# %%
+check("l11.choose_drafts")
+
+# %% [markdown]
+# Your rule decides in the engine now. Survival is estimated from each request's own verdicts (and at first from those
+# of all). The prices are *stated*, so that the picture is the same everywhere: three machines, of which the first is
+# like a GPU with few requests, and the last has no arithmetic to spare.
+
+# %%
+my_choose = use("l11.choose_drafts")
+MACHINES = {"rows nearly free": (0.02, 0.01), "in between": (0.05, 0.12), "saturated": (0.3, 0.8)}  # c, price of a row
+
+
+class MyDrafts(AdaptiveDrafts):
+    """Your rule, with the engine's estimate of survival."""
+
+    def plan(self, requests, num_rows):
+        survival = [self.survival(request) for request in requests]
+        most = sum(map(len, survival))
+        seconds = [self.costs.target(num_rows + m, 0) + m * self.costs.next_draft for m in range(most + 1)]
+        return DraftPlan(my_choose(survival, seconds), survival, drafting.speedups(survival, seconds))
+
+    def ran(self, num_rows, num_context, seconds):
+        """The prices are stated: nothing is learnt from the clock."""
+
+
+def at_prices(c: float, row: float) -> MyDrafts:
+    return MyDrafts(6, StepCosts({1: 1.0, 64: 1 + 63 * row}, next_draft=c))
+
+
+mixed = [*slices["imports"][:2], *slices["docstrings"][:2]]
+decided = {}
+for name, (c, row) in MACHINES.items():
+    decided[name] = drafting.run(drafted, mixed, at_prices(c, row), new_tokens=64)
+    plans = decided[name].trace.of(DraftsPlanned)
+    given = [sum(plan.num_drafts) / len(plan.num_drafts) for plan in plans]
+    print(
+        f"{name:17} {sum(given) / len(given):5.2f} drafts per request and step, "
+        f"{decided[name].tokens_per_forward:.2f} tokens per forward, {len(plans)} steps"
+    )
+per_step = [sum(sum(plan.num_drafts) for plan in run.trace.of(DraftsPlanned)) for run in decided.values()]
+claim("The dearer the rows, the fewer drafts.", per_step == sorted(per_step, reverse=True) and per_step[0] > 0)
+claim("On the saturated machine nothing is drafted.", per_step[-1] == 0)
+claim("The text is the same on all three.", len({str(run.outputs) for run in decided.values()}) == 1)
+
+# %% [markdown]
+# One decision of the second machine, in the ninth step. On the left, the chance of each draft to be kept; on the right, what
+# another draft would do to the speed.
+
+# %% tags=["expected"] alt="Left: four requests with their chances by position; some cells are ticked, more for requests whose drafts were accepted before. Right: predicted speed-up by number of drafts, which rises to a ring at the chosen number and then falls."
+STEP = 8
+DraftDecision(decided["in between"].trace.of(DraftsPlanned)[STEP])
+
+# %% [markdown]
+# And the same step on the other two: four to six drafts for each request, and none.
+
+# %%
+for name in ("rows nearly free", "saturated"):
+    show(DraftDecision(decided[name].trace.of(DraftsPlanned)[STEP]))
+
+# %% [markdown]
+# ## Measure
+#
+# Does the formula predict this machine? The prices c and v come from the cell above the map, timed on *other* text
+# (`functions`). From them and from counted acceptance comes the prediction; beside it, what the clock says. Drafts are
+# always four, or adaptive (at most four, by the engine's own rule with the same prices).
+
+# %% tags=["nbval-ignore-output"]
+known = [(drafting.prices(drafted, slices["functions"], p.batch, 1), p) for p in (one, eight)]  # one draft, and four
+costs = {"draft model": drafting.costs_of(*known), "n-grams": drafting.costs_of(*known, has_model=False)}
+lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5, "num_speculative_tokens": GAMMA}
+engines = {"draft model": drafted, "n-grams": LLM(NAME, speculative_config={**lookup, "adaptive": False}, **SIZE)}
+measured, predicted, NEW = {}, {}, 24
+print("requests  text        method        drafts      tokens/forward   predicted   measured")
+for price in (one, eight):
+    for kind in ("imports", "docstrings"):
+        prompts = slices[kind][: max(2, price.batch)]
+        for method, engine in engines.items():
+            policies = {
+                "none": lambda: FixedDrafts(0),
+                "four": lambda: FixedDrafts(GAMMA),
+                "adaptive": lambda method=method: AdaptiveDrafts(GAMMA, costs[method]),
+            }
+            runs = {name: [] for name in policies}
+            for _ in range(2):
+                for name, policy in policies.items():
+                    runs[name].append(drafting.run(engine, prompts, policy(), batch=price.batch, new_tokens=NEW))
+            plain = min(run.seconds for run in runs.pop("none"))
+            for name, found in runs.items():
+                ratio = measured[price.batch, kind, method, name] = plain / min(run.seconds for run in found)
+                foretold = drafting.predicted_speed_up(found[0], costs[method], price.batch, NEW)
+                predicted[price.batch, kind, method, name] = foretold
+                print(
+                    f"{price.batch:8}  {kind:11} {method:13} {name:10} {found[0].tokens_per_forward:15.2f} "
+                    f"{foretold:10.2f}× {ratio:9.2f}×{'   slower' if ratio < 1 else ''}"
+                )
+reveal("l11.eight", round(measured[8, "docstrings", "draft model", "four"], 2))
+error = {key: foretold / measured[key] - 1 for key, foretold in predicted.items()}
+claim(
+    "Always four drafts: every prediction is within 40% of the clock, and half of them within 15%.",
+    max(abs(e) for key, e in error.items() if key[-1] == "four") < 0.4
+    and sorted(abs(e) for key, e in error.items() if key[-1] == "four")[3] < 0.15,
+    measured=True,
+)
+claim(
+    "Eight requests, adaptive: on average the prediction promises too much.",
+    sum(e for key, e in error.items() if key[0] == 8 and key[-1] == "adaptive") > 0,
+    measured=True,
+)
+claim(
+    "The same drafts gain less with eight requests than with one.",
+    measured[8, "docstrings", "draft model", "four"] < measured[1, "docstrings", "draft model", "four"],
+    measured=True,
+)
+claim(
+    "Eight requests, four drafts each, on docstrings: drafting loses.",
+    measured[8, "docstrings", "draft model", "four"] < 1,
+    measured=True,
+)
+claim(
+    "One request, imports: always four drafts is at least nearly as fast as adaptive drafting.",
+    measured[1, "imports", "draft model", "four"] > 0.9 * measured[1, "imports", "draft model", "adaptive"],
+    measured=True,
+)
+claim(
+    "Eight requests, docstrings: adaptive drafting does not lose as much.",
+    measured[8, "docstrings", "draft model", "adaptive"] > measured[8, "docstrings", "draft model", "four"],
+    measured=True,
+)
+
+# %% [markdown]
+# **Where speculation loses.** With eight requests a step has eight rows; with four drafts each it has forty, and this
+# processor has no arithmetic left to compute them for nothing. The acceptance is about the same as with one request;
+# the price has changed. That is why a server drafts when it is quiet and stops when it is busy, and why a benchmark with
+# one request says nothing about a server.
+#
+# **Adaptive drafting** drafts less where the prices are high, so it loses less. It is no better than its prices and its
+# estimates. The estimates start as a guess, and to find out whether drafts are accepted it must draft some. The prices
+# are timed on steps in which all requests draft alike. In a mixed step the formula takes a line between them, but the
+# draft model runs its forward even if only one request drafts, and after a pause it must first read the tokens that it
+# missed. So these predictions are too high.
+#
+# ### The literature's claims
+#
+# Three statements about speculative decoding that articles repeat, beside what the formula says:
+
+# %%
+quoted("Speed-up = 1 + γ × acceptance rate", "overview articles on inference, which give no c and no v")
+quoted("The speed-up grows linearly with γ", "the same")
+quoted("An acceptance of 60 to 70% gives 2.0 to 2.8 times", "the same")
+print("\nα = 0.65 at every position, c = 0.1, verification free")
+print("γ    1 + γα   tokens per round   speed-up")
+for gamma in (1, 2, 3, 5, 8, 16, 32):
+    print(
+        f"{gamma:2} {1 + 0.65 * gamma:8.2f} {my_tokens([0.65] * gamma):14.2f} {speed_up([0.65] * gamma, 0.1, 0):14.2f}×"
+    )
+conditional = speed_up([0.65] * 5, 0.1, 0.0)
+share = (1 + 5 * 0.65) / (1 + 5 * 0.1)
+print(f"\nγ = 5, an 'acceptance of 65%': conditional {conditional:.2f}×; accepted / drafted {share:.2f}×")
+claim("1 + γα is more than the tokens of a round, and those are no speed-up yet.", my_tokens([0.65] * 5) < 1 + 5 * 0.65)
+at = {gamma: speed_up([0.65] * gamma, 0.1, 0.0) for gamma in (3, 5, 16, 32)}
+claim("The speed-up has a maximum: γ = 3 beats 5, 5 beats 16.", at[3] > at[5] > at[16])
+claim("With γ = 32 drafting is slower than not drafting.", at[32] < 1)
+claim(
+    "65% gives 1.76 times if it is conditional, 2.83 times if it is accepted / drafted.",
+    (round(conditional, 2), round(share, 2)) == (1.76, 2.83),
+)
+
+# %% [markdown]
+# ## Break it
+#
+# Five ways to choose γ wrong. The acceptances are those of the draft model above, the prices are stated. **Guess
+# first**: which mistake costs most? Each row shows the γ that the mistake leads to, and the speed that this γ really
+# has.
+
+# %%
+c, row = 0.12, 0.16  # stated
+rows = [1 + row * g for g in range(len(alphas) + 1)]
+gpu_c, gpu_row = MACHINES["rows nearly free"]
+share = acceptance.accepted_share
+chosen = {
+    "right": my_gamma(alphas, c, rows),
+    "prices of a GPU": my_gamma(alphas, gpu_c, [1 + gpu_row * g for g in range(len(rows))]),
+    "drafts are free": my_gamma(alphas, 0.0, rows),
+    "verification is free": my_gamma(alphas, c, [1.0] * len(rows)),
+    "accepted / drafted as α": my_gamma([share] * len(alphas), c, rows),
+    "marginal as conditional": my_gamma(acceptance.marginal, c, rows),
+}
+speeds = {mistake: speed_up(alphas[:gamma], c, row) for mistake, gamma in chosen.items()}
+for mistake, gamma in chosen.items():
+    print(f"{mistake:24} γ = {gamma}   {speeds[mistake]:.2f}×")
+claim("No mistake is faster than the right γ.", max(speeds.values()) == speeds["right"])
+claim("Prices of another machine cost most.", min(speeds, key=speeds.get) == "prices of a GPU", of_model=True)
+
+# %% [markdown]
+# None of these changes the text, so no test of tokens finds them. Only the clock does, on the machine where it matters.
+#
+# ## In the field
+#
+# | system | what it drafts | how many |
+# |---|---|---|
+# | vLLM | `ngram`, `suffix`, `draft_model`, `medusa`, `eagle`, `eagle3`, `mtp` and others | `num_speculative_tokens`, by batch size if wanted; adaptive verification ranks drafts by survival, with profiled step costs |
+# | EAGLE 1 to 3 | one layer on the target's hidden states; trees that grow where it is confident | a budget of nodes |
+# | Medusa, Hydra | heads on the target's last hidden state, all guesses in one pass | a fixed tree |
+# | PARD | a draft model with mask tokens: K drafts in one forward | K |
+# | Sequoia | any draft model | the tree's shape by dynamic programming for a machine |
+# | Arctic (Snowflake) | suffix decoding first, a model where it finds nothing | by the length of the match |
+# | llama.cpp, transformers | a draft model, or prompt lookup (`prompt_lookup_num_tokens`) | fixed, or by the draft's confidence |
+
+# %%
+quoted(
+    "7B on an A100, tokens per step → speed: small draft model 2.28 → 1.52×, look-up 1.64 → 1.66×, Medusa 2.31 → "
+    "1.71×, Hydra 3.26 → 2.07×, EAGLE-2 4.34 → 2.36×",
+    "Spec-Bench",
+)
+print("plain steps per round, from these pairs:")
+for name, tokens_per_step, faster in (
+    ("small draft model", 2.28, 1.52),
+    ("look-up", 1.64, 1.66),
+    ("EAGLE-2", 4.34, 2.36),
+):
+    print(f"  {name:18} {tokens_per_step / faster:.2f}")
+claim("Look-up is faster than a small draft model with fewer tokens per step.", 1.66 > 1.52 and 1.64 < 2.28)
+
+# %% [markdown]
+# The denominator explains it: a round of the small draft model takes one and a half plain steps, a round of look-up
+# one.
+#
+# **Claims, checked.**
+#
+# | claim | what holds | tested where |
+# |---|---|---|
+# | speed-up = 1 + γ × acceptance | that is τ, and only if "acceptance" means accepted / drafted; the speed-up divides by γc + v | the literature's claims |
+# | linear in γ | τ never exceeds 1 / (1 − α); with c > 0 the speed-up has a maximum, then falls below 1 | the same |
+# | 60–70% acceptance gives 2.0–2.8× | three numbers have that name: 1.76× or 2.83× for 65% | the same |
+# | speculative decoding makes a server faster | one request, yes; eight together lost here | Measure |
+#
+# **Papers.** Leviathan et al. 2023, *Fast Inference from Transformers via Speculative Decoding*. Chen et al. 2023,
+# *Accelerating Large Language Model Decoding with Speculative Sampling*. Miao et al. 2024, *SpecInfer*. Chen et al.
+# 2024, *Sequoia*. Li et al. 2024, *EAGLE* and *EAGLE-2*. Cai et al. 2024, *Medusa*. Saxena 2023, *Prompt Lookup
+# Decoding*. Oliaro et al. 2024, *SuffixDecoding*. Mamou et al. 2024, *DISCO* (a dynamic number of drafts).
+#
+# ## Recap
+#
+# 1. Speed-up = τ / (γc + v). τ = 1 + Σ of products of *conditional* acceptances; it never exceeds 1 / (1 − α).
+# 2. A draft pays if its chance to be kept exceeds its price. The first is the most valuable one, so break-even is
+#    α = c + the price of a row.
+# 3. n-grams and suffixes cost almost nothing and draft only where text repeats; trees buy tokens with rows; training
+#    on Σ min(p, q) buys acceptance where the draft is small.
+# 4. Prices belong to a machine and a batch. The same drafts that pay for one request may lose for eight.
+# 5. So decide in every step: the most probable drafts first, as long as tokens per second rise.
+#
+# **Next:** lesson 15 puts a draft model and n-grams into a completion that must take less than 100 ms.

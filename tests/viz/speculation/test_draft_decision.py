@@ -1,0 +1,79 @@
+"""The picture of a decision shows what was decided, and says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from minillm.errors import TraceError
+from minillm.request import Request
+from minillm.sampling import SamplingParams
+from minillm.speculative.draft_policy import AdaptiveDrafts
+from minillm.speculative.step_costs import StepCosts
+from minillm.trace import DraftsPlanned
+from minillm.viz.speculation.draft_decision import MAX_REQUESTS, DraftDecision
+from tests.viz.pictures import description, found, states, text_of
+
+
+def decided(row: float, rates: tuple[int, ...] = (4, 0), most: int = 4) -> DraftsPlanned:
+    """The decision for a request per rate, of whose drafts so many were accepted in each of 40 rounds."""
+    policy = AdaptiveDrafts(most, StepCosts({1: 1.0, 65: 1 + 64 * row}, 0.0, 0.02, 0.02))
+    requests = [Request(str(i), "", [1, 2], 2, SamplingParams(temperature=0), 9, seed=0) for i in range(len(rates))]
+    for _ in range(40):
+        for request, accepted in zip(requests, rates, strict=True):
+            policy.judged(request, most, accepted)
+    plan = policy.plan(requests, len(requests))
+    return DraftsPlanned([r.request_id for r in requests], plan.num_drafts, plan.survival, plan.speedups)
+
+
+def test_chosen_slots_are_those_of_the_plan() -> None:
+    event = decided(0.1)
+    svg = DraftDecision(event).to_svg()
+    assert event.num_drafts[0] == 4 and event.num_drafts[1] == 0
+    slots = states(svg, "slot")[:8]
+    assert slots == ["drafted"] * 4 + ["left out"] * 4
+    assert text_of(found(svg, "slot")[0]) == f"✓ {event.survival[0][0]:.2f}"
+
+
+def test_the_ring_lies_on_the_chosen_number() -> None:
+    event = decided(0.1)
+    picture = DraftDecision(event)
+    svg = picture.to_svg()
+    ring, points = found(svg, "chosen")[0], found(svg, "number")
+    point = next(p for p in points if int(p.get("data-drafts")) == picture.chosen)
+    assert (ring.get("cx"), ring.get("cy")) == (point.get("cx"), point.get("cy"))
+    assert min(float(p.get("cy")) for p in points) == float(point.get("cy")), "no other number is higher"
+
+
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [
+        (decided(0.0, (4,)), "4 drafts: the most tokens per second, predicted"),
+        (decided(0.9, (0,)), "every number of drafts is predicted to be slower"),
+        (DraftsPlanned(["a"], [0], [[0.5]], [1.0, 1.01]), "1 draft would give 1.01× plain decoding, a gain too small"),
+        (DraftsPlanned(["a"], [1], [[0.1]], [1.0, 0.7]), "1 draft as a trial"),
+    ],
+)
+def test_the_reason_is_the_one_that_holds(event: DraftsPlanned, says: str) -> None:
+    picture = DraftDecision(event)
+    assert says in picture.reason
+    assert picture.reason in description(picture.to_svg()) and description(picture.to_svg()) == picture.describe()
+    assert repr(picture) == "<DraftDecision>"
+
+
+def test_many_requests_are_counted_where_there_is_no_room() -> None:
+    svg = DraftDecision(decided(0.05, (2,) * 12)).to_svg()
+    assert f"and {12 - MAX_REQUESTS} more requests" in svg
+
+
+def test_many_positions_fit() -> None:
+    assert len(found(DraftDecision(decided(0.0, (9,), most=20)).to_svg(), "slot")) == 8 + 2
+
+
+def test_whole_trees_leave_gaps_in_the_curve() -> None:
+    event = DraftsPlanned(["a"], [3], [[0.4] * 3], [1.0, 0.0, 0.0, 1.3])
+    assert [int(p.get("data-drafts")) for p in found(DraftDecision(event).to_svg(), "number")] == [0, 3]
+
+
+def test_an_event_without_predictions_is_refused() -> None:
+    with pytest.raises(TraceError, match="nothing to draw"):
+        DraftDecision(DraftsPlanned(["a"], [0], [], []))
