@@ -851,4 +851,4 @@ print(f"tokens per forward for 1, 2, 4, 8 drafts: {', '.join(f'{tau:.2f}' for ta
 #    caches. Each finds mistakes that the others miss.
 # 5. Exact is not fast. Accepting with p(x), no bonus, a hole in the draft's cache: all exact, all slow.
 #
-# **Next:** how many tokens a round should draft, and when drafts make text faster at all. Lesson 15 puts them to work.
+# **Next:** lesson 11 asks how many tokens a round should draft, and when drafts make text faster at all.

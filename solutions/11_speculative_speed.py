@@ -12,8 +12,8 @@
 # **Question.** *When does guessing make a model faster, and when slower?*
 #
 # In [speculative decoding](glossary.md#speculative-decoding), a cheap [draft](glossary.md#draft) proposes γ tokens and
-# the [target](glossary.md#target) judges all of them in one forward. The text is exactly the target's (that is a lesson
-# of its own). Whether it comes *sooner* is open. Three things decide: how many drafts the target accepts, what it costs
+# the [target](glossary.md#target) judges all of them in one forward. The text is exactly the target's (lesson 10 proves
+# that). Whether it comes *sooner* is open. Three things decide: how many drafts the target accepts, what it costs
 # to draft a token, and what it costs to verify one. Articles mostly give the first, and leave out the other two.
 #
 # You write the formula, and test it at any acceptance. Then you make drafts in three ways: with a small model, from the
