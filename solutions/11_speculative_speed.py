@@ -17,7 +17,7 @@
 # to draft a token, and what it costs to verify one. Articles mostly give the first, and leave out the other two.
 #
 # You write the formula, and test it at any acceptance. Then you make drafts in three ways: with a small model, from the
-# text itself, and as a tree. At last you write the rule by which an engine decides in every step how many drafts to
+# text itself, and as a tree. Finally you write the rule by which an engine decides in every step how many drafts to
 # make: none, one, or six.
 #
 # You need lesson 0 (what a [round](glossary.md#round) is) and lesson 3 (what limits a step). Everything runs on a
@@ -66,8 +66,8 @@ print("kinds of text:", ", ".join(f"{name} ({len(prompts)} prompts)" for name, p
 # 1. Each draft is accepted with probability 0.8 if those before it were. Drafting a token takes a tenth of a step, and
 #    verifying is free (v = 1). How many times faster is γ = 4?
 # 2. How many tokens per forward of the target does the bundled draft model reach with γ = 6 on the slice `functions`?
-# 3. Eight requests run together, each with four drafts from the draft model. How many times as fast is that as eight
-#    requests without drafts, on your machine?
+# 3. Eight requests of the slice `docstrings` run together, each with four drafts from the draft model in every round.
+#    How many times as fast is that as the same eight without drafts, on your machine?
 
 # %%
 predict("l11.textbook", None, unit="times")
@@ -152,11 +152,15 @@ print("conditional:", ", ".join(f"{a:.2f}" for a in alphas))
 print("marginal:   ", ", ".join(f"{a:.2f}" for a in acceptance.marginal))
 print(f"accepted / drafted: {acceptance.accepted_share:.2f}; tokens per round: {acceptance.tokens_per_round:.2f}")
 print(f"your formula, from the conditional ones: {my_tokens(alphas):.2f}")
+by_gamma = {g: (my_tokens(alphas[:g]) - 1) / g for g in range(1, len(alphas) + 1)}
+print("accepted / drafted by γ, by the formula:", ", ".join(f"{g}: {share:.2f}" for g, share in by_gamma.items()))
 reveal("l11.tau", round(functions.tokens_per_forward, 2))
 claim(
     "Your formula comes close to the counted tokens per round.",
     abs(my_tokens(alphas) - acceptance.tokens_per_round) < 0.15,
+    of_model=True,
 )
+claim("The same draft has a lower accepted / drafted with a larger γ.", by_gamma[6] < by_gamma[4] < by_gamma[2])
 claim(
     "Accepted / drafted is below the conditional acceptance of each of the first four positions.",
     acceptance.accepted_share < min(alphas[:4]),
@@ -259,7 +263,7 @@ SpeedUpSurface(points, row=one.row, max_gamma=6)
 # costs. Every machine has its own line. On a GPU with one request a further row is almost free (lesson 3: the step
 # waits for the weights), so nearly everything pays. On a CPU, or with many requests, the line moves to the right.
 #
-# ### Exercise 3: drafts for nothing
+# ### Exercise 3: drafts without a model
 #
 # c is almost 0 if no model drafts. Code repeats itself: look for an earlier occurrence of the last few tokens, and
 # propose what followed. This is [prompt lookup](glossary.md#n-gram-drafter) (Saxena 2023).
@@ -335,8 +339,8 @@ claim(
 
 # %% [markdown]
 # The draft model drafts in every step, whether it knows anything or not. n-grams draft only where the text repeats
-# itself; elsewhere the step is a plain one, and nothing is lost. They cost microseconds, while the draft model costs c
-# per token. So the row with the most tokens per forward need not be the fastest.
+# itself; elsewhere the step is a plain one, and nothing is lost. The engine's search takes microseconds, while the
+# draft model costs c per token. So the row with the most tokens per forward need not be the fastest.
 #
 # ### Exercise 4: a tree instead of a chain
 #
@@ -440,7 +444,11 @@ for branching in ((1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 1)):
     print(f"{branching!s:12} {size:6} {found:20.2f} {grown[branching][1]:27.2f} {grown[branching][2]:5.2f}")
 del engine
 widths, cheap, dear = zip(*grown.values(), strict=True)
-claim("Every tree gives more tokens per forward than the chain of the same depth.", min(widths[1:]) > widths[0])
+claim(
+    "Every tree gives more tokens per forward than the chain of the same depth.",
+    min(widths[1:]) > widths[0],
+    of_model=True,
+)
 claim("Where a row is nearly free, a tree is the fastest.", max(cheap) > cheap[0], of_model=True)
 claim("Where a row costs a tenth of a step, the chain is the fastest.", max(dear) == dear[0], of_model=True)
 
@@ -601,12 +609,16 @@ for name, (c, row) in MACHINES.items():
         f"{decided[name].tokens_per_forward:.2f} tokens per forward, {len(plans)} steps"
     )
 per_step = [sum(sum(plan.num_drafts) for plan in run.trace.of(DraftsPlanned)) for run in decided.values()]
-claim("The dearer the rows, the fewer drafts.", per_step == sorted(per_step, reverse=True) and per_step[0] > 0)
+claim(
+    "The more a row costs, the fewer drafts.",
+    per_step == sorted(per_step, reverse=True) and per_step[0] > 0,
+    of_model=True,
+)
 claim("On the saturated machine nothing is drafted.", per_step[-1] == 0)
 claim("The text is the same on all three.", len({str(run.outputs) for run in decided.values()}) == 1)
 
 # %% [markdown]
-# One decision of the second machine, in the ninth step. On the left, the chance of each draft to be kept; on the right, what
+# One decision of the second machine, in the ninth step: A and B continue imports, C and D docstrings. On the left, the chance of each draft to be kept; on the right, what
 # another draft would do to the speed.
 
 # %% tags=["expected"] alt="Left: four requests with their chances by position; some cells are ticked, more for requests whose drafts were accepted before. Right: predicted speed-up by number of drafts, which rises to a ring at the chosen number and then falls."
@@ -619,6 +631,8 @@ DraftDecision(decided["in between"].trace.of(DraftsPlanned)[STEP])
 # %%
 for name in ("rows nearly free", "saturated"):
     show(DraftDecision(decided[name].trace.of(DraftsPlanned)[STEP]))
+given = decided["rows nearly free"].trace.of(DraftsPlanned)[STEP].num_drafts
+claim("Rows nearly free: each request gets four to six drafts.", min(given) == 4 and max(given) == 6, of_model=True)
 
 # %% [markdown]
 # ## Measure
@@ -654,16 +668,15 @@ for price in (one, eight):
                 predicted[price.batch, kind, method, name] = foretold
                 print(
                     f"{price.batch:8}  {kind:11} {method:13} {name:10} {found[0].tokens_per_forward:15.2f} "
-                    f"{foretold:10.2f}× {ratio:9.2f}×{'   slower' if ratio < 1 else ''}"
+                    f"{foretold:10.2f}× {ratio:9.2f}×{'   slower' if ratio < 0.995 else ''}"
                 )
 reveal("l11.eight", round(measured[8, "docstrings", "draft model", "four"], 2))
 error = {key: foretold / measured[key] - 1 for key, foretold in predicted.items()}
-claim(
-    "Always four drafts: every prediction is within 40% of the clock, and half of them within 15%.",
-    max(abs(e) for key, e in error.items() if key[-1] == "four") < 0.4
-    and sorted(abs(e) for key, e in error.items() if key[-1] == "four")[3] < 0.15,
-    measured=True,
+off = sorted(abs(e) for key, e in error.items() if key[-1] == "four")
+print(
+    f"always four drafts: predictions are off by {off[0]:.0%} to {off[-1]:.0%}, half of them by less than {off[4]:.0%}"
 )
+claim("Always four drafts: half of the predictions are within 25% of the clock.", off[3] < 0.25, measured=True)
 claim(
     "Eight requests, adaptive: on average the prediction promises too much.",
     sum(e for key, e in error.items() if key[0] == 8 and key[-1] == "adaptive") > 0,
@@ -795,7 +808,7 @@ claim("Look-up is faster than a small draft model with fewer tokens per step.", 
 # | speed-up = 1 + γ × acceptance | that is τ, and only if "acceptance" means accepted / drafted; the speed-up divides by γc + v | the literature's claims |
 # | linear in γ | τ never exceeds 1 / (1 − α); with c > 0 the speed-up has a maximum, then falls below 1 | the same |
 # | 60–70% acceptance gives 2.0–2.8× | three numbers have that name: 1.76× or 2.83× for 65% | the same |
-# | speculative decoding makes a server faster | one request, yes; eight together lost here | Measure |
+# | speculative decoding makes a server faster | one request, yes; of eight together on docstrings, the draft model made it slower | Measure |
 #
 # **Papers.** Leviathan et al. 2023, *Fast Inference from Transformers via Speculative Decoding*. Chen et al. 2023,
 # *Accelerating Large Language Model Decoding with Speculative Sampling*. Miao et al. 2024, *SpecInfer*. Chen et al.
