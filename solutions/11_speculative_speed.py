@@ -431,13 +431,12 @@ MaskGrid(my_mask(parents).tolist(), ["root", *(tokenizer.decode([token]) for tok
 # the first token, each continued by one for the second and one for the third.
 
 # %%
-trees = {"method": "draft_tree", "model": DRAFT, "tree_branching": [4, 2, 1], "adaptive": False}
-engine = LLM(NAME, speculative_config=trees, **SIZE)
+trees = {"method": "draft_tree", "model": DRAFT, "adaptive": False}
 grown = {}
 ROWS = (0.01, 0.1)  # stated: what a verified draft adds to a step
 print("branching    drafts   tokens per forward   speed if a row costs 0.01   0.1   (of a plain step; drafting free)")
 for branching in ((1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 1)):
-    engine.engine.drafter.branching = branching
+    engine = LLM(NAME, speculative_config={**trees, "tree_branching": branching}, **SIZE)
     size = sum(accumulate(branching, mul))
     found = drafting.run(engine, slices["functions"], FixedDrafts(size)).tokens_per_forward
     grown[branching] = found, *(found / (1 + row * size) for row in ROWS)
