@@ -41,7 +41,7 @@ def device_probs(logits: torch.Tensor, rows: list[SamplingRow]) -> tuple[torch.T
     plan = SamplingPlan(rows, logits.shape[1])
     with NoWaiting() as crossed:
         probs, is_valid = SAMPLER.probs(logits, plan, copy_to_device(plan.columns, CPU))
-    assert crossed == ({"copy_to_device": 1} if plan.columns else {})
+    assert crossed == ({"send": 1} if plan.columns else {})
     return probs, is_valid.tolist()
 
 
@@ -89,7 +89,7 @@ def test_tokens_are_those_of_the_host(names):
     drawn = uniforms(range(len(rows)), [9] * len(rows), [Draw.SAMPLE] * len(rows))
     with NoWaiting() as crossed:
         tokens, is_valid = SAMPLER.choose(logits, rows, drawn)
-    assert crossed == {"copy_to_device": 1}
+    assert crossed == {"send": 1}
     assert tokens.tolist() == choose(logits, rows, drawn.tolist()).tolist()
     assert is_valid.all()
 
@@ -107,7 +107,7 @@ def test_drawing_reads_once_and_keeps_the_probabilities_where_they_are():
     drawn = uniforms([5] * 8, range(8), [Draw.DRAFT] * 8)
     with NoWaiting() as crossed:
         tokens, probs = SAMPLER.draw(logits, rows, drawn)
-    assert crossed == {"copy_to_device": 1, "copy_to_host": 1}
+    assert crossed == {"send": 1, "read": 1}
     assert torch.equal(probs, probs_from_logits(logits, rows))
     assert tokens == choose(logits, rows, drawn.tolist()).tolist()
 

@@ -47,7 +47,7 @@ def on_device(
         q = flat_draft_probs(draft_token_ids, draft_probs, sent["drafts"], target_probs)
         found = rejection(sent["drafts"], sent["start"], q, target_probs, sent["accept"], sent["own"])
         accepted, own, is_valid = copy_to_host(*found)
-    assert crossed == {"copy_to_device": 1, "copy_to_host": 1}
+    assert crossed == {"send": 1, "read": 1}
     assert all(is_valid)
     return [Verdict([*ids[:n], x], n) for ids, n, x in zip(draft_token_ids, accepted, own, strict=True)]
 
