@@ -142,7 +142,7 @@ def test_as_many_tokens_of_other_requests_or_longer_ones_are_another_graph(monke
 
 
 @pytest.mark.skipif(ON_GPU, reason="a CUDA graph does not count its launches")
-def test_a_layer_is_ten_launches_and_a_drafted_token_three_more() -> None:
+def test_a_layer_is_ten_launches_and_a_drafted_token_four_more() -> None:
     around = 5  # cosines, sines, embedding, first norm; and the copy of the result into the output
     for layers in (1, 2):
         on = executor_of(random_model(replace(SMALL, num_layers=layers)))
@@ -152,8 +152,8 @@ def test_a_layer_is_ten_launches_and_a_drafted_token_three_more() -> None:
     for count in (1, 2, 3):
         on.draft([Segment([1], 0, TABLE)], count)
         counts.append(on.capture.num_launches)
-    # unembedding, argmax and advance, then another forward
-    assert [b - a for a, b in pairwise(counts)] == [3 + around - 1 + 10 * layers] * 2
+    # unembedding, argmax, advance and positions, then another forward
+    assert [b - a for a, b in pairwise(counts)] == [4 + around - 1 + 10 * layers] * 2
 
 
 def test_a_replay_runs_no_python_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
