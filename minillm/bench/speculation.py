@@ -7,7 +7,7 @@ says what the slices are). Prompts come from the prefix cache, so decoding is me
     tau           tokens per request and forward of the target                                               measured
     alpha         by position: the share of drafts accepted, of those whose predecessors were                measured
     c, v          seconds of drafting and of verifying a round, over those of a plain step                   measured
-    predicted     τ / (c + v): what the speed-up formula makes of the four figures before                    modelled
+    predicted     τ over the mean cost of a step, which is c + v with drafts and 1 without                   modelled
 
 With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of rounds with drafts.
 """

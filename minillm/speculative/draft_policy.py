@@ -155,11 +155,11 @@ class AdaptiveDrafts:
         return DraftPlan(counts, survival, speedups.tolist())
 
     def _forget_half(self, request: Request) -> None:
-        """Let the next verdicts on drafts of `request` weigh as much as all so far."""
+        """Let the next verdicts on drafts of `request` weigh more than those so far."""
         for seen in (self._all, self._own.get(request)):
-            if seen is not None:
-                seen.accepted = [n / 2 for n in seen.accepted]
-                seen.judged = [n / 2 for n in seen.judged]
+            for i, judged in enumerate(seen.judged if seen is not None else ()):
+                if judged > 1:  # a position that is never judged must not fade to 0 / 0
+                    seen.judged[i], seen.accepted[i] = judged / 2, seen.accepted[i] / 2
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""

@@ -137,6 +137,16 @@ def test_text_that_becomes_predictable_is_noticed() -> None:
     assert drafted > 4 * FIRST_PAUSE
 
 
+def test_an_engine_that_runs_for_days_without_drafts_keeps_its_estimates() -> None:
+    """Each try forgets half; a position that no try reaches would fade to 0 / 0 after a thousand of them."""
+    policy, request = AdaptiveDrafts(4, EACH_ROW), a_request()
+    for _ in range(3000):
+        policy.judged(request, 1, 0)
+        policy._forget_half(request)
+    assert all(0 <= chance < 0.7 for chance in policy.survival(request))
+    assert policy.plan([request], 1).num_drafts == [0]
+
+
 def test_a_request_with_a_seed_gets_every_draft() -> None:
     """The number of drafts changes which random numbers choose a token: a seeded text must not depend on the clock."""
     policy, seeded = AdaptiveDrafts(4, EACH_ROW), a_request(temperature=1.0, seed=3)
