@@ -42,9 +42,12 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 
-# The wheel, models and lessons included: what to upload where nothing is published.
+# The wheel and the source distribution, models and lessons included, checked: see release/README.md.
+DIST_ARGS ?=
 dist: $(STAMP)
-	$(BIN)/python -m hatchling build -t wheel -d dist
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/python release/check_dist.py dist $(DIST_ARGS)
 
 # The quick checks come first, the long one last. JOBS files run at a time, a notebook in one kernel, each on one
 # thread: two that share two cores are quicker than one after the other.

@@ -41,6 +41,9 @@ class Segment:
     the last `len(parents)` tokens, parents before their children. None: no tree."""
     num_skipped: int = 0
     """Number of earlier tokens whose blocks `block_table` leaves out: a position is a token index plus this number."""
+    num_prompt_tokens: int | None = None
+    """Length of the request's prompt, for cache layouts that compress a prompt once it is complete. None: unknown, so
+    no such layout compresses anything."""
 
     @property
     def end(self) -> int:
@@ -91,6 +94,8 @@ class Batch:
     tree: Tensor | None = None
     """`[num_tokens]`, int64, or None if no request has a draft tree. Bit i is set if the token attends to the i-th new
     token of its request. -1: the token is part of a chain and attends to all new tokens up to itself."""
+    prompt_lens: list[int | None] | None = None
+    """`Segment.num_prompt_tokens` of each request; None: all unknown."""
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     """What the first layer computes and all later layers of this step reuse: see `plan`."""
 
@@ -122,6 +127,7 @@ class Batch:
             seq_lens=[s.end for s in segments],
             block_size=block_size,
             tree=tensor(tree_masks(segments)) if any(s.parents is not None for s in segments) else None,
+            prompt_lens=[s.num_prompt_tokens for s in segments],
         )
 
     def plan(self, kind: type, make: Callable[[], Plan], *key: Hashable) -> Plan:

@@ -39,6 +39,18 @@ class NonFiniteLogitsError(MinillmError):
     """The model's logits contain NaN or infinity, so no token can be sampled."""
 
 
+class EngineGenerateError(MinillmError):
+    """A step failed, and with it the requests that it ran. The engine goes on with others."""
+
+
+class EngineDeadError(MinillmError):
+    """The engine loop of an `AsyncLLM` has ended."""
+
+
+class QueueOverflowError(MinillmError):
+    """A request that would exceed the limit on unfinished requests; it may be sent again later."""
+
+
 class DraftError(MinillmError):
     """Invalid drafts: wrong shapes, unknown tokens, or a token that has probability 0 in its own distribution."""
 

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from minillm.config import EngineArgs
 from minillm.engine.engine import Engine
-from minillm.errors import ConfigError, PromptError, UnsupportedError
-from minillm.fill_in_the_middle import FIM_TOKENS, fim_text
+from minillm.errors import ConfigError
+from minillm.fill_in_the_middle import fim_prompt
 from minillm.llm_engine import LLMEngine, Prompt
 from minillm.outputs import RequestOutput
 from minillm.request import Request
@@ -83,14 +83,12 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ConfigError(f"n={params.n} completions cannot be streamed into one text; use n=1")
-        # A stop string is cut from the text, so the last characters, which could be the start of one, are held back.
-        held_back = 0 if params.include_stop_str_in_output else max(map(len, params.stop_strings), default=1) - 1
         groups = self._prepare(prompt, params)
         [[request]] = groups
         shown = 0
         with closing(self.llm_engine.run(groups)) as steps:
             for _ in steps:
-                end = len(request.text) if request.finished else max(shown, len(request.text) - held_back)
+                end = len(request.text) if request.finished else max(shown, params.num_settled(request.text))
                 if end > shown:
                     yield request.text[shown:end]
                     shown = end
@@ -115,15 +113,7 @@ class LLM:
 
         Raises `UnsupportedError` if the tokenizer lacks a token of `FIM_TOKENS`, `PromptError` if a text contains one.
         """
-        missing = [token for token in FIM_TOKENS if self.engine.tokenizer.backend.token_to_id(token) is None]
-        if missing:
-            raise UnsupportedError(
-                f"the tokenizer of {self.model!r} has no token {missing[0]}; take a model that was trained to fill gaps"
-            )
-        for name, text in (("prefix", prefix), ("suffix", suffix)):
-            if found := next((token for token in FIM_TOKENS if token in text), None):
-                raise PromptError(f"the {name} contains {found}, which marks the gap itself; remove it")
-        return fim_text(prefix, suffix)
+        return fim_prompt(self.engine.tokenizer.backend, self.model, prefix, suffix)
 
     def trace(self) -> AbstractContextManager[Trace]:
         """Record everything the engine does inside the `with` block."""

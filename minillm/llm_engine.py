@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from itertools import chain
+from threading import Lock
 from typing import Any
 
 from minillm.config import CacheConfig, EngineArgs, reject_unknown
@@ -17,7 +18,7 @@ from minillm.engine.engine import Engine
 from minillm.errors import ConfigError, MinillmError, PromptError
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.request import Request, request_seed
-from minillm.sampling import SamplingParams
+from minillm.sampling import RequestOutputKind, SamplingParams
 from minillm.speculative.config import SpeculativeConfig
 from minillm.tokenizer import Detokenizer
 from minillm.trace import EngineStarted, Trace
@@ -39,10 +40,13 @@ class LLMEngine:
         cache = CacheConfig.from_options(args.kv_cache_dtype, args.kv_cache_config)
         built = assemble(args, cache, speculative)
         self.engine: Engine = built.engine
+        self.model = args.model
         self.max_model_len = built.max_model_len
         self.metrics = MetricsWatcher()
         self._seed = args.seed
         self._num_requests = 0
+        self._numbering = Lock()
+        """Not `engine.lock`, which is held during a step."""
         self._groups: dict[str, list[Request]] = {}
         self._started = EngineStarted(
             model=args.model,
@@ -77,12 +81,15 @@ class LLMEngine:
         Raises `PromptError`, `RequestTooLargeError`, or `MinillmError` if the id is in use. On an error nothing is
         queued.
         """
-        if not isinstance(request_id, str) or not request_id or "#" in request_id:
-            raise MinillmError(f"request id {request_id!r} must be a non-empty string without '#'")
-        if request_id in self._groups:
-            raise MinillmError(f"request id {request_id!r} is in use; choose another")
-        group = self.prepare(prompt, params or SamplingParams(), priority, request_id)
+        check_request_id(request_id)
+        self.add_prepared(request_id, self.prepare(prompt, params or SamplingParams(), priority, request_id))
+
+    def add_prepared(self, request_id: str, group: Sequence[Request]) -> None:
+        """The second half of `add_request`, for a caller that has called `prepare` with this id, perhaps in another
+        thread. Raises `RequestTooLargeError`, or `MinillmError` if the id is in use."""
         with self.engine.lock:
+            if request_id in self._groups:
+                raise MinillmError(f"request id {request_id!r} is in use; choose another")
             try:
                 self.queue([group])
                 self._groups[request_id] = group
@@ -91,7 +98,8 @@ class LLMEngine:
                 raise
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the output so far of every request from `add_request` that gained tokens or finished.
+        """Run one step. Returns the output so far of every request from `add_request` that gained tokens or finished;
+        with `RequestOutputKind.FINAL_ONLY` only if it finished.
 
         A request that finished in an interrupted step is returned by the next step.
         """
@@ -99,10 +107,11 @@ class LLMEngine:
             updated = {prompt_id_of(request.request_id) for request in self.engine.step()}
             outputs = []
             for request_id, group in list(self._groups.items()):
-                if request_id in updated or (group[0].finished and all(request.finished for request in group)):
+                finished = group[0].finished and all(request.finished for request in group)
+                if finished or (request_id in updated and group[0].params.output_kind is RequestOutputKind.CUMULATIVE):
                     outputs.append(self.output(group))
-                    if outputs[-1].finished:
-                        del self._groups[request_id]
+                if finished:
+                    del self._groups[request_id]
             return outputs
 
     def run(self, groups: Sequence[Sequence[Request]]) -> Generator[int, None, None]:
@@ -152,7 +161,10 @@ class LLMEngine:
     def prepare(
         self, prompt: Prompt, params: SamplingParams, priority: int = 0, request_id: str | None = None
     ) -> list[Request]:
-        """Check a prompt. Returns one unqueued request per completion."""
+        """Check a prompt. Returns one unqueued request per completion.
+
+        Any thread may call it; it does not wait for a running step. Raises `PromptError` or `ConfigError`.
+        """
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError(f"priority={priority!r} must be an integer; lower runs first")
         text, token_ids, salt = self._read_prompt(prompt)
@@ -192,7 +204,7 @@ class LLMEngine:
 
     def _next_number(self, is_request_id: bool) -> int:
         """The number of the next prompt. If it also becomes the request id, ids in use are skipped."""
-        with self.engine.lock:
+        with self._numbering:
             while is_request_id and str(self._num_requests) in self._groups:
                 self._num_requests += 1
             self._num_requests += 1
@@ -273,6 +285,12 @@ class LLMEngine:
         if text is None:
             text = tokenizer.decode(token_ids, skip_special_tokens=False)
         return text, token_ids, salt
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise `MinillmError` unless this is a non-empty string without `#`."""
+    if not isinstance(request_id, str) or not request_id or "#" in request_id:
+        raise MinillmError(f"request id {request_id!r} must be a non-empty string without '#'")
 
 
 def _completion(request: Request) -> CompletionOutput:

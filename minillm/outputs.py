@@ -55,6 +55,7 @@ class RequestOutput:
 
 
 def tokens_per_forward(outputs: Sequence[RequestOutput]) -> float:
-    """Output tokens of all requests, divided by the target's decode forwards for them."""
+    """τ of all requests together: the tokens that decode forwards of the target gained, per forward (see
+    `RequestMetrics`)."""
     forwards = sum(output.metrics.num_decode_forwards for output in outputs)
-    return sum(output.metrics.num_output_tokens for output in outputs) / forwards
+    return sum(output.metrics.num_decode_tokens for output in outputs) / forwards

@@ -52,8 +52,9 @@ class Tokenizer:
                 raise
             raise CheckpointError(f"{file} is truncated or corrupt ({problem}); fetch it again") from None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the checkpoint's tokenizer adds (as in vLLM).
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the special tokens that the checkpoint's tokenizer adds (as in vLLM) unless
+        `add_special_tokens` is False.
 
         Raises `PromptError` for text that is not valid Unicode.
         """
@@ -61,7 +62,7 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as problem:
             raise PromptError(f"character {problem.start} of the prompt is half a surrogate pair; remove it") from None
-        return self.backend.encode(text).ids
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Ids outside the vocabulary add nothing."""

@@ -49,7 +49,7 @@ print(
 #
 # Each number stands for a **[token](glossary.md#token)**: a piece of text that occurred often when the vocabulary was
 # made. Here a token is about three characters of Python; a frequent word with the space before it is one token, and so
-# is a whole indent.
+# are all the spaces of an indent together.
 
 # %%
 prompt = 'def read_lines(path):\n    """Return the lines of a text file."""\n'

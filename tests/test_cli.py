@@ -183,9 +183,9 @@ def test_generate_says_how_to_draft(words, expected, monkeypatch):
 def test_cost_says_only_what_is_known():
     assert generate.cost(RequestMetrics()) == "0 tokens"
     known = RequestMetrics(first_token_time=0.5, last_token_time=1.5, num_output_tokens=11, num_decode_forwards=4)
-    known.num_drafts, known.num_accepted = 16, 8
+    known.num_decode_tokens, known.num_drafts, known.num_accepted = 10, 16, 8
     speed = "11 tokens, first after 500 ms, then 10 per second"
-    expected = f"{speed}, 50% of 16 drafts accepted, 2.75 tokens per target forward"
+    expected = f"{speed}, 50% of 16 drafts accepted, 2.50 tokens per target forward"
     assert generate.cost(known) == expected
 
 
@@ -229,6 +229,21 @@ def test_lab_does_not_write_through_a_link(installed, tmp_path):
     (mine / "00_tour.ipynb").symlink_to(elsewhere)
     lab.lessons_folder(mine, installed)
     assert not elsewhere.exists()
+
+
+def test_lab_copies_no_solutions_unless_they_are_asked_for(installed, tmp_path):
+    (installed / "_solutions").mkdir()
+    (installed / "_solutions" / "02_kv_cache.ipynb").write_text("solved, see ../lessons/glossary.md")
+    folder = lab.lessons_folder(tmp_path / "mine", installed)
+    assert not [path for path in folder.rglob("*") if "solve" in path.name or "solved" in path.name]
+    solved = lab.solutions_folder(folder, installed)
+    assert solved == folder / "solutions"
+    assert (solved / "02_kv_cache.ipynb").read_text() == "solved, see ../glossary.md"
+
+
+def test_lab_says_when_a_package_carries_no_solved_lessons(installed, tmp_path):
+    with pytest.raises(UnsupportedError, match="no solved lessons"):
+        lab.solutions_folder(tmp_path, installed)
 
 
 def test_lab_works_in_place_in_a_clone(tmp_path):

@@ -37,6 +37,6 @@ def test_a_text_that_holds_a_mark_is_refused(llm: LLM, mark: str) -> None:
 
 
 def test_a_tokenizer_without_the_tokens_is_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minillm.llm.FIM_TOKENS", (*FIM_TOKENS, "<|no such token|>"))
+    monkeypatch.setattr("minillm.fill_in_the_middle.FIM_TOKENS", (*FIM_TOKENS, "<|no such token|>"))
     with pytest.raises(UnsupportedError, match=r"has no token <\|no such token\|>; take a model"):
         llm.fim_prompt("a", "b")

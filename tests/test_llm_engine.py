@@ -18,8 +18,10 @@ from minillm.engine.scheduler import Scheduler
 from minillm.errors import ConfigError, MinillmError, PromptError, RequestTooLargeError
 from minillm.llm_engine import LLMEngine
 from minillm.ops.paged_attention import paged_attention
+from minillm.outputs import tokens_per_forward
 from minillm.request import Request
 from minillm.trace import BlocksShared, RequestFinished, RequestPreempted, StepRan, TokensCommitted
+from minillm.trace.acceptance_state import AcceptanceState
 from tests.conftest import TinyPair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -309,9 +311,9 @@ def test_times_are_counted_per_request(tiny: TinyPair, clock: list[float]) -> No
         clock[0] += 10.0
         last |= {output.request_id: output for output in llm.step()}
     first, second = last["first"].metrics, last["second"].metrics
-    # Two chunks of prompt, the second of which gives a token; then four more.
+    # Two chunks of prompt, the second of which gives a token; then four decode forwards.
     assert (first.arrival_time, first.queue_time, first.ttft, first.tpot) == (0.0, 13.0, 23.0, 10.0)
-    assert first.num_target_forwards == 6 and first.num_decode_forwards == 5
+    assert first.num_target_forwards == 6 and first.num_decode_forwards == first.num_decode_tokens == 4
     # Three chunks, after the six steps of the first.
     assert (second.arrival_time, second.queue_time, second.ttft, second.tpot) == (3.0, 70.0, 90.0, 10.0)
     assert first.num_output_tokens == second.num_output_tokens == 5
@@ -331,6 +333,23 @@ def test_preemptions_and_cached_tokens_are_counted_per_request(tiny: TinyPair) -
     }
     assert [last[name].num_cached_tokens for name in prompts] == [0, 8, 8, 8]
     assert all(output.metrics.num_cached_tokens == output.num_cached_tokens for output in last.values())
+
+
+@pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}])
+def test_tokens_per_forward_are_those_of_the_acceptance_picture(tiny: TinyPair, drafts: dict | None) -> None:
+    """Preempted requests included: a prefill counts in neither, the first one nor one that computes lost tokens."""
+    llm = engine(tiny, num_kv_blocks=14, speculative_config=drafts)
+    with llm.trace() as trace:
+        for i in range(4):
+            llm.add_request(str(i), {"prompt_token_ids": [5] * 9 + [i]}, replace(GREEDY, max_tokens=20))
+        last = drain(llm)
+    assert trace.of(RequestPreempted)
+    pictured = AcceptanceState().fold_all(trace.events)
+    for name, output in last.items():
+        drawn = next(r for each, r in pictured.requests.items() if each.partition("#")[0] == name)
+        assert output.metrics.num_decode_forwards == drawn.forwards and output.metrics.num_decode_tokens == drawn.gained
+    if drafts:
+        assert tokens_per_forward(list(last.values())) == pytest.approx(pictured.total().tokens_per_forward)
 
 
 def test_what_a_preempted_request_finds_again_does_not_count_as_cached(tiny: TinyPair) -> None:

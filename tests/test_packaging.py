@@ -50,8 +50,24 @@ def test_lab_copies_the_glossary_with_the_lessons(tmp_path):
 def test_make_dist_writes_the_wheel_that_the_first_cell_asks_for(wheel):
     """The fixture runs the command of the target."""
     makefile = (ROOT / "Makefile").read_text()
-    assert "python -m hatchling build -t wheel -d dist" in makefile
+    assert "python -m hatchling build -d dist" in makefile
     assert Home().first_cell.count("minillm_lessons-*.whl") == 2
+
+
+def test_wheel_carries_the_solved_lessons_apart_from_the_others(wheel):
+    assert "minillm/_solutions/02_kv_cache.ipynb" in wheel
+    assert not [name for name in wheel if "_solutions" in name and not name.endswith(".ipynb")]
+
+
+def test_the_check_of_a_release_finds_a_solution_in_a_lesson():
+    from release.check_dist import leaks, solution_lines
+
+    lines = solution_lines(ROOT)
+    assert len(lines) > 100
+    lessons = {path.name: path.read_bytes() for path in (ROOT / "lessons").glob("*.ipynb")}
+    assert list(leaks(lessons, lines)) == []
+    solved = (ROOT / "solutions" / "02_kv_cache.ipynb").read_bytes()
+    assert len(list(leaks({"02_kv_cache.ipynb": solved}, lines))) >= 3
 
 
 def test_wheel_carries_every_module_and_nothing_but_the_package(wheel):

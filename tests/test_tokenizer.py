@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 
@@ -58,9 +58,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @given(st.text())
+@example("a<|endoftext|>b")
 def test_any_text_comes_back_from_its_tokens_piece_by_piece(text: str) -> None:
+    """Special tokens included, where they are not skipped."""
     token_ids = BYTE_LEVEL.encode(text)
-    assert "".join(pieces(BYTE_LEVEL, token_ids)) == BYTE_LEVEL.decode(token_ids) == text
+    assert "".join(pieces(BYTE_LEVEL, token_ids, skip=False)) == BYTE_LEVEL.decode(token_ids, False) == text
 
 
 @BOTH

@@ -165,7 +165,7 @@ def utilisation(
         "steps": len(steps),
         "batch_slot_utilisation": sum(running for running, _ in steps) / (max_num_seqs * len(steps)),
         "batch_slot_utilisation_while_waiting": sum(contested) / (max_num_seqs * len(contested)) if contested else None,
-        "kv_slot_utilisation": summarise(step_metrics(events)).slot_utilisation,
+        "kv_slot_utilisation": summarise(step_metrics(events)).kv_slot_utilisation,
     }
 
 

@@ -23,13 +23,15 @@ BENCHMARKS = {
     "kernels": "every op by itself: microseconds, bytes, and the share of the machine's measured limits",
     "ladder": "INT8 KV, speculation, paged batching, all: the claims of one article, and the speed here",
     "batch": "32 requests of unequal length: continuous and static batching, in minillm and transformers",
+    "serve": "the HTTP server with 32 clients, compared with the offline engine",
     "gpu": "all GPU checks and timings, in under eight minutes",
     "threads": "decoding with 1, 2, 4 and 8 threads on an idle machine, a busy one, and under a CPU quota",
     "processors": "the compiled step compiled for other processors, compared with PyTorch on the same instructions",
     "quality": "the loss in quality of every quantised cache and weight scheme, compared with float32",
+    "zoo": "every lossy cache technique at equal bytes: perplexity, KL, recall from far back, tokens per second",
 }
 """Name → a short description."""
-MODULES = {"batch": "batching"}
+MODULES = {"batch": "batching", "serve": "serving"}
 """Benchmarks whose module has a different name."""
 
 

@@ -19,7 +19,7 @@ class Completion:
     num_first: int = 1
     """Number of tokens that arrived together first; they do not count as decoded."""
     num_forwards: int = 0
-    """Forwards of the target that gained tokens; 0 if they are not counted."""
+    """Forwards of the target during `decode_s`; 0 if they are not counted."""
     num_drafts: int = 0
     num_accepted: int = 0
 
@@ -52,6 +52,6 @@ def completion_metrics(prompts: Sequence[Sequence[int]], found: Sequence[Complet
         "end_to_end_tokens_per_s": tokens / (prefill + decode),
     }
     if drafts:
-        values["tokens_per_forward"] = tokens / sum(c.num_forwards for c in found)
+        values["tokens_per_forward"] = sum(c.num_decoded for c in found) / sum(c.num_forwards for c in found)
         values["acceptance_rate"] = sum(c.num_accepted for c in found) / drafts
     return values

@@ -23,6 +23,7 @@ from minillm.bench.systems import choose, draft_for, prompt_ids
 from minillm.bench.tables import same_tokens
 from minillm.bench.transformers_peers import Transformers
 from minillm.models.loading import load_config, resolve
+from minillm.outputs import tokens_per_forward
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -141,8 +142,7 @@ def _own_rung(
         for i in range(0, len(prompts), at_once):
             outputs += llm.generate(prompts[i : i + at_once], params, use_tqdm=False)
         last["steps"] = llm.engine.num_steps - before
-        forwards = sum(o.metrics.num_decode_forwards for o in outputs)
-        last["tokens_per_forward"] = sum(o.metrics.num_output_tokens for o in outputs) / forwards
+        last["tokens_per_forward"] = tokens_per_forward(outputs)
         return [o.outputs[0].token_ids for o in outputs]
 
     return System(name, run_once, baselines or None, lambda: {**last, "kv_bytes_per_token": kv_bytes_per_token(llm)})

@@ -1,6 +1,8 @@
 """The systems of `bench quality`: every cache layout and every weight format, by name.
 
-Layouts and schemes that are not listed here are added with their default options, so that none is left out.
+Layouts and schemes that are not listed here are added with their default options, so that none is left out, except for
+the layouts that compress a complete prompt: here every token is scored and nothing is a prompt, so they would compress
+nothing. `bench zoo` measures them.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from typing import Any, Literal
 import torch
 
 from minillm import LLM
+from minillm.cache.compressed_prompt import CompressedPromptKVCache
 from minillm.cache.layouts import LAYOUTS, find_layout
 from minillm.cache.paged import PagedKVCache
 from minillm.config import CacheConfig
 from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
-from minillm.models.calibration import calibrate
-from minillm.models.held_out import calibration_prompts
+from minillm.models.calibration import calibrate, calibration_rows
 from minillm.models.loading import load_config, resolve
 from minillm.models.quantize import (
     Calibration,
@@ -93,7 +95,7 @@ def systems() -> list[QualitySystem]:
     found = [QualitySystem(name, "cache", options) for name, options in CACHES.items()]
     covered = {find_layout(_cache_config(options)) for options in CACHES.values()}
     for (layout, dtype), made in LAYOUTS.items():
-        if made not in covered:
+        if made not in covered and not issubclass(made, CompressedPromptKVCache):
             covered.add(made)
             options = {"kv_cache_dtype": dtype, "kv_cache_config": {"layout": layout}}
             found.append(QualitySystem(f"kv {CacheConfig(layout, dtype).name}", "cache", options))
@@ -151,7 +153,7 @@ class Builder:
 
     def _calibration(self, needs: str, llm: LLM) -> Calibration:
         if needs not in self._calibrations:
-            rows = [llm.engine.tokenizer.encode(prompt.prompt) for prompt in calibration_prompts()]
+            rows = calibration_rows(llm.engine.tokenizer)
             self._calibrations[needs] = calibrate(llm.engine.runner.model, rows, needs)
         return self._calibrations[needs]
 

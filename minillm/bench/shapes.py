@@ -35,8 +35,22 @@ SHAPES = {
         eos_token_ids=(0,),
         dtype="bfloat16",
     ),
+    "0.4b-draft": ModelConfig(
+        vocab_size=32_000,
+        hidden_size=256,
+        intermediate_size=704,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=64,
+        max_position_embeddings=4096,
+        rope=RopeConfig(),
+        tie_word_embeddings=True,
+        eos_token_ids=(0,),
+        dtype="bfloat16",
+    ),
 }
-"""Name → shape. 0.4b: 387 million parameters, 778 MB in bf16."""
+"""Name → shape. 0.4b: 387 million parameters, 778 MB in bf16; 0.4b-draft: 11 million, for a draft model of it."""
 SEED = 0
 
 

@@ -4,18 +4,21 @@ All engines of one kind of weights and batch run in turn over the prompts of one
 says what the slices are). Prompts come from the prefix cache, so decoding is measured. Per row:
 
     ratio         speed over plain decoding, the median of the rounds, and their spread                      measured
+    best_ratio    the same from the shortest time of each prompt: other programs only ever make a run longer  measured
     tau           tokens per request and forward of the target                                               measured
     alpha         by position: the share of drafts accepted, of those whose predecessors were                measured
     c, v          seconds of drafting and of verifying a round, over those of a plain step                   measured
     predicted     τ over the mean cost of a step, which is c + v with drafts and 1 without                   modelled
 
 With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of rounds with drafts.
+A shape with random weights has a draft of random weights, too, and drafts are accepted at given rates.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +28,7 @@ from minillm.bench.harness import Row, System, compare, result
 from minillm.bench.shapes import shape_folder
 from minillm.bench.systems import draft_for
 from minillm.errors import ConfigError
+from minillm.speculative.trained_drafter import bundled_drafter, has_bundled_drafter
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,6 +40,8 @@ ROUNDS, PROMPTS, NEW_TOKENS = 5, 4, 64
 WEIGHTS = {"fp32": None, "int8": "int8", "w8a8": "w8a8"}
 BATCHES = (1, 4, 16)
 PLAIN = "plain"
+TRAINED = ("heads", "prompt_tokens", "spire", "long")
+"""Methods with weights that were trained for one target."""
 METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "model": None},
     "draft_tree": {"method": "draft_tree", "model": None, "tree_shape": "measured"},
@@ -49,14 +55,26 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "self_sparse": {"method": "self_sparse"},
     "self_quant": {"method": "self_quant"},
+    **{method: {"method": method} for method in TRAINED},
 }
-"""The options of each method; a `model` of None is the draft model."""
+"""The options of each method; a `model` of None is the draft model. `TRAINED` ones run where there are weights."""
+SYNTHETIC = {
+    "synthetic": {
+        "method": "draft_model",
+        "model": None,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.8,
+    }
+}
+"""For checkpoints with random weights, whose text says nothing about acceptance: drafts accepted at about the rate of
+the bundled pair. Its tokens are not those of plain decoding."""
 
 
 def run(
     model: str = "minicoder",
     draft: str | None = None,
     shape: str | None = None,
+    drafters: Path | None = None,
     methods: Sequence[str] | None = None,
     slices: Sequence[str] | None = None,
     weights: Sequence[str] | None = None,
@@ -66,16 +84,25 @@ def run(
     prompts: int = PROMPTS,
     new_tokens: int = NEW_TOKENS,
 ) -> dict[str, Any]:
-    """Measure every method, fixed and adaptive, on every slice. Returns the result as JSON values."""
-    model = model if shape is None else str(shape_folder(shape))
-    draft = draft_for(model, draft)
+    """Measure every method, fixed and adaptive, on every slice. Returns the result as JSON values.
+
+    `drafters`: the folder that `minillm train --export-to` wrote trained drafters to; None: the bundled ones. A trained
+    method without weights for this model is left out, or, if it was asked for, raises `ConfigError`.
+    """
     given = slice_prompts()
-    chosen = {name: METHODS[name] for name in _choose("method", list(METHODS), methods)}
+    known = METHODS if shape is None else SYNTHETIC
+    chosen = {name: known[name] for name in _choose("method", list(known), methods)}
+    kinds, names = _choose("weights", list(WEIGHTS), weights), _choose("slice", list(given), slices)
+    if shape is None:
+        draft = draft_for(model, draft)
+        chosen = _with_weights(chosen, model, drafters, must=methods or ())
+    else:
+        model, draft = str(shape_folder(shape)), draft or str(shape_folder(f"{shape}-draft"))
     rows: list[Row] = []
-    for kind in _choose("weights", list(WEIGHTS), weights):
+    for kind in kinds:
         for batch in batches:
             engines = _engines(model, draft, chosen, WEIGHTS[kind], batch, drafts)
-            for name in _choose("slice", list(given), slices):
+            for name in names:
                 run_ = SliceRun(engines, given[name][:prompts], batch, new_tokens)
                 labels = {"weights": kind, "batch": batch, "slice": name}
                 rows += run_.rows(rounds, labels)
@@ -108,6 +135,26 @@ def _choose(what: str, known: Sequence[str], wanted: Sequence[str] | None) -> li
     return [name for name in known if not wanted or name in wanted]
 
 
+def _with_weights(
+    chosen: Mapping[str, Mapping[str, Any]], model: str, drafters: Path | None, must: Sequence[str]
+) -> dict[str, Mapping[str, Any]]:
+    """`chosen` with the folders of trained weights, without the methods that have none."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, options in chosen.items():
+        if name not in TRAINED:
+            found[name] = options
+            continue
+        folder = drafters / f"{Path(model).name}-{name}" if drafters else bundled_drafter(name, model)
+        if (folder / "config.json").exists() if drafters else has_bundled_drafter(name, model):
+            found[name] = {**options, "model": str(folder)}
+        elif name in must:
+            raise ConfigError(
+                f"there are no weights of method {name!r} in {folder}; `minillm train --stages {name} --target {model} "
+                "--export-to FOLDER` makes them, and --drafters FOLDER finds them"
+            )
+    return found
+
+
 def _engines(
     model: str,
     draft: str | None,
@@ -136,7 +183,7 @@ def _engines(
 def _with_draft(options: Mapping[str, Any], draft: str | None, quantization: str | None) -> dict[str, Any]:
     """`options` with the draft model where they ask for one, in 8 bits if the target is quantised."""
     found = dict(options)
-    if "model" in options:
+    if options.get("model", "") is None:
         found |= {"model": draft, "quantization": quantization and "w8a8"}
     if "fallback" in options:
         found["fallback"] = _with_draft(options["fallback"], draft, quantization)
@@ -204,6 +251,8 @@ class SliceRun:
         ids = [tokenizer.encode(prompt)[-room:] for prompt in prompts]
         self.prompts = [{"prompt_token_ids": ids[i % len(ids)]} for i in range(max(len(ids), batch))]
         self.counts: dict[str, Counts] = {}
+        self.shortest: dict[str, list[float]] = {}
+        """By system: the fewest seconds that each group of prompts has taken so far."""
 
     def rows(self, rounds: int, labels: Mapping[str, Any]) -> list[Row]:
         """Measure all engines in turn."""
@@ -213,17 +262,19 @@ class SliceRun:
         ]
         found = compare(systems, rounds)
         plain = statistics.median(self.counts[PLAIN].plain_s)
+        for row in found:
+            row.config["best_ratio"] = sum(self.shortest[PLAIN]) / sum(self.shortest[row.system])
         return [_with_figures(row, self.counts[row.system], plain, labels) for row in found]
 
     def _generate(self, name: str) -> list[list[int]]:
-        llm = self.engines[name]
+        llm, outputs, seconds = self.engines[name], [], []
         with llm.trace() as trace:
-            outputs = [
-                output
-                for i in range(0, len(self.prompts), self.batch)
-                for output in llm.generate(self.prompts[i : i + self.batch], self.params, use_tqdm=False)
-            ]
+            for i in range(0, len(self.prompts), self.batch):
+                began = time.perf_counter()
+                outputs += llm.generate(self.prompts[i : i + self.batch], self.params, use_tqdm=False)
+                seconds.append(time.perf_counter() - began)
         self.counts[name] = Counts.of(trace.events)
+        self.shortest[name] = list(map(min, seconds, self.shortest.get(name, seconds)))
         return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -250,7 +301,7 @@ def table(result: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     made = Table(title=f"speculation on {result['hardware']['cpu']['name']}")
-    for heading in ("slice", "method", "speed-up", "spread", "predicted", "τ", "c", "v"):
+    for heading in ("slice", "method", "speed-up", "spread", "at best", "predicted", "τ", "c", "v"):
         made.add_column(heading, justify="left" if heading in ("slice", "method") else "right")
     section = None
     for row in result["rows"]:
@@ -260,7 +311,7 @@ def table(result: Mapping[str, Any]) -> Table:
         if section != (section := (at["weights"], at["batch"])):
             made.add_section()
             made.add_row(f"{section[0]}, {section[1]} together", style="bold")
-        figures = [f"{at[key]:.2f}" if key in at else "" for key in ("predicted", "tau", "c", "v")]
+        figures = [f"{at[key]:.2f}" if key in at else "" for key in ("best_ratio", "predicted", "tau", "c", "v")]
         speed = f"{row['ratio']:.2f}×" if row["outputs_equal"] else f"{row['ratio']:.2f}×, other tokens"
         spread = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
         made.add_row(at["slice"], row["system"], speed, spread, *figures)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Batch
+from minillm.models.calibration import CalibrationTexts
 from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class KVCache(ABC):
         """Bytes that this cache uses now, including scales and zero points."""
 
     @property
+    def model_bytes(self) -> int:
+        """Bytes of what `prepare` made from the model. They do not grow with the tokens."""
+        return 0
+
+    @property
     def max_rollback(self) -> int | None:
         """Most tokens that can be rolled back from the end of a request; None: any number."""
         return None
@@ -96,6 +103,13 @@ class KVCache(ABC):
     def stored_rows(self) -> StoredRows | None:
         """How rows are stored, for fast paths that do not call `attend`; None: all access goes through `attend`."""
         return None
+
+    def prepare(self, model: Decoder, texts: CalibrationTexts | None = None) -> None:  # noqa: B027
+        """Called once, before the first step, with the model whose keys and values are stored: for a layout that
+        compresses by what it finds in the weights, in the keys and values of calibration texts, or in what tokens say.
+
+        Raises `UnsupportedError` for a model that it cannot serve, `ConfigError` if it needs `texts` and there are
+        none."""
 
     def draft_view(self) -> KVCache:
         """The cache that a drafter reads and writes in the memory of this one: this cache, or one that reads less of

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import inspect
 
+from minillm.cache.anchors import AnchorsKVCache
 from minillm.cache.base import KVCache
+from minillm.cache.commvq import CommVQKVCache
 from minillm.cache.contiguous import ContiguousKVCache
 from minillm.cache.kivi import KiviKVCache
+from minillm.cache.lorc import LorcKVCache
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.cache.paged_two_level import PagedTwoLevelKVCache
 from minillm.cache.sinks import SinksKVCache
+from minillm.cache.snapkv import SnapKVCache
+from minillm.cache.squeezed import SqueezedKVCache
+from minillm.cache.think import ThinkKVCache
 from minillm.cache.window import WindowKVCache
 from minillm.config import CacheConfig, reject_unknown
 from minillm.errors import UnsupportedError
@@ -21,11 +27,17 @@ LAYOUTS: dict[tuple[str, str], type[KVCache]] = {
     ("paged", "int8"): PagedInt8KVCache,
     ("paged", "int4"): PagedInt4KVCache,
     ("paged_two_level", "auto"): PagedTwoLevelKVCache,
+    ("lorc", "auto"): LorcKVCache,
+    ("commvq", "auto"): CommVQKVCache,
     ("kivi", "auto"): KiviKVCache,
     ("kivi", "int4"): KiviKVCache,
     ("contiguous", "auto"): ContiguousKVCache,
     ("window", "auto"): WindowKVCache,
     ("sinks", "auto"): SinksKVCache,
+    ("think", "auto"): ThinkKVCache,
+    ("snapkv", "auto"): SnapKVCache,
+    ("squeezed", "auto"): SqueezedKVCache,
+    ("anchors", "auto"): AnchorsKVCache,
 }
 """`(layout, kv_cache_dtype)` → class. `auto` is the model's dtype, except for KIVI, which is always INT4, and the two
 levels of four bits."""

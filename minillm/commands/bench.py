@@ -19,6 +19,8 @@ EXAMPLES = """\
   minillm bench decode --shape 0.4b
   minillm bench kernels --ops paged_attention,int8_linear
   minillm bench quality
+  minillm bench zoo --quick
+  minillm bench zoo --systems snapkv,window --distances 100,800 --json zoo.json
   minillm bench speculation --slices edits,functions --weights int8 --batches 1
   minillm bench gpu --json gpu.json
 """
@@ -43,10 +45,17 @@ def options(parser: argparse.ArgumentParser) -> None:
     own.add_argument(
         "--rehearse", action="store_const", const=True, help="run the stages of `gpu` on a CPU, with tiny sizes"
     )
+    own.add_argument("--quick", action="store_const", const=True, help="fewer texts and tasks")
+    own.add_argument(
+        "--distances", type=_numbers, metavar="N,N", help="how many tokens back a definition to recall stands: 100,800"
+    )
     own.add_argument("--rounds", type=_positive, metavar="N", help="measure every system N times in turn")
     own.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts")
     own.add_argument("--new-tokens", type=_positive, metavar="N", help="tokens to generate per prompt")
     own.add_argument("--methods", type=_names, metavar="A,B", help="measure only these drafting methods")
+    own.add_argument(
+        "--drafters", type=Path, metavar="FOLDER", help="where `minillm train` has exported drafters (default: bundled)"
+    )
     own.add_argument("--slices", type=_names, metavar="A,B", help="measure only these kinds of text")
     own.add_argument("--weights", type=_names, metavar="A,B", help="measure only these: fp32, int8, w8a8")
     own.add_argument("--batches", type=_numbers, metavar="N,N", help="how many requests run together: 1,4,16")

@@ -17,6 +17,10 @@ EXAMPLES = """\
   minillm build --mutants 07        mutation testing for lesson 7: change the reference solutions in small ways and
                                     report which mistakes its checkers miss, and for how many they name a cause
   minillm build --mutants l07.admit --jobs 1
+  minillm build --nbgrader course 02
+                                    write course/source/02_kv_cache/02_kv_cache.ipynb for nbgrader
+  minillm build --otter course 02 --secret-file course-secret.txt
+                                    write the autograder zip of otter-grader, with hidden cases
 """
 
 
@@ -36,6 +40,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         "passes that is not declared equivalent in minillm/teaching/exercises/_lNN_equivalent.py",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="with --mutants: write every trial to a JSON file")
+    parser.add_argument("--nbgrader", type=Path, metavar="DIR", help="build nothing; write nbgrader's source notebooks")
+    parser.add_argument("--otter", type=Path, metavar="DIR", help="build nothing; write otter's autograder zips")
+    secret_help = "with --nbgrader or --otter: file with the course's secret, for hidden cases"
+    parser.add_argument("--secret-file", type=Path, metavar="FILE", help=secret_help)
     parser.add_argument("--root", type=Path, default=Path(), help="the clone to work in (default: here)")
 
 
@@ -51,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.rerun and not args.check:
         raise ConfigError("--run needs --check; without both, the lessons run and their outputs are recorded")
+    if args.nbgrader or args.otter:
+        return _write_assignments(args)
     from minillm.teaching.build import build
 
     stale = build(args.root, args.names or None, check=args.check, remeasure=args.remeasure)
@@ -61,6 +71,17 @@ def run(args: argparse.Namespace) -> int:
     for notebook in stale:
         print(f"minillm: {notebook}", file=sys.stderr)
     return 1 if stale else 0
+
+
+def _write_assignments(args: argparse.Namespace) -> int:
+    from minillm.teaching.assignments import write_nbgrader, write_otter
+    from minillm.teaching.grading.variants import read_secret
+
+    secret = read_secret(args.secret_file) if args.secret_file else b""
+    for target, write in ((args.nbgrader, write_nbgrader), (args.otter, write_otter)):
+        for path in write(args.root, args.names or None, target, secret) if target else ():
+            print(path)
+    return 0
 
 
 def _try_mutants(args: argparse.Namespace) -> int:

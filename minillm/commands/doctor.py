@@ -21,7 +21,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report. Returns 1 if a part of the lessons cannot run."""
-    from minillm.doctor.report import doctor
+    from minillm.doctor.doctor import doctor
 
     report = doctor(measure=args.measure)
     print(report.to_json() if args.json else report.text)

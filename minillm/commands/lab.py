@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 from minillm.commands.command import Command
@@ -13,6 +14,7 @@ EXAMPLES = """\
   minillm lab
   minillm lab 02                    open lesson 02
   minillm lab --dir ~/course        work on copies in ~/course
+  minillm lab --solutions           also copy the solved lessons, for teachers
   minillm lab --no-open             only copy the lessons and print their folder
   minillm lab --jupyter=--no-browser --jupyter=--port=9000
 """
@@ -25,6 +27,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lesson", nargs="?", default="", help="number or name of the lesson (default: the first)")
     where = f"copy the lessons to DIR (default: ./{COPIES}, or no copy inside a clone)"
     parser.add_argument("--dir", type=Path, help=where)
+    solutions = "also copy the solved lessons, to the folder 'solutions' in DIR"
+    parser.add_argument("--solutions", action="store_true", help=solutions)
     parser.add_argument("--no-open", action="store_true", help="do not start JupyterLab")
     parser.add_argument("--jupyter", action="append", default=[], metavar="OPTION", help="pass OPTION to JupyterLab")
 
@@ -33,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """Find or copy the lessons, then run JupyterLab until it is stopped."""
     folder = lessons_folder(args.dir)
     notebook = find_lesson(folder, args.lesson)
+    if args.solutions:
+        print(f"The solved lessons are in {solutions_folder(folder)}", flush=True)
     print(f"The lessons are in {folder}", flush=True)
     if args.no_open:
         return 0
@@ -72,18 +78,41 @@ def lessons_folder(copies: Path | None, package: Path = PACKAGE) -> Path:
     return target.resolve()
 
 
-def copy_new(source: Path, target: Path) -> tuple[int, int]:
+def solutions_folder(lessons: Path, package: Path = PACKAGE) -> Path:
+    """The folder of solved lessons: a clone's own if `lessons` are the clone's, else copies in `lessons/solutions`.
+
+    Raises `UnsupportedError` if there are none to copy, `ConfigError` if they cannot be copied there.
+    """
+    clone = package.parent / "solutions"
+    in_clone = clone.is_dir() and (package.parent / "pyproject.toml").exists()
+    if in_clone and lessons == clone.parent / "lessons":
+        return clone
+    source, target = clone if in_clone else package / "_solutions", lessons / "solutions"
+    if not source.is_dir():
+        raise UnsupportedError(f"{source} does not exist: this copy of minillm carries no solved lessons")
+    try:
+        copy_new(source, target, "*.ipynb", lambda data: data.replace(b"../lessons/glossary", b"../glossary"))
+    except OSError as problem:
+        raise ConfigError(f"the solved lessons cannot be copied to {target} ({problem.strerror or problem})") from None
+    return target
+
+
+def copy_new(
+    source: Path, target: Path, pattern: str = "*", change: Callable[[bytes], bytes] = bytes
+) -> tuple[int, int]:
     """Copy the files of `source` that `target` lacks. Returns how many were copied, and how many existed already.
+
+    `pattern`: of their names; `change`: what to make of their bytes.
 
     Each file is opened with mode "x", which fails if it exists, so a learner's files are never overwritten.
     """
     copied = kept = 0
-    for file in sorted(f for f in source.rglob("*") if f.is_file()):
+    for file in sorted(f for f in source.rglob(pattern) if f.is_file()):
         place = target / file.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
             with place.open("xb") as fresh:
-                fresh.write(file.read_bytes())
+                fresh.write(change(file.read_bytes()))
         except FileExistsError:
             kept += 1
         else:

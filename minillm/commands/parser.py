@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import argparse
 
-from minillm.commands import bench, build, demo, doctor, export, generate, lab, quantize, train
+from minillm.commands import (
+    bench,
+    book,
+    build,
+    demo,
+    doctor,
+    export,
+    generate,
+    grade,
+    lab,
+    progress,
+    quantize,
+    serve,
+    train,
+)
 from minillm.commands.command import CommandParser, Parser
 from minillm.version import __version__
 
-COMMANDS = tuple(module.COMMAND for module in (demo, lab, generate, quantize, export, train, doctor, build, bench))
+_MODULES = (demo, lab, progress, generate, serve, quantize, export, train, doctor, build, book, grade, bench)
+COMMANDS = tuple(module.COMMAND for module in _MODULES)
 
 
 def parser() -> argparse.ArgumentParser:

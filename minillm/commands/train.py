@@ -10,6 +10,9 @@ EXAMPLES = """\
   minillm train                     all stages; an interrupted run continues where it stopped
   minillm train --stages corpus target --target-minutes 5
   minillm train --stages distill export --export-to my-models
+  minillm train --stages heads --target my-models/minicoder --export-to my-models
+  minillm train --stages spire --target minicoder --export-to my-drafters
+  minillm train --ablations spire long --target minicoder
 """
 
 
@@ -29,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
 
 COMMAND = Command(
     "train",
-    "Train the bundled models on the Python source found on this machine: collect, pretrain, distil, export.",
+    "Train the bundled models on the Python source found on this machine: collect, pretrain, distil, export, and "
+    "drafters for the target.",
     EXAMPLES,
     options,
     run,

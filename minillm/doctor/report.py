@@ -1,8 +1,7 @@
-"""`minillm doctor`: report what runs on this machine, what does not, and the fix.
+"""The doctor's report: one row per check, as text, HTML or JSON.
 
-Each check gives one row. `ok`: everything works. `limited`: a fallback works instead. `missing`: a part of the lessons
-does not run until the fix is made. The checks import packages only when they run, so importing this file is fast, and
-the first cell of a lesson can call `minillm.doctor()`.
+A row is `ok`: everything works; `limited`: a fallback works instead; or `missing`: a part of the lessons does not run
+until the fix is made.
 
 A lesson shows one line, and below it only the rows that need a fix. `minillm.doctor(full=True)` and the command show
 the whole table.
@@ -16,8 +15,6 @@ import shutil
 import textwrap
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
-
-from minillm.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from minillm.doctor.machine_limits import MachineLimit
@@ -107,26 +104,6 @@ class Report:
             for c in self.limits
         )
         return _table_html(self.rows, measured, f"What runs on this machine: {self.summary}")
-
-
-def doctor(measure: bool = False, full: bool = False) -> Report:
-    """Check this machine.
-
-    The report shows one line and the rows that need a fix; with `full`, every row. `measure` also times copies and
-    matrix products, which takes a few seconds, and shows every row.
-
-    Raises `UnsupportedError` for `measure` without PyTorch.
-    """
-    from minillm.doctor.checks import machine, run_checks
-
-    rows = tuple(run_checks())
-    if not measure:
-        return Report(rows, machine=machine(), full=full)
-    try:
-        from minillm.doctor.machine_limits import measure as measure_ceilings
-    except ImportError as problem:
-        raise UnsupportedError(f"measuring needs PyTorch ({problem}); without measuring, the doctor works") from None
-    return Report(rows, tuple(measure_ceilings()), machine())
 
 
 def _lines(rows: tuple[Row, ...]) -> list[str]:

@@ -19,6 +19,7 @@ from minillm.config import DTYPES, CacheConfig, EngineArgs
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import ConfigError, TokenizerMismatchError, UnsupportedError
+from minillm.models.calibration import CalibrationTexts
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import cast_model, load_config, load_model, resolve
@@ -31,6 +32,7 @@ from minillm.speculative.config import SpeculativeConfig
 from minillm.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from minillm.speculative.drafter import DraftContext, Drafter
 from minillm.speculative.fallback import FallbackDrafter
+from minillm.speculative.fallback_policy import FallbackDrafts
 from minillm.speculative.rejection_sampler import EXACT
 from minillm.speculative.step_costs import measure
 from minillm.tokenizer import Tokenizer
@@ -89,7 +91,7 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
     placement = Placement(choose_dtype(args.dtype, device, model_config), device, not args.enforce_eager)
     target_model = placement.load(folder, args.quantization)
 
-    plans = RunnerPlans(placement, args.block_size, layout, cache)
+    plans = RunnerPlans(placement, args.block_size, layout, cache, CalibrationTexts(tokenizer))
     target = plans.new_runner(target_model)
     drafter = None
     if speculative is not None:
@@ -140,18 +142,26 @@ def _draft_policy(
     """How many drafts each request gets. Measures what they cost if their number adapts."""
     if speculative is None:
         return None
-    most = speculative.max_drafts
     if not speculative.adaptive:
-        return FixedDrafts(most)
-    costs = measure(target, drafter, num_blocks, most, max_model_len)
-    return AdaptiveDrafts(most, costs, speculative.proposes_trees)
+        return FixedDrafts(speculative.max_drafts)
+    fallback, most = speculative.fallback, speculative.max_own_drafts
+    first = drafter.first if isinstance(drafter, FallbackDrafter) else drafter
+    costs = measure(target, first, num_blocks, most, max_model_len)
+    adaptive = AdaptiveDrafts(most, costs, speculative.drafter_cls.proposes_trees)
+    if fallback is None:
+        return adaptive
+    return FallbackDrafts(drafter, adaptive, _draft_policy(fallback, target, drafter.second, num_blocks, max_model_len))
 
 
 class RunnerPlans:
     """The runners of an engine. Their caches are allocated together, because one block table addresses all of them."""
 
-    def __init__(self, placement: Placement, block_size: int, layout: type[KVCache], cache: CacheConfig) -> None:
+    def __init__(
+        self, placement: Placement, block_size: int, layout: type[KVCache], cache: CacheConfig, texts: CalibrationTexts
+    ) -> None:
         self.placement, self.block_size, self.layout, self.options = placement, block_size, layout, cache.options
+        self.texts = texts
+        """Calibration texts, for caches that need some."""
         self.runners: list[ModelRunner] = []
         """Those with a cache of their own."""
         self._sharing: list[tuple[ModelRunner, ModelRunner]] = []
@@ -197,6 +207,7 @@ class RunnerPlans:
             runner.cache = layout(
                 runner.model.config, num_blocks, self.block_size, place.dtype, place.device, **options
             )
+            runner.cache.prepare(runner.model, self.texts)
         for runner, owner in self._sharing:
             runner.cache = owner.cache.draft_view()
 

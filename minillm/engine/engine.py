@@ -11,6 +11,7 @@ from functools import partial
 from itertools import accumulate
 from threading import RLock
 
+import numpy as np
 from torch import Tensor
 
 from minillm.cache.block_pool import BlockPool
@@ -20,6 +21,7 @@ from minillm.engine.judge import BrokenRowError, DeviceJudge, HostJudge
 from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.engine.step_rows import StepRows
 from minillm.errors import DraftError, MinillmError, NonFiniteLogitsError, RequestTooLargeError, UnsupportedError
+from minillm.ops.transfer import copy_to_device
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.draft_policy import DraftPolicy
@@ -83,6 +85,12 @@ class Engine:
         return bool(self.requests)
 
     def check_request(self, request: Request) -> None:
+        """Raise what `check_fits` raises, or `MinillmError` if the request's id is in use."""
+        self.check_fits(request)
+        if request.request_id in self.requests:
+            raise MinillmError(f"request id {request.request_id!r} is in use; choose another")
+
+    def check_fits(self, request: Request) -> None:
         """Raise `RequestTooLargeError` if the request needs more blocks than the whole pool has."""
         needed = self.pool.blocks_for(request.num_prompt_tokens + request.max_tokens)
         if needed > self.pool.num_blocks:
@@ -91,8 +99,6 @@ class Engine:
                 f"{request.max_tokens} new ones, the pool has {self.pool.num_blocks}; raise num_kv_blocks or "
                 "lower max_tokens"
             )
-        if request.request_id in self.requests:
-            raise MinillmError(f"request id {request.request_id!r} is in use; choose another")
 
     def add_request(self, request: Request) -> None:
         """Queue a request; raises what `check_request` raises."""
@@ -137,18 +143,22 @@ class Engine:
         self.num_steps += 1
         self.emit(StepStarted(self.num_steps, len(self.scheduler.running), len(self.scheduler.waiting)))
         scheduled = self.scheduler.schedule()
+        planned = time.perf_counter()
         self._propose(scheduled)
         drafted = time.perf_counter()
-        logits = self._run(scheduled)
+        logits, hidden = self._run(scheduled)
         self.emit(StepRan(self.num_steps, [_work(item) for item in scheduled]))
         verdicts = self._judge(scheduled, logits)
         ran = time.perf_counter()
+        last_rows = StepRows(scheduled, logits).of_last_tokens(verdicts) if hidden is not None else []
         advanced = [self._commit(item, verdict) for item, verdict in zip(scheduled, verdicts, strict=True)]
+        if hidden is not None:
+            self._show_hidden(last_rows, advanced, hidden)
         if self.scheduler.draft_policy is not None:
             num_context = sum(item.start for item in scheduled)
             self.scheduler.draft_policy.ran(sum(map(_num_rows, scheduled)), num_context, ran - drafted)
         finished = time.perf_counter()
-        self.emit(StepFinished(self.num_steps, finished - began, drafted - began, ran - drafted, self.pool.num_free))
+        self.emit(StepFinished(self.num_steps, finished - began, drafted - planned, ran - drafted, self.pool.num_free))
         return [request for request in advanced if request is not None]
 
     def _propose(self, scheduled: Sequence[Scheduled]) -> None:
@@ -163,9 +173,9 @@ class Engine:
             texts = [self.tokenizer.token_text(token) for token in draft.token_ids]
             self.emit(DraftProposed(item.request.request_id, draft.token_ids, texts, draft.parents))
 
-    def _run(self, scheduled: Sequence[Scheduled]) -> Tensor:
-        """Run the forward and return its logits. A drafter that observes queries gets those of the prompts that this
-        step completes."""
+    def _run(self, scheduled: Sequence[Scheduled]) -> tuple[Tensor, Tensor | None]:
+        """Run the forward and return its logits, and the hidden states of the same rows if the drafter observes them. A
+        drafter that observes queries gets those of the prompts that this step completes."""
         segments = [item.segment for item in scheduled]
         most = self.drafter.num_observed_queries if self.drafter is not None else 0
         ends = accumulate(len(segment.token_ids) for segment in segments)
@@ -174,19 +184,29 @@ class Engine:
             for item, end in zip(scheduled, ends, strict=True)
             if most and item.completes and item.kind == "prefill"
         ]
-        if self.drafter is None or not observed:
-            return self.runner.run(segments)
-        logits, queries = self.runner.run_with_queries(segments, [row for _, rows in observed for row in rows])
-        for (request, _), own in zip(observed, queries.split([len(rows) for _, rows in observed], dim=1), strict=True):
+        if self.drafter is None or not (observed or self.drafter.observes_hidden):
+            return self.runner.run(segments), None
+        step = self.runner.run_observed(segments, [row for _, rows in observed for row in rows])
+        queries = step.queries.split([len(rows) for _, rows in observed], dim=1)
+        for (request, _), own in zip(observed, queries, strict=True):
             self.drafter.observe(request, own)
-        return logits
+        return step.logits, step.hidden if self.drafter.observes_hidden else None
+
+    def _show_hidden(self, rows: Sequence[int], advanced: Sequence[Request | None], hidden: Tensor) -> None:
+        """Call `observe_hidden` for the requests that have gained tokens and go on. `rows`: `StepRows.of_last_tokens`,
+        in the order of the requests in `advanced`."""
+        gained = zip([request for request in advanced if request is not None], rows, strict=True)
+        going_on = [(request, row) for request, row in gained if not request.finished]
+        if self.drafter is not None and going_on:
+            chosen = copy_to_device({"rows": np.array([row for _, row in going_on])}, hidden.device)["rows"]
+            self.drafter.observe_hidden([request for request, _ in going_on], hidden.index_select(0, chosen))
 
     def _check_draft(self, draft: Draft, most: int) -> None:
-        """Raise `DraftError` for too many guesses or parents that form no tree, `UnsupportedError` for a tree that the
+        """Raise `DraftError` for too many drafts or parents that form no tree, `UnsupportedError` for a tree that the
         cache cannot verify."""
         if len(draft.token_ids) > most:
             raise DraftError(
-                f"{type(self.drafter).__name__} proposed {len(draft.token_ids)} guesses where at most {most} were "
+                f"{type(self.drafter).__name__} proposed {len(draft.token_ids)} drafts where at most {most} were "
                 "asked for; there are no cache blocks for more"
             )
         if draft.parents is None:

@@ -198,7 +198,7 @@ def _sampling_rows(requests: Sequence[Request], drafts: Sequence[Draft]) -> list
 
 
 def _context(draft: Draft, node: int) -> list[int]:
-    """The guesses from the root to `node`."""
+    """The draft tokens from the root to `node`."""
     if draft.parents is None:
         return draft.token_ids[: node + 1]
     tokens = []

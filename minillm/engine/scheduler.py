@@ -86,8 +86,15 @@ class Scheduled:
     @property
     def segment(self) -> Segment:
         """What the request brings to the forward."""
-        token_ids = [*self.request.token_ids[self.start : self.start + self.num_tokens], *self.draft.token_ids]
-        return Segment(token_ids, self.start, self.request.block_table, self.num_logits, self.draft.parents)
+        request = self.request
+        return Segment(
+            [*request.token_ids[self.start : self.start + self.num_tokens], *self.draft.token_ids],
+            self.start,
+            request.block_table,
+            self.num_logits,
+            self.draft.parents,
+            num_prompt_tokens=request.num_prompt_tokens,
+        )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minillm.engine.scheduler import Scheduled
+from minillm.speculative.rejection_sampler import Verdict
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ class StepRows:
             return self.logits
         pairs = zip(self.scheduled, self.by_request, strict=True)
         return torch.cat([rows[len(rows) - item.num_judged :] for item, rows in pairs])
+
+    def of_last_tokens(self, verdicts: Sequence[Verdict | None]) -> list[int]:
+        """For each request with a verdict, the index of the row that chose its last token: after the last accepted
+        draft, or the first judged row if none was accepted. To be asked before the tokens are committed."""
+        found, end = [], 0
+        for item, verdict in zip(self.scheduled, verdicts, strict=True):
+            end += item.num_logits
+            if verdict is not None:
+                accepted = verdict.path[-1] + 1 if verdict.path else verdict.num_accepted
+                found.append(end - item.num_judged + accepted)
+        return found
 
     def owner(self, row: int) -> Scheduled:
         """Whose row of the step's logits this is."""

@@ -10,8 +10,8 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 
 def names() -> list[str]:
-    """Return the names of the bundled models, sorted."""
-    return sorted(config.parent.name for config in WEIGHTS.glob("*/config.json"))
+    """Return the names of the bundled models, sorted. Trained drafters, which have no tokenizer, are not among them."""
+    return sorted(file.parent.name for file in WEIGHTS.glob("*/tokenizer.json"))
 
 
 def path(name: str) -> Path:

@@ -18,11 +18,53 @@ from tqdm import tqdm
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.causal import CausalAttention
 from minillm.models.decoder import Decoder
+from minillm.models.held_out import calibration_prompts
 from minillm.models.quantize import Calibration, decoder_linears
 from minillm.quantization.base import LayerStatistics, QuantizedLinear
+from minillm.tokenizer import Tokenizer
 
 MAX_ROWS = 1024
 """Input rows kept per layer, evenly spread over the text: 4 · in · 1024 bytes per layer."""
+
+
+def calibration_rows(tokenizer: Tokenizer) -> list[list[int]]:
+    """The token ids of the calibration prompts, one row each."""
+    return [tokenizer.encode(prompt.prompt) for prompt in calibration_prompts()]
+
+
+class CalibrationTexts:
+    """What a cache layout may ask about text (`KVCache.prepare`)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def rows(self) -> list[list[int]]:
+        """See `calibration_rows`."""
+        return calibration_rows(self.tokenizer)
+
+    def ids_with(self, text: bytes) -> list[int]:
+        """All tokens whose bytes contain `text`."""
+        special = set(self.tokenizer.special_ids)
+        ids = (i for i in range(self.tokenizer.vocab_size) if i not in special)
+        return [i for i in ids if text in self.tokenizer.token_bytes(i)]
+
+
+@torch.inference_mode()
+def keys_and_values(model: Decoder, rows: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+    """For each layer the keys and values of all tokens of these texts as attention gets them, with RoPE: `[n,
+    num_kv_heads, head_dim]` each."""
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in model.layers]
+
+    class Recorder(CausalAttention):
+        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: None = None) -> Tensor:
+            found[layer].append((k, v))
+            return super().attend(layer, q, k, v, batch)
+
+    device = model.embed_tokens.weight.device
+    for row in rows:
+        model(torch.tensor(row, device=device), torch.arange(len(row), device=device), Recorder(len(row)))
+    keys, values = ([torch.cat([pair[i] for pair in of_layer]) for of_layer in found] for i in (0, 1))
+    return list(zip(keys, values, strict=True))
 
 
 def calibrate(

@@ -45,6 +45,12 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attention: Attention, batch: Any) -> Tensor:
         """`x`: `[num_tokens, hidden]` → the same shape."""
+        q, k, v = self.heads(x, cos, signed_sin)
+        x = x + self.o_proj(attention.attend(self.layer, q, k, v, batch).flatten(1))
+        return x + self.mlp(self.post_attention_norm(x))
+
+    def heads(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the input `x` as attention gets them: `[num_tokens, heads, head_dim]` each."""
         heads = self.qkv_proj(self.input_norm(x)).view(-1, self.num_qk_heads + self.num_kv_heads, self.head_dim)
         qk, v = heads.split((self.num_qk_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -52,8 +58,7 @@ class DecoderLayer(nn.Module):
         if self.rotates:
             qk = rope(qk, cos, signed_sin)
         q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
-        x = x + self.o_proj(attention.attend(self.layer, q, k, v, batch).flatten(1))
-        return x + self.mlp(self.post_attention_norm(x))
+        return q, k, v
 
     def _normalise(self, qk: Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> Tensor:
         """Normalise q and k in one call: only the norm weights differ between them."""
@@ -85,7 +90,10 @@ class Decoder(nn.Module):
         `token_ids`, `positions`: `[num_tokens]`, int64, positions below `max_position_embeddings`.
         `attention` and `batch` decide which tokens a token attends to.
         """
-        x = self.embed_tokens(token_ids)
+        return self.run_embedded(self.embed_tokens(token_ids), positions, attention, batch)
+
+    def run_embedded(self, x: Tensor, positions: Tensor, attention: Attention, batch: Any = None) -> Tensor:
+        """As `forward`, from embeddings `[num_tokens, hidden]`, which need not be those of tokens."""
         cos, signed_sin = (table.to(x.dtype) for table in self.rope(positions))
         for layer in self.layers:
             x = layer(x, cos, signed_sin, attention, batch)

@@ -18,7 +18,8 @@ GROUP_MULTIPLE = 8
 """A group size must be a multiple of this, so that each group starts on a byte boundary at every number of bits."""
 
 MAX_GROUP_SIZE = 2**17
-"""The largest group size: as many weights as the widest layer has inputs. Groups are padded to it before rounding."""
+"""The largest group size: more than any layer has inputs. A row is padded to whole groups before rounding, so a larger
+one would only cost memory."""
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,19 @@ from torch import Tensor
 
 from minillm.batch import Segment, logit_rows, tree_masks
 from minillm.cache.base import KVCache, StoredRows
+from minillm.errors import UnsupportedError
 from minillm.hardware import usable_processors
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.ops.cpu import amx, step
 from minillm.ops.cpu.attention import NO_TREE
 from minillm.ops.cpu.compiled import showing_progress
-from minillm.ops.cpu.matrix_fields import OUTPUTS
+from minillm.ops.cpu.matrix_fields import INPUTS, NONE, OUTPUTS
 from minillm.ops.cpu.simd import LANES
 from minillm.ops.cpu.team import new_sync
 from minillm.ops.cpu.thread_choice import ThreadChoice
 from minillm.runtime.packed_decoder import PackedDecoder, bits_of, empty_aligned, packed, unsupported_model
+from minillm.runtime.runner import ObservedStep
 
 STEP_LOCK = threading.Lock()
 """Held while a step runs on several threads. numba's `workqueue` layer ends the process if two Python threads use it at
@@ -112,13 +114,26 @@ class CpuExecutor:
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""
-        return self.run_with_queries(segments, ())[0]
+        return self._run(segments, NO_DRAFTS, (), torch.empty(0))[:, : self.vocab_size]
 
-    def run_with_queries(self, segments: Sequence[Segment], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `ModelRunner.run_with_queries`."""
+    def run_observed(self, segments: Sequence[Segment], rows: Sequence[int]) -> ObservedStep:
+        """See `ModelRunner.run_observed`."""
         num_layers, *heads = self.query_shape
         queries = torch.empty(num_layers, len(rows), *heads)
-        return self._run(segments, NO_DRAFTS, rows, queries)[:, : self.vocab_size], queries
+        logits = self._run(segments, NO_DRAFTS, rows, queries)
+        return ObservedStep(logits[:, : self.vocab_size], self._last_hidden(segments, len(logits)), queries)
+
+    def _last_hidden(self, segments: Sequence[Segment], count: int) -> Tensor:
+        """The `count` rows that the unembedding multiplied in the step that has just run, copied from its scratch
+        memory. Raises `UnsupportedError` if the product has changed them."""
+        if self.weights.matrices[-1, INPUTS] != NONE:
+            raise UnsupportedError(
+                "the compiled step scales the inputs of an AWQ unembedding in place, so this drafter cannot read the "
+                "hidden states; use another speculative method, or enforce_eager=True"
+            )
+        size = int(self.dims[step.HIDDEN])
+        first = int(step.areas.py_func(self.dims, sum(len(s.token_ids) for s in segments))[1])
+        return torch.from_numpy(self.scratch[first : first + count * size].copy()).view(count, size)
 
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """See `ModelRunner.draft`. All `count` steps are one compiled call."""

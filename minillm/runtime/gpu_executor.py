@@ -51,6 +51,7 @@ from minillm.ops.dispatch import implementations
 from minillm.ops.triton.machine import FLOATS, power_of_two
 from minillm.ops.triton.tiling import AttentionMetadata, HeadShape, StepSizes, Tiling
 from minillm.runtime.gpu_step import FORMATS, Ops, Weights, forward, is_capturable
+from minillm.runtime.runner import ObservedStep
 from minillm.runtime.step_inputs import Shape, StepInputs, query_starts
 
 if TYPE_CHECKING:
@@ -183,30 +184,44 @@ class GpuExecutor:
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`. Does not wait for the device. No later step overwrites the result."""
         with self._on_device():
-            shape = self.shape_of(segments)
-            if shape is None:
-                inputs = self._send(segments, self._exact(segments))
-                hidden = forward(self.weights, self.ops, self._batch(inputs, segments))
-            else:
-                step = self._prepare(shape)
-                self._send(segments, shape, step.inputs)
-                step.replay()
-                inputs, hidden = step.inputs, step.output
-            wanted = inputs.logit_rows[: sum(segment.num_logits for segment in segments)]
-            return self.weights.head(hidden.index_select(0, wanted))
+            return self.weights.head(self._hidden(segments))
 
     @torch.inference_mode()
-    def run_with_queries(self, segments: Sequence[Segment], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `ModelRunner.run_with_queries`. Runs without a graph, whose queries nobody could read in between."""
+    def run_observed(self, segments: Sequence[Segment], rows: Sequence[int]) -> ObservedStep:
+        """See `ModelRunner.run_observed`. With `rows`, it runs without a graph, whose queries nobody could read in
+        between."""
         with self._on_device():
+            if rows:
+                hidden, queries = self._hidden_and_queries(segments, rows)
+            else:
+                hidden = self._hidden(segments)
+                queries = hidden.new_empty(len(self.weights.layers), 0, self.weights.num_heads, self.weights.head_dim)
+            return ObservedStep(self.weights.head(hidden), hidden, queries)
+
+    def _hidden(self, segments: Sequence[Segment]) -> Tensor:
+        """The hidden states of the wanted rows, which no later step overwrites."""
+        shape = self.shape_of(segments)
+        if shape is None:
             inputs = self._send(segments, self._exact(segments))
-            own = torch.tensor(rows, device=self.device)
-            queries: list[Tensor] = []
-            hidden = forward(
-                self.weights, self.ops, self._batch(inputs, segments), lambda q: queries.append(q.index_select(0, own))
-            )
-            wanted = inputs.logit_rows[: sum(segment.num_logits for segment in segments)]
-            return self.weights.head(hidden.index_select(0, wanted)), torch.stack(queries)
+            hidden = forward(self.weights, self.ops, self._batch(inputs, segments))
+        else:
+            step = self._prepare(shape)
+            self._send(segments, shape, step.inputs)
+            step.replay()
+            inputs, hidden = step.inputs, step.output
+        wanted = inputs.logit_rows[: sum(segment.num_logits for segment in segments)]
+        return hidden.index_select(0, wanted)
+
+    def _hidden_and_queries(self, segments: Sequence[Segment], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """`_hidden` without a graph, and the queries of the tokens `rows`."""
+        inputs = self._send(segments, self._exact(segments))
+        own = torch.tensor(rows, device=self.device)
+        queries: list[Tensor] = []
+        hidden = forward(
+            self.weights, self.ops, self._batch(inputs, segments), lambda q: queries.append(q.index_select(0, own))
+        )
+        wanted = inputs.logit_rows[: sum(segment.num_logits for segment in segments)]
+        return hidden.index_select(0, wanted), torch.stack(queries)
 
     @torch.inference_mode()
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,18 @@ EXECUTORS = {
 use, because numba takes half a second."""
 
 
+class ObservedStep(NamedTuple):
+    """The result of a step, and what drafters read of it."""
+
+    logits: Tensor
+    """`[sum of num_logits, vocab]`, as `ModelRunner.run` returns them."""
+    hidden: Tensor
+    """`[sum of num_logits, hidden]`: the hidden states after the final norm, which the unembedding multiplies. A copy:
+    no later step overwrites it."""
+    queries: Tensor
+    """`[num_layers, number of observed tokens, num_heads, head_dim]`: their queries as attention gets them, rotated."""
+
+
 class Executor(Protocol):
     """Runs the steps of one model over one cache faster than plain PyTorch."""
 
@@ -33,8 +45,8 @@ class Executor(Protocol):
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""
 
-    def run_with_queries(self, segments: Sequence[Segment], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """See `ModelRunner.run_with_queries`."""
+    def run_observed(self, segments: Sequence[Segment], rows: Sequence[int]) -> ObservedStep:
+        """See `ModelRunner.run_observed`."""
 
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """See `ModelRunner.draft`."""
@@ -109,27 +121,33 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Run one forward. Returns `[sum of num_logits, vocab]` in the order of `segments`."""
-        if self.executor is not None and (self.executor.runs_trees or all(s.parents is None for s in segments)):
-            return self.executor.run(segments)
-        return self._forward(segments, self.cache)
+        if (executor := self._executor_for(segments)) is not None:
+            return executor.run(segments)
+        return self.model.logits(self._hidden(segments, self.cache))
 
     @torch.inference_mode()
-    def run_with_queries(self, segments: Sequence[Segment], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """As `run`, for segments without trees. Also returns the queries of the step's tokens `rows` as attention gets
-        them, rotated: `[num_layers, len(rows), num_heads, head_dim]`."""
-        if self.executor is not None:
-            return self.executor.run_with_queries(segments, rows)
+    def run_observed(self, segments: Sequence[Segment], rows: Sequence[int] = ()) -> ObservedStep:
+        """As `run`. Also returns the hidden states of which it returns logits, and the queries of the step's tokens
+        `rows`."""
+        if (executor := self._executor_for(segments)) is not None:
+            return executor.run_observed(segments, rows)
         recorder = QueryRecorder(self.cache, rows)
-        return self._forward(segments, recorder), torch.stack(recorder.queries)
+        hidden = self._hidden(segments, recorder)
+        return ObservedStep(self.model.logits(hidden), hidden, torch.stack(recorder.queries))
 
-    def _forward(self, segments: Sequence[Segment], attention: Attention) -> Tensor:
-        """`run` in plain PyTorch."""
+    def _executor_for(self, segments: Sequence[Segment]) -> Executor | None:
+        """The executor, unless it cannot run these segments."""
+        can_run = self.executor is not None and (self.executor.runs_trees or all(s.parents is None for s in segments))
+        return self.executor if can_run else None
+
+    def _hidden(self, segments: Sequence[Segment], attention: Attention) -> Tensor:
+        """The hidden states of the wanted rows in plain PyTorch."""
         batch = self.batch(segments)
         hidden = self.model(batch.token_ids, batch.positions, attention, batch)
         rows = logit_rows(segments)
         if len(rows) < hidden.shape[0]:
             hidden = hidden[torch.tensor(rows, dtype=torch.int64, device=self.device)]
-        return self.model.logits(hidden)
+        return hidden
 
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """Return the `count` tokens that follow each segment under greedy decoding.

@@ -16,10 +16,11 @@ from minillm.sampling.host import (
     uniforms,
     used_tokens,
 )
-from minillm.sampling.params import SamplingParams
+from minillm.sampling.params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "Draw",
+    "RequestOutputKind",
     "SamplingParams",
     "SamplingRow",
     "check_rows",

@@ -6,15 +6,26 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from enum import Enum
 from functools import wraps
 from numbers import Integral, Real
 from typing import Any
 
-from minillm.errors import ConfigError, UnknownOptionError
+from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
 
 MAX_N = 16384
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean 0. vLLM 0.32 instead raises temperatures between 0 and 0.01 to 0.01."""
+
+
+class RequestOutputKind(Enum):
+    """Which outputs `LLMEngine.step` returns for a request, under vLLM's names. `DELTA` is not supported."""
+
+    CUMULATIVE = 0
+    """After each step that changed it, the whole output so far."""
+    DELTA = 1
+    FINAL_ONLY = 2
+    """Only the finished output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +66,8 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """For `LLMEngine` and `AsyncLLM`; `LLM.generate` always returns finished outputs."""
 
     def __post_init__(self) -> None:
         check_params(self)
@@ -80,6 +93,14 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether any penalty is set, so that the probabilities depend on the tokens used so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    def num_settled(self, text: str) -> int:
+        """How many characters of an unfinished output's `text` no later token can take back.
+
+        A stop string is cut from the text, so the last characters, which may be the start of one, are not settled.
+        """
+        held_back = 0 if self.include_stop_str_in_output else max(map(len, self.stop_strings), default=1) - 1
+        return max(0, len(text) - held_back)
 
 
 def _name_unknown_options(cls: type[SamplingParams]) -> None:
@@ -133,6 +154,10 @@ def check_params(params: SamplingParams) -> None:
     for name in _FLAGS:
         if not isinstance(getattr(params, name), bool):
             raise ConfigError(f"{name}={getattr(params, name)!r}: must be True or False")
+    if not isinstance(params.output_kind, RequestOutputKind):
+        raise ConfigError(f"output_kind={params.output_kind!r}: must be a RequestOutputKind")
+    if params.output_kind is RequestOutputKind.DELTA:
+        raise UnsupportedError("output_kind=DELTA is not supported; take CUMULATIVE and compare with the last output")
     _check_stops(params)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise ConfigError(f"min_tokens={params.min_tokens}: must not be above max_tokens={params.max_tokens}")

@@ -63,12 +63,12 @@ class ChainDrafter(Drafter):
         requests: Sequence[Request],
         num_drafts: Sequence[int],
         logits: Tensor,
-        next_segment: Callable[[int, list[int]], Segment],
+        next_logits: Callable[[list[int], list[list[int]]], Tensor],
     ) -> list[Draft]:
-        """Draft `num_drafts[i]` tokens for each request i.
+        """Draft `num_drafts[i]` (≥ 1) tokens for each request i.
 
-        `logits`: those after each request's last token, `[num_requests, vocab]`. `next_segment(i, drafted)` computes
-        the last of request i's drafts so far.
+        `logits`: those of each request's first draft, `[num_requests, vocab]`. `next_logits(active, drafted)`: those
+        of the next draft of each `active` request, given the drafts of all requests so far, `[len(active), vocab]`.
         """
         tokens: list[list[int]] = [[] for _ in requests]
         probs: list[list[Tensor]] = [[] for _ in requests]
@@ -76,7 +76,7 @@ class ChainDrafter(Drafter):
         for step in range(max(num_drafts)):
             if step:
                 active = [i for i in active if step < num_drafts[i]]
-                logits = self.runner.run([next_segment(i, tokens[i]) for i in active])
+                logits = next_logits(active, tokens)
             if is_greedy:
                 for i, token in zip(active, argmax(logits), strict=True):
                     tokens[i].append(token)

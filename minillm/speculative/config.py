@@ -13,6 +13,7 @@ from minillm.speculative.drafter import Drafter, NoOptions
 from minillm.speculative.methods import METHODS
 from minillm.speculative.rejection_sampler import EXACT, AcceptRule, Rule
 from minillm.speculative.synthetic import SyntheticRule
+from minillm.speculative.typical import typical_rule
 
 RULES: dict[str, Rule] = {"standard": EXACT, "block": BlockRule()}
 ADAPTIVE = True
@@ -31,7 +32,14 @@ class SpeculativeConfig:
     """Most drafts per round; None: the method's default."""
     rejection_sample_method: str | AcceptRule = "standard"
     """`standard`: token-by-token rejection sampling; `block`: block verification, as exact and accepts more drafts;
-    `synthetic`: accepts at given rates, to measure the engine; or an `AcceptRule`, which may be lossy."""
+    `synthetic`: accepts at given rates, to measure the engine; `typical`: accepts what the target finds likely, which
+    changes the distribution of sampled text; or an `AcceptRule`, which may be lossy."""
+    lossy: bool = False
+    """Must be True for `typical`."""
+    posterior_threshold: float | None = None
+    """For `typical`: ε; None: 0.09."""
+    posterior_alpha: float | None = None
+    """For `typical`: δ; None: 0.3."""
     synthetic_acceptance_rates: Sequence[float] | None = None
     """For `synthetic`, per position: the probability that all drafts up to this one are accepted."""
     synthetic_acceptance_length: float | None = None
@@ -56,14 +64,15 @@ class SpeculativeConfig:
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)
         rule = self.rejection_sample_method
-        if not isinstance(rule, AcceptRule) and rule not in RULES and rule != "synthetic":
+        if not isinstance(rule, AcceptRule) and rule not in (*RULES, "synthetic", "typical"):
             raise UnsupportedError(
-                f"rejection_sample_method={rule!r} is not available; use 'standard', 'block' or 'synthetic', or pass "
-                "an AcceptRule"
+                f"rejection_sample_method={rule!r} is not available; use 'standard', 'block', 'synthetic' or "
+                "'typical', or pass an AcceptRule"
             )
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"adaptive={self.adaptive!r} must be True or False")
         self._check_synthetic()
+        self._check_typical()
 
     @property
     def drafter_cls(self) -> type[Drafter]:
@@ -77,7 +86,28 @@ class SpeculativeConfig:
         if rule == "synthetic":
             rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
             return SyntheticRule(tuple(rates)) if rates else SyntheticRule.of_length(length, self.max_drafts)
+        if rule == "typical":
+            return typical_rule(self.posterior_threshold, self.posterior_alpha)
         return rule if isinstance(rule, AcceptRule) else RULES[rule]
+
+    def _check_typical(self) -> None:
+        """Raise `ConfigError` for `typical` without `lossy`, or its options with another rule."""
+        if self.rejection_sample_method == "typical":
+            if self.lossy is not True:
+                raise ConfigError(
+                    "rejection_sample_method='typical' changes the distribution of sampled text; add 'lossy': True, or "
+                    "use 'standard' or 'block', which do not"
+                )
+            _ = self.accept_rule  # checks the numbers
+            return
+        given = {name: getattr(self, name) for name in ("posterior_threshold", "posterior_alpha")}
+        given["lossy"] = self.lossy or None
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name}={value!r} is for rejection_sample_method='typical', but it is "
+                    f"{self.rejection_sample_method!r}; leave one of them out"
+                )
 
     def _check_synthetic(self) -> None:
         """Raise `ConfigError` for rates without the method or the method without rates."""

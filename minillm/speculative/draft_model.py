@@ -118,7 +118,10 @@ class DraftModelDrafter(ChainDrafter):
         if self.is_greedy(requests) and self._num_behind(requests) <= self.max_num_batched_tokens:
             return self._propose_together(requests, num_drafts)
         drafts = self.draw_chains(
-            requests, num_drafts, self._catch_up(requests), lambda i, drafted: self._next(requests[i], drafted)
+            requests,
+            num_drafts,
+            self._catch_up(requests),
+            lambda active, drafted: self.runner.run([self._next(requests[i], drafted[i]) for i in active]),
         )
         for request, draft in zip(requests, drafts, strict=True):
             self._progress[request] = DraftProgress(request.num_tokens, draft.token_ids[:-1])
@@ -199,4 +202,4 @@ class DraftModelDrafter(ChainDrafter):
             if self._filled.get(table[index]) == hashes[index]:
                 break
             self._filled[table[index]] = hashes[index]
-        return Segment(token_ids, start, request.block_table)
+        return Segment(token_ids, start, request.block_table, num_prompt_tokens=request.num_prompt_tokens)

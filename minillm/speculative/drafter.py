@@ -80,6 +80,8 @@ class Drafter(ABC):
     """Whether it reads the blocks of the target's cache. Layouts for whole sequences have none to choose from."""
     num_observed_queries: int = 0
     """Of how many last tokens of a prompt `observe` gets the queries; 0: it is not called."""
+    observes_hidden: bool = False
+    """Whether `observe_hidden` is called."""
 
     @classmethod
     def build(cls, context: DraftContext) -> Drafter:
@@ -105,6 +107,14 @@ class Drafter(ABC):
 
         `queries`: those of its last tokens as attention got them, `[num_layers, n, num_heads, head_dim]` with
         1 ≤ n ≤ `num_observed_queries`. n is smaller if the step computed fewer of its tokens.
+        """
+
+    def observe_hidden(self, requests: Sequence[Request], hidden: Tensor) -> None:  # noqa: B027
+        """Called at the end of each step with the requests that have gained tokens in it and go on.
+
+        `hidden`: `[len(requests), hidden]`, for each request the target's hidden state after the final norm at its last
+        token but one: the vector from which the target's unembedding made the distribution of the last token. An
+        interrupt may skip the call, so a drafter records for how many tokens it holds.
         """
 
     def judged(self, request: Request, draft: Draft, verdict: Verdict) -> None:  # noqa: B027

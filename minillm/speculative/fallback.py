@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from minillm.request import Request
-from minillm.speculative.drafter import Draft, Drafter
+from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter
 from minillm.speculative.rejection_sampler import Verdict
 
 
@@ -31,21 +31,28 @@ class FallbackDrafter(Drafter):
         """Most drafts per round of each."""
         self.below = below
         self.num_observed_queries = max(first.num_observed_queries, second.num_observed_queries)
+        self.observes_hidden = first.observes_hidden or second.observes_hidden
+        self.limits: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
+        """Most drafts of a request by each, if a draft policy (`FallbackDrafts`) says so."""
         self._proposer: WeakKeyDictionary[Request, Drafter] = WeakKeyDictionary()
         """Who proposed the last draft of a request, and is told the verdict."""
 
+    def proposer(self, request: Request) -> Drafter:
+        """The drafter that proposed the last draft of `request`."""
+        return self._proposer[request]
+
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """See `Drafter.propose`."""
-        most = [min(k, self.max_first) for k in num_drafts]
-        drafts = list(self.first.propose(requests, most))
+        limits = [self.limits.get(request, (k, k)) for request, k in zip(requests, num_drafts, strict=True)]
+        most_first = [min(k, self.max_first, most) for k, (most, _) in zip(num_drafts, limits, strict=True)]
+        most_second = [min(k, self.max_second, most) for k, (_, most) in zip(num_drafts, limits, strict=True)]
+        drafts = _propose(self.first, requests, most_first)
         self._proposer.update(dict.fromkeys(requests, self.first))
         short = [i for i, draft in enumerate(drafts) if len(draft.token_ids) < min(self.below, num_drafts[i])]
-        if short:
-            asked = [requests[i] for i in short]
-            others = self.second.propose(asked, [min(num_drafts[i], self.max_second) for i in short])
-            for i, other in zip(short, others, strict=True):
-                if other.token_ids:
-                    drafts[i], self._proposer[requests[i]] = other, self.second
+        others = _propose(self.second, [requests[i] for i in short], [most_second[i] for i in short])
+        for i, other in zip(short, others, strict=True):
+            if other.token_ids:
+                drafts[i], self._proposer[requests[i]] = other, self.second
         return drafts
 
     def observe(self, request: Request, queries: Tensor) -> None:
@@ -53,6 +60,12 @@ class FallbackDrafter(Drafter):
         for drafter in (self.first, self.second):
             if drafter.num_observed_queries:
                 drafter.observe(request, queries[:, -drafter.num_observed_queries :])
+
+    def observe_hidden(self, requests: Sequence[Request], hidden: Tensor) -> None:
+        """See `Drafter.observe_hidden`."""
+        for drafter in (self.first, self.second):
+            if drafter.observes_hidden:
+                drafter.observe_hidden(requests, hidden)
 
     def judged(self, request: Request, draft: Draft, verdict: Verdict) -> None:
         """See `Drafter.judged`. Only the drafter that proposed the draft is told."""
@@ -77,3 +90,14 @@ class FallbackDrafter(Drafter):
         """See `Drafter.request_finished`."""
         self.first.request_finished(request)
         self.second.request_finished(request)
+
+
+def _propose(drafter: Drafter, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+    """One draft per request; the drafter is asked only for those that may have one."""
+    asked = [i for i, most in enumerate(num_drafts) if most]
+    drafts = [NO_DRAFT] * len(requests)
+    if asked:
+        found = drafter.propose([requests[i] for i in asked], [num_drafts[i] for i in asked])
+        for i, draft in zip(asked, found, strict=True):
+            drafts[i] = draft
+    return drafts

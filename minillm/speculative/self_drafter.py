@@ -18,6 +18,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from minillm.batch import Segment
 from minillm.request import Request
 from minillm.speculative.chain_drafter import ChainDrafter
@@ -40,7 +42,9 @@ class SelfDrafter(ChainDrafter):
         if self.is_greedy(requests):
             return [Draft(token_ids) for token_ids in self.draft_argmax(first, num_drafts)]
 
-        def following(i: int, drafted: list[int]) -> Segment:
-            return replace(first[i], token_ids=drafted[-1:], start=first[i].start + len(drafted))
+        def next_logits(active: list[int], drafted: list[list[int]]) -> Tensor:
+            return self.runner.run(
+                [replace(first[i], token_ids=drafted[i][-1:], start=first[i].start + len(drafted[i])) for i in active]
+            )
 
-        return self.draw_chains(requests, num_drafts, self.runner.run(first), following)
+        return self.draw_chains(requests, num_drafts, self.runner.run(first), next_logits)

@@ -88,6 +88,9 @@ def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: 
     for table, num_tokens in ((long, long_past), *((table, past) for table in tables)):
         _prefill(target, table, num_tokens)
     requests = [_request(target, table, past + 1) for table in tables]
+    if drafter.observes_hidden:
+        weight = target.model.norm.weight
+        drafter.observe_hidden(requests, weight.new_zeros(len(requests), len(weight)))
     runs: dict[str | int, Callable[[], object]] = {n: partial(_forward, target, first, past, n) for n in rows}
     runs["long"] = partial(_forward, target, long, long_past, 1)
     for name, count, k in (("draft", 1, 1), ("drafts", 1, num_drafts), ("requests", len(requests), num_drafts)):

@@ -76,6 +76,21 @@ class TreeShape:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         return depths
 
+    @property
+    def leaves(self) -> list[int]:
+        """The nodes without children."""
+        return [node for node in range(self.num_nodes) if node not in self.parents]
+
+    def keys_read(self, context: int) -> tuple[int, int]:
+        """How many keys of one KV head attention needs to verify the tree after `context` computed tokens: with the
+        tree as one request, and with one request for each branch.
+
+        The first is what `tree_attention` reads: it shares the cached tokens among all branches, as DeFT (Yao et al.
+        2024) does. (The Triton kernel reads them once per tile of queries.)
+        """
+        branches = sum(context + 2 + self.depths[leaf] for leaf in self.leaves)
+        return context + 1 + self.num_nodes, branches
+
     @cached_property
     def ranks(self) -> list[int]:
         """Each node's rank among its siblings, from 0."""

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from minillm.errors import LessonError
 from minillm.teaching.attempt import Outcome, call
-from minillm.teaching.exercise import Exercise
+from minillm.teaching.exercise import Case, Exercise
 
 
 class AnswerKey:
-    """New cases of `exercise`, and the answers to them."""
+    """New cases of `exercise`, and the answers to them.
 
-    def __init__(self, exercise: Exercise) -> None:
+    With `known`, its cases and answers, followed by `more` cases.
+    """
+
+    def __init__(self, exercise: Exercise, known: AnswerKey | None = None, more: Sequence[Case] = ()) -> None:
         self.exercise = exercise
-        self.cases = exercise.all_cases()
-        self._expected: dict[int, object] = {}
-        self._planted: dict[tuple[int, int], Outcome] = {}
+        self.cases = (*(known.cases if known else exercise.all_cases()), *more)
+        self._expected: dict[int, object] = dict(known._expected) if known else {}
+        self._planted: dict[tuple[int, int], Outcome] = dict(known._planted) if known else {}
 
     def expected(self, index: int) -> object:
         """The reference's answer to case `index`. Raises what the reference raises: then the exercise is wrong."""
         if index not in self._expected:
             outcome = call(self.exercise, self.exercise.reference, self.cases[index])
             if outcome.error is not None:
-                raise outcome.error
+                raise outcome.error.exception or LessonError(outcome.error.message)
             self._expected[index] = outcome.value
         return self._expected[index]
 

@@ -1,17 +1,19 @@
-"""One call of a function on one case: what it returned or raised, and which inputs it changed."""
+"""One call of a function on one case: what it returned or raised, and which inputs it changed.
+
+Nothing here needs an exercise's answers: the process of a submission has its `Interface` only.
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from minillm.teaching.compare import exact, values_match
-from minillm.teaching.exercise import Case, Exercise, Function
+from minillm.teaching.exercise import Case, Exercise, Function, Interface
+from minillm.teaching.raised import Raised
 from minillm.teaching.show import kind
 
 SEED = 0
@@ -22,11 +24,11 @@ class Outcome:
     """What one call did: the value to compare or the exception, and the inputs that it must not change but did."""
 
     value: object = None
-    error: BaseException | None = None
+    error: Raised | None = None
     changed: tuple[str, ...] = ()
 
 
-def call(exercise: Exercise, function: Function, case: Case) -> Outcome:
+def call(exercise: Exercise | Interface, function: Function, case: Case) -> Outcome:
     """Call `function` on deep copies of the inputs. Torch's CPU generator is seeded, and restored afterwards."""
     args, kwargs = copy.deepcopy((case.args, dict(case.kwargs)))
     with torch.random.fork_rng(devices=[]):
@@ -36,9 +38,7 @@ def call(exercise: Exercise, function: Function, case: Case) -> Outcome:
         except KeyboardInterrupt:  # the stop button
             raise
         except BaseException as error:  # the learner's mistake is the result; `sys.exit` is one too
-            if out_of_memory(error):
-                traceback.clear_frames(error.__traceback__)  # the frames hold what filled the memory
-            return Outcome(error=error)
+            return Outcome(error=Raised.of(error, function, lambda: exercise.wanted))
     before, after = named_inputs(exercise, case.args, case.kwargs), named_inputs(exercise, args, kwargs)
     if exercise.in_place:
         value = {"returned": value, **{f"{name} after the call": after.get(name) for name in exercise.in_place}}
@@ -46,11 +46,11 @@ def call(exercise: Exercise, function: Function, case: Case) -> Outcome:
     return Outcome(value, changed=tuple(name for name in guarded if exact(before[name], after[name])))
 
 
-def named_inputs(exercise: Exercise, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
+def named_inputs(
+    exercise: Exercise | Interface, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> dict[str, object]:
     """The inputs of a case under the names of the reference's (or the drive's) parameters."""
-    leading = (exercise.reference,) if exercise.run_case else ()
-    bound = inspect.signature(exercise.run_case or exercise.reference).bind(*leading, *args, **kwargs).arguments
-    return dict(list(bound.items())[len(leading) :])
+    return dict(exercise.inputs.bind(*args, **kwargs).arguments)
 
 
 def difference(exercise: Exercise, expected: object, got: object) -> str | None:
@@ -61,11 +61,6 @@ def difference(exercise: Exercise, expected: object, got: object) -> str | None:
         return exercise.compare(expected, got)
     except Exception as error:
         return f"type: {kind(got)} cannot be compared with {kind(expected)} ({type(error).__name__})"
-
-
-def out_of_memory(error: BaseException | None) -> bool:
-    """Whether Python, NumPy or torch failed to allocate memory."""
-    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _is_meant_to_advance(value: object) -> bool:

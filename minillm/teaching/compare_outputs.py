@@ -26,6 +26,9 @@ SHOWN = 60
 """Characters of a difference that are shown."""
 NAMES = ("data-series", "data-system", "data-testid")
 """The attributes that name a drawn part and hold no measurement."""
+BY_TIME = ("data-testid=lost", "data-testid=saved")
+"""Drawn parts that a measurement decides on: a waterfall shows what was saved or lost where something became quicker or
+slower."""
 _NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]?\d+)?")
 _DECIMAL = re.compile(r"\d+\.\d+")
 _SPACES = re.compile(r"\s+")
@@ -106,7 +109,7 @@ def _values(value: Any, key: str = "") -> Iterator[Part]:
 def _names(outputs: Sequence[NotebookNode]) -> set[str]:
     """The kinds and names of the drawn parts, with numbers masked."""
     parts = {part for output in outputs for kind in PICTURES for part in parts_of(output.get("data", {}).get(kind, ""))}
-    return {_NUMBER.sub("#", part) for part in parts if part.partition("=")[0] in NAMES}
+    return {_NUMBER.sub("#", part) for part in parts if part.partition("=")[0] in NAMES and part not in BY_TIME}
 
 
 def _first_difference(recorded: list[Part], fresh: list[Part]) -> str:
@@ -133,7 +136,8 @@ def _around(text: str, place: int) -> str:
 
 def _same(before: Part, after: Part) -> bool:
     if isinstance(before, float) and isinstance(after, float):
-        return math.isclose(before, after, rel_tol=CHART_TOLERANCE, abs_tol=1e-9)
+        close = math.isclose(before, after, rel_tol=CHART_TOLERANCE, abs_tol=1e-9)
+        return close or _same_up_to_rounding(repr(before), repr(after))  # a chart may show rounded values
     if isinstance(before, str) and isinstance(after, str):
         return before == after or _same_up_to_rounding(before, after)
     return before == after

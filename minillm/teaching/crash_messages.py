@@ -46,9 +46,8 @@ def got(death: ChildExit) -> str:
     return "nothing" if ended_here else f"nothing: {signal_name(death.signal_number)}"
 
 
-def where(death: ChildExit, function: Function) -> str:
-    """The innermost known line of the learner's own code; "" if there is none."""
-    own = _files_of(function)
+def where(death: ChildExit, own: set[str]) -> str:
+    """The innermost known line of the learner's own code, which is in the files `own`; "" if there is none."""
     for file, line, name in death.lines:
         if file in own:
             return line_in_words(file, line, name)
@@ -78,7 +77,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _files_of(function: Function) -> set[str]:
+def files_of(function: Function) -> set[str]:
     """The files that define `function` and the functions in its globals; in a notebook every cell is a file."""
     plain = inspect.unwrap(getattr(function, "py_func", getattr(function, "fn", function)))
     others = list(getattr(plain, "__globals__", {}).values())

@@ -8,29 +8,27 @@ either, no cause is reported: a wrong cause would mislead the learner.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Sequence
 
 from minillm.teaching.answer_key import AnswerKey
-from minillm.teaching.attempt import Outcome, difference, out_of_memory
+from minillm.teaching.attempt import Outcome, difference
 from minillm.teaching.crash_messages import PAST_THE_END
 from minillm.teaching.diagnosis_answers import common_fact
-from minillm.teaching.diagnosis_errors import cause_of_error
-from minillm.teaching.exercise import Attempt, Diagnose, Exercise, Function
-from minillm.teaching.fence import OutOfBoundsError
+from minillm.teaching.exercise import Attempt, Diagnose, Exercise
+from minillm.teaching.raised import Raised, Sort
 
 
-def likely_cause(key: AnswerKey, function: Function, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
+def likely_cause(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
     """The likely cause in one sentence, or "". `outcomes` and `problems` ("" for right): of the cases tried so far."""
     failed = next(index for index, problem in enumerate(problems) if problem)
     first = outcomes[failed]
-    if isinstance(first.error, TypeError) and (mismatch := _signature_mismatch(key.exercise, function)):
-        return mismatch
+    if first.error is not None and first.error.mismatch:
+        return first.error.mismatch
     return (
         _own_diagnosis(key, outcomes, problems)
         or _planted_mistake(key, outcomes, problems)
-        or _by_error(first, function)
+        or _by_error(first.error)
         or _by_changed_input(outcomes, problems)
         or _run_diagnosis(key, key.exercise.fallback_diagnosis, failed, first)
         or _by_common_fact(key, outcomes, problems)
@@ -78,7 +76,7 @@ def _agrees(key: AnswerKey, planted: Outcome, index: int, learner: Outcome, prob
 def alike(exercise: Exercise, one: Outcome, other: Outcome) -> bool:
     """Whether two calls had the same outcome: the same value and changed inputs, or the same error and message."""
     if one.error is not None or other.error is not None:
-        return type(one.error) is type(other.error) and _message(one.error) == _message(other.error)
+        return _shown(one.error) == _shown(other.error)
     return one.changed == other.changed and difference(exercise, one.value, other.value) is None
 
 
@@ -86,20 +84,24 @@ def _differs(key: AnswerKey, expected: object, got: object) -> bool:
     return difference(key.exercise, expected, got) is not None
 
 
-def _message(error: BaseException | None) -> str:
-    """The message's first line, without the line of code that it may quote at its end and without quoted names."""
-    lines = str(error).strip().splitlines() or [""]
-    return re.sub(r" \(in the line `.*`\)$|'\w+'", "", lines[0])
+def _shown(error: Raised | None) -> tuple[str, str]:
+    """The kind, and the message's first line without the line of code that it may quote at its end and without quoted
+    names."""
+    if error is None:
+        return "", ""
+    lines = error.message.strip().splitlines() or [""]
+    return error.kind, re.sub(r" \(in the line `.*`\)$|'\w+'", "", lines[0])
 
 
-def _by_error(first: Outcome, function: Function) -> str:
+def _by_error(error: Raised | None) -> str:
     """The cause that the error itself shows."""
-    if isinstance(first.error, OutOfBoundsError):
-        return _out_of_bounds(str(first.error))
-    if out_of_memory(first.error):
+    if error is None:
+        return ""
+    if error.sort is Sort.BOUNDS:
+        return _out_of_bounds(error.message)
+    if error.sort is Sort.MEMORY:
         return "something grows without end, or has one dimension too many"
-    learner_globals = getattr(inspect.unwrap(function), "__globals__", None)
-    return cause_of_error(first.error, lambda frame: frame.f_globals is learner_globals)
+    return error.cause
 
 
 def _out_of_bounds(message: str) -> str:
@@ -130,21 +132,3 @@ def _by_common_fact(key: AnswerKey, outcomes: Sequence[Outcome], problems: Seque
         return common_fact(pairs, key.exercise.parts)
     except Exception:  # answers that cannot be compared must still be reported
         return ""
-
-
-def _signature_mismatch(exercise: Exercise, function: Function) -> str:
-    """The cause if the learner's function cannot be called with the reference's parameters; else ""."""
-    wanted = inspect.signature(exercise.reference).parameters.values()
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a builtin without a signature
-        return ""
-    try:
-        signature.bind(
-            *[p.name for p in wanted if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)],
-            **{p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY},
-        )
-    except TypeError:
-        names = ", ".join(parameter.name for parameter in wanted)
-        return f"your function takes ({', '.join(signature.parameters)}), but it is called with ({names})"
-    return ""

@@ -25,13 +25,18 @@ _UUID = re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b")
 
 
 def execute(
-    solution: NotebookNode, folder: Path, on_cell: Callable[[], None] = lambda: None, recording: bool = True
+    solution: NotebookNode,
+    folder: Path,
+    on_cell: Callable[[], None] = lambda: None,
+    recording: bool = True,
+    scripts: bool = False,
 ) -> NotebookNode:
     """A copy of `solution` with outputs, run in `folder` in strict mode: a check that does not pass is an error.
 
     With `recording`, a measured claim that does not hold is an error too. `on_cell` is called after each code cell. Of
     an updated picture, the last frame is kept. Of a widget, only its text or picture is kept. stderr and the output of
-    the generated first cell, which describes this machine, are dropped.
+    the generated first cell, which describes this machine, are dropped. With `scripts`, replays keep the script that
+    plays them; else only their still picture is kept.
 
     Raises:
         LessonError: a cell failed, took over 300 s, or killed the kernel; names the lesson, the cell and the error.
@@ -63,7 +68,7 @@ def execute(
         raise LessonError(_where(notebook, running) + f"took over {CELL_TIMEOUT_S} s") from None
     except DeadKernelError:
         raise LessonError(_where(notebook, running) + "the kernel died (out of memory?)") from None
-    return _stable_notebook(notebook, solution)
+    return _stable_notebook(notebook, solution, scripts)
 
 
 def _environment(recording: bool) -> dict[str, str]:
@@ -78,7 +83,7 @@ def _where(notebook: NotebookNode, index: int) -> str:
     return f"lesson {notebook.metadata.minillm.lesson}, cell {index + 1} ({first_line!r}): "
 
 
-def _stable_notebook(executed: NotebookNode, solution: NotebookNode) -> NotebookNode:
+def _stable_notebook(executed: NotebookNode, solution: NotebookNode, scripts: bool) -> NotebookNode:
     notebook = nbformat.from_dict({**solution, "cells": []})
     names: dict[str, str] = {}
     for before, cell in zip(solution.cells, executed.cells, strict=True):
@@ -86,13 +91,14 @@ def _stable_notebook(executed: NotebookNode, solution: NotebookNode) -> Notebook
         if cell.cell_type == "code":
             kept = [] if PREAMBLE_TAG in tags_of(cell) else cell.outputs
             stable.execution_count = cell.execution_count
-            stable.outputs = [_stable_output(output, names) for output in kept if output.get("name") != "stderr"]
+            kept = [output for output in kept if output.get("name") != "stderr"]
+            stable.outputs = [_stable_output(output, names, scripts) for output in kept]
         notebook.cells.append(stable)
     return notebook
 
 
-def _stable_output(output: NotebookNode, names: dict[str, str]) -> NotebookNode:
-    """The output without widget views, addresses and scripts; of a replay, the still picture is kept.
+def _stable_output(output: NotebookNode, names: dict[str, str], scripts: bool) -> NotebookNode:
+    """The output without widget views and addresses, and unless `scripts`, without scripts.
 
     UUIDs become numbers in the order in which they appear in the notebook."""
     stable = nbformat.from_dict(output)
@@ -100,7 +106,7 @@ def _stable_output(output: NotebookNode, names: dict[str, str]) -> NotebookNode:
         stable.text = _stable_text(stable.text, names)
     if "data" in stable:
         data = {kind: value for kind, value in stable.data.items() if kind != WIDGET_VIEW}
-        if "text/html" in data:
+        if "text/html" in data and not scripts:
             data["text/html"] = _SCRIPT.sub("", data["text/html"])
         stable.data = {k: _stable_text(v, names) if isinstance(v, str) else v for k, v in data.items()}
     return stable

@@ -46,6 +46,20 @@ class Attempt:
     got: object
 
 
+@dataclass(frozen=True)
+class Interface:
+    """How a case calls a function: what the process of a submission gets to know of an exercise. It holds no answer.
+
+    `inputs`: the parameters of a case; `wanted`: those of the function. Neither has annotations; a default is None.
+    `run_case` is from `minillm.teaching.drives`.
+    """
+
+    inputs: inspect.Signature
+    wanted: inspect.Signature
+    in_place: tuple[str, ...] = ()
+    run_case: Function | None = None
+
+
 Diagnose = Callable[[Attempt], "str | None"]
 
 
@@ -108,7 +122,7 @@ class Exercise:
     diagnose: Diagnose | None = None
     fallback_diagnosis: Diagnose | None = None
     parts: tuple[str, ...] = ()
-    in_place: tuple[str, str, str, str] = ()
+    in_place: tuple[str, ...] = ()
     run_case: Function | None = None
     draw: Callable[[object, object], tuple[object, object] | None] | None = None
     guarded: bool = True
@@ -129,12 +143,37 @@ class Exercise:
         return self.name.partition(".")[2]
 
     @property
-    def parameters(self) -> tuple[str, str, str, str]:
+    def parameters(self) -> tuple[str, ...]:
         """Names of the inputs of a case, in order: the reference's parameters, or those of `run_case` after its
         first."""
-        names = tuple(inspect.signature(self.run_case or self.reference).parameters)
-        return names[1:] if self.run_case else names
+        return tuple(self.inputs.parameters)
+
+    @property
+    def inputs(self) -> inspect.Signature:
+        """The parameters of a case: the reference's, or those of `run_case` after its first."""
+        whole = inspect.signature(self.run_case or self.reference)
+        return whole.replace(parameters=list(whole.parameters.values())[1:]) if self.run_case else whole
+
+    @property
+    def wanted(self) -> inspect.Signature:
+        """The parameters that the learner's function must have."""
+        return inspect.signature(self.reference)
+
+    @property
+    def interface(self) -> Interface:
+        """What the process of a submission gets to know."""
+        return Interface(_bare(self.inputs), _bare(self.wanted), self.in_place, self.run_case)
 
     def all_cases(self) -> tuple[Case, ...]:
         """The cases; new ones in each call if `cases` is a function."""
         return tuple(self.cases() if callable(self.cases) else self.cases)
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with names and kinds of parameters only; a default is None."""
+    empty = inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(p.name, p.kind, default=empty if p.default is empty else None)
+        for p in signature.parameters.values()
+    ]
+    return inspect.Signature(parameters)

@@ -31,8 +31,8 @@ import torch
 from minillm.errors import LessonError
 from minillm.teaching import exercises
 from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercise import Exercise
-from minillm.teaching.grade import grade
 from minillm.teaching.guard import Limits
 from minillm.teaching.mutate import build, mutants_of
 from minillm.teaching.registry import exercises_of, find, module_names
@@ -170,7 +170,7 @@ def _try_some(name: str, start: int) -> list[MutantResult]:
 
 def _try_planted(key: AnswerKey, number: int) -> MutantResult:
     wrong = key.exercise.wrong[number]
-    result = grade(key.exercise, wrong.function, LIMITS, key)
+    result = check_function(key.exercise, wrong.function, LIMITS, key)
     shown = result.counterexample
     named = shown is not None and (wrong.expected_message or wrong.description) in str(result)
     caught = result.status is Status.FAILED
@@ -186,7 +186,7 @@ def _try_mutant(key: AnswerKey, mutant: Any) -> MutantResult:
         function = build(mutant, key.exercise.reference)
     except Exception as error:  # it cannot even be defined
         return MutantResult(name, mutant.description, True, "", f"{type(error).__name__}: {error}")
-    result = grade(key.exercise, function, LIMITS, key)
+    result = check_function(key.exercise, function, LIMITS, key)
     shown = result.counterexample
     if shown is None:
         return MutantResult(name, mutant.description, not result.passed, "", "", reason)

@@ -13,8 +13,8 @@ import sys
 from types import FrameType
 
 from minillm.errors import ExerciseFailed, LessonError
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercise import Exercise, Function
-from minillm.teaching.grade import grade
 from minillm.teaching.hint_text import Hint
 from minillm.teaching.registry import find
 from minillm.teaching.result import CheckResult, Status
@@ -26,7 +26,7 @@ def check(name: str | Exercise, function: Function | None = None) -> None:
     """Show `PASS 5/5`, or the first counterexample and its likely cause.
 
     Displays the result and returns nothing, so it need not be the last line of its cell. To get the result as an
-    object, call `minillm.teaching.grade.grade`.
+    object, call `minillm.teaching.check_function.check_function`.
 
     Raises:
         UnknownExerciseError: no exercise has this name.
@@ -76,7 +76,7 @@ def _graded(exercise: Exercise, function: Function | None, frame: FrameType) -> 
     chosen = function or _find_function(exercise.function_name, frame)
     if chosen is None:
         return CheckResult(exercise.name, Status.MISSING, 0, len(exercise.all_cases()))
-    return grade(exercise, chosen)
+    return check_function(exercise, chosen)
 
 
 def _find_function(name: str, frame: FrameType) -> Function | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import textwrap
+import zlib
 from collections.abc import Mapping
 
 from minillm.errors import LessonError
@@ -27,8 +29,10 @@ def edited(reference: Function, *edits: tuple[str, str]) -> Function:
             raise LessonError(f"{reference.__name__}: {old!r} occurs {found} times; an edit needs exactly one")
         body = body.replace(old, new)
     made: dict[str, Function] = {}
-    source = compile(head + quotes + body, f"<{reference.__name__} with a mistake>", "exec")
-    exec(source, reference.__globals__, made)
+    text = head + quotes + body
+    file = f"<{reference.__name__} with a mistake, {zlib.crc32(text.encode()):08x}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # so that its lines can be shown
+    exec(compile(text, file, "exec"), reference.__globals__, made)
     return made[reference.__name__]
 
 

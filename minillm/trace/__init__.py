@@ -1,7 +1,7 @@
 """The engine's events (`events`), and states and metrics computed from them. The engine only emits events.
 
 `request_metrics`, `step_metrics` and `run_metrics` count. Pictures are drawn from `cache_state`, `acceptance_state` and
-`timeline_state`. `replay` computes the state after any step of a trace.
+`timeline_state`. `replay` computes the state after any step of a trace. `of_vllm` records a trace of a real vLLM.
 """
 
 from minillm.trace.events import (
@@ -28,6 +28,7 @@ from minillm.trace.events import (
     Work,
     WorkKind,
 )
+from minillm.trace.vllm_trace import of_vllm
 
 __all__ = [
     "BlockCopied",
@@ -52,4 +53,5 @@ __all__ = [
     "Trace",
     "Work",
     "WorkKind",
+    "of_vllm",
 ]

@@ -229,7 +229,8 @@ class RequestFinished(Event):
 
 @dataclass(frozen=True)
 class StepFinished(Event):
-    """End of a step. `seconds` splits into drafting, the target's forward, and the rest."""
+    """End of a step. `seconds`: drafting, the target's forward with the verdicts, and the rest: scheduling and
+    committing."""
 
     step: int
     seconds: float

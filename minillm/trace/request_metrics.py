@@ -34,7 +34,10 @@ class RequestMetrics:
     num_target_forwards: int = 0
     """Target forwards of the request, including prefill chunks."""
     num_decode_forwards: int = 0
-    """Target forwards that gained at least one token."""
+    """Target forwards that gained tokens; the one that completes a prompt (or, after a preemption, all tokens so far)
+    does not count."""
+    num_decode_tokens: int = 0
+    """Tokens that those forwards gained."""
     num_drafts: int = 0
     num_accepted: int = 0
     num_preemptions: int = 0
@@ -67,8 +70,8 @@ class RequestMetrics:
 
     @property
     def tokens_per_forward(self) -> float | None:
-        """τ: tokens gained per target forward that gained any."""
-        return self.num_output_tokens / self.num_decode_forwards if self.num_decode_forwards else None
+        """τ: tokens per decode forward of the target; None before the first."""
+        return self.num_decode_tokens / self.num_decode_forwards if self.num_decode_forwards else None
 
 
 class MetricsWatcher:
@@ -78,6 +81,8 @@ class MetricsWatcher:
         self.requests: dict[str, RequestMetrics] = {}
         self._running: Counter[str] = Counter()
         """The number of unfinished completions of each prompt."""
+        self._prefilled: set[str] = set()
+        """Completions with a prefill in this step."""
 
     def __call__(self, event: Event) -> None:
         """Update the metrics with one event."""
@@ -89,6 +94,7 @@ class MetricsWatcher:
                 self.requests.setdefault(prompt_id_of(event.request_id), RequestMetrics(arrival_time=now))
                 self._running[prompt_id_of(event.request_id)] += 1
             case StepRan():
+                self._prefilled = {work.request_id for work in event.work if work.kind == "prefill"}
                 for work in event.work:
                     metrics = self.requests[prompt_id_of(work.request_id)]
                     metrics.num_target_forwards += 1
@@ -97,7 +103,9 @@ class MetricsWatcher:
             case TokensCommitted():
                 metrics = self.requests[prompt_id_of(event.request_id)]
                 metrics.num_output_tokens += len(event.token_ids)
-                metrics.num_decode_forwards += 1
+                if event.request_id not in self._prefilled:
+                    metrics.num_decode_forwards += 1
+                    metrics.num_decode_tokens += len(event.token_ids)
                 metrics.num_drafts += event.num_drafts
                 metrics.num_accepted += event.num_accepted
                 metrics.last_token_time = now

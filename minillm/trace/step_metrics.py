@@ -67,7 +67,7 @@ class StepMetrics:
         return _ratio(self.used_blocks, self.used_blocks + self.cached_blocks + self.free_blocks)
 
     @property
-    def slot_utilisation(self) -> float | None:
+    def kv_slot_utilisation(self) -> float | None:
         """Valid / allocated slots; the rest is waste. None if nothing is allocated."""
         return self.valid_slots / self.allocated_slots if self.allocated_slots else None
 
@@ -95,7 +95,7 @@ class StepSummary:
     mean_block_utilisation: float
     peak_used_blocks: int
     """The maximum over the ends of steps; within a step it may have been higher."""
-    slot_utilisation: float | None
+    kv_slot_utilisation: float | None
     """Valid / allocated slots, both summed over the steps; None if nothing was ever allocated."""
     mean_budget_use: float
 
@@ -141,7 +141,7 @@ def summarise(metrics: Sequence[StepMetrics]) -> StepSummary:
         max_waiting=max((m.num_waiting for m in metrics), default=0),
         mean_block_utilisation=_mean([m.block_utilisation for m in metrics]),
         peak_used_blocks=max((m.used_blocks for m in metrics), default=0),
-        slot_utilisation=sum(m.valid_slots for m in metrics) / allocated if allocated else None,
+        kv_slot_utilisation=sum(m.valid_slots for m in metrics) / allocated if allocated else None,
         mean_budget_use=_mean([m.budget_use for m in metrics]),
     )
 

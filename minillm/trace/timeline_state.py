@@ -116,7 +116,7 @@ class Timeline:
         return self.max_num_seqs * self.num_steps
 
     @property
-    def utilisation(self) -> float:
+    def batch_slot_utilisation(self) -> float:
         """Useful / available request-steps; 0 without steps."""
         return self.useful_slots / self.slots if self.slots else 0.0
 

@@ -107,7 +107,7 @@ def _shape(facts: Facts) -> str:
         ("Stored as", "float16 safetensors"),
         ("Licence of the weights", "Apache-2.0"),
     ]
-    return "## Shape\n\n" + _table(("", ""), rows)
+    return "## Shape\n\n" + table(("", ""), rows)
 
 
 def _training(facts: Facts) -> str:
@@ -128,7 +128,7 @@ that the target wrote after corpus prompts.
 """
     return f"""## Training
 
-{_table(header, rows)}
+{table(header, rows)}
 
 ![Training loss](loss.svg)
 
@@ -176,12 +176,12 @@ def _quality(facts: Facts) -> str:
 
 Bits per byte on the held-out files (lower is better):
 
-{_table(("Model", "Bits per byte"), bits)}
+{table(("Model", "Bits per byte"), bits)}
 
 How well the draft guesses the target. Top-1 agreement is the acceptance rate at temperature 0, Σ min(p, q) the one at
 temperature 1:
 
-{_table(("Text", "Tokens", "Top-1 agreement", "Σ min(p, q)"), rows)}
+{table(("Text", "Tokens", "Top-1 agreement", "Σ min(p, q)"), rows)}
 
 With {gamma} drafts per round at temperature 0 the target gains **{e["greedy_tokens_per_forward"]:.2f} tokens** per
 forward (measured by replay on its own greedy text; before distillation {before["greedy_tokens_per_forward"]:.2f}).
@@ -209,9 +209,10 @@ Python source of the standard library and of installed packages with permissive 
 Training: {train["files"]:,} files, {train["bytes"]:,} bytes, {train["tokens"]:,} tokens.
 Held out: {held["files"]:,} files, {held["bytes"]:,} bytes, {held["tokens"]:,} tokens.
 
-{_table(("Source", "Version", "Licence"), rows)}"""
+{table(("Source", "Version", "Licence"), rows)}"""
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
     lines = [header, tuple("---" for _ in header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

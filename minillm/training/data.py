@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm.errors import TrainingError
+from minillm.fill_in_the_middle import FIM_PREFIX
 from minillm.training.corpus import Document, documents, sources
 from minillm.training.fim_documents import training_document
-from minillm.training.train_tokenizer import END_OF_TEXT, train_tokenizer
+from minillm.training.train_tokenizer import END_OF_TEXT, END_OF_TEXT_ID, train_tokenizer
+
+MAX_VOCABULARY = 2**16
+"""Tokens are stored in 16 bits."""
 
 
 def prepare(folder: Path, vocab_size: int) -> None:
@@ -60,6 +65,27 @@ def prepare(folder: Path, vocab_size: int) -> None:
     (folder / "corpus.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 
+def retokenise(corpus: Path, tokenizer_file: Path, folder: Path) -> None:
+    """Make `folder` a corpus of the same files in the tokens of another tokenizer. Does nothing if that is done.
+
+    Raises `TrainingError` for a tokenizer without the end-of-text token of this corpus, or with too large a vocabulary.
+    """
+    if (folder / "corpus.json").exists():
+        return
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    if tokenizer.token_to_id(END_OF_TEXT) != END_OF_TEXT_ID:
+        raise TrainingError(f"{tokenizer_file} has no token {END_OF_TEXT} with id {END_OF_TEXT_ID}; use another target")
+    if (size := tokenizer.get_vocab_size()) > MAX_VOCABULARY:
+        raise TrainingError(f"{tokenizer_file} has {size:,} tokens, at most {MAX_VOCABULARY:,} are supported")
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(tokenizer_file, folder / "tokenizer.json")
+    for split in ("train", "held_out"):
+        shutil.copy(corpus / f"{split}.jsonl.gz", folder)
+    held_out = read_documents(folder / "held_out.jsonl.gz")
+    np.save(folder / "held_out.npy", encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out"))
+    shutil.copy(corpus / "corpus.json", folder)
+
+
 def write_documents(file: Path, docs: list[Document]) -> None:
     """Write name and text of each document as a line of JSON, compressed."""
     with gzip.open(file, "wt", encoding="utf-8") as lines:
@@ -94,8 +120,8 @@ class Batches(Protocol):
 class Passes:
     """The training files in passes (epochs). A pass contains every window once, in a random order of its own.
 
-    Each pass has a new order of files and new gaps (`fim_documents`). It is encoded when it is first needed and stored
-    in `passes/`. The same arguments always give the same batch.
+    Each pass has a new order of files and new gaps (`fim_documents`), if the tokenizer has tokens for gaps. It is
+    encoded when it is first needed and stored in `passes/`. The same arguments always give the same batch.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -136,7 +162,9 @@ class Passes:
         tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         docs = read_documents(self.folder / "train.jsonl.gz")
         rng = np.random.default_rng(number)
-        texts = [training_document(docs[i].text, rng) for i in rng.permutation(len(docs))]
+        has_gaps = tokenizer.token_to_id(FIM_PREFIX) is not None
+        order = rng.permutation(len(docs))
+        texts = [training_document(docs[i].text, rng) if has_gaps else docs[i].text + END_OF_TEXT for i in order]
         with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".npy", delete=False) as fresh:
             np.save(fresh, encode_all(tokenizer, texts, f"pass {number + 1}"))
         Path(fresh.name).replace(file)

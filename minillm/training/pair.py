@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,10 +14,14 @@ from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.training.data import Passes, Windows
 from minillm.training.pretrain import Recipe, new_model
-from minillm.training.recipes import DECAY_LENGTHS, DRAFT, TARGET, decay_recipe
+from minillm.training.recipes import DECAY_LENGTHS, DRAFT, TARGET, decay_recipe, unlikelihood_recipe
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "models" / "weights"
 """The folder of the bundled models."""
+
+
+TARGET_STAGES = ("target", "decay", "unlikelihood")
+"""The stages that train the target; the last one's model is the finished target."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Pair:
     draft_recipe: Recipe
     distill_recipe: Recipe
     decay_lengths: tuple[int, ...] = DECAY_LENGTHS
+    unlikelihood_recipe: Recipe = field(default_factory=unlikelihood_recipe)
     device: str = "cpu"
     folder: Path = Path("runs")
     target: ModelConfig = TARGET
@@ -36,6 +42,10 @@ class Pair:
     continuation_rows: int = 128
     continuation_length: int = 512
     evaluation_rows: int = 64
+    drafters: Mapping[str, Recipe] = field(default_factory=dict)
+    """The recipe of each trained drafter."""
+    drafters_for: str | None = None
+    """The target of trained drafters: a bundled name or a folder; None: this pair's."""
     export_to: Path = WEIGHTS
 
     @property
@@ -57,7 +67,9 @@ class Pair:
         """The recipe of a stage. That of `decay` depends on the tokens of the stable run that it branched from."""
         if stage == "decay":
             return decay_recipe(self.input_tokens("decay")["target"], self.decay_lengths)
-        return {"target": self.target_recipe, "draft": self.draft_recipe, "distill": self.distill_recipe}[stage]
+        own = {"target": self.target_recipe, "unlikelihood": self.unlikelihood_recipe}
+        own |= {"draft": self.draft_recipe, "distill": self.distill_recipe}
+        return {**own, **self.drafters}[stage]
 
     def input_tokens(self, stage: str) -> dict[str, int]:
         """For each input model of a stage, the tokens that it had seen when the stage started."""
@@ -75,7 +87,11 @@ class Pair:
 
     def new_model(self, stage: str) -> Decoder:
         """A newly initialised model of the shape that a stage trains."""
-        return new_model(self.target if stage in ("target", "decay") else self.draft).to(self.device)
+        return new_model(self.target if stage in TARGET_STAGES else self.draft).to(self.device)
+
+    def trained_target(self) -> Decoder:
+        """The finished target. Raises `TrainingError` if its last stage is not finished."""
+        return self.trained(TARGET_STAGES[-1])
 
     def trained(self, stage: str) -> Decoder:
         """The finished model of a stage. Raises `TrainingError` if the stage is not finished."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,10 @@ from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.training.data import Batches, Windows
-from minillm.training.muon import Muon
+from minillm.training.optimizers import optimizers
 
-Loss = Callable[[Decoder, Tensor, Tensor], Tensor]
-"""`loss(model, inputs, targets)`: the mean loss of a batch, inputs and targets `[rows, length]`."""
+Loss = Callable[[Any, Tensor, Tensor], Tensor]
+"""`loss(module, inputs, targets)`: the mean loss of a batch, inputs and targets `[rows, length]`."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class Recipe:
 
 
 class Trainer:
-    """One model in training: its optimisers, its progress, and its state on disk.
+    """One module in training: its optimisers, its progress, and its state on disk.
 
+    All parameters of `model` are trained. What the loss needs beside it, such as a frozen target, belongs to the loss.
     `loss`: default next-token cross-entropy. `branch_of`: the state file of another run, from which this one starts
     with the same weights, optimisers and position in the data. While `pause_file` exists, the run waits between two
     steps; the wait does not count as training time.
@@ -65,7 +67,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: Decoder,
+        model: nn.Module,
         batches: Batches,
         recipe: Recipe,
         folder: Path,
@@ -74,14 +76,10 @@ class Trainer:
     ) -> None:
         self.model, self.batches, self.recipe, self.folder = model, batches, recipe, folder
         self.loss = loss or next_token_loss
-        matrices = [p for layer in model.layers for p in layer.parameters() if p.ndim == 2]
-        matrix_ids = {id(p) for p in matrices}
-        others = [p for p in model.parameters() if id(p) not in matrix_ids]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            Muon(matrices, lr=recipe.muon_lr),
-            torch.optim.AdamW(others, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-        ]
-        self.base_rates = [recipe.muon_lr, recipe.adam_lr]
+        self.device = next(model.parameters()).device
+        chosen = optimizers(model, recipe.muon_lr, recipe.adam_lr)
+        self.optimizers = [optimizer for optimizer, _ in chosen]
+        self.base_rates = [rate for _, rate in chosen]
         self.step = 0
         """Steps so far, including those of the run that this one branched from."""
         self.tokens_seen = 0
@@ -166,7 +164,7 @@ class Trainer:
         fresh.replace(self.state_file)
 
     def _load(self, file: Path) -> None:
-        state = torch.load(file, weights_only=True, map_location=self.model.embed_tokens.weight.device)
+        state = torch.load(file, weights_only=True, map_location=self.device)
         self.model.load_state_dict(state["model"])
         if state["optimizers"] is not None:  # a checkpoint from `pack_run` has none
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -197,7 +195,7 @@ class Trainer:
 
     def _gradients(self, inputs: Tensor, targets: Tensor, rows: int) -> float:
         """Accumulate the gradients of the batch's mean loss, `rows` rows at a time. Returns that loss."""
-        device, total = self.model.embed_tokens.weight.device, 0.0
+        device, total = self.device, 0.0
         for part, labels in zip(inputs.split(rows), targets.split(rows), strict=True):
             loss = self.loss(self.model, part.to(device), labels.to(device)) * (len(part) / len(inputs))
             total += loss.item()

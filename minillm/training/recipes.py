@@ -43,10 +43,15 @@ DECAY_LENGTHS = (MAX_LENGTH, 512)
 """Row lengths of the decay branch: half of its tokens in rows of full length."""
 DECAY_SHARE = 1 / 6
 """Tokens of the decay branch, as a share of the stable run's."""
+UNLIKELIHOOD_TOKENS = 300_000
+"""Tokens of the stage that unlearns repetition, half of them the model's own."""
 TARGET_MINUTES, DRAFT_MINUTES, DISTILL_MINUTES = 400.0, 20.0, 40.0
 """Default minutes of the stages on a CPU. The decay takes a sixth of the target's tokens."""
-SHARES = {"target": 0.6, "draft": 0.05, "distill": 0.2}
-"""Shares of a total number of minutes. The decay and generating the distillation's text take the rest."""
+SHARES = {"target": 0.5, "draft": 0.05, "distill": 0.18}
+"""Shares of a total number of minutes. The decay, generating the distillation's text and `DRAFTER_SHARE` take the
+rest."""
+DRAFTER_SHARE = 0.03
+"""The share of each trained drafter."""
 
 
 def stable_recipe(minutes: float) -> Recipe:
@@ -57,6 +62,19 @@ def stable_recipe(minutes: float) -> Recipe:
 def decay_recipe(stable_tokens: int, lengths: tuple[int, ...] = DECAY_LENGTHS) -> Recipe:
     """The decay branch: the rate falls to zero over a sixth of the stable run's tokens."""
     return Recipe(tokens=DECAY_SHARE * stable_tokens, decay_from=0.0, warmup_steps=1, lengths=lengths)
+
+
+def unlikelihood_recipe() -> Recipe:
+    """The stage that unlearns repetition: short, at low rates that fall to zero."""
+    return Recipe(
+        tokens=UNLIKELIHOOD_TOKENS,
+        tokens_per_step=8192,
+        decay_from=0.0,
+        warmup_steps=1,
+        lengths=(256,),
+        muon_lr=0.003,
+        adam_lr=4.5e-4,
+    )
 
 
 def draft_recipe(minutes: float) -> Recipe:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from minillm.training.ablations import TOKENS as ABLATION_TOKENS
+from minillm.training.ablations import VARIANTS, print_ablations
 from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import WEIGHTS, Pair
 from minillm.training.recipes import (
     DISTILL_MINUTES,
     DRAFT_MINUTES,
+    DRAFTER_SHARE,
     SHARES,
     TARGET_MINUTES,
     distill_recipe,
@@ -21,6 +24,7 @@ from minillm.training.recipes import (
     stable_recipe,
 )
 from minillm.training.stages import STAGES, run_stages
+from minillm.training.trained_drafters import TRAINED
 
 
 def train(
@@ -34,12 +38,20 @@ def train(
     device: str = "cpu",
     export_to: Path = WEIGHTS,
     begin_with: Path | None = None,
+    target: str | None = None,
+    drafter_minutes: Mapping[str, float] | None = None,
+    ablations: Sequence[str] = (),
+    ablation_tokens: float = ABLATION_TOKENS,
 ) -> None:
-    """Train the two bundled models: run `stages` (default: all, in the order of `STAGES`) with state in `folder`.
+    """Train the two bundled models and their drafters.
 
-    After an interrupt, the same call continues where it stopped. While `folder` contains a file `pause`, training
-    waits. `minutes`: a total for all stages, instead of minutes for each. `threads`: number of PyTorch threads (None:
-    PyTorch's choice). `begin_with`: a checkpoint from `pack_run` to start from.
+    Runs `stages` (default: all, in the order of `STAGES`) with state in `folder`. After an interrupt, the same call
+    continues where it stopped. While `folder` contains a file `pause`, training waits. `minutes`: a total for all
+    stages, instead of minutes for each. `threads`: number of PyTorch threads (None: PyTorch's choice). `begin_with`: a
+    checkpoint from `pack_run` to start from. `target`: train the drafters for this checkpoint, a bundled name or a
+    folder, instead of the pair's target. `drafter_minutes`: by method. `ablations`: instead of all this, train each of
+    these drafters with one of its ideas left out, on `ablation_tokens` tokens, and print a table.
+
     Raises `TrainingError` if the input of a stage is missing or unfinished.
     """
     if threads is not None:
@@ -48,6 +60,7 @@ def train(
         unpack_run(Path(begin_with), Path(folder))
     if minutes is not None:
         target_minutes, draft_minutes, distill_minutes = (minutes * share for share in SHARES.values())
+        drafter_minutes = dict.fromkeys(TRAINED, minutes * DRAFTER_SHARE)
     pair = Pair(
         folder=Path(folder),
         target_recipe=stable_recipe(target_minutes),
@@ -55,8 +68,16 @@ def train(
         distill_recipe=distill_recipe(distill_minutes),
         device=device,
         export_to=Path(export_to),
+        drafters={
+            method: drafter.recipe((drafter_minutes or {}).get(method, drafter.minutes))
+            for method, drafter in TRAINED.items()
+        },
+        drafters_for=target,
     )
-    run_stages(pair, STAGES if stages is None else stages)
+    if ablations:
+        print_ablations(pair, ablations, tokens=ablation_tokens)
+    else:
+        run_stages(pair, STAGES if stages is None else stages)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,11 +86,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--folder", type=Path, default=Path("runs"), help="folder for the training state (default: %(default)s)"
     )
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), help="default: all")
-    for stage, minutes in (("target", TARGET_MINUTES), ("draft", DRAFT_MINUTES), ("distill", DISTILL_MINUTES)):
+    own = {"target": TARGET_MINUTES, "draft": DRAFT_MINUTES, "distill": DISTILL_MINUTES}
+    for stage, minutes in (own | {method: drafter.minutes for method, drafter in TRAINED.items()}).items():
         help_text = f"training time of the stage `{stage}` (default: %(default)g)"
-        parser.add_argument(f"--{stage}-minutes", type=_positive, default=minutes, metavar="MIN", help=help_text)
-    help_text = "training time of all stages together, instead of the three above"
+        parser.add_argument(
+            f"--{stage.replace('_', '-')}-minutes", type=_positive, default=minutes, metavar="MIN", help=help_text
+        )
+    help_text = "training time of all stages together, instead of those above"
     parser.add_argument("--minutes", type=_positive, default=None, metavar="MIN", help=help_text)
+    help_text = "train the drafters for this model, a bundled name or a folder (default: the target of --folder)"
+    parser.add_argument("--target", default=None, metavar="MODEL", help=help_text)
+    help_text = "instead of any stage: train drafters with one idea left out in turn, and print their acceptance"
+    parser.add_argument("--ablations", nargs="+", choices=list(VARIANTS), default=[], metavar="METHOD", help=help_text)
+    help_text = "training tokens of each of these (default: %(default)g)"
+    parser.add_argument("--ablation-tokens", type=_positive, default=ABLATION_TOKENS, metavar="N", help=help_text)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: PyTorch's choice)")
     help_text = "start from a checkpoint of the stable run (default: from scratch, or from the state in --folder)"
@@ -96,6 +126,10 @@ def run_from_args(args: argparse.Namespace) -> int:
             device=args.device,
             export_to=args.export_to,
             begin_with=args.begin_with,
+            target=args.target,
+            ablations=args.ablations,
+            ablation_tokens=args.ablation_tokens,
+            drafter_minutes={method: getattr(args, f"{method}_minutes") for method in TRAINED},
         )
     except KeyboardInterrupt:
         tqdm.write(f"stopped; the state is in {args.folder}, and the same command continues from there")
@@ -106,5 +140,5 @@ def run_from_args(args: argparse.Namespace) -> int:
 def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} minutes must be more than 0")
+        raise argparse.ArgumentTypeError(f"{text} must be more than 0")
     return value

@@ -1,13 +1,16 @@
-"""The stages of training: corpus, target, its decay, draft, distillation, export. Finished stages are skipped."""
+"""The stages of training: corpus, target, its decay, unlearning of repetition, draft, distillation, export, drafters.
+
+Finished stages are skipped.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from minillm.errors import TrainingError
@@ -17,12 +20,16 @@ from minillm.training.compiling import Compiled
 from minillm.training.continuations import write_continuations
 from minillm.training.data import Batches, Windows, prepare
 from minillm.training.distill import LOSS_WORDS, DistillationLoss, HalfAndHalf
+from minillm.training.drafter_stages import train_drafter
 from minillm.training.evaluate import Agreement, Evaluation, evaluate
 from minillm.training.export import export
-from minillm.training.pair import Pair
+from minillm.training.pair import TARGET_STAGES, Pair
 from minillm.training.plot import Curve, loss_svg
 from minillm.training.pretrain import Loss, Trainer, next_token_loss
-from minillm.training.record import Hardware, RunRecord
+from minillm.training.record import RunRecord
+from minillm.training.stage_runs import as_shipped, check_inputs, run_to_the_end
+from minillm.training.trained_drafters import TRAINED
+from minillm.training.unlikelihood import OwnText, UnlikelihoodLoss
 
 TARGET_NAME, DRAFT_NAME = "minicoder", "minicoder-draft"
 
@@ -50,8 +57,17 @@ def train_target(pair: Pair) -> None:
 def decay_target(pair: Pair) -> None:
     """Stage `decay`: a branch of the stable run that decays the learning rate to zero. The stable run may continue."""
     text, stable = pair.training_text(), pair.state_file("target")
-    _check_inputs(pair.folder / "decay", {"target": _tokens_seen(pair, "target")})
+    check_inputs(pair.folder / "decay", {"target": _tokens_seen(pair, "target")})
     _run(pair, "decay", text, Compiled(next_token_loss), branch_of=stable)
+
+
+def unlearn_repetition(pair: Pair) -> None:
+    """Stage `unlikelihood`: the decayed target unlearns to repeat itself."""
+    text = pair.training_text()
+    model = pair.trained("decay")
+    check_inputs(pair.folder / "unlikelihood", {"decay": _tokens_seen(pair, "decay")})
+    batches = OwnText(text, model)
+    _run(pair, "unlikelihood", batches, UnlikelihoodLoss(), model=model, branch_of=pair.state_file("decay"))
 
 
 def train_draft(pair: Pair) -> None:
@@ -62,8 +78,8 @@ def train_draft(pair: Pair) -> None:
 def distill(pair: Pair) -> None:
     """Stage `distill`: generate text with the target, then train the draft to predict it."""
     code, folder = pair.training_text(), pair.folder / "distill"
-    target, draft = pair.trained("decay"), pair.trained("draft")
-    _check_inputs(folder, {stage: _tokens_seen(pair, stage) for stage in ("decay", "draft")})
+    target, draft = pair.trained_target(), pair.trained("draft")
+    check_inputs(folder, {stage: _tokens_seen(pair, stage) for stage in ("unlikelihood", "draft")})
     write_continuations(
         target,
         code,
@@ -78,16 +94,20 @@ def distill(pair: Pair) -> None:
 
 def export_pair(pair: Pair) -> None:
     """Stage `export`: evaluate the pair with exported precision, then write both folders with their model cards."""
-    target, draft = _as_shipped(pair.trained("decay")), _as_shipped(pair.trained("distill"))
+    target, draft = as_shipped(pair.trained_target()), as_shipped(pair.trained("distill"))
     evaluations = _evaluate(pair, target, draft)
     corpus = json.loads((pair.corpus / "corpus.json").read_text(encoding="utf-8"))
-    runs = {stage: RunRecord.load(pair.folder / stage) for stage in ("target", "decay", "draft", "distill")}
+    runs = {stage: RunRecord.load(pair.folder / stage) for stage in (*TARGET_STAGES, "draft", "distill")}
     made = (
         (
             TARGET_NAME,
             DRAFT_NAME,
             target,
-            {"pretraining": (runs["target"], pair.recipe("target")), "decay": (runs["decay"], pair.recipe("decay"))},
+            {
+                "pretraining": (runs["target"], pair.recipe("target")),
+                "decay": (runs["decay"], pair.recipe("decay")),
+                "unlikelihood": (runs["unlikelihood"], pair.recipe("unlikelihood")),
+            },
         ),
         (
             DRAFT_NAME,
@@ -115,11 +135,19 @@ STAGES: dict[str, Callable[[Pair], None]] = {
     "corpus": make_corpus,
     "target": train_target,
     "decay": decay_target,
+    "unlikelihood": unlearn_repetition,
     "draft": train_draft,
     "distill": distill,
     "export": export_pair,
+    **{method: partial(train_drafter, method=method) for method in TRAINED},
 }
-_UNITS = {"pretraining": "nats per token", "decay": "nats per token", "distillation": LOSS_WORDS}
+"""All stages in order. The last ones train drafters for the finished target."""
+_UNITS = {
+    "pretraining": "nats per token",
+    "decay": "nats per token",
+    "unlikelihood": "mixed loss",
+    "distillation": LOSS_WORDS,
+}
 
 
 def _run(
@@ -132,49 +160,24 @@ def _run(
 ) -> None:
     """Train `model` (default: a new one) by the recipe of `stage`, unless that is finished."""
     folder = pair.folder / stage
-    trainer = Trainer(model or pair.new_model(stage), batches, pair.recipe(stage), folder, loss, branch_of)
-    if trainer.progress >= 1:
-        tqdm.write(f"{stage}: done ({trainer.tokens_seen:,} tokens in {trainer.seconds / 60:.1f} minutes)")
-        return
-    Hardware.here().append_to(folder)
-    trainer.run()
+    run_to_the_end(stage, Trainer(model or pair.new_model(stage), batches, pair.recipe(stage), folder, loss, branch_of))
 
 
 def _tokens_seen(pair: Pair, stage: str) -> int:
     return RunRecord.load(pair.folder / stage).tokens
 
 
-def _check_inputs(folder: Path, inputs: dict[str, int]) -> None:
-    """Record the models that a stage started from. Raises `TrainingError` if it was started from others."""
-    file = folder / "inputs.json"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(inputs) + "\n")
-    elif (started := json.loads(file.read_text())) != inputs:
-        raise TrainingError(
-            f"{folder} was started with models of {started} tokens, now they have {inputs}; remove it to start again"
-        )
-
-
-def _as_shipped(model: Decoder) -> Decoder:
-    """Round the weights of `model` to fp16, as they are exported, so that the exported model is evaluated."""
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(p.half())
-    return model
-
-
 def _evaluate(pair: Pair, target: Decoder, draft: Decoder) -> dict[str, Evaluation]:
     """Evaluate the target with the draft before and after distillation. The result is cached in `evaluation.json`."""
     file = pair.folder / "evaluation.json"
-    inputs = {stage: _tokens_seen(pair, stage) for stage in ("decay", "draft", "distill")}
+    inputs = {stage: _tokens_seen(pair, stage) for stage in ("unlikelihood", "draft", "distill")}
     if file.exists():
         kept = json.loads(file.read_text(encoding="utf-8"))
         if kept["inputs"] == inputs:
             return {name: _evaluation(values) for name, values in kept["evaluations"].items()}
     held_out = pair.held_out()
     summary = json.loads((pair.corpus / "corpus.json").read_text(encoding="utf-8"))["held_out"]
-    drafts = {"distilled": draft, "undistilled": _as_shipped(pair.trained("draft"))}
+    drafts = {"distilled": draft, "undistilled": as_shipped(pair.trained("draft"))}
     found = {
         name: evaluate(target, model, held_out, summary["bytes"] / summary["tokens"], rows=pair.evaluation_rows)
         for name, model in drafts.items()

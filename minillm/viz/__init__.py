@@ -7,25 +7,43 @@ from minillm.viz.live.live_view import LiveView
 from minillm.viz.live.replay_widget import ReplayWidget
 from minillm.viz.pages.cache_pages import CachePagesView
 from minillm.viz.speculation.acceptance import AcceptanceStrip
+from minillm.viz.speculation.budget_acceptance import BudgetAcceptance, BudgetLine
 from minillm.viz.speculation.draft_decision import DraftDecision
 from minillm.viz.speculation.position_acceptance import PositionAcceptance
 from minillm.viz.speculation.speed_up_surface import SpeedPoint, SpeedUpSurface
+from minillm.viz.speculation.viewed_blocks import BlockView, ViewedBlocks
+from minillm.viz.tensors.codebook_cells import CodebookCells, PointCloud
 from minillm.viz.tensors.error_map import ErrorMap
+from minillm.viz.tensors.kept_cache import KeptCache, KeptPart
+from minillm.viz.tensors.moved_suffix import MovedSuffix
 from minillm.viz.timeline.timeline_view import TimelineComparison, TimelineView
+from minillm.viz.timeline.transfer_timeline import TimedPart, TransferRow, TransferTimeline
 
 __all__ = [
     "AcceptanceState",
     "AcceptanceStrip",
+    "BlockView",
+    "BudgetAcceptance",
+    "BudgetLine",
     "CachePagesView",
     "CacheState",
+    "CodebookCells",
     "DraftDecision",
     "ErrorMap",
+    "KeptCache",
+    "KeptPart",
     "LiveView",
+    "MovedSuffix",
+    "PointCloud",
     "PositionAcceptance",
     "ReplayWidget",
     "SpeedPoint",
     "SpeedUpSurface",
+    "TimedPart",
     "TimelineComparison",
     "TimelineView",
+    "TransferRow",
+    "TransferTimeline",
+    "ViewedBlocks",
     "show",
 ]

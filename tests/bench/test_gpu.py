@@ -51,6 +51,7 @@ PROMISED = {
 # ---- the whole of it
 
 
+@pytest.mark.long
 @needs_triton
 def test_a_rehearsal_runs_every_stage_and_tells_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "gpu.json"

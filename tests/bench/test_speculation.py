@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from rich.console import Console
 
+from minillm.bench import shapes
 from minillm.bench.speculation import PLAIN, Counts, run, slice_prompts, table
 from minillm.errors import ConfigError
 from minillm.trace import StepFinished, StepRan, TokensCommitted, Work
 from minillm.training.slice_prompts import SLICES
 from tests.conftest import TinyPair
+from tests.speculative.test_reading_drafter import saved
 
 
 def test_every_slice_has_prompts() -> None:
@@ -30,6 +35,32 @@ def test_each_method_is_compared_with_plain_decoding_and_gives_its_tokens(tiny: 
     shown = Console(width=160, record=True)
     shown.print(table(result))
     assert "int8, 2 together" in shown.export_text()
+
+
+def test_a_shape_is_measured_with_drafts_accepted_at_given_rates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = replace(shapes.SHAPES["0.4b"], hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    for name in ("small", "small-draft"):
+        monkeypatch.setitem(shapes.SHAPES, name, replace(small, intermediate_size=64, vocab_size=300))
+    given = {"slices": ["edits"], "weights": ["fp32"], "batches": [1], "rounds": 1}
+    result = run(shape="small", prompts=2, new_tokens=200, drafts=4, **given)
+    rows = {row["system"]: row["config"] for row in result["rows"]}
+    assert list(rows) == [PLAIN, "synthetic", "synthetic, adaptive"]
+    # 400 tokens in about 143 rounds of 1 to 5, mean 2.8: further from it than 0.8 with probability below 1e-6.
+    assert 2.0 < rows["synthetic"]["tau"] < 3.6
+
+
+def test_trained_drafters_are_measured_where_there_are_weights(tiny: TinyPair, tmp_path: Path) -> None:
+    saved(tiny.target, "long", tmp_path / "target-long")
+    given = {"slices": ["edits"], "weights": ["fp32"], "batches": [1], "rounds": 1, "prompts": 1, "new_tokens": 8}
+    result = run(str(tiny.target), drafters=tmp_path, methods=["ngram", "long"], **given)
+    rows = [row for row in result["rows"] if row["baseline"] is not None]
+    assert [row["system"] for row in rows] == ["ngram", "ngram, adaptive", "long", "long, adaptive"]
+    assert all(row["outputs_equal"] for row in rows)
+    with pytest.raises(ConfigError, match="no weights of method 'spire'"):
+        run(str(tiny.target), drafters=tmp_path, methods=["spire"], **given)
 
 
 def test_counts_are_those_of_the_trace() -> None:

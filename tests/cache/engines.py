@@ -16,15 +16,16 @@ from torch import Tensor
 
 from minillm import LLM, SamplingParams
 from minillm.batch import Segment
+from minillm.models.calibration import CalibrationTexts
 from minillm.models.held_out import held_out_prompts
 from minillm.runtime.runner import ModelRunner
 
 DRAFT = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_tokens": 4}
 
 
-def engine(options: dict[str, Any], **more: Any) -> LLM:
-    """minicoder in float64 on the cache layout that `options` name (`kv_cache_dtype`, `kv_cache_config`)."""
-    llm = LLM("minicoder", device="cpu", dtype="float32", enforce_eager=True, **{**options, **more})
+def engine(options: dict[str, Any], model: str = "minicoder", **more: Any) -> LLM:
+    """A model in float64 on the cache layout that `options` name (`kv_cache_dtype`, `kv_cache_config`)."""
+    llm = LLM(model, device="cpu", dtype="float32", enforce_eager=True, **{**options, **more})
     layout_options = {k: v for k, v in options.get("kv_cache_config", {}).items() if k != "layout"}
     runners = [llm.engine.runner, *([llm.engine.drafter.runner] if llm.engine.drafter else [])]
     for runner in runners:
@@ -37,6 +38,7 @@ def engine(options: dict[str, Any], **more: Any) -> LLM:
             runner.device,
             **layout_options,
         )
+        runner.cache.prepare(runner.model, CalibrationTexts(llm.engine.tokenizer))
     return llm
 
 

@@ -22,12 +22,16 @@ import torch
 
 from minillm.batch import Batch
 from minillm.cache.layouts import LAYOUTS
+from minillm.models.calibration import CalibrationTexts
 from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
 
 REQUESTS, CONTEXT, BLOCK = 12, 1024, 16
+PROMPT = 900
+"""Tokens of each request that are its prompt, for layouts that compress it."""
 CONFIG = ModelConfig(
     vocab_size=300,
-    hidden_size=64,
+    hidden_size=1024,
     intermediate_size=64,
     num_layers=1,
     num_heads=16,
@@ -35,7 +39,20 @@ CONFIG = ModelConfig(
     head_dim=64,
     max_position_embeddings=CONTEXT,
 )
-OPTIONS: dict[str, dict[str, Any]] = {"window": {"window": 700}, "sinks": {"window": 700}}
+OPTIONS: dict[str, dict[str, Any]] = {"window": {"window": 700}, "sinks": {"window": 700}, "commvq": {"bits": 4}}
+
+
+class SomeTexts(CalibrationTexts):
+    """Every token once, and a line ends at every tenth."""
+
+    def __init__(self) -> None:
+        pass
+
+    def rows(self) -> list[list[int]]:
+        return [list(range(CONFIG.vocab_size))]
+
+    def ids_with(self, text: bytes) -> list[int]:
+        return list(range(0, CONFIG.vocab_size, 10))
 
 
 def resident_bytes() -> int:
@@ -59,6 +76,7 @@ def prompt(place: int, past: int, count: int, whole: bool) -> Batch:
         query_start=[0, count],
         seq_lens=[past + count],
         block_size=size,
+        prompt_lens=[PROMPT],
     )
 
 
@@ -68,10 +86,12 @@ def measure(layout: str, dtype: str) -> dict[str, int]:
     kind, options = LAYOUTS[layout, dtype], OPTIONS.get(layout, {})
     size = CONTEXT if kind.whole_sequences else BLOCK
     num_blocks = REQUESTS * CONTEXT // size
+    model = Decoder(CONFIG)
     q = k = v = torch.randn(CONTEXT // 4, CONFIG.num_kv_heads, CONFIG.head_dim)
 
     def fill(requests: int) -> Any:
         cache = kind(CONFIG, num_blocks, size, torch.float32, torch.device("cpu"), **options)
+        cache.prepare(model, SomeTexts())
         for place in range(requests):
             for past in range(0, CONTEXT, len(k)):
                 cache.attend(0, q, k, v, prompt(place, past, len(k), kind.whole_sequences))
@@ -80,7 +100,7 @@ def measure(layout: str, dtype: str) -> dict[str, int]:
     fill(2)  # whatever is made once only, threads and scratch memory among it
     before = resident_bytes()
     cache = fill(REQUESTS)
-    measured = resident_bytes() - before
+    measured = resident_bytes() - before - cache.model_bytes
     promised = num_blocks * kind.bytes_per_block(CONFIG, size, torch.float32, **options)
     return {"claimed": cache.num_bytes, "measured": measured, "promised": promised}
 

@@ -14,7 +14,7 @@ from minillm.errors import ConfigError, UnknownOptionError, UnsupportedError
 from tests.cache.runs import draft_of
 from tests.conftest import TinyPair
 
-WHOLE = {"contiguous", "window", "sinks"}
+WHOLE = {"contiguous", "window", "sinks", "think", "snapkv", "squeezed", "anchors"}
 
 
 def options_of(function: Any) -> dict[str, Any]:

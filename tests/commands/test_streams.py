@@ -89,7 +89,7 @@ def test_doctor_in_an_ascii_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from minillm.doctor.report import Report, Row
 
     rows = (Row("γ", "ok", "größer", "× …"), Row("b", "missing", "é", "m", "fix it"))
-    monkeypatch.setattr(sys.modules["minillm.doctor.report"], "doctor", lambda measure: Report(rows))
+    monkeypatch.setattr(sys.modules["minillm.doctor.doctor"], "doctor", lambda measure: Report(rows))
     with terminal() as (shown, _):
         assert cli.main(["doctor"]) == 1
     assert "+ ok       g  groser" in shown.text and "x missing" in shown.text
@@ -131,7 +131,7 @@ def test_every_command_says_that_the_disk_is_full(words: list[str], monkeypatch:
     from minillm.doctor.report import Report, Row
 
     report = Report((Row("a", "ok", "b", "c"),))
-    monkeypatch.setattr(sys.modules["minillm.doctor.report"], "doctor", lambda measure: report)
+    monkeypatch.setattr(sys.modules["minillm.doctor.doctor"], "doctor", lambda measure: report)
     monkeypatch.setattr("minillm.commands.side_by_side.NEW_TOKENS", 2)
     with full_disk() as said:
         assert cli.main(words) == 2

@@ -14,7 +14,8 @@ import torch
 
 import minillm
 from minillm.doctor import checks
-from minillm.doctor.report import Report, Row, doctor
+from minillm.doctor.doctor import doctor
+from minillm.doctor.report import Report, Row
 from minillm.hardware import Cpu, Gpu, Memory
 from minillm.ops import dispatch
 
@@ -287,7 +288,7 @@ def test_doctor_can_be_called_again_although_its_module_has_its_name():
 def test_the_doctor_looks_at_compilers_without_loading_them():
     """They would stay in the memory of the lesson whose first cell called it."""
     look = "print({'numba', 'llvmlite', 'triton'} & set(sys.modules))"
-    code = f"import sys; from minillm.doctor.report import doctor; doctor(); {look}"
+    code = f"import sys; from minillm.doctor.doctor import doctor; doctor(); {look}"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1], capture_output=True, text=True
     )
@@ -298,5 +299,5 @@ def test_the_doctor_looks_at_compilers_without_loading_them():
 
 
 def test_importing_the_doctor_loads_nothing_heavy():
-    code = "import sys, minillm.doctor.report; sys.exit(bool({'torch', 'numpy', 'psutil', 'numba'} & set(sys.modules)))"
+    code = "import sys, minillm.doctor.doctor; sys.exit(bool({'torch', 'numpy', 'psutil', 'numba'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(minillm.__file__).parents[1])

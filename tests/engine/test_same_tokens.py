@@ -11,6 +11,7 @@ from minillm import LLM, SamplingParams
 from minillm.models import bundled
 from minillm.models.held_out import held_out_prompts
 from minillm.trace import DraftProposed, RequestPreempted, StepRan
+from tests.speculative.reading import spire
 
 NUM_PROMPTS = 40
 NEW_TOKENS = 24
@@ -18,6 +19,7 @@ DRAFT = {"method": "draft_model", "model": "minicoder-draft", "num_speculative_t
 TREE = {"method": "draft_tree", "model": "minicoder-draft"}
 STAGED = {**DRAFT, "method": "staged"}
 MEASURED_TREE = {**TREE, "tree_shape": "measured"}
+HEADS = {"method": "heads", "num_speculative_tokens": 4}
 SUFFIX_THEN_DRAFT = {"method": "suffix", "fallback": DRAFT}
 METHODS = {
     "plain": None,
@@ -26,6 +28,8 @@ METHODS = {
     "staged": STAGED,
     "measured tree": MEASURED_TREE,
     "suffix, then drafted": SUFFIX_THEN_DRAFT,
+    "heads": HEADS,
+    "spire": {"method": spire()},
 }
 ROUGH_DRAFT = {**DRAFT, "quantization": "w8a8"}
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)

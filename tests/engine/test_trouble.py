@@ -123,7 +123,7 @@ def test_a_bad_prompt_is_refused_before_any_compute_and_others_go_on(
             "leave one of them out",
         ),
         ({"speculative_config": {"model": "x", "gamma": 4}}, UnknownOptionError, "gamma"),
-        ({"speculative_config": {"model": "x", "rejection_sample_method": "typical"}}, UnsupportedError, "typical"),
+        ({"speculative_config": {"model": "x", "rejection_sample_method": "usual"}}, UnsupportedError, "usual"),
         ({"speculative_config": {"model": "x", "draft_sample_method": "hot"}}, ConfigError, "hot"),
     ],
     ids=str,

@@ -17,7 +17,10 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("small", "large"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "tokenizer.json").write_text("{}")
     (tmp_path / "unfinished").mkdir()
+    (tmp_path / "small-heads").mkdir()  # a trained drafter, which is no model
+    (tmp_path / "small-heads" / "config.json").write_text("{}")
     monkeypatch.setattr(bundled, "WEIGHTS", tmp_path)
     return tmp_path
 

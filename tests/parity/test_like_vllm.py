@@ -97,7 +97,7 @@ OWN_METHODS = {"engine", "fim_prompt", "max_model_len", "model", "stream", "subm
 """Of `LLM`."""
 REFUSED_FIELDS = {
     *("allowed_token_ids", "bad_words", "extra_args", "flat_logprobs", "logit_bias", "logprob_token_ids"),
-    *("output_kind", "output_text_buffer_length", "prompt_logprob_start", "prompt_logprob_token_ids"),
+    *("output_text_buffer_length", "prompt_logprob_start", "prompt_logprob_token_ids"),
     *("repetition_detection", "routed_experts_prompt_start", "skip_clone", "skip_reading_prefix_cache"),
     *("spaces_between_special_tokens", "stream_interval", "structured_outputs", "thinking_token_budget"),
     *("trace_decode_token_ids", "watermarking"),

@@ -127,10 +127,12 @@ def test_a_block_table_may_leave_out_blocks(graphs: bool) -> None:
         one.run([Segment(prompt, 0, TABLE)])
     view = Segment([7, 8], BLOCK_SIZE + 1, [TABLE[0], *TABLE[2:]], num_skipped=BLOCK_SIZE)
     step = [Segment(OTHER[:3], 0, OTHERS_TABLE), view]
-    right, queries = plain.run_with_queries(step, [1, 4])
-    logits, got = on.run_with_queries(step, [1, 4])
+    right, hidden, queries = plain.run_observed(step, [1, 4])
+    logits, got_hidden, got = on.run_observed(step, [1, 4])
     assert relative(on.run(step), right) <= 1e-5 and relative(logits, right) <= 1e-5
     assert got.shape == queries.shape and relative(got, queries) <= 1e-5
+    for seen in (got_hidden, on.run_observed(step, ()).hidden):
+        assert seen.shape == hidden.shape and relative(seen, hidden) <= 1e-5
     assert on.draft(step, 3) == plain.draft(step, 3)
     assert relative(plain.run([replace(view, num_skipped=0)]), right[1:]) > 1e-3
 

@@ -111,7 +111,7 @@ def test_queries_of_chosen_tokens_come_with_the_logits(fast: bool) -> None:
     """Rotated by their positions; those of the first layer are computed here once more."""
     one = runner(fast=fast)
     step = [Segment([1], 0, [20]), view()]
-    logits, queries = one.run_with_queries(step, [1, 3])
+    logits, _, queries = one.run_observed(step, [1, 3])
     assert queries.shape == (3, 2, 4, 32)
     assert torch.equal(logits, runner(fast=fast).run(step))
     plain = runner()

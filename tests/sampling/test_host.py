@@ -56,6 +56,7 @@ BAD_VALUES = {
     "detokenize": [0, None],
     "skip_special_tokens": [1],
     "include_stop_str_in_output": ["no"],
+    "output_kind": [0, "CUMULATIVE", None],
 }
 
 

@@ -78,10 +78,14 @@ def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"method": "eagle"}, UnsupportedError, "'self_quant', 'self_sparse', 'staged' or 'suffix'"),
+        ({"method": "eagle"}, UnsupportedError, "'self_quant', 'self_sparse', 'spire', 'staged' or 'suffix'"),
         ({"method": "ngram", "prompt_lookup_max": 0}, ConfigError, "prompt_lookup_max=0"),
         ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, ConfigError, "prompt_lookup_min=3"),
-        ({"method": "ngram", "model": "small"}, ConfigError, "model='small'.*'draft_model', 'draft_tree' or 'staged'"),
+        (
+            {"method": "ngram", "model": "small"},
+            ConfigError,
+            "model='small'.*'draft_model', 'draft_tree', 'heads', 'long', 'prompt_tokens', 'spire' or 'staged'",
+        ),
         (
             {"method": "suffix", "prompt_lookup_max": 3},
             ConfigError,
@@ -121,7 +125,7 @@ def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
             "rejection_sample_method='block' holds for all drafts; move it out",
         ),
         ({**TREE, "draft_sample_method": "hot"}, ConfigError, "draft_sample_method='hot'"),
-        ({"method": "ngram", "rejection_sample_method": "typical"}, UnsupportedError, "'typical'.*AcceptRule"),
+        ({"method": "ngram", "rejection_sample_method": "usual"}, UnsupportedError, "'usual'.*AcceptRule"),
         ({"model": "x", "suffix_decoding_max_tree_depth": 3}, ConfigError, "'suffix'.*'draft_model'"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 0}, ConfigError, "suffix_decoding_max_tree_depth=0"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, ConfigError, "at least 0"),

@@ -215,7 +215,7 @@ def test_more_guesses_than_asked_for_are_refused(tiny: TinyPair) -> None:
             return [Draft([1] * (k + 1)) for k in num_drafts]
 
     llm = LLM(str(tiny.target), speculative_config={"method": Eager, "num_speculative_tokens": 4})
-    with pytest.raises(DraftError, match="Eager proposed 5 guesses where at most 4"):
+    with pytest.raises(DraftError, match="Eager proposed 5 drafts where at most 4"):
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
 
 

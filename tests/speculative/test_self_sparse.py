@@ -345,7 +345,7 @@ def test_the_drafter_is_shown_the_queries_of_the_prompts_end(tiny: TinyPair) -> 
 
     def observe(request: Request, queries: Tensor) -> None:
         count = request.num_tokens
-        _, right = fresh.run_with_queries([Segment(request.token_ids, 0, [0])], range(count - queries.shape[1], count))
+        _, _, right = fresh.run_observed([Segment(request.token_ids, 0, [0])], range(count - queries.shape[1], count))
         assert torch.allclose(queries, right, atol=1e-4)
         shown.append(request.num_tokens - request.num_prompt_tokens)
 

@@ -22,6 +22,7 @@ from minillm.speculative.rejection_sampler import (
     rejection_sample,
     residual,
 )
+from minillm.speculative.typical import likely_enough
 
 Judge = Callable[..., list[Verdict]]
 
@@ -34,12 +35,6 @@ def inverted_ratio(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
 def target_alone(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
     """Accept with p(x). Exact if p without x follows; not with max(0, p - q), which makes good for min(1, p/q)."""
     return p.gather(-1, x[:, None]).squeeze(-1)
-
-
-def typical_acceptance(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
-    """Medusa (Cai et al. 2024): accept if p(x) > min(ε, δ·exp(-entropy of p)), here ε = 0.09 and δ = 0.3."""
-    entropy = torch.special.entr(p).sum(-1)
-    return (p.gather(-1, x[:, None]).squeeze(-1) > (0.3 * (-entropy).exp()).clamp(max=0.09)).float()
 
 
 def first_draft_unseen(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
@@ -94,7 +89,7 @@ WRONG_RULES: dict[str, Judge] = {
     "residual filtered again": partial(rejection_sample, rule=AcceptRule(recover=refiltered_residual)),
     "ratio upside down": partial(rejection_sample, rule=AcceptRule(accept=inverted_ratio)),
     "p(x) with the residual of p/q": partial(rejection_sample, rule=AcceptRule(accept=target_alone)),
-    "typical acceptance": partial(rejection_sample, rule=AcceptRule(accept=typical_acceptance, recover=full_target)),
+    "typical acceptance": partial(rejection_sample, rule=AcceptRule(accept=likely_enough, recover=full_target)),
     "first draft never judged": partial(rejection_sample, rule=AcceptRule(accept=first_draft_unseen)),
     "one uniform to accept and to recover": one_uniform_for_both,
     "rows one too early": _with_rows(lambda k: [0, *range(k)]),

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from minillm.errors import LessonError
+from minillm.teaching.check_function import check_function
 from minillm.teaching.compare import close, values_match
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
-from minillm.teaching.grade import grade
 from minillm.teaching.result import Status
 from minillm.teaching.show import short
 
 
 def test_right_answer_passes_every_case(append_exercise):
-    result = grade(append_exercise, lambda cache, new: torch.vstack((cache, new)))
+    result = check_function(append_exercise, lambda cache, new: torch.vstack((cache, new)))
     assert result.passed
     assert str(result) == "PASS 2/2  l90.append_rows"
 
 
 def test_counterexample_shows_inputs_expected_got_and_the_planted_mistake(append_exercise):
-    text = str(grade(append_exercise, lambda cache, new: new.clone()))
+    text = str(check_function(append_exercise, lambda cache, new: new.clone()))
     assert text.splitlines()[:2] == ["FAIL 1/2  l90.append_rows", "The first case that fails: two rows after three"]
     for part in (
         "input cache  float32 tensor [3, 2]:",
@@ -37,15 +37,15 @@ def test_counterexample_shows_inputs_expected_got_and_the_planted_mistake(append
 
 
 def test_mistakes_with_equal_shapes_are_told_apart_by_their_values(append_exercise):
-    text = str(grade(append_exercise, lambda cache, new: torch.vstack((new, cache))))
+    text = str(check_function(append_exercise, lambda cache, new: torch.vstack((new, cache))))
     assert "values: 10 of 10 differ, the first at [0, 0]: 7.5 instead of 0" in text
     assert "puts the new rows in front" in text
     assert "forgets" not in text
 
 
 def test_a_mistake_nobody_planted_is_not_blamed_on_a_planted_one(append_exercise):
-    everywhere = grade(append_exercise, lambda cache, new: torch.cat([cache, new]) + 1)
-    only_on_the_second_case = grade(append_exercise, lambda cache, new: torch.cat([cache, new]) + len(cache))
+    everywhere = check_function(append_exercise, lambda cache, new: torch.cat([cache, new]) + 1)
+    only_on_the_second_case = check_function(append_exercise, lambda cache, new: torch.cat([cache, new]) + len(cache))
     assert "it looks as if" not in str(everywhere)
     assert "it looks as if" not in str(only_on_the_second_case)
 
@@ -54,7 +54,7 @@ def test_stub_is_not_done_yet_and_not_an_error(append_exercise):
     def stub(cache, new):
         raise NotImplementedError("write append_rows here, then run its check")
 
-    result = grade(append_exercise, stub)
+    result = check_function(append_exercise, stub)
     assert result.status is Status.NOT_DONE
     assert "NOT DONE YET" in str(result)
     assert "FAIL" not in str(result)
@@ -64,7 +64,7 @@ def test_an_operator_missing_in_torch_is_an_error_and_not_a_stub(append_exercise
     def unlucky(cache, new):
         return torch.ops.aten.add.out(cache.to("meta").to_sparse(), new)
 
-    result = grade(append_exercise, unlucky)
+    result = check_function(append_exercise, unlucky)
     assert result.status is Status.FAILED
 
 
@@ -75,19 +75,19 @@ def test_exception_is_shown_with_the_learners_own_line_not_the_libraries(append_
     def crashes(cache, new):
         return helper(new)
 
-    text = str(grade(append_exercise, crashes))
+    text = str(check_function(append_exercise, crashes))
     assert "got          TypeError" in text
     assert "in helper: return torch.cat" in text
 
 
 def test_wrong_parameters_are_named(append_exercise):
-    text = str(grade(append_exercise, lambda cache: cache))
+    text = str(check_function(append_exercise, lambda cache: cache))
     assert "your function takes (cache), but it is called with (cache, new)" in text
 
 
 def test_wrong_parameters_are_named_under_a_drive_too(append_exercise):
     driven = dataclasses.replace(append_exercise, run_case=lambda function, cache, new: function(cache, new))
-    text = str(grade(driven, lambda cache: cache))
+    text = str(check_function(driven, lambda cache: cache))
     assert "your function takes (cache), but it is called with (cache, new)" in text
 
 
@@ -102,7 +102,7 @@ def test_wrong_parameters_are_named_under_a_drive_too(append_exercise):
     ],
 )
 def test_gravest_difference_comes_first(append_exercise, answer, says):
-    assert says in str(grade(append_exercise, answer))
+    assert says in str(check_function(append_exercise, answer))
 
 
 def test_changing_an_input_is_a_mistake_even_when_the_answer_is_right(append_exercise):
@@ -111,7 +111,7 @@ def test_changing_an_input_is_a_mistake_even_when_the_answer_is_right(append_exe
         new.zero_()
         return answer
 
-    text = str(grade(append_exercise, careless))
+    text = str(check_function(append_exercise, careless))
     assert "your function changed its input new, which the caller still needs" in text
 
 
@@ -127,8 +127,8 @@ def test_in_place_parameter_may_change_and_its_contents_are_compared():
         wrong=(),
         in_place=("buffer",),
     )
-    assert grade(exercise, write_row).passed
-    text = str(grade(exercise, lambda buffer, row: None))
+    assert check_function(exercise, write_row).passed
+    text = str(check_function(exercise, lambda buffer, row: None))
     assert "at ['buffer after the call']: 2 of 4 differ" in text
 
 
@@ -153,8 +153,8 @@ def test_drive_lets_a_class_be_an_exercise():
         wrong=(WrongVersion("does not count on", Stuck),),
         run_case=lambda make, times: [counter.add() for counter in [make()] for _ in range(times)],
     )
-    assert grade(exercise, Counter).passed
-    text = str(grade(exercise, Stuck))
+    assert check_function(exercise, Counter).passed
+    text = str(check_function(exercise, Stuck))
     assert "input times  3" in text
     assert "value at [1]: 1 instead of 2" in text
     assert "does not count on" in text
@@ -166,8 +166,8 @@ def test_random_draws_are_the_same_for_learner_and_reference_and_leave_the_noteb
     for seed in (7, 8):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        assert grade(exercise, lambda n: torch.rand(n)).passed
-        reports.append(str(grade(exercise, lambda n: 1 - torch.rand(n))))
+        assert check_function(exercise, lambda n: torch.rand(n)).passed
+        reports.append(str(check_function(exercise, lambda n: 1 - torch.rand(n))))
         assert torch.equal(before, torch.get_rng_state())
     assert reports[0] == reports[1]
 
@@ -180,8 +180,8 @@ def test_a_generator_passed_in_may_advance():
         hints=("a", "b", "c", "d"),
         wrong=(),
     )
-    assert grade(exercise, lambda n, generator: torch.rand(n, generator=generator)).passed
-    assert not grade(exercise, lambda n, generator: torch.rand(n)).passed
+    assert check_function(exercise, lambda n, generator: torch.rand(n, generator=generator)).passed
+    assert not check_function(exercise, lambda n, generator: torch.rand(n)).passed
 
 
 def test_own_diagnosis_comes_before_planted_mistakes_and_may_not_crash_the_check(append_exercise):
@@ -189,46 +189,46 @@ def test_own_diagnosis_comes_before_planted_mistakes_and_may_not_crash_the_check
         return f"only {len(attempt.got)} rows came back" if len(attempt.got) < len(attempt.expected) else None
 
     told = dataclasses.replace(append_exercise, diagnose=too_few)
-    assert "only 2 rows came back" in str(grade(told, lambda cache, new: new))
-    assert "type: int instead of" in str(grade(told, lambda cache, new: 5))
+    assert "only 2 rows came back" in str(check_function(told, lambda cache, new: new))
+    assert "type: int instead of" in str(check_function(told, lambda cache, new: 5))
 
 
 def test_own_diagnosis_that_also_accuses_a_right_answer_or_changes_its_mind_is_not_believed(append_exercise):
     plain = dataclasses.replace(append_exercise, wrong=())
     accuses_all = dataclasses.replace(plain, diagnose=lambda attempt: "you forgot the cache")
-    assert "forgot the cache" not in str(grade(accuses_all, lambda cache, new: new))
+    assert "forgot the cache" not in str(check_function(accuses_all, lambda cache, new: new))
     by_length = dataclasses.replace(
         plain, diagnose=lambda attempt: "began early" if len(attempt.got) == 1 else "began late"
     )
-    assert "began" not in str(grade(by_length, lambda cache, new: new + 1))
+    assert "began" not in str(check_function(by_length, lambda cache, new: new + 1))
 
 
 def test_a_planted_mistake_that_differs_in_another_case_is_not_named(append_exercise):
     def twice_the_last(cache, new):  # as the planted one on the case of five rows, not on the empty cache
         return new if len(cache) else torch.cat([new, new])
 
-    text = str(grade(append_exercise, twice_the_last))
+    text = str(check_function(append_exercise, twice_the_last))
     assert "FAIL 0/2" in text
     assert "it looks as if" not in text
 
 
 def test_comparison_that_trips_over_an_odd_answer_names_the_types(append_exercise):
     picky = dataclasses.replace(append_exercise, compare=lambda expected, got: None if got.shape else "no shape")
-    assert "int cannot be compared with float32 tensor [1, 2]" in str(grade(picky, lambda cache, new: 5))
+    assert "int cannot be compared with float32 tensor [1, 2]" in str(check_function(picky, lambda cache, new: 5))
 
 
 def test_report_is_the_same_on_every_run_and_holds_no_address(append_exercise):
     def answer(cache, new):
         return object()
 
-    first, second = grade(append_exercise, answer), grade(append_exercise, answer)
+    first, second = check_function(append_exercise, answer), check_function(append_exercise, answer)
     assert str(first) == str(second)
     assert first._repr_html_() == second._repr_html_()
     assert "0x" not in str(first)
 
 
 def test_html_escapes_what_learners_return(append_exercise):
-    page = grade(append_exercise, lambda cache, new: "<script>alert(1)</script>")._repr_html_()
+    page = check_function(append_exercise, lambda cache, new: "<script>alert(1)</script>")._repr_html_()
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
     assert 'role="status"' in page
@@ -236,14 +236,14 @@ def test_html_escapes_what_learners_return(append_exercise):
     def stub(cache, new):
         raise NotImplementedError("<script>alert(1)</script>")
 
-    assert "<script>" not in grade(append_exercise, stub)._repr_html_()
+    assert "<script>" not in check_function(append_exercise, stub)._repr_html_()
 
 
 def test_the_cause_comes_first_then_what_is_wrong_then_the_numbers(append_exercise):
-    text = str(grade(append_exercise, lambda cache, new: new))
+    text = str(check_function(append_exercise, lambda cache, new: new))
     order = [text.index(word) for word in ("likely", "wrong", "input cache", "expected", "got")]
     assert order == sorted(order)
-    page = grade(append_exercise, lambda cache, new: new)._repr_html_()
+    page = check_function(append_exercise, lambda cache, new: new)._repr_html_()
     assert page.index("likely") < page.index("wrong") < page.index("expected")
 
 
@@ -251,7 +251,7 @@ def test_large_inputs_are_told_by_shape_and_range(append_exercise):
     cache = torch.linspace(-1.5, 2.5, 200_000).view(500, 400)
     cache[0, :3] = torch.tensor([float("nan"), float("nan"), -float("inf")])
     wide = dataclasses.replace(append_exercise, cases=[Case("wide", (cache, torch.ones(1, 400)))])
-    text = str(grade(wide, lambda cache, new: new))
+    text = str(check_function(wide, lambda cache, new: new))
     assert "input cache  float32 tensor [500, 400]: -1.5 to 2.5, 2 × NaN, 1 × -inf" in text
     assert len(text.splitlines()) < 12
 
@@ -269,7 +269,7 @@ def test_of_a_large_answer_only_the_neighbourhood_of_the_first_difference_is_sho
         ("a", "b", "c", "d"),
         (),
     )
-    text = str(grade(exercise, spoil))
+    text = str(check_function(exercise, spoil))
     assert "around the first that differs, [1, 5:10, 18:23]" in text
     assert "1375." in text and "1370." in text
     assert len(text.splitlines()) < 20
@@ -280,7 +280,7 @@ def test_inside_a_dict_only_the_entry_that_differs_is_shown(append_exercise):
         return {"fine": torch.zeros(40, 40), "spoilt": [torch.ones(2), torch.cat([cache, new])]}
 
     exercise = dataclasses.replace(append_exercise, reference=both)
-    text = str(grade(exercise, lambda cache, new: both(cache, new) | {"spoilt": [torch.ones(2), new * 2]}))
+    text = str(check_function(exercise, lambda cache, new: both(cache, new) | {"spoilt": [torch.ones(2), new * 2]}))
     assert "at ['spoilt'][1]: float32 tensor" in text
     assert "fine" not in text
 
@@ -349,9 +349,9 @@ def test_values_are_shown_without_what_goes_without_saying():
 
 def test_what_no_planted_mistake_explains_may_still_break_a_property(append_exercise):
     told = dataclasses.replace(append_exercise, fallback_diagnosis=lambda attempt: f"returns {len(attempt.got)} rows")
-    assert "returns 7 rows" in str(grade(told, lambda cache, new: torch.zeros(7, 2)))
+    assert "returns 7 rows" in str(check_function(told, lambda cache, new: torch.zeros(7, 2)))
     planted = append_exercise.wrong[0]
-    assert planted.description in str(grade(told, planted.function))
+    assert planted.description in str(check_function(told, planted.function))
 
 
 def test_a_planted_mistake_is_not_named_if_the_learner_answers_another_case_differently(append_exercise):
@@ -360,4 +360,4 @@ def test_a_planted_mistake_is_not_named_if_the_learner_answers_another_case_diff
     def only_once(cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         return planted.function(cache, new) if len(cache) == 3 else new.new_zeros(0, 2)
 
-    assert planted.description not in str(grade(append_exercise, only_once))
+    assert planted.description not in str(check_function(append_exercise, only_once))

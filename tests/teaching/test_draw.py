@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
+from minillm.teaching.check_function import check_function
 from minillm.teaching.draw import CELL, as_html, as_text, cells_of
 from minillm.teaching.exercise import Case, Exercise
-from minillm.teaching.grade import grade
 
 MASK = Exercise(
     name="l90.mask",
@@ -26,13 +26,13 @@ def strict_mask(n):
 
 
 def test_a_mask_is_drawn_beside_the_expected_one_and_what_differs_is_crossed():
-    lines = str(grade(MASK, strict_mask)).splitlines()
+    lines = str(check_function(MASK, strict_mask)).splitlines()
     picture = [line.strip() for line in lines if "✓" in line or "·" in line]
     assert picture == ["✓ · ·       ·✗ ·  ·", "✓ ✓ ·       ✓  ·✗ ·", "✓ ✓ ✓       ✓  ✓  ·✗"]
 
 
 def test_the_drawing_is_one_svg_on_a_white_card_that_says_in_words_what_it_shows():
-    page = grade(MASK, strict_mask)._repr_html_()
+    page = check_function(MASK, strict_mask)._repr_html_()
     svg = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
     space = "{http://www.w3.org/2000/svg}"
     assert svg.get("role") == "img"
@@ -103,6 +103,6 @@ def test_an_exercise_can_draw_what_is_no_grid_itself():
         out[:-1] = x[:-1]
         return out
 
-    assert "✓ ✓ ✓ ✓     ·✗ ·✗ ·✗ ·✗" in str(grade(exercise, forgets_the_last))
+    assert "✓ ✓ ✓ ✓     ·✗ ·✗ ·✗ ·✗" in str(check_function(exercise, forgets_the_last))
     broken = dataclasses.replace(exercise, draw=lambda expected, got: got.nothing)
-    assert "values: 4 of 12 differ" in str(grade(broken, forgets_the_last))
+    assert "values: 4 of 12 differ" in str(check_function(broken, forgets_the_last))

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.check_function import check_function
 from minillm.teaching.diagnosis_answers import common_fact
 from minillm.teaching.diagnosis_errors import cause_of_error
 from minillm.teaching.diagnosis_tensors import about_tensors
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
 from minillm.teaching.fence import OutOfBoundsError
-from minillm.teaching.grade import grade
 
 
 def said_of(function: Callable[[], object]) -> str:
@@ -157,7 +157,7 @@ def test_an_input_that_was_written_to_is_named():
 
     wrong = (WrongVersion("a", lambda numbers: 0), WrongVersion("b", len))
     exercise = Exercise("l90.total", total, [Case("two", ([3, 4],)), Case("one", ([5],))], ("a", "b", "c", "d"), wrong)
-    shown = grade(exercise, clears, key=AnswerKey(exercise)).counterexample
+    shown = check_function(exercise, clears, key=AnswerKey(exercise)).counterexample
     assert shown.cause == "the answer is right, but your function writes into numbers: work on a copy"
 
 
@@ -179,4 +179,4 @@ def test_a_store_outside_the_result_is_told_by_where_it_went(said: str, words: s
 
     wrong = (WrongVersion("a", lambda: torch.ones(1)), WrongVersion("b", lambda: torch.ones(2)))
     exercise = Exercise("l90.reads_one", reads_one, [Case("one", ()), Case("again", ())], ("a", "b", "c", "d"), wrong)
-    assert words in grade(exercise, strays, key=AnswerKey(exercise)).counterexample.cause
+    assert words in check_function(exercise, strays, key=AnswerKey(exercise)).counterexample.cause

@@ -16,9 +16,9 @@ import torch
 from numba import njit
 
 from minillm.teaching import guard
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
 from minillm.teaching.fence import Fences
-from minillm.teaching.grade import grade
 from minillm.teaching.guard import Limits
 
 SHORT, LONG = (Limits(seconds, memory=guard.GIB // 2) for seconds in (1.0, 60.0))
@@ -107,14 +107,14 @@ def exits(x):
     ],
 )
 def test_whatever_a_wrong_answer_does_to_its_process_the_check_says_so(answer, says):
-    text = str(grade(EXERCISE, answer, SHORT if "1 s" in says else LONG))
+    text = str(check_function(EXERCISE, answer, SHORT if "1 s" in says else LONG))
     assert says in text
     assert "it looks as if" not in text
 
 
 @linux
 def test_a_crash_names_the_case_the_line_and_the_likely_reason():
-    text = str(grade(EXERCISE, reads_address_zero_on_the_second_case, LONG))
+    text = str(check_function(EXERCISE, reads_address_zero_on_the_second_case, LONG))
     assert text.splitlines()[0] == "FAIL 1/2  l90.plus_one"
     assert "three zeros" in text
     assert "ctypes.string_at(0)" in text
@@ -126,7 +126,7 @@ def test_a_failure_found_before_a_crash_is_the_one_that_is_shown():
     def wrong_then_crashes(x):
         return x if len(x) == 2 else ctypes.string_at(0)
 
-    text = str(grade(EXERCISE, wrong_then_crashes, LONG))
+    text = str(check_function(EXERCISE, wrong_then_crashes, LONG))
     assert "two ones" in text
     assert "values: 2 of 2 differ" in text
 
@@ -144,7 +144,7 @@ def test_a_crash_in_compiled_code_is_survived():
         hints=("a", "b", "c", "d"),
         wrong=(),
     )
-    assert "crashed (SIGSEGV)" in str(grade(exercise, writes_far_away, LONG))
+    assert "crashed (SIGSEGV)" in str(check_function(exercise, writes_far_away, LONG))
 
 
 def out_of_bounds_exercise(guarded: bool) -> Exercise:
@@ -180,23 +180,23 @@ def test_writing_past_the_end_fails_even_where_nothing_crashes(guarded: bool):
         for i in range(count + 1):
             out[i] = x[i]
 
-    text = str(grade(out_of_bounds_exercise(guarded), one_too_many))
+    text = str(check_function(out_of_bounds_exercise(guarded), one_too_many))
     assert "FAIL 0/2" in text
     assert "your function wrote 1 number beyond the end of out, the first 1 after its last" in text
     assert "is a mask missing, or does a loop run too far?" in text
 
 
 def test_without_a_child_an_endless_loop_and_an_exit_are_still_survived(monkeypatch):
-    monkeypatch.setattr("minillm.teaching.grade.can_guard", lambda: False)
-    assert "did not return within 1 s" in str(grade(EXERCISE, endless, SHORT))
-    assert "ends the program" in str(grade(EXERCISE, exits, LONG))
-    assert grade(EXERCISE, plus_one, LONG).passed
+    monkeypatch.setattr("minillm.teaching.check_function.can_guard", lambda: False)
+    assert "did not return within 1 s" in str(check_function(EXERCISE, endless, SHORT))
+    assert "ends the program" in str(check_function(EXERCISE, exits, LONG))
+    assert check_function(EXERCISE, plus_one, LONG).passed
 
 
 def test_the_stop_button_works_without_a_child(monkeypatch):
-    monkeypatch.setattr("minillm.teaching.grade.can_guard", lambda: False)
+    monkeypatch.setattr("minillm.teaching.check_function.can_guard", lambda: False)
     with pytest.raises(KeyboardInterrupt):
-        grade(EXERCISE, interrupts, LONG)
+        check_function(EXERCISE, interrupts, LONG)
 
 
 @linux
@@ -205,14 +205,14 @@ def test_what_the_function_prints_is_seen_and_cut_when_it_never_ends(capsys):
         print("I was given", len(x))
         return x + 1
 
-    assert grade(EXERCISE, talks, LONG).passed
+    assert check_function(EXERCISE, talks, LONG).passed
     assert capsys.readouterr().out == "I was given 2\nI was given 3\n"
 
     def talks_without_end(x):
         while True:
             print("and on")
 
-    grade(EXERCISE, talks_without_end, SHORT)
+    check_function(EXERCISE, talks_without_end, SHORT)
     out = capsys.readouterr().out
     assert len(out) < guard.MAX_PRINTED + 100
     assert "left out" in out
@@ -226,7 +226,7 @@ def test_a_check_leaves_nothing_behind():
         return x + 1
 
     files, children = len(list(Path("/proc/self/fd").iterdir())), children_of_this_process()
-    assert grade(EXERCISE, careless, LONG).passed
+    assert check_function(EXERCISE, careless, LONG).passed
     assert torch.get_default_dtype() == torch.float32
     assert "LEFT_BEHIND" not in os.environ
     assert len(list(Path("/proc/self/fd").iterdir())) == files
@@ -251,7 +251,7 @@ def test_a_check_works_after_the_process_has_used_many_threads():
         torch.set_num_threads(4)
         big = torch.randn(512, 512)
         assert torch.isfinite(big @ big).all()
-        assert grade(EXERCISE, lambda x: x + 1 + 0 * (big @ big).sum(), Limits(seconds=10)).passed
+        assert check_function(EXERCISE, lambda x: x + 1 + 0 * (big @ big).sum(), Limits(seconds=10)).passed
     finally:
         torch.set_num_threads(threads)
 

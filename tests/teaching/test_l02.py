@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l02_kv_cache import (
     EXERCISES,
     LLAMA_2_70B,
@@ -18,7 +19,6 @@ from minillm.teaching.exercises.l02_kv_cache import (
     next_capacity,
     offset_mask,
 )
-from minillm.teaching.grade import grade
 from minillm.training.recipes import TARGET
 
 CHUNKS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
@@ -126,7 +126,7 @@ def test_free_padding_means_preallocate():
 
 def test_counterexample_of_append_is_short_enough_to_redo_by_hand():
     exercise = next(e for e in EXERCISES if e.name == "l02.append_kv")
-    report = str(grade(exercise, lambda k, v, past, new_k, new_v: (k, v)))
+    report = str(check_function(exercise, lambda k, v, past, new_k, new_v: (k, v)))
     assert "the first token" in report
     assert "at ['keys']: [1]" in report
     assert "at ['keys']: [0, 0, 0]" in report
@@ -140,6 +140,6 @@ def test_an_answer_of_the_wrong_shape_is_reported_not_swallowed():
         keys, values = append_kv(k, v, past, new_k, new_v)
         return keys.flatten(1), values.flatten(1)
 
-    report = str(grade(exercise, flat))
+    report = str(check_function(exercise, flat))
     assert "FAIL" in report
     assert "tensor" in report

@@ -17,6 +17,7 @@ from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import load_model, save_llama
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, kv_bytes_per_token
 from minillm.teaching.exercises.l03_roofline import (
     arithmetic_intensity,
@@ -26,7 +27,6 @@ from minillm.teaching.exercises.l03_roofline import (
     mean_pool_heads,
     requests_that_fit,
 )
-from minillm.teaching.grade import grade
 from minillm.teaching.registry import find
 from minillm.teaching.roofline_parts import (
     attention_only,
@@ -180,7 +180,9 @@ def test_fewer_kv_heads_in_the_config_alone_are_refused(grouped: Decoder, tmp_pa
 
 
 def test_counterexample_of_pooling_is_short_enough_to_redo_by_hand():
-    report = str(grade(find("l03.mean_pool_heads"), lambda weight, num_heads, num_kv_heads: weight[: len(weight) // 2]))
+    report = str(
+        check_function(find("l03.mean_pool_heads"), lambda weight, num_heads, num_kv_heads: weight[: len(weight) // 2])
+    )
     assert "4 heads of width 2 become 2" in report
     assert len(report) < 1100
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
 from minillm.ops import kv_quant
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_3_8B, QWEN_3_06B, shape
 from minillm.teaching.exercises.l04_kv_quantisation import (
     EXERCISES,
@@ -24,7 +25,6 @@ from minillm.teaching.exercises.l04_kv_quantisation import (
     score_error_bound,
     unpack_int4,
 )
-from minillm.teaching.grade import grade
 from minillm.teaching.workshop.l04_bounds import try_bounds
 
 SIZES = st.floats(1e-6, 1e4)
@@ -165,7 +165,7 @@ def _codes_up_to_sixteen(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Te
 )
 def test_answers_that_once_passed_are_caught(name: str, answer, cause: str):
     exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
-    result = grade(exercise, answer)
+    result = check_function(exercise, answer)
     assert not result.passed
     assert cause in result.counterexample.cause
 

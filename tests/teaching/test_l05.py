@@ -12,18 +12,18 @@ from minillm.quantization.base import LayerStatistics
 from minillm.quantization.int4 import Int4
 from minillm.quantization.int8 import Int8
 from minillm.quantization.w8a8 import EXACT_COLUMNS, integer_product
+from minillm.teaching.check_function import check_function
+from minillm.teaching.exercises._l05_reference import restore_groups
 from minillm.teaching.exercises.l05_weights import (
     EXERCISES,
     GRID,
     awq_scale,
     quantise_groups,
     quantise_rows,
-    restore_groups,
     round_in_groups_of_4,
     split_outliers,
     w8a8_linear,
 )
-from minillm.teaching.grade import grade
 
 SEEDS = st.integers(0, 10_000)
 
@@ -163,7 +163,7 @@ def test_the_report_of_a_wrong_direction_names_it():
         codes, scale = quantise_rows(weight)
         return codes, scale[:, None]
 
-    report = str(grade(exercise, keeps_dim))
+    report = str(check_function(exercise, keeps_dim))
     assert "keepdim" in report
     assert len(report) < 1200
 
@@ -199,7 +199,7 @@ def _all_that_tie(weight: Tensor, share: float) -> tuple[Tensor, Tensor]:
 )
 def test_answers_that_once_passed_are_caught_and_named(name: str, answer, cause: str):
     exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
-    result = grade(exercise, answer)
+    result = check_function(exercise, answer)
     assert not result.passed
     assert cause in result.counterexample.cause
 
@@ -219,5 +219,5 @@ def test_of_equal_weights_any_may_be_the_outlier():
     ties = torch.tensor([[0.5, -0.5], [0.5, 0.1]])
     assert not torch.equal(_first_of_those_that_tie(ties, 0.5)[1], _last_of_those_that_tie(ties, 0.5)[1])
     exercise = next(exercise for exercise in EXERCISES if exercise.function_name == "split_outliers")
-    assert grade(exercise, _first_of_those_that_tie).passed
-    assert grade(exercise, _last_of_those_that_tie).passed
+    assert check_function(exercise, _first_of_those_that_tie).passed
+    assert check_function(exercise, _last_of_those_that_tie).passed

@@ -11,6 +11,7 @@ from minillm.batch import Batch
 from minillm.cache.block_pool import BlockPool
 from minillm.cache.prefix import extend_block_hashes
 from minillm.ops.paged_attention import paged_attention
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises._l06_reference import attention
 from minillm.teaching.exercises.l06_paged_blocks import (
     EXERCISES,
@@ -21,7 +22,6 @@ from minillm.teaching.exercises.l06_paged_blocks import (
     release,
     slot_mapping,
 )
-from minillm.teaching.grade import grade
 
 
 @settings(max_examples=30)
@@ -138,6 +138,6 @@ def _copies_one_slot_too_many(block_table, index, free, ref_counts, keys, values
 )
 def test_answers_that_once_passed_are_caught_and_named(name: str, answer, cause: str):
     exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
-    result = grade(exercise, answer)
+    result = check_function(exercise, answer)
     assert not result.passed
     assert cause in result.counterexample.cause

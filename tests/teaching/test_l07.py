@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l07_continuous_batching import (
     EXERCISES,
     admit,
@@ -14,7 +15,6 @@ from minillm.teaching.exercises.l07_continuous_batching import (
     share_budget,
     static_steps,
 )
-from minillm.teaching.grade import grade
 from minillm.teaching.workshop.l07_serving import starts_and_ends
 from minillm.trace.static_batching import Job, static_schedule
 
@@ -92,7 +92,7 @@ def _block_by_free_blocks(waiting: list[int], budget: int, seats: int, free_bloc
 )
 def test_answers_that_once_passed_are_caught(name: str, answer, cause: str):
     exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
-    result = grade(exercise, answer)
+    result = check_function(exercise, answer)
     assert not result.passed
     assert cause in result.counterexample.cause
 

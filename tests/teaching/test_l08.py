@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from minillm.errors import LessonError
 from minillm.ops.kv_quant import dequantize_symmetric, quantize_symmetric
 from minillm.ops.rms_norm import rms_norm
-from minillm.teaching.exercises import _l08_launch as launching
-from minillm.teaching.exercises._l08_launch import Fence, KernelError, LazyKernel, interpreting, resolve, unmasked_loads
+from minillm.teaching.check_function import check_function
+from minillm.teaching.drives import l08_launch as launching
+from minillm.teaching.drives.l08_launch import Fence, KernelError, LazyKernel, interpreting, resolve, unmasked_loads
 from minillm.teaching.exercises.l08_triton_kernels import (
     EXERCISES,
     lanes,
@@ -29,7 +30,6 @@ from minillm.teaching.exercises.l08_triton_kernels import (
     run_rms_norm,
     run_softmax,
 )
-from minillm.teaching.grade import grade
 from minillm.teaching.result import Status
 
 ROOT = Path(__file__).parents[2]
@@ -119,27 +119,31 @@ HEAD = "@triton.jit\ndef softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.const
 
 def test_a_stub_of_a_kernel_is_not_done_yet():
     stub = kernel_of(HEAD + '    """Words."""\n    raise NotImplementedError("write softmax_kernel here")\n')
-    result = grade("l08.softmax_kernel", stub)
+    result = check_function("l08.softmax_kernel", stub)
     assert result.status is Status.NOT_DONE and "write softmax_kernel here" in str(result)
 
 
 def test_an_error_in_a_kernel_is_shown_with_its_line():
-    text = str(grade("l08.softmax_kernel", kernel_of(HEAD + "    row = tl.program_id(0)\n    x = row + colums\n")))
+    text = str(
+        check_function("l08.softmax_kernel", kernel_of(HEAD + "    row = tl.program_id(0)\n    x = row + colums\n"))
+    )
     assert "NameError: name 'colums' is not defined (in the line `x = row + colums`)" in text
 
 
 def test_a_kernel_with_other_parameters_is_told_so():
-    text = str(grade("l08.softmax_kernel", kernel_of("@triton.jit\ndef softmax_kernel(x_ptr, out_ptr):\n    pass\n")))
+    text = str(
+        check_function("l08.softmax_kernel", kernel_of("@triton.jit\ndef softmax_kernel(x_ptr, out_ptr):\n    pass\n"))
+    )
     assert "your kernel takes (x_ptr, out_ptr), but it is launched with 3 tensors and numbers, then BLOCK=" in text
 
 
 def test_a_function_without_the_decorator_is_no_kernel():
-    text = str(grade("l08.softmax_kernel", lambda *args, **kwargs: None))
+    text = str(check_function("l08.softmax_kernel", lambda *args, **kwargs: None))
     assert "is @triton.jit above it?" in text
 
 
 def test_a_kernel_that_writes_nothing_leaves_nan():
-    text = str(grade("l08.softmax_kernel", kernel_of(HEAD + "    row = tl.program_id(0)\n")))
+    text = str(check_function("l08.softmax_kernel", kernel_of(HEAD + "    row = tl.program_id(0)\n")))
     assert "nan instead of" in text
 
 
@@ -155,7 +159,7 @@ def test_another_right_way_passes():
         e = e / tl.sum(e)
         tl.store(out_ptr + row * columns + column, e, column < columns)
     """
-    result = grade("l08.softmax_kernel", kernel_of(HEAD + textwrap.indent(textwrap.dedent(body), "    ")))
+    result = check_function("l08.softmax_kernel", kernel_of(HEAD + textwrap.indent(textwrap.dedent(body), "    ")))
     assert result.passed, str(result)
 
 
@@ -208,17 +212,17 @@ def test_a_reference_is_launched_like_a_kernel_and_not_called_like_a_function():
 IMPORTED_TOO_EARLY = """
 import triton
 from minillm.teaching.exercises.l08_triton_kernels import EXERCISES
-from minillm.teaching.grade import grade
-print(grade(EXERCISES[2], EXERCISES[2].reference))
+from minillm.teaching.check_function import check_function
+print(check_function(EXERCISES[2], EXERCISES[2].reference))
 """
 AFTER_THE_DOCTOR = """
-from minillm.doctor.report import doctor
+from minillm.doctor.doctor import doctor
 doctor()
 import os
 os.environ["TRITON_INTERPRET"] = "1"
 from minillm.teaching.exercises.l08_triton_kernels import EXERCISES
-from minillm.teaching.grade import grade
-print(grade(EXERCISES[2], EXERCISES[2].reference))
+from minillm.teaching.check_function import check_function
+print(check_function(EXERCISES[2], EXERCISES[2].reference))
 """
 
 

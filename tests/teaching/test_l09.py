@@ -18,10 +18,10 @@ from minillm.models.config import ModelConfig
 from minillm.ops.dispatch import has_triton
 from minillm.ops.paged_attention import paged_attention
 from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.check_function import check_function
+from minillm.teaching.drives.l09_launch import DEVICE, KernelByName, KernelError, launch
 from minillm.teaching.exercise import Case
-from minillm.teaching.exercises._l09_launch import DEVICE, KernelByName, KernelError, launch
 from minillm.teaching.exercises.l09_paged_attention import EXERCISES, merge
-from minillm.teaching.grade import grade
 from minillm.teaching.result import Status
 from tests.ops.triton.steps import Step, step
 
@@ -81,7 +81,7 @@ FAR = {
 @needs_triton
 @pytest.mark.parametrize("changes", STRAYING.values(), ids=STRAYING)
 def test_a_kernel_that_leaves_its_tensors_never_passes_and_is_told_so(changes: list[tuple[str, str]]):
-    result = grade("l09.decode_kernel", KernelByName("decode_kernel", *changes))
+    result = check_function("l09.decode_kernel", KernelByName("decode_kernel", *changes))
     assert result.status is Status.FAILED, str(result)
     assert "beyond the end of" in str(result) or "past the end of an array" in str(result)
 
@@ -90,7 +90,7 @@ def test_a_kernel_that_leaves_its_tensors_never_passes_and_is_told_so(changes: l
 @pytest.mark.parametrize("changes", FAR.values(), ids=FAR)
 def test_a_kernel_that_reads_or_writes_far_away_never_passes_and_never_ends_the_process(changes: list[tuple[str, str]]):
     """Far away there may be other memory of the process: then the answer is wrong, else the child process crashes."""
-    assert grade("l09.decode_kernel", KernelByName("decode_kernel", *changes)).status is Status.FAILED
+    assert check_function("l09.decode_kernel", KernelByName("decode_kernel", *changes)).status is Status.FAILED
 
 
 @needs_triton
@@ -98,7 +98,7 @@ def test_scores_that_fall_from_block_to_block_need_the_maximum_of_all_blocks():
     changes = "tl.maximum(m, tl.max(score, 1))", "tl.max(score, 1)"
     exercise = next(e for e in EXERCISES if e.name == "l09.decode_kernel")
     key = AnswerKey(exercise)
-    report = str(grade(exercise, KernelByName("decode_kernel", changes), key=key))
+    report = str(check_function(exercise, KernelByName("decode_kernel", changes), key=key))
     assert "the second block's scores are hundreds below the first's" in report
     assert "takes the maximum of this block only" in report
 
@@ -140,7 +140,7 @@ def test_the_int8_kernel_reads_what_the_engines_int8_cache_holds():
 @needs_triton
 def test_a_kernel_that_stops_is_reported_with_its_own_line():
     broken = KernelByName("merge_kernel", ("split, channel = ", "split, chanel = "))
-    text = str(grade("l09.merge_kernel", broken))
+    text = str(check_function("l09.merge_kernel", broken))
     assert "KernelError: NameError: name 'channel' is not defined" in text
     if DEVICE == "cpu":  # the compiler's message shows the line itself
         assert "in the line `part = tl.load(" in text
@@ -148,7 +148,7 @@ def test_a_kernel_that_stops_is_reported_with_its_own_line():
 
 @needs_triton
 def test_a_function_without_the_decorator_is_told_so():
-    text = str(grade("l09.decode_kernel", lambda *args, **kwargs: None))
+    text = str(check_function("l09.decode_kernel", lambda *args, **kwargs: None))
     assert "put @triton.jit on the line above its def" in text
 
 

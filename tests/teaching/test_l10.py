@@ -10,8 +10,8 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.speculative import rejection_sampler
 from minillm.speculative.rejection_sampler import AcceptRule, rejection_sample
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l10_speculative_decoding import EXERCISES, accept_rule, residual, rollback, verify_chain
-from minillm.teaching.grade import grade
 from minillm.teaching.workshop import l10_checks as checks
 from minillm.teaching.workshop.l10_broken import BROKEN, FullTarget, OpenFilter
 from minillm.teaching.workshop.l10_engine import (
@@ -235,7 +235,7 @@ def test_a_rule_that_never_returns_nan_is_told_why_it_should():
     def answer(p: torch.Tensor, q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return (p.gather(-1, x[:, None]) / q.gather(-1, x[:, None])).squeeze(-1).clamp(max=1.0)
 
-    report = str(grade(exercise, answer))
+    report = str(check_function(exercise, answer))
     assert "which cannot have been drawn from q; it must be NaN" in report
 
 
@@ -246,4 +246,4 @@ def test_a_slice_by_minus_zero_is_named():
         rejected = num_drafts - num_accepted
         return target[:-rejected], draft[:-rejected]
 
-    assert "rows[:-0] is rows[:0]" in str(grade(exercise, answer))
+    assert "rows[:-0] is rows[:0]" in str(check_function(exercise, answer))

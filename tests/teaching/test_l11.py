@@ -17,6 +17,7 @@ from minillm.sampling import SamplingParams
 from minillm.speculative.draft_policy import AdaptiveDrafts, FixedDrafts
 from minillm.speculative.ngram import NgramDrafter
 from minillm.speculative.step_costs import StepCosts
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l11_speculative_speed import (
     EXERCISES,
     best_gamma,
@@ -27,7 +28,6 @@ from minillm.teaching.exercises.l11_speculative_speed import (
     tree_mask,
 )
 from minillm.teaching.exercises.l15_under_100_ms import choose_gamma
-from minillm.teaching.grade import grade
 from minillm.teaching.workshop import l11_drafting as drafting
 from minillm.trace import DraftsPlanned
 from tests.conftest import TinyPair
@@ -127,7 +127,7 @@ def test_the_loss_is_zero_for_a_perfect_draft_and_minus_the_log_of_acceptance():
 )
 def test_likely_wrong_answers_are_named(name: str, answer, cause: str):
     exercise = next(exercise for exercise in EXERCISES if exercise.function_name == name)
-    result = grade(exercise, answer)
+    result = check_function(exercise, answer)
     assert not result.passed and cause in str(result), str(result)
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from minillm import LLM, SamplingParams
 from minillm.errors import LessonError
 from minillm.ops.cpu.simd import LANES, load, store
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercises.l15_under_100_ms import (
     EXERCISES,
     PARTS,
@@ -25,7 +26,6 @@ from minillm.teaching.exercises.l15_under_100_ms import (
     product_with,
     step_seconds,
 )
-from minillm.teaching.grade import grade
 from minillm.teaching.latency import decode_step, operations_called, race, record_marks, with_panel_products
 from minillm.teaching.result import Status
 from minillm.viz.charts.roofline import Roof
@@ -125,7 +125,7 @@ def test_a_kernel_that_leaves_its_array_is_told_so():
         for panel in range(len(y) // LANES + 1):
             store(y, panel * LANES, load(x, 0))
 
-    report = str(grade(PRODUCT, writes_one_too_many))
+    report = str(check_function(PRODUCT, writes_one_too_many))
     assert "wrote 16 numbers beyond the end of y" in report
 
 
@@ -141,7 +141,7 @@ STRAYING = {
 def test_a_product_that_leaves_its_arrays_never_passes_and_never_ends_the_process(body: str):
     space = {"store": store, "load": load, "LANES": LANES}
     exec(f"def panel_product(panels, x, y):\n    {body}", space)
-    result = grade(PRODUCT, space["panel_product"])
+    result = check_function(PRODUCT, space["panel_product"])
     assert result.status is Status.FAILED, str(result)
 
 
@@ -158,7 +158,7 @@ def test_a_function_that_numba_does_not_understand_is_told_so():
     def prints_a_dictionary(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
         y[0] = "sixteen"
 
-    report = str(grade(PRODUCT, prints_a_dictionary))
+    report = str(check_function(PRODUCT, prints_a_dictionary))
     assert "numba cannot compile this" in report and len(report) < 2500
 
 
@@ -167,11 +167,11 @@ def test_a_compiled_stub_is_not_done_yet():
     def panel_product(panels, x, y):
         raise NotImplementedError("write panel_product here, then run its check")
 
-    assert grade(PRODUCT, panel_product).status is Status.NOT_DONE
+    assert check_function(PRODUCT, panel_product).status is Status.NOT_DONE
 
 
 def test_counterexample_of_the_product_can_be_redone_by_hand():
-    report = str(grade(PRODUCT, PRODUCT.wrong[0].function))
+    report = str(check_function(PRODUCT, PRODUCT.wrong[0].function))
     assert "sixteen outputs, three inputs" in report
     assert PRODUCT.wrong[0].description in report
 

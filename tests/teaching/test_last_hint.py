@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 
+from minillm.teaching.check_function import check_function
 from minillm.teaching.exercise import Exercise
-from minillm.teaching.grade import grade
 from minillm.teaching.registry import exercises_of, module_names
 
 LESSONS = ("l04", "l05", "l06", "l07", "l10")
@@ -22,4 +22,4 @@ def test_last_hint_passes_the_check(exercise: Exercise):
     written = f"def answer({parameters}):\n{textwrap.indent(exercise.hints[-1].strip(), '    ')}"
     namespace = dict(exercise.reference.__globals__)
     exec(written, namespace)
-    assert grade(exercise, namespace["answer"]).passed
+    assert check_function(exercise, namespace["answer"]).passed

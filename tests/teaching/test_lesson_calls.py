@@ -7,7 +7,7 @@ import torch
 
 from minillm.errors import ExerciseFailed, LessonError, UnknownExerciseError
 from minillm.teaching import check, exercises, hint, predict, reveal, use
-from minillm.teaching.grade import grade
+from minillm.teaching.check_function import check_function
 from minillm.teaching.hint_text import Hint
 
 MODULE = """
@@ -113,7 +113,7 @@ def test_unknown_name_lists_close_ones(lesson_91):
     with pytest.raises(UnknownExerciseError, match=r"'l91\.dubble'; did you mean 'l91\.double'"):
         check("l91.dubble")
     with pytest.raises(UnknownExerciseError, match=r"did you mean .*l91\.double"):
-        grade("double", len)
+        check_function("double", len)
 
 
 def test_prediction_stands_beside_the_measurement_with_the_factor(capsys):

@@ -12,8 +12,8 @@ from minillm.cli import main
 from minillm.errors import LessonError
 from minillm.teaching import mutants
 from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.drives.l08_launch import LazyKernel
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
-from minillm.teaching.exercises._l08_launch import LazyKernel
 from minillm.teaching.mutant_report import summary
 from minillm.teaching.mutate import build, mutants_of
 from minillm.teaching.registry import exercises_of, module_names

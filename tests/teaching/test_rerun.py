@@ -152,6 +152,22 @@ def test_values_of_a_chart_are_compared_up_to_the_last_digits():
     assert difference(chart(2.42), chart(2.35), measured=False) == "2.42 is recorded, 2.35 is computed"
 
 
+def test_rounded_values_of_a_chart_may_round_the_other_way() -> None:
+    def chart(value: float) -> list[nbformat.NotebookNode]:
+        return shown(chart={"data": [{"x": [4], "y": [value]}]})
+
+    assert not difference(chart(0.00099), chart(0.00098), measured=False)
+    assert difference(chart(0.00099), chart(0.00097), measured=False)
+    assert difference(chart(2.0), chart(3.0), measured=False)
+
+
+@pytest.mark.parametrize("part", ["saved", "lost"])
+def test_what_was_saved_or_lost_is_drawn_only_where_the_time_changed(part: str) -> None:
+    bar, by_time = '<rect data-testid="bar"/>', f'<rect data-testid="{part}"/>'
+    assert not difference(shown(svg=bar + by_time), shown(svg=bar), measured=True)
+    assert difference(shown(svg=bar), shown(svg=""), measured=True)
+
+
 def test_long_description_is_cut_to_where_it_differs():
     before, after = ("word " * 100 + f"{n} of 4 " + "word " * 100 for n in (2, 3))
     said = difference(card(before), card(after), measured=False)

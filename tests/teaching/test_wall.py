@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from minillm.teaching.exercises._wall import check_against_walls, has_walls, stopped_by, walled
+from minillm.teaching.drives.wall import check_against_walls, has_walls, stopped_by, walled
 from minillm.teaching.fence import OutOfBoundsError
 
 pytestmark = pytest.mark.skipif(not has_walls(), reason="no memory protection here, or the kernels run on a GPU")

@@ -58,7 +58,7 @@ def test_one_step_counted_by_hand():
     assert (m.num_prefill_tokens, m.num_decode_tokens, m.num_verify_tokens, m.num_committed_tokens) == (0, 2, 5, 4)
     assert (m.used_blocks, m.valid_slots, m.allocated_slots) == (10, 139, 160)
     assert m.block_utilisation == 10 / 24
-    assert m.slot_utilisation == 139 / 160
+    assert m.kv_slot_utilisation == 139 / 160
     assert m.budget_use == 7 / 64
 
 
@@ -87,7 +87,7 @@ def test_shared_slots_count_once():
 
 def test_step_that_frees_everything_has_no_slot_utilisation():
     last = step_metrics(story())[-1]
-    assert (last.used_blocks, last.slot_utilisation, last.block_utilisation) == (0, None, 0.0)
+    assert (last.used_blocks, last.kv_slot_utilisation, last.block_utilisation) == (0, None, 0.0)
 
 
 def test_unfinished_step_is_left_out():
@@ -108,7 +108,7 @@ def test_summary_adds_up_and_averages():
     assert (total.max_running, total.max_waiting, total.peak_used_blocks) == (3, 1, 10)
     assert total.mean_running == pytest.approx(20 / 9)
     assert total.mean_budget_use == pytest.approx(total.tokens_per_step / 64)
-    assert total.slot_utilisation == pytest.approx(
+    assert total.kv_slot_utilisation == pytest.approx(
         sum(m.valid_slots for m in metrics) / sum(m.allocated_slots for m in metrics)
     )
 
@@ -121,7 +121,7 @@ def test_summary_tells_what_the_prefix_cache_saved():
 
 def test_nothing_gives_nothing():
     total = summarise(step_metrics(Trace()))
-    assert (total.num_steps, total.mean_running, total.slot_utilisation, total.tokens_per_second) == (0, 0, None, 0)
+    assert (total.num_steps, total.mean_running, total.kv_slot_utilisation, total.tokens_per_second) == (0, 0, None, 0)
 
 
 def test_saved_trace_gives_the_same_figures(tmp_path):

@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from minillm import LLM, SamplingParams
 from minillm.errors import TrainingError
 from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe, Trainer, bits_per_byte
+from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, SHARES
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import add_arguments, run_from_args, train
 from minillm.training.stages import STAGES, run_stages
+from minillm.training.trained_drafters import TRAINED
 
 from .conftest import config
 
@@ -30,8 +33,10 @@ def made(corpus, tmp_path_factory):
     pair = Pair(
         target_recipe=replace(recipe(30), decay_from=1.0),
         decay_lengths=(64,),
+        unlikelihood_recipe=Recipe(tokens=2 * 512, tokens_per_step=512, lengths=(128,), warmup_steps=1),
         draft_recipe=recipe(10),
         distill_recipe=recipe(10),
+        drafters=dict.fromkeys(TRAINED, recipe(3)),
         folder=folder,
         target=config(),
         draft=config(layers=1),
@@ -57,10 +62,51 @@ def test_both_folders_hold_a_model_and_its_card(made):
     assert facts["evaluation"] == kept
 
 
+@pytest.mark.parametrize("method", TRAINED)
+def test_trained_drafters_belong_to_the_exported_target(made, method, recwarn):
+    """Their folder loads beside the target without a warning, and says what was measured."""
+    folder = made.export_to / f"minicoder-{method}"
+    facts = json.loads((folder / "training.json").read_text())
+    assert facts["run"]["tokens"] == 3 * 256
+    assert set(facts["acceptance"]) == {"code", "greedy", "sampled"}
+    rows = (folder / "README.md").read_text().splitlines()
+    assert any(f"{facts['acceptance']['greedy']['greedy'][0]:.1%}" in row for row in rows)
+    llm = LLM(
+        str(made.export_to / "minicoder"),
+        enforce_eager=True,
+        speculative_config={"method": method, "model": str(folder), "adaptive": False},
+    )
+    plain = LLM(str(made.export_to / "minicoder"), enforce_eager=True)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    assert not [warning for warning in recwarn if "was trained for" in str(warning.message)]
+    assert llm.generate("def a", params)[0].outputs[0].text == plain.generate("def a", params)[0].outputs[0].text
+
+
+def test_drafters_can_be_trained_for_another_checkpoint(made, tmp_path):
+    other = replace(
+        made, drafters_for=str(made.export_to / "minicoder-draft"), drafters=dict.fromkeys(TRAINED, recipe(1))
+    )
+    run_stages(other, ["prompt_tokens"])
+    stored = json.loads((made.export_to / "minicoder-draft-prompt_tokens" / "config.json").read_text())
+    assert stored["target"] == "minicoder-draft"
+    assert (made.folder / "text-minicoder-draft" / "passes").exists()
+    assert (
+        stored["target_fingerprint"]
+        != json.loads((made.export_to / "minicoder-prompt_tokens" / "config.json").read_text())["target_fingerprint"]
+    )
+
+
+def test_a_drafter_is_not_trained_further_for_another_target(made, tmp_path):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "heads" / "inputs.json").write_text(json.dumps({"target": "of another day"}))
+    with pytest.raises(TrainingError, match=r"of another day.*remove it to start again"):
+        run_stages(replace(made, folder=tmp_path), ["heads"])
+
+
 def test_done_stages_are_skipped(made):
     states = {
         stage: (made.folder / stage / "state.pt").stat().st_mtime_ns
-        for stage in ("target", "decay", "draft", "distill")
+        for stage in ("target", "decay", "unlikelihood", "draft", "distill")
     }
     weights = (made.export_to / "minicoder" / "model.safetensors").read_bytes()
     run_stages(made, list(STAGES))
@@ -71,7 +117,7 @@ def test_done_stages_are_skipped(made):
 def test_draft_is_not_distilled_further_from_another_target(made, tmp_path):
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
     other = replace(made, folder=tmp_path)
-    log = tmp_path / "decay" / "log.jsonl"
+    log = tmp_path / "unlikelihood" / "log.jsonl"
     log.write_text(log.read_text() + json.dumps({"step": 99, "tokens": 9999, "seconds": 1.0, "loss": 1.0}) + "\n")
     with pytest.raises(TrainingError, match="remove it to start again"):
         run_stages(other, ["distill"])
@@ -87,7 +133,8 @@ def test_stable_run_goes_on_after_a_branch_and_a_new_branch_must_be_asked_for(ma
 
 
 @pytest.mark.parametrize(
-    ("stage", "message"), [("target", "stage `corpus`"), ("distill", "stage `corpus`"), ("export", "stage `decay`")]
+    ("stage", "message"),
+    [("target", "stage `corpus`"), ("distill", "stage `corpus`"), ("export", "stage `unlikelihood`")],
 )
 def test_missing_input_names_the_stage_that_makes_it(tmp_path, stage, message):
     with pytest.raises(TrainingError, match=message):
@@ -96,9 +143,11 @@ def test_missing_input_names_the_stage_that_makes_it(tmp_path, stage, message):
 
 def test_unfinished_target_is_not_distilled_from(made, tmp_path):
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(TrainingError, match=r"`unlikelihood` has run .* finish it first"):
+        run_stages(replace(made, folder=tmp_path, unlikelihood_recipe=recipe(99)), ["distill"])
     (tmp_path / "decay" / "inputs.json").write_text(json.dumps({"target": 31_000_000}))
-    with pytest.raises(TrainingError, match="finish it first"):
-        run_stages(replace(made, folder=tmp_path), ["distill"])
+    with pytest.raises(TrainingError, match=r"`decay` has run .* finish it first"):
+        run_stages(replace(made, folder=tmp_path), ["unlikelihood"])
 
 
 def test_unknown_stage_is_refused(tmp_path):
@@ -164,3 +213,9 @@ def test_checkpoint_never_replaces_a_run(made, tmp_path):
         unpack_run(tmp_path / "packed", made.folder)
     with pytest.raises(TrainingError, match="there is no stable"):
         unpack_run(tmp_path, tmp_path / "runs")
+
+
+def test_all_stages_fit_into_a_total_of_minutes() -> None:
+    """A twentieth of the time is left for the text that the target writes."""
+    own = sum(SHARES.values()) + SHARES["target"] * DECAY_SHARE + len(TRAINED) * DRAFTER_SHARE
+    assert own < 0.95

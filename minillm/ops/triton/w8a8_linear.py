@@ -7,9 +7,9 @@ and splits do not change the result by a bit. Divisions are `div_rn`, and roundi
 `store_kv`.
 
 Bytes moved: in · out for the weights; rows · in three times for the activations (read, written as bytes, read). Wins:
-many rows, on tensor cores that multiply INT8 twice as fast as fp16 (from sm_75 on); fp32 models, which use no tensor
-cores otherwise. Loses: few rows, where it reads as many bytes of weights as `int8_linear` and needs one launch more;
-activations with outlier channels, in quality (see `quantization/w8a8.py`).
+many rows, on tensor cores that multiply INT8 twice as fast as fp16 (in Triton's code, from sm_80 on); fp32 models,
+which use no tensor cores otherwise. Loses: few rows, where it reads as many bytes of weights as `int8_linear` and needs
+one launch more; activations with outlier channels, in quality (see `quantization/w8a8.py`).
 """
 
 # ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)

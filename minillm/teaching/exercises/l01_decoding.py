@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from minillm.teaching.exercise import Attempt, Case, Exercise, Function, WrongVersion
+from minillm.teaching.drives.l01 import count_rows, draw_some
+from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
 from minillm.teaching.source import body_of, wrong_versions
 
 # -------------------------------------------------------------------------------------------------- causal_attention
@@ -325,13 +326,6 @@ def _by_likelihood(logits: Tensor, *choice: float) -> int:
 UNIFORMS = (0.0, 0.04, 0.12, 0.3, 0.5, 0.7, 0.88, 0.99)
 
 
-def _draw_some(
-    sample: Function, logits: Tensor, uniforms: Sequence[float], temperature: float, top_k: int, top_p: float
-) -> list[object]:
-    """Return the token for each of several uniforms, so that one case tests every border between tokens."""
-    return [sample(logits, uniform, temperature, top_k, top_p) for uniform in uniforms]
-
-
 def _sampling_cases() -> list[Case]:
     """Five tokens with probabilities 0.10, 0.45, 0.05, 0.25 and 0.15 at temperature 1; four equal ones in the last."""
     logits = torch.tensor([0.10, 0.45, 0.05, 0.25, 0.15]).log() + 3.0
@@ -373,7 +367,7 @@ _SAMPLE = Exercise(
     name="l01.sample_next",
     reference=sample_next,
     cases=_sampling_cases,
-    run_case=_draw_some,
+    run_case=draw_some,
     fallback_diagnosis=_diagnose_sampling,
     hints=(
         "Compute the probabilities first, then drop tokens, then draw. Lay the probabilities side by side on a line "
@@ -485,25 +479,6 @@ def _drops_eos(forward: Forward, prompt_ids: list[int], max_tokens: int, eos_id:
     return new[:-1] if new[-1:] == [eos_id] else new
 
 
-def _count_rows(generate: Function, prompt_ids: list[int], max_tokens: int, eos_id: int) -> dict[str, object]:
-    """Run `generate` on a model of ten tokens whose next token is (sum of the text so far) mod 10; record its calls.
-
-    A row in the middle is the most certain one, so that taking the largest of all logits goes wrong.
-    """
-    lengths: list[int] = []
-
-    def forward(ids: list[int]) -> Tensor:
-        lengths.append(len(ids))
-        if len(lengths) > 3 * (max_tokens + 1):
-            raise RuntimeError(f"the model was called {len(lengths)} times for {max_tokens} tokens")
-        sums = torch.as_tensor(ids).cumsum(0) % 10
-        certainty = torch.full((len(sums), 1), 5.0)
-        certainty[len(sums) // 2] = 9.0
-        return torch.zeros(len(sums), 10).scatter(1, sums[:, None], certainty)
-
-    return {"new tokens": generate(forward, prompt_ids, max_tokens, eos_id), "rows per forward": lengths}
-
-
 def _diagnose_loop(attempt: Attempt) -> str | None:
     """Whether the number of calls, their inputs or the returned tokens are wrong."""
     expected, got = attempt.expected, attempt.got
@@ -532,7 +507,7 @@ _GENERATE = Exercise(
         Case("a prompt that ends with the end-of-text token (here id 0)", ([3, 0], 3, 0)),
         Case("max_tokens is 0", ([1, 2], 0, 0)),
     ],
-    run_case=_count_rows,
+    run_case=count_rows,
     fallback_diagnosis=_diagnose_loop,
     hints=(
         "Keep one list of ids that starts as a copy of the prompt. Which row of the logits scores the token after the "

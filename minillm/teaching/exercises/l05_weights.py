@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minillm.teaching.compare import values_match
+from minillm.teaching.drives.l05 import round_in_groups_of_4
 from minillm.teaching.exercise import Attempt, Case, Exercise
 from minillm.teaching.exercises import _l05_slips as slips
 from minillm.teaching.exercises._l05_mistakes import AWQ, GROUPS, LINEAR, OUTLIERS, ROWS
@@ -15,7 +16,6 @@ from minillm.teaching.exercises._l05_reference import (
     awq_scale,
     quantise_groups,
     quantise_rows,
-    restore_groups,
     split_outliers,
     w8a8_linear,
 )
@@ -123,11 +123,6 @@ _GROUPS = Exercise(
     wrong=(*GROUPS, *slips.GROUPS),
     parts=("codes", "scale", "zero"),
 )
-
-
-def round_in_groups_of_4(weight: Tensor) -> Tensor:
-    """Quantise to INT4 in groups of 4 and dequantise, for the cases."""
-    return restore_groups(*quantise_groups(weight, 4))
 
 
 GRID = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from minillm.ops.kv_quant import INT8_LEVELS, quantize_symmetric
-from minillm.teaching.exercise import Attempt, Case, Exercise, Function, WrongVersion
+from minillm.teaching.drives.l09 import run_decode, run_int8, run_merge, run_split
+from minillm.teaching.drives.l09_launch import KernelByName
+from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
 from minillm.teaching.exercises import _l09_slips
 from minillm.teaching.exercises._facts import about_tensor
-from minillm.teaching.exercises._l09_launch import KernelByName, remembering, run_fenced
 from minillm.teaching.source import wrong_versions
 
 Decode = tuple[Tensor, Tensor, Tensor, Tensor, list[int], int]
@@ -159,7 +160,7 @@ _MERGE = Exercise(
 # -------------------------------------------------------------------------------------------------- kernel arguments
 
 
-def _poisoned(
+def poisoned(
     seed: int, seq_lens: list[int], tables: list[list[int]], heads: int, num_kv: int, block_size: int = 4, dim: int = 4
 ) -> Decode:
     """Queries, pools whose unused slots hold NaN, block tables padded with their first block, lengths, block size."""
@@ -175,21 +176,6 @@ def _poisoned(
     return q, keys, values, padded, seq_lens, block_size
 
 
-def _sizes(q: Tensor, num_kv: int, block_size: int) -> dict[str, int]:
-    group = q.shape[1] // num_kv
-    pad_group = 1 << (group - 1).bit_length()
-    return {"NUM_KV": num_kv, "GROUP": group, "PAD_GROUP": pad_group, "DIM": q.shape[2], "BLOCK_SIZE": block_size}
-
-
-def _inputs(
-    q: Tensor, pools: dict[str, Tensor], tables: Tensor, seq_lens: list[int], block_size: int
-) -> dict[str, tuple[Tensor, float | None]]:
-    """Tensors, each with its poison: NaN; for block ids that of a block that does not exist; for lengths 0."""
-    floats = {name: (x, None) for name, x in ({"q": q} | pools).items()}
-    beyond = next(iter(pools.values())).shape[0] // block_size
-    return floats | {"block_tables": (tables, beyond), "seq_lens": (torch.tensor(seq_lens), 0)}
-
-
 def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVersion, ...]:
     """A planted mistake for each edit of a right kernel."""
     return tuple(WrongVersion(description, KernelByName(kernel, edit)) for description, edit in edits.items())
@@ -200,24 +186,6 @@ def _about_heads(attempt: Attempt) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------------ decode_kernel
-
-
-def _run_decode(
-    kernel: Function,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_tables: Tensor,
-    seq_lens: list[int],
-    block_size: int,
-    against_wall: bool = False,
-) -> Tensor:
-    """Launch on a grid of requests × KV heads; elements that the kernel does not write stay NaN."""
-    num_kv = keys.shape[1]
-    inputs = _inputs(q, {"keys": keys, "values": values}, block_tables, seq_lens, block_size)
-    numbers = block_tables.stride(0), q.shape[2] ** -0.5
-    grid, sizes = (len(q), num_kv), _sizes(q, num_kv, block_size)
-    return run_fenced(kernel, grid, inputs, {"out": tuple(q.shape)}, numbers, against_wall, **sizes)["out"]
 
 
 def _falling(case: Decode) -> Decode:
@@ -235,24 +203,24 @@ def _far_apart(case: Decode) -> Decode:
 
 
 def _decode_cases() -> list[Case]:
-    large = _poisoned(5, [4], [[1]], 1, 1)
+    large = poisoned(5, [4], [[1]], 1, 1)
     return [
-        Case("one request, one full block", _poisoned(1, [4], [[1]], 1, 1)),
-        Case("the last block holds one of four", _poisoned(1, [5], [[2, 0]], 1, 1)),
-        Case("two requests of different lengths", _poisoned(2, [3, 6], [[4], [2, 0]], 1, 1)),
+        Case("one request, one full block", poisoned(1, [4], [[1]], 1, 1)),
+        Case("the last block holds one of four", poisoned(1, [5], [[2, 0]], 1, 1)),
+        Case("two requests of different lengths", poisoned(2, [3, 6], [[4], [2, 0]], 1, 1)),
         Case(
             "three query heads of eight channels share each of two KV heads",
-            _poisoned(4, [3], [[1]], 6, 2, dim=8),
+            poisoned(4, [3], [[1]], 6, 2, dim=8),
         ),
         Case(
             "two requests share a block: one sees three rows of it, the other four",
-            _poisoned(9, [3, 4], [[1], [1]], 1, 1),
+            poisoned(9, [3, 4], [[1], [1]], 1, 1),
         ),
         Case("scores of several thousand", (large[0] * 4000, *large[1:])),
-        Case("the second block's scores are hundreds below the first's", _falling(_poisoned(6, [8], [[1, 0]], 1, 1))),
+        Case("the second block's scores are hundreds below the first's", _falling(poisoned(6, [8], [[1, 0]], 1, 1))),
         Case(
             "heads of one group with scores hundreds apart, three of four rows in the block",
-            _far_apart(_poisoned(7, [3], [[0]], 3, 1)),
+            _far_apart(poisoned(7, [3], [[0]], 3, 1)),
         ),
         Case("every tensor ends where its memory ends", (*_everything(), True)),
     ]
@@ -260,7 +228,7 @@ def _decode_cases() -> list[Case]:
 
 def _everything() -> Decode:
     """Padding heads, a partly filled block, and a last request that fills its blocks."""
-    return _poisoned(8, [6, 8], [[3, 0], [1, 2]], 6, 2)
+    return poisoned(8, [6, 8], [[3, 0], [1, 2]], 6, 2)
 
 
 _ROWS = "((request * NUM_KV + kv_head) * GROUP + head[:, None])"
@@ -379,30 +347,10 @@ _DECODE = Exercise(
         *_slips("decode_kernel", _l09_slips.DECODE),
     ),
     fallback_diagnosis=_about_heads,
-    run_case=remembering(_run_decode),
+    run_case=run_decode,
 )
 
 # ------------------------------------------------------------------------------------------------------- split_kernel
-
-
-def _run_split(
-    kernel: Function,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block_tables: Tensor,
-    seq_lens: list[int],
-    block_size: int,
-    splits: int,
-    against_wall: bool = False,
-) -> dict[str, Tensor]:
-    """Launch on a grid of requests × KV heads × parts; elements that the kernel does not write stay NaN."""
-    num_kv = keys.shape[1]
-    inputs = _inputs(q, {"keys": keys, "values": values}, block_tables, seq_lens, block_size)
-    results = {"part": (*q.shape[:2], splits, q.shape[2]), "lse": (*q.shape[:2], splits)}
-    numbers = block_tables.stride(0), q.shape[2] ** -0.5
-    grid, sizes = (len(q), num_kv, splits), _sizes(q, num_kv, block_size)
-    return run_fenced(kernel, grid, inputs, results, numbers, against_wall, **sizes, SPLITS=splits)
 
 
 def _split_wrong(description: str, *changes: tuple[str, str], expected_message: str = "") -> WrongVersion:
@@ -424,13 +372,13 @@ _SPLIT = Exercise(
     name="l09.split_kernel",
     reference=KernelByName("split_kernel"),
     cases=lambda: [
-        Case("four blocks in two parts", (*_poisoned(1, [16], [[3, 0, 4, 1]], 1, 1), 2)),
-        Case("three blocks in two parts, one row in the last block", (*_poisoned(2, [9], [[2, 0, 3]], 1, 1), 2)),
-        Case("one block in two parts: the second has no keys", (*_poisoned(3, [3], [[1]], 1, 1), 2)),
-        Case("six blocks in four parts of two, two, two and no blocks", (*_poisoned(6, [23], [[*range(6)]], 1, 1), 4)),
+        Case("four blocks in two parts", (*poisoned(1, [16], [[3, 0, 4, 1]], 1, 1), 2)),
+        Case("three blocks in two parts, one row in the last block", (*poisoned(2, [9], [[2, 0, 3]], 1, 1), 2)),
+        Case("one block in two parts: the second has no keys", (*poisoned(3, [3], [[1]], 1, 1), 2)),
+        Case("six blocks in four parts of two, two, two and no blocks", (*poisoned(6, [23], [[*range(6)]], 1, 1), 4)),
         Case(
             "two requests, three query heads of eight channels share a KV head",
-            (*_poisoned(4, [5, 3], [[4, 0], [1]], 3, 1, dim=8), 2),
+            (*poisoned(4, [5, 3], [[4, 0], [1]], 3, 1, dim=8), 2),
         ),
         Case("every tensor ends where its memory ends", (*_everything(), 2, True)),
     ],
@@ -499,18 +447,10 @@ _SPLIT = Exercise(
         *_slips("split_kernel", _l09_slips.SPLIT),
     ),
     fallback_diagnosis=_about_parts,
-    run_case=remembering(_run_split),
+    run_case=run_split,
 )
 
 # ------------------------------------------------------------------------------------------------------- merge_kernel
-
-
-def _run_merge(kernel: Function, part: Tensor, lse: Tensor, against_wall: bool = False) -> Tensor:
-    """Launch one program per row."""
-    shapes = {"out": (part.shape[0], part.shape[2])}
-    sizes = {"DIM": part.shape[2], "SPLITS": part.shape[1]}
-    inputs = {"part": (part, None), "lse": (lse, None)}
-    return run_fenced(kernel, (len(part),), inputs, shapes, (), against_wall, **sizes)["out"]
 
 
 def _merge_kernel_cases() -> list[Case]:
@@ -579,34 +519,13 @@ _MERGE_KERNEL = Exercise(
         *_slips("merge_kernel", _l09_slips.MERGE_KERNEL),
     ),
     fallback_diagnosis=lambda attempt: about_tensor(attempt.expected, attempt.got, ("row", "channel")),
-    run_case=remembering(_run_merge),
+    run_case=run_merge,
 )
 
 # -------------------------------------------------------------------------------------------------------- int8_kernel
 
 
-def _run_int8(
-    kernel: Function,
-    q: Tensor,
-    key_codes: Tensor,
-    key_scales: Tensor,
-    value_codes: Tensor,
-    value_scales: Tensor,
-    block_tables: Tensor,
-    seq_lens: list[int],
-    block_size: int,
-    against_wall: bool = False,
-) -> Tensor:
-    """Launch on a grid of requests × KV heads; elements that the kernel does not write stay NaN."""
-    num_kv = key_codes.shape[1]
-    pools = {"key_codes": key_codes, "key_scales": key_scales, "value_codes": value_codes, "value_scales": value_scales}
-    inputs = _inputs(q, pools, block_tables, seq_lens, block_size)
-    numbers = block_tables.stride(0), q.shape[2] ** -0.5
-    grid, sizes = (len(q), num_kv), _sizes(q, num_kv, block_size)
-    return run_fenced(kernel, grid, inputs, {"out": tuple(q.shape)}, numbers, against_wall, **sizes)["out"]
-
-
-def _coded(case: Decode) -> tuple[object, ...]:
+def coded(case: Decode) -> tuple[object, ...]:
     """`case` in INT8. Scales of unused slots are NaN; rows differ in size, so that another row's scale is wrong."""
     q, keys, values, *rest = case
     sizes = 1 + torch.arange(keys.shape[0] * keys.shape[1]).view(-1, keys.shape[1], 1) % 5
@@ -624,11 +543,12 @@ _INT8 = Exercise(
     name="l09.int8_kernel",
     reference=KernelByName("int8_kernel"),
     cases=lambda: [
-        Case("one request, one full block", _coded(_poisoned(1, [4], [[1]], 1, 1))),
-        Case("the last block holds one of four", _coded(_poisoned(2, [5], [[2, 0]], 1, 1))),
-        Case("two full blocks, in reverse order in memory", _coded(_poisoned(5, [8], [[1, 0]], 1, 1))),
-        Case("two requests, two KV heads of eight channels", _coded(_poisoned(3, [3, 6], [[4], [2, 0]], 2, 2, dim=8))),
-        Case("every tensor ends where its memory ends", (*_coded(_everything()), True)),
+        Case("one request, one full block", coded(poisoned(1, [4], [[1]], 1, 1))),
+        Case("the last block holds one of four", coded(poisoned(2, [5], [[2, 0]], 1, 1))),
+        Case("two full blocks, in reverse order in memory", coded(poisoned(5, [8], [[1, 0]], 1, 1))),
+        Case("two requests, two KV heads of eight channels", coded(poisoned(3, [3, 6], [[4], [2, 0]], 2, 2, dim=8))),
+        Case("heads of one group with scores hundreds apart", coded(_far_apart(poisoned(7, [3], [[0]], 3, 1)))),
+        Case("every tensor ends where its memory ends", (*coded(_everything()), True)),
     ],
     hints=(
         "Dequantising is code times scale; the rest does not change. Which scales belong to the rows of this block?",
@@ -681,7 +601,7 @@ _INT8 = Exercise(
         *_slips("int8_kernel", _l09_slips.INT8),
     ),
     fallback_diagnosis=_about_heads,
-    run_case=remembering(_run_int8),
+    run_case=run_int8,
 )
 
 EXERCISES = [_MERGE, _DECODE, _SPLIT, _MERGE_KERNEL, _INT8]

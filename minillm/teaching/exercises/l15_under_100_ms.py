@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable
-from functools import lru_cache
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
-from numba.core.errors import NumbaError
 from torch import Tensor
 
-from minillm.errors import LessonError
 from minillm.ops.cpu.compiled import OPTIONS
-from minillm.ops.cpu.panels import pack
 from minillm.ops.cpu.simd import LANES, fma, load, splat, store
 from minillm.teaching.compare import close
+from minillm.teaching.drives.l15 import product_with
 from minillm.teaching.exercise import Attempt, Case, Exercise, WrongVersion
 from minillm.teaching.exercises import _l15_slips
 from minillm.teaching.exercises._facts import about_tensor
-from minillm.teaching.exercises._wall import check_against_walls, has_walls, walled
-from minillm.teaching.fence import CANARY, Fences
 from minillm.teaching.latency import Marks
 from minillm.teaching.source import edited, wrong_versions
 
@@ -444,74 +437,6 @@ def _vector_of_x(panels: np.ndarray, x: np.ndarray, y: np.ndarray) -> None:
 def _panel_with(edit: tuple[str, str]) -> Callable[..., Any]:
     """`panel_product` with one edit of its source, not compiled."""
     return edited(panel_product.py_func, edit).py_func
-
-
-@lru_cache(maxsize=64)
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    if (
-        getattr(function, "__globals__", None) is globals()
-    ):  # planted mistakes run in Python: compiling all of them takes too long
-        return FunctionType(function.__code__, globals() | _INTERPRETED, function.__name__)
-    return function if hasattr(function, "py_func") else njit(**OPTIONS)(function)
-
-
-def _at(array: np.ndarray, at: int) -> np.ndarray:
-    """The sixteen numbers in memory from `array[at]` on, without bounds checks, like compiled code."""
-    return np.ctypeslib.as_array((ctypes.c_float * LANES).from_address(array.ctypes.data + 4 * at))
-
-
-def _store(array: np.ndarray, at: int, vector: np.ndarray) -> None:
-    _at(array, at)[:] = vector
-
-
-_INTERPRETED: dict[str, Callable[..., Any]] = {
-    "load": lambda array, at: _at(array, at).copy(),
-    "splat": lambda number: np.full(LANES, number, np.float32),
-    "fma": lambda a, b, sums: a * b + sums,
-    "store": _store,
-}
-"""The four SIMD functions in Python."""
-
-
-HELD = 1e6
-"""The initial value of y: a number that no sum in the cases equals."""
-
-
-def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, against_wall: bool = False) -> Tensor:
-    """Compute `x` Wᵀ with `function(panels, x, y)`: `weight` `[out, in]`, `x` `[rows, in]` → `[rows, out]`, float32.
-
-    Every array is surrounded by poison, wide enough for one panel per output. `y` holds `HELD` before the call, and
-    unwritten elements are returned as NaN. With `against_wall` the function runs once more, on arrays that end where
-    their memory ends. Raises `LessonError` if numba cannot compile it, and `OutOfBoundsError` if it wrote outside `y`
-    or accessed a wall.
-    """
-    plain = getattr(function, "py_func", function)
-    if "NotImplementedError" in getattr(getattr(plain, "__code__", None), "co_names", ()):
-        return plain(None, None, None)  # a stub: raises NotImplementedError
-    out = len(weight)
-    packed = torch.from_numpy(pack(weight.numpy()))
-    padded = -(-out // LANES) * LANES
-    rows = []
-    for row in x:
-        fences = Fences(guard=max(4096, LANES * len(packed)))
-        given = fences.input("panels", packed), fences.input("x", row)
-        y = fences.output("y", (padded,), torch.float32).fill_(HELD)
-        _run(function, *given, y)
-        fences.check()
-        y.view(torch.int32)[y == HELD] = CANARY[torch.float32]
-        rows.append(y[:out].clone())
-    if against_wall and has_walls():
-        copies = [walled(each) for each in (*given, y)]
-        check_against_walls(lambda: _run(function, *copies))
-    return torch.stack(rows)
-
-
-def _run(function: Callable[..., Any], *arrays: Tensor) -> None:
-    try:
-        _compiled(function)(*(array.numpy() for array in arrays))
-    except NumbaError as problem:
-        message = [line for line in str(problem).splitlines() if line.strip()][:4]
-        raise LessonError("numba cannot compile this: " + " ".join(message)) from None
 
 
 def _product_cases() -> list[Case]:

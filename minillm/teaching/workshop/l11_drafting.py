@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minillm import LLM, SamplingParams
+from minillm.llm_engine import Prompt
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPolicy, FixedDrafts
 from minillm.speculative.drafter import Draft, Drafter
@@ -94,7 +95,7 @@ class DraftRun:
         return sum(step.drafting + step.rest for step in self.steps)
 
 
-def run(llm: LLM, prompts: Sequence[str], policy: DraftPolicy, *, batch: int = 8, new_tokens: int = 48) -> DraftRun:
+def run(llm: LLM, prompts: Sequence[Prompt], policy: DraftPolicy, *, batch: int = 8, new_tokens: int = 48) -> DraftRun:
     """Complete the prompts greedily, `batch` at a time, with as many drafts as `policy` says."""
     engine, clock, outputs = llm.engine, StepClock(), []
     before, engine.scheduler.draft_policy = engine.scheduler.draft_policy, policy

@@ -17,6 +17,7 @@ from minillm.viz.draw.output import Chart
 from minillm.viz.draw.svg import MARGIN, RIGHT, SANS, card, element, label, number
 
 LEFT, TOP, PLOT_HEIGHT = 84, 104, 268
+LEGEND_LINE = 20
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross")
 """One mark per series, so that lines differ without colour; plotly's names."""
 DASHES = (("7 5", "dash"), ("2 4", "dot"), ("10 4 2 4", "dashdot"), ("16 5", "longdash"), ("16 4 2 4", "longdashdot"))
@@ -96,15 +97,19 @@ class LineChart(Chart):
         """The same chart as a static picture."""
         across, up = self._scales()
         looks = self._looks()
+        legend, lower = _legend(self.series, looks)
+        plot = [
+            *_grid(self.x, self.y, across, up),
+            *(_line(series, *look, across, up) for series, look in zip(self.series, looks, strict=True)),
+        ]
         return card(
             "chart",
-            TOP + PLOT_HEIGHT + 56,
+            TOP + PLOT_HEIGHT + 56 + lower,
             self.title,
             self.summary,
             label(MARGIN, 34, self.title, size=17, weight=650, fill=INK),
-            *_grid(self.x, self.y, across, up),
-            *(_line(series, *look, across, up) for series, look in zip(self.series, looks, strict=True)),
-            *_legend(self.series, looks),
+            *(plot if not lower else [element("g", {"transform": f"translate(0 {lower})"}, *plot)]),
+            *legend,
         )
 
     def _scales(self) -> tuple[_Scale, _Scale]:
@@ -245,12 +250,16 @@ def _mark(symbol: str, x: float, y: float, colour: str) -> str:
     return element("path", {"d": shapes[symbol], "fill": colour, "transform": f"translate({number(x)} {number(y)})"})
 
 
-def _legend(series: Sequence[Series], looks: Sequence[Look]) -> list[str]:
-    parts, x = [], float(MARGIN)
+def _legend(series: Sequence[Series], looks: Sequence[Look]) -> tuple[list[str], int]:
+    """The legend, in as many lines as it needs, and by how much that moves the plot down."""
+    parts, x, y = [], float(MARGIN), 60
     for one, (colour, symbol, dash) in zip(series, looks, strict=True):
+        width = 62 + 6.6 * len(one.name)
+        if x + width > RIGHT + 28 and x > MARGIN:  # 28: the gap behind the last name
+            x, y = float(MARGIN), y + LEGEND_LINE
         look = {"stroke": colour, "stroke-width": 2, "stroke-dasharray": dash[0] if dash else None}
-        parts.append(element("path", {"d": f"M{number(x)} 60h26", **look}))
-        parts += [] if dash else [_mark(symbol, x + 13, 60, colour)]
-        parts.append(label(x + 34, 64, one.name, size=12, fill=INK))
-        x += 62 + 6.6 * len(one.name)
-    return parts
+        parts.append(element("path", {"d": f"M{number(x)} {y}h26", **look}))
+        parts += [] if dash else [_mark(symbol, x + 13, y, colour)]
+        parts.append(label(x + 34, y + 4, one.name, size=12, fill=INK))
+        x += width
+    return parts, y - 60

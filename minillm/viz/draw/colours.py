@@ -50,6 +50,12 @@ def ink_on(colour: str) -> str:
     return PAPER if light / background * 1.5 > background / dark else INK
 
 
+def tint(colour: str, strength: float) -> str:
+    """`colour` mixed with white; opaque, so that nothing behind it is visible."""
+    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(255 - (255 - c) * strength):02x}" for c in channels)
+
+
 def _luminance(colour: str) -> float:
     channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]

@@ -12,13 +12,15 @@ from itertools import islice
 
 from minillm.trace.cache_state import CacheState
 from minillm.trace.page import Page, SlotState
-from minillm.viz.draw.colours import DISCARDED, FAINT, HAIRLINE, MUTED, PAPER, owner_colour, owner_letter
+from minillm.viz.draw.colours import DISCARDED, FAINT, HAIRLINE, MUTED, PAPER, owner_colour, owner_letter, tint
 from minillm.viz.draw.svg import MONO, Attributes, element, hatched, label, number, rectangle
 from minillm.viz.pages.page_geometry import FINE_SLOTS, LARGE, geometry
 from minillm.viz.pages.page_marks import PageMarks
 from minillm.viz.pages.page_slots import Run, draw_runs, runs_of, slots_look
 
 MAX_PAGES = 256
+FINE_TINT, COARSE_TINT = 0.1, 0.26
+"""How strongly a page has the colour of its owner, where slots are drawn and where they are too many."""
 MAX_STRIPES = 6
 """The most owners whose colours the outline of a shared page shows; the number of owners is written out."""
 
@@ -72,7 +74,11 @@ class PageGrid:
             look = {"fill": fill, "stroke": self._colour(owners[0]) if owners else known, **dashed}
         elif owners:
             colour = self._colour(owners[0])
-            look = {"fill": _tint(colour, 0.1 if self.fine else 0.26), "stroke": colour, "stroke-width": 1.4}
+            look = {
+                "fill": tint(colour, FINE_TINT if self.fine else COARSE_TINT),
+                "stroke": colour,
+                "stroke-width": 1.4,
+            }
         return element("g", look, *(self._body(place, page) for place, page in members))
 
     def _body(self, place: int, page: Page) -> str:
@@ -172,9 +178,3 @@ def _halo(page: Page) -> Attributes:
     if page.state != "cached":
         return {}
     return {"stroke": PAPER, "stroke-width": 4, "stroke-linejoin": "round", "paint-order": "stroke"}
-
-
-def _tint(colour: str, strength: float) -> str:
-    """`colour` mixed with white; opaque, so that nothing behind it is visible."""
-    channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(255 - (255 - c) * strength):02x}" for c in channels)

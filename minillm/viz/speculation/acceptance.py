@@ -2,63 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.errors import TraceError
 from minillm.trace import Trace
 from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, Round
 from minillm.trace.replay import Replay
-from minillm.viz.draw.colours import (
-    DISCARDED,
-    FAINT,
-    GREEN,
-    HAIRLINE,
-    INK,
-    MUTED,
-    ORANGE,
-    SKY,
-    VERMILLION,
-    ink_on,
-    owner_colour,
-    owner_letter,
-)
-from minillm.viz.draw.glyphs import visible
-from minillm.viz.draw.svg import (
-    MARGIN,
-    MONO,
-    RIGHT,
-    Attributes,
-    card,
-    element,
-    fit_mono,
-    fit_words,
-    heading,
-    label,
-    mono_width,
-    rectangle,
-    spans,
-)
+from minillm.viz.draw.colours import FAINT, GREEN, HAIRLINE, INK, MUTED, ink_on, owner_colour, owner_letter
+from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, heading, label, rectangle, spans
 from minillm.viz.draw.token_text import LINE, draw_text, style
 from minillm.viz.draw.view import View
 from minillm.viz.pages.cache_changes import plural
 from minillm.viz.speculation.acceptance_words import describe, round_words
+from minillm.viz.speculation.narrow_rounds import draw_narrow
+from minillm.viz.speculation.round_tokens import COLOURS, SIGNS, THROWN_AWAY, draw_place, draw_token, num_columns
 
-MAX_ROUNDS, MAX_COLUMNS, MAX_LINES = 6, 20, 3
-ROWS_TOP, ROW, BOX = 106, 40, 32
+MAX_ROUNDS, MAX_LINES = 6, 3
+ROWS_TOP, ROW = 106, 40
 DRAFTS, GAP, TARGET = 92, 8, 124
-BAR, SIBLING_GAP = 46, 3
-
-SIGNS = {"accepted": "✓", "rejected": "✗", "discarded": "·", "recovered": "↻", "bonus": "★", "sampled": "●"}
-COLOURS = {
-    "accepted": GREEN,
-    "rejected": VERMILLION,
-    "discarded": DISCARDED,
-    "recovered": ORANGE,
-    "bonus": SKY,
-    "sampled": INK,
-}
-THROWN_AWAY = ("rejected", "discarded")
+BAR = 46
 
 
 @dataclass(frozen=True)
@@ -106,12 +68,10 @@ class AcceptanceStrip(View):
         state = self._replay.at(step)
         request = self._request(state)
         if self.narrow:
-            from minillm.viz.speculation.narrow_rounds import draw_narrow
-
             return draw_narrow(state, request)
         shown = request.rounds[-MAX_ROUNDS:] if request else []
         gamma = state.engine.num_speculative_tokens if state.engine else 0
-        columns = Columns(num_columns(shown, gamma, MAX_COLUMNS))
+        columns = Columns(num_columns(shown, gamma))
         first = len(request.rounds) - len(shown) if request else 0
         bars_top = ROWS_TOP + max(len(shown), 1) * ROW + 26
         legend = bars_top + BAR + 40
@@ -143,13 +103,6 @@ class AcceptanceStrip(View):
             known = ", ".join(state.requests)
             raise TraceError(f"request {self.request_id!r} is not in this trace; it has {known}")
         return state.requests.get(self.request_id)
-
-
-def num_columns(shown: Sequence[Round], gamma: int, most: int) -> int:
-    """The number of draft columns for these rounds. A tree of γ drafts has fewer positions than γ."""
-    if any(judged.parents is not None for judged in shown):
-        gamma = 0
-    return min(max([gamma, 1, *(judged.num_positions for judged in shown)]), most)
 
 
 def _whose(request: RequestAcceptance | None) -> str:
@@ -215,38 +168,6 @@ def _row(judged: Round, number: int, top: float, columns: Columns) -> str:
     total = (str(judged.tokens), {"font-weight": 700, "fill": INK})
     parts.append(spans(columns.total, base, (f"{judged.num_accepted} + {added} = ", {}), total))
     return element("g", {"data-testid": "round"}, *parts)
-
-
-def draw_place(
-    judged: Round, place: Sequence[int], x: float, top: float, width: float, height: float = BOX
-) -> list[str]:
-    """The drafts at one position, side by side."""
-    each = (width - (len(place) - 1) * SIBLING_GAP) / len(place)
-    return [
-        draw_token(x + i * (each + SIBLING_GAP), top, each, judged.drafts[node], judged.verdicts[node], height)
-        for i, node in enumerate(place)
-    ]
-
-
-def draw_token(x: float, top: float, width: float, text: str, state: str, height: float = BOX) -> str:
-    """A token with the sign of its verdict; only the sign if there is no room for text."""
-    colour, thrown = COLOURS[state], state in THROWN_AWAY
-    dash: Attributes = {"stroke-dasharray": "4 3"} if thrown else {}
-    frame = {"fill": colour, "fill-opacity": 0.05 if thrown else 0.14, "stroke": colour, "stroke-width": 1.4, **dash}
-    box = rectangle(x, top, width, height, 7, frame)
-    base = top + height / 2 + 5
-    ink = colour if state in ("accepted", "rejected", "discarded") else INK
-    left, size = (27, 13) if width >= 90 else (22, 11.5) if width >= 70 else (18, 10.5)
-    inner = width - left - 6
-    if inner < 14:
-        sign = label(x + width / 2, base, SIGNS[state], size=13, weight=700, fill=ink, anchor="middle")
-        return element("g", {"data-testid": "token", "data-state": state}, box, sign)
-    sign = label(x + left / 3, base, SIGNS[state], size=size, weight=700, fill=ink)
-    shown = fit_mono(visible(text), inner, size)
-    word = label(x + left, base - 0.5, shown, size=size, fill=MUTED if thrown else INK, family=MONO)
-    y, end = base - 4.5, x + left + 1 + mono_width(shown, size)
-    through = element("line", {"x1": x + left - 1, "x2": end, "y1": y, "y2": y, "stroke": MUTED}) if thrown else ""
-    return element("g", {"data-testid": "token", "data-state": state}, box, sign, word, through)
 
 
 def _bars(request: RequestAcceptance | None, columns: Columns, top: float) -> str:

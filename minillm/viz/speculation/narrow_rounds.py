@@ -7,7 +7,8 @@ from minillm.viz.draw.colours import FAINT, GREEN, INK, MUTED, ink_on, owner_col
 from minillm.viz.draw.svg import MARGIN, card, element, heading, label, rectangle, spans
 from minillm.viz.draw.token_text import LINE, draw_text, style
 from minillm.viz.pages.cache_changes import plural
-from minillm.viz.speculation.acceptance import (
+from minillm.viz.speculation.acceptance_words import describe
+from minillm.viz.speculation.round_tokens import (
     COLOURS,
     MAX_COLUMNS,
     SIGNS,
@@ -16,7 +17,6 @@ from minillm.viz.speculation.acceptance import (
     draw_token,
     num_columns,
 )
-from minillm.viz.speculation.acceptance_words import describe
 
 WIDTH = 484
 RIGHT = WIDTH - MARGIN
@@ -38,7 +38,7 @@ def draw_narrow(state: AcceptanceState, request: RequestAcceptance | None) -> st
     shown = request.rounds[-MAX_ROUNDS:] if request else []
     first = len(request.rounds) - len(shown) if request else 0
     gamma = state.engine.num_speculative_tokens if state.engine else 0
-    count = num_columns(shown, gamma, MAX_COLUMNS)
+    count = num_columns(shown, gamma)
     width = (TARGET - 10 - DRAFTS - (count - 1) * GAP) / count
     waiting = "waiting for the first draft" if gamma else "no drafts: every token costs one target forward"
     text = draw_text(request.prompt, request.tokens, MARGIN, TEXT_TOP, RIGHT - MARGIN, MAX_LINES) if request else []

@@ -121,7 +121,7 @@ def describe(timeline: Timeline) -> str:
 
 def headline(timeline: Timeline) -> str:
     """`slot utilisation 67% (192 of 288 request-steps), 6.4 tokens per step`."""
-    share = f"{timeline.utilisation:.0%} ({timeline.useful_slots} of {timeline.slots} request-steps)"
+    share = f"{timeline.batch_slot_utilisation:.0%} ({timeline.useful_slots} of {timeline.slots} request-steps)"
     return f"slot utilisation {share}, {timeline.tokens_per_step:.1f} tokens per step"
 
 
@@ -184,7 +184,7 @@ def _facts(timeline: Timeline, y: float, x: float = MARGIN) -> str:
     return spans(
         x,
         y,
-        (f"{timeline.utilisation:.0%}", {**bold, "data-testid": "utilisation"}),
+        (f"{timeline.batch_slot_utilisation:.0%}", {**bold, "data-testid": "utilisation"}),
         (f" slot utilisation: {timeline.useful_slots} of {timeline.slots} request-steps", {}),
         (f"{timeline.tokens_per_step:.1f}", {"dx": 16, **bold}),
         (" tokens per step", {}),

@@ -56,7 +56,7 @@ def test_utilisation_and_tokens_follow_from_the_work_events():
     # One of them, the prefill of 47 tokens in step 8, computes again what a preemption threw away.
     assert timeline.useful_slots == len(work) - 1 == 19
     assert timeline.slots == 8 * 9
-    assert timeline.utilisation == pytest.approx(19 / 72)
+    assert timeline.batch_slot_utilisation == pytest.approx(19 / 72)
     assert timeline.tokens_per_step == pytest.approx(sum(w.num_tokens for w in work) / 9)
     assert [load.requests for load in timeline.loads()] == [len(ran.work) for ran in trace.of(StepRan)]
 
@@ -185,7 +185,7 @@ def test_comparison_shows_both_and_says_which_is_a_model():
     view = TimelineComparison(s.trace)
     recorded, modelled = view.timelines()
     assert (recorded.num_steps, modelled.num_steps) == (4, 4 + 2)
-    assert (recorded.utilisation, modelled.utilisation) == (8 / 8, 8 / 12)
+    assert (recorded.batch_slot_utilisation, modelled.batch_slot_utilisation) == (8 / 8, 8 / 12)
     svg = view.to_svg()
     assert [text_of(e) for e in found(svg, "utilisation")] == ["100%", "67%"]
     assert "modelled: counted, not run" in svg and "recorded" in svg

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minillm.errors import LessonError
 from minillm.ops.dispatch import has_triton
-from minillm.teaching.exercises._wall import check_against_walls, has_walls, walled
+from minillm.teaching.drives.wall import check_against_walls, has_walls, walled
 
 GUARD = 512
 """Poisoned elements before and after every tensor: more than any wrong kernel of the lesson is off by."""
@@ -115,19 +115,27 @@ def interpreting() -> Iterator[None]:
 
 
 @lru_cache(maxsize=1)
-def _kernels() -> Any:
-    """The module of kernels. Raises `LessonError` if Triton is not installed, or was imported too early."""
+def kernel_type() -> type:
+    """The type that `@triton.jit` makes here. Raises `LessonError` if Triton is missing, or was imported too early."""
     if not has_triton():
-        raise LessonError("Triton is not installed; on Linux, WSL and Colab: pip install triton")
+        raise LessonError("Triton is not installed; it exists for Linux and WSL (pip install triton) and on Colab")
     with interpreting():
-        found = import_module("minillm.teaching.exercises._l08_kernels")
+        probe = import_module("minillm.teaching.drives.triton_probe").probe
         library = import_module("triton.language")
-    if type(found.copy_kernel) is not type(library.sum):  # `tl.sum` is a kernel too, made when Triton was imported
+    if type(probe) is not type(library.sum):  # `tl.sum` is a kernel too, made when Triton was imported
         raise LessonError(
             "Triton was imported before TRITON_INTERPRET=1 was set, so it can neither compile nor interpret; restart "
             "the notebook's kernel and run it from its first cell"
         )
-    return found
+    return type(probe)
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> Any:
+    """The module of the reference kernels, which only the references and the planted mistakes need."""
+    kernel_type()
+    with interpreting():
+        return import_module("minillm.teaching.exercises._l08_kernels")
 
 
 def resolve(function: Any) -> Any:
@@ -213,7 +221,7 @@ def launch(
     if (stub := _stub(tree)) is not None:
         raise NotImplementedError(stub)
     with interpreting():
-        _kernels()  # raises if Triton cannot run
+        kernel_type()  # raises if Triton cannot run
         try:
             kernel[grid](*(fence.tensor for fence in inputs), out.tensor, *numbers, **sizes)
         except Exception as problem:

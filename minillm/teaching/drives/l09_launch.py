@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.errors import LessonError
-from minillm.ops.dispatch import has_triton
+from minillm.teaching.drives.l08_launch import KernelError, changed_kernel, interpreting, kernel_type
+from minillm.teaching.drives.wall import check_against_walls, has_walls, walled
 from minillm.teaching.exercise import Function
-from minillm.teaching.exercises._l08_launch import KernelError, changed_kernel, interpreting
-from minillm.teaching.exercises._wall import check_against_walls, has_walls, walled
 from minillm.teaching.fence import Fences
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,17 +61,10 @@ class KernelByName:
 
 
 def _kernels() -> Any:
-    """The module of kernels. Raises `LessonError` if Triton is not installed, or was imported too early."""
-    if not has_triton():
-        raise LessonError("Triton is not installed; it exists for Linux and WSL (pip install triton) and on Colab")
+    """The module of the reference kernels, which only the references and the planted mistakes need."""
+    kernel_type()
     with interpreting():
-        kernels, library = import_module("minillm.teaching.exercises._l09_kernels"), import_module("triton.language")
-    if type(kernels.decode_kernel) is not type(library.sum):  # `tl.sum` is a kernel too, made when Triton was imported
-        raise LessonError(
-            "Triton was imported before TRITON_INTERPRET=1 was set, so it can neither compile nor interpret; restart "
-            "the notebook's kernel and run it from its first cell"
-        )
-    return kernels
+        return import_module("minillm.teaching.exercises._l09_kernels")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
@@ -88,7 +79,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> 
         raise NotImplementedError(f"write {name} here, then run its check")
     if not hasattr(kernel, "fn"):
         raise KernelError(f"{name} is not a kernel: put @triton.jit on the line above its def")
-    if type(kernel) is not type(_kernels().decode_kernel):
+    if type(kernel) is not kernel_type():
         raise KernelError("TRITON_INTERPRET=1 was not set when this kernel was defined; run the notebook from the top")
     failure = ""
     with interpreting(), warnings.catch_warnings():

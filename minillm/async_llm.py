@@ -1,0 +1,235 @@
+"""`AsyncLLM`: the engine for programs that use asyncio, such as a server. The names are vLLM's.
+
+    event loop  │ add_request: check, tokenise in a worker thread ─┐        ┌─▶ output of each request, newest only
+    ────────────┼──────────────────────────────────────────────────┼────────┼──────────────────────────────────────
+    engine loop │                              between two steps:  ▼  step ─┘  step   step …
+
+One thread runs `LLMEngine.step` for as long as there are requests. Requests are added and aborted between two steps, so
+the event loop never waits for a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+
+from minillm.config import EngineArgs, at_least
+from minillm.errors import EngineDeadError, EngineGenerateError, MinillmError, QueueOverflowError
+from minillm.llm_engine import LLMEngine, Prompt, check_request_id
+from minillm.output_stream import OutputStream
+from minillm.outputs import RequestOutput
+from minillm.request import Request
+from minillm.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncLLM:
+    """An engine whose steps run in a thread of their own. Call its methods from an event loop.
+
+    `max_num_queued_reqs` is the most sequences that may be unfinished at once, waiting and running; a request with
+    `n=2` has two. None: no limit. As in vLLM, a request over the limit is refused with `QueueOverflowError`.
+    """
+
+    def __init__(self, args: EngineArgs, *, max_num_queued_reqs: int | None = None) -> None:
+        if max_num_queued_reqs is not None:
+            at_least("max_num_queued_reqs", max_num_queued_reqs, 1)
+        self.llm_engine = LLMEngine(args)
+        self.max_num_queued_reqs = max_num_queued_reqs
+        self.num_unfinished = 0
+        """Sequences that have been accepted and have not ended."""
+        self.dead_error: BaseException | None = None
+        """What ended the engine loop, if it has ended."""
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        """What the engine loop does before its next step. None: stop."""
+        self._streams: dict[str, OutputStream] = {}
+        """The requests that are in the engine. Only the engine's thread touches it."""
+        self._thread = Thread(target=self._run, name="minillm engine loop", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        """Build an engine, as in vLLM. Raises subclasses of `ValueError`."""
+        return cls(engine_args)
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine loop has ended, by a failure or by `shutdown`."""
+        return self.dead_error is not None
+
+    async def check_health(self) -> None:
+        """Raise `EngineDeadError` if the engine loop has ended."""
+        if self.dead_error is not None:
+            raise _dead(self.dead_error)
+
+    def check_admission(self, n: int = 1) -> None:
+        """Raise `QueueOverflowError` if `n` more sequences would be over `max_num_queued_reqs`."""
+        limit = self.max_num_queued_reqs
+        if limit is not None and self.num_unfinished + n > limit:
+            raise QueueOverflowError(
+                f"{self.num_unfinished} sequences are queued or running and the request has {n}; the limit is {limit}: "
+                "try again later, or raise max_num_queued_reqs"
+            )
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the output so far, each time that it has grown; the last one is finished.
+
+        With `RequestOutputKind.FINAL_ONLY` it yields only the last one. Leaving the generator early aborts the request.
+        Raises the errors of `add_request`, `EngineGenerateError` or `EngineDeadError`.
+        """
+        async with aclosing(await self.add_request(request_id, prompt, sampling_params, priority=priority)) as stream:
+            async for output in stream:
+                yield output
+
+    async def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+    ) -> OutputStream:
+        """Check and queue a prompt. Returns the stream of its outputs.
+
+        Raises `PromptError`, `ConfigError`, `RequestTooLargeError`, `QueueOverflowError` or `EngineDeadError`, and then
+        nothing is queued. If the id is in use, the stream raises `MinillmError`.
+        """
+        await self.check_health()
+        self.check_admission(params.n)
+        check_request_id(request_id)
+        stream = OutputStream(request_id, params.n, self._abort)
+        self.num_unfinished += params.n
+        try:
+            group = await asyncio.to_thread(self.llm_engine.prepare, prompt, params, priority, request_id)
+            for request in group:
+                self.llm_engine.engine.check_fits(request)
+        except BaseException:
+            self._end(stream)
+            raise
+        self._inbox.put(partial(self._add, stream, group))
+        if self.dead_error is not None:  # the loop may have ended meanwhile and takes no more messages
+            self._end(stream)
+            raise _dead(self.dead_error)
+        return stream
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End all requests and the engine loop; wait for the running step, at most `timeout` seconds.
+
+        Requests that still run raise `EngineDeadError` where they are awaited.
+        """
+        self._inbox.put(None)
+        self._thread.join(timeout)
+
+    def _abort(self, stream: OutputStream) -> None:
+        """In the event loop: the request is no longer wanted."""
+        if not stream.ended:
+            self._end(stream)
+            self._inbox.put(partial(self._remove, stream))
+
+    def _end(self, stream: OutputStream) -> None:
+        """In the event loop: the request takes no more room in the queue."""
+        if not stream.ended:
+            stream.ended = True
+            self.num_unfinished -= stream.num_sequences
+
+    # ---------------------------------------------------------------------------------------- in the engine's thread
+
+    def _run(self) -> None:
+        """The engine loop: messages, a step, outputs."""
+        try:
+            while self._read_inbox():
+                self._step()
+            self._die(EngineDeadError("the engine has been shut down; start another"))
+        except BaseException as problem:
+            logger.exception("The engine loop has failed and takes no more requests.")
+            self._die(problem)
+
+    def _read_inbox(self) -> bool:
+        """Do what was asked for; wait if there is nothing else to do. Returns False to stop."""
+        while not self._inbox.empty() or not self.llm_engine.has_unfinished_requests():
+            message = self._inbox.get()
+            if message is None:
+                return False
+            message()
+        return True
+
+    def _add(self, stream: OutputStream, group: Sequence[Request]) -> None:
+        try:
+            self.llm_engine.add_prepared(stream.request_id, group)
+        except MinillmError as problem:
+            self._deliver([(stream, None, problem)])
+        else:
+            self._streams[stream.request_id] = stream
+
+    def _remove(self, stream: OutputStream) -> None:
+        if self._streams.get(stream.request_id) is stream:  # it may have finished, and the id may be in use again
+            del self._streams[stream.request_id]
+            self.llm_engine.abort_request(stream.request_id)
+
+    def _step(self) -> None:
+        """One step. If it fails, the requests that were in the engine fail; the engine has recovered and goes on."""
+        try:
+            outputs = self.llm_engine.step()
+        except Exception as problem:
+            logger.exception("A step failed; the requests in the engine are ended.")
+            failed = list(self._streams.values())
+            self._streams.clear()
+            self.llm_engine.abort_request([stream.request_id for stream in failed])
+            self._deliver([(stream, None, _failed(problem)) for stream in failed])
+            return
+        found = [(self._streams[output.request_id], output, None) for output in outputs]
+        for stream, output, _ in found:
+            if output.finished:
+                del self._streams[stream.request_id]
+        self._deliver(found)
+
+    def _die(self, problem: BaseException) -> None:
+        """Nothing runs any more: free what is in the engine and tell everyone who waits."""
+        self.dead_error = problem
+        left = list(self._streams.values())
+        self._streams.clear()
+        try:
+            self.llm_engine.abort_request([stream.request_id for stream in left])
+        finally:
+            while not self._inbox.empty():  # requests that were about to be added
+                message = self._inbox.get()
+                if isinstance(message, partial) and message.func == self._add:
+                    left.append(message.args[0])
+            self._deliver([(stream, None, _dead(problem)) for stream in left])
+
+    def _deliver(self, found: Iterable[tuple[OutputStream, RequestOutput | None, MinillmError | None]]) -> None:
+        """Hand outputs or errors to the event loops that wait for them, in one call each."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput | None, MinillmError | None]]]
+        by_loop = {}
+        for item in found:
+            by_loop.setdefault(item[0].loop, []).append(item)
+        for loop, items in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(self._receive, items)
+            except RuntimeError:  # the event loop was closed, so nobody waits
+                for stream, _, _ in items:
+                    self._end(stream)
+                    self._remove(stream)
+
+    def _receive(self, items: Sequence[tuple[OutputStream, RequestOutput | None, MinillmError | None]]) -> None:
+        """In the event loop: pass on what `_deliver` was given."""
+        for stream, output, error in items:
+            if not stream.ended:
+                stream.put(output, error)
+                if output is None or output.finished:
+                    self._end(stream)
+
+
+def _failed(problem: Exception) -> EngineGenerateError:
+    """The error for one request of a step that failed. Each request gets its own, with its own traceback."""
+    error = EngineGenerateError(f"the step that ran this request failed: {type(problem).__name__}: {problem}")
+    error.__cause__ = problem
+    return error
+
+
+def _dead(problem: BaseException) -> EngineDeadError:
+    error = EngineDeadError(f"the engine runs no more: {problem}")
+    error.__cause__ = problem
+    return error

@@ -1,0 +1,81 @@
+"""An embedding table as codes into small codebooks (inspired by MEC, popularity-weighted quantisation).
+
+    row of token t  ≈  [ C_0[code_t0] │ C_1[code_t1] │ … ]         parts of the row, each with its own codebook
+
+Codebooks come from k-means over the rows, part by part. In plain k-means every token counts alike, though a few tokens
+make most of any text. Weighting each row by how often its token occurs, to a power below 1, spends the codebook on what
+is read; the power keeps rare tokens from being forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EmbeddingCodes:
+    """Codes and codebooks of a table `[vocab, dim]`."""
+
+    codes: Tensor
+    """`[vocab, parts]` uint8."""
+    codebooks: Tensor
+    """`[parts, codes, dim / parts]`."""
+
+    @classmethod
+    def fit(
+        cls, table: Tensor, counts: Tensor, parts: int, num_codes: int = 256, power: float = 0.5, rounds: int = 20
+    ) -> EmbeddingCodes:
+        """`counts`: `[vocab]`, how often each token occurs; `power`: 0 counts all rows alike. Raises `ConfigError` for
+        sizes that do not fit."""
+        if parts < 1 or table.shape[1] % parts:
+            raise ConfigError(f"parts={parts} must divide the width of the table, {table.shape[1]}")
+        if not 1 <= num_codes <= min(256, len(table)):
+            raise ConfigError(f"num_codes={num_codes} must be from 1 to {min(256, len(table))}")
+        weights = counts.to(table).clamp_min(1) ** power
+        found = [kmeans(part, weights, num_codes, rounds) for part in table.unflatten(1, (parts, -1)).unbind(1)]
+        codes = torch.stack([assigned for _, assigned in found], dim=1).to(torch.uint8)
+        return cls(codes, torch.stack([centroids for centroids, _ in found]))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes and codebooks."""
+        return self.codes.nbytes + self.codebooks.nbytes
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """The restored embeddings, `[…, dim]`."""
+        parts = torch.arange(len(self.codebooks), device=token_ids.device)
+        return self.codebooks[parts, self.codes[token_ids].long()].flatten(-2)
+
+
+def kmeans(points: Tensor, weights: Tensor, num_centroids: int, rounds: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Weighted k-means (Lloyd) from k-means++ starts. `points`: `[n, d]`; `weights`: `[n]`, above 0.
+
+    Returns centroids `[num_centroids, d]` and the index of each point's centroid. The weighted error never grows from
+    round to round. A centroid that loses all points stays where it is.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    chosen = [int(torch.multinomial(weights.float().cpu(), 1, generator=generator))]
+    distances = (points - points[chosen[0]]).square().sum(-1)
+    for _ in range(num_centroids - 1):
+        likely = (weights * distances).float().cpu()
+        if not likely.sum() > 0:  # every point is a centroid already
+            likely = torch.ones(len(points))
+        chosen.append(int(torch.multinomial(likely, 1, generator=generator)))
+        distances = torch.minimum(distances, (points - points[chosen[-1]]).square().sum(-1))
+    centroids = points[chosen].clone()
+    for _ in range(rounds):
+        assigned = nearest(points, centroids)
+        sums = torch.zeros_like(centroids).index_add_(0, assigned, points * weights[:, None])
+        totals = weights.new_zeros(num_centroids).index_add_(0, assigned, weights)
+        centroids = torch.where(totals[:, None] > 0, sums / totals[:, None].clamp_min(1e-30), centroids)
+    return centroids, nearest(points, centroids)
+
+
+def nearest(points: Tensor, centroids: Tensor) -> Tensor:
+    """The index of the nearest centroid of each point, `[n]`."""
+    return torch.cdist(points, centroids).argmin(-1)

@@ -1,0 +1,49 @@
+"""Gathering rows of an embedding table as one sparse product (inspired by SparseTransX: Anik and Badawy 2025).
+
+    head + relation - tail  of many triples   =   A E,      A: one row per triple with the entries +1, +1, -1
+
+A gather copies rows of the table to a new place before anything is computed, three times for a triple. A sparse product
+reads each row where it is and adds it to the result at once, and its backward pass is a sparse product with Aᵀ. Whether
+that is faster depends on the library: `minillm.beside.sparse_gather.seconds` times both on this machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def incidence(rows: Tensor, signs: Tensor, num_rows: int) -> Tensor:
+    """The sparse matrix A. `rows`: `[n, k]`, which rows of the table each result adds up; `signs`: `[k]`, with which
+    factors. `[n, num_rows]`, CSR."""
+    count, width = rows.shape
+    starts = torch.arange(0, count * width + 1, width)
+    order = rows.argsort(dim=1)  # CSR wants ascending columns
+    columns = rows.gather(1, order).flatten()
+    return torch.sparse_csr_tensor(
+        starts, columns, signs.expand(count, -1).gather(1, order).flatten(), (count, num_rows)
+    )
+
+
+def by_gather(table: Tensor, rows: Tensor, signs: Tensor) -> Tensor:
+    """Σ_k signs[k] · table[rows[:, k]], by gathering: `[n, dim]`."""
+    return (table[rows] * signs[:, None]).sum(1)
+
+
+def by_product(table: Tensor, matrix: Tensor) -> Tensor:
+    """The same as one sparse product with `incidence(rows, signs, len(table))`."""
+    return matrix @ table
+
+
+def seconds(work: Callable[[], object], rounds: int = 20) -> float:
+    """The shortest time of `work`."""
+    work()
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return best

@@ -1,0 +1,88 @@
+"""`minillm grade`: grade a folder of notebooks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from minillm.commands.command import Command
+from minillm.errors import ConfigError
+
+EXAMPLES = """\
+  minillm grade submissions/ --out report/
+  minillm grade submissions/ --out report/ --lessons 02 06 --jobs 2
+  minillm grade submissions/ --out report/ --secret-file course-secret.txt
+                                    also other cases for every student, which the notebook's own check does not have
+"""
+GIB = 1 << 30
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("submissions", type=Path, help="folder of notebooks, one folder or one file per student")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the reports")
+    lessons_help = "lessons to grade (default: those that each notebook has functions of)"
+    parser.add_argument("--lessons", nargs="+", default=[], metavar="NUMBER", help=lessons_help)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at a time (default: 1)")
+    secret_help = "file with the course's secret, at least 16 bytes: hidden cases that differ from student to student"
+    parser.add_argument("--secret-file", type=Path, metavar="FILE", help=secret_help)
+    parser.add_argument("--seconds", type=float, default=10.0, help="processor time per exercise (default: 10)")
+    parser.add_argument("--wall-seconds", type=float, default=60.0, help="time per exercise, waiting too (default: 60)")
+    parser.add_argument("--memory", type=float, default=2.0, metavar="GIB", help="memory per process (default: 2)")
+    alike_help = "list pairs of students whose functions are at least this alike, from 0 to 1 (default: 0.95)"
+    parser.add_argument("--alike", type=float, default=0.95, metavar="SHARE", help=alike_help)
+    modes = ("namespaces", "landlock", "limits")
+    isolation_help = "how submissions are closed in (default: the strongest of these that works here)"
+    parser.add_argument("--isolation", choices=modes, default="", help=isolation_help)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Grade and write the reports. Returns 0 whatever the grades are."""
+    from tqdm import tqdm
+
+    from minillm.teaching.grading import batch, reports
+
+    rules = _rules(args)
+    files = batch.find(args.submissions)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ConfigError(f"--out {args.out}: {problem.strerror or problem}") from None
+
+    def bar(iterable: object, total: int) -> object:
+        return tqdm(iterable, total=total, unit="notebook", disable=None)
+
+    graded = batch.grade_all(files, args.out, rules, args.jobs, args.isolation, bar)
+    for line in reports.write_all(graded, args.out, args.alike):
+        print(line)
+    sys.stdout.flush()
+    return 0
+
+
+def _rules(args: argparse.Namespace) -> object:
+    for name, least in (("jobs", 1), ("seconds", 1.0), ("wall_seconds", 1.0), ("memory", 0.25)):
+        if getattr(args, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: it must be at least {least:g}")
+    if not 0 <= args.alike <= 1:
+        raise ConfigError(f"--alike {args.alike:g}: it must be from 0 to 1")
+    from minillm.teaching.grading.one_submission import Rules, exercises_in
+    from minillm.teaching.grading.variants import read_secret
+    from minillm.teaching.guard import Limits
+
+    lessons = tuple(f"l{name.removeprefix('l').zfill(2)[:2]}" for name in args.lessons)
+    for name, lesson in zip(args.lessons, lessons, strict=True):
+        if not exercises_in(lesson):
+            raise ConfigError(f"--lessons {name}: no lesson has this number and exercises")
+    secret = read_secret(args.secret_file) if args.secret_file else b""
+    limits = Limits(args.seconds, int(args.memory * GIB))
+    return Rules(limits, args.wall_seconds, lessons, secret)
+
+
+COMMAND = Command(
+    "grade",
+    "Grade a folder of notebooks: each in its own closed process, without the answers; write reports.",
+    EXAMPLES,
+    options,
+    run,
+)

@@ -1,0 +1,64 @@
+"""`minillm progress`: which exercises of your copies of the lessons are done. Nothing leaves this machine."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from minillm.commands.command import Command
+from minillm.commands.lab import COPIES, PACKAGE
+from minillm.errors import ConfigError
+
+EXAMPLES = """\
+  minillm progress                  the lessons that `minillm lab` opens here
+  minillm progress ~/course         the notebooks in ~/course
+"""
+PATTERN = "[0-9][0-9]_*.ipynb"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    where = f"folder of notebooks (default: ./{COPIES}, or a clone's own lessons)"
+    parser.add_argument("folder", nargs="?", type=Path, help=where)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check every exercise of every notebook, and print a line per lesson."""
+    from rich.console import Console
+    from rich.table import Table
+    from tqdm import tqdm
+
+    files = notebooks(args.folder)
+    from minillm.teaching.grading.batch import grading_environment
+    from minillm.teaching.grading.grades import Status
+    from minillm.teaching.grading.one_submission import Grader, Rules
+    from minillm.teaching.grading.student_process import StudentProcess
+
+    table = Table("lesson", "done", "next")
+    with grading_environment(), StudentProcess() as process:
+        grader = Grader(process, Rules())
+        for file in tqdm(files, unit="notebook", disable=None):
+            found = grader.grade(file.read_bytes(), "you", file.name, "").exercises
+            if found:
+                left = [f"{e.exercise} ({e.status.value})" for e in found if e.status is not Status.PASSED]
+                table.add_row(file.stem, f"{len(found) - len(left)} of {len(found)}", left[0] if left else "")
+    Console().print(table)
+    return 0
+
+
+def notebooks(folder: Path | None) -> list[Path]:
+    """The lessons in `folder`, or where `minillm lab` would open them. Raises `ConfigError` if there are none."""
+    places = [folder] if folder is not None else [COPIES, PACKAGE.parent / "lessons"]
+    for place in places:
+        if found := sorted(place.glob(PATTERN)):
+            return found
+    raise ConfigError(f"{places[0]} has no notebook of a lesson; name the folder, or copy the lessons: minillm lab")
+
+
+COMMAND = Command(
+    "progress",
+    "Show which exercises of your lessons are done.",
+    EXAMPLES,
+    options,
+    run,
+)

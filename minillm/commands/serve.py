@@ -1,0 +1,150 @@
+"""`minillm serve`: an HTTP server with OpenAI's API. Flags have vLLM's names where vLLM has them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from minillm.commands.command import Command
+from minillm.errors import ConfigError, UnsupportedError
+
+EXAMPLES = """\
+  minillm serve minicoder
+  minillm serve minicoder --port 9000 --api-key secret --max-num-queued-reqs 256
+  minillm serve minicoder --speculative-config '{"method": "suffix"}'
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "def fib(n):", "max_tokens": 32, "temperature": 0}'
+"""
+NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+API_KEY = "MINILLM_API_KEY"
+"""The environment variable that holds the key if `--api-key` is not given: a command line is visible to others."""
+ENGINE_OPTIONS = (
+    *("dtype", "device", "seed", "quantization", "kv_cache_dtype", "block_size", "num_kv_blocks", "max_model_len"),
+    *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching"),
+    *("scheduling_policy", "enforce_eager", "speculative_config"),
+)
+"""Options that go to `EngineArgs`. One that was not given is None here and keeps the engine's default."""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("model", help="bundled name, folder or hub id")
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: every one (default: local)")
+    server.add_argument("--port", type=int, default=8000, help="0: a free one (default: %(default)s)")
+    server.add_argument(
+        "--api-key",
+        nargs="+",
+        metavar="KEY",
+        help=f"ask for one of these keys (default: the one in ${API_KEY}, if set)",
+    )
+    server.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names that requests may use (default: the model's)"
+    )
+    server.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="a Jinja template (default: the model's own)"
+    )
+    server.add_argument(
+        "--max-num-queued-reqs",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="most unfinished sequences, waiting and running; more are answered 503 (default: %(default)s)",
+    )
+    server.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=4 << 20,
+        metavar="N",
+        help="longer bodies are answered 413 (default: 4 MiB)",
+    )
+    server.add_argument("--max-logprobs", type=int, default=20, metavar="N", help="most per position (default: 20)")
+    server.add_argument(
+        "--shutdown-timeout",
+        type=int,
+        default=30,
+        metavar="S",
+        help="seconds that running requests get to end when the server is stopped (default: %(default)s)",
+    )
+    server.add_argument("--uvicorn-log-level", default="info", help="critical, error, warning, info, debug or trace")
+    server.add_argument("--disable-uvicorn-access-log", action="store_true", help="log no line per request")
+    engine = parser.add_argument_group("engine (defaults as in `LLM`)")
+    engine.add_argument("--dtype", help="auto, float32, float16 or bfloat16")
+    engine.add_argument("--device", help="auto, cpu or cuda")
+    engine.add_argument("--seed", type=int)
+    engine.add_argument("--quantization", "-q", help="int8, w8a8, int4, awq or squeezellm")
+    engine.add_argument("--kv-cache-dtype", help="auto, int8 or int4")
+    engine.add_argument("--block-size", type=int, metavar="N", help="tokens per cache block")
+    engine.add_argument("--num-kv-blocks", type=int, metavar="N", help="size of the block pool")
+    engine.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE")
+    engine.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus completion, in tokens")
+    engine.add_argument("--max-num-seqs", type=int, metavar="N", help="most requests that run at once")
+    engine.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="token budget of one step")
+    engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
+    engine.add_argument("--scheduling-policy", help="fcfs or priority")
+    engine.add_argument("--enforce-eager", action="store_true", default=None, help="plain PyTorch")
+    engine.add_argument("--speculative-config", type=_json_object, metavar="JSON", help="as in LLM(...)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Listen, load the model, serve until a signal, drain."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(f"{', '.join(missing)} is not installed; run: pip install 'minillm-lessons[serve]'")
+    if not args.shutdown_timeout >= 0:
+        raise ConfigError(f"--shutdown-timeout {args.shutdown_timeout} must be at least 0 seconds")
+
+    from minillm.async_llm import AsyncLLM
+    from minillm.config import EngineArgs
+    from minillm.serve.app import build_app
+    from minillm.serve.chat_template import ChatTemplate
+    from minillm.serve.server import check_log_level, listen, make_server, url_of
+    from minillm.serve.settings import ServerSettings
+
+    settings = ServerSettings(
+        model_names=tuple(args.served_model_name or [args.model]),
+        api_keys=tuple(args.api_key or ([os.environ[API_KEY]] if os.environ.get(API_KEY) else [])),
+        max_body_bytes=args.max_body_bytes,
+        max_logprobs=args.max_logprobs,
+    )
+    check_log_level(args.uvicorn_log_level)
+    listener = listen(args.host, args.port)
+    engine = AsyncLLM(engine_args(args, EngineArgs), max_num_queued_reqs=args.max_num_queued_reqs)
+    template = ChatTemplate(engine.llm_engine.engine.tokenizer, args.model, args.chat_template)
+    app = build_app(engine, settings, template)
+    server = make_server(app, args.shutdown_timeout, args.uvicorn_log_level, not args.disable_uvicorn_access_log)
+    print(f"minillm serves {settings.model_names[0]} at {url_of(listener)}/v1", flush=True)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        engine.shutdown()
+    return 0
+
+
+def engine_args(args: argparse.Namespace, kind: Any) -> Any:
+    """The engine's options among `args`, as `kind`, which is `EngineArgs`."""
+    given = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+    return kind.from_options(args.model, given)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
+    return value
+
+
+COMMAND = Command(
+    "serve",
+    "Serve a model over HTTP with OpenAI's API: completions, chat, models, health, metrics.",
+    EXAMPLES,
+    options,
+    run,
+)

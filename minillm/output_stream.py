@@ -1,0 +1,54 @@
+"""`OutputStream`: the outputs of one request, on their way from the engine's thread to the task that waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from minillm.errors import MinillmError
+from minillm.outputs import RequestOutput
+
+
+class OutputStream:
+    """The outputs of one request, as an asynchronous iterator. Closing it aborts the request.
+
+    Outputs are cumulative, so an output that nobody has taken yet is replaced by the next one: a slow reader costs the
+    memory of one output and does not slow the engine down.
+    """
+
+    def __init__(self, request_id: str, num_sequences: int, abort: Callable[[OutputStream], None]) -> None:
+        self.request_id = request_id
+        self.num_sequences = num_sequences
+        self.arrival_time = time.perf_counter()
+        self.loop = asyncio.get_running_loop()
+        self.ended = False
+        """Whether the engine has finished with the request, or the stream was closed."""
+        self._abort = abort
+        self._ready = asyncio.Event()
+        self._output: RequestOutput | None = None
+        self._error: MinillmError | None = None
+
+    def put(self, output: RequestOutput | None = None, error: MinillmError | None = None) -> None:
+        """Called in the event loop: here is the newest output, or the error that ended the request."""
+        self._output, self._error = output, error
+        self._ready.set()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """The newest output. Raises `EngineGenerateError` or `EngineDeadError` if the engine failed."""
+        if self.ended and not self._ready.is_set():
+            raise StopAsyncIteration
+        await self._ready.wait()
+        self._ready.clear()
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+    async def aclose(self) -> None:
+        """Abort the request if it has not ended."""
+        self._ready.clear()
+        self._abort(self)

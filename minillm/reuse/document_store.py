@@ -1,0 +1,192 @@
+"""Keys and values of documents on disk, loaded instead of computed (MatKV: Shin et al. 2025).
+
+    once            document → the model → keys and values → folder/KEY.safetensors
+    at a query      [ document 7 │ document 2 │ … │ question ]       documents: loaded; the question: computed
+
+A document is stored as the model computes it alone, from position 0 on. In a prompt it stands elsewhere, so its keys
+are re-rotated to where it stands (`rerotate=False` leaves them, to see what that costs). What is missing in any case:
+documents have not attended to each other. The first one is exact, the others are approximate.
+
+A file is named by a hash of everything that determines its contents: the format, the model's weights, dtype and
+quantisation, and the tokens. So another model, another precision or another text is another file, and two processes
+that write the same file write the same bytes; each writes under a name of its own and renames. Files are mapped into
+memory, and checked against their checksum when a process first reads them.
+
+Wins: reading is faster than computing where the disk is fast and the model large. Loses: a small model on a fast
+processor; disks: every token takes as many bytes as in the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from minillm.errors import CheckpointError, ConfigError, PromptError
+from minillm.llm import LLM
+from minillm.models.loading import resolve
+from minillm.models.shards import Shards
+from minillm.ops.rerotation import rerotate
+from minillm.reuse.kv_span import KVSpan, Rotation
+from minillm.reuse.scratch import Scratch
+
+FORMAT = 1
+"""The version of the files. A file of another version is not found, because its name is different."""
+
+
+SAMPLES = 1024
+"""Numbers of each tensor that tell models apart."""
+
+
+class DocumentStore:
+    """The stored documents of one model in `folder`, of at most `max_bytes` in all; the least recently used go first.
+
+    Several processes may use one folder. Raises `ConfigError` for a limit below one byte, and what `Scratch` raises for
+    an engine whose cache cannot be read. `rotate`: how keys are moved to where a document stands in a prompt.
+    """
+
+    def __init__(self, llm: LLM, folder: str | Path, max_bytes: int | None = None, rotate: Rotation = rerotate) -> None:
+        if max_bytes is not None and max_bytes < 1:
+            raise ConfigError(f"max_bytes={max_bytes} must be at least 1, or None for no limit")
+        Scratch(llm, 1)  # can its cache be read?
+        self.llm, self.folder, self.max_bytes, self.rotate = llm, Path(folder), max_bytes, rotate
+        self.folder.mkdir(parents=True, exist_ok=True)
+        args = llm.engine.scheduler.config
+        dtype = str(llm.engine.runner.cache.stored_rows().keys[0].dtype).removeprefix("torch.")
+        self.identity = f"{FORMAT} {digest_of_weights(resolve(llm.model))} {dtype} {args.quantization}"
+        """What determines the stored numbers, apart from the tokens."""
+        self._checked: set[Path] = set()
+
+    def path(self, token_ids: Sequence[int]) -> Path:
+        """The file of a document, whether it exists or not."""
+        digest = sha256(self.identity.encode() + np.asarray(token_ids, np.int64).tobytes()).hexdigest()
+        return self.folder / f"{digest[:32]}.safetensors"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(size for _, size, _ in self._files())
+
+    def add(self, document: str | Sequence[int]) -> Path:
+        """Compute a document's keys and values and store them, unless they are there. Returns the file."""
+        token_ids = self._tokens(document)
+        path = self.path(token_ids)
+        if not path.exists():
+            with Scratch(self.llm, len(token_ids)) as scratch:
+                scratch.forward(token_ids, 0)
+                span = scratch.read(0, len(token_ids), token_ids)
+            self._write(path, span)
+            self._make_room(path)
+        return path
+
+    def load(self, document: str | Sequence[int]) -> KVSpan:
+        """A stored document, at position 0. Raises `CheckpointError` if it is not there or damaged."""
+        token_ids = self._tokens(document)
+        path = self.path(token_ids)
+        try:
+            with safe_open(path, framework="pt") as file:
+                keys, values, stated = file.get_tensor("keys"), file.get_tensor("values"), file.metadata()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"the store in {self.folder} does not have this document of {len(token_ids)} tokens for this model; "
+                "add it first"
+            ) from None
+        except (SafetensorError, OSError) as problem:
+            raise CheckpointError(f"{path} cannot be read ({problem}); delete it and add the document again") from None
+        if path not in self._checked:
+            if stated != self._metadata(keys, values):
+                raise CheckpointError(f"{path} is damaged: its checksum is wrong; delete it and add the document again")
+            self._checked.add(path)
+        with suppress(OSError):
+            os.utime(path)  # used now
+        return KVSpan(token_ids, 0, keys, values)
+
+    def prompt(
+        self, documents: Sequence[str | Sequence[int]], question: str | Sequence[int], *, rerotate: bool = True
+    ) -> dict[str, Any]:
+        """The prompt for `llm.generate` of all documents, one after the other, and the question; the documents' keys
+        and values are loaded. Raises what `load` and `Scratch` raise."""
+        spans = [self.load(document) for document in documents]
+        token_ids = [token for span in spans for token in span.token_ids] + self._tokens(question)
+        starts = [0, *accumulate(len(span.token_ids) for span in spans)][:-1]
+        config = self.llm.engine.runner.model.config
+        salt = f"documents {'rotated' if rerotate else 'as stored'} {[len(span.token_ids) for span in spans]}"
+        with Scratch(self.llm, len(token_ids)) as scratch:
+            for span, start in zip(spans, starts, strict=True):
+                scratch.write(span.moved_to(start, config, self.rotate) if rerotate else span.placed_at(start))
+            known = starts[-1] + len(spans[-1].token_ids) if spans else 0
+            scratch.publish(token_ids[:known], salt)
+        return {"prompt_token_ids": token_ids, "cache_salt": salt}
+
+    def _tokens(self, text: str | Sequence[int]) -> list[int]:
+        found = self.llm.engine.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        if not found:
+            raise PromptError("a document or question without tokens cannot be stored or asked; give it text")
+        return found
+
+    def _write(self, path: Path, span: KVSpan) -> None:
+        keys, values = span.keys.cpu().contiguous(), span.values.cpu().contiguous()
+        handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        os.close(handle)
+        try:
+            save_file({"keys": keys, "values": values}, name, metadata=self._metadata(keys, values))
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def _metadata(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, str]:
+        """One entry: safetensors writes several in any order, and equal documents are equal files."""
+        return {"minillm": f"{self.identity} {_checksum(keys, values)}"}
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        """Time of last use, bytes and path of every file. Another process may delete one meanwhile."""
+        found = []
+        for path in self.folder.glob("*.safetensors"):
+            with suppress(FileNotFoundError):
+                facts = path.stat()
+                found.append((facts.st_mtime, facts.st_size, path))
+        return sorted(found)
+
+    def _make_room(self, newest: Path) -> None:
+        """Delete the least recently used files until the limit holds. The newest stays, even if it alone is larger."""
+        if self.max_bytes is None:
+            return
+        files = self._files()
+        excess = sum(size for _, size, _ in files) - self.max_bytes
+        for _, size, path in files:
+            if excess <= 0:
+                break
+            if path != newest:
+                path.unlink(missing_ok=True)
+                excess -= size
+
+
+def digest_of_weights(folder: Path) -> str:
+    """A hash of `SAMPLES` numbers of every tensor of a checkpoint: training, even of a few layers, changes it. Raises
+    `CheckpointError` if the folder has no readable safetensors."""
+    shards, digest = Shards(folder), sha256()
+    for name in sorted(shards.names):
+        numbers = shards.tensor(name).flatten()
+        some = numbers[:: max(1, numbers.numel() // SAMPLES)].contiguous()
+        digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _checksum(*tensors: torch.Tensor) -> str:
+    """CRC-32 over the bytes of all tensors: it finds damage, not malice."""
+    crc = 0
+    for tensor in tensors:
+        crc = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy(), crc)
+    return f"{crc:08x}"

@@ -1,0 +1,66 @@
+"""Editing a prompt without computing all of it again (PIE: He et al. 2024, "positional integrity encoding").
+
+    before    prefix │ old span │ suffix           after    prefix │ new tokens │ suffix
+                                                            as it is   computed     keys re-rotated by the shift
+
+Everything behind an edit moves, so its keys are at the wrong positions. PIE rotates them by the shift and keeps their
+values. Only the new tokens go through the model: the time no longer depends on the length of the suffix.
+
+Exact in the first layer. In deeper ones a suffix token's key and value depend on what it attended to, and that was the
+old span. So the result is an approximation: a suffix that refers to the span (a renamed variable) still remembers the
+old one. Lesson 14 measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from minillm.errors import PromptError
+from minillm.llm import LLM
+from minillm.ops.rerotation import rerotate
+from minillm.reuse.kv_span import KVSpan, Rotation
+from minillm.reuse.scratch import Scratch
+
+
+def edited_prompt(
+    llm: LLM,
+    token_ids: Sequence[int],
+    start: int,
+    stop: int,
+    new_ids: Sequence[int],
+    *,
+    salt: str,
+    rotate: Rotation = rerotate,
+) -> dict[str, Any]:
+    """Replace `token_ids[start:stop]` by `new_ids` and return the prompt for `llm.generate`, its keys and values ready.
+
+    Keys and values of `token_ids` are taken from the prefix cache and computed where it has none. `salt`: the
+    `cache_salt` under which the edited ones are published; choose one for each text that is edited. The last token of
+    the prompt is always computed again, with the rest of its block. `rotate`: how keys are moved.
+    Raises `PromptError` for a span outside the text, and what `Scratch` raises.
+    """
+    if not 0 <= start <= stop <= len(token_ids):
+        raise PromptError(f"the span {start}:{stop} is not within the {len(token_ids)} tokens; give 0 ≤ start ≤ stop")
+    if not salt:
+        raise PromptError("edited keys and values are approximate and need a salt of their own; give salt='some name'")
+    after = [*token_ids[:start], *new_ids, *token_ids[stop:]]
+    before = _stored(llm, token_ids)
+    config = llm.engine.runner.model.config
+    with Scratch(llm, len(after)) as scratch:
+        scratch.write(before.between(0, start))
+        if new_ids:
+            scratch.forward(new_ids, start)
+        suffix = before.between(stop, len(token_ids))
+        scratch.write(suffix.moved_to(start + len(new_ids), config, rotate))
+        scratch.publish(after, salt)
+    return {"prompt_token_ids": after, "cache_salt": salt}
+
+
+def _stored(llm: LLM, token_ids: Sequence[int]) -> KVSpan:
+    """Keys and values of a text as the model computes them."""
+    with Scratch(llm, len(token_ids)) as scratch:
+        known = scratch.copy_cached(token_ids)
+        if known < len(token_ids):
+            scratch.forward(token_ids[known:], known)
+        return scratch.read(0, len(token_ids), token_ids)

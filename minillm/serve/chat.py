@@ -1,0 +1,135 @@
+"""`/v1/chat/completions`: a conversation becomes a prompt by the model's chat template; outputs become messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+from fastapi import Response
+
+from minillm.async_llm import AsyncLLM
+from minillm.llm_engine import Prompt
+from minillm.outputs import CompletionOutput
+from minillm.serve.chat_template import ChatTemplate
+from minillm.serve.choice_stream import ChoiceStream, Delta
+from minillm.serve.disconnects import EventStream
+from minillm.serve.http_errors import ApiError, error_event
+from minillm.serve.logprobs import chat_logprobs
+from minillm.serve.prompt_batch import Observer, PromptBatch
+from minillm.serve.requests import ChatRequest
+from minillm.serve.responses import (
+    END,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Message,
+    event,
+)
+from minillm.serve.settings import ServerSettings
+
+
+class ChatJob:
+    """One request to `/v1/chat/completions`."""
+
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings, template: ChatTemplate, body: ChatRequest) -> None:
+        """Check the request. Raises `ApiError` or `ConfigError`."""
+        body.check_fields()
+        top = body.top_logprobs or 0
+        if body.echo:
+            raise ApiError("echo is not supported in a chat; leave it out", param="echo")
+        if top and not body.logprobs:
+            raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
+        if not 0 <= top <= settings.max_logprobs:
+            limit = settings.max_logprobs
+            raise ApiError(f"top_logprobs={top} must be from 0 to {limit} on this server", param="top_logprobs")
+        self.engine = engine
+        self.body = body
+        self.model = settings.model_names[0]
+        self.id = f"chatcmpl-{uuid4().hex}"
+        self.created = int(time.time())
+        self.tokenizer = engine.llm_engine.engine.tokenizer
+        self.num_top = top
+        self.params = body.sampling_params(
+            max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
+            logprobs=top if body.logprobs else None,
+        )
+        text = template.render([message.for_template() for message in body.messages], body.add_generation_prompt)
+        prompt: dict[str, Any] = {
+            "prompt": text,
+            # The template has written the special tokens.
+            "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False),
+        }
+        if body.cache_salt:
+            prompt["cache_salt"] = body.cache_salt
+        self.prompt: Prompt = prompt
+
+    async def respond(self, on_finish: Observer) -> Response:
+        """Run it. Returns the answer, or the stream of its chunks."""
+        batch = await PromptBatch.start(self.engine, self.id, [self.prompt], self.params, self.body.priority, on_finish)
+        if self.body.stream:
+            return EventStream(self._events(batch), batch.aclose)
+        [output] = await batch.finish()
+        choices = [self._choice(choice) for choice in output.outputs]
+        answer = ChatCompletion(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=batch.usage()
+        )
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    def _choice(self, choice: CompletionOutput) -> ChatChoice:
+        return ChatChoice(
+            index=choice.index,
+            message=Message(content=choice.text),
+            logprobs=self._logprobs(Delta(choice.text, choice.token_ids, choice.logprobs)),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if self.body.return_token_ids else None,
+        )
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if delta.logprobs is None:
+            return None
+        return chat_logprobs(self.tokenizer, delta.token_ids, delta.logprobs, self.num_top)
+
+    async def _events(self, batch: PromptBatch) -> AsyncIterator[str]:
+        streams = [ChoiceStream(self.params) for _ in range(self.params.n)]
+        try:
+            for index in range(self.params.n):
+                role = {"role": "assistant", "content": ""}
+                yield event(self._chunk([ChatChunkChoice(index=index, delta=role, finish_reason=None)], None))
+            async for _, output in batch.outputs():
+                for choice in output.outputs:
+                    stream = streams[choice.index]
+                    if stream.ended or (delta := stream.advance(choice)) is None:
+                        continue
+                    piece = self._piece(choice, delta)
+                    yield event(self._chunk([piece], batch if self.body.wants_running_usage else None))
+            if self.body.wants_usage:
+                yield event(self._chunk([], batch))
+        except Exception as problem:
+            yield error_event(problem)
+        yield END
+
+    def _piece(self, choice: CompletionOutput, delta: Delta) -> ChatChunkChoice:
+        piece = ChatChunkChoice(index=choice.index, delta={"content": delta.text}, finish_reason=choice.finish_reason)
+        if delta.logprobs is not None:
+            piece.logprobs = self._logprobs(delta)
+        if choice.stop_reason is not None:
+            piece.stop_reason = choice.stop_reason
+        if self.body.return_token_ids:
+            piece.token_ids = delta.token_ids
+        return piece
+
+    def _chunk(self, choices: list[ChatChunkChoice], counted: PromptBatch | None) -> ChatChunk:
+        fields = {"usage": counted.usage()} if counted else {}
+        return ChatChunk(
+            id=self.id,
+            object="chat.completion.chunk",
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            **fields,
+        )

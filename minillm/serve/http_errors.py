@@ -1,0 +1,106 @@
+"""Errors as OpenAI's API writes them: `{"error": {"message": …, "type": …, "param": …, "code": 400}}`.
+
+The types and status codes are those of vLLM's server.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from http import HTTPStatus
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from minillm.errors import EngineDeadError, EngineGenerateError, MinillmError, QueueOverflowError
+
+logger = logging.getLogger(__name__)
+
+TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.UNAUTHORIZED: "AuthenticationError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowedError",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestTooLargeError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+}
+UNEXPECTED = "the server failed while it worked on the request; its log says why"
+
+NOT_AN_OBJECT = "the body must be a JSON object, sent with the header 'Content-Type: application/json'"
+
+
+class ApiError(MinillmError):
+    """A request that the server refuses, with its HTTP status and the field that is wrong."""
+
+    def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+def status_of(problem: Exception) -> HTTPStatus:
+    """The HTTP status for an error of the engine: the client's fault, full, or broken."""
+    if isinstance(problem, ApiError):
+        return problem.status
+    if isinstance(problem, QueueOverflowError | EngineDeadError):
+        return HTTPStatus.SERVICE_UNAVAILABLE
+    if isinstance(problem, MinillmError) and not isinstance(problem, EngineGenerateError):
+        return HTTPStatus.BAD_REQUEST
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def error_body(message: str, status: HTTPStatus, param: str | None = None) -> dict[str, object]:
+    """The JSON of an error."""
+    kind = TYPES.get(status, "InternalServerError" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "BadRequestError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": int(status)}}
+
+
+def error_event(problem: Exception) -> str:
+    """An error in the middle of a stream, as a server-sent event. What is not minillm's own error is logged."""
+    if not isinstance(problem, MinillmError):
+        logger.error("A stream failed.", exc_info=problem)
+    message = str(problem) if isinstance(problem, MinillmError) else UNEXPECTED
+    return f"data: {json.dumps(error_body(message, status_of(problem)))}\n\n"
+
+
+def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
+    """Make `app` answer every error in OpenAI's shape."""
+
+    def respond(message: str, status: HTTPStatus, param: str | None = None) -> JSONResponse:
+        headers = {"Retry-After": str(retry_after_s)} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+        return JSONResponse(error_body(message, status, param), status, headers)
+
+    @app.exception_handler(MinillmError)
+    async def of_minillm(request: Request, problem: MinillmError) -> JSONResponse:
+        return respond(str(problem), status_of(problem), getattr(problem, "param", None))
+
+    @app.exception_handler(RequestValidationError)
+    async def of_fields(request: Request, problem: RequestValidationError) -> JSONResponse:
+        return respond(*describe(problem))
+
+    @app.exception_handler(StarletteHTTPException)
+    async def of_http(request: Request, problem: HTTPException) -> JSONResponse:
+        response = respond(str(problem.detail), HTTPStatus(problem.status_code))
+        response.headers.update(problem.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def of_server(request: Request, problem: Exception) -> JSONResponse:
+        return respond(UNEXPECTED, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def describe(problem: RequestValidationError) -> tuple[str, HTTPStatus, str | None]:
+    """What is wrong with a body: the message, the status, and the first field that is wrong."""
+    errors = problem.errors()
+    if errors and errors[0]["type"] == "json_invalid":
+        return f"the body is not JSON: {errors[0]['ctx']['error']}", HTTPStatus.BAD_REQUEST, None
+    parts, fields = [], []
+    for error in errors:
+        if tuple(error["loc"]) == ("body",):
+            return NOT_AN_OBJECT, HTTPStatus.BAD_REQUEST, None
+        where = ".".join(str(part) for part in error["loc"] if part != "body")
+        fields.append(where.split(".")[0])
+        parts.append(f"{where}: {error['msg']}" if where else str(error["msg"]))
+    return "; ".join(dict.fromkeys(parts)), HTTPStatus.BAD_REQUEST, next((name for name in fields if name), None)

@@ -1,0 +1,152 @@
+"""`ServerMetrics`: counts and times for Prometheus, from the engine's events, under vLLM's names.
+
+Dashboards that were made for vLLM find what they look for. What vLLM counts and minillm does not have is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from minillm.async_llm import AsyncLLM
+from minillm.outputs import RequestOutput
+from minillm.trace import (
+    BlocksShared,
+    Event,
+    RequestAdded,
+    RequestFinished,
+    RequestPreempted,
+    StepRan,
+    TokensCommitted,
+)
+
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+"""Upper ends of the buckets for the time between two tokens, in seconds."""
+LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
+"""The same for the times of whole requests."""
+
+
+class ServerMetrics:
+    """Counters and histograms of one engine. Listens to its events from the moment it is made."""
+
+    def __init__(self, engine: AsyncLLM, model_name: str) -> None:
+        self.engine = engine
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            made = Counter(f"vllm:{name}", what, ["model_name", *labels], registry=self.registry)
+            return made if labels else made.labels(model_name)
+
+        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"vllm:{name}", what, ["model_name"], registry=self.registry, buckets=buckets)
+            return made.labels(model_name)
+
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of all requests.")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self.preemptions = counter("num_preemptions", "Requests that lost their blocks to others.")
+        self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found there, or shared by a fork.")
+        self.drafts = counter("spec_decode_num_drafts", "Verified drafts, each of one or more tokens.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        success = counter("request_success", "Ended requests.", "finished_reason")
+        self.finished = {reason: success.labels(model_name, reason) for reason in ("stop", "length", "abort")}
+        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", LONG)
+        self.between_tokens = histogram("inter_token_latency_seconds", "Between two steps that gain tokens.", SHORT)
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds", "Per token after the first, averaged over each request.", SHORT
+        )
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LONG)
+        self.queued = histogram("request_queue_time_seconds", "From arrival to the first forward.", LONG)
+        self.registry.register(_Gauges(engine, model_name))
+        self._new: set[str] = set()
+        """Requests that have not run yet."""
+        self._last_gain: dict[str, float] = {}
+        """When each unfinished request last gained tokens."""
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            RequestAdded: self._added,
+            BlocksShared: self._shared,
+            StepRan: self._ran,
+            TokensCommitted: self._committed,
+            RequestPreempted: lambda event: self.preemptions.inc(),
+            RequestFinished: self._ended,
+        }
+        engine.llm_engine.engine.listeners.append(self)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def observe(self, arrival_time: float, output: RequestOutput) -> None:
+        """Note the times of a finished prompt that arrived at `arrival_time` (`time.perf_counter`)."""
+        times = output.metrics
+        self.whole.observe(time.perf_counter() - arrival_time)
+        if times.first_scheduled_time is not None:
+            self.queued.observe(times.first_scheduled_time - arrival_time)
+        if times.first_token_time is not None:
+            self.first_token.observe(times.first_token_time - arrival_time)
+        if times.tpot is not None:
+            self.per_token.observe(times.tpot)
+
+    def __call__(self, event: Event) -> None:
+        """Count one event, in the engine's thread."""
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    def _added(self, event: RequestAdded) -> None:
+        self.prompt_tokens.inc(len(event.prompt_token_ids))
+        if self.engine.llm_engine.engine.scheduler.config.enable_prefix_caching:
+            self.cache_queries.inc(len(event.prompt_token_ids))
+        self._new.add(event.request_id)
+
+    def _shared(self, event: BlocksShared) -> None:
+        if event.request_id in self._new:  # a preempted request finds its own blocks
+            self.cache_hits.inc(event.num_tokens)
+
+    def _ran(self, event: StepRan) -> None:
+        if self._new:
+            self._new.difference_update([work.request_id for work in event.work])
+
+    def _committed(self, event: TokensCommitted) -> None:
+        self.generation_tokens.inc(len(event.token_ids))
+        if event.num_drafts:
+            self.drafts.inc()
+            self.draft_tokens.inc(event.num_drafts)
+            self.accepted_tokens.inc(event.num_accepted)
+        now = time.perf_counter()
+        before = self._last_gain.get(event.request_id)
+        if before is not None:
+            self.between_tokens.observe(now - before)
+        self._last_gain[event.request_id] = now
+
+    def _ended(self, event: RequestFinished) -> None:
+        self.finished[event.reason].inc()
+        self._new.discard(event.request_id)
+        self._last_gain.pop(event.request_id, None)
+
+
+class _Gauges(Collector):
+    """The state of the engine at the moment it is asked."""
+
+    def __init__(self, engine: AsyncLLM, model_name: str) -> None:
+        self.engine = engine
+        self.model_name = model_name
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        inner = self.engine.llm_engine.engine
+        num_running = len(inner.scheduler.running)
+        usage = inner.pool.num_used / inner.pool.num_blocks
+        for name, what, value in (
+            ("num_requests_running", "Requests that the engine runs.", num_running),
+            ("num_requests_waiting", "Requests that wait.", max(0, self.engine.num_unfinished - num_running)),
+            ("kv_cache_usage_perc", "Share of the cache blocks in use, 0 to 1.", usage),
+        ):
+            family = GaugeMetricFamily(f"vllm:{name}", what, labels=["model_name"])
+            family.add_metric([self.model_name], value)
+            yield family

@@ -1,0 +1,191 @@
+"""The bodies of `/v1/completions` and `/v1/chat/completions`: OpenAI's fields, and those that vLLM adds to them.
+
+As in vLLM, a field that nobody knows is ignored (and logged at level DEBUG), because clients send fields of newer APIs.
+A field that OpenAI or vLLM has and minillm lacks is refused if its value asks for something.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from minillm.sampling import RequestOutputKind, SamplingParams
+from minillm.serve.http_errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ec_transfer_params": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "logit_bias": ({},),
+    "logprob_token_ids": ([],),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+"""Field → the values, besides null, that ask for nothing."""
+
+
+class StreamOptions(BaseModel):
+    """When a stream reports token counts."""
+
+    include_usage: bool = False
+    """In a last chunk without choices."""
+    continuous_usage_stats: bool = False
+    """In every chunk (vLLM's extension)."""
+
+
+class GenerationRequest(BaseModel):
+    """The fields that both kinds of requests share. None: the default of `SamplingParams`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    n: int | None = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    """Ignored, as in vLLM."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool | None = None
+    priority: int = 0
+    cache_salt: str | None = Field(default=None, min_length=1)
+    return_token_ids: bool | None = None
+
+    def check_fields(self) -> None:
+        """Raise `ApiError` for a field that minillm lacks, and for options of a stream without a stream."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in UNSUPPORTED:
+                logger.debug("The request has a field %r, which is ignored.", name)
+            elif value is not None and value not in UNSUPPORTED[name]:
+                raise ApiError(f"{name} is not supported; leave it out", param=name)
+        if self.stream_options and not self.stream:
+            raise ApiError("stream_options need stream=true", param="stream_options")
+
+    def sampling_params(self, max_tokens: int | None, **own: Any) -> SamplingParams:
+        """The parameters of the request; `own` are those of its kind. Raises `ConfigError` for a bad value."""
+        given = {
+            name: getattr(self, name)
+            for name in (
+                *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+                *("repetition_penalty", "skip_special_tokens", "stop_token_ids"),
+            )
+            if getattr(self, name) is not None
+        }
+        return SamplingParams(
+            **given,
+            **own,
+            seed=self.seed,
+            stop=self.stop or None,  # clients send [] for none
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            output_kind=RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY,
+        )
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every chunk carries the token counts."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    """A text or token ids, or several of either; each gets `n` choices."""
+    suffix: str | None = None
+    """The text after the gap; the model fills the gap between `prompt` and `suffix`."""
+    max_tokens: int | None = 16
+    """0 with `echo` returns the prompt alone."""
+    logprobs: int | None = Field(default=None, ge=-1)
+    """How many of the most likely tokens to report at each position; -1: all."""
+    echo: bool | None = False
+    """Start each choice with the prompt."""
+    best_of: int | None = None
+    """Refused unless it equals `n`: nothing ranks candidates here."""
+
+
+class ChatMessage(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it, with the parts of its content joined.
+
+        Raises `ApiError` for a part that is not text.
+        """
+        content = self.content
+        if isinstance(content, list):
+            for part in content:
+                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                    kind = part.get("type")
+                    raise ApiError(f"a message has a part of type {kind!r}; this model reads text", param="messages")
+            content = "".join(part["text"] for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+
+
+class ChatRequest(GenerationRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    """The older name of `max_completion_tokens`. Neither: as many as the context allows."""
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=-1)
+    add_generation_prompt: bool = True
+    echo: bool | None = False
+    """Refused."""

@@ -1,0 +1,58 @@
+"""The server's process: uvicorn runs the application until it is told to stop, then drains it."""
+
+from __future__ import annotations
+
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from minillm.errors import ConfigError
+
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays open. It must be longer than clients keep theirs (httpx 5 s, aiohttp 15 s, requests
+and proxies up to a minute): the side that closes first must be the one that would send the next request, or that
+request is lost when both happen at once."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to an address, before a model is loaded. Port 0: a free one. Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as problem:
+        listener.close()
+        raise ConfigError(f"{host}:{port} cannot be listened on ({problem}); choose another --host or --port") from None
+    return listener
+
+
+def make_server(app: FastAPI, shutdown_timeout: int | None, log_level: str, access_log: bool) -> uvicorn.Server:
+    """A server for `app`.
+
+    On SIGINT or SIGTERM it accepts no more connections and waits for the running requests, at most `shutdown_timeout`
+    seconds (None: as long as they take); then it cancels the rest and ends the engine.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level=log_level,
+        access_log=access_log,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=shutdown_timeout,
+        lifespan="on",
+    )
+    return uvicorn.Server(config)
+
+
+def check_log_level(name: str) -> None:
+    """Raise `ConfigError` for a level that uvicorn does not have."""
+    if name not in uvicorn.config.LOG_LEVELS:
+        levels = ", ".join(uvicorn.config.LOG_LEVELS)
+        raise ConfigError(f"--uvicorn-log-level {name} must be one of {levels}")
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where the server is reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

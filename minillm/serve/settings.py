@@ -1,0 +1,35 @@
+"""`ServerSettings`: what the server needs to know besides the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minillm.config import at_least
+from minillm.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Names, limits and keys of one server."""
+
+    model_names: tuple[str, ...]
+    """The names that requests may give as `model`; responses carry the first."""
+    api_keys: tuple[str, ...] = ()
+    """A request under `/v1` must carry one of these as a bearer token. Empty: none is asked for."""
+    max_body_bytes: int = 4 * MIB
+    """Longest request body."""
+    max_logprobs: int = 20
+    """Most log-probabilities per position that a request may ask for, as in vLLM."""
+    retry_after_s: int = 1
+    """What a refused request is told to wait."""
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise ConfigError(f"served model names {self.model_names!r} must be one or more non-empty names")
+        if not all(self.api_keys):
+            raise ConfigError("an API key is empty; give a key, or leave the option out to ask for none")
+        at_least("max_body_bytes", self.max_body_bytes, 1)
+        at_least("max_logprobs", self.max_logprobs, 0)
+        at_least("retry_after_s", self.retry_after_s, 0)

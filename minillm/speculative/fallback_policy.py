@@ -1,0 +1,39 @@
+"""How many drafts each method of a `FallbackDrafter` may propose: each has estimates and costs of its own.
+
+Lookup is nearly free and its drafts are accepted where text repeats. A model's drafts cost forwards. With one estimate
+for both, a model that does not pay would silence the lookup, or a lookup that pays would keep the model drafting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minillm.request import Request
+from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
+from minillm.speculative.fallback import FallbackDrafter
+
+
+class FallbackDrafts:
+    """A `DraftPolicy` for each of the two methods; a verdict is told to that of the method which proposed."""
+
+    def __init__(self, drafter: FallbackDrafter, first: DraftPolicy, second: DraftPolicy) -> None:
+        self.drafter, self.first, self.second = drafter, first, second
+
+    def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
+        """See `DraftPolicy.plan`. The plan has room for the longer of the two drafts of a request, and the predictions
+        of the method that is predicted to gain more."""
+        plans = self.first.plan(requests, num_rows), self.second.plan(requests, num_rows)
+        limits = list(zip(*(plan.num_drafts for plan in plans), strict=True))
+        self.drafter.limits.update(zip(requests, limits, strict=True))
+        better = max(plans, key=lambda plan: max(plan.speedups, default=0.0))
+        return DraftPlan(list(map(max, limits)), better.survival, better.speedups)
+
+    def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """See `DraftPolicy.judged`."""
+        policy = self.first if self.drafter.proposer(request) is self.drafter.first else self.second
+        policy.judged(request, num_drafts, num_accepted)
+
+    def ran(self, num_rows: int, num_context: int, seconds: float) -> None:
+        """See `DraftPolicy.ran`."""
+        for policy in (self.first, self.second):
+            policy.ran(num_rows, num_context, seconds)

@@ -1,0 +1,224 @@
+"""Drafting with heads on the target's last hidden state (Medusa: Cai et al. 2024; Hydra: Ankner et al. 2024).
+
+    the step that verifies      … t₋₂  t₋₁ │ logits of t₋₁'s row choose t₀; its hidden state h goes to the heads
+    the next round              h, t₀  →  x₁ x₂ x₃ …          one small network, no attention, no cache of its own
+
+The target has already read the whole text, and h is what it made of it. So the heads need no keys and values, nothing
+to catch up with, and nothing to roll back: a hidden state belongs to a number of tokens, and is used only while the
+request has exactly so many. `draft_heads` describes the network; it shares the target's embedding and unembedding.
+
+The chain ends before the first position whose estimated probability of surviving (this draft and all before it are
+accepted) is below `min_survival`. The estimate depends on h and t₀ only, so it is known before a draft is drawn, and
+sampled text keeps the target's distribution under every rule of acceptance.
+
+Wins: one pass for all wide products, and no cache to fill after a prompt or a preemption. Loses: heads see only the
+last hidden state and the drafts so far, so their drafts are right less often than those of a draft model, which reads
+the text again. On a CPU they run in PyTorch, in float32, beside a compiled target: there a round costs more than that
+of the small compiled draft model, and the adaptive number of drafts is often 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.config import in_range
+from minillm.models.decoder import Decoder
+from minillm.ops.linear import linear
+from minillm.ops.transfer import copy_to_device
+from minillm.quantization.base import QuantizedLinear
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
+from minillm.speculative.chain_drafter import ChainDrafter, check_sample_method
+from minillm.speculative.draft_heads import KINDS, DraftHeads, HeadsShape
+from minillm.speculative.drafter import NO_DRAFT, Draft, DraftContext
+from minillm.speculative.trained_drafter import drafter_folder, load_drafter
+
+
+@dataclass(frozen=True)
+class HeadsOptions:
+    """The options of method `heads`, minillm's own."""
+
+    model: str | None = None
+    """The folder of the trained heads; None: those bundled for a bundled target."""
+    draft_sample_method: str = "probabilistic"
+    """`probabilistic` samples drafts from the heads' distributions, `greedy` takes their argmax."""
+    min_survival: float = 0.1
+    """No draft where the estimated probability that it survives is less than this; 0: always as many as wanted."""
+
+    def __post_init__(self) -> None:
+        check_sample_method(self.draft_sample_method)
+        in_range("min_survival", self.min_survival, 1.0)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the heads know before the first draft of a round."""
+
+    num_drafts: list[int]
+    """Of each request, after the cut."""
+    logits: Tensor
+    """W sᵢ: `[num_requests, max(num_drafts), vocab]`."""
+    contexts: Tensor
+    """Pᵢ c: `[num_requests, max(num_drafts), token_rank]`."""
+
+
+def unembedding(target: Decoder, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The target's unembedding as a function, in `dtype`. It stays valid when an executor takes the model's weights."""
+    head = target.lm_head
+    if isinstance(head, QuantizedLinear):
+        return head
+    weight = head.weight.detach().to(dtype)
+    return lambda x: linear(x, weight)
+
+
+class TargetHeads:
+    """Heads beside the embedding and the unembedding of one target, with all products that can be made once."""
+
+    def __init__(self, heads: DraftHeads, embedding: Tensor, unembedding: Callable[[Tensor], Tensor]) -> None:
+        """`embedding`: `[vocab, hidden]`; `unembedding`: `[n, hidden]` → `[n, vocab]`."""
+        self.heads, self.embedding, self.unembedding = heads, embedding, unembedding
+        self.dtype = heads.down.weight.dtype
+        with torch.inference_mode():
+            parts = [heads.tokens(rows.to(self.dtype)) for rows in embedding.split(8192)]
+            self.token_table = torch.cat(parts)
+            """Q e of every token: `[vocab, token_rank]`."""
+            self.narrow = unembedding(heads.up.weight.T.contiguous()).T.contiguous()
+            """W D: `[vocab, token_rank]`."""
+
+    @torch.inference_mode()
+    def begin(self, hidden: Tensor, last: Tensor, most: Sequence[int], kind: int, min_survival: float) -> Round:
+        """Start a round. `hidden`: `[n, hidden]`; `last`: `[n]` int64, the last tokens; `most`: most drafts of each;
+        `kind`: the row of `KINDS` whose confidences cut the chains."""
+        c = self.heads.trunk(hidden.to(self.dtype), F.embedding(last, self.embedding).to(self.dtype))
+        most = [min(k, self.heads.shape.num_drafts) for k in most]
+        if min_survival > 0:
+            alive = (self.heads.survival(c)[:, kind] >= min_survival).sum(-1).tolist()
+            most = [min(pair) for pair in zip(most, alive, strict=True)]
+        longest = max(most)
+        if not longest:
+            return Round(most, c[:0], c[:0])
+        vectors = self.heads.positions(c, longest)
+        logits = self.unembedding(vectors.flatten(0, 1)).unflatten(0, (-1, longest))
+        return Round(most, logits, self.heads.contexts(c)[:, :longest])
+
+    @torch.inference_mode()
+    def next_logits(
+        self, logits: Tensor, context: Tensor, previous: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of one draft and zᵢ. `logits`: W sᵢ, `context`: Pᵢ c; `previous`: `[n]`, the tokens before it;
+        `state`: zᵢ₋₁."""
+        state = self.heads.next_state(context, F.embedding(previous, self.token_table), state)
+        return logits + F.linear(state, self.narrow), state
+
+    @torch.inference_mode()
+    def draft(self, begun: Round, last: Tensor) -> list[list[int]]:
+        """The argmax at every position. Reads the tokens once, at the end."""
+        tokens, previous, state = [], last, None
+        for i in range(begun.logits.shape[1]):
+            logits, state = self.next_logits(begun.logits[:, i], begun.contexts[:, i], previous, state)
+            previous = logits.argmax(-1)
+            tokens.append(previous)
+        drafted = torch.stack(tokens, dim=1).tolist()
+        return [row[:count] for row, count in zip(drafted, begun.num_drafts, strict=True)]
+
+
+class Chains:
+    """The states of several chains whose tokens are drawn outside."""
+
+    def __init__(self, heads: TargetHeads, begun: Round, rows: Tensor, last: Tensor) -> None:
+        """`rows`: which requests of the round draft, `[n]` int64."""
+        self.heads, self.position = heads, 0
+        self.logits, self.contexts = begun.logits.index_select(0, rows), begun.contexts.index_select(0, rows)
+        self.active = list(range(len(rows)))
+        """The chains that `state` is of."""
+        self.first_logits, self.state = heads.next_logits(
+            self.logits[:, 0], self.contexts[:, 0], last.index_select(0, rows), None
+        )
+
+    def next_logits(self, active: Sequence[int], previous: Tensor) -> Tensor:
+        """The logits of the next draft of these chains, `[len(active), vocab]`. `previous`: their drafts before it."""
+        self.position += 1
+        if len(active) < len(self.active):
+            kept = copy_to_device({"rows": np.array([self.active.index(i) for i in active])}, previous.device)["rows"]
+            self.state, self.active = self.state.index_select(0, kept), list(active)
+            self.logits, self.contexts = self.logits.index_select(0, kept), self.contexts.index_select(0, kept)
+        logits, context = self.logits[:, self.position], self.contexts[:, self.position]
+        found, self.state = self.heads.next_logits(logits, context, previous, self.state)
+        return found
+
+
+class HeadsDrafter(ChainDrafter):
+    """Drafts chains from the hidden states that the target's steps leave."""
+
+    Options = HeadsOptions
+    observes_hidden = True
+
+    def __init__(self, runner: ModelRunner, heads: TargetHeads, options: HeadsOptions) -> None:
+        super().__init__(runner, options.draft_sample_method == "greedy")
+        self.heads, self.min_survival = heads, options.min_survival
+        self._hidden: WeakKeyDictionary[Request, tuple[int, Tensor]] = WeakKeyDictionary()
+        """Of each request, for how many of its tokens the hidden state holds, and the state, `[hidden]`."""
+
+    @classmethod
+    def build(cls, context: DraftContext) -> HeadsDrafter:
+        """See `Drafter.build`. Raises what `drafter_folder` and `load_drafter` raise."""
+        target, options = context.target.model, context.options
+        folder = drafter_folder("heads", options.model, context.target_name)
+        heads = load_drafter(folder, "heads", target.config, context.target_name, HeadsShape, DraftHeads)
+        weight = target.embed_tokens.weight
+        dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
+        own = TargetHeads(heads.to(weight.device, dtype), weight.detach(), unembedding(target, dtype))
+        return cls(context.target, own, options)
+
+    def observe_hidden(self, requests: Sequence[Request], hidden: Tensor) -> None:
+        """See `Drafter.observe_hidden`."""
+        for request, row in zip(requests, hidden, strict=True):
+            self._hidden[request] = request.num_tokens, row
+
+    def request_dropped(self, request: Request) -> None:
+        """See `Drafter.request_dropped`."""
+        self._hidden.pop(request, None)
+
+    def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`. No draft for a request whose hidden state an interrupt has left behind."""
+        drafts = [NO_DRAFT] * len(requests)
+        known = [i for i, request in enumerate(requests) if self._hidden.get(request, (0,))[0] == request.num_tokens]
+        if known:
+            found = self._propose([requests[i] for i in known], [num_drafts[i] for i in known])
+            for i, draft in zip(known, found, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        hidden = torch.stack([self._hidden[request][1] for request in requests])
+        last = self._on_device([request.token_ids[-1] for request in requests])
+        is_greedy = self.is_greedy(requests)
+        kind = KINDS.index("greedy" if is_greedy else "sampled")
+        begun = self.heads.begin(hidden, last, num_drafts, kind, self.min_survival)
+        if not any(begun.num_drafts):
+            return [NO_DRAFT] * len(requests)
+        if is_greedy:
+            return [Draft(token_ids) for token_ids in self.heads.draft(begun, last)]
+        return self._draw_drafts(requests, begun, last)
+
+    def _draw_drafts(self, requests: Sequence[Request], begun: Round, last: Tensor) -> list[Draft]:
+        """Sample drafts; requests beside them that are greedy get the argmax."""
+        drafting = [i for i, count in enumerate(begun.num_drafts) if count]
+        chains = Chains(self.heads, begun, self._on_device(drafting), last)
+
+        def next_logits(active: list[int], drafted: list[list[int]]) -> Tensor:
+            return chains.next_logits(active, self._on_device([drafted[i][-1] for i in active]))
+
+        chosen, counts = [requests[i] for i in drafting], [begun.num_drafts[i] for i in drafting]
+        found = iter(self.draw_chains(chosen, counts, chains.first_logits, next_logits))
+        return [next(found) if count else NO_DRAFT for count in begun.num_drafts]
+
+    def _on_device(self, values: Sequence[int]) -> Tensor:
+        return copy_to_device({"values": np.array(values, np.int64)}, self.runner.device)["values"]

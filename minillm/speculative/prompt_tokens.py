@@ -1,0 +1,138 @@
+"""The target drafts for itself with a few learned embeddings (Parallel Prompt Decoding: Chen et al. 2024).
+
+    the draft forward      [ t₀   m₁   m₂   m₃ ]       over the target's own cache, all rows in one pass
+    its logits               x₁   x₂   x₃   x₄
+    the verification       [ t₀   x₁   x₂   x₃   x₄ ]
+
+A prompt token mᵢ is an embedding of no token, trained so that the frozen target's logits at its row are those of the
+token i places further on: a few times the hidden size in numbers, 0.01% of the bundled target. Drafts do not depend on
+each other, so later ones are rougher.
+
+Difference from the paper: there the prompt tokens ride along with the verification, behind every draft that may be the
+last accepted one, so a round is one forward of many rows. Here they are a forward of the drafter, behind the one token
+that is known to be the last. That forward also computes the row of t₀, so x₁ is the target's own choice and is always
+accepted. A round is two forwards of few rows and gains at least two tokens. On a processor, where each row costs, that
+is no more expensive; where rows are free, as on a large GPU with one request, the paper's way is better.
+
+The prompt tokens are the last rows of a chain: no other row reads them. Their keys and values go to slots in which the
+verification stores those of the drafts (`self_drafter` describes why no other request can find them).
+
+Wins: nothing but the embeddings is trained and stored. Loses: a draft forward reads all weights of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Annotated
+
+import numpy as np
+import torch
+from msgspec import Meta
+from torch import Tensor, nn
+
+from minillm.batch import Segment
+from minillm.models.decoder import Decoder
+from minillm.ops.transfer import copy_to_device
+from minillm.request import Request
+from minillm.runtime.runner import ModelRunner
+from minillm.sampling import argmax
+from minillm.speculative.chain_drafter import ChainDrafter, check_sample_method
+from minillm.speculative.drafter import Draft, DraftContext
+from minillm.speculative.trained_drafter import drafter_folder, load_drafter
+
+
+@dataclass(frozen=True)
+class PromptTokensOptions:
+    """The options of method `prompt_tokens`, minillm's own."""
+
+    model: str | None = None
+    """The folder of the trained embeddings; None: those bundled for a bundled target."""
+    draft_sample_method: str = "probabilistic"
+    """`probabilistic` samples drafts from the distributions at the prompt tokens, `greedy` takes their argmax."""
+
+    def __post_init__(self) -> None:
+        check_sample_method(self.draft_sample_method)
+
+
+@dataclass(frozen=True)
+class PromptTokensShape:
+    """The sizes of the embeddings."""
+
+    hidden_size: Annotated[int, Meta(ge=1, le=65_536)]
+    num_drafts: Annotated[int, Meta(ge=1, le=63)] = 3
+    """Number of prompt tokens. A round drafts one token more."""
+
+
+class PromptTokens(nn.Module):
+    """The learned embeddings."""
+
+    def __init__(self, shape: PromptTokensShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.num_drafts, shape.hidden_size)
+
+    def initialise(self, model: Decoder) -> None:
+        """Start at the mean of the target's embeddings, with a little noise."""
+        weight = model.embed_tokens.weight.detach()
+        with torch.no_grad():
+            self.embedding.weight.copy_(weight.mean(0) + 0.1 * weight.std() * torch.randn(self.embedding.weight.shape))
+
+
+def add_input_embeddings(model: Decoder, rows: Tensor) -> int:
+    """Append `rows` (`[n, hidden]`) to the embedding of `model`, not to its unembedding. Returns the id of the first:
+    ids from there on are inputs that no output can be."""
+    weight = model.embed_tokens.weight
+    grown = torch.cat((weight.detach(), rows.to(weight.device, weight.dtype)))
+    model.embed_tokens = nn.Embedding.from_pretrained(grown)
+    return len(weight)
+
+
+class PromptTokensDrafter(ChainDrafter):
+    """Drafts chains with one forward of the target over prompt tokens."""
+
+    Options = PromptTokensOptions
+    needs_blocks = True
+
+    def __init__(self, runner: ModelRunner, greedy: bool, prompt_ids: Sequence[int]) -> None:
+        super().__init__(runner, greedy)
+        self.prompt_ids = list(prompt_ids)
+        """The input ids of the prompt tokens."""
+
+    @classmethod
+    def build(cls, context: DraftContext) -> PromptTokensDrafter:
+        """See `Drafter.build`. Raises what `drafter_folder` and `load_drafter` raise."""
+        target, options = context.target.model, context.options
+        folder = drafter_folder("prompt_tokens", options.model, context.target_name)
+        prompts = load_drafter(
+            folder, "prompt_tokens", target.config, context.target_name, PromptTokensShape, PromptTokens
+        )
+        first = add_input_embeddings(target, prompts.embedding.weight)
+        ids = range(first, first + prompts.shape.num_drafts)
+        return cls(context.target, options.draft_sample_method == "greedy", ids)
+
+    def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose`."""
+        counts = [min(most, len(self.prompt_ids) + 1) for most in num_drafts]
+        logits = self.runner.run([self._segment(*pair) for pair in zip(requests, counts, strict=True)])
+        if self.is_greedy(requests):
+            tokens, ends = argmax(logits), list(accumulate(counts))
+            return [Draft(tokens[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        first = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+
+        def rows(active: Sequence[int], place: int) -> Tensor:
+            chosen = {"rows": np.array([first[i] + place for i in active])}
+            return logits.index_select(0, copy_to_device(chosen, logits.device)["rows"])
+
+        return self.draw_chains(
+            requests,
+            counts,
+            rows(range(len(requests)), 0),
+            lambda active, drafted: rows(active, len(drafted[active[0]])),
+        )
+
+    def _segment(self, request: Request, count: int) -> Segment:
+        """The last committed token and the prompt tokens of `count` drafts."""
+        tokens = [request.token_ids[-1], *self.prompt_ids[: count - 1]]
+        return Segment(tokens, request.num_tokens - 1, request.block_table, count)

@@ -1,0 +1,47 @@
+"""Typical acceptance: keep a draft that the target finds likely enough (Medusa: Cai et al. 2024, section 2.3.1).
+
+    accept x if  p(x) > min(ε, δ · exp(-H(p)))          H(p): the entropy of p in nats
+
+Where the target is sure, only its likely tokens pass; where many tokens are about equally likely, most of them do. The
+draft's own distribution plays no part, so a deterministic draft is accepted as readily as a drawn one, and more drafts
+are accepted than by rejection sampling.
+
+**It is lossy.** A likely draft is always accepted, however seldom the target would draw it, so the text is not
+distributed as the target's: it follows the draft among the tokens that pass. At temperature 0 it is exact: p is
+one-hot, and only its token passes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from minillm.errors import ConfigError
+from minillm.speculative.rejection_sampler import AcceptRule
+
+THRESHOLD, ALPHA = 0.09, 0.3
+"""The paper's ε and δ."""
+
+
+def likely_enough(p: Tensor, q: Tensor, x: Tensor, threshold: float = THRESHOLD, alpha: float = ALPHA) -> Tensor:
+    """`AcceptRule.accept`: 1 where p(x) > min(`threshold`, `alpha` · exp(-entropy of p)), else 0."""
+    entropy = torch.special.entr(p).sum(-1)
+    return (p.gather(-1, x[:, None]).squeeze(-1) > (alpha * (-entropy).exp()).clamp(max=threshold)).to(p.dtype)
+
+
+def from_target(p: Tensor, q: Tensor) -> Tensor:
+    """`AcceptRule.recover`: after a rejection, a token of the target."""
+    return p
+
+
+def typical_rule(threshold: float | None = None, alpha: float | None = None) -> AcceptRule:
+    """The rule with these ε and δ; None: the paper's. Raises `ConfigError` unless both are above 0 and at most 1."""
+    given = {"posterior_threshold": threshold, "posterior_alpha": alpha}
+    for name, value in given.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value <= 1):
+            raise ConfigError(f"{name}={value!r} must be a number above 0 and at most 1")
+    chosen = {"threshold": threshold or THRESHOLD, "alpha": alpha or ALPHA}
+    return AcceptRule(partial(likely_enough, **chosen), from_target)

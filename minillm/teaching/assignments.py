@@ -1,0 +1,161 @@
+"""A lesson as an assignment for other people's graders: nbgrader's source notebooks and otter's autograder zip."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib.util
+import re
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+from minillm.errors import LessonError, UnsupportedError
+from minillm.teaching.course import Lesson, choose, read_notebook
+from minillm.teaching.exercise import Exercise
+from minillm.teaching.notebook import BEGIN, for_learner, read_source
+from minillm.teaching.registry import exercises_of, module_names
+
+NBGRADER_SCHEMA = 3
+NBGRADER_CONFIG = """\
+c = get_config()
+c.CourseDirectory.course_id = "minillm"
+c.ExecutePreprocessor.timeout = 600
+"""
+IMPORT = "from minillm.teaching.assert_passes import assert_passes"
+
+
+def write_nbgrader(root: Path, names: list[str] | None, target: Path, secret: bytes = b"") -> list[Path]:
+    """Write `target/source/LESSON/LESSON.ipynb` for each lesson: solutions, and a test cell behind every exercise.
+
+    nbgrader takes solutions and hidden tests out itself (`nbgrader generate_assignment`). With a `secret`, hidden tests
+    try cases that the learner's own check does not have.
+
+    Raises:
+        LessonError: an unknown lesson, or one without exercises.
+    """
+    written = []
+    for lesson in choose(root, names):
+        if names is None and not _exercises(lesson):
+            continue
+        path = target / "source" / lesson.name / f"{lesson.name}.ipynb"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(nbformat.writes(nbgrader_source(lesson, secret)), encoding="utf-8")
+        written.append(path)
+    config = target / "nbgrader_config.py"
+    if not config.exists():
+        config.write_text(NBGRADER_CONFIG, encoding="utf-8")
+    return written
+
+
+def nbgrader_source(lesson: Lesson, secret: bytes = b"") -> NotebookNode:
+    """The lesson with nbgrader's metadata: each exercise's cell is a solution, behind it a locked test of one point."""
+    exercises = _exercises_or_error(lesson)
+    notebook, cells = read_source(lesson.source), []
+    for cell in notebook.cells:
+        cells.append(cell)
+        exercise = next((e for e in exercises if cell.cell_type == "code" and _defines(cell.source, e)), None)
+        if exercise is None:
+            continue
+        name = exercise.function_name
+        cell.metadata["nbgrader"] = _metadata(name, solution=True)
+        test = nbformat.v4.new_code_cell(_nbgrader_test(exercise, secret))
+        test.id = f"{cell.id}-test"
+        test.metadata["nbgrader"] = {**_metadata(f"test_{name}", solution=False), "points": 1}
+        cells.append(test)
+    notebook.cells = cells
+    return notebook
+
+
+def write_otter(root: Path, names: list[str] | None, target: Path, secret: bytes = b"") -> list[Path]:
+    """Write `target/LESSON/LESSON.ipynb`, the learner's notebook, and `target/LESSON/autograder.zip`, made by otter.
+
+    Raises:
+        LessonError: an unknown lesson, or one without exercises.
+        UnsupportedError: otter-grader is not installed.
+    """
+    if importlib.util.find_spec("otter") is None:
+        raise UnsupportedError("otter-grader is not installed; run: pip install 'minillm-lessons[graders]'")
+    from otter.generate import main as generate
+
+    written = []
+    for lesson in choose(root, names):
+        if names is None and not _exercises(lesson):
+            continue
+        folder = target / lesson.name
+        folder.mkdir(parents=True, exist_ok=True)
+        exercises = _exercises_or_error(lesson)
+        with tempfile.TemporaryDirectory() as tests:
+            for exercise in exercises:
+                text = otter_test(exercise, secret)
+                (Path(tests) / f"{exercise.function_name}.py").write_text(text, encoding="utf-8")
+            requirements = Path(tests) / "requirements.txt"
+            requirements.write_text("minillm-lessons\n", encoding="utf-8")
+            place = folder / "autograder.zip"
+            generate(
+                tests_dir=tests,
+                output_path=str(place),
+                requirements=str(requirements),
+                no_config=True,
+                no_environment=True,
+            )
+        written.append(place)
+        solved = read_notebook(lesson.solution)
+        if solved is not None:
+            (folder / f"{lesson.name}.ipynb").write_text(nbformat.writes(for_learner(solved)), encoding="utf-8")
+    return written
+
+
+def otter_test(exercise: Exercise, secret: bytes = b"") -> str:
+    """A test of one point in otter's format: the visible cases, and with a `secret` the hidden ones."""
+    calls = [(f"assert_passes({exercise.name!r}, {exercise.function_name})", False)]
+    if secret:
+        seed = _seed(exercise, secret)
+        calls.append((f"assert_passes({exercise.name!r}, {exercise.function_name}, {seed!r})", True))
+    cases = [{"code": f">>> {IMPORT}\n>>> {call}\n", "hidden": hidden, "locked": False} for call, hidden in calls]
+    suite = {"cases": cases, "scored": True, "setup": "", "teardown": "", "type": "doctest"}
+    test = {"name": exercise.function_name, "points": 1, "all_or_nothing": True, "suites": [suite]}
+    return f"OK_FORMAT = True\n\ntest = {test!r}\n"
+
+
+def _nbgrader_test(exercise: Exercise, secret: bytes) -> str:
+    call = f"assert_passes({exercise.name!r}, {exercise.function_name}"
+    lines = [IMPORT, "", f"{call})"]
+    if secret:
+        lines += ["### BEGIN HIDDEN TESTS", f"{call}, {_seed(exercise, secret)!r})", "### END HIDDEN TESTS"]
+    return "\n".join(lines)
+
+
+def _metadata(grade_id: str, solution: bool) -> dict[str, object]:
+    return {
+        "schema_version": NBGRADER_SCHEMA,
+        "grade_id": grade_id,
+        "cell_type": "code",
+        "solution": solution,
+        "grade": not solution,
+        "locked": not solution,
+        "task": False,
+    }
+
+
+def _seed(exercise: Exercise, secret: bytes) -> str:
+    return hmac.new(secret, exercise.name.encode(), hashlib.sha256).hexdigest()
+
+
+def _defines(source: str, exercise: Exercise) -> bool:
+    return BEGIN in source and re.search(rf"^def {exercise.function_name}\(", source, re.MULTILINE) is not None
+
+
+def _exercises(lesson: Lesson) -> list[Exercise]:
+    return [
+        e for name in module_names() if name.partition("_")[0] == f"l{lesson.number:02}" for e in exercises_of(name)
+    ]
+
+
+def _exercises_or_error(lesson: Lesson) -> list[Exercise]:
+    found = _exercises(lesson)
+    if not found:
+        raise LessonError(f"lesson {lesson.name} has no exercises to grade")
+    return found

@@ -1,0 +1,50 @@
+"""How a case of lesson 02 uses the learner's `append_kv`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm.teaching.exercise import Function
+
+HEADS, WIDTH = 2, 3
+
+
+def use_append(append: Function, capacity: int, past: int, num_new: int) -> dict[str, object]:
+    """Run `append` on a cache whose row i holds i + 1 for keys, 10 · (i + 1) for values, and 0 where it is unused.
+
+    So a counterexample is a few lists of numbers. It also says whether the returned rows are views of the cache.
+    """
+    cache_k, cache_v = (torch.cat((_rows(0, past, s), torch.zeros(capacity - past, HEADS, WIDTH))) for s in (1, 10))
+    raised = "nothing"
+    try:
+        returned = append(cache_k, cache_v, past, _rows(past, num_new, 1), _rows(past, num_new, 10))
+    except ValueError:
+        raised, returned = "ValueError", (None, None)
+    keys, values = returned
+    views = _same_memory(keys, cache_k) and _same_memory(values, cache_v)
+    return {
+        "raised": raised,
+        "keys": _read(keys),
+        "values": _read(values),
+        "memory": "no rows" if keys is None else "views of the cache" if views else "copies",
+        "cache_k": _read(cache_k),
+        "cache_v": _read(cache_v),
+    }
+
+
+def _rows(first: int, count: int, scale: int) -> Tensor:
+    numbers = scale * torch.arange(first + 1, first + count + 1).float()
+    return numbers.view(-1, 1, 1).repeat(1, HEADS, WIDTH)
+
+
+def _read(rows: object) -> object:
+    """Return the number that fills each row, or `rows` unchanged if some row holds different numbers."""
+    if not isinstance(rows, Tensor) or rows.shape[1:] != (HEADS, WIDTH):
+        return rows
+    filled = torch.equal(rows, rows[:, :1, :1].expand_as(rows))
+    return [int(number) for number in rows[:, 0, 0]] if filled else rows
+
+
+def _same_memory(rows: object, cache: Tensor) -> bool:
+    return isinstance(rows, Tensor) and rows.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()

@@ -1,0 +1,169 @@
+"""Grade a folder of submissions: skip those that are done, several at a time, and never stop at a bad one."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minillm.errors import ConfigError
+from minillm.teaching.grading import grades
+from minillm.teaching.grading.grades import SCHEMA, Status, Submission
+from minillm.teaching.grading.one_submission import Grader, Rules
+from minillm.teaching.grading.student_process import StudentProcess
+from minillm.version import __version__
+
+SUFFIXES = (".ipynb", ".py")
+SKIPPED = (".ipynb_checkpoints", "__pycache__", "__MACOSX")
+RESULTS = "submissions"
+MAX_NAME = 80
+
+
+@dataclass(frozen=True)
+class File:
+    """A submitted file. `student`: the folder it is in below the submissions, or its own name without suffix."""
+
+    path: Path
+    name: str
+    student: str
+
+
+def find(folder: Path) -> list[File]:
+    """The submitted files below `folder`, by name. Links are not followed.
+
+    Raises:
+        ConfigError: there is no such folder, or no notebook in it.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name the one with the submissions")
+    found = []
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        hidden = any(part.startswith(".") or part in SKIPPED for part in parts)
+        if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink() and not hidden:
+            names = [_readable(part) for part in (*parts[:-1], path.stem)]
+            found.append(File(path, _readable("/".join(parts)), names[0]))
+    if not found:
+        raise ConfigError(f"{folder} has no file that ends in {' or '.join(SUFFIXES)}")
+    return found
+
+
+def _readable(name: str) -> str:
+    """A file name as text; bytes that are no UTF-8 are replaced."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def grade_all(
+    files: Sequence[File], out: Path, rules: Rules, jobs: int = 1, mode: str = "", progress: Any = None
+) -> list[Submission]:
+    """The grades of `files`, in their order. Each is written to `out` as soon as it is there; those that are there
+    already, with the same contents and rules, are not graded again.
+
+    `jobs`: processes at a time. `mode`: see `StudentProcess`. `progress`: called as `progress(iterable, total=…)`.
+    """
+    folder = out / RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = [_key(file, rules) for file in files]
+    done: dict[int, Submission] = {}
+    for number, (file, key) in enumerate(zip(files, keys, strict=True)):
+        known = grades.read(folder / _result_name(file, key))
+        if known is not None and (known.key, known.file) == (key, file.name):
+            done[number] = known
+    todo = [number for number in range(len(files)) if number not in done]
+    graded = _graded([(number, files[number], keys[number]) for number in todo], rules, min(jobs, len(todo)), mode)
+    for number, submission in progress(graded, total=len(todo)) if progress else graded:
+        grades.write(folder / _result_name(files[number], keys[number]), submission)
+        done[number] = submission
+    return [done[number] for number in range(len(files))]
+
+
+Task = tuple[int, File, str]
+
+
+def _graded(tasks: list[Task], rules: Rules, jobs: int, mode: str) -> Iterator[tuple[int, Submission]]:
+    if jobs <= 1:
+        if tasks:
+            with grading_environment(), StudentProcess(0, mode) as process:
+                grader = Grader(process, rules)
+                for task in tasks:
+                    yield task[0], _grade(grader, task)
+        return
+    context = multiprocessing.get_context("spawn")
+    slots = context.Queue()
+    for slot in range(jobs):
+        slots.put(slot)
+    with grading_environment(), ProcessPoolExecutor(jobs, context, _prepare, (slots, rules, mode)) as pool:
+        futures = [pool.submit(_grade_here, task) for task in tasks]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+def _grade(grader: Grader, task: Task) -> Submission:
+    _, file, key = task
+    try:
+        return grader.grade(file.path.read_bytes(), file.student, file.name, key)
+    except OSError as problem:
+        made = {"student": file.student, "file": file.name, "key": key}
+        return Submission(**made, status=Status.UNREADABLE, reason=problem.strerror or str(problem))
+
+
+_grader: list[Grader] = []
+"""The grader of a worker process."""
+
+
+def _prepare(slots: Any, rules: Rules, mode: str) -> None:
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    process = StudentProcess(slots.get(), mode)
+    Finalize(None, process.close, exitpriority=1)  # when this worker ends
+    _grader.append(Grader(process, rules))
+
+
+def _grade_here(task: Task) -> tuple[int, Submission]:
+    return task[0], _grade(_grader[0], task)
+
+
+@contextmanager
+def grading_environment() -> Iterator[None]:
+    """The variables under which references run as submissions do: on the CPU, kernels interpreted, one thread."""
+    wanted = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _key(file: File, rules: Rules) -> str:
+    """What the grades of a file depend on, as a hash."""
+    try:
+        data = file.path.read_bytes()
+    except OSError:
+        data = b""
+    secret = hashlib.sha256(rules.secret).hexdigest()
+    settings = [SCHEMA, __version__, file.student, file.name, *rules.lessons, secret, rules.wall_seconds]
+    settings += [rules.limits.seconds, rules.limits.memory]
+    return hashlib.sha256(msgspec.json.encode(settings) + b"\0" + data).hexdigest()
+
+
+def _result_name(file: File, key: str) -> str:
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "_", file.name)[-MAX_NAME:].lstrip("._")
+    return f"{readable}-{key[:12]}.json"

@@ -1,0 +1,79 @@
+"""The code cells of a submitted notebook, read with little trust: only `cell_type` and `source` count."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+MAX_FILE = 50 << 20
+"""Bytes of a submission."""
+_RUN_IN_PLACE = ("%%time", "%%timeit", "%%capture", "%%prun")
+"""Cell magics whose cell is Python."""
+_PERCENT = re.compile(r"^# %%.*$", re.MULTILINE)
+
+
+class UnreadableError(ValueError):
+    """A file is no notebook; the message says why."""
+
+
+class Cell(NamedTuple):
+    """A code cell. `number` counts the cells of all kinds from 1, as a reader does."""
+
+    number: int
+    source: str
+
+
+def read(data: bytes, name: str) -> list[Cell]:
+    """The code cells of the file `name` (`.ipynb`, or a Python file with or without `# %%` marks).
+
+    Raises:
+        UnreadableError: the file is too large, no UTF-8, no JSON, or no notebook.
+    """
+    if len(data) > MAX_FILE:
+        raise UnreadableError(f"{len(data):,} bytes; the limit is {MAX_FILE:,}")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise UnreadableError(f"not UTF-8: {problem.reason} at byte {problem.start}") from None
+    if name.endswith(".py"):
+        return [Cell(number, part) for number, part in enumerate(_PERCENT.split(text), 1)]
+    try:
+        notebook = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise UnreadableError(f"not JSON: {problem}") from None
+    return _cells(notebook)
+
+
+def lesson_in_metadata(data: bytes) -> str:
+    """The lesson that the notebook's own metadata names (`02_kv_cache`), or ""."""
+    try:
+        found = json.loads(data)["metadata"]["minillm"]["lesson"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def python_of(source: str) -> str:
+    """The source without IPython's magics and shell lines; line numbers stay the same."""
+    first = source.lstrip().partition("\n")[0].strip()
+    if first.startswith("%%") and first.split()[0] not in _RUN_IN_PLACE:
+        return ""
+    return re.sub(r"^(\s*)(%|!|\?|.*\?$).*$", lambda line: f"{line[1]}pass", source, flags=re.MULTILINE)
+
+
+def _cells(notebook: Any) -> list[Cell]:
+    if not isinstance(notebook, dict):
+        raise UnreadableError(f"a notebook is a JSON object, this is a {type(notebook).__name__}")
+    sheets = notebook.get("worksheets")
+    cells = sheets[0].get("cells") if isinstance(sheets, list) and sheets and isinstance(sheets[0], dict) else None
+    cells = notebook.get("cells", cells)
+    if not isinstance(cells, list):
+        raise UnreadableError("a notebook has a list 'cells', this has none")
+    found = []
+    for number, cell in enumerate(cells, 1):
+        if isinstance(cell, dict) and cell.get("cell_type") == "code":
+            source = cell.get("source", cell.get("input", ""))
+            lines = source if isinstance(source, list) else [source]
+            found.append(Cell(number, "".join(line for line in lines if isinstance(line, str))))
+    return found

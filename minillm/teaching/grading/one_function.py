@@ -1,0 +1,182 @@
+"""In a submission's runner: read a file's cells, or run one function on the cases of one exercise.
+
+No answer is in this process. The function runs in a child of it (`minillm.teaching.guard`), whose messages this process
+passes on as they are.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from dataclasses import asdict, dataclass
+
+from minillm.teaching.attempt import Outcome, call
+from minillm.teaching.exercise import Case, Interface
+from minillm.teaching.grading import cells as notebook_cells
+from minillm.teaching.grading import values
+from minillm.teaching.grading.cells import Cell
+from minillm.teaching.grading.messages import (
+    Answered,
+    Began,
+    Cells,
+    Ended,
+    Error,
+    Found,
+    Loaded,
+    NotLoaded,
+    Unreadable,
+    framed,
+    pack,
+)
+from minillm.teaching.grading.program import Program, Statement, is_stub, load, parse
+from minillm.teaching.grading.similarity import shapes_of
+from minillm.teaching.guard import Limits, Send, run_guarded
+from minillm.teaching.raised import Raised, Sort
+
+MAX_TEXT = 2_000
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """Read the cells of a file."""
+
+    data: bytes
+    name: str
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """Run the function `name` of a notebook on the cases of an exercise."""
+
+    cells: list[Cell]
+    name: str
+    interface: Interface
+    cases: tuple[Case, ...]
+    limits: Limits
+
+
+Job = ReadJob | RunJob
+
+
+def do(job: Job, pipe: int) -> None:
+    """Do the job; write its messages to `pipe`."""
+    if isinstance(job, ReadJob):
+        _write(pipe, pack(_read(job)))
+        return
+    death = run_guarded(lambda send: _work(job, pipe, send), lambda message: _forward(pipe, message), job.limits)
+    if death is None:
+        _write(pipe, pack(Ended(finished=True)))
+        return
+    facts = asdict(death) | {"lines": list(death.lines), "library_message": _cut(death.library_message)}
+    _write(pipe, pack(Ended(finished=False, **facts)))
+
+
+def fault(pipe: int, text: str) -> None:
+    """Tell that the runner itself failed: by a fault of ours, or because the function broke it."""
+    _write(pipe, pack(Ended(finished=False, raised="a failure of its runner", library_message=_cut(text[-MAX_TEXT:]))))
+
+
+def _read(job: ReadJob) -> Cells | Unreadable:
+    try:
+        found = notebook_cells.read(job.data, job.name)
+    except notebook_cells.UnreadableError as problem:
+        return Unreadable(_cut(str(problem)))
+    program = parse(found)
+    return Cells(
+        sources=[tuple(cell) for cell in found],
+        functions=sorted(program.functions),
+        broken=[str(each) for each in program.broken],
+        lesson=notebook_cells.lesson_in_metadata(job.data),
+        shapes=shapes_of(program),
+    )
+
+
+def _forward(pipe: int, message: object) -> None:
+    if isinstance(message, bytes):
+        _write(pipe, message)
+
+
+def _write(pipe: int, data: bytes) -> None:
+    view = memoryview(framed(data))
+    while view:
+        view = view[os.write(pipe, view) :]
+
+
+# ------------------------------------------------------------------------------------- in the child with the function
+
+
+def _work(job: RunJob, pipe: int, send: Send) -> None:
+    """Find the function, define it and call it; `send` gets packed messages."""
+    _lower_hard_limit()
+    os.close(pipe)
+    program = parse(job.cells)
+    definition = program.definition(job.name)
+    found = _found(program, definition, job.name)
+    send(pack(found))
+    if found.state != "written" or definition is None:
+        return
+    try:
+        function = load(program, job.name, definition)
+    except Exception as error:
+        send(pack(NotLoaded(_cut(f"{type(error).__name__}: {error}"))))
+        return
+    notes = [_cut(note) for note in dict.fromkeys(program.notes)][:20]
+    send(pack(Loaded(notes, _library(program.needed(definition)))))
+    for index, case in enumerate(job.cases):
+        send(pack(Began(index)))
+        outcome = call(job.interface, function, case)
+        send(pack(_answered(index, outcome)))
+        error = outcome.error
+        if error is not None and (error.ends_check or error.sort is Sort.STUB):
+            return
+
+
+def _found(program: Program, definition: Statement | None, name: str) -> Found:
+    if definition is not None and isinstance(definition.node, (ast.Import, ast.ImportFrom)):
+        return Found("imported", _cut(ast.unparse(definition.node)))
+    if definition is not None and not is_stub(definition.node):
+        return Found("written")
+    if broken := program.broken_definition(name):
+        return Found("broken", _cut(str(broken)))
+    return Found("missing" if definition is None else "stub")
+
+
+def _answered(index: int, outcome: Outcome) -> Answered:
+    error = _told(outcome.error) if outcome.error is not None else None
+    try:
+        value = values.encode(outcome.value)
+    except Exception as problem:  # too large, or an object whose own code fails
+        told = _cut(f"its answer cannot be taken down: {problem}")
+        value, error = values.encode(None), Error("ValueError", told, Sort.ERROR.name, "", "", "")
+    return Answered(index, value, error, [str(name) for name in outcome.changed])
+
+
+def _told(error: Raised) -> Error:
+    texts = {name: _cut(getattr(error, name)) for name in ("kind", "message", "where", "cause", "mismatch")}
+    sort = Sort.PROCESSES if isinstance(error.exception, BlockingIOError) else error.sort
+    return Error(sort=sort.name, **texts)
+
+
+def _cut(text: str) -> str:
+    """At most `MAX_TEXT` characters, without what UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode()[:MAX_TEXT]
+
+
+def _library(statements: list[Statement]) -> list[str]:
+    """The names that the statements import from minillm: `minillm.cache.prefix.root_hash`."""
+    found: list[str] = []
+    for statement in statements:
+        for node in ast.walk(statement.node):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "minillm":
+                found += [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                found += [alias.name for alias in node.names if alias.name.partition(".")[0] == "minillm"]
+    return sorted({_cut(name) for name in found})[:50]
+
+
+def _lower_hard_limit() -> None:
+    """`guard` sets the soft limit of memory; a function could raise it again up to the hard one."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, soft))

@@ -1,0 +1,245 @@
+"""Grade one submission: read its cells, run each exercise's function without the answers, compare here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.attempt import Outcome
+from minillm.teaching.exercise import Exercise
+from minillm.teaching.grading import values
+from minillm.teaching.grading.cells import Cell
+from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission, overall
+from minillm.teaching.grading.messages import Answered, Cells, Ended, Error, Found, Loaded, NotLoaded, Unreadable
+from minillm.teaching.grading.one_function import MAX_TEXT, ReadJob, RunJob
+from minillm.teaching.grading.program import file_of
+from minillm.teaching.grading.student_process import StudentProcess, Told
+from minillm.teaching.grading.variants import hidden_cases
+from minillm.teaching.guard import ChildExit, Limits
+from minillm.teaching.judge import Judge
+from minillm.teaching.raised import Raised, Sort
+from minillm.teaching.registry import exercises_of, module_names
+from minillm.teaching.result import CheckResult, Counterexample
+from minillm.teaching.result import Status as CheckStatus
+
+LIMITS = Limits(seconds=10.0)
+LIKELY = "it looks as if your function "
+READ_LIMITS = 60.0, 1 << 30
+_ENDED_BY = {Sort.TIME: Status.TIMEOUT, Sort.MEMORY: Status.CRASHED, Sort.EXIT: Status.CRASHED}
+_ENDED_BY[Sort.PROCESSES] = Status.CRASHED
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all submissions are graded by. `limits`: for each exercise; `wall_seconds`: for each exercise, waiting
+    included; `lessons`: those to grade ("l02"), or none: those that a notebook has functions of; `secret`: of the
+    course, for the hidden cases."""
+
+    limits: Limits = LIMITS
+    wall_seconds: float = 60.0
+    lessons: tuple[str, ...] = ()
+    secret: bytes = b""
+
+
+class Grader:
+    """Grades submissions one after the other in `process`; keeps the answers that all of them share."""
+
+    def __init__(self, process: StudentProcess, rules: Rules) -> None:
+        self.process, self.rules = process, rules
+        self._visible: dict[str, AnswerKey] = {}
+
+    def grade(self, data: bytes, student: str, file: str, key: str) -> Submission:
+        """The grades of one file. A submission never makes this raise; a fault of an exercise does."""
+        told = self.process.run(ReadJob(data, file), *READ_LIMITS)
+        message = told.messages[0] if told.messages else Unreadable(told.stopped or "it cannot be read within limits")
+        made = {"student": student, "file": file, "key": key, "isolation": self.process.mode}
+        if not isinstance(message, Cells):
+            reason = message.reason if isinstance(message, Unreadable) else "it cannot be read"
+            return Submission(**made, status=Status.UNREADABLE, reason=reason)
+        lessons = list(self.rules.lessons) or lessons_of(message, file)
+        exercises = [exercise for lesson in lessons for exercise in exercises_in(lesson)]
+        cells = [Cell(*cell) for cell in message.sources]
+        grades = [self._exercise(exercise, cells, student) for exercise in exercises]
+        return Submission(
+            **made,
+            status=overall(grades),
+            reason="" if lessons else "it has no function of any exercise",
+            lessons=lessons,
+            exercises=grades,
+            notes=[f"not Python: {broken}" for broken in message.broken],
+            shapes={e.name: message.shapes[e.function_name] for e in exercises if e.function_name in message.shapes},
+        )
+
+    def _exercise(self, exercise: Exercise, cells: list[Cell], student: str) -> ExerciseGrade:
+        visible = self._visible.setdefault(exercise.name, AnswerKey(exercise))
+        hidden = hidden_cases(visible, self.rules.secret, student)
+        key = AnswerKey(exercise, visible, hidden) if hidden else visible
+        key.expected(0)
+        job = RunJob(cells, exercise.function_name, exercise.interface, key.cases, self.rules.limits)
+        told = self.process.run(job, self.rules.wall_seconds, 2 * self.rules.limits.memory)
+        grade = _Verdict(key, self.rules, told, [file_of(cell.number) for cell in cells]).grade()
+        return replace(grade, hidden=_is_hidden(grade.case, hidden), seconds=round(told.seconds, 3))
+
+
+class _Verdict:
+    """What the messages of one function mean."""
+
+    def __init__(self, key: AnswerKey, rules: Rules, told: Told, files: Sequence[str]) -> None:
+        self.key, self.rules, self.told, self.files = key, rules, told, set(files)
+        self.judge = Judge(key, rules.limits)
+        self.name = key.exercise.name
+
+    def grade(self) -> ExerciseGrade:
+        """The grade."""
+        found = self._first(Found)
+        if found is None:
+            return self._unfinished([], "before your function was called")
+        nothing = {
+            "missing": f"there is no function {self.key.exercise.function_name}",
+            "stub": "it is not written yet",
+        }
+        nothing["imported"] = f"it is imported and not written: {found.note}"
+        if found.state in nothing:
+            return self._plain(Status.NOT_ATTEMPTED, nothing[found.state])
+        if found.state == "broken":
+            return self._plain(Status.FAILED, f"its cell is not Python: {found.note}")
+        if (failed := self._first(NotLoaded)) is not None:
+            return self._plain(Status.FAILED, f"its definition raises {failed.problem}")
+        if self._first(Loaded) is None:
+            return self._unfinished([], "before your function was called")
+        outcomes = self._outcomes()
+        try:
+            return self._judged(outcomes)
+        except Exception as problem:  # an answer that cannot be compared or shown is wrong, and must not stop the batch
+            return self._plain(Status.FAILED, f"its answer cannot be compared ({type(problem).__name__})")
+
+    def _judged(self, outcomes: list[Outcome]) -> ExerciseGrade:
+        last = outcomes[-1].error if outcomes else None
+        ended_early = last is not None and (last.ends_check or last.sort is Sort.STUB)
+        problems = [self.judge.problem(index, outcome) for index, outcome in enumerate(outcomes)]
+        if len(outcomes) < len(self.key.cases) and not ended_early and not any(problems):
+            return self._unfinished(outcomes, "without an answer to every case")
+        result = self.judge.result(outcomes, problems)
+        if result.status is CheckStatus.NOT_DONE and result.note.startswith(
+            f"write {self.key.exercise.function_name} "
+        ):
+            return self._plain(Status.NOT_ATTEMPTED, "it is not written yet")  # the stub is below lines that were given
+        if result.status is CheckStatus.NOT_DONE:
+            said = f"it calls a function that is not written yet: {result.note}"
+            return self._plain(Status.FAILED, said, len(outcomes) - 1)
+        if result.passed:
+            return self._of(result, Status.PASSED)
+        first = outcomes[next(index for index, problem in enumerate(problems) if problem)].error
+        return self._of(result, _ENDED_BY.get(first.sort, Status.FAILED) if first else Status.FAILED)
+
+    def _unfinished(self, outcomes: list[Outcome], when: str) -> ExerciseGrade:
+        """The grade of a function whose process ended, or was ended, during case `len(outcomes)`."""
+        at = min(len(outcomes), len(self.key.cases) - 1)
+        if self.told.stopped:
+            kind, _, what = self.told.stopped.partition(": ")
+            result = self.judge.died(at, ChildExit(), self.files)
+            status = Status.TIMEOUT if kind == "time" else Status.CRASHED
+            return replace(self._of(result, status), problem=f"stopped: {what or kind}", got="nothing", cause="")
+        ended = self._last_ended()
+        if ended is None or ended.finished:
+            result = self.judge.died(at, ChildExit(), self.files)
+            said = f"its process ended {when}"
+            return replace(self._of(result, Status.CRASHED), problem=said, got="nothing", cause="")
+        death = ChildExit(
+            ended.signal_number,
+            ended.exit_code,
+            ended.idle_timeout,
+            ended.out_of_time,
+            _text(ended.raised),
+            _text(ended.library_message),
+            tuple(ended.lines[:50]),
+        )
+        slow = death.out_of_time or death.idle_timeout
+        return self._of(self.judge.died(at, death, self.files), Status.TIMEOUT if slow else Status.CRASHED)
+
+    def _outcomes(self) -> list[Outcome]:
+        """The outcomes of the first cases, in order; a second answer to the same case is ignored."""
+        outcomes: list[Outcome] = []
+        for message in self.told.messages:
+            if isinstance(message, Answered) and message.index == len(outcomes) < len(self.key.cases):
+                error = _raised(message.error) if message.error is not None else None
+                try:
+                    value = None if error else values.decode(message.value)
+                except ValueError as problem:
+                    value, error = None, Raised("ValueError", f"its answer cannot be read: {problem}")
+                outcomes.append(Outcome(value, error, tuple(_text(name) for name in message.changed[:20])))
+        return outcomes
+
+    def _first(self, kind: type) -> object:
+        return next((message for message in self.told.messages if isinstance(message, kind)), None)
+
+    def _last_ended(self) -> Ended | None:
+        last = self.told.messages[-1] if self.told.messages else None
+        return last if isinstance(last, Ended) else None
+
+    def _plain(self, status: Status, problem: str, passed: int = 0) -> ExerciseGrade:
+        count = len(self.key.cases)
+        said = _text(problem)
+        return ExerciseGrade(exercise=self.name, status=status, passed_cases=passed, num_cases=count, problem=said)
+
+    def _of(self, result: CheckResult, status: Status) -> ExerciseGrade:
+        shown = result.counterexample or Counterexample("", {}, "", "", "")
+        loaded = self._first(Loaded)
+        planted = shown.cause.removeprefix(LIKELY) if shown.cause.startswith(LIKELY) else ""
+        known = {wrong.description for wrong in self.key.exercise.wrong}
+        return ExerciseGrade(
+            exercise=self.name,
+            status=status,
+            passed_cases=result.num_passed,
+            num_cases=result.num_cases,
+            case=shown.label,
+            inputs=dict(shown.inputs),
+            expected=shown.expected,
+            got=shown.got,
+            problem=shown.problem,
+            where=shown.where,
+            cause=shown.cause,
+            mistake=planted if planted in known else "",
+            notes=[_text(note) for note in loaded.notes[:20]] if isinstance(loaded, Loaded) else [],
+            library=[_text(name) for name in loaded.library[:50]] if isinstance(loaded, Loaded) else [],
+        )
+
+
+def exercises_in(lesson: str) -> list[Exercise]:
+    """The exercises of a lesson (`l02`)."""
+    return [e for name in module_names() if name.partition("_")[0] == lesson for e in exercises_of(name)]
+
+
+def lessons_of(cells: Cells, file: str) -> list[str]:
+    """The lessons that a notebook holds: the one that its metadata or its file name gives if it has one of its
+    functions, else the one most of whose functions it has; and every other lesson of which it has all functions."""
+    there = set(cells.functions)
+    wanted = {n.partition("_")[0]: {e.function_name for e in exercises_of(n)} for n in module_names()}
+    shares = {lesson: len(names & there) / len(names) for lesson, names in wanted.items()}
+    named = [
+        f"l{number[0]}" for text in (cells.lesson, file.rpartition("/")[2]) if (number := re.findall(r"\d\d", text))
+    ]
+    first = next((lesson for lesson in named if lesson in wanted and (shares[lesson] or not any(shares.values()))), "")
+    first = first or max(shares, key=lambda lesson: shares[lesson])
+    if not shares[first] and first not in named:
+        return []
+    return sorted({first} | {lesson for lesson, share in shares.items() if share == 1.0})
+
+
+def _raised(error: Error) -> Raised:
+    sort = Sort.__members__.get(error.sort, Sort.ERROR)
+    texts = [_text(text) for text in (error.where, error.cause, error.mismatch)]
+    return Raised(_text(error.kind), _text(error.message), sort, *texts)
+
+
+def _text(text: str) -> str:
+    """Text of a submission, short and without control characters."""
+    return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]", "\N{REPLACEMENT CHARACTER}", text[:MAX_TEXT])
+
+
+def _is_hidden(case: str, hidden: Sequence[object]) -> bool:
+    return any(getattr(other, "label", None) == case for other in hidden)

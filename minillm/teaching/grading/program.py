@@ -1,0 +1,288 @@
+"""The part of a notebook that one function needs: its definition, and the statements whose names it uses.
+
+A notebook is not run from top to bottom. Definitions, imports and assignments run if the function needs their names,
+directly or through others. Expressions (`check(...)`, `print(...)`, `model.eval()`), loops and assignments to
+attributes never do. So a notebook whose cells were reordered, split or duplicated means the same, and a call at the top
+level that takes an hour costs nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+import sys
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from minillm.teaching.grading.cells import Cell, python_of
+
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_FUTURE = "annotations"
+_IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+@dataclass(frozen=True, eq=False)
+class Statement:
+    """One top-level statement that binds names."""
+
+    cell: int
+    node: ast.stmt
+    flags: int
+
+    @cached_property
+    def code(self) -> types.CodeType:
+        """The compiled statement."""
+        return compile(ast.Module([self.node], []), file_of(self.cell), "exec", self.flags, dont_inherit=True)
+
+    @cached_property
+    def binds(self) -> frozenset[str]:
+        """The names that it binds."""
+        return frozenset(_bound(self.node))
+
+    @cached_property
+    def uses(self) -> frozenset[str]:
+        """The global names that it reads, at once or when a function in it is called."""
+        return frozenset(_read(self.code))
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A cell that is not Python."""
+
+    cell: int
+    line: int
+    message: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"cell {self.cell}, line {self.line}: {self.message}"
+
+
+@dataclass
+class Program:
+    """All statements of a notebook, in its order, and its broken cells."""
+
+    statements: list[Statement]
+    broken: list[Broken]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def functions(self) -> set[str]:
+        """The names of all functions and of whatever else is bound, stubs too."""
+        return {name for statement in self.statements for name in statement.binds}
+
+    def broken_definition(self, name: str) -> Broken | None:
+        """The last broken cell with the text `def name(`."""
+        found = [each for each in self.broken if f"def {name}(" in each.source.replace("  ", " ")]
+        return found[-1] if found else None
+
+    def definition(self, name: str) -> Statement | None:
+        """The last statement that binds `name` and is neither an unwritten stub nor an import; else the last import;
+        else the last stub; else None."""
+        found = [s for s in self.statements if name in s.binds and name not in _used_exercises(s)]
+        written = [s for s in found if not is_stub(s.node) and not isinstance(s.node, _IMPORTS)]
+        imported = [s for s in found if isinstance(s.node, _IMPORTS)]
+        distinct = {ast.dump(statement.node) for statement in written}
+        if len(distinct) > 1:
+            self.notes.append(f"{name} is written {len(distinct)} times; the last one counts")
+        return (written or imported or found or [None])[-1]
+
+    def needed(self, definition: Statement) -> list[Statement]:
+        """`definition` and every statement that it needs, in the notebook's order.
+
+        A name is looked up first in the cell that uses it, because that is what a notebook's own check has seen, where
+        another cell defines a helper of the same name later. Of a function's definitions the last written one counts;
+        of other names every assignment and import runs.
+        """
+        chosen, seen = {definition}, set(definition.binds)
+        wanted = [(name, definition.cell) for name in sorted(definition.uses | _used_exercises(definition))]
+        while wanted:
+            name, cell = wanted.pop(0)
+            if name in seen:
+                continue
+            seen.add(name)
+            for statement in self._binding(name, cell):
+                if statement not in chosen:
+                    chosen.add(statement)
+                    inner = sorted(statement.uses | _used_exercises(statement))
+                    wanted += [(other, statement.cell) for other in inner]
+        return [statement for statement in self.statements if statement in chosen or "*" in statement.binds]
+
+    def _binding(self, name: str, cell: int) -> list[Statement]:
+        found = [statement for statement in self.statements if name in statement.binds]
+        beside = [statement for statement in found if statement.cell == cell and not is_stub(statement.node)]
+        if beside:
+            return beside
+        if any(isinstance(statement.node, (ast.FunctionDef, ast.AsyncFunctionDef)) for statement in found):
+            definition = self.definition(name)
+            return [definition] if definition else []
+        return found
+
+
+def parse(cells: Sequence[Cell]) -> Program:
+    """The statements of the cells. A cell that is not Python is recorded; the others count."""
+    trees: list[tuple[int, ast.Module]] = []
+    broken: list[Broken] = []
+    for number, source in cells:
+        tree = _tree(number, source)
+        if isinstance(tree, Broken):
+            broken.append(tree)
+        else:
+            trees.append((number, tree))
+    flags = _future_flags(tree for _, tree in trees)
+    statements = [Statement(number, node, flags) for number, tree in trees for node in tree.body if set(_bound(node))]
+    return Program([s for s in statements if not _is_future(s.node)], broken)
+
+
+def is_stub(node: ast.stmt) -> bool:
+    """Whether a function only passes, or always ends by raising `NotImplementedError`: no `return`, and such a `raise`
+    outside of any branch. Lines that a lesson gives may come before it."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return False
+    body = [step for step in node.body if not (isinstance(step, ast.Expr) and isinstance(step.value, ast.Constant))]
+    if all(isinstance(step, ast.Pass) for step in body):
+        return True
+    returns = any(isinstance(step, ast.Return) for step in ast.walk(node))
+    return not returns and any(isinstance(step, ast.Raise) and _not_implemented(step) for step in body)
+
+
+def _not_implemented(step: ast.Raise) -> bool:
+    raised = step.exc.func if isinstance(step.exc, ast.Call) else step.exc
+    return isinstance(raised, ast.Name) and raised.id == "NotImplementedError"
+
+
+def load(program: Program, name: str, definition: Statement) -> Any:
+    """Run the statements that `definition` needs, in a new module, and return what is called `name` then.
+
+    A statement that lacks a name is tried again after the others, so the order of cells does not matter. One that
+    raises is left out, with a note.
+
+    Raises:
+        Exception: what `definition` itself raised.
+    """
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module  # where dataclasses and triton look a function's module up
+    space = vars(module)
+    pending = program.needed(definition)
+    while pending:
+        postponed = []
+        for statement in pending:
+            try:
+                exec(_executable(statement), space)
+            except NameError as error:
+                postponed.append((statement, error))
+            except Exception as error:
+                if statement is definition:
+                    raise
+                program.notes.append(_failed(statement, error))
+        if len(postponed) == len(pending):
+            for statement, error in postponed:
+                if statement is definition:
+                    raise error
+                program.notes.append(_failed(statement, error))
+            break
+        pending = [statement for statement, _ in postponed]
+    return space[name]
+
+
+def file_of(cell: int) -> str:
+    """The file name of a cell in tracebacks."""
+    return f"<cell {cell}>"
+
+
+def _failed(statement: Statement, error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"cell {statement.cell}, line {statement.node.lineno}: {type(error).__name__}: {first}"
+
+
+def _tree(number: int, source: str) -> ast.Module | Broken:
+    """The syntax tree, with the source where tracebacks and `inspect.getsource` find it."""
+    problem: Exception | None = None
+    for text in (source, python_of(source)):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text, file_of(number))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            problem = problem or error
+            continue
+        lines = text.splitlines(keepends=True)
+        linecache.cache[file_of(number)] = (len(text), None, lines, file_of(number))
+        return tree
+    line = getattr(problem, "lineno", None) or 1
+    return Broken(number, line, getattr(problem, "msg", None) or str(problem), source)
+
+
+def _executable(statement: Statement) -> types.CodeType:
+    """The code of the statement. `mine = use("l02.append_kv")` becomes `mine = append_kv`: no reference is here."""
+    node = statement.node
+    if not (isinstance(node, ast.Assign) and (named := _exercise_of(node.value))):
+        return statement.code
+    name = ast.copy_location(ast.Name(named, ast.Load()), node.value)
+    alias = ast.copy_location(ast.Assign(node.targets, name), node)
+    return compile(ast.Module([alias], []), file_of(statement.cell), "exec", statement.flags, dont_inherit=True)
+
+
+def _used_exercises(statement: Statement) -> set[str]:
+    node = statement.node
+    return {_exercise_of(node.value)} - {""} if isinstance(node, ast.Assign) else set()
+
+
+def _exercise_of(node: ast.expr) -> str:
+    """`append_kv` for the call `use("l02.append_kv")`, else ""."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "use" and node.args:
+        first = node.args[0]
+        if isinstance(first, ast.Constant) and isinstance(first.value, str):
+            return first.value.partition(".")[2]
+    return ""
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    """The names that a definition, import or assignment binds; "*" for a star import. Other statements bind none here,
+    except `if`, `try` and `with` around such statements."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        for alias in node.names:
+            yield alias.asname or (alias.name.partition(".")[0] if isinstance(node, ast.Import) else alias.name)
+    elif isinstance(node, ast.Assign):
+        yield from (name for target in node.targets for name in _targets(target))
+    elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value is not None):
+        yield from _targets(node.target)
+    elif isinstance(node, (ast.If, ast.Try, ast.With)):
+        handlers = [step for handler in getattr(node, "handlers", []) for step in handler.body]
+        for step in [*node.body, *getattr(node, "orelse", []), *handlers, *getattr(node, "finalbody", [])]:
+            yield from _bound(step)
+
+
+def _targets(target: ast.expr) -> Iterator[str]:
+    if isinstance(target, ast.Name):
+        yield target.id
+    elif isinstance(target, (ast.Tuple, ast.List)):
+        yield from (name for part in target.elts for name in _targets(part))
+    elif isinstance(target, ast.Starred):
+        yield from _targets(target.value)
+
+
+def _read(code: types.CodeType) -> Iterator[str]:
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _read(constant)
+
+
+def _is_future(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
+
+
+def _future_flags(trees: Iterator[ast.Module]) -> int:
+    """Compiler flags of `from __future__ import annotations`, which in a notebook hold for all cells after it."""
+    import __future__
+
+    named = {a.name for tree in trees for node in tree.body if _is_future(node) for a in node.names}
+    return __future__.annotations.compiler_flag if _FUTURE in named else 0

@@ -1,0 +1,53 @@
+"""The reports of a graded folder: for machines (JSON, CSV, JUnit, Gradescope) and for people (HTML)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from minillm.teaching.grading.grades import Status, Submission
+from minillm.teaching.grading.reports import gradescope, page, summary, tables
+from minillm.teaching.grading.reports.names import file_names
+
+ISOLATION = {
+    "namespaces": "Each function ran in its own namespaces: no network, its own process numbers, an empty folder to "
+    "write to, another user without privileges, and no files but Python's, the system's libraries and minillm without "
+    "its exercises.",
+    "landlock": "Each function ran under rules that the kernel enforces (Landlock, seccomp): no sockets, and no files "
+    "but Python's, the system's libraries and minillm without its exercises. It shared the process numbers of this "
+    "machine.",
+    "limits": "Functions ran under limits of time and memory only. This machine allows no stronger isolation: the "
+    "network and files, the answers among them, could be reached by one that was written to reach them. Grade "
+    "submissions that you do not trust elsewhere.",
+}
+
+
+def write_all(graded: Sequence[Submission], out: Path, alike: float) -> list[str]:
+    """Write every report to the folder `out`; returns what to tell the user. `alike`: least similarity to list."""
+    names = file_names([submission.file for submission in graded])
+    (out / "grades.csv").write_text(tables.csv_of(graded), encoding="utf-8", newline="")
+    (out / "grades.json").write_bytes(tables.json_of(graded))
+    (out / "junit.xml").write_text(tables.junit_of(graded), encoding="utf-8")
+    for folder in ("gradescope", "students"):
+        (out / folder).mkdir(exist_ok=True)
+    for submission in graded:
+        result = gradescope.results(submission)
+        (out / "gradescope" / f"{names[submission.file]}.json").write_text(result, encoding="utf-8")
+    pages = page.write_students(graded, out / "students")
+    (out / "index.html").write_text(summary.page_of(graded, pages, ISOLATION, alike), encoding="utf-8")
+    return _told(graded, out)
+
+
+def _told(graded: Sequence[Submission], out: Path) -> list[str]:
+    counts = dict.fromkeys(Status, 0)
+    for submission in graded:
+        for grade in submission.exercises:
+            counts[grade.status] += 1
+    unreadable = sum(submission.status is Status.UNREADABLE for submission in graded)
+    found = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+    modes = sorted({submission.isolation for submission in graded if submission.isolation})
+    return [
+        f"{len(graded)} submissions, {unreadable} unreadable; exercises: {found or 'none'}",
+        *(f"Isolation: {mode}. {ISOLATION[mode]}" for mode in modes),
+        f"Reports: {out / 'index.html'}, grades.csv, grades.json, junit.xml, gradescope/, students/",
+    ]

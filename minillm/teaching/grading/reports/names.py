@@ -1,0 +1,22 @@
+"""File names for reports, from names that students chose."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+MAX_NAME = 60
+
+
+def file_names(names: Sequence[str]) -> dict[str, str]:
+    """A safe and unique file name, without suffix, for each of `names`."""
+    return {name: file_name(name) for name in names}
+
+
+def file_name(name: str) -> str:
+    """Letters, digits, dots and dashes of `name`, and where anything was lost the start of its hash."""
+    safe = re.sub(r"[^A-Za-z0-9.-]+", "_", name).strip("._") or "unnamed"
+    if safe == name and len(safe) <= MAX_NAME:
+        return safe
+    return f"{safe[:MAX_NAME]}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"

@@ -1,0 +1,192 @@
+"""A process without network, without the answers and without other people's files. Standard library only.
+
+`enter` closes the process in before it imports anything of a notebook's: new namespaces without a network, and a root
+directory that holds only Python, its packages, the system's libraries (all read-only) and minillm without
+`teaching/exercises`. `begin_run` gives one submission its own process numbers and an empty scratch folder, and drops
+every privilege. It needs root or unprivileged user namespaces; `landlock.py` serves where there are none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import struct
+import sys
+import tempfile
+from pathlib import Path
+
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+NO_NEW_PRIVS, CAPBSET_DROP, SET_PDEATHSIG, SET_DUMPABLE, SET_CHILD_SUBREAPER = 38, 24, 1, 4, 36
+CAPABILITY_VERSION = 0x20080522
+SCRATCH = "/scratch"
+SCRATCH_BYTES = 256 << 20
+SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/opt/intel", "/sys/devices/system/cpu")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+UNUSED_UID = 61_000
+"""The first of the user ids that submissions run under if the grader is root; no account should have them."""
+MAX_PROCESSES = 64
+"""Processes and threads of a submission, where the kernel counts them by user."""
+MAX_FILE = 64 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def enter(root: Path, package: Path, slot: int) -> None:
+    """Close this process in, for good. `root`: an empty folder; `package`: the folder of minillm; `slot`: which of the
+    graders beside each other this is.
+
+    Raises:
+        OSError: the system does not allow it. The process may then be half closed in, and must end.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    if uid != 0:
+        _call("unshare", NEWUSER)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    _call("unshare", NEWNS | NEWNET | NEWIPC | NEWUTS)
+    _mount(None, "/", None, REC | PRIVATE)
+    _mount("tmpfs", str(root), "tmpfs", NOSUID | NODEV, "size=16m,mode=755")
+    for source in needed(package):
+        _bind(root, source)
+    for answers in hidden(package):
+        _mount("tmpfs", str(root / str(answers).lstrip("/")), "tmpfs", RDONLY | NOSUID | NODEV, "size=4k,mode=755")
+    for name in ("proc", "tmp", "dev/shm", "etc", SCRATCH.lstrip("/")):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    for name in DEVICES:
+        (root / "dev" / name).touch()
+        _mount(f"/dev/{name}", str(root / "dev" / name), None, BIND)
+    cache = Path("/etc/ld.so.cache")
+    if cache.exists():
+        (root / "etc/ld.so.cache").write_bytes(cache.read_bytes())
+    user = UNUSED_UID + slot if uid == 0 else 0
+    (root / "etc/passwd").write_text(f"student:x:{user}:{user}::{SCRATCH}:/bin/false\n")
+    (root / "etc/group").write_text(f"student:x:{user}:\n")
+    _mount(None, str(root), None, BIND | REMOUNT | RDONLY | NOSUID | NODEV)  # no note for the next submission
+    os.chroot(root)
+    os.chdir("/")
+
+
+def hidden(package: Path) -> list[Path]:
+    """The folders of minillm that hold answers: the exercises, and in an installed package the solved lessons."""
+    return [path for path in (package / "teaching" / "exercises", package / "_solutions") if path.is_dir()]
+
+
+def begin_run(slot: int) -> None:
+    """In a fresh child of a closed process whose next `fork` has pid 1: see `fork_first`. An empty scratch folder, no
+    privileges, and limits that do not depend on the submission."""
+    _mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
+    _mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    _mount("tmpfs", "/dev/shm", "tmpfs", NOSUID | NODEV, f"size={SCRATCH_BYTES},mode=1777")
+    _mount("tmpfs", SCRATCH, "tmpfs", NOSUID | NODEV, f"size={SCRATCH_BYTES},mode=1777")
+    os.chdir(SCRATCH)
+    drop_privileges(slot)
+
+
+def own_processes() -> None:
+    """Before `fork`: the child is the first process of a new numbering, and whatever it leaves behind dies with it."""
+    _call("unshare", NEWPID | NEWNS)
+
+
+def empty_folder(root: Path) -> Path:
+    """A new folder below `root`, which is emptied first, as the current one: for a process without namespaces."""
+    for old in root.iterdir():
+        shutil.rmtree(old, ignore_errors=True)
+    root.chmod(0o711)
+    folder = Path(tempfile.mkdtemp(dir=root))
+    os.chdir(folder)
+    return folder
+
+
+def die_with_parent() -> None:
+    """Have this process killed when its parent ends."""
+    _libc.prctl(SET_PDEATHSIG, 9, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parents end."""
+    _libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def unreadable_memory() -> None:
+    """Forbid other processes of the same user to read this one's memory."""
+    _libc.prctl(SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def limit_files_and_processes(processes: bool) -> None:
+    """Limits for everything that the submission starts. `processes`: count them by user."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE, MAX_FILE))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    if processes:
+        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
+
+
+def needed(package: Path) -> list[Path]:
+    """The folders that Python needs, outermost only, and minillm's own."""
+    python = [sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent)]
+    wanted = [Path(name) for name in (*SYSTEM, *python)]
+    for path in sys.path:  # packages that are installed outside of Python's own folders
+        if path and Path(path).name in ("site-packages", "dist-packages"):
+            wanted.append(Path(path))
+    real = {Path(os.path.realpath(path)) for path in wanted if path.is_dir()}
+    links = {path for path in wanted if path.is_symlink() or os.path.realpath(path) != str(path)}
+    real |= {path for path in links if path.is_dir() and not path.is_symlink()}
+    real.add(package)
+    outermost = [path for path in sorted(real) if not any(other in path.parents for other in real)]
+    return [*outermost, *[path for path in sorted(links) if path.is_symlink()]]
+
+
+def _bind(root: Path, source: Path) -> None:
+    """Show `source` at the same place under `root`, read-only; a link stays a link."""
+    target = root / str(source).lstrip("/")
+    if source.is_symlink():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists() and not target.is_symlink():
+            target.symlink_to(os.path.realpath(source))
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    _mount(str(source), str(target), None, BIND | REC)
+    kept = os.statvfs(target).f_flag & (NOSUID | NODEV | NOEXEC)
+    _mount(None, str(target), None, BIND | REMOUNT | RDONLY | NOSUID | NODEV | kept)
+
+
+def drop_privileges(slot: int, scratch: Path | None = None) -> None:
+    """No capability, no way to get one, and if this is root another user, who owns `scratch`."""
+    _libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0)
+    for capability in range(64):
+        _libc.prctl(CAPBSET_DROP, capability, 0, 0, 0)
+    uid = UNUSED_UID + slot
+    if _is_first_root() and (scratch is None or _others_may_read(sys.prefix, sys.base_prefix, __file__, str(scratch))):
+        if scratch is not None:
+            os.chown(scratch, uid, uid)
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    header = ctypes.create_string_buffer(struct.pack("=Ii", CAPABILITY_VERSION, 0))
+    _call("capset", header, ctypes.create_string_buffer(24))
+
+
+def _others_may_read(*paths: str) -> bool:
+    """Whether every folder on the way to these is open to all users."""
+    return all(parent.stat().st_mode & 1 for path in paths for parent in Path(os.path.realpath(path)).parents)
+
+
+def _is_first_root() -> bool:
+    """Whether this is root outside of any user namespace of ours."""
+    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split()[2] != "1"
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind)]
+    _call("mount", *texts, ctypes.c_ulong(flags), data.encode() or None, about=target)
+
+
+def _call(name: str, *args: object, about: str = "") -> None:
+    if getattr(_libc, name)(*args) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}", about or None)

@@ -1,0 +1,67 @@
+"""How alike two functions are: their syntax trees without names, texts and numbers. Evidence, not a verdict.
+
+Short functions with one natural solution are alike in every class, so a number near 1 means nothing by itself. Read
+both before you say anything to anyone.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from minillm.teaching.grading.program import Program, is_stub
+
+MIN_NODES = 25
+"""Functions with fewer nodes are alike by necessity."""
+
+
+def shapes_of(program: Program) -> dict[str, list[str]]:
+    """For each written function: the kinds of its nodes, in order, each with its parent's."""
+    found = {}
+    for name in program.functions:
+        node = next((s.node for s in reversed(program.statements) if name in s.binds and not is_stub(s.node)), None)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found[name] = shape(node)
+    return found
+
+
+def shape(node: ast.AST) -> list[str]:
+    """The normalised tree of a function, flat: names, texts, numbers, annotations and docstrings are left out."""
+    pairs: list[str] = []
+    queue: list[tuple[str, ast.AST]] = [("", node)]
+    while queue and len(pairs) < 5_000:
+        parent, here = queue.pop()
+        kind = type(here).__name__
+        if isinstance(here, ast.Expr) and isinstance(here.value, ast.Constant):
+            continue
+        if isinstance(here, (ast.BinOp, ast.UnaryOp, ast.BoolOp)):
+            kind += f":{type(here.op).__name__}"
+        if isinstance(here, ast.Compare):
+            kind += ":" + ",".join(type(op).__name__ for op in here.ops)
+        pairs.append(f"{parent}>{kind}")
+        skipped = {"annotation", "returns", "ctx", "op", "ops"}
+        for name, value in ast.iter_fields(here):
+            if name in skipped:
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    queue.append((kind, child))
+    return pairs
+
+
+def similarity(one: Sequence[str], other: Sequence[str]) -> float:
+    """Shared pairs over all pairs, counted (the Jaccard index of multisets): 1 for equal trees."""
+    a, b = Counter(one), Counter(other)
+    union = sum((a | b).values())
+    return sum((a & b).values()) / union if union else 0.0
+
+
+def alike(shapes: Mapping[str, Sequence[str]], least: float) -> list[tuple[str, str, float]]:
+    """The pairs of students whose trees are at least `least` alike, the most alike first. `shapes`: by student."""
+    known = {student: tree for student, tree in shapes.items() if len(tree) >= MIN_NODES}
+    names = sorted(known)
+    pairs = [
+        (one, other, similarity(known[one], known[other])) for i, one in enumerate(names) for other in names[i + 1 :]
+    ]
+    return sorted([pair for pair in pairs if pair[2] >= least], key=lambda pair: (-pair[2], pair[0], pair[1]))

@@ -1,0 +1,180 @@
+"""The process that submissions' processes are forked from: it has imported torch and the drives, and no answer.
+
+It is started by `minillm.teaching.grading.student_process` as a script, closes itself in (`sandbox.enter`), and only
+then imports minillm. For every job it forks:
+
+    template ── setup ── runner (pid 1 of its own numbering, no privileges) ── the submission's function (`guard`)
+
+The runner is our code. It reads cells, or runs one function on the cases of one exercise through
+`minillm.teaching.guard`, and writes messages to the pipe that came with the job.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+HERE = Path(__file__).resolve().parent
+PACKAGE = HERE.parents[1]
+ANSWERS = "minillm.teaching.exercises."
+"""The modules with references, cases, hints and planted mistakes. `sandbox` hides their files too."""
+DRIVES = ("l01", "l02", "l05", "l06", "l08", "l09", "l15")
+MAX_JOB = 256 << 20
+
+
+def main(control: socket.socket, root: Path, package: Path, slot: int, mode: str) -> None:
+    """Close in, import, say so, then serve jobs until the other end closes."""
+    sandbox = _standalone("sandbox")
+    try:
+        if mode == "namespaces":
+            sandbox.enter(root, package, slot)
+        if mode == "landlock" and not _standalone("landlock").version():
+            raise OSError("the kernel has no Landlock")
+        _imports(package.parent)
+    except BaseException:
+        _reply(control, ("failed", traceback.format_exc()))
+        return
+    _reply(control, ("ready", os.getpid()))
+    while (received := _job(control)) is not None:
+        job, pipe = received
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _setup(sandbox, job, pipe, slot, mode, root)
+        os.close(pipe)
+        _reply(control, ("started", pid))
+        os.waitpid(pid, 0)
+        _reply(control, ("ended", pid))
+
+
+def _imports(source: Path) -> None:
+    """Import what submissions need, once. Nothing with an answer in it can be imported afterwards."""
+    sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() not in (HERE, source)]
+    sys.path.insert(0, str(source))
+    sys.meta_path.insert(0, _Refusing())
+    import torch
+
+    torch.set_num_threads(1)
+    import minillm.teaching.grading.one_function  # noqa: F401
+
+    for name in DRIVES:
+        __import__(f"minillm.teaching.drives.{name}")
+    from minillm.teaching.drives.l08_launch import kernel_type
+
+    with suppress(ValueError):
+        kernel_type()  # imports Triton, if it is there
+
+
+class _Refusing:
+    """An import hook that refuses modules with answers."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Raise `ImportError` for a refused module; None for any other, so that Python goes on searching."""
+        if name.startswith(ANSWERS):
+            raise ImportError(f"{name} is not available while a submission is graded", name=name)
+
+
+def _setup(sandbox: ModuleType, job: Any, pipe: int, slot: int, mode: str, root: Path) -> NoReturn:
+    """In the setup process: give the runner its own process numbers, and wait for it."""
+    try:
+        sandbox.adopt_orphans()
+        if mode == "namespaces":
+            sandbox.own_processes()
+        pid = os.fork()
+        if pid == 0:
+            _runner(sandbox, job, pipe, slot, mode, root)
+        os.close(pipe)
+        os.waitpid(pid, 0)
+        _end_orphans()
+    finally:
+        os._exit(0)
+
+
+def _end_orphans() -> None:
+    """Kill what the submission has left behind: with its own process numbers nothing, for it died with the runner."""
+    import psutil
+
+    for _ in range(100):
+        left = psutil.Process().children(recursive=True)
+        if not left:
+            return
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        with suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
+def _runner(sandbox: ModuleType, job: Any, pipe: int, slot: int, mode: str, root: Path) -> NoReturn:
+    """In the runner: drop privileges, do the job."""
+    try:
+        sandbox.die_with_parent()
+        os.setsid()
+        sandbox.unreadable_memory()
+        if mode == "namespaces":
+            sandbox.begin_run(slot)
+        else:
+            scratch = sandbox.empty_folder(root)
+            sandbox.drop_privileges(slot, scratch)
+            if mode == "landlock":
+                _standalone("landlock").close_in(sandbox.needed(PACKAGE), sandbox.hidden(PACKAGE), scratch)
+        sandbox.limit_files_and_processes(mode == "namespaces")
+        for name in ("HOME", "TMPDIR", "NUMBA_CACHE_DIR", "TRITON_HOME", "XDG_CACHE_HOME"):
+            os.environ[name] = str(Path.cwd())
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):  # nothing that a submission writes reaches the grader's terminal
+            os.dup2(nowhere, standard)
+        import tempfile
+
+        tempfile.tempdir = None
+        from minillm.teaching.grading.one_function import do
+
+        do(job, pipe)
+    except BaseException:
+        from minillm.teaching.grading.one_function import fault
+
+        fault(pipe, traceback.format_exc())
+    finally:
+        os._exit(0)
+
+
+def _job(control: socket.socket) -> tuple[Any, int] | None:
+    """The next job and the pipe for its messages; None at the end. Only the grader writes to this socket."""
+    head, pipes, _, _ = socket.recv_fds(control, 8, 1)
+    if len(head) < 8:
+        return None
+    size = int.from_bytes(head, "big")
+    data = bytearray()
+    while len(data) < min(size, MAX_JOB):
+        part = control.recv(min(1 << 20, size - len(data)))
+        if not part:
+            return None
+        data += part
+    return pickle.loads(bytes(data)), pipes[0]
+
+
+def _reply(control: socket.socket, message: tuple[str, Any]) -> None:
+    data = pickle.dumps(message)
+    control.sendall(len(data).to_bytes(8, "big") + data)
+
+
+def _standalone(name: str) -> ModuleType:
+    """A module of this folder, without importing its packages."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    descriptor, root_, package_, slot_, mode_ = sys.argv[1:]
+    main(socket.socket(fileno=int(descriptor)), Path(root_), Path(package_), int(slot_), mode_)

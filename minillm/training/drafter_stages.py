@@ -1,0 +1,123 @@
+"""The stages that train drafters for a finished target: text that it writes, training, evaluation, export."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from minillm.models.decoder import Decoder
+from minillm.models.fingerprint import fingerprint_of_folder, fingerprint_of_model
+from minillm.models.hub import resolve
+from minillm.models.loading import load_model
+from minillm.speculative.trained_drafter import drafter_config, save_drafter
+from minillm.training.continuations import write_continuations
+from minillm.training.data import Passes, Windows, retokenise
+from minillm.training.distill import HalfAndHalf
+from minillm.training.drafter_card import drafter_card
+from minillm.training.drafter_evaluation import evaluate_drafter
+from minillm.training.pair import Pair
+from minillm.training.plot import Curve, loss_svg
+from minillm.training.pretrain import Trainer
+from minillm.training.record import RunRecord
+from minillm.training.stage_runs import as_shipped, check_inputs, run_to_the_end
+from minillm.training.trained_drafters import TRAINED
+
+PAIR_TARGET = "minicoder"
+
+
+@dataclass(frozen=True)
+class DrafterTarget:
+    """The frozen model that drafters are trained for, and its text."""
+
+    name: str
+    model: Decoder
+    fingerprint: str
+    corpus: Path
+    """A corpus in the tokens of this model."""
+    continuations: Path
+    suffix: str
+    """Of the folders of its drafters."""
+
+
+def drafter_target(pair: Pair) -> DrafterTarget:
+    """The model of `pair.drafters_for`, or the pair's own target with exported precision.
+
+    Raises `TrainingError` without a corpus or a finished target, `CheckpointError` if there is no such model.
+    """
+    pair.held_out()  # raises without a corpus
+    if pair.drafters_for is None:
+        model = as_shipped(pair.trained_target())
+        fingerprint = fingerprint_of_model(model, torch.float16)
+        return DrafterTarget(
+            PAIR_TARGET, model, fingerprint, pair.corpus, pair.folder / "distill" / "continuations", ""
+        )
+    folder = resolve(pair.drafters_for)
+    name = folder.name
+    text = pair.folder / f"text-{name}"
+    retokenise(pair.corpus, folder / "tokenizer.json", text)
+    model = load_model(folder, torch.float32, pair.device)
+    return DrafterTarget(name, model, fingerprint_of_folder(folder), text, text / "continuations", f"-{name}")
+
+
+def train_drafter(pair: Pair, method: str) -> None:
+    """Stage of one trained drafter: train it for the frozen target, half on code and half on what the target writes,
+    evaluate it as it is exported, and write its folder."""
+    drafter, target = TRAINED[method], drafter_target(pair)
+    folder = pair.folder / f"{method}{target.suffix}"
+    check_inputs(folder, {"target": target.fingerprint})
+    code = Passes(target.corpus)
+    write_continuations(
+        target.model,
+        code,
+        target.continuations,
+        pair.continuation_parts,
+        pair.continuation_rows,
+        pair.continuation_length,
+    )
+    batches = HalfAndHalf(code, Windows(target.continuations, "continuations"))
+    module = drafter.new_module(target.model).to(pair.device)
+    trainer = Trainer(module, batches, pair.recipe(method), folder, drafter.loss(target.model))
+    run_to_the_end(folder.name, trainer)
+    export_drafter(pair, method, target, trainer)
+
+
+def export_drafter(pair: Pair, method: str, target: DrafterTarget, trainer: Trainer) -> None:
+    """Evaluate a trained drafter and write its folder, with a card."""
+    drafter, module, record = TRAINED[method], as_shipped(trainer.model), RunRecord.load(trainer.folder)
+    facts = {
+        "method": method,
+        "target": target.name,
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "shape": asdict(module.shape),
+        "loss": drafter.loss_words,
+        "run": record.summary(),
+        "sure_drafts": drafter.sure_drafts,
+        "acceptance": _acceptance(pair, method, target, trainer.folder, record.tokens, module),
+    }
+    to, name = pair.export_to / f"{target.name}-{method}", f"{target.name}-{method}"
+    config = drafter_config(method, target.name, target.fingerprint, target.model.config.vocab_size, module.shape)
+    save_drafter(to, config, module)
+    (to / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (to / "README.md").write_text(drafter_card(name, facts), encoding="utf-8")
+    curve = Curve("Training", drafter.loss_words, record.log)
+    (to / "loss.svg").write_text(loss_svg(f"Training loss of {name}", [curve]), encoding="utf-8")
+    tqdm.write(f"wrote {to}")
+
+
+def _acceptance(
+    pair: Pair, method: str, target: DrafterTarget, folder: Path, tokens: int, module: nn.Module
+) -> dict[str, Any]:
+    """`evaluate_drafter` of a module that has seen so many tokens. The result is cached in `acceptance.json`."""
+    file = folder / "acceptance.json"
+    if file.exists() and (kept := json.loads(file.read_text(encoding="utf-8")))["tokens"] == tokens:
+        return kept["acceptance"]
+    held_out = Windows(target.corpus, "held_out")
+    found = evaluate_drafter(TRAINED[method].guesses, module, target.model, held_out, pair.evaluation_rows)
+    file.write_text(json.dumps({"tokens": tokens, "acceptance": found}, indent=1) + "\n", encoding="utf-8")
+    return found

@@ -1,0 +1,102 @@
+"""Less repetition in greedy text: a short stage after the decay (unlikelihood: Welleck et al. 2020, section 5).
+
+A small model's greedy text soon repeats a line for ever, because each repetition makes the next one more likely. Here
+the model writes, and unlearns what it repeats:
+
+    own text      greedy continuations of prompts from the corpus, by the model as it is now
+    its loss      -log(1 - p(x)) for each token x that completes a span of 8 tokens that the text had before; else none
+    real code     ordinary cross-entropy, in the other half of the rows, so that the model stays a model of code
+
+No penalty is needed when text is generated. Held-out code repeats 4% of its spans of 8 tokens, the greedy text below
+61%, so little that is right is unlearned. The model writes anew after every few steps, because what
+it repeats changes as it learns.
+
+Tried on a model of 6.6M training tokens: 300,000 tokens of this stage took repeated spans of greedy text from 61% to
+41%, and bits per byte of held-out code from 1.168 to 1.228 (32 prompts, 24,576 tokens of code). DITTO (Xu et al. 2022),
+which trains on passages repeated artificially, took them to 52% and 1.222 with 400,000 tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from minillm.models.decoder import Decoder
+from minillm.training.compiling import Compiled
+from minillm.training.continuations import PROMPT_LENGTH, continue_rows
+from minillm.training.data import Batches
+from minillm.training.pretrain import dense_logits
+
+SPAN = 8
+"""Tokens of a span that must not be repeated."""
+STEPS_PER_WRITING = 4
+"""Steps that share the texts of one writing."""
+NO_LOSS = torch.iinfo(torch.int64).min
+"""A target whose token is neither learned nor unlearned."""
+
+
+class OwnText:
+    """Batches with rows of `text` in the first half and the model's own text in the second.
+
+    A negative target -1 - x says that token x should be less likely there."""
+
+    def __init__(self, text: Batches, model: Decoder) -> None:
+        self.text, self.model = text, model
+        self._written: dict[int, Tensor] = {}
+        """The texts of one writing, by the number of the writing."""
+
+    def batch(self, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, each `[rows, length]`, int64."""
+        inputs, targets = self.text.batch(step, rows, length)
+        number, part = divmod(step, STEPS_PER_WRITING)
+        own = rows // 2
+        texts = self._texts(number, own * STEPS_PER_WRITING, length + 1)[part * own : (part + 1) * own]
+        inputs[rows - own :] = texts[:, :-1]
+        targets[rows - own :] = unlearned(texts)[:, 1:]
+        return inputs, targets
+
+    def _texts(self, number: int, rows: int, length: int) -> Tensor:
+        if number not in self._written or self._written[number].shape != (rows, length):
+            prompts, _ = self.text.batch(number, rows, PROMPT_LENGTH)
+            self.model.eval()
+            texts = continue_rows(self.model, prompts, length, torch.zeros(rows), seed=number)
+            self.model.train()
+            self._written = {number: texts}
+        return self._written[number]
+
+
+def unlearned(texts: Tensor) -> Tensor:
+    """For each token x of `texts` (`[rows, length]`) behind the prompt: -1 - x if it completes a span that the row had
+    before, else `NO_LOSS`. Returns the same shape."""
+    found = torch.full_like(texts, NO_LOSS)
+    for row, tokens in enumerate(texts.tolist()):
+        seen = set()
+        for end in range(SPAN, len(tokens) + 1):
+            span = tuple(tokens[end - SPAN : end])
+            if span in seen and end > PROMPT_LENGTH:
+                found[row, end - 1] = -1 - tokens[end - 1]
+            seen.add(span)
+    return found
+
+
+class UnlikelihoodLoss:
+    """The loss for `Trainer`."""
+
+    def __init__(self) -> None:
+        self._loss = Compiled(unlikelihood_loss)
+
+    def __call__(self, model: Decoder, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of a batch; `inputs`, `targets`: `[rows, length]`."""
+        return self._loss(model, inputs, targets)
+
+
+def unlikelihood_loss(model: Decoder, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all tokens: -log p(x) for a target x, -log(1 - p(x)) for -1 - x, 0 for `NO_LOSS`."""
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        logits = dense_logits(model, inputs)
+    none = targets == NO_LOSS
+    ids = torch.where(none, 0, torch.where(targets < 0, -1 - targets, targets))
+    log_p = F.log_softmax(logits.float(), dim=-1).gather(1, ids.flatten()[:, None]).view_as(targets)
+    unlearn = -torch.log1p(-log_p.exp().clamp(max=1 - 1e-5))
+    return torch.where(none, 0.0, torch.where(targets < 0, unlearn, -log_p)).mean()

@@ -1,0 +1,61 @@
+"""`minillm bench serve`: its client reads what the server wrote, and its percentiles are counted right."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serve.running_server import NAME, running_server  # isort: skip (it may skip this file)
+
+from minillm import LLM, SamplingParams
+from minillm.bench import serving
+from minillm.bench.benchmarks import find
+from minillm.bench.load_client import Answer, LoadClient, LoadError
+from minillm.bench.server_process import ServerProcess
+from minillm.errors import ConfigError
+from tests.conftest import TinyPair
+
+
+def test_the_client_gets_the_tokens_of_the_offline_engine_in_order(tiny: TinyPair) -> None:
+    prompts = [[5 + number, 9, 21, 40 + number] for number in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    llm = LLM(str(tiny.target), device="cpu", enforce_eager=True)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    own = {"model": NAME, "temperature": 0, "max_tokens": 10, "ignore_eos": True, "return_token_ids": True}
+    with running_server(tiny.target) as server:
+        client = LoadClient(f"{server.url}/v1", concurrent=4)
+        for stream in (False, True):
+            answers = client.run([{**own, "prompt": ids, "stream": stream} for ids in prompts])
+            assert [answer.token_ids for answer in answers] == [output.outputs[0].token_ids for output in outputs]
+            for answer in answers:
+                assert answer.began < answer.arrivals[0] and answer.arrivals == sorted(answer.arrivals)
+                assert len(answer.arrivals) == 10
+        with pytest.raises(LoadError, match=r"400 bad request: .*is not supported"):
+            client.run([{**own, "prompt": "a", "logit_bias": {"5": 1}}])
+
+
+def test_latencies_are_percentiles_over_requests_and_over_tokens() -> None:
+    answers = [Answer(10.0, [1, 2, 3], [10.0 + wait, 10.5 + wait, 10.5 + wait]) for wait in (1.0, 2.0, 4.0)]
+    told = serving.latencies(answers)
+    assert (told["ttft_p50_ms"], told["ttft_p99_ms"]) == (2000, 4000)
+    assert told["tpot_p50_ms"] == told["tpot_p99_ms"] == 250
+    assert (told["itl_p50_ms"], told["itl_p99_ms"]) == (0, 500)
+    assert told["tokens_per_event"] == 9 / 6
+
+
+def test_the_benchmark_compares_the_server_with_the_offline_engine(tiny: TinyPair) -> None:
+    assert find("serve") is serving.run
+    outcome = serving.run(str(tiny.target), rounds=1, prompts=serving.CONCURRENT, new_tokens=3)
+    rows = {row["system"]: row for row in outcome["rows"]}
+    assert list(rows) == [serving.OFFLINE, serving.SERVER, serving.STREAMED]
+    for name in (serving.SERVER, serving.STREAMED):
+        assert rows[name]["baseline"] == serving.OFFLINE and rows[name]["outputs_equal"]
+        assert rows[name]["config"]["cpu_ratio"] > 0
+    assert rows[serving.STREAMED]["config"]["ttft_p99_ms"] >= rows[serving.STREAMED]["config"]["ttft_p50_ms"] > 0
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="5 prompts are fewer than the 32 clients"):
+        serving.run(prompts=5)
+    with pytest.raises(ConfigError, match="its error is above"):
+        ServerProcess(str(tmp_path / "nothing"))
+    assert "nothing" in capfd.readouterr().err

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+from minillm.book import site
+from minillm.book.replays import take_scripts
+from minillm.book.site import build_book, write_pages
+from minillm.book.techniques import markdown, techniques
+from minillm.cache.layouts import LAYOUTS
+from minillm.errors import LessonError, UnsupportedError
+from minillm.quantization.schemes import SCHEMES
+from minillm.speculative.methods import METHODS
+from minillm.teaching.course import choose
+from tests.book.conftest import ROOT
+
+
+def test_every_lesson_and_every_technique_has_a_page(book: Path) -> None:
+    assert {p.stem for p in (book / "lessons").glob("[0-9]*.html")} == {lesson.name for lesson in choose(ROOT)}
+    paths = {technique.path for technique in techniques()}
+    for kind in (*LAYOUTS.values(), *SCHEMES.values(), *METHODS.values()):
+        assert kind.__module__.replace(".", "/") + ".py" in paths
+    for technique in techniques():
+        assert technique.summary
+        assert (book / "techniques" / f"{technique.page}.html").exists()
+
+
+def test_nothing_is_loaded_from_the_network(book: Path) -> None:
+    loads = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["'](https?:)?//""")
+    for page in book.rglob("*.html"):
+        assert not loads.search(page.read_text(encoding="utf-8")), page.name
+
+
+def test_formulas_are_drawn_by_the_browser(book: Path) -> None:
+    page = (book / "lessons" / "11_speculative_speed.html").read_text(encoding="utf-8")
+    assert "<math" in page
+    assert "\\frac" not in page
+
+
+def test_a_link_to_the_glossary_leads_to_its_entry(book: Path) -> None:
+    page = (book / "lessons" / "06_paged_blocks.html").read_text(encoding="utf-8")
+    anchors = set(re.findall(r'href="\.\./glossary\.html#([\w-]+)"', page))
+    assert "copy-on-write" in anchors
+    glossary = (book / "glossary.html").read_text(encoding="utf-8")
+    assert not {anchor for anchor in anchors if f'id="{anchor}"' not in glossary}
+
+
+def test_a_file_of_the_reading_path_is_a_link_to_its_code(book: Path) -> None:
+    assert 'href="source/minillm.engine.scheduler.html"' in (book / "engine.html").read_text(encoding="utf-8")
+    assert "def schedule" in re.sub("<[^>]+>", "", (book / "source" / "minillm.engine.scheduler.html").read_text())
+
+
+def test_a_book_is_replaced_and_other_folders_are_not(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site, "_sphinx", lambda pages, html, *_: html.mkdir() or [])
+    kept = tmp_path / "notes"
+    kept.mkdir()
+    (kept / "diary.txt").write_text("dear diary")
+    with pytest.raises(LessonError, match="not a book"):
+        build_book(ROOT, kept)
+    assert (kept / "diary.txt").exists()
+    old = tmp_path / "old"
+    shutil.copytree(book, old)
+    build_book(ROOT, old, replays=())
+    assert not (old / "index.html").exists()
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LessonError, match="no solved lessons"):
+        build_book(tmp_path, tmp_path / "site")
+    monkeypatch.setitem(site.NEEDED, "no_such_module", "no-such-package")
+    with pytest.raises(UnsupportedError, match=r"needs no-such-package: pip install 'minillm-lessons\[book\]'"):
+        build_book(ROOT, tmp_path / "site")
+
+
+def test_a_published_repository_gives_badges(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    (clone / "solutions").mkdir(parents=True)
+    for name in ("00_tour.py", "00_tour.ipynb"):
+        shutil.copy(ROOT / "solutions" / name, clone / "solutions")
+    for name in ("README.md", "minillm"):
+        (clone / name).symlink_to(ROOT / name)
+    (clone / "pyproject.toml").write_text('[tool.minillm]\nrepository = "https://github.com/a/b"\ntag = "v1"\n')
+    write_pages(clone, tmp_path / "pages", replays=())
+    page = (tmp_path / "pages" / "lessons" / "00_tour.ipynb").read_text(encoding="utf-8")
+    assert "colab.research.google.com/github/a/b/blob/v1/lessons/00_tour.ipynb" in page
+    assert "google.colab" not in page  # the cell that installs on Colab
+
+
+def test_a_docstring_means_what_it_says() -> None:
+    text = markdown("Two * three * four, a_b and `a_b` [x].\n\n    code * here\n\n    more\n\nEnd <b>.")
+    assert text == (
+        "Two \\* three \\* four, a\\_b and `a_b` \\[x\\].\n\n\n```text\ncode * here\n\nmore\n```\n\nEnd \\<b\\>."
+    )
+
+
+def test_a_replay_takes_the_place_of_its_still_and_nothing_else_changes() -> None:
+    def notebook(*outputs: str) -> NotebookNode:
+        cells = [
+            nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("display_data", {"text/html": html})])
+            for html in outputs
+        ]
+        return nbformat.v4.new_notebook(cells=cells)
+
+    still, playing = '<div class="minillm-replay-place">', '<div class="minillm-replay-place"><script>go()</script>'
+    saved = notebook("3 ms", still, still)
+    take_scripts(saved, notebook("4 ms", playing, still))
+    assert [cell.outputs[0].data["text/html"] for cell in saved.cells] == ["3 ms", playing, still]

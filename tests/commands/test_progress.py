@@ -1,0 +1,31 @@
+"""`minillm progress` says what is done, and where to go on."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="functions are run in closed processes of Linux")
+def test_it_counts_what_passes_and_names_the_next_exercise(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    shutil.copy(ROOT / "solutions" / "03_roofline.ipynb", tmp_path / "03_roofline.ipynb")
+    shutil.copy(ROOT / "lessons" / "02_kv_cache.ipynb", tmp_path)
+    shutil.copy(ROOT / "lessons" / "00_tour.ipynb", tmp_path)
+    assert main(["progress", str(tmp_path)]) == 0
+    told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any("02_kv_cache │ 0 of 5 │ l02.append_kv (not attempted)" in line for line in told)
+    assert any("03_roofline │ 6 of 6 │" in line for line in told)
+    assert not any("00_tour" in line for line in told)
+
+
+def test_an_empty_folder_is_an_error(tmp_path, capsys):
+    assert main(["progress", str(tmp_path)]) == 2
+    assert "no notebook of a lesson" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""Documents whose keys and values are on disk: exact where they stand as computed, refused where they do not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
+from minillm.reuse import document_store
+from minillm.reuse.document_store import DocumentStore
+from tests.conftest import TinyPair
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+DOCUMENTS = [
+    "def add(a, b):\n    return a + b\n",
+    "import os\n\n\ndef walk(root):\n",
+    "for line in lines:\n    print(line)\n",
+]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: TinyPair) -> LLM:
+    return LLM(str(tiny.target), block_size=4, enforce_eager=True)
+
+
+@pytest.fixture
+def store(llm: LLM, tmp_path: Path) -> DocumentStore:
+    llm.reset_prefix_cache()
+    return DocumentStore(llm, tmp_path / "store")
+
+
+def tokens(llm: LLM, prompt: object) -> list[int]:
+    [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
+    return output.outputs[0].token_ids
+
+
+def test_a_document_in_its_own_place_gives_the_plain_tokens(llm: LLM, store: DocumentStore) -> None:
+    store.add(DOCUMENTS[0])
+    prompt = store.prompt([DOCUMENTS[0]], "add(")
+    [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == len(store.load(DOCUMENTS[0]).token_ids) // 4 * 4 > 0
+    assert output.outputs[0].token_ids == tokens(llm, {"prompt_token_ids": prompt["prompt_token_ids"]})
+
+
+def test_what_is_loaded_is_what_was_computed_to_the_last_bit(llm: LLM, store: DocumentStore) -> None:
+    store.add(DOCUMENTS[1])
+    ids = llm.engine.tokenizer.encode(DOCUMENTS[1])
+    with document_store.Scratch(llm, len(ids)) as scratch:
+        scratch.forward(ids, 0)
+        right = scratch.read(0, len(ids), ids)
+    found = store.load(DOCUMENTS[1])
+    assert torch.equal(found.keys, right.keys) and torch.equal(found.values, right.values)
+
+
+def test_several_documents_stand_one_after_the_other(llm: LLM, store: DocumentStore) -> None:
+    for document in DOCUMENTS:
+        store.add(document)
+    spans = [store.load(document) for document in DOCUMENTS]
+    prompt = store.prompt(DOCUMENTS, "x")
+    config = llm.engine.runner.model.config
+    ids, start = prompt["prompt_token_ids"], 0
+    with document_store.Scratch(llm, len(ids)) as scratch:
+        known = scratch.copy_cached(ids, prompt["cache_salt"])
+        for span in spans:
+            end = min(start + len(span.token_ids), known)
+            there = scratch.read(start, end, ids[start:end])
+            assert torch.equal(there.keys, span.moved_to(start, config).keys[:, : end - start])
+            assert torch.equal(there.values, span.values[:, : end - start])
+            start = end
+    assert len(tokens(llm, prompt)) == 12
+    assert prompt["cache_salt"] != store.prompt(DOCUMENTS, "x", rerotate=False)["cache_salt"]
+
+
+def test_another_model_precision_or_format_does_not_find_it(
+    llm: LLM, store: DocumentStore, tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = llm.engine.tokenizer.encode(DOCUMENTS[0])
+    names = {store.path(ids)}
+    store.add(DOCUMENTS[0])
+    others = [LLM(str(tiny.draft), enforce_eager=True), LLM(str(tiny.target), quantization="int8", enforce_eager=True)]
+    for other in others:
+        found = DocumentStore(other, store.folder)
+        names.add(found.path(ids))
+        with pytest.raises(CheckpointError, match=r"does not have this document .* add it first"):
+            found.load(DOCUMENTS[0])
+    monkeypatch.setattr(document_store, "FORMAT", 2)
+    names.add(DocumentStore(llm, store.folder).path(ids))
+    assert len(names) == 4
+
+
+def test_damage_is_noticed(llm: LLM, store: DocumentStore) -> None:
+    path = store.add(DOCUMENTS[0])
+    good = path.read_bytes()
+    for damaged in (good[:-9] + bytes([good[-9] ^ 1]) + good[-8:], good[: len(good) // 2], b"", b"x" * 40):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="delete it and add the document again"):
+            DocumentStore(llm, store.folder).load(DOCUMENTS[0])
+    path.unlink()
+    assert store.add(DOCUMENTS[0]).read_bytes() == good
+
+
+def test_a_file_of_another_model_under_this_name_is_refused(
+    store: DocumentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.add(DOCUMENTS[0])
+    monkeypatch.setattr(store, "identity", "another")
+    path.rename(store.path(store.llm.engine.tokenizer.encode(DOCUMENTS[0])))
+    with pytest.raises(CheckpointError, match="damaged"):
+        store.load(DOCUMENTS[0])
+
+
+def test_the_least_recently_used_documents_make_room(llm: LLM, tmp_path: Path) -> None:
+    documents = [[token] * 20 for token in (5, 6, 7)]
+    size = DocumentStore(llm, tmp_path / "one").add(documents[0]).stat().st_size
+    store = DocumentStore(llm, tmp_path / "two", max_bytes=int(2.5 * size))
+    first, second = store.add(documents[0]), store.add(documents[1])
+    for age, path in ((100, first), (50, second)):
+        os.utime(path, (age, age))
+    store.load(documents[0])
+    third = store.add(documents[2])
+    assert first.exists() and third.exists() and not second.exists()
+    assert store.num_bytes <= 2.5 * size
+    assert DocumentStore(llm, tmp_path / "three", max_bytes=1).add(documents[0]).exists()
+
+
+def test_what_an_interrupted_write_leaves_is_nothing(store: DocumentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(tensors: object, name: str, metadata: object) -> None:
+        Path(name).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(document_store, "save_file", half)
+    with pytest.raises(KeyboardInterrupt):
+        store.add(DOCUMENTS[0])
+    assert list(store.folder.iterdir()) == []
+
+
+def test_two_writers_of_one_document_leave_one_whole_file(llm: LLM, store: DocumentStore) -> None:
+    """The second has looked before the first had written, as in another process."""
+    ids = llm.engine.tokenizer.encode(DOCUMENTS[0])
+    span = store.load(DOCUMENTS[0]) if store.path(ids).exists() else None
+    assert span is None
+    path = store.add(DOCUMENTS[0])
+    again = DocumentStore(llm, store.folder)
+    loaded = again.load(DOCUMENTS[0])
+    again._write(path, loaded)
+    assert [p.name for p in store.folder.iterdir()] == [path.name]
+    assert torch.equal(again.load(DOCUMENTS[0]).keys, loaded.keys)
+
+
+def test_refusals(llm: LLM, store: DocumentStore, tiny: TinyPair, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_bytes=0"):
+        DocumentStore(llm, tmp_path, max_bytes=0)
+    with pytest.raises(PromptError, match="without tokens"):
+        store.add("")
+    with pytest.raises(UnsupportedError, match="kv_cache_dtype"):
+        DocumentStore(LLM(str(tiny.target), kv_cache_dtype="int4", enforce_eager=True), tmp_path)

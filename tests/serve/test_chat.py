@@ -1,0 +1,114 @@
+"""`/v1/chat/completions`: by the model's template, and refused without one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import NAME, RunningServer, running_server  # isort: skip (it may skip this file)
+
+import openai
+
+from minillm import LLM, SamplingParams
+from tests.conftest import TinyPair
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}# assistant:{% endif %}"
+)
+MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "def add(a, b):"}]
+PROMPT = "# system: be brief\n# user: def add(a, b):\n# assistant:"
+LENGTH = 12
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": LENGTH, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a chat template in its tokenizer's configuration."""
+    copy = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(tiny.target, copy)
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningServer]:
+    with running_server(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: TinyPair) -> Any:
+    llm = LLM(str(tiny.target), device="cpu", enforce_eager=True)
+    params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
+    ids = llm.engine.tokenizer.encode(PROMPT, add_special_tokens=False)
+    return llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0]
+
+
+def test_a_chat_is_a_completion_of_the_template(server: RunningServer, expected: Any) -> None:
+    answer = server.client().chat.completions.create(messages=MESSAGES, **GREEDY)
+    assert answer.choices[0].message.content == expected.outputs[0].text
+    assert answer.choices[0].message.role == "assistant" and answer.choices[0].finish_reason == "length"
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    chunks = list(server.client().chat.completions.create(messages=MESSAGES, stream=True, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.outputs[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
+
+
+def test_parts_of_text_are_joined_and_an_image_is_refused(server: RunningServer, expected: Any) -> None:
+    parts = [{"type": "text", "text": "def add"}, {"type": "text", "text": "(a, b):"}]
+    messages: Any = [MESSAGES[0], {"role": "user", "content": parts}]
+    answer = server.client().chat.completions.create(messages=messages, **GREEDY)
+    assert answer.choices[0].message.content == expected.outputs[0].text
+    messages[1]["content"] = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(openai.BadRequestError, match="a part of type 'image_url'; this model reads text"):
+        server.client().chat.completions.create(messages=messages, **GREEDY)
+
+
+def test_logprobs_of_a_chat(server: RunningServer, expected: Any) -> None:
+    answer = server.client().chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY)
+    content = answer.choices[0].logprobs.content
+    output = expected.outputs[0]
+    assert [each.logprob for each in content] == pytest.approx(
+        [row[token].logprob for row, token in zip(output.logprobs, output.token_ids, strict=True)]
+    )
+    assert [len(each.top_logprobs) for each in content] == [2] * LENGTH
+    assert bytes(byte for each in content for byte in each.bytes).decode(errors="replace") == output.text
+    chunks = server.client().chat.completions.create(messages=MESSAGES, logprobs=True, stream=True, **GREEDY)
+    told = [each for chunk in chunks if (found := chunk.choices[0].logprobs) for each in found.content]
+    assert [each.token for each in told] == [each.token for each in content]
+    assert told[0].top_logprobs == []
+
+
+def test_no_limit_means_as_many_tokens_as_the_context_has(server: RunningServer, expected: Any) -> None:
+    options = {key: value for key, value in GREEDY.items() if key != "max_tokens"}
+    answer = server.client().chat.completions.create(messages=MESSAGES, **options)
+    assert answer.usage.total_tokens == 256
+    answer = server.client().chat.completions.create(messages=MESSAGES, max_completion_tokens=3, **options)
+    assert answer.usage.completion_tokens == 3
+
+
+def test_what_the_template_refuses_is_the_callers_mistake(server: RunningServer) -> None:
+    with pytest.raises(openai.BadRequestError, match="refuses these messages: no tools here"):
+        server.client().chat.completions.create(
+            messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}], **GREEDY
+        )
+
+
+def test_a_model_without_a_template_cannot_chat_but_takes_one_from_a_file(
+    tiny: TinyPair, expected: Any, tmp_path: Path
+) -> None:
+    with running_server(tiny.target) as server, pytest.raises(openai.BadRequestError, match="has no chat template"):
+        server.client().chat.completions.create(messages=MESSAGES, **GREEDY)
+    file = tmp_path / "template.jinja"
+    file.write_text(TEMPLATE)
+    with running_server(tiny.target, template=file) as server:
+        answer = server.client().chat.completions.create(messages=MESSAGES, **GREEDY)
+        assert answer.choices[0].message.content == expected.outputs[0].text

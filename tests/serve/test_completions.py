@@ -1,0 +1,212 @@
+"""`/v1/completions` by the real client: whole, streamed and offline are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import NAME, RunningServer, running_server  # isort: skip (it may skip this file)
+
+import openai
+
+from minillm import LLM, SamplingParams
+from minillm.fill_in_the_middle import fim_text
+from tests.conftest import TinyPair
+
+PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
+LENGTH = 20
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": LENGTH, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def server(tiny: TinyPair) -> Iterator[RunningServer]:
+    with running_server(tiny.target) as running:
+        yield running
+        running.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def offline(tiny: TinyPair) -> LLM:
+    return LLM(str(tiny.target), device="cpu", enforce_eager=True)
+
+
+def generate(offline: LLM, prompt: Any, **params: Any) -> Any:
+    given = {"temperature": 0, "max_tokens": LENGTH, "ignore_eos": True, **params}
+    [output] = offline.generate([prompt], SamplingParams(**given), use_tqdm=False)
+    return output
+
+
+def streamed(server: RunningServer, **options: Any) -> tuple[dict[int, str], list[Any]]:
+    """The text of each choice, put together from the chunks, and all chunks."""
+    texts: dict[int, str] = {}
+    chunks = list(server.client().completions.create(stream=True, **options))
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+    return texts, chunks
+
+
+# --- the same text in three ways -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_whole_streamed_and_offline_are_the_same(server: RunningServer, offline: LLM, prompt: str) -> None:
+    expected = generate(offline, prompt)
+    whole = server.client().completions.create(prompt=prompt, **GREEDY)
+    texts, chunks = streamed(server, prompt=prompt, **GREEDY)
+    assert whole.choices[0].text == texts[0] == expected.outputs[0].text
+    assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "length"
+    assert whole.model == chunks[0].model == NAME and whole.object == chunks[0].object == "text_completion"
+    assert len({chunk.id for chunk in chunks}) == 1 and chunks[0].id.startswith("cmpl-")
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(expected.prompt_token_ids), LENGTH)
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + LENGTH
+
+
+def test_token_ids_are_prompts_and_are_returned_if_asked_for(server: RunningServer, offline: LLM) -> None:
+    expected = generate(offline, PROMPTS[0])
+    body = {"ignore_eos": True, "return_token_ids": True}
+    options = {**GREEDY, "prompt": expected.prompt_token_ids, "extra_body": body}
+    [choice] = server.client().completions.create(**options).choices
+    assert choice.token_ids == expected.outputs[0].token_ids
+    assert choice.prompt_token_ids == expected.prompt_token_ids
+    _, chunks = streamed(server, **options)
+    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == expected.outputs[0].token_ids
+    assert chunks[0].choices[0].prompt_token_ids == expected.prompt_token_ids
+
+
+def test_several_prompts_have_their_choices_in_order(server: RunningServer, offline: LLM) -> None:
+    expected = [generate(offline, prompt).outputs[0].text for prompt in PROMPTS]
+    whole = server.client().completions.create(prompt=PROMPTS, **GREEDY)
+    assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(expected))
+    texts, _ = streamed(server, prompt=PROMPTS, **GREEDY)
+    assert texts == dict(enumerate(expected))
+    ids = [offline.engine.tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert [c.text for c in server.client().completions.create(prompt=ids, **GREEDY).choices] == expected
+
+
+def test_a_seed_gives_the_same_samples_whole_streamed_and_offline(server: RunningServer, offline: LLM) -> None:
+    sampled = {
+        "model": NAME,
+        "prompt": PROMPTS[0],
+        "temperature": 1.1,
+        "top_p": 0.9,
+        "n": 3,
+        "seed": 7,
+        "max_tokens": 9,
+    }
+    sampled["extra_body"] = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
+    expected = generate(
+        offline,
+        PROMPTS[0],
+        temperature=1.1,
+        top_p=0.9,
+        n=3,
+        seed=7,
+        max_tokens=9,
+        ignore_eos=False,
+        **sampled["extra_body"],
+    )
+    whole = server.client().completions.create(**sampled)
+    texts, _ = streamed(server, **sampled)
+    assert [choice.text for choice in whole.choices] == [texts[i] for i in range(3)]
+    assert [texts[i] for i in range(3)] == [output.text for output in expected.outputs]
+    assert whole.usage.completion_tokens == sum(len(output.token_ids) for output in expected.outputs)
+
+
+# --- stop, echo, log-probabilities, suffix ---------------------------------------------------------------------------
+
+
+def test_a_stop_string_is_never_sent_not_even_its_beginning(server: RunningServer, offline: LLM) -> None:
+    text = generate(offline, PROMPTS[0]).outputs[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 4]
+    options = {**GREEDY, "prompt": PROMPTS[0], "stop": [stop, "never said"]}
+    whole = server.client().completions.create(**options).choices[0]
+    texts, chunks = streamed(server, **options)
+    assert whole.text == texts[0] == text[: text.index(stop)]
+    assert whole.finish_reason == chunks[-1].choices[0].finish_reason == "stop"
+    assert whole.stop_reason == chunks[-1].choices[0].stop_reason == stop
+
+
+def test_echo_begins_with_the_prompt(server: RunningServer, offline: LLM) -> None:
+    expected = generate(offline, PROMPTS[0], logprobs=2, prompt_logprobs=2)
+    options = {**GREEDY, "prompt": PROMPTS[0], "echo": True}
+    assert server.client().completions.create(**options).choices[0].text == PROMPTS[0] + expected.outputs[0].text
+    texts, _ = streamed(server, **options)
+    assert texts[0] == PROMPTS[0] + expected.outputs[0].text
+    told = server.client().completions.create(logprobs=2, **options).choices[0].logprobs
+    assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+    rows = [*expected.prompt_logprobs[1:], *expected.outputs[0].logprobs]
+    ids = [*expected.prompt_token_ids[1:], *expected.outputs[0].token_ids]
+    assert told.token_logprobs[1:] == pytest.approx([row[token].logprob for row, token in zip(rows, ids, strict=True)])
+
+
+def test_echo_without_new_tokens_scores_a_text(server: RunningServer, offline: LLM) -> None:
+    ids = offline.engine.tokenizer.encode(PROMPTS[2])
+    answer = server.client().completions.create(model=NAME, prompt=PROMPTS[2], max_tokens=0, echo=True, logprobs=0)
+    assert answer.choices[0].text == PROMPTS[2]
+    assert len(answer.choices[0].logprobs.tokens) == len(ids) == answer.usage.total_tokens
+    assert "".join(answer.choices[0].logprobs.tokens) == PROMPTS[2]
+
+
+def test_logprobs_are_those_of_the_engine_whole_and_streamed(server: RunningServer, offline: LLM) -> None:
+    expected = generate(offline, PROMPTS[0], logprobs=3).outputs[0]
+    options = {**GREEDY, "prompt": PROMPTS[0], "logprobs": 3}
+    whole = server.client().completions.create(**options).choices[0].logprobs
+    values = [row[token].logprob for row, token in zip(expected.logprobs, expected.token_ids, strict=True)]
+    assert whole.token_logprobs == pytest.approx(values)
+    for told, row in zip(whole.top_logprobs, expected.logprobs, strict=True):
+        assert told == pytest.approx({each.decoded_token: each.logprob for each in row.values()})
+    offsets = [sum(map(len, whole.tokens[:i])) for i in range(LENGTH)]
+    assert whole.text_offset == offsets
+    _, chunks = streamed(server, **options)
+    for field in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        pieces = [each for chunk in chunks for each in getattr(chunk.choices[0].logprobs, field)]
+        whole_values = getattr(whole, field)
+        assert pieces == (pytest.approx(whole_values) if field == "token_logprobs" else whole_values)
+
+
+def test_a_suffix_asks_for_the_gap(server: RunningServer, offline: LLM) -> None:
+    prefix, suffix = "def add(a, b):\n    return ", "\n\n\nclass Stack:\n"
+    expected = generate(offline, fim_text(prefix, suffix))
+    answer = server.client().completions.create(prompt=prefix, suffix=suffix, **GREEDY)
+    assert answer.choices[0].text == expected.outputs[0].text
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def test_usage_comes_last_in_a_stream_if_asked_for(server: RunningServer) -> None:
+    _, plain = streamed(server, prompt=PROMPTS[0], **GREEDY)
+    assert all(chunk.usage is None for chunk in plain)
+    _, chunks = streamed(server, prompt=PROMPTS[0], stream_options={"include_usage": True}, **GREEDY)
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == LENGTH
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    body = {"ignore_eos": True, "stream_options": {"continuous_usage_stats": True}}
+    _, chunks = streamed(server, prompt=PROMPTS[0], **{**GREEDY, "extra_body": body})
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == LENGTH
+
+
+def test_a_stream_is_server_sent_events_that_end_with_done(server: RunningServer) -> None:
+    answer = server.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert all(line.startswith("data: {") for line in lines[:-1]) and lines[-1] == "data: [DONE]"
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_listed_and_any_of_their_names_will_do(server: RunningServer) -> None:
+    client = server.client()
+    assert [model.id for model in client.models.list()] == [NAME, "other-name"]
+    assert client.models.retrieve("other-name").max_model_len == 256
+    answer = client.completions.create(model="other-name", prompt="a", max_tokens=1)
+    assert answer.model == NAME
+    with pytest.raises(openai.NotFoundError, match="'gpt' does not exist; this server has tiny, other-name"):
+        client.completions.create(model="gpt", prompt="a")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")

@@ -1,0 +1,153 @@
+"""What the server refuses, and how: OpenAI's shape of errors, and the fix in the message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import NAME, RunningServer, running_server  # isort: skip (it may skip this file)
+
+import httpx
+import openai
+
+from tests.conftest import TinyPair
+
+LIMIT = 2000
+
+
+@pytest.fixture(scope="module")
+def server(tiny: TinyPair) -> Iterator[RunningServer]:
+    with running_server(tiny.target, settings={"max_body_bytes": LIMIT, "max_logprobs": 5}, limit=8) as running:
+        yield running
+
+
+def refused(answer: httpx.Response, status: int, message: str, param: str | None = None) -> None:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["code"] == status
+    assert message in error["message"], error["message"]
+    assert error["param"] == param
+
+
+BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"prompt": ""}, "the prompt is empty", "prompt"),
+    ({"prompt": []}, "the prompt is empty", "prompt"),
+    ({}, "prompt: Field required", "prompt"),
+    ({"prompt": 5}, "prompt", "prompt"),
+    ({"prompt": "a", "max_tokens": "many"}, "max_tokens: Input should be a valid integer", "max_tokens"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens=0: must be an integer from 1", None),
+    ({"prompt": "a", "max_tokens": 300}, "over the context of 256", None),
+    ({"prompt": "a", "temperature": 3}, "temperature=3.0: must be a number from 0", None),
+    ({"prompt": "a", "n": 0}, "n=0: must be an integer from 1", None),
+    ({"prompt": "a", "n": 9}, "1 prompts with n=9 are 9 sequences; the limit is 8", None),
+    ({"prompt": "a", "n": 2, "temperature": 0}, "n=2: must be 1 at temperature=0", None),
+    ({"prompt": [5, 100_000]}, "prompt token 1 is 100000", None),
+    ({"prompt": "a\ud800"}, "half a surrogate pair", None),
+    ({"prompt": "a", "best_of": 3}, "best_of=3 is not supported", "best_of"),
+    ({"prompt": "a", "logprobs": 6}, "logprobs=6 must be from 0 to 5", "logprobs"),
+    ({"prompt": "a", "logprobs": -1}, "logprobs=-1 must be from 0 to 5", "logprobs"),
+    ({"prompt": "a", "logit_bias": {"5": 1.0}}, "logit_bias is not supported", "logit_bias"),
+    (
+        {"prompt": "a", "response_format": {"type": "json_object"}},
+        "response_format is not supported",
+        "response_format",
+    ),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options need stream=true", "stream_options"),
+    ({"prompt": "a", "suffix": "b", "echo": True}, "suffix needs one prompt", "suffix"),
+    ({"prompt": ["a"], "suffix": "b"}, "suffix needs one prompt", "suffix"),
+    ({"prompt": "a", "suffix": "<|fim_middle|>"}, "marks the gap itself", None),
+    ({"prompt": "a", "stop": [""]}, "stop", None),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "param"), BAD_BODIES)
+def test_a_bad_field_is_named(server: RunningServer, body: dict[str, Any], message: str, param: str | None) -> None:
+    for stream in (False, True) if "stream_options" not in body else (False,):
+        content = json.dumps({**body, "stream": stream})
+        answer = server.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        refused(answer, 400, message, param)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("body", [b"", b'{"prompt": "a"', b"[1, 2", b'"a"', b"[]", b"\xff\xfe{", b"nul", b"{" * 1500])
+def test_a_body_that_is_no_json_object(server: RunningServer, path: str, body: bytes) -> None:
+    answer = server.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_a_form_is_no_json(server: RunningServer) -> None:
+    refused(
+        server.post("/v1/completions", data={"prompt": "a"}), 400, "sent with the header 'Content-Type: application"
+    )
+
+
+def test_fields_that_nobody_knows_are_ignored_as_in_vllm(server: RunningServer) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "field_of_the_future": 7, "logit_bias": None, "user": "me", "tools": []}
+    assert server.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/nothing"])
+def test_a_body_over_the_limit_is_refused_announced_or_not(server: RunningServer, path: str) -> None:
+    body = b'{"prompt": "' + b"a" * LIMIT + b'"}'
+    message = f"over the limit of {LIMIT} bytes"
+    refused(server.post(path, content=body, headers={"Content-Type": "application/json"}), 413, message)
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(0, len(body), 100):
+            yield body[start : start + 100]
+
+    if path != "/v1/nothing":  # nobody reads that body
+        refused(server.post(path, content=pieces(), headers={"Content-Type": "application/json"}), 413, message)
+
+
+def test_a_body_at_the_limit_is_read(server: RunningServer) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1'
+    body += b" " * (LIMIT - len(body) - 1) + b"}"
+    assert server.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}).status_code == 200
+
+
+def test_paths_and_methods_that_are_not_there(server: RunningServer) -> None:
+    refused(server.post("/v1/nothing", json={}), 404, "Not Found")
+    refused(httpx.get(f"{server.url}/v1/completions"), 405, "Method Not Allowed")
+
+
+def test_a_tokenizer_without_the_tokens_refuses_a_suffix(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minillm.fill_in_the_middle.FIM_TOKENS", ("<|no such token|>",))
+    answer = server.post("/v1/completions", json={"prompt": "a", "suffix": "b"})
+    refused(answer, 400, "has no token <|no such token|>; take a model that was trained to fill gaps")
+
+
+def test_a_key_is_asked_for_under_v1_only(tiny: TinyPair) -> None:
+    with running_server(tiny.target, settings={"api_keys": ("first", "sécond")}) as server:
+        for key in ("first", "wrong", "firs", "first2"):
+            if key == "first":
+                assert server.client(key).completions.create(model=NAME, prompt="a", max_tokens=1).choices
+                continue
+            with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+                server.client(key).completions.create(model=NAME, prompt="a", max_tokens=1)
+        refused(server.post("/v1/completions", json={"prompt": "a"}), 401, "Authorization: Bearer KEY")
+        header = {"Authorization": "Bearer sécond".encode()}
+        assert server.post("/v1/completions", json={"prompt": "a"}, headers=header).status_code == 200
+        refused(server.post("/v1/completions", json={"prompt": "a"}, headers={"Authorization": "first"}), 401, "")
+        for path in ("/health", "/metrics"):
+            assert httpx.get(f"{server.url}{path}").status_code == 200
+
+
+def test_a_full_queue_answers_503_and_when_to_come_again(tiny: TinyPair) -> None:
+    with running_server(tiny.target, limit=2, settings={"retry_after_s": 7}) as server:
+        endless = {"model": NAME, "prompt": "a", "max_tokens": 240, "stream": True, "extra_body": {"ignore_eos": True}}
+        open_streams = [server.client().completions.create(**endless) for _ in range(2)]
+        for stream in open_streams:
+            next(iter(stream))
+        answer = server.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        refused(answer, 503, "the limit is 2: try again later")
+        assert answer.headers["retry-after"] == "7"
+        open_streams[0].close()
+        server.wait_until(lambda: server.engine.num_unfinished < 2)
+        assert server.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        open_streams[1].close()

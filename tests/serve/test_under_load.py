@@ -1,0 +1,208 @@
+"""Many clients at once, slow ones, and ones that leave: every answer arrives, and no block is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.serve.running_server import NAME, RunningServer, running_server  # isort: skip (it may skip this file)
+
+import httpx
+import openai
+
+from minillm import LLM, SamplingParams
+from minillm.engine.engine import Engine
+from tests.conftest import TinyPair
+
+PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
+LENGTH = 16
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": LENGTH, "extra_body": {"ignore_eos": True}}
+ENDLESS: dict[str, Any] = {**GREEDY, "max_tokens": 200}
+pytestmark = pytest.mark.timeout(180)
+
+
+def expected(tiny: TinyPair, length: int = LENGTH) -> list[str]:
+    llm = LLM(str(tiny.target), device="cpu", enforce_eager=True)
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    return [output.outputs[0].text for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+async def read(client: openai.AsyncOpenAI, number: int, options: dict[str, Any] = GREEDY) -> str:
+    """The text of one request, streamed if its number is odd."""
+    prompt = PROMPTS[number % 4]
+    if number % 2 == 0:
+        return (await client.completions.create(prompt=prompt, **options)).choices[0].text
+    stream = await client.completions.create(prompt=prompt, stream=True, **options)
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+def test_64_at_once_get_what_each_would_get_alone(tiny: TinyPair) -> None:
+    """Through 16 seats and a pool that is too small for them, so that some are preempted."""
+    texts = expected(tiny)
+    with running_server(tiny.target, max_num_seqs=16, num_kv_blocks=80) as server:
+
+        async def job() -> list[str]:
+            async with server.async_client() as client:
+                return await asyncio.gather(*(read(client, number) for number in range(64)))
+
+        assert asyncio.run(job()) == [texts[number % 4] for number in range(64)]
+        server.wait_until_idle()
+
+
+def test_drafts_change_no_answer(tiny: TinyPair) -> None:
+    texts = expected(tiny)
+    speculative = {"model": str(tiny.draft), "num_speculative_tokens": 3}
+    with running_server(tiny.target, speculative_config=speculative, max_num_seqs=8) as server:
+
+        async def job() -> list[str]:
+            async with server.async_client() as client:
+                return await asyncio.gather(*(read(client, number) for number in range(16)))
+
+        assert asyncio.run(job()) == [texts[number % 4] for number in range(16)]
+
+
+def test_a_client_that_leaves_ends_its_request(tiny: TinyPair) -> None:
+    with running_server(tiny.target) as server:
+        client = server.client()
+        stream = client.completions.create(prompt=PROMPTS[0], stream=True, **ENDLESS)
+        next(iter(stream))
+        stream.close()
+        server.wait_until(lambda: server.engine.num_unfinished == 0)
+
+        async def leave() -> None:
+            """Before the answer to a request that is not streamed."""
+            async with server.async_client() as client:
+                task = asyncio.create_task(read(client, 0, ENDLESS))
+                while not server.engine.llm_engine.engine.requests:
+                    await asyncio.sleep(0.002)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+        asyncio.run(leave())
+        server.wait_until_idle()
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 2.0' in metrics
+
+
+def test_a_prompt_of_several_that_is_left_ends_all_of_them(tiny: TinyPair) -> None:
+    with running_server(tiny.target) as server:
+        stream = server.client().completions.create(prompt=PROMPTS, stream=True, **ENDLESS)
+        next(iter(stream))
+        assert server.engine.num_unfinished == 4
+        stream.close()
+        server.wait_until(lambda: server.engine.num_unfinished == 0)
+
+
+def test_a_slow_reader_gets_all_of_it_and_delays_nobody(tiny: TinyPair) -> None:
+    """It reads nothing until its request has long ended in the engine; the sockets hold only a few bytes."""
+    texts = expected(tiny)
+    long = expected(tiny, 200)
+    with running_server(tiny.target, send_buffer=4096) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = f'{{"prompt": "{PROMPTS[0]}", "temperature": 0, "max_tokens": 200, "stream": true, "logprobs": 20, '
+        body += '"ignore_eos": true}'
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            slow.connect((host, int(port)))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
+            server.wait_until(lambda: server.engine.llm_engine.engine.requests)
+            for number in range(4):  # others are served meanwhile
+                answer = server.client().completions.create(prompt=PROMPTS[number], **GREEDY)
+                assert answer.choices[0].text == texts[number]
+            server.wait_until_idle()  # in the engine it has ended
+            received = b"".join(iter(lambda: slow.recv(512), b""))
+        events = [line for line in received.decode().splitlines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+        choices = [json.loads(event[6:])["choices"][0] for event in events[:-1]]
+        assert "".join(choice["text"] for choice in choices) == long[0]
+        num_tokens = [len(choice["logprobs"]["tokens"]) for choice in choices]
+        assert sum(num_tokens) == 200 and max(num_tokens) > 10  # what it had not read came in one piece
+
+
+def test_clients_that_leave_at_random_lose_nothing_for_the_others(tiny: TinyPair) -> None:
+    """150 clients: whole or streamed, patient or not. Every patient one gets its text; every block comes back."""
+    texts, rng = expected(tiny), random.Random(11)
+    with running_server(tiny.target, max_num_seqs=6, num_kv_blocks=60) as server:
+
+        async def one(client: openai.AsyncOpenAI, number: int) -> str:
+            await asyncio.sleep(rng.random())
+            patience = rng.choice([None, None, rng.random() * 0.3])
+            try:
+                text = await asyncio.wait_for(read(client, number, ENDLESS if patience else GREEDY), patience)
+            except asyncio.TimeoutError:
+                return "left"
+            assert text == texts[number % 4]
+            return "answered"
+
+        async def job() -> Counter[str]:
+            async with server.async_client() as client:
+                return Counter(await asyncio.gather(*(one(client, number) for number in range(150))))
+
+        ended = asyncio.run(job())
+        assert ended["left"] > 25 and ended["answered"] > 50 and ended.total() == 150
+        server.wait_until_idle()
+
+
+def test_a_step_that_fails_ends_its_requests_with_500_and_the_next_is_served(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(tiny.target) as server:
+        client = server.client()
+        stream = iter(client.completions.create(prompt=PROMPTS[0], stream=True, **ENDLESS))
+        next(stream)
+        step = Engine.step
+        monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
+        with pytest.raises(openai.APIError, match="the step that ran this request failed: ZeroDivisionError"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="ZeroDivisionError"):
+            client.completions.create(prompt=PROMPTS[0], **GREEDY)
+        monkeypatch.setattr(Engine, "step", step)
+        assert client.completions.create(prompt=PROMPTS[0], **GREEDY).choices[0].text == expected(tiny)[0]
+
+
+def test_an_engine_that_is_dead_is_not_healthy(tiny: TinyPair) -> None:
+    with running_server(tiny.target) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        server.engine.shutdown()
+        answer = httpx.get(f"{server.url}/health")
+        assert answer.status_code == 503 and "runs no more" in answer.json()["error"]["message"]
+        answer = server.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+
+
+def metric(server: RunningServer, name: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    [value] = [line.split()[-1] for line in lines if line.startswith(f'vllm:{name}{{model_name="tiny"')]
+    return float(value)
+
+
+def test_metrics_count_what_the_clients_saw(tiny: TinyPair) -> None:
+    speculative = {"method": "ngram", "prompt_lookup_min": 1}
+    with running_server(tiny.target, speculative_config=speculative) as server:
+        client = server.client()
+        answers = [client.completions.create(prompt=PROMPTS[2], **GREEDY) for _ in range(3)]
+        used = [answer.usage for answer in answers]
+        assert metric(server, "prompt_tokens_total") == sum(usage.prompt_tokens for usage in used)
+        assert metric(server, "generation_tokens_total") == 3 * LENGTH
+        cached = sum(usage.prompt_tokens_details.cached_tokens for usage in used)
+        assert metric(server, "prefix_cache_hits_total") == cached > 0
+        assert metric(server, "prefix_cache_queries_total") == sum(usage.prompt_tokens for usage in used)
+        for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_queue_time_seconds"):
+            assert metric(server, f"{name}_count") == 3
+        assert metric(server, "spec_decode_num_draft_tokens_total") >= metric(
+            server, "spec_decode_num_accepted_tokens_total"
+        )
+        assert metric(server, "spec_decode_num_drafts_total") > 0
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert metric(server, name) == 0
+        stream = client.completions.create(prompt=PROMPTS[2], stream=True, **ENDLESS)
+        next(iter(stream))
+        assert metric(server, "num_requests_running") == 1 and metric(server, "kv_cache_usage_perc") > 0
+        stream.close()

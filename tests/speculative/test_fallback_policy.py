@@ -1,0 +1,119 @@
+"""Two methods in turn, each with its own number of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.request import Request
+from minillm.speculative.draft_policy import AdaptiveDrafts, FixedDrafts
+from minillm.speculative.drafter import Draft, Drafter
+from minillm.speculative.fallback import FallbackDrafter
+from minillm.speculative.fallback_policy import FallbackDrafts
+from minillm.speculative.step_costs import StepCosts
+from minillm.trace import DraftProposed, DraftsPlanned
+from tests.conftest import TinyPair
+
+CHEAP, DEAR = StepCosts({1: 1.0, 64: 2.0}), StepCosts({1: 1.0, 64: 2.0}, 0.0, 1.0, 1.0)
+
+
+class Some(Drafter):
+    """Proposes a given number of drafts for each request, if it may."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.lengths, self.asked = lengths, []
+
+    def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        self.asked.append((len(requests), list(num_drafts)))
+        return [Draft([7] * min(n, most)) for n, most in zip(self.lengths, num_drafts, strict=False)]
+
+
+def a_request(name: str = "a") -> Request:
+    return Request(name, "", [1, 2, 3], 3, SamplingParams(temperature=0), 100, seed=0)
+
+
+def both(*lengths: int, max_second: int = 3) -> tuple[FallbackDrafter, FallbackDrafts]:
+    drafter = FallbackDrafter(Some(*lengths), Some(2, 2), 4, max_second, 1)
+    return drafter, FallbackDrafts(drafter, AdaptiveDrafts(4, CHEAP), AdaptiveDrafts(max_second, DEAR))
+
+
+def test_a_method_that_does_not_pay_leaves_the_other_alone() -> None:
+    drafter, policy = both(4)
+    request = a_request()
+    plan = policy.plan([request], 1)
+    assert plan.num_drafts == [4] and drafter.limits[request] == (4, 0)
+    assert max(plan.speedups) > 1 and len(plan.survival[0]) == 4  # those of the method that pays
+    assert [len(d.token_ids) for d in drafter.propose([request], plan.num_drafts)] == [4]
+    drafter.first.lengths = (0,)
+    assert drafter.propose([request], plan.num_drafts) == [Draft([])]
+    assert drafter.second.asked == []
+
+
+def test_a_verdict_counts_for_the_method_that_proposed() -> None:
+    drafter, policy = both(2, 0)
+    one, other = a_request("one"), a_request("other")
+    before = [p.survival(one)[0] for p in (policy.first, policy.second)]
+    drafter.propose([one, other], [4, 4])
+    policy.judged(one, 2, 2)
+    assert policy.first.survival(one)[0] > before[0] and policy.second.survival(one)[0] == before[1]
+    policy.judged(other, 2, 0)
+    assert policy.second.survival(other)[0] < before[1]
+
+
+def test_the_one_that_is_silenced_is_not_asked_for_the_requests_of_the_other() -> None:
+    drafter, _ = both(1, 1)
+    requests = [a_request(name) for name in "ab"]
+    drafter.limits.update({requests[0]: (0, 3), requests[1]: (2, 0)})
+    drafts = drafter.propose(requests, [3, 2])
+    assert drafter.first.asked == [(1, [2])] and drafter.second.asked == [(1, [3])]
+    assert [len(d.token_ids) for d in drafts] == [2, 1]
+
+
+def test_every_forward_is_told_to_both() -> None:
+    costs = [StepCosts({1: 1.0, 2: 2.0}) for _ in range(2)]
+    policy = FallbackDrafts(both(1)[0], *(AdaptiveDrafts(2, each) for each in costs))
+    policy.ran(2, 0, 0.5)
+    assert [each.forward[2] for each in costs] == [0.5, 0.5]
+
+
+class Wrong(Drafter):
+    """Proposes tokens that are never accepted."""
+
+    right: ClassVar[set[int]] = set()
+
+    def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        return [Draft([next(t for t in range(300) if t not in self.right)] * most) for most in num_drafts]
+
+
+@pytest.mark.parametrize("wrong_first", [True, False])
+def test_in_the_engine_the_useless_method_falls_silent_and_the_useful_one_goes_on(
+    tiny: TinyPair, wrong_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model is the target: all its drafts are accepted. The other's never are. Costs are given, because those
+    of a machine vary."""
+    monkeypatch.setattr("minillm.engine.assembly.measure", lambda *_: StepCosts({1: 1.0, 64: 8.0}))
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    plain = LLM(str(tiny.target), enforce_eager=True).generate("def f(", params, use_tqdm=False)[0]
+    monkeypatch.setattr(Wrong, "right", set(plain.outputs[0].token_ids))
+    methods = [{"method": Wrong}, {"method": "draft_model", "model": str(tiny.target)}]
+    first, second = methods if wrong_first else methods[::-1]
+    options = {**first, "adaptive": True, "num_speculative_tokens": 4}
+    second = {**second, "adaptive": True, "num_speculative_tokens": 4}
+    llm = LLM(str(tiny.target), enforce_eager=True, speculative_config={**options, "fallback": second})
+    with llm.trace() as trace:
+        output = llm.generate("def f(", params, use_tqdm=False)[0]
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    last = [event.token_ids for event in trace.of(DraftProposed)][-8:]
+    useful = [ids for ids in last if ids and set(ids) <= Wrong.right]
+    assert len(useful) >= 7  # one may be the other's next try
+    assert trace.of(DraftsPlanned)
+
+
+def test_fixed_numbers_ask_both_for_all(tiny: TinyPair) -> None:
+    fallback = {"method": "draft_model", "model": str(tiny.draft)}
+    speculative = {"method": "suffix", "adaptive": False, "fallback": fallback}
+    llm = LLM(str(tiny.target), enforce_eager=True, speculative_config=speculative)
+    assert isinstance(llm.engine.scheduler.draft_policy, FixedDrafts)

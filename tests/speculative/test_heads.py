@@ -1,0 +1,311 @@
+"""Heads on the target's last hidden state: the tokens are those of the target undrafted, however it is run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.errors import CheckpointError, ConfigError, TokenizerMismatchError
+from minillm.speculative.draft_heads import KINDS, DraftHeads
+from minillm.speculative.heads import HeadsDrafter
+from minillm.trace import DraftProposed, RequestPreempted
+from tests.conftest import TinyPair
+from tests.speculative.self_drafting import GREEDY, PROMPTS, same_distribution, tokens
+from tests.speculative.trained_drafting import acceptance, heads_that_know_the_tests, saved
+
+HEADS: dict[str, Any] = {"method": "heads", "num_speculative_tokens": 4, "min_survival": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads that are right about half the time on the tests' own text."""
+    return heads_that_know_the_tests(tiny, tmp_path_factory.mktemp("tiny-heads"), steps=8)
+
+
+@pytest.fixture
+def speculative(folder: Path) -> dict[str, Any]:
+    return {**HEADS, "model": str(folder)}
+
+
+def engine(tiny: TinyPair, speculative: dict[str, Any] | None, **options: Any) -> LLM:
+    return LLM(str(tiny.target), block_size=4, enforce_eager=True, speculative_config=speculative, **options)
+
+
+def test_greedy_tokens_are_the_targets(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    right = tokens(engine(tiny, None))
+    llm = engine(tiny, speculative)
+    assert tokens(llm) == right
+    assert [llm.generate(p, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS] == right
+    assert 0.1 < acceptance(llm) < 1
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "top-k 1"])
+def test_with_preemption_prefix_sharing_and_chunks(tiny: TinyPair, speculative: dict[str, Any], sampled: bool) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    if sampled:  # top_k=1: chance takes part in every step, and has one outcome
+        params = SamplingParams(temperature=0.7, top_k=1, seed=4, max_tokens=20, ignore_eos=True)
+    options: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 4}
+    plain = engine(tiny, None, **options)
+    right = [plain.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS]
+    llm = engine(tiny, speculative, num_kv_blocks=22, **options)
+    for _ in range(2):  # the second time prompts are found in the prefix cache
+        with llm.trace() as trace:
+            assert tokens(llm, params) == right
+        assert trace.of(DraftProposed)
+    assert trace.of(RequestPreempted)
+
+
+def test_completions_stops_and_aborts(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    def run(llm: LLM) -> list[tuple[list[int], str | None]]:
+        many = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True, temperature=0.8, top_k=1)
+        requests = llm.submit([PROMPTS[2]], many) + llm.submit([PROMPTS[3]], stops)
+        for count in range(30):
+            if count == 3:
+                llm.engine.abort(requests[1].request_id)
+            llm.engine.step()
+        assert not llm.engine.has_requests and llm.engine.pool.num_used == 0
+        return [(r.output_token_ids, r.finish_reason) for i, r in enumerate(requests) if i != 1]
+
+    plain = engine(tiny, None)
+    whole = plain.generate(PROMPTS[3], GREEDY, use_tqdm=False)[0].outputs[0].text
+    stops = SamplingParams(temperature=0, max_tokens=28, stop=whole[len(whole) // 2 :][:3])
+    right = run(plain)
+    assert right[-1][1] == "stop"
+    assert run(engine(tiny, speculative)) == right
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_sampled_text_follows_the_target(tiny: TinyPair, speculative: dict[str, Any], rule: str) -> None:
+    """A two-sample χ² test; a correct engine fails with probability 1e-6 over the choice of seeds."""
+    options = {**speculative, "rejection_sample_method": rule, "min_survival": 0.4}
+    assert same_distribution(tiny, options, count=300, enforce_eager=True) > 1e-6
+
+
+def lengths_after_each_token(llm: LLM) -> dict[int, set[int]]:
+    """How many drafts the first round had, by the token that the prompt's step chose, over many seeds."""
+    params = [SamplingParams(seed=i, max_tokens=6, ignore_eos=True, top_k=3) for i in range(60)]
+    with llm.trace() as trace:
+        outputs = llm.generate([PROMPTS[0]] * len(params), params, use_tqdm=False)
+    first = {}
+    for event in trace.of(DraftProposed):
+        first.setdefault(event.request_id, len(event.token_ids))
+    found: dict[int, set[int]] = {}
+    for output in outputs:
+        found.setdefault(output.outputs[0].token_ids[0], set()).add(first[output.request_id])
+    return found
+
+
+def test_the_length_of_a_chain_does_not_depend_on_what_is_drawn(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    lengths = lengths_after_each_token(engine(tiny, {**speculative, "min_survival": 0.2}, max_num_seqs=64))
+    assert len(lengths) == 3 and all(len(seen) == 1 for seen in lengths.values())
+
+
+def test_drafts_that_are_dropped_after_they_were_drawn_are_seen(
+    tiny: TinyPair, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted mistake: the chain is cut at the first drawn token that looks unlikely, which changes q."""
+    real = HeadsDrafter._propose
+
+    def cut(self: HeadsDrafter, requests: Any, num_drafts: Any) -> Any:
+        drafts = []
+        for draft in real(self, requests, num_drafts):
+            q = [float(row[token]) for row, token in zip(draft.probs, draft.token_ids, strict=True)]
+            keep = next((i for i, value in enumerate(q) if value < 0.5), len(q))
+            drafts.append(type(draft)(draft.token_ids[:keep], draft.probs[:keep]))
+        return drafts
+
+    monkeypatch.setattr(HeadsDrafter, "_propose", cut)
+    assert any(len(seen) > 1 for seen in lengths_after_each_token(engine(tiny, speculative, max_num_seqs=64)).values())
+
+
+def test_a_request_without_a_hidden_state_gets_no_draft(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    """As after an interrupt between the commit and the end of the step."""
+    llm = engine(tiny, speculative)
+    right = tokens(engine(tiny, None))
+    real, calls = llm.engine.drafter.observe_hidden, []
+
+    def forgets(requests: Any, hidden: Any) -> None:
+        calls.append(len(requests))
+        if len(calls) % 3:
+            real(requests, hidden)
+
+    llm.engine.drafter.observe_hidden = forgets
+    with llm.trace() as trace:
+        assert tokens(llm) == right
+    assert trace.of(DraftProposed)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    ["the hidden state of another request", "a stale hidden state", "the token before the last", "no token read"],
+)
+def test_planted_mistakes_cost_acceptance(
+    tiny: TinyPair, folder: Path, speculative: dict[str, Any], plant: str
+) -> None:
+    """The output stays exact, so only the share of accepted drafts tells."""
+    llm = engine(tiny, speculative)
+    right = acceptance(llm)
+    drafter, heads = llm.engine.drafter, llm.engine.drafter.heads
+    observe, begin, following = drafter.observe_hidden, heads.begin, heads.next_logits
+    if plant == "the hidden state of another request":
+        drafter.observe_hidden = lambda requests, hidden: observe(requests, hidden.roll(1, 0))
+    elif plant == "a stale hidden state":
+        last: dict[Any, Any] = {}
+
+        def stale(requests: Any, hidden: Any) -> None:
+            observe(requests, torch.stack([last.get(r, row) for r, row in zip(requests, hidden, strict=True)]))
+            last.update(zip(requests, hidden, strict=True))
+
+        drafter.observe_hidden = stale
+    elif plant == "the token before the last":
+        heads.begin = lambda hidden, tokens, *rest: begin(hidden, tokens.roll(1, 0), *rest)
+    else:
+        heads.next_logits = lambda logits, context, previous, state: following(
+            logits, context, torch.zeros_like(previous), state
+        )
+    assert acceptance(llm) < 0.8 * right
+
+
+def test_the_chain_ends_where_survival_falls_below_the_limit(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    llm = engine(tiny, speculative)
+    heads = llm.engine.drafter.heads
+    hidden, last = torch.randn(6, 48), torch.arange(6)
+    c = heads.heads.trunk(hidden, heads.embedding[last])
+    survival = heads.heads.survival(c)[:, KINDS.index("sampled")]
+    limit = survival[:, 1].median().item()
+    begun = heads.begin(hidden, last, [4, 4, 4, 2, 1, 4], KINDS.index("sampled"), limit)
+    for most, count, chances in zip([4, 4, 4, 2, 1, 4], begun.num_drafts, survival.tolist(), strict=True):
+        assert count == min(most, sum(chance >= limit for chance in chances))
+    assert len(set(begun.num_drafts)) > 1
+    assert heads.begin(hidden, last, [4] * 6, 0, 1.0).num_drafts == [0] * 6
+
+
+def test_a_high_limit_drafts_less_and_is_right_more_often(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    def drafted(llm: LLM) -> int:
+        with llm.trace() as trace:
+            assert tokens(llm) == right
+        return sum(len(event.token_ids) for event in trace.of(DraftProposed))
+
+    right = tokens(engine(tiny, None))
+    careless, careful = (engine(tiny, {**speculative, "min_survival": limit}) for limit in (0, 0.5))
+    assert 0 < drafted(careful) < drafted(careless)
+    assert acceptance(careful) > acceptance(careless)
+
+
+def test_drawing_gives_the_argmax_where_chance_has_one_outcome(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    """The greedy chain and the sampled one are different code."""
+    llm = engine(tiny, speculative)
+    found = []
+    for params in (GREEDY, SamplingParams(top_k=1, seed=3, max_tokens=30, ignore_eos=True)):
+        with llm.trace() as trace:
+            tokens(llm, params)
+        found.append([event.token_ids for event in trace.of(DraftProposed)])
+    assert found[0] == found[1]
+
+
+def test_a_prompt_of_mixed_requests_is_drafted_for_together(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    params = [GREEDY, SamplingParams(top_k=1, seed=1, max_tokens=30, ignore_eos=True)] * 2
+    assert tokens(engine(tiny, speculative), params) == tokens(engine(tiny, None))
+
+
+def test_it_is_a_fallback_and_adapts(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    right = tokens(engine(tiny, None))
+    assert tokens(engine(tiny, {"method": "suffix", "fallback": speculative})) == right
+    assert tokens(engine(tiny, {**speculative, "adaptive": True})) == right
+
+
+@pytest.mark.parametrize(
+    "options", [{"quantization": "int8"}, {"quantization": "w8a8"}, {"kv_cache_dtype": "int8"}], ids=str
+)
+def test_with_fewer_bits_the_tokens_are_those_of_the_same_bits_undrafted(
+    tiny: TinyPair, speculative: dict[str, Any], options: dict[str, Any]
+) -> None:
+    assert tokens(engine(tiny, speculative, **options)) == tokens(engine(tiny, None, **options))
+
+
+def changed(folder: Path, to: Path, **entries: Any) -> str:
+    shutil.copytree(folder, to)
+    stored = json.loads((to / "config.json").read_text())
+    for name, value in entries.items():
+        (stored["shape"] if name in stored["shape"] else stored)[name] = value
+    (to / "config.json").write_text(json.dumps(stored))
+    return str(to)
+
+
+@pytest.mark.parametrize(
+    ("entries", "error", "words"),
+    [
+        ({"method": "prompt_tokens"}, CheckpointError, "'prompt_tokens', not 'heads'"),
+        ({"hidden_size": 64}, ConfigError, "hidden size 64, this target has 48"),
+        ({"vocab_size": 4096}, TokenizerMismatchError, "4096 tokens, the target has 300"),
+        ({"inner_size": 60_000}, CheckpointError, "its config.json implies"),
+        ({"num_drafts": 0}, CheckpointError, "num_drafts"),
+        ({"num_drafts": 10**9}, CheckpointError, "num_drafts"),
+        ({"token_rank": "many"}, CheckpointError, "token_rank"),
+        ({"shape": []}, CheckpointError, "shape"),
+    ],
+    ids=str,
+)
+def test_weights_for_something_else_are_refused(
+    tiny: TinyPair, folder: Path, tmp_path: Path, entries: dict, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        engine(tiny, {**HEADS, "model": changed(folder, tmp_path / "other", **entries)})
+
+
+def test_weights_of_a_target_that_was_trained_further_are_warned_of(
+    tiny: TinyPair, folder: Path, tmp_path: Path
+) -> None:
+    other = changed(folder, tmp_path / "other", target_fingerprint="0123456789abcdef")
+    with pytest.warns(UserWarning, match="0123456789abcdef, but the target.*the output stays exact"):
+        llm = engine(tiny, {**HEADS, "model": other})
+    assert tokens(llm) == tokens(engine(tiny, None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine(tiny, {**HEADS, "model": str(folder)})
+
+
+def test_weights_with_nan_are_refused(tiny: TinyPair, tmp_path: Path) -> None:
+    def poison(heads: Any) -> None:
+        with torch.no_grad():
+            heads.up.weight[0, 0] = float("nan")
+
+    bad = saved(tiny, "heads", tmp_path, poison)
+    with pytest.raises(CheckpointError, match=r"up\.weight has NaN"):
+        engine(tiny, {**HEADS, "model": str(bad)})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"model": None}, ConfigError, "'heads' needs 'model', a folder of weights"),
+        ({"model": "nowhere"}, CheckpointError, "'nowhere' of speculative method 'heads' is not a folder"),
+        ({"min_survival": 1.5}, ConfigError, "min_survival=1.5"),
+        ({"draft_sample_method": "random"}, ConfigError, "draft_sample_method='random'"),
+        ({"budget": 8}, ConfigError, "budget=8.*'self_sparse'.*'heads'"),
+    ],
+    ids=str,
+)
+def test_bad_options_name_themselves(
+    tiny: TinyPair, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        engine(tiny, {**HEADS, **options})
+
+
+def test_a_checkpoint_of_a_model_is_no_drafter(tiny: TinyPair) -> None:
+    with pytest.raises(CheckpointError, match="method"):
+        engine(tiny, {**HEADS, "model": str(tiny.draft)})
+
+
+def test_a_million_parameters_at_most_for_the_bundled_target() -> None:
+    from minillm.speculative.draft_heads import HeadsShape
+
+    assert sum(p.numel() for p in DraftHeads(HeadsShape(384)).parameters()) <= 1_000_000

@@ -1,0 +1,181 @@
+"""Notebooks through the whole grader: the right status, the words of the notebook's own check, and no leaks."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from instructors.trial.attempts import ATTEMPTS, TARGET, Attempt
+from instructors.trial.bundle import NotBundled, bundle
+from instructors.trial.class_of_200 import ROOT, _bytes, _solved
+from instructors.trial.shapes import SAME_MEANING, unreadable, with_cell
+from minillm.errors import UnsupportedError
+from minillm.teaching.check_function import check_function
+from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
+from minillm.teaching.grading.one_submission import LIKELY, Grader, Rules
+from minillm.teaching.grading.student_process import MODES, StudentProcess
+from minillm.teaching.guard import GIB, Limits
+from minillm.teaching.registry import find
+
+SECOND = "02_kv_cache"
+RULES = Rules(limits=Limits(seconds=3.0, memory=GIB), wall_seconds=40.0)
+LONG = (
+    *("sleeps and works in turn", "fills the disk", "prints without end", "a thread bomb"),
+    *("prints a million lines", "a memory bomb in ten processes", "searches the whole disk for the answer"),
+)
+"""Attempts that take long; the trial of 200 makes them."""
+
+
+def process_in(mode: str) -> StudentProcess:
+    try:
+        return StudentProcess(0, mode)
+    except UnsupportedError as problem:
+        pytest.skip(f"{mode} is not possible here: {problem}")
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with process_in("namespaces") as process:
+        yield Grader(process, RULES)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("class")
+    (folder / "submissions").mkdir()
+    (folder / "out").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        yield {"root": ROOT, "submissions": folder / "submissions", "out": folder / "out", "port": port}
+
+
+def graded(grader: Grader, notebook: dict, file: str = "x.ipynb") -> Submission:
+    return grader.grade(_bytes(notebook), "alice", file, "key")
+
+
+def grade_of(submission: Submission, name: str) -> ExerciseGrade:
+    return next(grade for grade in submission.exercises if grade.exercise == name)
+
+
+@pytest.mark.parametrize("attempt", [a for a in ATTEMPTS if a.name not in LONG], ids=lambda attempt: attempt.name)
+def test_an_attempt_gets_its_status_and_reaches_nothing(grader: Grader, places: dict, attempt: Attempt):
+    submission = graded(grader, with_cell(_solved(SECOND), TARGET, attempt.cell(**places)))
+    got = grade_of(submission, f"l02.{TARGET}")
+    assert got.status.value in attempt.statuses, got
+    assert attempt.says in "\n".join([got.problem, got.cause, got.got, *got.notes])
+    assert [grade.status for grade in submission.exercises if grade is not got] == [Status.PASSED] * 4
+    assert not list(places["out"].iterdir())
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "namespaces"])
+def test_weaker_isolation_grades_too(mode):
+    attempts = {a.name: a for a in ATTEMPTS}
+    hostile = attempts["imports the reference"]
+    with process_in(mode) as process:
+        grader = Grader(process, RULES)
+        for attempt in (attempts["right"], attempts["os._exit"], hostile):
+            submission = graded(grader, with_cell(_solved(SECOND), TARGET, attempt.cell(root=ROOT)))
+            assert grade_of(submission, f"l02.{TARGET}").status.value in attempt.statuses
+        assert submission.isolation == mode
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("imports the reference without the import hook", "loads the file of the reference", "reads the solutions"),
+        *("reads another clone's history", "reads other submissions", "writes into the reports", "changes minillm"),
+        *(
+            "takes the cover off",
+            "connects to this machine",
+            "connects to the network",
+            "reads the grader's environment",
+        ),
+    ],
+)
+def test_landlock_alone_keeps_the_answers_and_the_network_away(places: dict, name: str):
+    attempt = next(a for a in ATTEMPTS if a.name == name)
+    with process_in("landlock") as process:
+        notebook = with_cell(_solved(SECOND), TARGET, attempt.cell(**places))
+        got = grade_of(graded(Grader(process, RULES), notebook), f"l02.{TARGET}")
+    assert got.status is Status.FAILED, got
+    assert not list(places["out"].iterdir())
+
+
+@pytest.mark.parametrize("change", SAME_MEANING.values(), ids=SAME_MEANING)
+def test_cells_may_be_moved_split_doubled_and_renamed(grader: Grader, change):
+    submission = graded(grader, change(_solved("06_paged_blocks")), "my homework.ipynb")
+    assert (submission.lessons, submission.status) == (["l06"], Status.PASSED)
+
+
+@pytest.mark.parametrize("name", unreadable({"cells": []}))
+def test_what_is_no_notebook_is_unreadable(grader: Grader, name: str):
+    submission = grader.grade(unreadable(_solved(SECOND))[name], "alice", "x.ipynb", "key")
+    assert submission.status is Status.UNREADABLE
+    assert submission.reason
+
+
+def test_a_notebook_as_it_was_given_out_is_not_attempted(grader: Grader):
+    data = (ROOT / "lessons" / f"{SECOND}.ipynb").read_bytes()
+    submission = grader.grade(data, "alice", "x.ipynb", "key")
+    assert submission.status is Status.NOT_ATTEMPTED
+    assert {grade.status for grade in submission.exercises} == {Status.NOT_ATTEMPTED}
+    assert {grade.problem for grade in submission.exercises} == {"it is not written yet"}
+
+
+@pytest.mark.parametrize("name", ["l02.append_kv", "l02.offset_mask", "l06.own_block", "l08.copy_kernel"])
+def test_a_mistake_is_told_in_the_words_of_the_notebook_s_own_check(grader: Grader, name: str, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    exercise = find(name)
+    lesson = next(path.stem for path in (ROOT / "solutions").glob(f"{name[1:3]}_*.py"))
+    for wrong in exercise.wrong[:5]:
+        try:
+            source = bundle(wrong.function, exercise.function_name)
+        except NotBundled:
+            continue
+        got = grade_of(graded(grader, with_cell(_solved(lesson), exercise.function_name, source)), name)
+        here = check_function(exercise, wrong.function)
+        shown = here.counterexample
+        assert got.status is Status.FAILED
+        assert (got.case, got.problem, got.cause) == (shown.label, shown.problem, shown.cause)
+        assert (got.expected, got.passed_cases) == (shown.expected, here.num_passed)
+        assert got.mistake == (wrong.description if shown.cause == LIKELY + wrong.description else "")
+
+
+def test_no_submission_finds_what_another_has_left(grader: Grader):
+    body = """
+found = []
+for folder in ("/", "/tmp", "/dev/shm", "/scratch", "/etc", "/dev", "/proc", os.path.dirname(os.__file__)):
+    try:
+        found += [name for name in os.listdir(folder) if name == "note"]
+        open(os.path.join(folder, "note"), "w").close()
+    except OSError:
+        pass
+return sorted(found)
+"""
+    notebook = with_cell(_solved(SECOND), TARGET, Attempt("leaves a note", body).cell())
+    for _ in range(2):
+        got = grade_of(graded(grader, notebook), f"l02.{TARGET}")
+        assert got.got == "[]"
+
+
+def test_imports_from_the_engine_are_reported(grader: Grader):
+    own = f"def {TARGET}(config, bytes_per_value):\n    return kv(config, bytes_per_value)"
+    source = f"from minillm.models.config import ModelConfig as kv\n\n{own}"
+    got = grade_of(graded(grader, with_cell(_solved(SECOND), TARGET, source)), f"l02.{TARGET}")
+    assert got.library == ["minillm.models.config.ModelConfig"]
+
+
+def test_a_function_that_is_imported_is_not_an_attempt(grader: Grader):
+    source = "from minillm.speculative.rejection_sampler import residual"
+    notebook = with_cell(_solved("10_speculative_decoding"), "residual", source)
+    got = grade_of(graded(grader, notebook), "l10.residual")
+    assert got.status is Status.NOT_ATTEMPTED
+    assert "imported" in got.problem
+
+
+def test_the_template_has_imported_no_answer(grader: Grader):
+    body = "return sorted(name for name in sys.modules if 'exercises' in name)"
+    notebook = with_cell(_solved(SECOND), TARGET, Attempt("modules", body).cell())
+    got = grade_of(graded(grader, notebook), f"l02.{TARGET}")
+    assert got.got == "['minillm.teaching.exercises']", "the empty package, and no module in it"

@@ -1,0 +1,216 @@
+"""Of a notebook only what a function needs runs, whatever happened to the cells."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+
+import pytest
+
+from minillm.teaching.grading import cells as notebook_cells
+from minillm.teaching.grading.cells import Cell, UnreadableError, python_of, read
+from minillm.teaching.grading.program import is_stub, load, parse
+
+
+@pytest.fixture(autouse=True)
+def main_module():
+    """`load` replaces `__main__`, which is meant for a process of its own."""
+    before = sys.modules["__main__"]
+    yield
+    sys.modules["__main__"] = before
+
+
+def program_of(*sources: str):
+    return parse([Cell(number, source) for number, source in enumerate(sources, 1)])
+
+
+def loaded(*sources: str, name: str = "f"):
+    program = program_of(*sources)
+    return load(program, name, program.definition(name)), program
+
+
+def test_helpers_constants_and_imports_are_there_in_any_order():
+    cells = (
+        "def f(x):\n    return helper(x) + LIMIT",
+        "def helper(x):\n    return math.floor(x) * FACTORS[0]",
+        "LIMIT = len(FACTORS)",
+        "FACTORS = (3, 4)",
+        "import math",
+    )
+    for order in (cells, cells[::-1], cells[2:] + cells[:2]):
+        function, program = loaded(*order)
+        assert function(2.5) == 8
+        assert program.notes == []
+
+
+def test_what_the_function_does_not_need_never_runs(tmp_path):
+    reached = tmp_path / "reached"
+    function, program = loaded(
+        f"open({str(reached)!r}, 'w')",
+        f"unused = open({str(reached)!r}, 'w')",
+        "import nothing_like_this",
+        "while True: pass",
+        "import math\nmath.floor = None",
+        "raise SystemExit",
+        "import math\n\ndef f(x):\n    return math.floor(x)",
+    )
+    assert function(2.5) == 2
+    assert program.notes == []
+    assert not reached.exists()
+
+
+def test_a_local_name_does_not_drag_in_a_global_one():
+    function, _ = loaded("model = 1 / 0", "def f(x):\n    model = x\n    return [model for model in model]")
+    assert function([1]) == [1]
+
+
+def test_a_decorator_a_default_and_a_class_are_needed_too():
+    function, _ = loaded(
+        "class Base:\n    factor = FACTOR\n\nclass Mine(Base):\n    pass",
+        "FACTOR = 7",
+        "@twice\ndef f(x, y=FACTOR):\n    return x * y * Mine.factor",
+        "from functools import wraps",
+        "def twice(g):\n    @wraps(g)\n    def run(*a):\n        return 2 * g(*a)\n    return run",
+    )
+    assert function(1) == 2 * 7 * 7
+
+
+def test_a_helper_of_the_same_cell_comes_before_a_later_one_of_the_same_name():
+    own = "def helper(x):\n    return x + 1\n\ndef f(x):\n    return helper(x)"
+    other = "def helper(x):\n    return x - 1\n\ndef g(x):\n    return helper(x)"
+    for order in ((own, other), (other, own)):
+        assert loaded(*order)[0](1) == 2
+        assert loaded(*order, name="g")[0](1) == 0
+
+
+def test_an_import_of_the_same_name_does_not_replace_what_was_written():
+    function, _ = loaded("def floor(x):\n    return x", "from math import floor", name="floor")
+    assert function(2.5) == 2.5
+    function, _ = loaded("def floor(x):\n    raise NotImplementedError", "from math import floor", name="floor")
+    assert function(2.5) == 2
+
+
+def test_the_last_written_definition_counts_and_a_stub_never_replaces_it():
+    first, second, stub = (
+        "def f(x):\n    return 1",
+        "def f(x):\n    return 2",
+        "def f(x):\n    raise NotImplementedError('x')",
+    )
+    function, program = loaded(first, second, stub)
+    assert function(0) == 2
+    assert program.notes == ["f is written 2 times; the last one counts"]
+    _, program = loaded(first, first, stub)
+    assert program.notes == []
+    assert is_stub(program_of(stub, stub).definition("f").node)
+
+
+@pytest.mark.parametrize(
+    ("body", "stub"),
+    [
+        ("raise NotImplementedError", True),
+        ('"""Text."""\n    raise NotImplementedError("write it")', True),
+        ("pass", True),
+        ("...", True),
+        ("return None", False),
+        ("raise ValueError", False),
+        ("if x:\n        raise NotImplementedError\n    return 1", False),
+        ("row = 3  # given\n    raise NotImplementedError('write it')", True),
+        ("if x:\n        return 1\n    raise NotImplementedError('for other x')", False),
+    ],
+)
+def test_what_counts_as_unwritten(body, stub):
+    assert is_stub(ast.parse(f"def f(x):\n    {body}").body[0]) is stub
+
+
+def test_use_takes_the_student_s_own_function():
+    function, _ = loaded(
+        "from minillm.teaching import use",
+        'mine = use("l02.g")',
+        "def g(x):\n    return x + 1",
+        "def f(x):\n    return mine(x)",
+    )
+    assert function(1) == 2
+
+
+def test_a_needed_statement_that_fails_is_named_and_the_rest_goes_on():
+    function, program = loaded("LIMIT = 1 / 0", "def f(x):\n    return x if x else LIMIT")
+    assert function(1) == 1
+    assert program.notes == ["cell 1, line 1: ZeroDivisionError: division by zero"]
+    with pytest.raises(NameError):
+        function(0)
+
+
+def test_a_definition_that_fails_raises():
+    with pytest.raises(NameError):
+        loaded("@unknown\ndef f(x):\n    return x")
+    with pytest.raises(ModuleNotFoundError):
+        loaded("try:\n    import nothing_like_this\n    def f(x): pass\nfinally:\n    pass")
+
+
+def test_cells_that_are_not_python_do_not_hide_the_others():
+    function, program = loaded("def f(x):\n    return x", "def g(:", "this is no Python")
+    assert function(3) == 3
+    assert [str(each) for each in program.broken] == [
+        "cell 2, line 1: invalid syntax",
+        "cell 3, line 1: invalid syntax",
+    ]
+    assert program.broken_definition("g").cell == 2
+    assert program.broken_definition("f") is None
+
+
+def test_magics_are_left_out_and_lines_keep_their_numbers():
+    function, _ = loaded("%%time\n%matplotlib inline\n!ls\ndef f(x):\n    return 1 / x")
+    with pytest.raises(ZeroDivisionError) as caught:
+        function(0)
+    assert caught.traceback[-1].lineno + 1 == 5
+    assert "return 1 / x" in inspect.getsource(function)
+    assert python_of("%%bash\nls") == ""
+    value, _ = loaded("f = (7\n  % 4)")  # the operator, not a magic
+    assert value == 3
+
+
+def test_annotations_and_a_future_import_of_another_cell():
+    function, _ = loaded("def f(x: Unknown) -> Unknown:\n    return x", "from __future__ import annotations")
+    assert function(3) == 3
+
+
+def notebook(*cells: str) -> bytes:
+    return ('{"cells": [' + ", ".join(cells) + "]}").encode()
+
+
+def test_only_code_cells_with_text_count_and_numbers_are_those_a_reader_sees():
+    data = notebook(
+        '{"cell_type": "markdown", "source": "# Title"}',
+        '{"cell_type": "code", "source": ["a = 1\\n", "b = 2"]}',
+        '{"cell_type": "code", "source": 7}',
+        "null",
+        "[]",
+        '{"cell_type": "code", "source": "c = 3", "metadata": "nonsense", "id": 3}',
+    )
+    assert read(data, "x.ipynb") == [(2, "a = 1\nb = 2"), (3, ""), (6, "c = 3")]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[]", "a list"),
+        (b'{"nbformat": 4}', "a list 'cells'"),
+        (b'{"cells": 3}', "a list 'cells'"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+        (b"[" * 100_000, "not JSON"),
+    ],
+    ids=["empty", "half", "list", "no cells", "cells no list", "bytes", "deep"],
+)
+def test_what_is_no_notebook_is_unreadable_and_says_why(data, says):
+    with pytest.raises(UnreadableError, match=says):
+        read(data, "x.ipynb")
+
+
+def test_a_python_file_is_read_by_its_marks(monkeypatch):
+    assert read(b"# %%\na = 1\n# %% [markdown]\n# text\n", "x.py")[1].source.strip() == "a = 1"
+    monkeypatch.setattr(notebook_cells, "MAX_FILE", 10)
+    with pytest.raises(UnreadableError, match="the limit is 10"):
+        read(b"a" * 11, "x.py")

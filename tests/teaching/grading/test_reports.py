@@ -1,0 +1,185 @@
+"""Reports: the same grades in every format, safe whatever a student wrote, and a second run grades nothing again."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from html.parser import HTMLParser
+from xml.etree import ElementTree as Xml
+
+import pytest
+
+from instructors.trial.class_of_200 import ROOT
+from minillm.cli import main
+from minillm.errors import ConfigError
+from minillm.teaching.grading import batch, grades, reports
+from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
+from minillm.teaching.grading.reports import gradescope, page, summary, tables
+from minillm.teaching.grading.reports.names import file_name
+
+NASTY = "=cmd|' /C calc'!A0 <script>alert(1)</script> & \x00\x1b[31m"
+
+
+def exercise(name: str, status: Status, **more) -> ExerciseGrade:
+    return ExerciseGrade(exercise=name, status=status, num_cases=5, **more)
+
+
+@pytest.fixture
+def graded() -> list[Submission]:
+    wrong = {"problem": NASTY, "mistake": "forgets the rows", "cause": "it looks as if your function forgets the rows"}
+    failed = exercise("l02.append_kv", Status.FAILED, case="one row", inputs={"x": NASTY}, **wrong)
+    return [
+        Submission(
+            student=student,
+            file=f"{student}/02.ipynb",
+            key="k",
+            status=Status.FAILED,
+            lessons=["l02"],
+            isolation="namespaces",
+            exercises=[failed, exercise("l02.best_r", status, problem="slow")],
+            shapes={"l02.best_r": ["a>b"] * 30},
+        )
+        for student, status in (("alice", Status.PASSED), ("bob", Status.TIMEOUT), (NASTY, Status.CRASHED))
+    ] + [Submission(student="carol", file="carol.ipynb", key="k", status=Status.UNREADABLE, reason=NASTY)]
+
+
+def test_a_spreadsheet_gets_no_formula(graded):
+    rows = list(csv.DictReader(io.StringIO(tables.csv_of(graded))))
+    assert [row["status"] for row in rows] == [
+        "failed",
+        "passed",
+        "failed",
+        "timeout",
+        "failed",
+        "crashed",
+        "unreadable",
+    ]
+    assert [row["points"] for row in rows] == ["0", "1", "0", "0", "0", "0", "0"]
+    assert not [cell for row in rows for cell in row.values() if cell[:1] in "=+-@" and cell]
+
+
+def test_json_has_everything_and_its_schema(graded, tmp_path):
+    whole = json.loads(tables.json_of([each for each in graded if each.student != NASTY and not each.reason]))
+    assert (whole["schema"], len(whole["submissions"])) == (grades.SCHEMA, 2)
+    assert whole["submissions"][0]["exercises"][0]["status"] == "failed"
+
+
+def test_junit_is_xml_with_the_right_counts(graded):
+    suites = Xml.fromstring(tables.junit_of(graded).encode("utf-8", "replace"))
+    counts = [tuple(suite.get(key) for key in ("tests", "failures", "errors", "skipped")) for suite in suites]
+    assert counts == [("2", "1", "0", "0"), ("2", "1", "1", "0"), ("2", "1", "1", "0"), ("1", "0", "1", "0")]
+    assert suites[0][0].find("failure").get("message").startswith("it looks as if")
+
+
+def test_gradescope_gets_a_test_per_exercise_and_a_score_without_any(graded):
+    results = json.loads(gradescope.results(graded[0]))
+    assert [(test["score"], test["max_score"]) for test in results["tests"]] == [(0, 1), (1, 1)]
+    assert all(test["status"] in ("passed", "failed") for test in results["tests"])
+    assert json.loads(gradescope.results(graded[3]))["score"] == 0
+
+
+class _Page(HTMLParser):
+    """Collects what a screen reader needs, and fails at a tag that is not closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.seen, self.attributes = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append(tag)
+        self.attributes.append((tag, dict(attributes)))
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_pages_are_well_formed_readable_and_run_nothing(graded):
+    pages = {submission.student: "x.html" for submission in graded}
+    for text in (
+        page.page_of("alice", graded[:1]),
+        page.page_of(NASTY, graded[2:]),
+        summary.page_of(graded, pages, reports.ISOLATION, 0.9),
+    ):
+        read = _Page()
+        read.feed(text)
+        assert read.open == []
+        assert "script" not in read.seen and "<script>" not in text
+        assert read.seen.count("h1") == read.seen.count("main") == 1
+        assert ("html", {"lang": "en"}) in read.attributes
+        assert all("scope" in found for tag, found in read.attributes if tag == "th")
+        assert read.seen.count("table") == read.seen.count("caption")
+        text.encode()
+
+
+def test_common_mistakes_are_counted_by_student(graded):
+    assert summary.common_mistakes([*graded, graded[0]]) == [("l02.append_kv", "forgets the rows", 3, True)]
+
+
+def test_students_that_wrote_the_same_are_listed_as_evidence(graded):
+    text = summary.page_of(graded, {s.student: "x" for s in graded}, reports.ISOLATION, 0.9)
+    assert "no verdict" in text
+    assert "<td>alice</td><td>bob</td><td>1.00</td>" in text
+
+
+def test_names_of_files_are_safe_and_unique():
+    names = ["alice", "../../etc/passwd", "a b", "a_b", "a/b", "ä", "x" * 300, "", ".."]
+    made = [file_name(name) for name in names]
+    assert len(set(made)) == len(names)
+    assert made[0] == "alice"
+    assert all(name[0] not in "./" and "/" not in name and len(name) < 80 for name in made)
+
+
+def test_a_second_run_grades_only_what_is_new(tmp_path, capsys, monkeypatch):
+    submissions, out = tmp_path / "submissions", tmp_path / "report"
+    (submissions / "alice").mkdir(parents=True)
+    shutil.copy(ROOT / "solutions" / "02_kv_cache.ipynb", submissions / "alice" / "mine.ipynb")
+    (submissions / "bob.ipynb").write_text("{")
+    (submissions / ".ipynb_checkpoints").mkdir()
+    (submissions / ".ipynb_checkpoints" / "mine.ipynb").write_text("{")
+    (submissions / "link.ipynb").symlink_to(submissions / "bob.ipynb")
+    assert main(["grade", str(submissions), "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert "2 submissions, 1 unreadable; exercises: 5 passed" in told
+    assert "Isolation: " in told
+    first = (out / "grades.csv").read_text()
+    assert {path.name for path in out.iterdir()} >= {"index.html", "grades.json", "junit.xml", "gradescope", "students"}
+
+    started = []
+    monkeypatch.setattr(batch, "StudentProcess", lambda *args: started.append(args))
+    assert main(["grade", str(submissions), "--out", str(out)]) == 0
+    assert started == []
+    assert (out / "grades.csv").read_text() == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere"], "is no folder"),
+        (["."], "has no file that ends in"),
+        ([".", "--jobs", "0"], "at least 1"),
+        ([".", "--lessons", "77"], "no lesson has this number"),
+        ([".", "--alike", "2"], "from 0 to 1"),
+        ([".", "--secret-file", "nothing"], "nothing"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_is_graded(tmp_path, capsys, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert main(["grade", *arguments, "--out", "report"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_find_takes_the_folder_or_the_file_as_the_student(tmp_path):
+    for name in ("alice/a/02.ipynb", "alice/06.ipynb", "bob.ipynb", "notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert [(file.student, file.name) for file in batch.find(tmp_path)] == [
+        ("alice", "alice/06.ipynb"),
+        ("alice", "alice/a/02.ipynb"),
+        ("bob", "bob.ipynb"),
+    ]
+    with pytest.raises(ConfigError):
+        batch.find(tmp_path / "alice" / "none")

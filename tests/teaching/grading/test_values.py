@@ -1,0 +1,159 @@
+"""What comes back from a submission's process is data: it survives the way, and hostile bytes are an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minillm.teaching.compare import exact
+from minillm.teaching.grading import values
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 200), 1 << 200)
+    | st.floats()
+    | st.text(st.characters(exclude_categories=[]))
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(plain)
+def test_plain_values_come_back_as_they_were(value):
+    back = values.decode(values.encode(value))
+    assert type(back) is type(value)
+    assert repr(back) == repr(value)
+
+
+@pytest.mark.parametrize("dtype", values.DTYPES.values(), ids=str)
+def test_tensors_come_back_bit_for_bit(dtype):
+    tensor = torch.arange(-3, 9).to(dtype).reshape(3, 4).T
+    back = values.decode(values.encode([tensor, tensor[:0], tensor[1, 1]]))
+    assert [each.dtype for each in back] == [dtype] * 3
+    assert exact([tensor, tensor[:0], tensor[1, 1]], back) is None
+
+
+def test_a_tensor_with_unusual_strides_comes_back():
+    one = torch.ones(()).expand(1)
+    many = [one, one.to(torch.bfloat16), torch.ones(1, 3).expand(4, 3), torch.ones(2, 2, dtype=torch.complex64).conj()]
+    assert exact(many, values.decode(values.encode(many))) is None
+
+
+def test_arrays_numbers_sets_and_generators_come_back():
+    value = (np.arange(6.0).reshape(2, 3), np.float32(1.5), np.bool_(True), {1, 2}, frozenset({3}), 1 + 2j)
+    back = values.decode(values.encode(value))
+    assert exact(value, back) is None
+    assert [type(each) for each in back] == [type(each) for each in value]
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(2, generator=generator)
+    assert exact(generator, values.decode(values.encode(generator))) is None
+
+
+def test_nan_and_minus_zero_keep_their_bits():
+    back = values.decode(values.encode([math.nan, -0.0, torch.tensor([math.nan, -0.0])]))
+    assert math.isnan(back[0])
+    assert math.copysign(1, back[1]) == math.copysign(1, back[2][1].item()) == -1
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    far: torch.Tensor
+
+
+def test_an_object_becomes_a_stand_in_of_the_same_name_that_compares_by_its_attributes():
+    point = Point(3, torch.ones(2))
+    back = values.decode(values.encode(point))
+    assert isinstance(back, values.Foreign) and type(back).__name__ == "Point"
+    assert exact(point, back) is None
+    assert exact(Point(4, torch.ones(2)), back) is not None
+
+
+def test_an_object_that_equals_everything_equals_nothing_afterwards():
+    class Yes(int):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = int.__hash__
+
+    assert exact(8, values.decode(values.encode(Yes(8)))) is not None
+
+
+def test_nothing_of_the_sender_runs_here(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (tmp_path / "reached").touch, ()
+
+    before = set(sys.modules)
+    values.decode(values.encode([Evil(), sys, print, lambda: 1]))
+    assert not (tmp_path / "reached").exists()
+    assert set(sys.modules) == before
+
+
+def _endless_list():
+    inside = []
+    inside.append(inside)
+    return inside
+
+
+@pytest.mark.parametrize(
+    "value",
+    [_endless_list(), torch.zeros(1).expand(1 << 40), 10**10_000, [0] * (values.MAX_ITEMS + 1)],
+    ids=["cycle", "tensor", "integer", "items"],
+)
+def test_values_without_measure_are_refused_where_they_are_made(value):
+    with pytest.raises(values.ValueTooLarge):
+        values.encode(value)
+
+
+@pytest.mark.parametrize(
+    "tagged",
+    [
+        ["tensor", "float32", [1 << 40], b"1234"],
+        ["tensor", "float32", [-1, 4], b""],
+        ["tensor", "quint8", [1], b"1"],
+        ["tensor", "float32", [2], b"1234"],
+        ["array", "O8", [1], b"12345678"],
+        ["array", "f4", [3], b"1234"],
+        ["generator", b"short"],
+        ["no such tag", []],
+        ["dict", [[["list", []], None]]],
+        ["list"],
+        ["str", "no bytes"],
+        {"a": 1},
+        [],
+    ],
+    ids=repr,
+)
+def test_forged_bytes_are_an_error_and_nothing_else(tagged):
+    with pytest.raises(ValueError):
+        values.decode(msgspec.msgpack.encode(tagged))
+
+
+@given(st.binary(max_size=60))
+def test_noise_is_an_error_or_a_plain_value(data):
+    try:
+        value = values.decode(data)
+    except ValueError:
+        return
+    assert isinstance(value, (type(None), bool, int, float, str, bytes, list, tuple, dict, set, frozenset, complex))
+
+
+@pytest.mark.parametrize("levels", [values.MAX_DEPTH + 1, 100_000])
+def test_forged_levels_do_not_exhaust_the_stack(levels):
+    with pytest.raises(ValueError):
+        values.decode(b"\x92\xa4list\x91" * levels + b"\xc0")

@@ -1,0 +1,68 @@
+"""Hidden cases: the same for the same student, others for another, valid for every student, and they catch a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from minillm.errors import ConfigError
+from minillm.teaching.answer_key import AnswerKey
+from minillm.teaching.attempt import call
+from minillm.teaching.check_function import check_function
+from minillm.teaching.compare import exact
+from minillm.teaching.exercise import Exercise
+from minillm.teaching.grading.variants import MAKERS, NUM_HIDDEN, hidden_cases, read_secret
+from minillm.teaching.registry import exercises_of, find, module_names
+
+ALL = [exercise for module in module_names() for exercise in exercises_of(module)]
+SECRET = b"a secret of a test"
+SLOW = ("l08", "l09", "l15")
+
+
+def values_of(exercise: Exercise, student: str, secret: bytes = SECRET) -> list[tuple[object, ...]]:
+    return [case.args for case in hidden_cases(AnswerKey(exercise), secret, student)]
+
+
+def test_every_exercise_has_a_maker_and_every_maker_an_exercise():
+    assert {exercise.name for exercise in ALL} == set(MAKERS)
+
+
+@pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
+def test_cases_are_valid_and_differ_between_students_and_secrets(exercise: Exercise):
+    students = [f"student {n}" for n in range(2 if exercise.name.startswith(SLOW) else 12)]
+    drawn = [values_of(exercise, student) for student in students]
+    assert all(len(cases) == NUM_HIDDEN for cases in drawn)
+    assert exact(drawn[0], values_of(exercise, students[0])) is None
+    assert any(exact(drawn[0], other) for other in drawn[1:])
+    assert any(exact(drawn[n], values_of(exercise, students[n], SECRET[::-1])) for n in range(2))
+    for student in students:
+        for case in hidden_cases(AnswerKey(exercise), SECRET, student):
+            outcome = call(exercise, exercise.reference, case)
+            assert outcome.error is None, f"{student}, {case.label}: {outcome.error}"
+            assert outcome.changed == (), case.label
+
+
+def test_no_secret_no_hidden_cases():
+    assert hidden_cases(AnswerKey(find("l02.best_r")), b"", "alice") == ()
+
+
+def test_a_function_that_knows_the_visible_answers_fails_on_a_hidden_case():
+    exercise = find("l02.next_capacity")
+    visible = AnswerKey(exercise)
+    table = {case.args: visible.expected(index) for index, case in enumerate(visible.cases)}
+
+    def cheats(capacity, past, num_new, every):
+        return table.get((capacity, past, num_new, every), (0, 0))
+
+    assert check_function(exercise, cheats).passed
+    key = AnswerKey(exercise, visible, hidden_cases(visible, SECRET, "alice"))
+    result = check_function(exercise, cheats, key=key)
+    assert not result.passed
+    assert result.counterexample.label.startswith("hidden case")
+
+
+def test_a_short_secret_is_refused(tmp_path):
+    (tmp_path / "secret").write_text("short\n")
+    with pytest.raises(ConfigError, match="at least 16"):
+        read_secret(tmp_path / "secret")
+    (tmp_path / "secret").write_bytes(b"0123456789abcdef\n")
+    assert read_secret(tmp_path / "secret") == b"0123456789abcdef"

@@ -1,0 +1,290 @@
+"""The engine in its own thread: the same tokens, and every request ends, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from minillm import LLM, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
+from minillm.engine.engine import Engine
+from minillm.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineGenerateError,
+    MinillmError,
+    PromptError,
+    QueueOverflowError,
+    RequestTooLargeError,
+    UnsupportedError,
+)
+from tests.conftest import TinyPair
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+ENDLESS = replace(GREEDY, max_tokens=200)
+FINAL = replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY)
+PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
+pytestmark = pytest.mark.timeout(120)
+
+
+@contextmanager
+def served(tiny: TinyPair, limit: int | None = None, **options: Any) -> Iterator[AsyncLLM]:
+    """An engine; at the end nothing is left in it."""
+    args = EngineArgs(str(tiny.target), device="cpu", **{"block_size": 4, "enforce_eager": True, **options})
+    engine = AsyncLLM(args, max_num_queued_reqs=limit)
+    yield engine
+    engine.shutdown()
+    inner = engine.llm_engine.engine
+    inner.scheduler.check_integrity()
+    assert inner.pool.num_used == 0 and not inner.requests and not engine.llm_engine.metrics.requests
+    assert engine.num_unfinished == 0
+
+
+async def last(engine: AsyncLLM, prompt: Any, request_id: str, params: SamplingParams = GREEDY) -> RequestOutput:
+    """The finished output of one request."""
+    outputs = [output async for output in engine.generate(prompt, params, request_id)]
+    assert outputs[-1].finished
+    return outputs[-1]
+
+
+def run(job: Callable[[], Awaitable[Any]]) -> Any:
+    return asyncio.run(job())
+
+
+def test_requests_at_once_get_what_generate_gives(tiny: TinyPair) -> None:
+    alone = LLM(str(tiny.target), device="cpu", enforce_eager=True).generate(PROMPTS, GREEDY, use_tqdm=False)
+    with served(tiny, max_num_seqs=3) as engine:
+
+        async def job() -> list[RequestOutput]:
+            return await asyncio.gather(*(last(engine, PROMPTS[i % 4], str(i)) for i in range(12)))
+
+        for number, output in enumerate(run(job)):
+            assert output.outputs[0].token_ids == alone[number % 4].outputs[0].token_ids
+            assert output.outputs[0].text == alone[number % 4].outputs[0].text
+
+
+def test_outputs_grow_and_the_last_is_finished(tiny: TinyPair) -> None:
+    with served(tiny) as engine:
+
+        async def job() -> list[RequestOutput]:
+            return [output async for output in engine.generate(PROMPTS[0], GREEDY, "a")]
+
+        outputs = run(job)
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        assert lengths == sorted(set(lengths)) and lengths[-1] == 24
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert all(outputs[-1].outputs[0].text.startswith(output.outputs[0].text) for output in outputs)
+
+
+def test_final_only_yields_one_output(tiny: TinyPair) -> None:
+    with served(tiny) as engine:
+
+        async def job() -> list[RequestOutput]:
+            return [output async for output in engine.generate(PROMPTS[0], FINAL, "a")]
+
+        [output] = run(job)
+        assert output.finished and len(output.outputs[0].token_ids) == 24
+
+
+def test_deltas_are_refused(tiny: TinyPair) -> None:
+    with pytest.raises(UnsupportedError, match="take CUMULATIVE"):
+        SamplingParams(output_kind=RequestOutputKind.DELTA)
+    with pytest.raises(ConfigError, match="output_kind=2"):
+        SamplingParams(output_kind=2)
+
+
+def test_a_reader_that_sleeps_gets_the_newest_output(tiny: TinyPair) -> None:
+    with served(tiny) as engine:
+
+        async def job() -> list[int]:
+            lengths = []
+            async for output in engine.generate(PROMPTS[0], GREEDY, "a"):
+                lengths.append(len(output.outputs[0].token_ids))
+                while engine.num_unfinished:  # until the engine is done
+                    await asyncio.sleep(0.001)
+            return lengths
+
+        lengths = run(job)
+        assert len(lengths) <= 2 and lengths[-1] == 24
+
+
+def test_a_bad_request_is_refused_and_disturbs_no_other(tiny: TinyPair) -> None:
+    with served(tiny, num_kv_blocks=12) as engine:
+
+        async def refused(kind: type[MinillmError], prompt: Any, params: SamplingParams, name: str) -> None:
+            with pytest.raises(kind):
+                await engine.add_request(name, prompt, params)
+
+        async def job() -> RequestOutput:
+            good = asyncio.create_task(last(engine, PROMPTS[0], "good"))
+            await asyncio.sleep(0)
+            await refused(PromptError, "", GREEDY, "a")
+            await refused(ConfigError, "x", replace(GREEDY, stop_token_ids=[10_000]), "b")
+            await refused(RequestTooLargeError, "x", ENDLESS, "c")
+            await refused(MinillmError, "x", GREEDY, "a#b")
+            return await good
+
+        assert len(run(job).outputs[0].token_ids) == 24
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards(tiny: TinyPair) -> None:
+    with served(tiny) as engine:
+
+        async def job() -> None:
+            async with aclosing(await engine.add_request("a", PROMPTS[0], ENDLESS)) as stream:
+                await anext(stream)
+                with pytest.raises(MinillmError, match="'a' is in use"):
+                    await last(engine, PROMPTS[1], "a")
+            await last(engine, PROMPTS[1], "a")
+
+        run(job)
+
+
+def test_leaving_early_aborts_and_the_blocks_are_free(tiny: TinyPair) -> None:
+    with served(tiny) as engine:
+
+        async def job() -> None:
+            async with aclosing(engine.generate(PROMPTS[0], ENDLESS, "a")) as outputs:
+                await anext(outputs)
+            task = asyncio.create_task(last(engine, PROMPTS[1], "b", ENDLESS))
+            while not engine.num_unfinished:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await last(engine, PROMPTS[2], "c")  # its end comes after the aborts
+            assert not engine.llm_engine.engine.requests
+
+        run(job)
+
+
+def test_a_request_over_the_limit_is_refused_until_another_ends(tiny: TinyPair) -> None:
+    with served(tiny, limit=3) as engine:
+
+        async def job() -> None:
+            two = replace(GREEDY, n=2, temperature=1.0, max_tokens=100)
+            async with aclosing(await engine.add_request("a", PROMPTS[0], two)):
+                one = await engine.add_request("b", PROMPTS[0], ENDLESS)
+                with pytest.raises(QueueOverflowError, match="3 sequences are queued or running and the request has 1"):
+                    await engine.add_request("c", PROMPTS[0], GREEDY)
+                await one.aclose()
+                await last(engine, PROMPTS[0], "c")
+                with pytest.raises(QueueOverflowError, match="the limit is 3"):
+                    await engine.add_request("d", PROMPTS[0], two)
+            await last(engine, PROMPTS[0], "d", two)
+
+        run(job)
+
+
+def test_a_failed_step_reaches_every_waiter_and_the_engine_goes_on(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tiny) as engine:
+        step, fail = Engine.step, threading.Event()
+
+        def step_or_fail(self: Engine) -> Any:
+            if fail.is_set():
+                raise RuntimeError("the device is on fire")
+            return step(self)
+
+        monkeypatch.setattr(Engine, "step", step_or_fail)
+
+        async def job() -> None:
+            tasks = [asyncio.create_task(last(engine, PROMPTS[i], str(i), ENDLESS)) for i in range(4)]
+            while engine.num_unfinished < 4:
+                await asyncio.sleep(0.001)
+            fail.set()
+            for problem in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(problem, EngineGenerateError) and "the device is on fire" in str(problem)
+            fail.clear()
+            await last(engine, PROMPTS[0], "0")
+            await engine.check_health()
+
+        run(job)
+
+
+def test_a_loop_that_dies_tells_everyone_now_and_later(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tiny) as engine:
+        started = threading.Event()
+
+        def crash(self: Engine) -> Any:
+            started.wait(30)
+            raise SystemExit("out of patience")
+
+        monkeypatch.setattr(Engine, "step", crash)
+
+        async def job() -> None:
+            tasks = [asyncio.create_task(last(engine, PROMPTS[i], str(i))) for i in range(4)]
+            while engine.num_unfinished < 4:
+                await asyncio.sleep(0.001)
+            started.set()
+            for problem in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(problem, EngineDeadError) and "out of patience" in str(problem)
+            assert engine.errored
+            with pytest.raises(EngineDeadError):
+                await engine.check_health()
+            with pytest.raises(EngineDeadError):
+                await last(engine, PROMPTS[0], "later")
+
+        run(job)
+
+
+def test_shutdown_ends_those_that_wait_and_refuses_others(tiny: TinyPair) -> None:
+    with served(tiny) as engine:
+
+        async def job() -> None:
+            task = asyncio.create_task(last(engine, PROMPTS[0], "a", ENDLESS))
+            while not engine.num_unfinished:
+                await asyncio.sleep(0.001)
+            await asyncio.to_thread(engine.shutdown)
+            for waiter in (task, last(engine, PROMPTS[0], "b")):
+                with pytest.raises(EngineDeadError, match="shut down"):
+                    await waiter
+
+        run(job)
+
+
+def test_an_event_loop_that_ends_leaves_nothing_behind(tiny: TinyPair) -> None:
+    with served(tiny) as engine:
+
+        async def leave() -> None:
+            await engine.add_request("a", PROMPTS[0], ENDLESS)
+
+        run(leave)
+        assert len(run(lambda: last(engine, PROMPTS[1], "b")).outputs[0].token_ids) == 24
+        run(lambda: last(engine, PROMPTS[1], "a"))
+
+
+def test_coming_and_going_at_random_loses_no_request_and_no_block(tiny: TinyPair) -> None:
+    """200 requests of all kinds through a pool that is too small for them; a third leave early."""
+    rng = random.Random(5)
+    with served(tiny, num_kv_blocks=60, max_num_seqs=6) as engine:
+
+        async def one(number: int) -> str:
+            n = rng.choice([1, 1, 2])
+            params = SamplingParams(temperature=1.0, n=n, seed=number, max_tokens=rng.randint(1, 30), ignore_eos=True)
+            await asyncio.sleep(rng.random() * 0.5)
+            steps, leave = 0, rng.choice([0, rng.randint(1, 10), 1000])
+            async with aclosing(engine.generate(PROMPTS[number % 4], params, str(number))) as outputs:
+                if not leave:
+                    return "left at once"
+                async for output in outputs:
+                    steps += 1
+                    if output.finished:
+                        assert all(len(each.token_ids) == params.max_tokens for each in output.outputs)
+                        return "finished"
+                    if steps >= leave:
+                        return "left"
+            raise AssertionError("the stream ended without a finished output")
+
+        async def job() -> list[str]:
+            return await asyncio.gather(*(one(number) for number in range(200)))
+
+        ended = run(job)
+        assert {"finished", "left", "left at once"} == set(ended)

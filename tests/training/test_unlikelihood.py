@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from minillm.training.continuations import PROMPT_LENGTH
+from minillm.training.pretrain import dense_logits, new_model
+from minillm.training.unlikelihood import NO_LOSS, SPAN, OwnText, unlearned, unlikelihood_loss
+
+from .conftest import config
+
+
+class Counting:
+    """Rows of a text without repetition: 0, 1, 2, …"""
+
+    def batch(self, step: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = (step + torch.arange(rows * (length + 1)).view(rows, length + 1)) % 299
+        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+
+def test_a_token_is_unlearned_where_it_completes_a_span_that_was_there_before() -> None:
+    fresh = torch.arange(PROMPT_LENGTH + 20)
+    loop = torch.arange(200, 205).repeat(5)
+    texts = torch.cat((fresh, loop)).unsqueeze(0)
+    found = unlearned(texts)[0]
+    first = len(fresh) + 5 + SPAN - 1  # the loop's second turn begins a known span, which is complete SPAN tokens later
+    assert (found[:first] == NO_LOSS).all()
+    assert torch.equal(found[first:], -1 - texts[0, first:])
+
+
+def test_repetition_inside_the_prompt_is_left_alone() -> None:
+    texts = torch.arange(4).repeat(PROMPT_LENGTH // 4 + 3).unsqueeze(0)
+    found = unlearned(texts)[0]
+    assert (found[:PROMPT_LENGTH] == NO_LOSS).all()
+    assert (found[PROMPT_LENGTH:] < 0).all()
+    assert (found[PROMPT_LENGTH:] != NO_LOSS).all()
+
+
+def test_half_of_a_batch_is_the_models_own_text() -> None:
+    torch.manual_seed(0)
+    model = new_model(config())
+    length = PROMPT_LENGTH + 40
+    batches = OwnText(Counting(), model)
+    inputs, targets = batches.batch(5, 4, length)
+    plain_inputs, plain_targets = Counting().batch(5, 4, length)
+    assert torch.equal(inputs[:2], plain_inputs[:2])
+    assert torch.equal(targets[:2], plain_targets[:2])
+    with torch.no_grad():
+        greedy = dense_logits(model, inputs[2:]).argmax(-1).view(2, length)
+    assert torch.equal(greedy[:, PROMPT_LENGTH - 1 : -1], inputs[2:, PROMPT_LENGTH:])
+    assert (targets[2:] < 0).all()
+    others = batches.batch(6, 4, length)[0]
+    assert not torch.equal(others[2:], inputs[2:])  # other rows of the same writing
+
+
+def test_the_loss_is_the_formula_token_by_token() -> None:
+    torch.manual_seed(0)
+    model = new_model(config())
+    inputs, targets = Counting().batch(0, 2, 24)
+    targets[0, 3], targets[1, 7], targets[1, 8] = -1 - 5, -1, NO_LOSS
+    with torch.autocast("cpu", torch.bfloat16):
+        log_p = F.log_softmax(dense_logits(model, inputs).float(), -1).view(2, 24, -1)
+    losses = []
+    for row in range(2):
+        for i, target in enumerate(targets[row].tolist()):
+            if target == NO_LOSS:
+                losses.append(0.0)
+            elif target < 0:
+                losses.append(-math.log(1 - log_p[row, i, -1 - target].exp().item()))
+            else:
+                losses.append(-log_p[row, i, target].item())
+    expected = sum(losses) / len(losses)
+    assert unlikelihood_loss(model, inputs, targets).item() == pytest.approx(expected, rel=1e-4)
