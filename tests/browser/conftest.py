@@ -31,9 +31,13 @@ def chromium() -> Path:
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium that asks nothing of the network but this machine."""
+    """Headless Chromium that asks nothing of the network but this machine.
+
+    Per file, because while Playwright is open its event loop counts as running in this thread, and tests of other files
+    that the same worker runs afterwards start loops of their own.
+    """
     quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=[*quiet, "--disable-sync"])
