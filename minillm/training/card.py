@@ -157,7 +157,8 @@ def _recipe_words(recipe: Facts) -> str:
     lengths = recipe["lengths"]
     shares = [f"{lengths.count(length) / len(lengths):.0%} of {length:,}" for length in sorted(set(lengths))]
     decay = recipe["decay_from"]
-    fate = "no decay" if decay >= 1 else f"linear decay to zero from {decay:.0%}"
+    end = f"{recipe['decay_to']:.0%} of them" if recipe.get("decay_to") else "zero"
+    fate = "no decay" if decay >= 1 else f"linear decay to {end} from {decay:.0%} of the budget"
     return (
         f"{recipe['tokens_per_step']:,} tokens per step, rows of {lengths[0]:,} tokens"
         if len(set(lengths)) == 1
