@@ -4,20 +4,20 @@ A small model's greedy text soon repeats a line for ever, because each repetitio
 the model writes, and unlearns what it repeats:
 
     own text      greedy continuations of prompts from the corpus, by the model as it is now
-    its loss      -log(1 - p(x)) for each token x that completes a span of 8 tokens that the text had twice before, as
-                  long as x is likely; else none
+    its loss      -log(1 - p(x)) for each token x that completes a span of 8 tokens that the text had twice before,
+                  as long as x is likely; else none
     real code     ordinary cross-entropy, in the other half of the rows, so that the model stays a model of code
 
-No penalty is needed when text is generated. The model writes anew after every few steps, because what it repeats changes
-as it learns.
+No penalty is needed when text is generated. The model writes anew after every few steps, because what it repeats
+changes as it learns.
 
-It costs: to copy what was there before is also what a model of code must do. Tried on the decayed model of 17.1M tokens,
-whose greedy text repeats 75% of its spans of 8 tokens (held-out code 4%), at 1.135 bits per byte (64 prompts, 65,536
-tokens of code):
+It costs: to copy what was there before is also what a model of code must do. Tried on the decayed model of 17.1M
+tokens, whose greedy text repeats 75% of its spans of 8 tokens (held-out code 4%), at 1.135 bits per byte (64 prompts,
+65,536 tokens of code):
 
     repeated   bits per byte
     61%        1.162           this stage: third occurrences, half weight, 500,000 tokens
-    47%        1.226           second occurrences already, full weight, however unlikely they have become, 650,000 tokens
+    47%        1.226           second occurrences already, full weight, however unlikely they have become, 650,000
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SPAN = 8
 STEPS_PER_WRITING = 4
 """Steps that share the texts of one writing."""
 EARLIER = 2
-"""How often a row must have had a span before its next occurrence is unlearned: code repeats a line once, loops go on."""
+"""How often a row must have had a span before its next occurrence is unlearned: code repeats a line, loops go on."""
 ENOUGH = 0.3
 """A repeated token that is less likely than this is left alone: greedy text will not go on with it."""
 WEIGHT = 0.5
