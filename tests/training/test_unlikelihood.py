@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from minillm.training import unlikelihood
 from minillm.training.continuations import PROMPT_LENGTH
 from minillm.training.pretrain import dense_logits, new_model
-from minillm.training import unlikelihood
 from minillm.training.unlikelihood import NO_LOSS, SPAN, OwnText, unlearned, unlikelihood_loss
 
 from .conftest import config
