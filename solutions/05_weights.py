@@ -559,8 +559,8 @@ print(
     f"the sparse part {1 - sparse[1] / plain[1]:.0%}"
 )
 claim(
-    "AWQ removes less than a quarter of that KL, and adds hardly any bits.",
-    0 < 1 - awq[1] / plain[1] < 0.25 and awq[0] < plain[0] + 0.1,
+    "AWQ removes less than a third of that KL, and adds hardly any bits.",
+    0 < 1 - awq[1] / plain[1] < 0.33 and awq[0] < plain[0] + 0.1,
     of_model=True,
 )
 claim(
@@ -1032,14 +1032,14 @@ claim(
     grown["Int8Sum"] > 1000 and min(several) > 2,
     of_model=True,
 )
-claim("KL does not distinguish three mistakes from the right version.", max(silent) < 1.3, of_model=True)
+claim("Three mistakes add less than half to the KL of the right version.", max(silent) < 1.5, of_model=True)
 claim("AwqInverted is visible on a layer with an outlier channel.", upside_down > 2 * with_outlier[3])
 
 # %% [markdown]
 # `Int8Sum` ruins the text. `AwqForgetsX` and `OutliersTwice` multiply a KL that was large already, and a careful reader
 # may notice. Three others multiply the tiny KL of INT8 and W8A8, which is invisible in a text. The last three (the code
-# that is clipped, the token of zeros, the inverted scales in a model without outlier channels) are as good as the right
-# ones on ordinary text. So test the *parts*: the bound of half a step, rows and tokens of zeros, a token alone and
+# that is clipped, the token of zeros, the inverted scales in a model without outlier channels) are nearly as good as the
+# right ones on ordinary text. So test the *parts*: the bound of half a step, rows and tokens of zeros, a token alone and
 # beside others, and a layer built to have an outlier channel.
 #
 # ## In the field

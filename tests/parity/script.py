@@ -221,7 +221,7 @@ class Script:
     def answers(self) -> dict[str, Any]:
         """Everything. The caches fill in this order, so the number of cached tokens follows from it."""
         first = self.generate([FIB, MAIN], {"temperature": 0, "max_tokens": 1, "logprobs": 1})
-        return {
+        answers = {
             "signatures": self.signatures(),
             "objects": self.objects(first),
             "request ids": [output.request_id for output in first],
@@ -234,6 +234,8 @@ class Script:
             "refused": self.refused(),
             "after the refusals": [told(output) for output in self.generate([FIB, MAIN], GREEDY)],
         }
+        answers["refused"]["LLM"] = self.refused_engines()  # last: vLLM may end the process's groups with a refused one
+        return answers
 
     def signatures(self) -> dict[str, Any]:
         """Names and defaults of every option."""
@@ -312,13 +314,16 @@ class Script:
         return {"same seed": seven == again, "other seed": seven == eight, "all of n differ": len(set(seven)) == 3}
 
     def refused(self) -> dict[str, Any]:
-        """What is refused, where, and whether `except ValueError` catches it."""
+        """Which parameters and requests are refused, where, and whether `except ValueError` catches it."""
         params = {name: verdict(lambda bad=bad: self.params(bad)) for name, bad in BAD_PARAMS.items()}
         requests = {name: verdict(lambda bad=bad: self.generate(*bad)) for name, bad in BAD_REQUESTS.items()}
-        make = self.engine.LLM
-        engines = {name: verdict(lambda bad=bad: make(self.folder, **bad)) for name, bad in BAD_ENGINES.items()}
         assigned = verdict(lambda: setattr(self.params(GREEDY), "max_tokens", 3))
-        return {"SamplingParams": params, "generate": requests, "LLM": engines, "assigning to a field": assigned}
+        return {"SamplingParams": params, "generate": requests, "assigning to a field": assigned}
+
+    def refused_engines(self) -> dict[str, Any]:
+        """Which options of `LLM` are refused."""
+        make = self.engine.LLM
+        return {name: verdict(lambda bad=bad: make(self.folder, **bad)) for name, bad in BAD_ENGINES.items()}
 
 
 def told(output: Any) -> dict[str, Any]:

@@ -39,9 +39,10 @@ def try_bounds(
         exact, coded = (q @ keys[:, 0].double().T / q.shape[-1] ** 0.5 for keys in (k, k_coded))
         causal = torch.ones_like(exact, dtype=torch.bool).tril()
         moved, most = (coded - exact).abs(), bound(q, k_scale)
-        p, p_coded = (x.masked_fill(~causal, float("-inf")).softmax(-1) for x in (exact, coded))
+        log_p, log_p_coded = (x.masked_fill(~causal, float("-inf")).log_softmax(-1) for x in (exact, coded))
+        p = log_p.exp()
         epsilon = moved.where(causal, 0.0).amax(-1, keepdim=True).expand_as(p)
-        ratio = (p_coded.log() - p.log()).abs()
+        ratio = (log_p_coded - log_p).abs()
         moved_out = (p @ (v_coded - v)[:, 0].double()).abs()
         most_out = (v_scale.cummax(0).values / 2)[:, None]
         for over in ((moved - most)[causal], (ratio - 2 * epsilon)[causal], moved_out - most_out):
