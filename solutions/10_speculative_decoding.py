@@ -412,7 +412,7 @@ from minillm.speculative.rejection_sampler import AcceptRule
 from minillm.teaching.workshop.l10_engine import chi_square_of_texts, sampled_texts, target_probabilities
 
 COUNT = 600
-short_prompt = "        return"
+short_prompt = "    if"
 
 
 def params_of(seed: int) -> SamplingParams:
@@ -434,7 +434,7 @@ for name, rule in rules.items():
     cells, test = chi_square_of_texts(texts_of_rule, expected, most_cells=11)
     panels.append((name, test))
 labels = ["".join(tokenizer.token_text(token) for token in cell).strip().replace("\n", "⏎")[:9] for cell in cells]
-ChiSquarePanels(f"{COUNT} completions of “return”, three tokens each", [*labels, "others"], panels)
+ChiSquarePanels(f"{COUNT} completions of “if”, three tokens each", [*labels, "others"], panels)
 
 # %%
 right, wrong = (test for _, test in panels)

@@ -162,8 +162,8 @@ class FarDefinition:
 def far_definition(llm: LLM, between: int = 130) -> FarDefinition:
     """A function is defined, then come `between` tokens of other code, then the text begins to call it."""
     encode, size = llm.engine.tokenizer.encode, llm.engine.runner.block_size
-    other = encode(slice_prompts()["long files"][0][:3000])
-    definition = encode("def parse_zebra_header(stream):\n    return parse_zebra_header(stream)\n\n")
+    other = encode(slice_prompts()["long files"][1][:3000])
+    definition = encode("def parse_zebra_header(stream):\n    pass\n\n")
     first = 2 * size + 3
     ids = [*other[:first], *definition, *other[first : first + between], *encode("\n\nheader = parse_zeb")]
     return FarDefinition(ids, "def parse_zebra_header", range(first // size, (first + len(definition) - 1) // size + 1))
