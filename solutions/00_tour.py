@@ -186,7 +186,7 @@ with plain.trace() as plain_trace:
 with_drafts, without = len(trace.of(StepRan)), len(plain_trace.of(StepRan))
 print(f"steps, each with one target forward: {without} without drafts, {with_drafts} with")
 claim("Drafts change no token.", tokens_of(outputs) == expected)
-claim("Drafts save steps.", with_drafts < without)
+claim("Drafts save steps.", with_drafts < without, of_model=True)
 for page_size in (4, 64):
     other = tokens_of(engine(page_size, drafts=0).generate(prompts[:3], greedy, use_tqdm=False))
     claim(f"Pages of {page_size} tokens change no token.", other == expected)
@@ -235,7 +235,7 @@ from minillm.outputs import tokens_per_forward
 gammas = (1, 2, 4, 8)
 yields = [tokens_per_forward(engine(drafts=g).generate(prompts, greedy, use_tqdm=False)) for g in gammas]
 print({g: round(y, 2) for g, y in zip(gammas, yields, strict=True)})
-claim("Eight drafts a round yield less than twice what four do.", yields[3] < 2 * yields[2])
+claim("Eight drafts a round yield less than twice what four do.", yields[3] < 2 * yields[2], of_model=True)
 LineChart(
     "Tokens per target forward, by drafts in a round",
     Axis("drafts in a round (γ)", ticks=gammas),
@@ -260,7 +260,7 @@ taus = []
 for temperature in temperatures:
     params = SamplingParams(temperature=temperature, max_tokens=48, seed=1, ignore_eos=True)
     taus.append(tokens_per_forward(llm.generate(prompts, params, use_tqdm=False)))
-claim("At temperature 1.5 a forward yields fewer tokens than at 0.", taus[-1] < taus[0])
+claim("At temperature 1.5 a forward yields fewer tokens than at 0.", taus[-1] < taus[0], of_model=True)
 LineChart(
     "Tokens per target forward, four drafts a round",
     Axis("temperature", ticks=temperatures),

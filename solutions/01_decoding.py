@@ -32,7 +32,7 @@ from minillm.models.loading import load_model, resolve
 from minillm.teaching import check, claim, hint, predict, reveal, use
 from minillm.tokenizer import Tokenizer
 
-name = os.environ.get("MINILLM_MODEL", "minicoder")  # a Llama or Qwen checkpoint works too
+name = os.environ.get("MINILLM_MODEL", "minicoder")  # a Llama, Mistral or Qwen checkpoint works too
 model = load_model(name, torch.float32, "cpu")
 tokenizer = Tokenizer.from_folder(resolve(name))
 config = model.config
@@ -121,7 +121,8 @@ for text in (prompt, "import os\nimport", "for i in"):
     print(f"after {text.splitlines()[-1]!r}: entropy {entropy(probs):.1f} bits")
     for p, i in zip(*probs.topk(5), strict=True):
         print(f"   {p:6.1%}  {'█' * round(40 * float(p)):40}  {tokenizer.token_text(int(i))!r}")
-claim("The model is more certain after the docstring than after 'for i in'.", entropies[prompt] < entropies["for i in"])
+more_certain = entropies[prompt] < entropies["for i in"]
+claim("The model is more certain after the docstring than after 'for i in'.", more_certain, of_model=True)
 
 # %% [markdown]
 # **Entropy** measures the model's uncertainty in bits: $b$ bits are the uncertainty among $2^b$ equally probable
@@ -794,6 +795,7 @@ claim("Every wrong decoder runs.", all(each.runs for each in wrong.values()))
 claim(
     "The loss is better without a mask, and with a mask that hides too little.",
     {"no mask", "mask one token late"} <= {*better},
+    of_model=True,
 )
 claim(
     "'positions all 0' and 'no scale' pass 'no peeking' and 'shift'.",

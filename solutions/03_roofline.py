@@ -633,10 +633,11 @@ for label, conversion in conversions.items():
     after[label] = bits_per_byte(engine(with_kv_heads(model, 1, conversion), f"mqa_{label}"))
     print(f"{f'1 KV head, {label}':30} {kv_bytes(replace(config, num_kv_heads=1), 1):18,} {after[label]:15.2f}")
 reveal("l03.mqa", round(after["mean"], 2))
-claim("Every conversion makes the model much worse.", min(after.values()) > 1.2 * before)
+claim("Every conversion makes the model much worse.", min(after.values()) > 1.2 * before, of_model=True)
 claim(
     "The mean is the best start, then one head, then random numbers.",
     after["mean"] < after["first head"] < after["random"],
+    of_model=True,
 )
 
 # %% [markdown]

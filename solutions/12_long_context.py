@@ -766,6 +766,7 @@ claim("And it accepts every draft: the acceptance is too good.", outcome["verifi
 claim(
     "A draft that does not see the drafts before it is found by the budget for everything.",
     outcome["window of one token"][2] < 1,
+    of_model=True,
 )
 claim(
     "Wrong positions, and drafts that do not see each other, are accepted less often.",

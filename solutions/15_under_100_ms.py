@@ -845,6 +845,7 @@ for label, verdicts in found.items():
 claim(
     "Each wrong way is caught by exactly one check.",
     [text.count("CAUGHT") for text in found.values()] == [0, 1, 1, 1, 1],
+    of_model=True,
 )
 
 # %% [markdown]

@@ -21,6 +21,8 @@ EXAMPLES = """\
                                     write course/source/02_kv_cache/02_kv_cache.ipynb for nbgrader
   minillm build --otter course 02 --secret-file course-secret.txt
                                     write the autograder zip of otter-grader, with hidden cases
+  minillm build --classroom course 02 06
+                                    write a repository for students: notebooks, requirements, a workflow with nbval
 """
 
 
@@ -42,6 +44,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", type=Path, metavar="FILE", help="with --mutants: write every trial to a JSON file")
     parser.add_argument("--nbgrader", type=Path, metavar="DIR", help="build nothing; write nbgrader's source notebooks")
     parser.add_argument("--otter", type=Path, metavar="DIR", help="build nothing; write otter's autograder zips")
+    classroom_help = "build nothing; write a repository for students, whose workflow checks every push with nbval"
+    parser.add_argument("--classroom", type=Path, metavar="DIR", help=classroom_help)
     secret_help = "with --nbgrader or --otter: file with the course's secret, for hidden cases"
     parser.add_argument("--secret-file", type=Path, metavar="FILE", help=secret_help)
     parser.add_argument("--root", type=Path, default=Path(), help="the clone to work in (default: here)")
@@ -59,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.rerun and not args.check:
         raise ConfigError("--run needs --check; without both, the lessons run and their outputs are recorded")
-    if args.nbgrader or args.otter:
+    if args.nbgrader or args.otter or args.classroom:
         return _write_assignments(args)
     from minillm.teaching.build import build
 
@@ -80,6 +84,11 @@ def _write_assignments(args: argparse.Namespace) -> int:
     secret = read_secret(args.secret_file) if args.secret_file else b""
     for target, write in ((args.nbgrader, write_nbgrader), (args.otter, write_otter)):
         for path in write(args.root, args.names or None, target, secret) if target else ():
+            print(path)
+    if args.classroom:
+        from minillm.teaching.classroom import write_classroom
+
+        for path in write_classroom(args.root, args.names or None, args.classroom):
             print(path)
     return 0
 

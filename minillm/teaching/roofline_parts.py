@@ -5,6 +5,7 @@ It times the code that the engine runs: `Linear`, `PagedKVCache.attend`, `ModelR
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.batch import Segment
@@ -21,7 +23,7 @@ from minillm.llm import LLM
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import held_out_prompts
-from minillm.models.loading import load_model, resolve, save_llama, stored_tensors
+from minillm.models.loading import load_model, resolve, stored_tensors
 from minillm.models.tensor_names import stored_parts
 from minillm.ops.linear import Linear
 from minillm.runtime.runner import ModelRunner
@@ -204,10 +206,18 @@ def neighbouring_rows(weight: Tensor, num_heads: int, num_kv_heads: int) -> Tens
 
 
 def checkpoint(model: Decoder, name: str, folder: Path) -> Path:
-    """Write `model` with a copy of the tokenizer of `name` into `folder`, as a checkpoint that any engine loads."""
-    weights = shutil.ignore_patterns("*.safetensors", "config.json")
-    shutil.copytree(resolve(name), folder, ignore=weights, dirs_exist_ok=True)
-    save_llama(model, folder, torch.float32)
+    """Write `model`, which is that of `name` with other KV heads, into `folder` as a checkpoint of the same family."""
+    source = resolve(name)
+    weights = shutil.ignore_patterns("*.safetensors*", "config.json")
+    shutil.copytree(source, folder, ignore=weights, dirs_exist_ok=True)
+    stored = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    stored.pop("dtype", None)
+    config = model.config
+    stored |= {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "torch_dtype": "float32"}
+    stored["tie_word_embeddings"] = config.tie_word_embeddings
+    (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
+    tensors = {tensor_name: tensor.float().contiguous() for tensor_name, tensor in stored_tensors(model)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

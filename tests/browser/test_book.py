@@ -9,9 +9,13 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from minillm.book.site import build_book
+from tests.browser.accessibility import violations
 from tests.browser.text_contrast import low_contrasts
 
 ROOT = Path(__file__).parents[2]
+PAGES = ("index", "glossary", "search", "lessons/index", "techniques/index", "techniques/beside-contrastive")
+"""One of each kind but lessons, and the one with the replay."""
+LONG_PAGES = ("lessons/02_kv_cache", "engine", "tested", "measured", "genindex", "source/minillm.batch")
 LESSONS = ("00_tour", "02_kv_cache", "04_kv_quantisation", "06_paged_blocks", "07_continuous_batching")
 
 
@@ -51,3 +55,10 @@ def test_every_picture_can_be_read(book: Path, page: Page) -> None:
         page.locator("svg[data-testid]").first.wait_for()
         assert low_contrasts(page) == []
     assert page.failed == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [*PAGES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_PAGES)])
+def test_a_page_meets_wcag(book: Path, page: Page, name: str) -> None:
+    page.goto(f"file://{book}/{name}.html")
+    assert violations(page) == []

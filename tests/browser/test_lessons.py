@@ -9,10 +9,15 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from tests.browser.accessibility import violations
 from tests.browser.conftest import ROOT, Lab
 from tests.browser.test_lesson_00 import CONNECTED, DONE, MINUTES
 
 EVERY_DAY = "02_kv_cache"
+OUTPUTS = ".jp-OutputArea-output"
+"""What lessons print and draw; around it is JupyterLab's own page."""
+NOT_OURS = (".jp-OutputArea-output pre span", ".js-plotly-plot .modebar")
+"""JupyterLab's colours for printed text, and plotly's toolbar."""
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("*.ipynb") if not path.name.startswith("00"))
 
 
@@ -39,5 +44,9 @@ def test_a_lesson_runs_in_jupyterlab(browser: Browser, lab: Lab, lesson: str) ->
     assert page.locator(".jp-OutputArea svg").count() >= 3, "a lesson without pictures"
     notices = page.locator(".jp-OutputArea", has_text="Using the reference")
     assert notices.count(), "an unsolved lesson must say that it goes on with the reference"
+    for theme in ("JupyterLab Light", "JupyterLab Dark"):
+        page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
+        page.wait_for_timeout(1000)
+        assert violations(page, OUTPUTS, NOT_OURS) == [], theme
     assert problems == []
     page.close()

@@ -30,8 +30,10 @@ from minillm.teaching.exercises.l03_roofline import (
 from minillm.teaching.registry import find
 from minillm.teaching.roofline_parts import (
     attention_only,
+    checkpoint,
     compiled_steps,
     decode_step,
+    first_head,
     kv_bytes,
     linear_shapes,
     operations,
@@ -44,6 +46,7 @@ from minillm.teaching.roofline_parts import (
 )
 from minillm.training.recipes import TARGET
 from minillm.viz.charts.roofline import Roof
+from tests.models.hf_checkpoints import make
 
 POSITIVE = st.floats(1e-3, 1e15)
 SMALL = st.integers(1, 6)
@@ -213,3 +216,17 @@ def test_the_compiled_step_is_the_same_step_or_says_why_there_is_none(grouped: D
     steps = compiled_steps("minicoder", 16)
     assert steps.decode().shape == steps.prefill().shape
     assert steps.weight_bytes == pytest.approx(weight_bytes(load_model("minicoder", torch.float32)) / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral, window", "qwen2", "qwen3", "smollm3"])
+def test_a_model_with_other_kv_heads_stays_in_its_family(tmp_path, case):
+    """So the lesson's conversions run on every checkpoint that MINILLM_MODEL may name."""
+    folder = make(case, tmp_path / "original").folder
+    model = load_model(str(folder), torch.float32, "cpu")
+    converted = with_kv_heads(model, 1, first_head)
+    written = checkpoint(converted, str(folder), tmp_path / "converted")
+    again = load_model(str(written), torch.float32, "cpu")
+    assert replace(again.config, dtype="") == replace(converted.config, dtype="")
+    assert again.config.num_kv_heads == 1 and again.config.qk_norm == (case == "qwen3")
+    for mine, theirs in zip(again.parameters(), converted.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

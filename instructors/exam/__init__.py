@@ -1,0 +1,1 @@
+"""Exam questions whose numbers differ from student to student."""
