@@ -12,8 +12,13 @@ from minillm.viz.speculation.acceptance import AcceptanceStrip
 
 
 def panel_html(found: Suggestion, trace: Trace) -> str:
-    """A line of facts, the suggestion, the acceptance strip and the cache pages. It contains no scripts."""
-    pictures = [AcceptanceStrip(trace, narrow=True).to_svg(), CachePagesView(trace, narrow=True).to_svg()]
+    """A line of facts, the suggestion, the acceptance strip, and the cache pages while the request held most of them.
+
+    It contains no scripts. The pages are drawn from this request's events alone, so pages that only earlier requests
+    have filled look free.
+    """
+    pages = CachePagesView(trace, narrow=True)
+    pictures = [AcceptanceStrip(trace, narrow=True).to_svg(), pages.to_svg(pages.most_informative_step())]
     text = f"<pre>{escape(found.text)}</pre>" if found.text else "<p>The model suggests nothing here.</p>"
     return f"<p>{escape(facts(found))}</p>{text}{as_html([place(picture) for picture in pictures])}"
 
