@@ -27,6 +27,8 @@ from tests.conftest import TinyPair
 
 TOKEN = "secret"
 PATIENCE_S = 60
+XSRF = {"Cookie": "_xsrf=00ff", "X-XSRFToken": "00ff"}
+"""What a page of this server sends, so that only the missing token can be the reason of a refusal."""
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -42,7 +44,7 @@ class Jupyter:
             f"http://127.0.0.1:{self.port}/minillm/complete{path}",
             method="GET" if body is None else "POST",
             body=body if body is None or isinstance(body, str) else json.dumps(body),
-            headers={"Authorization": f"token {token}"} if token else {},
+            headers={**XSRF, **({"Authorization": f"token {token}"} if token else {})},
             raise_error=False,
             request_timeout=PATIENCE_S,
         )

@@ -87,9 +87,9 @@ def test_the_text_after_the_gap_ends_with_a_line(fills: Tokenizer) -> None:
 
 def test_from_key_to_key_the_start_stays_and_moves_rarely(fills: Tokenizer) -> None:
     """Else no block of the prefix cache would fit: a start that moved with every key would give as many starts."""
-    limit, typed = 120, "".join(LINES[:12])
+    limit, typed = 200, "".join(LINES[:12])
     text = "".join(LINES[:40])
-    starts = [made(fills, text + typed[:n], limit=limit).num_dropped for n in range(1, len(typed))]
+    starts = [made(fills, text + typed[:n], limit=limit).num_dropped for n in range(1, len(typed), 2)]
     assert starts == sorted(starts)
     num_tokens = len(fills.encode(typed))
-    assert 2 <= len(set(starts)) <= 2 + 2 * num_tokens // (limit // 4)
+    assert 2 <= len(set(starts)) <= 2 + num_tokens // (limit // 4)
