@@ -29,6 +29,7 @@ BENCHMARKS = {
     "threads": "decoding with 1, 2, 4 and 8 threads on an idle machine, a busy one, and under a CPU quota",
     "processors": "the compiled step compiled for other processors, compared with PyTorch on the same instructions",
     "quality": "the loss in quality of every quantised cache and weight scheme, compared with float32",
+    "beside": "ideas from training and from other layers: memory, errors and times, compared with the plain way",
     "zoo": "every lossy cache technique at equal bytes: perplexity, KL, recall from far back, tokens per second",
 }
 """Name → a short description."""
