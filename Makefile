@@ -1,5 +1,6 @@
 # Every target makes its own environment first: a clone needs Python, git and make, nothing else.
 #   make demo   make lab   make test   make lessons   make nbval   make mutants   make dist   make lint   make clean
+#   make labextension                   pack the front end of code completion again (needs node and npm)
 #   make figures                        after new weights or new results of benchmarks
 #   make test-long                      what `make test` leaves out: every lesson in a browser
 #   make test-lowest   make test-colab      the quick tests with the oldest versions allowed, and with Colab's
@@ -23,7 +24,7 @@ endif
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := demo
-.PHONY: demo figures lab lessons lint test test-long nbval mutants test-lowest test-colab dist clean
+.PHONY: demo figures lab lessons labextension lint test test-long nbval mutants test-lowest test-colab dist clean
 
 demo: $(STAMP)
 	$(BIN)/minillm demo
@@ -33,6 +34,9 @@ lab: $(STAMP)
 
 lessons: $(STAMP)
 	$(BIN)/minillm build
+
+labextension: $(STAMP)
+	$(BIN)/python labextension/build.py
 
 # Everything that depends on the bundled weights or on benchmarks/*.json: recorded lessons and pictures, and the measured
 # figures of the README and of docs/measured.md.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import minillm
-from minillm import cli
+from minillm import cli, complete
 from minillm.bench.benchmarks import BENCHMARKS, find
 from minillm.commands import bench, generate, lab
 from minillm.commands.parser import COMMANDS
@@ -289,6 +290,19 @@ def test_lab_hands_the_notebook_and_options_to_jupyterlab(installed, monkeypatch
     assert cli.main(["lab", "02", "--jupyter=--no-browser", "--jupyter=--port=9000"]) == 0
     notebook, root = str(lessons / "02_kv_cache.ipynb"), f"--ServerApp.root_dir={lessons}"
     assert calls == [[notebook, root, "--no-browser", "--port=9000"]]
+
+
+def test_lab_completes_code_only_if_it_is_asked_to(installed, monkeypatch):
+    from jupyterlab.labapp import LabApp
+
+    calls = []
+    monkeypatch.setattr(lab, "lessons_folder", lambda copies: installed / "_lessons")
+    monkeypatch.setattr(LabApp, "launch_instance", calls.append)
+    monkeypatch.setenv("MINILLM_COMPLETE", "")
+    assert cli.main(["lab"]) == 0 and not os.environ["MINILLM_COMPLETE"]
+    assert cli.main(["lab", "--complete", "--jupyter=--port=9000"]) == 0 and os.environ["MINILLM_COMPLETE"]
+    extension, front_end = "--ServerApp.jpserver_extensions=minillm.complete=True", str(complete.FRONT_END)
+    assert calls[1] == [*calls[0], extension, f"--LabApp.extra_labextensions_path={front_end}", "--port=9000"]
 
 
 def test_lab_without_jupyterlab_names_the_install_line(installed, monkeypatch, capsys):

@@ -73,5 +73,16 @@ def test_the_check_of_a_release_finds_a_solution_in_a_lesson():
 def test_wheel_carries_every_module_and_nothing_but_the_package(wheel):
     modules = {str(f.relative_to(ROOT)) for f in (ROOT / "minillm").rglob("*.py")}
     assert modules <= set(wheel)
-    assert {name.split("/")[0] for name in wheel} <= {"minillm", "minillm_lessons-0.1.0.dist-info"}
+    top = {"minillm", "minillm_lessons-0.1.0.dist-info", "minillm_lessons-0.1.0.data"}
+    assert {name.split("/")[0] for name in wheel} <= top
     assert not [name for name in wheel if "__pycache__" in name]
+
+
+def test_wheel_puts_code_completion_where_jupyter_looks(wheel):
+    data = {name.partition(".data/data/")[2] for name in wheel if ".data/data/" in name}
+    front_end = ROOT / "minillm" / "complete" / "labextension" / "@minillm" / "complete"
+    files = [file.relative_to(front_end).as_posix() for file in front_end.rglob("*.*")]
+    built = {f"share/jupyter/labextensions/@minillm/complete/{file}" for file in files}
+    assert len(built) > 3
+    assert data == built | {"etc/jupyter/jupyter_server_config.d/minillm.json"}
+    assert any(name.startswith("minillm/complete/labextension/") for name in wheel), "`minillm lab --complete` names it"

@@ -23,6 +23,7 @@ BENCHMARKS = {
     "kernels": "every op by itself: microseconds, bytes, and the share of the machine's measured limits",
     "ladder": "INT8 KV, speculation, paged batching, all: the claims of one article, and the speed here",
     "batch": "32 requests of unequal length: continuous and static batching, in minillm and transformers",
+    "completion": "code completion in Jupyter: from a key to the suggestion, first key, next key, and after a burst",
     "serve": "the HTTP server with 32 clients, compared with the offline engine",
     "gpu": "all GPU checks and timings, in under eight minutes",
     "threads": "decoding with 1, 2, 4 and 8 threads on an idle machine, a busy one, and under a CPU quota",
@@ -32,7 +33,7 @@ BENCHMARKS = {
     "zoo": "every lossy cache technique at equal bytes: perplexity, KL, recall from far back, tokens per second",
 }
 """Name → a short description."""
-MODULES = {"batch": "batching", "serve": "serving"}
+MODULES = {"batch": "batching", "serve": "serving", "completion": "keystrokes"}
 """Benchmarks whose module has a different name."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ EXAMPLES = """\
   minillm lab 02                    open lesson 02
   minillm lab --dir ~/course        work on copies in ~/course
   minillm lab --solutions           also copy the solved lessons, for teachers
+  minillm lab --complete            complete code with the models of the lessons
   minillm lab --no-open             only copy the lessons and print their folder
   minillm lab --jupyter=--no-browser --jupyter=--port=9000
 """
@@ -29,6 +31,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, help=where)
     solutions = "also copy the solved lessons, to the folder 'solutions' in DIR"
     parser.add_argument("--solutions", action="store_true", help=solutions)
+    complete = "complete code as you type, with the models of the lessons (off otherwise: a learner writes the answers)"
+    parser.add_argument("--complete", action="store_true", help=complete)
     parser.add_argument("--no-open", action="store_true", help="do not start JupyterLab")
     parser.add_argument("--jupyter", action="append", default=[], metavar="OPTION", help="pass OPTION to JupyterLab")
 
@@ -49,8 +53,20 @@ def run(args: argparse.Namespace) -> int:
         )
     from jupyterlab.labapp import LabApp
 
-    LabApp.launch_instance([str(notebook), f"--ServerApp.root_dir={folder}", *args.jupyter])
+    completion = completion_options() if args.complete else []
+    LabApp.launch_instance([str(notebook), f"--ServerApp.root_dir={folder}", *completion, *args.jupyter])
     return 0
+
+
+def completion_options() -> list[str]:
+    """JupyterLab's options that turn code completion on, however minillm is installed.
+
+    A wheel puts the extension where JupyterLab looks for it, and an editable install does not.
+    """
+    from minillm.complete import EXTENSION, FRONT_END, ON
+
+    os.environ[ON] = "1"
+    return [f"--ServerApp.jpserver_extensions={EXTENSION}=True", f"--LabApp.extra_labextensions_path={FRONT_END}"]
 
 
 def lessons_folder(copies: Path | None, package: Path = PACKAGE) -> Path:

@@ -76,14 +76,15 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *options], stdout=log, stderr=log, cwd=folder)
         try:
             running = Lab(f"http://127.0.0.1:{port}", folder)
-            _wait_until_up(f"{running.url}/api?token={TOKEN}", server, folder / "server.log")
+            wait_until_up(f"{running.url}/api?token={TOKEN}", server, folder / "server.log")
             yield running
         finally:
             server.terminate()
             server.wait(30)
 
 
-def _wait_until_up(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_up(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the server answers; fail with the end of its log if it does not."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and server.poll() is None:
         try:

@@ -1,0 +1,161 @@
+// Code completion in JupyterLab by minillm: a provider of inline completions, and a panel that shows how one was made.
+// Plain JavaScript: `make labextension` packs it for JupyterLab and writes minillm/complete/labextension.
+
+import { ICommandPalette, MainAreaWidget, Notification } from '@jupyterlab/apputils';
+import { ICompletionProviderManager } from '@jupyterlab/completer';
+import { PageConfig, URLExt } from '@jupyterlab/coreutils';
+import { ServerConnection } from '@jupyterlab/services';
+import { Widget } from '@lumino/widgets';
+
+const NAME = 'minillm';
+const SHOW_PANEL = 'minillm:show-completion';
+const MAX_TOKENS = 24;
+const QUIET_MS = 300; // the panel is drawn when no key has followed for so long, because drawing would slow the next one
+
+// 'on' or 'off': what the server suggests as the default. '': there is no server extension.
+const SERVER = PageConfig.getOption('minillmComplete');
+const NO_SERVER =
+  'The server extension minillm.complete is not enabled. Start JupyterLab with "minillm lab --complete", or run ' +
+  '"jupyter server extension enable minillm.complete" and restart it.';
+
+/** The answer of an address below /minillm/complete, as JSON. Throws an Error with the server's sentence. */
+async function ask(path, init) {
+  const settings = ServerConnection.makeSettings();
+  const url = URLExt.join(settings.baseUrl, 'minillm', 'complete', path);
+  const response = await ServerConnection.makeRequest(url, init, settings);
+  const answer = await response.json().catch(() => ({}));
+  if (!response.ok) {
+    const missing = response.status === 404 ? NO_SERVER : `The server answered ${response.status}.`;
+    throw new Error(answer.error || answer.message || missing);
+  }
+  return answer;
+}
+
+/** The code cells of a notebook before the active one; in a file there are none. */
+function cellsBefore(widget) {
+  const cells = widget?.content?.widgets ?? [];
+  const active = widget?.content?.activeCellIndex ?? 0;
+  return cells
+    .slice(0, active)
+    .filter(cell => cell.model?.type === 'code')
+    .map(cell => cell.model.sharedModel.getSource().trimEnd() + '\n\n');
+}
+
+class Provider {
+  constructor() {
+    this.identifier = NAME;
+    this.name = NAME;
+    this.schema = {
+      properties: {
+        maxTokens: {
+          title: 'Most tokens',
+          description: 'The most tokens of a suggestion. More take longer.',
+          type: 'number',
+          minimum: 1,
+          maximum: 256
+        }
+      },
+      default: { enabled: SERVER === 'on', maxTokens: MAX_TOKENS, debouncerDelay: 0, timeout: 60000 }
+    };
+    this.maxTokens = MAX_TOKENS;
+    this.onAnswer = () => {};
+    this._request = new AbortController();
+    this._told = new Set();
+  }
+
+  configure(settings) {
+    this.maxTokens = settings.maxTokens ?? MAX_TOKENS;
+  }
+
+  /** Called by JupyterLab at each key. The request of the key before is aborted, here and in the engine. */
+  async fetch(request, context) {
+    this._request.abort();
+    const mine = (this._request = new AbortController());
+    const { text, offset, mimeType } = request;
+    if (mimeType && !/python/.test(mimeType)) {
+      return { items: [] };
+    }
+    const body = {
+      prefix: cellsBefore(context.widget).join('') + text.slice(0, offset),
+      suffix: text.slice(offset),
+      max_tokens: this.maxTokens
+    };
+    if (!body.prefix.trim()) {
+      return { items: [] };
+    }
+    try {
+      const found = await ask('', { method: 'POST', body: JSON.stringify(body), signal: mine.signal });
+      this.onAnswer();
+      return { items: found.text ? [{ insertText: found.text }] : [] };
+    } catch (problem) {
+      if (!mine.signal.aborted) {
+        this._tell(problem.message);
+      }
+      return { items: [] };
+    }
+  }
+
+  /** Show a problem once, not at every key. */
+  _tell(message) {
+    if (!this._told.has(message)) {
+      this._told.add(message);
+      Notification.error(`Code completion: ${message}`, { autoClose: 15000 });
+    }
+  }
+}
+
+/** How the newest suggestion was made: drawn by the server from the engine's events. */
+class Panel extends Widget {
+  constructor(provider) {
+    super();
+    this.id = 'minillm-completion';
+    this.title.label = 'Completion';
+    this.title.closable = true;
+    this.node.style.cssText = 'overflow: auto; padding: 8px 12px;';
+    this.node.dataset.testid = 'minillm-panel';
+    provider.onAnswer = () => this.refreshSoon();
+    void this.refresh();
+  }
+
+  refreshSoon() {
+    clearTimeout(this._timer);
+    this._timer = setTimeout(() => this.refresh(), QUIET_MS);
+  }
+
+  async refresh() {
+    if (this.isDisposed) {
+      return;
+    }
+    try {
+      this.node.innerHTML = (await ask('panel', { method: 'GET' })).html;
+    } catch (problem) {
+      this.node.textContent = problem.message;
+    }
+  }
+}
+
+const plugin = {
+  id: '@minillm/complete:plugin',
+  description: 'Code completion by minillm.',
+  autoStart: true,
+  requires: [ICompletionProviderManager],
+  optional: [ICommandPalette],
+  activate: (app, manager, palette) => {
+    const provider = new Provider();
+    manager.registerInlineProvider(provider);
+    let panel = null;
+    app.commands.addCommand(SHOW_PANEL, {
+      label: 'Show How minillm Completed the Code',
+      execute: () => {
+        if (!panel || panel.isDisposed) {
+          panel = new MainAreaWidget({ content: new Panel(provider) });
+          panel.id = 'minillm-completion-panel';
+          app.shell.add(panel, 'main', { mode: 'split-right', activate: false });
+        }
+      }
+    });
+    palette?.addItem({ command: SHOW_PANEL, category: 'minillm' });
+  }
+};
+
+export default plugin;

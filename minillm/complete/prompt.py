@@ -1,0 +1,97 @@
+"""The prompt for a gap in code: fill in the middle where the model can, else the text before the gap.
+
+A prompt that is too long loses text at its start. What is left must begin at the same place after the next key, or no
+block of the prefix cache would fit. So the start moves in steps of a quarter of the limit, to the beginning of a line:
+
+    key 1   ········│def f(n): …  retu│     dropped │ kept │
+    key 2   ········│def f(n): …  retur│    the same start: all full blocks are cached
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minillm.errors import PromptError
+from minillm.fill_in_the_middle import FIM_TOKENS, fim_prompt
+from minillm.tokenizer import Tokenizer
+
+SUFFIX_SHARE = 8
+"""The text after the gap gets at most one in so many tokens. It is computed anew at every key, because it follows the
+text that the key has changed."""
+STEPS = 4
+"""The start of a long text moves by one in so many parts of the limit."""
+CHARACTERS_PER_TOKEN = 8
+"""More than tokens of code have. Text beyond is cut off before it is tokenised, which takes time in proportion."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The text before and after the cursor."""
+
+    prefix: str
+    suffix: str = ""
+
+
+@dataclass(frozen=True)
+class GapPrompt:
+    """What the model is given for a gap."""
+
+    token_ids: list[int]
+    fills_gap: bool
+    """Whether the model sees the text after the gap."""
+    num_dropped: int
+    """Characters at the start of the prefix that did not fit."""
+
+
+def can_fill_gaps(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer has all tokens of fill in the middle."""
+    return all(tokenizer.backend.token_to_id(token) is not None for token in FIM_TOKENS)
+
+
+def gap_prompt(tokenizer: Tokenizer, model: str, gap: Gap, limit: int) -> GapPrompt:
+    """The prompt for `gap`, with at most `limit` tokens.
+
+    Without text after the gap, or without the tokens of fill in the middle, it is the text before the gap. Raises
+    `PromptError` if there is no text before the gap, or if a text contains a token of fill in the middle.
+    """
+    if not gap.prefix.strip():
+        raise PromptError("there is no code before the cursor; type something first")
+    if not (can_fill_gaps(tokenizer) and gap.suffix.strip()):
+        prefix = end_of(tokenizer, gap.prefix, limit)
+        return GapPrompt(tokenizer.encode(prefix), False, len(gap.prefix) - len(prefix))
+    markers = len(FIM_TOKENS) + len(tokenizer.encode(""))
+    suffix = start_of(tokenizer, gap.suffix, limit // SUFFIX_SHARE)
+    room = limit - markers - len(tokenizer.encode(suffix, add_special_tokens=False))
+    prefix = end_of(tokenizer, gap.prefix, room)
+    token_ids = tokenizer.encode(fim_prompt(tokenizer.backend, model, prefix, suffix))
+    return GapPrompt(token_ids, True, len(gap.prefix) - len(prefix))
+
+
+def end_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
+    """The end of `text`, with at most `limit` tokens. It begins at a line if there is one to begin at."""
+    step = max(1, limit // STEPS)
+    begin = _whole_steps(len(text) - limit * CHARACTERS_PER_TOKEN, step * CHARACTERS_PER_TOKEN)
+    kept = text[begin:]
+    while True:
+        encoded = tokenizer.backend.encode(kept)
+        drop = _whole_steps(len(encoded.ids) - limit, step)
+        if not drop:
+            return kept
+        begin = encoded.offsets[min(drop, len(encoded.ids) - 1)][0] or 1
+        line = kept.find("\n", begin - 1) + 1
+        kept = kept[line if 0 < line < len(kept) else begin :]
+
+
+def start_of(tokenizer: Tokenizer, text: str, limit: int) -> str:
+    """The start of `text`, with at most `limit` tokens. It ends with a line if a whole line fits."""
+    text = text[: limit * CHARACTERS_PER_TOKEN]
+    encoded = tokenizer.backend.encode(text, add_special_tokens=False)
+    if len(encoded.ids) <= limit:
+        return text
+    text = text[: encoded.offsets[limit][0]]
+    return text[: text.rfind("\n") + 1] or text
+
+
+def _whole_steps(excess: int, step: int) -> int:
+    """`excess` rounded up to whole steps; 0 if there is none."""
+    return -(-max(0, excess) // step) * step

@@ -1,0 +1,95 @@
+"""The prompt for a gap: with marks or without, never too long, and the same at its start from key to key."""
+
+from __future__ import annotations
+
+import pytest
+
+from minillm.complete.prompt import Gap, GapPrompt, end_of, gap_prompt, start_of
+from minillm.errors import PromptError
+from minillm.fill_in_the_middle import FIM_TOKENS, fim_text
+from minillm.tokenizer import Tokenizer
+from tests.conftest import TinyPair
+
+LINES = [f"value_{i} = add({i}, {i * i})  # ü\n" for i in range(400)]
+
+
+@pytest.fixture(scope="module")
+def fills(tiny: TinyPair) -> Tokenizer:
+    """A tokenizer with the tokens of fill in the middle."""
+    return Tokenizer.from_folder(tiny.target)
+
+
+@pytest.fixture
+def continues(fills: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    """One without them."""
+    monkeypatch.setattr("minillm.complete.prompt.FIM_TOKENS", (*FIM_TOKENS, "<|no such token|>"))
+    return fills
+
+
+def made(tokenizer: Tokenizer, prefix: str, suffix: str = "", limit: int = 200) -> GapPrompt:
+    return gap_prompt(tokenizer, "tiny", Gap(prefix, suffix), limit)
+
+
+def test_a_model_with_the_tokens_sees_both_sides(fills: Tokenizer) -> None:
+    found = made(fills, "def f():\n    return ", "\nprint(f())")
+    assert found.fills_gap and found.num_dropped == 0
+    assert fills.decode(found.token_ids, skip_special_tokens=False) == fim_text("def f():\n    return ", "\nprint(f())")
+
+
+def test_a_model_without_them_sees_what_is_before(continues: Tokenizer) -> None:
+    found = made(continues, "def f():\n    return ", "\nprint(f())")
+    assert not found.fills_gap
+    assert continues.decode(found.token_ids, skip_special_tokens=False) == "def f():\n    return "
+
+
+def test_nothing_after_the_cursor_needs_no_marks(fills: Tokenizer) -> None:
+    found = made(fills, "def f():", "  \n")
+    assert not found.fills_gap and fills.decode(found.token_ids) == "def f():"
+
+
+def test_nothing_before_the_cursor_is_refused(fills: Tokenizer) -> None:
+    with pytest.raises(PromptError, match="no code before the cursor"):
+        made(fills, " \n", "x = 1")
+
+
+def test_a_mark_in_the_code_is_refused(fills: Tokenizer) -> None:
+    with pytest.raises(PromptError, match="the prefix contains"):
+        made(fills, f"mark = '{FIM_TOKENS[0]}'", "x")
+
+
+@pytest.mark.parametrize("suffix", ["", "".join(LINES[:50])])
+@pytest.mark.parametrize("limit", [40, 100, 233])
+@pytest.mark.parametrize("length", [1, 3, 20, 399])
+def test_a_prompt_never_exceeds_its_limit(fills: Tokenizer, suffix: str, limit: int, length: int) -> None:
+    prefix = "".join(LINES[:length]) + "result = ad"
+    found = made(fills, prefix, suffix, limit)
+    text = fills.decode(found.token_ids, skip_special_tokens=False)
+    assert len(found.token_ids) <= limit
+    before = text.removeprefix(FIM_TOKENS[0]).partition(FIM_TOKENS[1])[0]
+    assert before == prefix[found.num_dropped :], "what is left is the end of the prefix"
+    assert found.num_dropped == 0 or prefix[found.num_dropped - 1] == "\n", "and it begins at a line"
+    if found.num_dropped and limit >= 100:  # a line has 25 tokens
+        assert len(found.token_ids) > limit // 2, "not more is dropped than necessary"
+
+
+def test_a_long_line_is_cut_inside(fills: Tokenizer) -> None:
+    kept = end_of(fills, "é" * 3000, 50)
+    assert set(kept) == {"é"} and 0 < len(fills.encode(kept)) <= 50
+    kept = start_of(fills, "é" * 3000, 50)
+    assert set(kept) == {"é"} and 0 < len(fills.encode(kept)) <= 50
+
+
+def test_the_text_after_the_gap_ends_with_a_line(fills: Tokenizer) -> None:
+    kept = start_of(fills, "".join(LINES), 60)
+    assert kept and "".join(LINES).startswith(kept) and kept.endswith("\n")
+    assert start_of(fills, "x = 1", 60) == "x = 1"
+
+
+def test_from_key_to_key_the_start_stays_and_moves_rarely(fills: Tokenizer) -> None:
+    """Else no block of the prefix cache would fit: a start that moved with every key would give as many starts."""
+    limit, typed = 200, "".join(LINES[:12])
+    text = "".join(LINES[:40])
+    starts = [made(fills, text + typed[:n], limit=limit).num_dropped for n in range(1, len(typed), 2)]
+    assert starts == sorted(starts)
+    num_tokens = len(fills.encode(typed))
+    assert 2 <= len(set(starts)) <= 2 + num_tokens // (limit // 4)
