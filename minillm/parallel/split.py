@@ -44,8 +44,13 @@ def check_split(config: ModelConfig, size: int) -> None:
             "split; leave the option out"
         )
     if reason := _indivisible(config, size):
-        possible = ", ".join(str(n) for n in range(1, MOST_RANKS + 1) if not _indivisible(config, n))
+        possible = ", ".join(map(str, possible_sizes(config)))
         raise ConfigError(f"tensor_parallel_size={size} does not divide the model: {reason}; possible are {possible}")
+
+
+def possible_sizes(config: ModelConfig) -> list[int]:
+    """The numbers of ranks, up to `MOST_RANKS`, that the model can be split over."""
+    return [size for size in range(1, MOST_RANKS + 1) if not _indivisible(config, size)]
 
 
 def _indivisible(config: ModelConfig, size: int) -> str | None:

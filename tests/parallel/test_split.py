@@ -14,9 +14,10 @@ from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.loading import load_model, save_llama
 from minillm.models.tensor_names import stored_parts
+from minillm.parallel.local import on_ranks
 from minillm.parallel.split import check_split, config_of_rank, piece_of
 from minillm.runtime.runner import ModelRunner
-from tests.parallel.thread_ranks import CPU, STEPS, on_ranks, split_runner
+from tests.parallel.split_steps import CPU, STEPS, split_runner
 
 CONFIG = ModelConfig(
     vocab_size=273,  # not divisible: the last rank has fewer tokens
