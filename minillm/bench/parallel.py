@@ -3,9 +3,11 @@
 Every process has one thread. `wait` is the time of rank 0 in collectives: sending, receiving, and waiting for a rank
 that is slower or has no processor of its own. `compute` is the rest of the time per token.
 
-On one machine's processors a split loses: two processes share the caches and the memory bandwidth that one process
-could use alone with two threads, and each of the two sums per layer stops all ranks until the slowest has arrived. It
-pays where a rank brings its own memory and bandwidth, as GPUs do, and where the model does not fit in one of them.
+On one machine's processors a split loses. It runs plain PyTorch, which the compiled step of a single process beats by
+far. Two processes share the caches and the memory bandwidth that one process could use alone with two threads. Each of
+the two sums per layer stops all ranks until the slowest has arrived; on a busy machine that is one without a
+processor. A split pays where a rank brings its own memory and bandwidth, as GPUs do, and where the model does not fit
+in one of them.
 """
 
 from __future__ import annotations
