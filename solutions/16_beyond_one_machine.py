@@ -309,7 +309,7 @@ modelled = [my_seconds(size, 2, BANDWIDTH, LATENCY) for size in SIZES]
 print(f"latency {LATENCY * 1e6:.0f} µs per step, bandwidth {BANDWIDTH / 1e9:.2f} GB/s")
 LineChart(
     "An all-reduce between two processes of this machine",
-    Axis("bytes", log=True),
+    Axis("bytes", log=True, ticks=(10, 100, 1_000, 10_000, 100_000, 1_000_000)),
     Axis("microseconds", log=True),
     [
         Series("measured (gloo)", SIZES, [1e6 * s for s in taken]),
