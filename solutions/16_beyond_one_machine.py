@@ -41,7 +41,7 @@ from minillm.teaching.workshop.l12_costs import H100, LLAMA_8B
 from minillm.teaching.workshop.l16_cluster import Cluster, Link, one_shot_seconds
 from minillm.teaching.workshop.l16_wire import latency_and_bandwidth, measured_seconds
 from minillm.trace import StepFinished, Trace
-from minillm.viz import CachePagesView, LiveView, SplitLayer, TimelineView
+from minillm.viz import CachePagesView, LiveView, SplitLayer, TimelineView, show
 from minillm.viz.charts import Axis, LineChart, Series
 
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
@@ -296,7 +296,7 @@ def all_reduce_seconds(num_bytes: float, size: int, bandwidth: float, latency: f
 check("l16.all_reduce_seconds")
 
 # %% [markdown]
-# Two processes of this machine are connected by TCP through the kernel (gloo). Measure it, the fastest of 25 runs for each
+# Two processes of this machine are connected by TCP through the kernel (gloo). Measure it, the fastest of 200 runs for each
 # size: the smallest tensor gives the latency, the difference between the two largest the bandwidth. Your formula draws
 # the line between them.
 
@@ -617,11 +617,17 @@ from minillm.teaching.workshop.l16_vllm import run_or_recorded
 theirs, where = run_or_recorded(SCRIPT, str(folder), texts)
 print(where)
 
-# %% tags=["nbval-ignore-output"]
-CachePagesView(ours)
 
-# %% tags=["expected"] alt="Cache pages as vLLM left them: pages of 32 slots with letters for the requests; page 0 is never used. The timeline below shows vLLM's steps for each request."
-CachePagesView(theirs)
+# %%
+def middle(trace: Trace) -> int:
+    """The number of the step in the middle."""
+    return [event.step for event in trace if isinstance(event, StepFinished)][-1] // 2
+
+
+show(CachePagesView(ours), step=middle(ours))
+
+# %% tags=["expected"] alt="Cache pages of vLLM in the middle of its run: pages of 32 slots with letters for the requests; page 0 is never used."
+show(CachePagesView(theirs), step=middle(theirs))
 
 # %%
 TimelineView(theirs)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from minillm.parallel.group import Group
 
 WARM_UP = 3
-ROUNDS = 25
+ROUNDS = 200
 
 
 def measured_seconds(sizes: Sequence[int], rounds: int = ROUNDS) -> list[float]:
