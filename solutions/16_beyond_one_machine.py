@@ -302,7 +302,7 @@ check("l16.all_reduce_seconds")
 
 # %% tags=["expected", "nbval-ignore-output"] alt="Time of an all-reduce over its size, both axes logarithmic. Measured points are flat for small sizes and rise for large ones; the dashed line of the formula follows them."
 my_seconds = use("l16.all_reduce_seconds")
-SIZES = [4 * 4**i for i in range(10)]
+SIZES = [16 * 4**i for i in range(9)]  # bytes
 taken = measured_seconds(SIZES)
 LATENCY, BANDWIDTH = latency_and_bandwidth(SIZES, taken)
 modelled = [my_seconds(size, 2, BANDWIDTH, LATENCY) for size in SIZES]
