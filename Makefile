@@ -1,5 +1,6 @@
 # Every target makes its own environment first: a clone needs Python, git and make, nothing else.
 #   make demo   make lab   make test   make lessons   make nbval   make mutants   make dist   make lint   make clean
+#   make figures                        after new weights or new results of benchmarks
 #   make test-long                      what `make test` leaves out: every lesson in a browser
 #   make test-lowest   make test-colab      the quick tests with the oldest versions allowed, and with Colab's
 # PYTHON names the interpreter that the environment is made with, PIP_ARGS what pip is told besides (another index),
@@ -22,7 +23,7 @@ endif
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := demo
-.PHONY: demo lab lessons lint test test-long nbval mutants test-lowest test-colab dist clean
+.PHONY: demo figures lab lessons lint test test-long nbval mutants test-lowest test-colab dist clean
 
 demo: $(STAMP)
 	$(BIN)/minillm demo
@@ -32,6 +33,13 @@ lab: $(STAMP)
 
 lessons: $(STAMP)
 	$(BIN)/minillm build
+
+# Everything that depends on the bundled weights or on benchmarks/*.json: recorded lessons and pictures, and the measured
+# figures of the README and of docs/measured.md.
+figures: $(STAMP)
+	$(BIN)/minillm build --remeasure
+	$(BIN)/python docs/pictures.py
+	$(BIN)/python docs/figures.py
 
 # Which wrong answers do the checkers of the exercises miss? NAMES: lessons or exercises, as in NAMES="07 l02.best_r".
 mutants: export OMP_NUM_THREADS := 1

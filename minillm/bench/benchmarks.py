@@ -29,6 +29,7 @@ BENCHMARKS = {
     "parallel": "one model split over 1, 2 and 4 processes: time in computing and in waiting for each other",
     "processors": "the compiled step compiled for other processors, compared with PyTorch on the same instructions",
     "quality": "the loss in quality of every quantised cache and weight scheme, compared with float32",
+    "beside": "ideas from training and from other layers: memory, errors and times, compared with the plain way",
     "zoo": "every lossy cache technique at equal bytes: perplexity, KL, recall from far back, tokens per second",
 }
 """Name → a short description."""

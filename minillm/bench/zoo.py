@@ -22,7 +22,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,9 @@ from minillm.bench.zoo_cache import (
     share_read,
     stored_bytes,
 )
+from minillm.bench.zoo_recall import Recall, recall
 from minillm.bench.zoo_systems import BUDGETS, TOLERANCE, Setting, ZooSystem, list_systems
+from minillm.bench.zoo_table import table
 from minillm.bench.zoo_texts import (
     ANSWER,
     CUE,
@@ -61,29 +63,12 @@ from minillm.models.decoder import Decoder
 from minillm.models.loading import load_config, load_model, resolve
 from minillm.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from rich.table import Table
+__all__ = ["Material", "Measured", "ZooRow", "best", "measure", "measure_system", "plain_row", "run", "table"]
 
 PLAIN = "plain"
 MIN_CONTEXT = 4 * NUM_SCORED
 DISTANCES = (0.1, 0.4, 0.85)
 """Default distances of recall, as shares of the prompt."""
-
-
-@dataclass(frozen=True)
-class Recall:
-    """How much of a definition comes back from `distance` tokens away."""
-
-    distance: int
-    tasks: int
-    exact: float
-    """Share of answers with every token right."""
-    tokens: float
-    """Share of tokens that are right."""
-    tokens_error: float
-    """Standard error of `tokens` over the tasks."""
-    nats: float
-    """Mean negative log-probability of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -202,27 +187,6 @@ def measure(options: dict[str, Any], material: Material) -> Measured:
     return Measured(torch.cat(found), recalled, 1 / statistics.median(seconds), share)
 
 
-def recall(runner: Any, distance: int, tasks: Sequence[RecallTask]) -> Recall:
-    """Run recall tasks. The first token of an answer is not counted: it is predicted from within the prompt."""
-    rights, nats = [], []
-    for task in tasks:
-        row = [*task.prompt, *task.answer]
-        read_prompt(runner, row, len(task.prompt))
-        logprobs = continuation(runner, row, len(task.prompt), one_by_one=0).logprobs
-        wanted = torch.tensor(task.answer[1:])
-        rights.append((logprobs.argmax(-1) == wanted).double())
-        nats.append(-float(logprobs.gather(1, wanted.unsqueeze(1)).mean()))
-    shares = torch.stack(rights).mean(1)
-    return Recall(
-        distance,
-        len(tasks),
-        exact=float((shares == 1).double().mean()),
-        tokens=float(shares.mean()),
-        tokens_error=float(shares.std() / len(shares) ** 0.5) if len(shares) > 1 else 0.0,
-        nats=statistics.mean(nats),
-    )
-
-
 def best(rows: Sequence[ZooRow]) -> dict[str, dict[str, str]]:
     """For each budget the techniques with the lowest mean KL and the most tokens recalled, over all distances."""
     found: dict[str, dict[str, str]] = {}
@@ -302,48 +266,3 @@ def measure_system(system: ZooSystem, material: Material, reference: Measured) -
 
 def _failed(row: ZooRow, error: str) -> ZooRow:
     return ZooRow(row.system, row.technique, row.budget, error=error)
-
-
-def table(outcome: dict[str, Any]) -> Table:
-    """The result of `run` for a terminal: systems by budget, those that cannot reach it left out."""
-    from rich.table import Table
-
-    facts = outcome["config"]
-    guesses = ", ".join(f"{one['tokens']:.0%} at {one['distance']}" for one in facts["recall_without_definition"])
-    missing = "; ".join(f"{row['system']} ({row['error']})" for row in outcome["rows"] if row["error"])
-    made = Table(
-        title=f"{facts['model']}: {facts['scored_tokens']} held-out tokens behind prompts of {facts['prompt_tokens']}",
-        caption=f"Right tokens without the definition: {guesses}. Best per budget: {_best_in_words(facts['best'])}. "
-        f"Not measured: {missing or 'none'}.",
-    )
-    distances = [one["distance"] for one in outcome["rows"][0]["recall"]]
-    headings = ["system", "of fp16", "perplexity", "mean KL", "same top-1"]
-    headings += [f"recall at {distance}" for distance in distances] + ["tokens/s"]
-    for heading in headings:
-        made.add_column(heading, justify="left" if heading == "system" else "right")
-    measured = [row for row in outcome["rows"] if row["quality"]]
-    order = sorted(measured, key=lambda row: (row["budget"] is not None, row["budget"] or 0, row["quality"]["mean_kl"]))
-    budget = None
-    for row in order:
-        if row["budget"] != budget:
-            made.add_section()
-        budget = row["budget"]
-        made.add_row(*_cells(row))
-    return made
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    quality = row["quality"]
-    return [
-        row["system"],
-        f"{row['share']:.3f}",
-        f"{quality['perplexity']:.2f}",
-        f"{quality['mean_kl']:.1e} ± {quality['mean_kl_error']:.0e}",
-        f"{quality['top1']:.1%}",
-        *(f"{one['tokens']:.0%} ({one['exact']:.0%} exact)" for one in row["recall"]),
-        f"{row['tokens_per_s']:.0f}",
-    ]
-
-
-def _best_in_words(found: dict[str, dict[str, str]]) -> str:
-    return "; ".join(f"{budget}: KL {one['mean_kl']}, recall {one['recall']}" for budget, one in found.items())

@@ -43,10 +43,10 @@ class DrafterConfig(msgspec.Struct):
 
 
 def save_drafter(folder: Path, config: DrafterConfig, module: nn.Module) -> None:
-    """Write `config.json` and the weights in float16."""
+    """Write `config.json` and the weights in bfloat16, like those of the bundled models."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(msgspec.to_builtins(config), indent=2) + "\n", encoding="utf-8")
-    tensors = {name: t.detach().to("cpu", torch.float16).contiguous() for name, t in module.state_dict().items()}
+    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in module.state_dict().items()}
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     (folder / SINGLE).chmod(0o644)
 

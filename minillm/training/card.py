@@ -14,6 +14,7 @@ from minillm.training.distill import LOSS_WORDS
 from minillm.training.evaluate import Evaluation
 from minillm.training.pretrain import Recipe
 from minillm.training.record import RunRecord
+from minillm.training.target_evaluation import TargetEvaluation
 
 SCHEMA = 1
 Facts = dict[str, Any]
@@ -26,11 +27,13 @@ def training_facts(
     corpus: Facts,
     runs: dict[str, tuple[RunRecord, Recipe]],
     evaluations: dict[str, Evaluation],
+    target: TargetEvaluation | None = None,
 ) -> Facts:
     """All numbers of the card of `name`, as JSON values.
 
     `pair` is the name of the other model; `runs` are the runs that trained this one, in order; `evaluations` maps
-    `distilled` and `undistilled` to the evaluation with that draft; `corpus` is the content of `corpus.json`.
+    `distilled` and `undistilled` to the evaluation with that draft; `corpus` is the content of `corpus.json`; `target`
+    what is measured of a target alone.
     """
     c = model.config
     return {
@@ -48,15 +51,19 @@ def training_facts(
             "vocabulary": c.vocab_size,
             "context": c.max_position_embeddings,
         },
-        "corpus": {key: corpus[key] for key in ("train", "held_out", "sources")},
+        "corpus": {key: corpus[key] for key in ("train", "held_out", "near_duplicates", "sources")},
         "runs": {stage: {**run.summary(), "recipe": _recipe(recipe)} for stage, (run, recipe) in runs.items()},
         "evaluation": {which: asdict(evaluation) for which, evaluation in evaluations.items()},
+        **({"alone": asdict(target)} if target else {}),
     }
 
 
 def card(facts: Facts) -> str:
     """The README.md of a model folder, in Hugging Face's format."""
-    parts = [_head(facts), _shape(facts), _training(facts), _quality(facts), _limits(), _corpus(facts["corpus"])]
+    parts = [_head(facts), _shape(facts), _training(facts), _quality(facts)]
+    parts += [_alone(facts["alone"])] if "alone" in facts else []
+    parts += [_limits(facts), _corpus(facts["corpus"])]
+    parts += [_texts(facts["alone"]["texts"])] if "alone" in facts else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -104,7 +111,7 @@ def _shape(facts: Facts) -> str:
         ("Heads", f"{s['heads']} query, {s['kv_heads']} key/value, {s['head_dim']} wide"),
         ("Context", f"{s['context']:,} tokens"),
         ("Tokenizer", f"byte-level BPE, {s['vocabulary']:,} tokens, trained on the same corpus"),
-        ("Stored as", "float16 safetensors"),
+        ("Stored as", "bfloat16 safetensors"),
         ("Licence of the weights", "Apache-2.0"),
     ]
     return "## Shape\n\n" + table(("", ""), rows)
@@ -114,21 +121,27 @@ def _training(facts: Facts) -> str:
     corpus_tokens = facts["corpus"]["train"]["tokens"]
     rows = []
     for stage, run in facts["runs"].items():
-        passes = f"{run['tokens'] / corpus_tokens:.2f}" if stage in ("pretraining", "decay") else "–"
+        passes = f"{run['tokens'] / corpus_tokens:.2f}" if stage == "pretraining" else "–"
         machine = ", then ".join(
             f"{hw['cpu']} ({hw['threads']} of {hw['cores']} cores, PyTorch {hw['torch']})" for hw in run["hardware"]
         )
         rows.append((stage, f"{run['tokens']:,}", passes, f"{run['steps']:,}", f"{run['minutes']:g}", machine))
-    header = ("Stage", "Tokens", "Passes over the corpus", "Steps", "Minutes", "Hardware")
+    header = ("Stage", "Tokens in all", "Passes over the corpus", "Steps", "Minutes", "Hardware")
     recipes = "\n".join(f"- {stage}: {_recipe_words(run['recipe'])}" for stage, run in facts["runs"].items())
     distilled = f"""
 Distillation minimises {LOSS_WORDS}
 over the whole vocabulary, p being the target and q the draft, half of each batch on corpus windows and half on texts
 that the target wrote after corpus prompts.
 """
+    earlier = facts["runs"]["pretraining"].get("earlier_tokens", 0)
+    began = f"""
+Pretraining did not start from scratch: its first {earlier:,} tokens are those of an earlier version, which had its own
+decay, rows of up to 1,024 tokens and no gaps. Its minutes are included.
+"""
     return f"""## Training
 
 {table(header, rows)}
+{began if earlier else ""}
 
 ![Training loss](loss.svg)
 
@@ -144,7 +157,8 @@ def _recipe_words(recipe: Facts) -> str:
     lengths = recipe["lengths"]
     shares = [f"{lengths.count(length) / len(lengths):.0%} of {length:,}" for length in sorted(set(lengths))]
     decay = recipe["decay_from"]
-    fate = "no decay" if decay >= 1 else f"linear decay to zero from {decay:.0%}"
+    end = f"{recipe['decay_to']:.0%} of them" if recipe.get("decay_to") else "zero"
+    fate = "no decay" if decay >= 1 else f"linear decay to {end} from {decay:.0%} of the budget"
     return (
         f"{recipe['tokens_per_step']:,} tokens per step, rows of {lengths[0]:,} tokens"
         if len(set(lengths)) == 1
@@ -190,13 +204,48 @@ token were equally easy). In the greedy text {e["greedy_repetition"]:.0%} of the
 which makes it easier to guess than real code."""
 
 
-def _limits() -> str:
-    return """## Limits
+def _alone(alone: Facts) -> str:
+    bands, gaps, repeated = alone["positions"], alone["gaps"], alone["repetition"]
+    rows = [(f"{b['first']:,} to {b['last']:,}", f"{b['loss']:.3f}", f"{b['tokens']:,}") for b in bands]
+    return f"""## Long contexts, gaps, repetition
+
+Loss by position, over the held-out files that reach the last position. All rows are of the same files, so a lower loss
+further on comes from the context:
+
+{table(("Positions", "Nats per token", "Tokens"), rows)}
+
+Fill in the middle, {gaps["gaps"]:,} gaps from inside a line to its end: the greedy completion is the rest of the line
+in {gaps["with_suffix"]:.1%} with the text behind the gap in the prompt, in {gaps["without_suffix"]:.1%} without it.
+
+Of greedy text, {repeated["tokens"]} tokens after held-out prompts, {repeated["greedy"]:.1%} of the 8-token spans repeat
+an earlier one. Of the files' own text in the same places, {repeated["code"]:.1%} do."""
+
+
+def _texts(texts: list[Facts]) -> str:
+    blocks = [
+        f"<details><summary>{text['source']}</summary>\n\nGreedy:\n\n{_code(text['signature'] + text['greedy'])}\n\n"
+        f"At temperature 1:\n\n{_code(text['signature'] + text['sampled'])}\n\n</details>"
+        for text in texts
+    ]
+    return f"""## What it writes
+
+The first functions of the first {len(texts)} held-out files that have one, continued by the model, as they came. It
+read what stands before them in their file.
+
+""" + "\n\n".join(blocks)
+
+
+def _code(text: str) -> str:
+    fence = "`" * (3 + text.count("```"))
+    return f"{fence}python\n{text.rstrip()}\n{fence}"
+
+
+def _limits(facts: Facts) -> str:
+    return f"""## Limits
 
 - It is small and was trained briefly: it writes text that looks like Python and seldom is a correct program.
-- Greedy, it soon repeats itself.
-- Files were held out by a hash of their name. Packages copy from each other and have files that resemble each other, so
-  near-duplicates of held-out text can be in the training text; bits per byte on code unlike it are likely higher.
+- Files were held out by a hash of their name, and {facts["corpus"]["near_duplicates"]:,} near-duplicates of other files
+  were left out. Both halves still come from the same packages; bits per byte on code unlike them are likely higher.
 - It has seen Python only, and may repeat passages of its corpus."""
 
 

@@ -22,7 +22,7 @@ def drafter_card(name: str, facts: dict[str, Any]) -> str:
         ("Tokens", f"{run['tokens']:,}, half corpus, half texts that the target wrote after corpus prompts"),
         ("Minutes", f"{run['minutes']:g}"),
         ("Hardware", machines),
-        ("Stored as", "float16 safetensors"),
+        ("Stored as", "bfloat16 safetensors"),
         ("Licence of the weights", "Apache-2.0"),
     ]
     return f"""---

@@ -21,6 +21,7 @@ from minillm.training.data import Passes, Windows, retokenise
 from minillm.training.distill import HalfAndHalf
 from minillm.training.drafter_card import drafter_card
 from minillm.training.drafter_evaluation import evaluate_drafter
+from minillm.training.export import EXPORTED
 from minillm.training.pair import Pair
 from minillm.training.plot import Curve, loss_svg
 from minillm.training.pretrain import Trainer
@@ -53,7 +54,7 @@ def drafter_target(pair: Pair) -> DrafterTarget:
     pair.held_out()  # raises without a corpus
     if pair.drafters_for is None:
         model = as_shipped(pair.trained_target())
-        fingerprint = fingerprint_of_model(model, torch.float16)
+        fingerprint = fingerprint_of_model(model, EXPORTED)
         return DrafterTarget(
             PAIR_TARGET, model, fingerprint, pair.corpus, pair.folder / "distill" / "continuations", ""
         )

@@ -13,9 +13,12 @@ from minillm.models.decoder import Decoder
 from minillm.models.loading import save_llama
 from minillm.training.train_tokenizer import END_OF_TEXT_ID, save_tokenizer
 
+EXPORTED = torch.bfloat16
+"""The dtype of exported weights: what the matrix units of CPUs and of newer GPUs take."""
+
 
 def export(model: Decoder, tokenizer_file: Path, folder: Path, extra: dict[str, str] | None = None) -> None:
-    """Write weights in fp16, config, tokenizer and generation config of `model` into `folder`.
+    """Write weights in `EXPORTED`, config, tokenizer and generation config of `model` into `folder`.
 
     `extra`: name → content of further text files (the model card). Each file is written to a temporary folder and then
     moved, so processes that have the old weights memory-mapped keep them, and an interrupt leaves no partial file.
@@ -23,7 +26,7 @@ def export(model: Decoder, tokenizer_file: Path, folder: Path, extra: dict[str, 
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         fresh = Path(temporary)
-        save_llama(model, fresh, torch.float16)
+        save_llama(model, fresh, EXPORTED)
         save_tokenizer(Tokenizer.from_file(str(tokenizer_file)), fresh, model.config.max_position_embeddings)
         generation = {"eos_token_id": END_OF_TEXT_ID, "do_sample": False}
         (fresh / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -39,8 +39,9 @@ class Filled:
     without_suffix: float
 
 
-def line_gaps(files: Sequence[str], count: int, seed: int = 0) -> list[Gap]:
-    """`count` gaps, each from inside a line to its end, from `files` in turn.
+def line_gaps(files: Sequence[str], count: int, before: int = BEFORE, after: int = AFTER, seed: int = 0) -> list[Gap]:
+    """`count` gaps, each from inside a line to its end, from `files` in turn, with at most `before` characters in front
+    and `after` behind.
 
     Raises `TrainingError` if no file has a line that is long enough.
     """
@@ -48,7 +49,7 @@ def line_gaps(files: Sequence[str], count: int, seed: int = 0) -> list[Gap]:
     usable = [lines for lines in (_lines(file) for file in files) if lines[1]]
     if not usable:
         raise TrainingError(f"no held-out file has a line of {2 * SHORTEST} characters with text on both sides")
-    return [_gap(*usable[number % len(usable)], rng) for number in range(count)]
+    return [_gap(*usable[number % len(usable)], before, after, rng) for number in range(count)]
 
 
 def fill(llm: LLM, gaps: Sequence[Gap]) -> Filled:
@@ -75,7 +76,7 @@ def _lines(file: str) -> tuple[str, list[tuple[int, int]]]:
     return file, found
 
 
-def _gap(file: str, lines: list[tuple[int, int]], rng: np.random.Generator) -> Gap:
+def _gap(file: str, lines: list[tuple[int, int]], before: int, after: int, rng: np.random.Generator) -> Gap:
     begin, end = lines[rng.integers(len(lines))]
     cut = int(rng.integers(max(begin + SHORTEST, end - LONGEST), end - SHORTEST + 1))
-    return Gap(file[max(0, cut - BEFORE) : cut], file[cut:end], file[end : end + AFTER])
+    return Gap(file[max(0, cut - before) : cut], file[cut:end], file[end : end + after])

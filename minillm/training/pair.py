@@ -15,6 +15,7 @@ from minillm.models.decoder import Decoder
 from minillm.training.data import Passes, Windows
 from minillm.training.pretrain import Recipe, new_model
 from minillm.training.recipes import DECAY_LENGTHS, DRAFT, TARGET, decay_recipe, unlikelihood_recipe
+from minillm.training.target_evaluation import Amount
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "models" / "weights"
 """The folder of the bundled models."""
@@ -42,6 +43,8 @@ class Pair:
     continuation_rows: int = 128
     continuation_length: int = 512
     evaluation_rows: int = 64
+    alone: Amount = field(default_factory=Amount)
+    """How much is measured of the target alone."""
     drafters: Mapping[str, Recipe] = field(default_factory=dict)
     """The recipe of each trained drafter."""
     drafters_for: str | None = None

@@ -1,8 +1,8 @@
 """Pretraining: next-token loss, bf16 forward over fp32 weights, Muon for matrices and AdamW for the rest.
 
 The learning rate warms up, stays stable and decays (WSD, Hu et al. 2024). The stable run has no fixed end: it continues
-in sessions for as long as there is time. From any of its states, a branch decays the rate to zero over its own budget,
-which gives the model to export. The stable run is not changed and may continue.
+in sessions for as long as there is time. From any of its states, a branch decays the rate over its own budget, which
+gives the model to export. The stable run is not changed and may continue.
 
 A budget is given in tokens or in minutes. Progress is the larger of the two shares used so far. The decay follows
 progress, so a branch on a busy machine also ends on time with its rate at zero.
@@ -48,7 +48,9 @@ class Recipe:
     lengths: tuple[int, ...] = (256,)
     """Tokens per row; the steps cycle through these lengths."""
     decay_from: float = 0.5
-    """Share of the budget after which the learning rate falls linearly to zero; 1: no decay."""
+    """Share of the budget after which the learning rate falls linearly; 1: no decay."""
+    decay_to: float = 0.0
+    """What it falls to, as a share of the peak."""
     warmup_steps: int = 40
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
@@ -112,11 +114,12 @@ class Trainer:
         return min(1.0, max(self.seconds / 60 / self.recipe.minutes, tokens / self.recipe.tokens))
 
     def learning_rate_factor(self) -> float:
-        """Factor of the learning rate: linear warm-up, stable, then linear decay to zero."""
+        """Factor of the learning rate: linear warm-up, stable, then linear decay to `decay_to`."""
         warm = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
         if self.recipe.decay_from >= 1.0:
             return warm
-        return warm * min(1.0, (1.0 - self.progress) / (1.0 - self.recipe.decay_from))
+        left = min(1.0, (1.0 - self.progress) / (1.0 - self.recipe.decay_from))
+        return warm * (left + (1.0 - left) * self.recipe.decay_to)
 
     def run(self) -> None:
         """Train until the budget is used up. An interrupt saves the state and stops.

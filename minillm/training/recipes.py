@@ -41,12 +41,15 @@ SHORT_ROWS = (256, 256, 256, 1024)
 """Row lengths of pretraining: mostly short ones, which are the cheapest."""
 DECAY_LENGTHS = (MAX_LENGTH, 512)
 """Row lengths of the decay branch: half of its tokens in rows of full length."""
-DECAY_SHARE = 1 / 6
+DECAY_SHARE = 1 / 8
 """Tokens of the decay branch, as a share of the stable run's."""
-UNLIKELIHOOD_TOKENS = 300_000
+DECAY_TO = 0.25
+"""What the decay leaves of the learning rate. The stage after it, which unlearns repetition, takes it to zero: to begin
+with a small rate that has already been zero would cost more of what was learned."""
+UNLIKELIHOOD_TOKENS = 500_000
 """Tokens of the stage that unlearns repetition, half of them the model's own."""
 TARGET_MINUTES, DRAFT_MINUTES, DISTILL_MINUTES = 400.0, 20.0, 40.0
-"""Default minutes of the stages on a CPU. The decay takes a sixth of the target's tokens."""
+"""Default minutes of the stages on a CPU. The decay takes an eighth of the target's tokens."""
 SHARES = {"target": 0.5, "draft": 0.05, "distill": 0.18}
 """Shares of a total number of minutes. The decay, generating the distillation's text and `DRAFTER_SHARE` take the
 rest."""
@@ -60,20 +63,22 @@ def stable_recipe(minutes: float) -> Recipe:
 
 
 def decay_recipe(stable_tokens: int, lengths: tuple[int, ...] = DECAY_LENGTHS) -> Recipe:
-    """The decay branch: the rate falls to zero over a sixth of the stable run's tokens."""
-    return Recipe(tokens=DECAY_SHARE * stable_tokens, decay_from=0.0, warmup_steps=1, lengths=lengths)
+    """The decay branch: the rate falls to a quarter over an eighth of the stable run's tokens."""
+    return Recipe(
+        tokens=DECAY_SHARE * stable_tokens, decay_from=0.0, decay_to=DECAY_TO, warmup_steps=1, lengths=lengths
+    )
 
 
 def unlikelihood_recipe() -> Recipe:
-    """The stage that unlearns repetition: short, at low rates that fall to zero."""
+    """The stage that unlearns repetition: short, from the rate at which the decay ends to zero."""
     return Recipe(
         tokens=UNLIKELIHOOD_TOKENS,
         tokens_per_step=8192,
         decay_from=0.0,
         warmup_steps=1,
         lengths=(256,),
-        muon_lr=0.003,
-        adam_lr=4.5e-4,
+        muon_lr=DECAY_TO * Recipe.muon_lr,
+        adam_lr=DECAY_TO * Recipe.adam_lr,
     )
 
 

@@ -86,6 +86,11 @@ class RunRecord:
         return self.log[-1].tokens
 
     @property
+    def earlier_tokens(self) -> int:
+        """Tokens that another model had seen whose weights this run began with: what the log has as step 0."""
+        return self.log[0].tokens if self.log[0].step == 0 else 0
+
+    @property
     def minutes(self) -> float:
         """Minutes spent in training steps, over all sessions."""
         return self.log[-1].seconds / 60
@@ -95,6 +100,7 @@ class RunRecord:
         return {
             "steps": self.log[-1].step,
             "tokens": self.tokens,
+            "earlier_tokens": self.earlier_tokens,
             "minutes": round(self.minutes, 1),
             "hardware": [asdict(hardware) for hardware in self.hardware],
         }

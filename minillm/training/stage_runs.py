@@ -10,6 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 from minillm.errors import TrainingError
+from minillm.training.export import EXPORTED
 from minillm.training.pretrain import Trainer
 from minillm.training.record import Hardware
 
@@ -34,8 +35,8 @@ def check_inputs(folder: Path, inputs: dict[str, int] | dict[str, str]) -> None:
 
 
 def as_shipped(model: nn.Module) -> nn.Module:
-    """Round the weights of `model` to fp16, as they are exported, so that the exported model is evaluated."""
+    """Round the weights of `model` as they are exported, so that the exported model is evaluated."""
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(p.half())
+            p.copy_(p.to(EXPORTED))
     return model

@@ -28,6 +28,7 @@ from minillm.training.plot import Curve, loss_svg
 from minillm.training.pretrain import Loss, Trainer, next_token_loss
 from minillm.training.record import RunRecord
 from minillm.training.stage_runs import as_shipped, check_inputs, run_to_the_end
+from minillm.training.target_evaluation import evaluate_target
 from minillm.training.trained_drafters import TRAINED
 from minillm.training.unlikelihood import OwnText, UnlikelihoodLoss
 
@@ -96,6 +97,7 @@ def export_pair(pair: Pair) -> None:
     """Stage `export`: evaluate the pair with exported precision, then write both folders with their model cards."""
     target, draft = as_shipped(pair.trained_target()), as_shipped(pair.trained("distill"))
     evaluations = _evaluate(pair, target, draft)
+    alone = evaluate_target(target, pair.corpus, pair.alone)
     corpus = json.loads((pair.corpus / "corpus.json").read_text(encoding="utf-8"))
     runs = {stage: RunRecord.load(pair.folder / stage) for stage in (*TARGET_STAGES, "draft", "distill")}
     made = (
@@ -120,7 +122,7 @@ def export_pair(pair: Pair) -> None:
         ),
     )
     for name, other, model, history in made:
-        facts = training_facts(name, other, model, corpus, history, evaluations)
+        facts = training_facts(name, other, model, corpus, history, evaluations, alone if model is target else None)
         curves = [Curve(stage.capitalize(), _UNITS[stage], run.log) for stage, (run, _) in history.items()]
         files = {
             "README.md": card(facts),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minillm import cli
-from minillm.bench import zoo
+from minillm.bench import zoo, zoo_recall
 from minillm.bench.quality import Quality
 from minillm.bench.zoo_cache import build, calibrated, continuation, plain_bytes, read_prompt, share_read, stored_bytes
 from minillm.bench.zoo_systems import BUDGETS, TECHNIQUES, TOLERANCE, Setting, list_systems
@@ -158,17 +158,17 @@ def test_a_window_forgets_and_its_recall_is_that_without_the_definition(tiny: Ti
     tasks = recall_tasks(files, tokenizer, 150, 60, 4)
     guesses = [without_definition(task, files, 60) for task in tasks]
     small = {"kv_cache_config": {"layout": "window", "window": 30 // 2, "spare": 0}}
-    seen, gone = (zoo.recall(build(small, model, 200), 60, some) for some in (tasks, guesses))
+    seen, gone = (zoo_recall.recall(build(small, model, 200), 60, some) for some in (tasks, guesses))
     assert seen == gone  # two layers with a window of 15 reach back 30 tokens
-    plain = [zoo.recall(build({}, model, 200), 60, some).nats for some in (tasks, guesses)]
+    plain = [zoo_recall.recall(build({}, model, 200), 60, some).nats for some in (tasks, guesses)]
     assert plain[0] != plain[1]
 
 
 def test_the_best_of_each_budget_are_named() -> None:
     quality = Quality(1, 1, 0.1, 0, 1, 1)
-    one = zoo.ZooRow("a 25%", "a", 0.25, quality=quality, recall=[zoo.Recall(10, 1, 0, 0.5, 0, 1)])
+    one = zoo.ZooRow("a 25%", "a", 0.25, quality=quality, recall=[zoo_recall.Recall(10, 1, 0, 0.5, 0, 1)])
     other = zoo.ZooRow(
-        "b 25%", "b", 0.25, quality=replace(quality, mean_kl=0.2), recall=[zoo.Recall(10, 1, 0, 1, 0, 1)]
+        "b 25%", "b", 0.25, quality=replace(quality, mean_kl=0.2), recall=[zoo_recall.Recall(10, 1, 0, 1, 0, 1)]
     )
     failed = zoo.ZooRow("c 25%", "c", 0.25, error="no")
     assert zoo.best([one, other, failed]) == {"25.0%": {"mean_kl": "a", "recall": "b"}}

@@ -7,9 +7,12 @@ import pytest
 
 from minillm.training.card import card, training_facts
 from minillm.training.evaluate import Agreement, Evaluation
+from minillm.training.gaps import Filled
+from minillm.training.position_loss import Band
 from minillm.training.pretrain import new_model
 from minillm.training.recipes import distill_recipe, draft_recipe
 from minillm.training.record import Hardware, LogRow, RunRecord
+from minillm.training.target_evaluation import Repetition, TargetEvaluation, Written
 
 from .conftest import config
 
@@ -21,6 +24,7 @@ CORPUS = {
     "train": {"files": 701, "bytes": 9_876_543, "tokens": 3_210_987},
     "held_out": {"files": 17, "bytes": 54_321, "tokens": 19_283},
     "held_out_files": [],
+    "near_duplicates": 437,
     "sources": [["python", "3.11.7", "PSF-2.0"], ["some-package", "4.5.6", "MIT"]],
 }
 
@@ -90,3 +94,50 @@ def test_corpus_lists_every_source_with_version_and_licence(facts):
 def test_target_card_does_not_speak_of_distillation_as_its_own(facts):
     del facts["runs"]["distillation"]
     assert "Distillation minimises" not in card(facts)
+
+
+ALONE = TargetEvaluation(
+    [Band(0, 500, 2.75, 4_500), Band(3000, 4000, 2.25, 9_000)],
+    Filled(321, 0.4125, 0.2875),
+    Repetition(128, 0.345, 0.043),
+    [Written("some/file.py", "def f(x):\n", "    return x\n", "    pass ```\n")],
+)
+
+
+@pytest.fixture
+def target_facts(facts):
+    run = RunRecord((LogRow(0, 400, 0.5, 5.0), LogRow(9, 8_765_432, 4567.8, 2.5)), HARDWARE)
+    runs = {"pretraining": (run, draft_recipe(76))}
+    evaluations = {"distilled": evaluation(0.0), "undistilled": evaluation(-0.1)}
+    return training_facts("minicoder", "minicoder-draft", new_model(config()), CORPUS, runs, evaluations, ALONE)
+
+
+def test_a_targets_card_states_what_was_measured_of_it_alone(target_facts):
+    text = section(card(target_facts), "Long contexts, gaps, repetition")
+    measured = {
+        "0",
+        "500",
+        "2.750",
+        "4,500",
+        "3,000",
+        "4,000",
+        "2.250",
+        "9,000",
+        "321",
+        "41.2%",
+        "28.7%",
+        "34.5%",
+        "4.3%",
+    }
+    assert numbers(text) == measured | {"128", "8"}  # tokens of a continuation, and of a span
+
+
+def test_a_targets_card_shows_its_texts_as_they_came(target_facts):
+    text = section(card(target_facts), "What it writes")
+    assert "some/file.py" in text and "```python\ndef f(x):\n    return x\n```" in text
+    assert "````python\ndef f(x):\n    pass ```\n````" in text, "a fence longer than what it encloses"
+
+
+def test_a_run_that_began_with_other_weights_says_so(target_facts, facts):
+    assert "its first 400 tokens are those of an earlier version" in card(target_facts)
+    assert "earlier version" not in card(facts)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from minillm.training.export import export
+from minillm.training.export import EXPORTED, export
 from minillm.training.pretrain import dense_logits, new_model
 
 from .conftest import config
@@ -16,7 +16,7 @@ def exported(corpus, tmp_path):
     model = new_model(config())
     for p in model.parameters():
         p.data = torch.randn_like(p) * 0.2 + (p.ndim == 1)
-        p.data = p.data.half().float()
+        p.data = p.data.to(EXPORTED).float()
     export(model, corpus / "tokenizer.json", tmp_path / "model", {"README.md": "# card\n"})
     return model, tmp_path / "model"
 

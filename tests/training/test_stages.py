@@ -16,6 +16,7 @@ from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, SHARES
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import add_arguments, run_from_args, train
 from minillm.training.stages import STAGES, run_stages
+from minillm.training.target_evaluation import Amount
 from minillm.training.trained_drafters import TRAINED
 
 from .conftest import config
@@ -44,6 +45,16 @@ def made(corpus, tmp_path_factory):
         continuation_rows=8,
         continuation_length=96,
         evaluation_rows=2,
+        alone=Amount(
+            (0, 60, 120),
+            gaps=2,
+            gap_characters=(90, 60),
+            rows=2,
+            repetition_tokens=16,
+            texts=2,
+            text_tokens=8,
+            prompt_characters=90,
+        ),
         export_to=folder / "weights",
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -99,6 +99,17 @@ def test_learning_rate_warms_up_stays_and_decays_to_zero(corpus, tmp_path):
     assert factors == [1.0, 1.0, 0.5, 0.0]
 
 
+def test_a_decay_may_end_above_zero(corpus, tmp_path):
+    recipe = replace(RECIPE, decay_from=0.5, decay_to=0.2)
+    trainer = Trainer(new_model(config()), Passes(corpus), recipe, tmp_path)
+    trainer.step = 100
+    factors = []
+    for share in (0.5, 0.75, 1.0):
+        trainer.tokens_seen = int(share * RECIPE.tokens)
+        factors.append(round(trainer.learning_rate_factor(), 3))
+    assert factors == [1.0, 0.6, 0.2]
+
+
 def test_text_shorter_than_a_row_is_refused(corpus):
     with pytest.raises(TrainingError, match="1000000 tokens"):
         Passes(corpus).batch(0, 1, 1_000_000)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from minillm.training import unlikelihood
 from minillm.training.continuations import PROMPT_LENGTH
 from minillm.training.pretrain import dense_logits, new_model
 from minillm.training.unlikelihood import NO_LOSS, SPAN, OwnText, unlearned, unlikelihood_loss
@@ -21,12 +22,14 @@ class Counting:
         return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
 
 
-def test_a_token_is_unlearned_where_it_completes_a_span_that_was_there_before() -> None:
+def test_a_token_is_unlearned_where_it_completes_a_span_that_was_there_twice_before() -> None:
     fresh = torch.arange(PROMPT_LENGTH + 20)
-    loop = torch.arange(200, 205).repeat(5)
+    loop = torch.arange(200, 205).repeat(6)
     texts = torch.cat((fresh, loop)).unsqueeze(0)
     found = unlearned(texts)[0]
-    first = len(fresh) + 5 + SPAN - 1  # the loop's second turn begins a known span, which is complete SPAN tokens later
+    first = (
+        len(fresh) + 2 * 5 + SPAN - 1
+    )  # the loop's third turn begins such a span, which is complete SPAN tokens later
     assert (found[:first] == NO_LOSS).all()
     assert torch.equal(found[first:], -1 - texts[0, first:])
 
@@ -56,21 +59,26 @@ def test_half_of_a_batch_is_the_models_own_text() -> None:
     assert not torch.equal(others[2:], inputs[2:])  # other rows of the same writing
 
 
-def test_the_loss_is_the_formula_token_by_token() -> None:
+def test_the_loss_is_the_formula_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the unlearned tokens is likelier than `ENOUGH` here, the other is not."""
+    monkeypatch.setattr(unlikelihood, "ENOUGH", 0.0033)
     torch.manual_seed(0)
     model = new_model(config())
     inputs, targets = Counting().batch(0, 2, 24)
     targets[0, 3], targets[1, 7], targets[1, 8] = -1 - 5, -1, NO_LOSS
     with torch.autocast("cpu", torch.bfloat16):
         log_p = F.log_softmax(dense_logits(model, inputs).float(), -1).view(2, 24, -1)
-    losses = []
+    losses, unlearned_tokens = [], []
     for row in range(2):
         for i, target in enumerate(targets[row].tolist()):
             if target == NO_LOSS:
                 losses.append(0.0)
             elif target < 0:
-                losses.append(-math.log(1 - log_p[row, i, -1 - target].exp().item()))
+                p = log_p[row, i, -1 - target].exp().item()
+                unlearned_tokens.append(p > unlikelihood.ENOUGH)
+                losses.append(-unlikelihood.WEIGHT * math.log(1 - p) if p > unlikelihood.ENOUGH else 0.0)
             else:
                 losses.append(-log_p[row, i, target].item())
+    assert sorted(unlearned_tokens) == [False, True]
     expected = sum(losses) / len(losses)
     assert unlikelihood_loss(model, inputs, targets).item() == pytest.approx(expected, rel=1e-4)

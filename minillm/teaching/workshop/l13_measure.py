@@ -13,6 +13,7 @@ from minillm.batch import Segment
 from minillm.bench import zoo
 from minillm.bench.quality import Quality, judge
 from minillm.bench.zoo_cache import build, plain_bytes, read_prompt, stored_bytes
+from minillm.bench.zoo_recall import Recall, recall
 from minillm.bench.zoo_systems import Setting, list_systems
 from minillm.bench.zoo_texts import NUM_SCORED, long_files, recall_tasks, rows_of, scored_texts, without_definition
 from minillm.cache.base import KVCache
@@ -111,11 +112,11 @@ class Bench:
         }
         return {"config": facts, "rows": [asdict(row) | {"config": {}} for row in found]}
 
-    def _guesses(self) -> Iterator[zoo.Recall]:
+    def _guesses(self) -> Iterator[Recall]:
         """Recall without the definition."""
         runner = build({}, self.model, self.prompt_len + NUM_SCORED)
         for distance, tasks in self.material.tasks.items():
-            yield zoo.recall(runner, distance, [without_definition(task, self._files, distance) for task in tasks])
+            yield recall(runner, distance, [without_definition(task, self._files, distance) for task in tasks])
 
 
 class Recorder(CausalAttention):

@@ -1,0 +1,211 @@
+"""Writes every measured figure of the documentation from `benchmarks/*.json`: `python docs/figures.py`.
+
+`docs/measured.md` gets a table for each benchmark, the README a short one between its two marks. No such figure is
+typed by hand, and `tests/test_figures.py` fails where a file differs from what its results say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+README, MEASURED = ROOT / "README.md", ROOT / "docs" / "measured.md"
+BEGIN, END = "<!-- written by docs/figures.py -->\n", "<!-- end -->\n"
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One benchmark in `docs/measured.md`."""
+
+    file: str
+    title: str
+    text: str
+
+
+SECTIONS = (
+    Section(
+        "decode",
+        "Decoding, batch 1",
+        "Greedy, the bundled model, held-out prompts. `int8` quantises the weights of the layers and of the "
+        "unembedding, `w8a8` also the inputs of the layers' linears, llama.cpp's Q8_0 all weights and inputs, and "
+        "`int4` only the layers' weights. `+ draft` is the draft model, quantised to w8a8, with four drafts per round; "
+        "`+ suffix` drafts up to eight tokens from earlier text and so needs repetitive text.",
+    ),
+    Section(
+        "verify",
+        "What verifying and drafting cost",
+        "A forward over five tokens, and one of the draft model, against one of the target over a single token. With "
+        "8-bit weights, reading the weights no longer hides the arithmetic, so a verified token costs more.",
+    ),
+    Section(
+        "batch",
+        "32 requests at once",
+        "Outputs of 8 to 256 tokens with a heavy tail, greedy, float32, prefill included. At most 8 requests run at a "
+        "time where the name does not say otherwise.",
+    ),
+    Section("prefill", "Prefill", "Prompt tokens until the first new token."),
+    Section(
+        "latency",
+        "A completion in an editor",
+        "24 tokens of code after a prompt of 200. `warm` finds the prompt in the prefix cache.",
+    ),
+    Section(
+        "decode_0.4b",
+        "Decoding at 0.4 billion parameters",
+        "24 layers of 896, random weights in bf16. At this size reading the weights from memory dominates.",
+    ),
+    Section("verify_0.4b", "Verifying at 0.4 billion parameters", "As above."),
+    Section("batch_0.4b", "32 requests at 0.4 billion parameters", "vLLM computes in bf16."),
+    Section(
+        "decode_0.4b_xeon",
+        "Decoding at 0.4 billion parameters, with AMX",
+        "Unquantised bf16 weights, everything else of minillm in float32. A virtual machine whose speed changed during "
+        "the measurement.",
+    ),
+    Section(
+        "prefill_0.4b_xeon",
+        "Prefill at 0.4 billion parameters, with AMX",
+        "transformers rounds activations to bf16 and multiplies once, where float32 takes three products "
+        "(`minillm/ops/cpu/amx_products.py`), so it is the faster one here.",
+    ),
+    Section("batch_0.4b_xeon", "32 requests at 0.4 billion parameters, with AMX", "vLLM computes in bf16."),
+)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One line of the README's table: a system of a benchmark against some of its baselines."""
+
+    words: str
+    file: str
+    system: str
+    baselines: tuple[str, ...]
+    prompt_tokens: int | None = None
+
+
+HEADLINES = (
+    Headline("decoding, fp32", "decode", "minillm fp32", ("transformers fp32", "llama.cpp f32")),
+    Headline("decoding, int8", "decode", "minillm int8", ("transformers fp32", "llama.cpp Q8_0")),
+    Headline("decoding, w8a8", "decode", "minillm w8a8", ("transformers fp32", "llama.cpp Q8_0")),
+    Headline(
+        "with the draft model, fp32", "decode", "minillm fp32 + draft", ("minillm fp32", "transformers fp32 assisted")
+    ),
+    Headline("with the draft model, int8", "decode", "minillm int8 + draft", ("minillm int8",)),
+    Headline("with suffix drafts, fp32", "decode", "minillm fp32 + suffix", ("minillm fp32",)),
+    Headline("with suffix drafts, int8", "decode", "minillm int8 + suffix", ("minillm int8",)),
+    Headline("prefill of 1,000 tokens, fp32", "prefill", "minillm fp32", ("transformers fp32", "llama.cpp f32"), 1000),
+    Headline(
+        "32 requests, fp32", "batch", "minillm continuous", ("transformers padded batch", "vLLM CPU", "minillm static")
+    ),
+    Headline("0.4B: decoding, int8", "decode_0.4b", "minillm int8", ("transformers bf16", "llama.cpp Q8_0")),
+    Headline("0.4B: decoding, w8a8", "decode_0.4b", "minillm w8a8", ("transformers bf16", "llama.cpp Q8_0")),
+    Headline("0.4B: 32 requests, bf16 weights", "batch_0.4b", "minillm continuous", ("vLLM CPU",)),
+    Headline("0.4B: 32 requests, w8a8", "batch_0.4b", "minillm continuous w8a8", ("vLLM CPU",)),
+    Headline("0.4B, AMX: decoding, bf16 weights", "decode_0.4b_xeon", "minillm fp32", ("llama.cpp bf16",)),
+    Headline(
+        "0.4B, AMX: prefill of 4,000, bf16 weights",
+        "prefill_0.4b_xeon",
+        "minillm fp32",
+        ("llama.cpp bf16", "transformers bf16"),
+        4000,
+    ),
+    Headline("0.4B, AMX: 32 requests, bf16 weights", "batch_0.4b_xeon", "minillm continuous", ("vLLM CPU",)),
+)
+
+
+def load(file: str) -> Result:
+    """A committed result of `minillm bench`."""
+    return json.loads((BENCHMARKS / f"{file}.json").read_text(encoding="utf-8"))
+
+
+def headline_table() -> str:
+    """The README's table."""
+    lines = ["| measured | tokens/s | speed over others |", "|---|---|---|"]
+    for headline in HEADLINES:
+        found = {
+            row["baseline"]: row
+            for row in load(headline.file)["rows"]
+            if row["system"] == headline.system and headline.prompt_tokens in (None, row["config"].get("prompt_tokens"))
+        }
+        rows = [found[baseline] for baseline in headline.baselines]
+        lines.append(f"| {headline.words} | {_number(rows[0]['tokens_per_s'])} | {'; '.join(map(_ratio, rows))} |")
+    return "\n".join(lines) + "\n"
+
+
+def section(part: Section) -> str:
+    """A section of `docs/measured.md`."""
+    result = load(part.file)
+    hardware, versions, config = result["hardware"]["cpu"], result["versions"], result["config"]
+    machine = f"{config['threads']} threads on {hardware['name']} ({', '.join(hardware['simd'])})"
+    used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    how = f"{config['rounds']} rounds, {machine}. {used}. Results: `benchmarks/{part.file}.json`."
+    return f"## {part.title}\n\n{part.text}\n\n{how}\n\n{_table(result)}"
+
+
+def _table(result: Result) -> str:
+    """One row per system and prompt length; what it is compared with stands in the last column."""
+    counted = ("prompt_tokens", "steps", "tokens_per_forward")
+    also = [key for key in counted if any(key in row["config"] for row in result["rows"])]
+    heads = ["system", *(key.replace("_", " ") for key in also), "tokens/s", "ms per token", "peak MB", "speed over"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    systems: dict[tuple[Any, ...], list[Result]] = {}
+    for row in result["rows"]:
+        systems.setdefault((row["system"], row["config"].get("prompt_tokens")), []).append(row)
+    for rows in systems.values():
+        first = rows[0]
+        cells = [first["system"], *(_number(first["config"].get(key)) for key in also)]
+        peak = first["peak_memory_bytes"]
+        cells += [_number(first["tokens_per_s"]), f"{first['p50_ms']:.3g}", _number(peak and peak / 1e6)]
+        cells.append("<br>".join(_ratio(row) for row in rows if row["baseline"]))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _ratio(row: Result) -> str:
+    median, low, high = (f"{row[key]:.{1 if row[key] >= 10 else 2}f}" for key in ("ratio", "ratio_min", "ratio_max"))
+    return f"{median}× ({low} to {high}) {row['baseline']}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.2f}"
+
+
+def with_table(readme: str) -> str:
+    """`readme` with the table between its marks written anew."""
+    found = re.findall(f"{BEGIN}.*?{END}", readme, re.DOTALL)
+    if len(found) != 1:
+        raise ValueError(f"the README needs {BEGIN.strip()} and {END.strip()} once, in this order")
+    return readme.replace(found[0], f"{BEGIN}{headline_table()}{END}")
+
+
+def measured(parts: Iterable[Section] = SECTIONS) -> str:
+    """The text of `docs/measured.md`."""
+    head = f"""# Measured
+
+{BEGIN.strip()}
+
+`minillm bench` alternates between the systems within one run, with the same weights, prompts and threads. A ratio is
+the median over pairs of neighbouring runs, with the lowest and highest in brackets. An absolute number holds only for
+its machine, and other work shared these machines, so the spreads are wide. A system has a line for each prompt length.
+"""
+    return "\n".join([head, *map(section, parts)])
+
+
+def main() -> None:
+    """Write both files."""
+    MEASURED.write_text(measured(), encoding="utf-8")
+    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

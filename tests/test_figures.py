@@ -1,0 +1,45 @@
+"""The measured figures of the documentation are those of `benchmarks/*.json`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    """`docs/figures.py`, which is a script and in no package."""
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["figures"] = module  # where dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_shows_what_was_measured(figures: ModuleType) -> None:
+    readme = figures.README.read_text(encoding="utf-8")
+    assert figures.with_table(readme) == readme, "run `python docs/figures.py`"
+
+
+def test_the_page_of_measurements_is_written_from_the_results(figures: ModuleType) -> None:
+    assert figures.MEASURED.read_text(encoding="utf-8") == figures.measured(), "run `python docs/figures.py`"
+
+
+def test_a_readme_without_its_marks_is_refused(figures: ModuleType) -> None:
+    with pytest.raises(ValueError, match="once"):
+        figures.with_table("# minillm\n")
+
+
+def test_a_figure_is_taken_from_its_own_row(figures: ModuleType) -> None:
+    """Decoding in float32 against llama.cpp: the row with this baseline, not the system's first."""
+    rows = figures.load("decode")["rows"]
+    [row] = [row for row in rows if (row["system"], row["baseline"]) == ("minillm fp32", "llama.cpp f32")]
+    [line] = [line for line in figures.headline_table().splitlines() if line.startswith("| decoding, fp32 |")]
+    assert f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f}) llama.cpp f32" in line
