@@ -456,7 +456,7 @@ claim(
 #
 # ### Exercise 5: which replica
 #
-# Replicas have a prefix cache each. A request about a document is cheap on the replica that has the document's keys and
+# Replicas have a [prefix cache](glossary.md#prefix-caching) each. A request about a document is cheap on the replica that has the document's keys and
 # values, and expensive on all others. The router decides. It knows the hash of each block of the prompt (lesson 6), the
 # hashes of what it sent to each replica, and how many requests are waiting there.
 
