@@ -10,6 +10,7 @@ from typing import Any
 from minillm.errors import ConfigError, UnknownOptionError
 
 POLICIES = ("fcfs", "priority")
+DISTRIBUTED_BACKENDS = (None, "mp", "external_launcher")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -50,6 +51,10 @@ class EngineArgs:
     scheduling_policy: str = "fcfs"
     """`fcfs`: first come, first served; `priority`: lower `priority` first, then order of arrival."""
 
+    tensor_parallel_size: int = 1
+    """Processes that the model is split over, each with a part of every layer: see `minillm.parallel`."""
+    distributed_executor_backend: str | None = None
+    """`mp`: this process starts the others; `external_launcher`: torchrun has. None: the second under torchrun."""
     enforce_eager: bool = False
     """Run each step in plain PyTorch. Otherwise an executor runs it: compiled on a CPU, kernels and graphs on a GPU."""
     speculative_config: Mapping[str, Any] | None = None
@@ -63,7 +68,7 @@ class EngineArgs:
     def __post_init__(self) -> None:
         if not isinstance(self.enforce_eager, bool):
             raise ConfigError(f"enforce_eager={self.enforce_eager!r} must be True or False")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             at_least(name, getattr(self, name), 1)
         at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
@@ -73,6 +78,11 @@ class EngineArgs:
             )
         if self.scheduling_policy not in POLICIES:
             raise ConfigError(f"scheduling_policy={self.scheduling_policy!r} must be one of {', '.join(POLICIES)}")
+        if self.distributed_executor_backend not in DISTRIBUTED_BACKENDS:
+            raise ConfigError(
+                f"distributed_executor_backend={self.distributed_executor_backend!r} must be 'mp', 'external_launcher' "
+                "or None"
+            )
         for name in ("block_size", "num_kv_blocks", "kv_cache_memory_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)

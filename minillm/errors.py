@@ -44,7 +44,7 @@ class EngineGenerateError(MinillmError):
 
 
 class EngineDeadError(MinillmError):
-    """The engine loop of an `AsyncLLM` has ended."""
+    """The engine loop of an `AsyncLLM` has ended, or a process of a tensor-parallel engine."""
 
 
 class QueueOverflowError(MinillmError):

@@ -33,7 +33,8 @@ class LLM:
     `block_size=None` is 16, or the size that the cache layout needs. `enable_prefix_caching=None` turns prefix caching
     on if the layout can share blocks. `enforce_eager=True` runs each step in plain PyTorch and leaves the weights in
     the model. Otherwise, on a CPU, the weights of a float32, INT8, W8A8, INT4 or AWQ model with a paged cache move into
-    a step compiled for the processor (`minillm.runtime.cpu_executor`).
+    a step compiled for the processor (`minillm.runtime.cpu_executor`). `tensor_parallel_size=N` splits a full-precision
+    model over N processes, which run plain PyTorch (`minillm.parallel`).
     """
 
     __signature__: ClassVar = inspect.signature(EngineArgs)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,6 +36,9 @@ from minillm.speculative.fallback_policy import FallbackDrafts
 from minillm.speculative.rejection_sampler import EXACT
 from minillm.speculative.step_costs import measure
 from minillm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minillm.parallel.launch import Ranks
 
 DEFAULT_BLOCK_SIZE = 16
 CPU_CACHE_BYTES = 256 * 2**20
@@ -89,10 +92,11 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
     args = _settle(args, layout, cache, max_model_len)
     tokenizer = Tokenizer.from_folder(folder)
     placement = Placement(choose_dtype(args.dtype, device, model_config), device, not args.enforce_eager)
-    target_model = placement.load(folder, args.quantization)
+    ranks = _start_ranks(args, cache, layout, folder, placement) if args.tensor_parallel_size > 1 else None
+    target_model = placement.load(folder, args.quantization) if ranks is None else ranks.load()
 
     plans = RunnerPlans(placement, args.block_size, layout, cache, CalibrationTexts(tokenizer))
-    target = plans.new_runner(target_model)
+    target = plans.new_runner(target_model) if ranks is None else plans.add(ranks.new_runner(target_model))
     drafter = None
     if speculative is not None:
         load_draft = partial(_load_draft, tokenizer, target_model.config, placement, max_model_len)
@@ -108,6 +112,8 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
         )
         drafter = _build_drafter(speculative, context)
     num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, device)
+    if ranks is not None:
+        num_blocks = ranks.connect(num_blocks)
     plans.allocate(num_blocks)
     for runner in plans.all_runners:
         _use_ops(runner.cache, args.ops or {}, cache)
@@ -177,8 +183,14 @@ class RunnerPlans:
                 "one are whole requests, those of the other are not"
             )
         runner = ModelRunner(model, None, self.block_size)  # type: ignore[arg-type]  (`allocate` sets its cache)
+        return self.add(runner, chosen, options)
+
+    def add(
+        self, runner: ModelRunner, layout: type[KVCache] | None = None, options: Mapping[str, Any] | None = None
+    ) -> ModelRunner:
+        """Plan a cache for a runner that has none yet; by default of the engine's layout. Returns the runner."""
         self.runners.append(runner)
-        self._layouts.append((chosen, options))
+        self._layouts.append((layout or self.layout, self.options if options is None else options))
         return runner
 
     def share_cache(self, owner: ModelRunner, model: Decoder) -> ModelRunner:
@@ -294,6 +306,15 @@ def _settle(args: EngineArgs, layout: type[KVCache], cache: CacheConfig, max_mod
     sharing = layout.supports_prefix_sharing if args.enable_prefix_caching is None else args.enable_prefix_caching
     max_num_seqs = min(args.max_num_seqs, layout.max_requests or args.max_num_seqs)
     return replace(args, block_size=block_size, enable_prefix_caching=sharing, max_num_seqs=max_num_seqs)
+
+
+def _start_ranks(
+    args: EngineArgs, cache: CacheConfig, layout: type[KVCache], folder: Path, placement: Placement
+) -> Ranks:
+    """The processes of a tensor-parallel engine. Imported here, because other engines do not need it."""
+    from minillm.parallel.launch import start_ranks
+
+    return start_ranks(args, cache, layout, folder, placement.dtype, placement.device)
 
 
 def choose_device(name: str) -> torch.device:

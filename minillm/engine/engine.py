@@ -291,7 +291,7 @@ class Engine:
 
 
 def _copy_blocks(runner: ModelRunner, drafter: Drafter | None, pairs: Sequence[tuple[int, int]]) -> None:
-    runner.cache.copy_blocks(pairs)
+    runner.copy_blocks(pairs)
     if drafter is not None:
         drafter.copy_blocks(pairs)
 

@@ -69,6 +69,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer over a flat batch of tokens."""
 
+    num_ranks = 1
+    """Processes that the weights and the KV cache are split over (see `minillm.parallel`)."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config

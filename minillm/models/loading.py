@@ -126,6 +126,25 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
+def open_full_precision(folder: Path, device: torch.device | str) -> tuple[ModelConfig, Staging]:
+    """The configuration of a checkpoint, and its tensors, for a caller that loads a part of them.
+
+    Raises `CheckpointError` as `load_model` does, before any weight is read; `UnsupportedError` for a quantised
+    checkpoint.
+    """
+    if (stored := stored_scheme(folder)) is not None:
+        raise UnsupportedError(
+            f"{folder} is quantised with {stored.method!r}, and only full-precision checkpoints load in parts; use the "
+            "original checkpoint"
+        )
+    shards = Shards(folder)
+    config = _untie_if_stored_apart(load_config(folder), shards)
+    spare = {UNEMBEDDING} if config.tie_word_embeddings else set()
+    _check(folder, stored_parts(config), {}, shards, spare)
+    _check_rope_memory(folder, config)
+    return config, Staging(shards, device)
+
+
 def cast_model(model: Decoder, dtype: torch.dtype) -> Decoder:
     """Cast every parameter to `dtype`, in place and one at a time, after `load_model(…, keep_stored_dtype=True)`."""
     for parameter in model.parameters():

@@ -29,19 +29,21 @@ class Staging:
         self.shards, self.device = shards, torch.device(device)
         self._buffers = cycle([_HostBuffer(self.device) for _ in range(2 if self.device.type == "cuda" else 1)])
 
-    def pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, name: str, rows: range | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield a tensor in pieces, in its stored dtype and on the device: the index of the first row, and the rows.
 
-        A piece is valid until the next is requested. Raises `CheckpointError` if the file is truncated.
+        `rows`: only these, consecutive; None: all. A piece is valid until the next is requested. Raises
+        `CheckpointError` if the file is truncated.
         """
         shape, dtype = self.shards.header(name)[1], self.shards.dtype(name)
         row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
         if 0 in shape:
             return
         step = max(1, PIECE_BYTES // row_bytes)
-        for first in range(0, shape[0], step):
+        rows = range(shape[0]) if rows is None else rows
+        for first in rows[::step]:
             buffer = next(self._buffers)
-            host = buffer.tensor((min(step, shape[0] - first), *shape[1:]), dtype)
+            host = buffer.tensor((min(step, rows.stop - first), *shape[1:]), dtype)
             self.shards.read(name, host, first)
             yield first, buffer.send(host)
 

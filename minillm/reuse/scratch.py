@@ -30,8 +30,8 @@ from minillm.reuse.kv_span import KVSpan
 class Scratch:
     """Room for `num_tokens` tokens in the pool of `llm`. No step runs meanwhile.
 
-    Raises `UnsupportedError` for a cache layout that does not store unquantised rows in blocks, `RequestTooLargeError`
-    if the pool has too few free blocks.
+    Raises `UnsupportedError` for a cache layout that does not store unquantised rows in blocks or is split over several
+    processes, `RequestTooLargeError` if the pool has too few free blocks.
     """
 
     def __init__(self, llm: LLM, num_tokens: int) -> None:
@@ -42,6 +42,11 @@ class Scratch:
             raise UnsupportedError(
                 f"keys and values can be moved only in unquantised blocks, not in {type(self.runner.cache).__name__}; "
                 "use cache layout 'paged' with kv_cache_dtype='auto'"
+            )
+        if (num_ranks := self.runner.model.num_ranks) > 1:
+            raise UnsupportedError(
+                f"with tensor_parallel_size={num_ranks} no process has all keys and values of a token, so they cannot "
+                "be moved; use tensor_parallel_size=1"
             )
         if num_tokens > llm.max_model_len:
             raise RequestTooLargeError(

@@ -170,6 +170,10 @@ class ModelRunner:
             ]
         return tokens
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `KVCache.copy_blocks`."""
+        self.cache.copy_blocks(pairs)
+
     def batch(self, segments: Sequence[Segment]) -> Batch:
         """Return the segments as one batch on the model's device."""
         return Batch.from_segments(segments, self.block_size, self.device)

@@ -16,6 +16,7 @@ from minillm.viz.tensors.codebook_cells import CodebookCells, PointCloud
 from minillm.viz.tensors.error_map import ErrorMap
 from minillm.viz.tensors.kept_cache import KeptCache, KeptPart
 from minillm.viz.tensors.moved_suffix import MovedSuffix
+from minillm.viz.tensors.split_layer import SplitLayer
 from minillm.viz.timeline.timeline_view import TimelineComparison, TimelineView
 from minillm.viz.timeline.transfer_timeline import TimedPart, TransferRow, TransferTimeline
 
@@ -39,6 +40,7 @@ __all__ = [
     "ReplayWidget",
     "SpeedPoint",
     "SpeedUpSurface",
+    "SplitLayer",
     "TimedPart",
     "TimelineComparison",
     "TimelineView",

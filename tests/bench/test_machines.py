@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from minillm.bench import processors, threads
+from minillm.bench import parallel, processors, threads
 from minillm.bench.benchmarks import find, find_table
 from minillm.errors import ConfigError
 from tests.conftest import TinyPair
@@ -40,6 +40,23 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Path | None]]:
 
     monkeypatch.setattr(threads.Worker, "started", fake)
     return started
+
+
+def test_split_model_is_compared_with_the_whole(tiny: TinyPair, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = parallel.run(str(tiny.target), rounds=1, new_tokens=3)
+    rows = {row["system"]: row for row in outcome["rows"]}
+    assert list(rows) == ["1 process, compiled step", "1 process", "2 processes", "4 processes"]
+    layers, hidden, vocab = 2, 48, 300
+    for count in (2, 4):
+        row = rows[f"{count} processes"]
+        assert row["outputs_equal"] and row["baseline"] == "1 process"
+        assert row["config"]["all_reduces_per_step"] == 2 * layers + 1
+        tokens = (parallel.PROMPT_TOKENS + 2) / 3  # a step: the prompt, then one at a time
+        bytes_per_step = 4 * (tokens * (2 * layers + 1) * hidden + vocab // count)
+        assert row["config"]["bytes_per_step"] == pytest.approx(bytes_per_step)
+        assert row["config"]["wait_ms"] > 0
+    assert "all-reduces a step" in printed(outcome, capsys)
+    assert find("parallel") is parallel.run
 
 
 def test_every_number_of_threads_runs_in_every_condition(

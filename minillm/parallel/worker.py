@@ -1,0 +1,82 @@
+"""The process of a rank other than 0: `python -m minillm.parallel.worker`, started by `Workers`.
+
+It loads its part of the model and then does, one after the other, what rank 0 sends. It ends when rank 0 closes the
+stream, which also happens when rank 0 dies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.distributed as dist
+
+from minillm.cache.layouts import find_layout
+from minillm.config import CacheConfig
+from minillm.errors import EngineDeadError
+from minillm.parallel.group import Group
+from minillm.parallel.loading import load_part
+from minillm.parallel.messages import Connect, CopyBlocks, Failed, Loaded, Run, Setup, frame, receive
+from minillm.runtime.runner import ModelRunner
+
+LOST_ANOTHER_RANK = 3
+"""Exit status of a worker that ends because another rank has ended."""
+
+
+class Worker:
+    """One rank's model, cache and connection to the other ranks."""
+
+    def __init__(self, setup: Setup) -> None:
+        torch.set_num_threads(setup.num_threads)
+        self.group = Group(setup.rank, setup.size, torch.device(setup.device))
+        self.dtype = getattr(torch, setup.dtype)
+        self.layout = find_layout(CacheConfig(dtype=setup.kv_cache_dtype))
+        model = load_part(Path(setup.folder), self.group, self.dtype)
+        self.runner = ModelRunner(model, None, setup.block_size)  # type: ignore[arg-type]  (`connect` sets its cache)
+
+    def connect(self, message: Connect) -> None:
+        """Allocate the cache and connect to the other ranks."""
+        runner = self.runner
+        runner.cache = self.layout(
+            runner.model.config, message.num_blocks, runner.block_size, self.dtype, self.group.device
+        )
+        runner.cache.prepare(runner.model)
+        self.group.connect(dist.TCPStore("127.0.0.1", message.port, self.group.size, is_master=False))
+
+    def serve(self, orders: IO[bytes]) -> None:
+        """Do what rank 0 sends until the stream ends. Raises `EngineDeadError` if another rank has ended."""
+        while (message := receive(orders)) is not None:
+            if isinstance(message, Run):
+                self.runner.run(message.segments)
+            elif isinstance(message, CopyBlocks):
+                self.runner.copy_blocks(message.pairs)
+            elif isinstance(message, Connect):
+                self.connect(message)
+
+
+def main() -> int:
+    """Read `Setup` from standard input, answer on standard output, serve. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of the terminal; rank 0 decides
+    orders, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+    try:
+        setup = receive(orders)
+        if not isinstance(setup, Setup):
+            return 0
+        worker = Worker(setup)
+        answers.write(frame(Loaded()))
+        worker.serve(orders)
+    except EngineDeadError:
+        return LOST_ANOTHER_RANK
+    except Exception as problem:
+        answers.write(frame(Failed(f"{type(problem).__name__}: {problem}")))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # without the seconds that PyTorch's threads may take to end: rank 0 waits for this process

@@ -1,0 +1,126 @@
+"""Starts the processes of ranks 1 to size - 1, sends them their orders, and finds out which of them has died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+
+from minillm.errors import EngineDeadError
+from minillm.parallel.messages import Failed, Loaded, Message, Setup, frame, receive
+from minillm.parallel.worker import LOST_ANOTHER_RANK
+
+PATIENCE_S = 5.0
+"""How long to look for the process that died, and how long a process may take to end when it is asked to."""
+
+
+class Workers:
+    """Worker processes, each with a pipe for orders and one for answers."""
+
+    def __init__(self, setups: Sequence[Setup]) -> None:
+        """Start one process for each setup; they begin to load at once."""
+        self._lock = Lock()
+        self._dead: str | None = None
+        """Why these workers can no longer be used."""
+        self.processes: list[subprocess.Popen[bytes]] = []
+        """Of ranks 1, 2, …"""
+        for setup in setups:
+            self.processes.append(_start(setup.num_threads))
+        self._ranks = dict(zip(self.processes, (setup.rank for setup in setups), strict=True))
+        for process, setup in zip(self.processes, setups, strict=True):
+            self._write(process, frame(setup))
+
+    def wait_until_loaded(self) -> None:
+        """Raises `EngineDeadError` with the reason if a worker ends instead."""
+        for process in self.processes:
+            answer = receive(process.stdout)
+            if not isinstance(answer, Loaded):
+                raise self.failure((process, answer.reason) if isinstance(answer, Failed) else None)
+
+    def send(self, message: Message) -> None:
+        """Send an order to all workers. Raises `EngineDeadError` if one of them has ended."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        data = frame(message)
+        for process in self.processes:
+            self._write(process, data)
+
+    def _write(self, process: subprocess.Popen[bytes], data: bytes) -> None:
+        try:
+            process.stdin.write(data)
+            process.stdin.flush()
+        except (OSError, ValueError):
+            raise self.failure() from None
+
+    def failure(self, known: tuple[subprocess.Popen[bytes], str] | None = None) -> EngineDeadError:
+        """End all workers, and return the error that says which one ended first and why. `known`: both, if known."""
+        culprit, reason = known or self._culprit()
+        if culprit is None:
+            what = "a process of this engine stopped answering"
+        else:
+            what = f"the process of rank {self._ranks[culprit]} (pid {culprit.pid}) has ended: {reason}"
+        self._dead = f"{what}; the other ranks were stopped, build the engine again"
+        self.close()
+        return EngineDeadError(self._dead)
+
+    def _culprit(self) -> tuple[subprocess.Popen[bytes] | None, str]:
+        """The worker that ended by itself, and why; those that ended because another rank did are not meant."""
+        give_up = time.monotonic() + PATIENCE_S
+        while time.monotonic() < give_up:
+            for process in self.processes:
+                if process.poll() not in (None, LOST_ANOTHER_RANK):
+                    return process, _last_words(process) or _status(process.returncode)
+            time.sleep(0.01)
+        return None, ""
+
+    def close(self) -> None:
+        """End all workers. May be called again."""
+        with self._lock:
+            self._dead = self._dead or "the processes of this engine were stopped; build the engine again"
+            for process in self.processes:
+                with suppress(OSError, ValueError):
+                    process.stdin.close()
+            give_up = time.monotonic() + PATIENCE_S
+            for process in self.processes:
+                try:
+                    process.wait(max(0.0, give_up - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                process.stdout.close()
+
+
+def _start(num_threads: int) -> subprocess.Popen[bytes]:
+    """Start one worker. It imports the same minillm as this process, and has its own limit of threads."""
+    package = str(Path(__file__).parents[2])
+    path = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": str(num_threads)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "minillm.parallel.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    )
+
+
+def _last_words(process: subprocess.Popen[bytes]) -> str | None:
+    """The reason that a process sent before it ended."""
+    with suppress(OSError, ValueError):
+        while (answer := receive(process.stdout)) is not None:
+            if isinstance(answer, Failed):
+                return answer.reason
+    return None
+
+
+def _status(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    with suppress(ValueError):
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"killed by signal {-returncode}"

@@ -1,0 +1,63 @@
+"""Lesson 16: how long an all-reduce between two processes of this machine takes, by its size.
+
+`python -m minillm.teaching.workshop.l16_wire PORT ROUNDS BYTES…` is the other process.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from minillm.parallel.group import Group
+
+WARM_UP = 3
+ROUNDS = 200
+
+
+def measured_seconds(sizes: Sequence[int], rounds: int = ROUNDS) -> list[float]:
+    """The least time of an all-reduce of so many bytes, for each size (in bytes, multiples of 4): what takes longer was
+    delayed by other work on the machine."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-m", "minillm.teaching.workshop.l16_wire", *map(str, (store.port, rounds, *sizes))]
+    with subprocess.Popen(command) as other:
+        try:
+            return _run(0, store, sizes, rounds)
+        finally:
+            other.terminate()
+
+
+def latency_and_bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Seconds per step and bytes per second of a link between two ranks: 2 steps, in each half of the bytes cross.
+
+    The smallest size gives the latency, the difference between the largest two the bandwidth.
+    """
+    latency = seconds[0] / 2
+    more = max(seconds[-1] - seconds[-2], 1e-9)
+    return latency, (sizes[-1] - sizes[-2]) / more
+
+
+def _run(rank: int, store: dist.Store, sizes: Sequence[int], rounds: int) -> list[float]:
+    group = Group(rank, 2, torch.device("cpu"))
+    group.connect(store)
+    fastest = []
+    for size in sizes:
+        x = torch.ones(size // 4)
+        taken = []
+        for _ in range(WARM_UP + rounds):
+            began = time.perf_counter()
+            group.all_reduce(x)
+            taken.append(time.perf_counter() - began)
+            x.fill_(1.0)
+        fastest.append(min(taken[WARM_UP:]))
+    return fastest
+
+
+if __name__ == "__main__":
+    port, num_rounds, *bytes_each = map(int, sys.argv[1:])
+    torch.set_num_threads(1)
+    _run(1, dist.TCPStore("127.0.0.1", port, 2, is_master=False), bytes_each, num_rounds)

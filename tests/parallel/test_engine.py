@@ -1,0 +1,251 @@
+"""An engine over several processes: same tokens, clear refusals, and no process left alone or waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.errors import ConfigError, EngineDeadError, UnsupportedError
+from minillm.models.held_out import held_out_prompts
+from minillm.models.loading import save_llama
+from minillm.parallel.messages import Connect, CopyBlocks, Failed, Loaded, Run, Setup, frame, receive
+from minillm.parallel.workers import Workers
+from minillm.reuse.scratch import Scratch
+from minillm.trace import RequestPreempted
+from minillm.training.train_tokenizer import save_tokenizer, train_tokenizer
+from tests.conftest import TEXTS, TinyPair, random_model
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["def add(a, b):", "for line in path:\n", "import os\n\n\ndef walk(root):\n", "class Stack:"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=3, n=3, max_tokens=20, ignore_eos=True)
+SMALL_POOL = {"block_size": 4, "num_kv_blocks": 24, "max_model_len": 80, "device": "cpu"}
+"""Too small for all prompts at once, so requests are preempted."""
+
+
+def tokens(llm: LLM, params: SamplingParams, prompts: list = PROMPTS) -> list[list[list[int]]]:
+    return [[c.token_ids for c in out.outputs] for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def split(tiny: TinyPair) -> LLM:
+    return LLM(str(tiny.target), tensor_parallel_size=2, **SMALL_POOL)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: TinyPair) -> LLM:
+    return LLM(str(tiny.target), enforce_eager=True, **SMALL_POOL)
+
+
+@pytest.fixture
+def doomed(tiny: TinyPair) -> Iterator[LLM]:
+    """One that a test may break."""
+    llm = LLM(str(tiny.target), tensor_parallel_size=2, **SMALL_POOL)
+    yield llm
+    llm.engine.runner.workers.close()
+
+
+def test_two_processes_give_the_tokens_of_one_preempted_or_not(split: LLM, whole: LLM) -> None:
+    with split.trace() as trace:
+        assert tokens(split, GREEDY) == tokens(whole, GREEDY)
+    assert any(isinstance(event, RequestPreempted) for event in trace)
+
+
+def test_sampled_completions_that_share_and_copy_blocks_are_the_same(
+    split: LLM, whole: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = {"prompt_token_ids": list(range(10, 21))}  # three tokens in the last block: two of them are only copied
+    copied = []
+    copy = split.engine.scheduler.copy_blocks
+    monkeypatch.setattr(split.engine.scheduler, "copy_blocks", lambda pairs: (copied.extend(pairs), copy(pairs)))
+    assert tokens(split, SAMPLED, [prompt]) == tokens(whole, SAMPLED, [prompt])
+    assert copied  # completions of one prompt share its last block until they write to it
+
+
+def test_interrupted_step_ends_on_all_ranks_and_the_next_call_works(
+    split: LLM, whole: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, seen = split.engine.runner.model.group, []
+    reduce = group.all_reduce
+
+    def interrupting(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        if len(seen) == 13:  # in the middle of a step: five a step
+            os.kill(os.getpid(), signal.SIGINT)
+        return reduce(x)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "all_reduce", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            tokens(split, GREEDY)
+    assert len(seen) % 5 == 0
+    split.engine.pool.check_integrity([])
+    assert tokens(split, GREEDY) == tokens(whole, GREEDY)
+
+
+def test_int8_cache_is_split_by_heads_and_workers_end_with_the_engine(tiny: TinyPair) -> None:
+    options = {"kv_cache_dtype": "int8", **SMALL_POOL}
+    alone = tokens(LLM(str(tiny.target), enforce_eager=True, **options), GREEDY)
+    llm = LLM(str(tiny.target), tensor_parallel_size=2, **options)
+    [process] = llm.engine.runner.workers.processes
+    assert tokens(llm, GREEDY) == alone
+    assert process.poll() is None
+    del llm
+    assert process.poll() == 0
+
+
+def test_killed_worker_is_named_at_the_next_call(doomed: LLM) -> None:
+    [process] = doomed.engine.runner.workers.processes
+    process.kill()
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {process.pid}\) has ended: killed by SIGKILL"):
+            tokens(doomed, GREEDY)
+    doomed.engine.pool.check_integrity([])
+
+
+def test_worker_killed_in_the_middle_of_a_step_is_named(doomed: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    [process] = doomed.engine.runner.workers.processes
+    group, seen = doomed.engine.runner.model.group, []
+    reduce = group.all_reduce
+
+    def killing(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        if len(seen) == 13:
+            process.kill()
+            process.wait()
+        return reduce(x)
+
+    monkeypatch.setattr(group, "all_reduce", killing)
+    with pytest.raises(EngineDeadError, match=r"rank 1 .*killed by SIGKILL; the other ranks were stopped"):
+        tokens(doomed, GREEDY)
+
+
+def test_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
+    setup = Setup(str(tmp_path), 1, 2, "cpu", "float32", "auto", 16, 1)
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* has ended: CheckpointError: .*config\.json"):
+        Workers([setup]).wait_until_loaded()
+
+
+KILLED = """
+import os, signal
+from minillm import LLM
+llm = LLM({model!r}, tensor_parallel_size=2, device="cpu")
+print(llm.engine.runner.workers.processes[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_when_rank_0_is_killed(tiny: TinyPair) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED.format(model=str(tiny.target))], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    worker, give_up = int(done.stdout), time.monotonic() + 20
+    while is_alive(worker):
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+LAUNCHED = """
+import sys
+from minillm import LLM, SamplingParams
+llm = LLM({model!r}, tensor_parallel_size=2, device="cpu")
+outs = llm.generate({prompts!r}, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+sys.stdout.write(f"{{llm.engine.runner.model.group.rank}} {{[o.outputs[0].token_ids for o in outs]}}\\n")
+"""
+
+
+def test_every_process_of_torchrun_returns_the_same_tokens(tiny: TinyPair, whole: LLM, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED.format(model=str(tiny.target), prompts=PROMPTS))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    expected = [completion for [completion] in tokens(whole, GREEDY)]
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {expected}" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "reason"),
+    [
+        ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0 must be an integer of at least 1"),
+        ({"tensor_parallel_size": 3}, ConfigError, "tensor_parallel_size=3 does not divide the model: it has 4 query"),
+        ({"quantization": "int8"}, UnsupportedError, "quantization='int8' is not supported with tensor_parallel_size"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, UnsupportedError, "speculative_con"),
+        ({"kv_cache_config": {"layout": "sinks"}}, UnsupportedError, "kv_cache_config='sinks' is not supported"),
+        ({"ops": {"paged_attention": max}}, UnsupportedError, "ops=.* is not supported with tensor_parallel_size=2"),
+        ({"distributed_executor_backend": "ray"}, ConfigError, "distributed_executor_backend='ray' must be"),
+        ({"distributed_executor_backend": "external_launcher"}, ConfigError, "torchrun --nproc-per-node 2"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(tiny: TinyPair, options: dict, error: type, reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        LLM(str(tiny.target), device="cpu", **{"tensor_parallel_size": 2, **options})
+
+
+def test_keys_and_values_of_a_split_engine_are_not_moved(split: LLM) -> None:
+    with pytest.raises(UnsupportedError, match="use tensor_parallel_size=1"):
+        Scratch(split, 4)
+
+
+def test_more_ranks_than_gpus_are_refused(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minillm.engine.assembly.choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="needs as many GPUs, and this machine has 1"):
+        LLM(str(tiny.target), tensor_parallel_size=2, dtype="float32")
+
+
+def test_frames_survive_the_pipe(split: LLM) -> None:
+    segments = []
+    run = split.engine.runner.run
+    split.engine.runner.run = lambda given: (segments.extend(given), run(given))[1]
+    tokens(split, GREEDY, PROMPTS[:2])
+    del split.engine.runner.run
+    segments[0].masks, segments[0].depths
+    reading, writing = os.pipe()
+    messages = [Run(segments[:2]), CopyBlocks([(1, 2)]), Connect(3, 4), Loaded(), Failed("why")]
+    with open(writing, "wb") as stream:  # noqa: PTH123  (a file descriptor)
+        stream.write(b"".join(map(frame, messages)) + b"\x05")
+    with open(reading, "rb") as stream:  # noqa: PTH123
+        assert [receive(stream) for _ in messages] == messages
+        assert receive(stream) is None  # cut off
+
+
+@pytest.mark.long
+def test_hundred_held_out_prompts_with_two_processes() -> None:
+    prompts, params = [p.prompt for p in held_out_prompts(100)], SamplingParams(temperature=0, max_tokens=24)
+    alone = tokens(LLM("minicoder", enforce_eager=True, device="cpu"), params, prompts)
+    assert tokens(LLM("minicoder", tensor_parallel_size=2, device="cpu"), params, prompts) == alone
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_hundred_held_out_prompts_with_four_processes(kv_heads: int, tmp_path: Path) -> None:
+    """With two KV heads, two ranks hold each."""
+    tokenizer = train_tokenizer(TEXTS, 300)
+    save_llama(random_model(0, 64, 2, 8, kv_heads), tmp_path, torch.float32)
+    save_tokenizer(tokenizer, tmp_path, 256)
+    prompts, params = [p.prompt[:200] for p in held_out_prompts(100)], SamplingParams(temperature=0, max_tokens=24)
+    alone = tokens(LLM(str(tmp_path), enforce_eager=True, device="cpu"), params, prompts)
+    assert tokens(LLM(str(tmp_path), tensor_parallel_size=4, device="cpu"), params, prompts) == alone
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs: a process that has ended but was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
