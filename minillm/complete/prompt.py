@@ -9,10 +9,13 @@ block of the prefix cache would fit. So the start moves in steps of a quarter of
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from minillm.errors import PromptError
 from minillm.fill_in_the_middle import FIM_TOKENS, fim_prompt
+from minillm.models import bundled
 from minillm.tokenizer import Tokenizer
 
 SUFFIX_SHARE = 8
@@ -43,20 +46,27 @@ class GapPrompt:
     """Characters at the start of the prefix that did not fit."""
 
 
-def can_fill_gaps(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer has all tokens of fill in the middle."""
-    return all(tokenizer.backend.token_to_id(token) is not None for token in FIM_TOKENS)
+def can_fill_gaps(tokenizer: Tokenizer, model: str) -> bool:
+    """Whether the tokenizer has all tokens of fill in the middle, and the model has learned to use them.
+
+    `minillm train` measures that on held-out gaps and writes it to `training.json`; another model is trusted.
+    """
+    if any(tokenizer.backend.token_to_id(token) is None for token in FIM_TOKENS):
+        return False
+    facts = (bundled.path(model) if model in bundled.names() else Path(model)) / "training.json"
+    measured = json.loads(facts.read_text(encoding="utf-8")).get("alone") if facts.is_file() else None
+    return measured is None or measured["gaps"]["with_suffix"] > measured["gaps"]["without_suffix"]
 
 
 def gap_prompt(tokenizer: Tokenizer, model: str, gap: Gap, limit: int) -> GapPrompt:
     """The prompt for `gap`, with at most `limit` tokens.
 
-    Without text after the gap, or without the tokens of fill in the middle, it is the text before the gap. Raises
+    Without text after the gap, or for a model that cannot fill gaps, it is the text before the gap. Raises
     `PromptError` if there is no text before the gap, or if a text contains a token of fill in the middle.
     """
     if not gap.prefix.strip():
         raise PromptError("there is no code before the cursor; type something first")
-    if not (can_fill_gaps(tokenizer) and gap.suffix.strip()):
+    if not (gap.suffix.strip() and can_fill_gaps(tokenizer, model)):
         prefix = end_of(tokenizer, gap.prefix, limit)
         return GapPrompt(tokenizer.encode(prefix), False, len(gap.prefix) - len(prefix))
     markers = len(FIM_TOKENS) + len(tokenizer.encode(""))

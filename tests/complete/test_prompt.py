@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from minillm.complete.prompt import Gap, GapPrompt, end_of, gap_prompt, start_of
@@ -40,6 +43,15 @@ def test_a_model_without_them_sees_what_is_before(continues: Tokenizer) -> None:
     found = made(continues, "def f():\n    return ", "\nprint(f())")
     assert not found.fills_gap
     assert continues.decode(found.token_ids, skip_special_tokens=False) == "def f():\n    return "
+
+
+@pytest.mark.parametrize(("with_suffix", "fills_gap"), [(0.3, True), (0.1, False)])
+def test_a_model_whose_card_says_that_the_suffix_is_no_use_to_it_does_not_see_it(
+    fills: Tokenizer, tmp_path: Path, with_suffix: float, fills_gap: bool
+) -> None:
+    gaps = {"gaps": 400, "with_suffix": with_suffix, "without_suffix": 0.2}
+    (tmp_path / "training.json").write_text(json.dumps({"alone": {"gaps": gaps}}))
+    assert gap_prompt(fills, str(tmp_path), Gap("x = ", "\ny"), 200).fills_gap is fills_gap
 
 
 def test_nothing_after_the_cursor_needs_no_marks(fills: Tokenizer) -> None:
