@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from minillm.batch import Segment
 from minillm.bench.harness import result
-from minillm.bench.quality_systems import REFERENCE, Builder, QualitySystem, systems
+from minillm.bench.quality_systems import REFERENCE, Builder, QualitySystem, context_of, systems
 from minillm.errors import MinillmError
 from minillm.models.held_out import evaluation_prompts
 from minillm.models.loading import load_config, resolve
@@ -97,7 +97,7 @@ def run(model: str = "minicoder") -> dict[str, Any]:
     folder = resolve(model)
     shape, tokenizer = load_config(folder), Tokenizer.from_folder(folder)
     encoded = [tokenizer.encode(prompt.prompt) for prompt in evaluation_prompts()]
-    texts = join(encoded, shape.max_position_embeddings, shape.eos_token_ids[:1], tokenizer)
+    texts = join(encoded, context_of(model), shape.eos_token_ids[:1], tokenizer)
     builder, todo = Builder(model, len(texts.rows)), systems()
     reference = logprobs(builder.build(todo[0]).runner, texts)
     rows = [measure(system, builder, texts, reference) for system in tqdm(todo, desc="measuring", unit=" systems")]
@@ -108,7 +108,7 @@ def run(model: str = "minicoder") -> dict[str, Any]:
         "scored_tokens": len(texts.targets),
         "scored_bytes": texts.num_bytes,
         "chunk": CHUNK,
-        "context": shape.max_position_embeddings,
+        "context": context_of(model),
         "bytes": "of a model in float16; caches per token at full context, weights of the linears inside the layers",
         "dtype": "float32",
         "device": "cpu",

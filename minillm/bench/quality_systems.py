@@ -35,6 +35,8 @@ from minillm.runtime.runner import ModelRunner
 REFERENCE = "kv auto"
 """Everything in float32; all others are compared with it."""
 
+LONGEST = 1024
+"""Largest context: the rows stay short enough for a minute or two, and the sizes below were chosen for it."""
 CACHES: dict[str, dict[str, Any]] = {
     REFERENCE: {},
     "kv contiguous": {"kv_cache_config": {"layout": "contiguous"}},
@@ -105,6 +107,11 @@ def systems() -> list[QualitySystem]:
     return found
 
 
+def context_of(model: str) -> int:
+    """The context that a model is measured with."""
+    return min(LONGEST, load_config(resolve(model)).max_position_embeddings)
+
+
 class Builder:
     """Builds the systems of one model. Calibration results are cached."""
 
@@ -140,13 +147,14 @@ class Builder:
 
     def _llm(self, whole_sequences: bool, options: Mapping[str, Any]) -> LLM:
         """An engine with enough blocks for all rows at full context."""
-        context = load_config(resolve(self.model)).max_position_embeddings
+        context = context_of(self.model)
         blocks_of_a_row = 1 if whole_sequences else -(-context // DEFAULT_BLOCK_SIZE)
         return LLM(
             self.model,
             device="cpu",
             dtype="float32",
             enforce_eager=True,
+            max_model_len=context,
             num_kv_blocks=self.num_rows * blocks_of_a_row,
             **options,
         )
