@@ -84,6 +84,7 @@ COURSES = {
             Session("week 13", _all(13)),
             Session("week 14", _all(14)),
             Session("week 15", _all(15), "and the final, lessons 7 to 14"),
+            Session("week 16", _all(16), "where to go on"),
         ),
         minutes=180,
     ),

@@ -383,6 +383,7 @@ def test_every_option_of_llm_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         "max_model_len": 100, "max_num_seqs": 5, "max_num_batched_tokens": 77, "enable_prefix_caching": False,
         "enable_chunked_prefill": False, "scheduling_policy": "priority", "enforce_eager": True,
         "speculative_config": {"method": "ngram"}, "scheduler_cls": dict, "block_pool_cls": list, "ops": {"a": print},
+        "tensor_parallel_size": 2, "distributed_executor_backend": "mp",
     }  # fmt: skip
     others = {"kv_cache_memory_bytes": 999, "long_prefill_token_threshold": 9}  # not beside some of those
     for wanted in (options, others):

@@ -96,7 +96,7 @@ def test_a_bad_prompt_is_refused_before_any_compute_and_others_go_on(
         ({"gpu_memory_utilization": 0.0}, ConfigError, "gpu_memory_utilization"),
         ({"dtype": "int3"}, ConfigError, "int3"),
         ({"device": "toaster"}, ConfigError, "toaster"),
-        ({"tensor_parallel_size": 4}, UnknownOptionError, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 4}, UnknownOptionError, "pipeline_parallel_size"),
         ({"kv_cache_dtype": "fp8"}, UnsupportedError, "fp8"),
         ({"quantization": "awq"}, UnsupportedError, "awq"),
         ({"enforce_eager": "yes"}, ConfigError, "enforce_eager='yes'"),

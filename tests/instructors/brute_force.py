@@ -353,6 +353,20 @@ def calls(calls: int, each: int, mb: int, rate: int, giga: int) -> Answer:
     }
 
 
+def all_reduce(size: int, kib: int, gigabytes: int, microseconds: int, layers: int) -> Answer:
+    once, chunk = 0.0, kib * 1024 / size
+    for _ in ("collect", "hand out"):
+        for _ in range(size - 1):
+            once += microseconds + chunk / gigabytes / 1000  # bytes over 10⁹ bytes per second, in µs
+    return {"microseconds for one": once, "milliseconds for a step": 2 * layers * once / 1000}
+
+
+def heads_of_a_rank(heads: int, kv_heads: int, size: int, rank: int) -> Answer:
+    own = [head for head in range(heads) if head * size // heads == rank]
+    read = sorted({head * kv_heads // heads for head in own})
+    return {"query heads": own, "KV heads": read}
+
+
 BRUTE: dict[str, Callable[..., Answer]] = {
     "01.work": work,
     "01.sampling": sampling,
@@ -392,4 +406,6 @@ BRUTE: dict[str, Callable[..., Answer]] = {
     "14.split": split,
     "15.next_limit": next_limit,
     "15.calls": calls,
+    "16.all_reduce": all_reduce,
+    "16.heads": heads_of_a_rank,
 }

@@ -138,7 +138,7 @@ def test_clients_that_leave_at_random_lose_nothing_for_the_others(tiny: TinyPair
                 text = await asyncio.wait_for(read(client, number, ENDLESS if patience else GREEDY), patience)
             except asyncio.TimeoutError:
                 return "left"
-            assert text == texts[number % 4]
+            assert text == texts[number % 4] or (patience and text.startswith(texts[number % 4]))
             return "answered"
 
         async def job() -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Questions on the lessons 12 to 15."""
+"""Questions on the lessons 12 to 16."""
 
 from __future__ import annotations
 
@@ -135,6 +135,35 @@ def _step_answer(step_seconds: Function, calls: int, each: int, mb: int, rate: i
     return {"milliseconds": 1000 * float(whole), "without the calls": 1000 * float(floor)}
 
 
+def _ring(d: Draw) -> Numbers:
+    return {
+        "size": d.one_of(2, 4, 8),
+        "kib": d.one_of(8, 16, 64, 256),
+        "gigabytes": d.one_of(1, 10, 25, 100),
+        "microseconds": d.one_of(5, 10, 20),
+        "layers": d.one_of(24, 32, 80),
+    }
+
+
+def _ring_answer(all_reduce: Function, size: int, kib: int, gigabytes: int, microseconds: int, layers: int) -> Answer:
+    once = all_reduce(kib * 1024, size, gigabytes * 1e9, microseconds * 1e-6)
+    return {"microseconds for one": 1e6 * once, "milliseconds for a step": 1e3 * 2 * layers * once}
+
+
+def _heads(d: Draw) -> Numbers:
+    kv_heads, group = d.one_of(2, 4, 8), d.one_of(2, 4, 8)
+    size = d.one_of(2, 4, 8)
+    return {"heads": kv_heads * group, "kv_heads": kv_heads, "size": size, "rank": d.int(0, size - 1)}
+
+
+def _heads_answer(heads_of_rank: Function, heads: int, kv_heads: int, size: int, rank: int) -> Answer:
+    found = heads_of_rank(heads, kv_heads, rank, size)
+    if found is None:
+        return {"query heads": "cannot be split", "KV heads": "cannot be split"}
+    own, read = found
+    return {"query heads": list(own), "KV heads": list(read)}
+
+
 QUESTIONS = [
     Question(
         "12.break_even",
@@ -226,5 +255,28 @@ QUESTIONS = [
         _step_answer,
         "Calls · time per call + the slower of bytes and operations.",
         "l15.step_seconds",
+    ),
+    Question(
+        "16.all_reduce",
+        6,
+        "A ring of {size} processes adds up {kib} KiB (1024 bytes) on each of them. A link carries {gigabytes} · 10⁹ "
+        "bytes per second, and a message takes {microseconds} µs before its first byte arrives. How many microseconds "
+        "does one all-reduce take? How many milliseconds do those of a step of a model with {layers} layers take, split "
+        "over these processes?",
+        _ring,
+        _ring_answer,
+        "2 (n − 1) steps of latency + chunk / bandwidth, a chunk being an n-th of the bytes; two all-reduces a layer.",
+        "l16.all_reduce_seconds",
+    ),
+    Question(
+        "16.heads",
+        5,
+        "A model with {heads} query heads and {kv_heads} KV heads is split over {size} ranks. Which query heads and "
+        "which KV heads does rank {rank} (counted from 0) hold?",
+        _heads,
+        _heads_answer,
+        "An equal share of neighbouring query heads, and the KV heads that these read; with more ranks than KV heads, "
+        "several ranks hold the same one.",
+        "l16.heads_of_rank",
     ),
 ]
