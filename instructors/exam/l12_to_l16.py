@@ -261,8 +261,8 @@ QUESTIONS = [
         6,
         "A ring of {size} processes adds up {kib} KiB (1024 bytes) on each of them. A link carries {gigabytes} · 10⁹ "
         "bytes per second, and a message takes {microseconds} µs before its first byte arrives. How many microseconds "
-        "does one all-reduce take? How many milliseconds do those of a step of a model with {layers} layers take, split "
-        "over these processes?",
+        "does one all-reduce take? How many milliseconds do those of a step of a model with {layers} layers take, "
+        "split over these processes?",
         _ring,
         _ring_answer,
         "2 (n − 1) steps of latency + chunk / bandwidth, a chunk being an n-th of the bytes; two all-reduces a layer.",
