@@ -39,11 +39,12 @@ labextension: $(STAMP)
 	$(BIN)/python labextension/build.py
 
 # Everything that depends on the bundled weights or on benchmarks/*.json: recorded lessons and pictures, and the measured
-# figures of the README and of docs/measured.md.
+# figures of the README, of docs/measured.md and of docs/techniques.md.
 figures: $(STAMP)
 	$(BIN)/minillm build --remeasure
 	$(BIN)/python docs/pictures.py
 	$(BIN)/python docs/figures.py
+	$(BIN)/python docs/techniques.py
 
 # Which wrong answers do the checkers of the exercises miss? NAMES: lessons or exercises, as in NAMES="07 l02.best_r".
 mutants: export OMP_NUM_THREADS := 1
