@@ -331,7 +331,7 @@ claim("Over a quarter of the cache, most drafts are accepted.", quarter.alpha > 
 # ### Exercise 4: let the prompt choose
 #
 # A window is blind for everything older. In the prompt below, a function is defined, then comes other code, and then the
-# text begins to call the function: `header = parse_zeb`. The rest of the name stands far back. SnapKV (Li et al. 2024)
+# text begins to call the function: `check_zeb`. The rest of the name stands far back. SnapKV (Li et al. 2024)
 # looks where the *last queries of the prompt* attended to, and keeps that: what they needed, the next tokens will need.
 #
 # ```text
@@ -382,12 +382,12 @@ def snapkv(budget: int) -> views.View:
 far, SMALL = views.far_definition(llm), 6 * BLOCK
 decode = llm.engine.tokenizer.decode
 right = views.draft_with(llm, [far.token_ids], views.whole, GAMMA, 12)
-print(f"the target writes: header = parse_zeb{decode(right.run.outputs[0])}".split("\n")[0])
+print(f"the target writes: check_zeb{decode(right.run.outputs[0])}".split("\n")[0])
 found, rows = {}, []
 for name, view in (("sink and window", sinks(SMALL)), ("SnapKV", snapkv(SMALL))):
     found[name] = views.draft_with(llm, [far.token_ids], view, GAMMA, 12)
     blocks = [block for block in llm.engine.drafter.read[0] if block <= (len(far.token_ids) - 1) // BLOCK]
-    first, after = found[name].first_draft, "parse_zeb" + decode(right.run.outputs[0][:1])
+    first, after = found[name].first_draft, "check_zeb" + decode(right.run.outputs[0][:1])
     is_right = first == right.run.outputs[0][1 : 1 + len(first)]
     text = f"after “{after}” it drafts “{decode(first)}”; in all, {found[name].alpha:.0%} of its drafts accepted"
     rows.append(BlockView(name, blocks, text.replace("\n", "⏎"), is_right))
@@ -406,7 +406,7 @@ claim(
 # %% tags=["expected"] alt="On top, bars: the attention that each block got; the marked block with the definition, far on the left, is the highest of the old ones. Below, two rows of blocks. Sink and window reads the first block and the newest ones, and its drafts fail. SnapKV reads the definition's block and the newest ones, and its drafts are accepted."
 observed = llm.engine.drafter.attention[tuple(far.token_ids)].sum(0)
 of_blocks = [float(observed[i : i + BLOCK].sum()) for i in range(0, len(observed), BLOCK)]
-ViewedBlocks(of_blocks, rows, {far.blocks[-1]: far.definition})
+ViewedBlocks(of_blocks, rows, {far.blocks[0]: far.definition})
 
 # %% [markdown]
 # Where the definition is needed, the window's draft fails. The target repairs it, at the price of a

@@ -299,7 +299,7 @@ def test_prompts_and_the_far_definition_come_from_held_out_files():
         views.long_prompts(llm, 99, 50)
     far, tokenizer = views.far_definition(llm), llm.engine.tokenizer
     text = tokenizer.decode(far.token_ids)
-    assert text.endswith("header = parse_zeb") and text.count(far.definition) == 1
+    assert text.endswith("check_zeb") and text.count(far.definition) == 1
     size = llm.engine.runner.block_size
     of_blocks = far.token_ids[far.blocks.start * size : far.blocks.stop * size]
     assert far.definition in tokenizer.decode(of_blocks) and far.blocks.stop * size < len(far.token_ids) - 5 * size

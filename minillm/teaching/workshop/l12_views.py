@@ -159,14 +159,14 @@ class FarDefinition:
     """The blocks of the definition."""
 
 
-def far_definition(llm: LLM, between: int = 130) -> FarDefinition:
+def far_definition(llm: LLM, between: int = 110) -> FarDefinition:
     """A function is defined, then come `between` tokens of other code, then the text begins to call it."""
     encode, size = llm.engine.tokenizer.encode, llm.engine.runner.block_size
     other = encode(slice_prompts()["long files"][1][:3000])
-    definition = encode("def parse_zebra_header(stream):\n    pass\n\n")
+    definition = encode("def check_zebra_version(text):\n    pass\n\n")
     first = 2 * size + 3
-    ids = [*other[:first], *definition, *other[first : first + between], *encode("\n\nheader = parse_zeb")]
-    return FarDefinition(ids, "def parse_zebra_header", range(first // size, (first + len(definition) - 1) // size + 1))
+    ids = [*other[:first], *definition, *other[first : first + between], *encode("\n\ncheck_zeb")]
+    return FarDefinition(ids, "def check_zebra_version", range(first // size, (first + len(definition) - 1) // size + 1))
 
 
 @dataclass(frozen=True)
