@@ -78,7 +78,8 @@ def begin_run(slot: int) -> None:
     """In a fresh child of a closed process whose next `fork` has pid 1: see `fork_first`. An empty scratch folder, no
     privileges, and limits that do not depend on the submission."""
     _mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
-    _mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
+    if not any(Path("/tmp").iterdir()):  # else minillm or Python itself lives there
+        _mount("tmpfs", "/tmp", "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     _mount("tmpfs", "/dev/shm", "tmpfs", NOSUID | NODEV, f"size={SCRATCH_BYTES},mode=1777")
     _mount("tmpfs", SCRATCH, "tmpfs", NOSUID | NODEV, f"size={SCRATCH_BYTES},mode=1777")
     os.chdir(SCRATCH)
