@@ -728,7 +728,7 @@ promised = last.tokens_per_forward / (GAMMA * c + v)
 print(f"{last.tokens_per_forward:.2f} tokens per forward: promised {promised:.2f}×, measured {measured:.2f}×")
 reveal("l12.draft", round(c, 2))
 claim("A draft over a quarter of the cache costs more than a third of a plain step.", c > 1 / 3, measured=True)
-claim("A draft over the whole cache is cheaper than a plain step, too.", over_all.draft < over_all.plain, measured=True)
+claim("Over the whole cache it costs more.", over_all.draft > taken.draft, measured=True)
 claim("The formula comes within a third of the clock.", abs(promised / measured - 1) < 1 / 3, measured=True)
 claim("What drafting for itself gains here is at most a third, if anything.", measured < 4 / 3, measured=True)
 

@@ -166,7 +166,8 @@ def far_definition(llm: LLM, between: int = 110) -> FarDefinition:
     definition = encode("def check_zebra_version(text):\n    pass\n\n")
     first = 2 * size + 3
     ids = [*other[:first], *definition, *other[first : first + between], *encode("\n\ncheck_zeb")]
-    return FarDefinition(ids, "def check_zebra_version", range(first // size, (first + len(definition) - 1) // size + 1))
+    blocks = range(first // size, (first + len(definition) - 1) // size + 1)
+    return FarDefinition(ids, "def check_zebra_version", blocks)
 
 
 @dataclass(frozen=True)
