@@ -10,7 +10,9 @@ process may hold two engines.
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -60,6 +62,11 @@ class Group:
             self._processes = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         else:
             self._processes = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=TIMEOUT)
+        atexit.register(_disconnect, weakref.ref(self))
+
+    def disconnect(self) -> None:
+        """End the threads of the collectives. While Python ends it would be too late: then they abort the process."""
+        self._processes = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Replace `x` on every rank by its sum over all ranks, and return it. The sum is bit for bit the same on all.
@@ -103,3 +110,8 @@ class Group:
     def _count(self, x: Tensor, began: float) -> None:
         self.traffic.seconds += time.perf_counter() - began
         self.traffic.num_bytes += x.nbytes
+
+
+def _disconnect(group: weakref.ref[Group]) -> None:
+    if (alive := group()) is not None:
+        alive.disconnect()
