@@ -135,8 +135,8 @@ that the target wrote after corpus prompts.
 """
     earlier = facts["runs"]["pretraining"].get("earlier_tokens", 0)
     began = f"""
-Pretraining did not start from scratch: its first {earlier:,} tokens are those of an earlier version, which had its own
-decay, rows of up to 1,024 tokens and no gaps. Its minutes are included.
+Pretraining did not start from scratch: its first {earlier:,} tokens are those of an earlier version, with whose weights
+it began. The minutes of that version are included.
 """
     return f"""## Training
 
