@@ -735,8 +735,8 @@ claim("What drafting for itself gains here is at most a third, if anything.", me
 # %% [markdown]
 # It hardly pays here, or not at all, and exercise 1 said so: this model reads more weights than cache at any context that
 # it can have, and a draft reads all the weights. The acceptance is fine, but the price is not. Compare the two prices of a
-# draft step: their difference is what the view saves. The rest of what a draft is cheaper by has nothing to do with the
-# cache: all drafts of a round are one call of the compiled step.
+# draft step: their difference is what the view saves. That a draft can be cheaper than a plain step even over the whole
+# cache has nothing to do with the cache: all drafts of a round are one call of the compiled step.
 #
 # ## Break it
 #
