@@ -1,32 +1,39 @@
-"""Fill in the middle: a prompt with the text before and after a gap, so that the model writes the gap.
+"""Fill in the middle: a prompt with the text before and after a gap, so that the model writes the gap (Bavarian et al.
+2022), in one of two orders:
 
-    <|fim_prefix|>  before the gap  <|fim_suffix|>  after the gap  <|fim_middle|>  →  the gap, then end of text
+    <|fim_prefix|>  before  <|fim_suffix|>  after  <|fim_middle|>            →  the gap     prefix first (PSM)
+    <|fim_prefix|>  <|fim_suffix|>  after  <|fim_middle|>  before            →  the gap     suffix first (SPM)
 
-This is the order prefix, suffix, middle (PSM) of Bavarian et al. 2022, with Qwen's token names, which the templates of
-editors support.
+Prefix first, with Qwen's token names, is what the templates of editors support. Suffix first is easier for a small
+model, because the gap follows the text before it as in any other file. It also keeps the prefix cache warm while the
+text before the gap grows. A checkpoint asks for it with `"fim_suffix_first": true` in its `tokenizer_config.json`.
 """
 
 from __future__ import annotations
 
-import tokenizers
-
 from minillm.errors import PromptError, UnsupportedError
+from minillm.tokenizer import Tokenizer
 
 FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
 FIM_TOKENS = (FIM_PREFIX, FIM_SUFFIX, FIM_MIDDLE)
 
 
-def fim_text(prefix: str, suffix: str, middle: str = "") -> str:
-    """The prompt for the gap between `prefix` and `suffix`; with `middle`, a whole training example."""
-    return f"{FIM_PREFIX}{prefix}{FIM_SUFFIX}{suffix}{FIM_MIDDLE}{middle}"
+def prefix_first(prefix: str, suffix: str) -> str:
+    """The prompt for the gap between `prefix` and `suffix`, in the order prefix, suffix, gap (PSM)."""
+    return f"{FIM_PREFIX}{prefix}{FIM_SUFFIX}{suffix}{FIM_MIDDLE}"
 
 
-def fim_prompt(tokenizer: tokenizers.Tokenizer, model: str, prefix: str, suffix: str) -> str:
-    """The prompt that makes `model` fill the gap between `prefix` and `suffix`.
+def suffix_first(prefix: str, suffix: str) -> str:
+    """The prompt for the gap between `prefix` and `suffix`, in the order suffix, prefix, gap (SPM)."""
+    return f"{FIM_PREFIX}{FIM_SUFFIX}{suffix}{FIM_MIDDLE}{prefix}"
+
+
+def fim_prompt(tokenizer: Tokenizer, model: str, prefix: str, suffix: str) -> str:
+    """The prompt that makes `model` fill the gap between `prefix` and `suffix`, in the order that its tokenizer names.
 
     Raises `UnsupportedError` if the tokenizer lacks a token of `FIM_TOKENS`, `PromptError` if a text contains one.
     """
-    missing = [token for token in FIM_TOKENS if tokenizer.token_to_id(token) is None]
+    missing = [token for token in FIM_TOKENS if tokenizer.backend.token_to_id(token) is None]
     if missing:
         raise UnsupportedError(
             f"the tokenizer of {model!r} has no token {missing[0]}; take a model that was trained to fill gaps"
@@ -34,4 +41,4 @@ def fim_prompt(tokenizer: tokenizers.Tokenizer, model: str, prefix: str, suffix:
     for name, text in (("prefix", prefix), ("suffix", suffix)):
         if found := next((token for token in FIM_TOKENS if token in text), None):
             raise PromptError(f"the {name} contains {found}, which marks the gap itself; remove it")
-    return fim_text(prefix, suffix)
+    return (suffix_first if tokenizer.fim_suffix_first else prefix_first)(prefix, suffix)

@@ -114,7 +114,7 @@ class LLM:
 
         Raises `UnsupportedError` if the tokenizer lacks a token of `FIM_TOKENS`, `PromptError` if a text contains one.
         """
-        return fim_prompt(self.engine.tokenizer.backend, self.model, prefix, suffix)
+        return fim_prompt(self.engine.tokenizer, self.model, prefix, suffix)
 
     def trace(self) -> AbstractContextManager[Trace]:
         """Record everything the engine does inside the `with` block."""

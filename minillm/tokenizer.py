@@ -114,6 +114,12 @@ class Tokenizer:
         """Whether the token is one raw byte of a SentencePiece vocabulary."""
         return not self.is_byte_level and BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
 
+    @cached_property
+    def fim_suffix_first(self) -> bool:
+        """Whether the model expects the text after a gap before the text in front of it (`fill_in_the_middle`)."""
+        file = self.folder / "tokenizer_config.json"
+        return file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("fim_suffix_first") is True
+
     def same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether every id is the same token in both. A draft model needs that."""
         return self.backend.get_vocab() == other.backend.get_vocab()

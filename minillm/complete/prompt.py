@@ -19,8 +19,8 @@ from minillm.models import bundled
 from minillm.tokenizer import Tokenizer
 
 SUFFIX_SHARE = 8
-"""The text after the gap gets at most one in so many tokens. It is computed anew at every key, because it follows the
-text that the key has changed."""
+"""The text after the gap gets at most one in so many tokens. With the prefix first it is computed anew at every key,
+because it follows the text that the key has changed."""
 STEPS = 4
 """The start of a long text moves by one in so many parts of the limit."""
 CHARACTERS_PER_TOKEN = 8
@@ -73,7 +73,7 @@ def gap_prompt(tokenizer: Tokenizer, model: str, gap: Gap, limit: int) -> GapPro
     suffix = start_of(tokenizer, gap.suffix, limit // SUFFIX_SHARE)
     room = limit - markers - len(tokenizer.encode(suffix, add_special_tokens=False))
     prefix = end_of(tokenizer, gap.prefix, room)
-    token_ids = tokenizer.encode(fim_prompt(tokenizer.backend, model, prefix, suffix))
+    token_ids = tokenizer.encode(fim_prompt(tokenizer, model, prefix, suffix))
     return GapPrompt(token_ids, True, len(gap.prefix) - len(prefix))
 
 

@@ -56,7 +56,7 @@ class CompletionJob:
         if suffix is not None:
             if not isinstance(given, str) or self.body.echo:
                 raise ApiError("suffix needs one prompt, given as text, and no echo", param="suffix")
-            given = fim_prompt(self.tokenizer.backend, self.model, given, suffix)
+            given = fim_prompt(self.tokenizer, self.model, given, suffix)
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
         salt = {"cache_salt": self.body.cache_salt} if self.body.cache_salt else {}

@@ -105,7 +105,7 @@ def encode_all(tokenizer: Tokenizer, texts: list[str], label: str) -> np.ndarray
 
 
 def _encoded(tokenizer: Tokenizer, texts: list[str], label: str) -> Iterator[np.ndarray]:
-    for start in tqdm(range(0, len(texts), 256), desc=f"encoding {label}", unit="×256 files"):
+    for start in tqdm(range(0, len(texts), 256), desc=f"encoding {label}", unit="×256 texts"):
         for encoding in tokenizer.encode_batch_fast(texts[start : start + 256]):
             yield np.array(encoding.ids, dtype=np.uint16)
 
@@ -164,7 +164,11 @@ class Passes:
         rng = np.random.default_rng(number)
         has_gaps = tokenizer.token_to_id(FIM_PREFIX) is not None
         order = rng.permutation(len(docs))
-        texts = [training_document(docs[i].text, rng) if has_gaps else docs[i].text + END_OF_TEXT for i in order]
+        texts = [
+            part
+            for i in order
+            for part in (training_document(docs[i].text, rng) if has_gaps else [docs[i].text + END_OF_TEXT])
+        ]
         with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".npy", delete=False) as fresh:
             np.save(fresh, encode_all(tokenizer, texts, f"pass {number + 1}"))
         Path(fresh.name).replace(file)

@@ -1,9 +1,9 @@
 """Training documents for fill in the middle: half of the files, cut into pieces, each with a gap.
 
-Such a file is cut at line ends into pieces of 300 to 6,000 characters, and each piece becomes prefix, suffix, middle. A
-long piece fits completely only into a long training row. Half of the gaps end at the end of their line or a few lines
-later, as in an editor; the others lie between two random characters (Bavarian et al. 2022). The text is cut before it
-is tokenised, so the tokens at the cuts are the same as in a prompt.
+Such a file is cut at line ends into pieces of 200 to 2,500 characters, because a gap teaches nothing where a training
+row has only one of its two sides. Half of the gaps end at the end of their line or a few lines later, as in an editor;
+the others lie between two random characters. Half have the prefix first, half the suffix (Bavarian et al. 2022, section
+3). The text is cut before it is tokenised, so the tokens at the cuts are the same as in a prompt.
 """
 
 from __future__ import annotations
@@ -12,22 +12,27 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from minillm.fill_in_the_middle import fim_text
+from minillm.fill_in_the_middle import prefix_first, suffix_first
 from minillm.training.train_tokenizer import END_OF_TEXT
 
 FIM_RATE = 0.5
 """Share of the files that get gaps."""
 LINE_RATE = 0.5
 """Share of the gaps that end with a line."""
-PIECE_CHARACTERS = (300, 6000)
+SUFFIX_FIRST_RATE = 0.5
+"""Share of the gaps whose suffix comes first."""
+PIECE_CHARACTERS = (200, 2500)
 """Minimum and maximum length of a piece; the distribution is log-uniform."""
 
 
-def training_document(text: str, rng: np.random.Generator) -> str:
-    """`text` as a training document: whole, or in pieces with gaps. End of text follows each."""
+def training_document(text: str, rng: np.random.Generator) -> list[str]:
+    """`text` as a training document: whole, or in pieces with gaps. End of text follows each.
+
+    The strings of the list are tokenised one by one, so that no token reaches across the start of a gap.
+    """
     if rng.random() >= FIM_RATE:
-        return text + END_OF_TEXT
-    return "".join(with_gap(piece, rng) + END_OF_TEXT for piece in pieces(text, rng))
+        return [text + END_OF_TEXT]
+    return [part for piece in pieces(text, rng) for part in with_gap(piece, rng)]
 
 
 def pieces(text: str, rng: np.random.Generator) -> Iterator[str]:
@@ -41,8 +46,8 @@ def pieces(text: str, rng: np.random.Generator) -> Iterator[str]:
         at = end
 
 
-def with_gap(piece: str, rng: np.random.Generator) -> str:
-    """`piece` as a FIM document, with a random gap as the middle."""
+def with_gap(piece: str, rng: np.random.Generator) -> tuple[str, str]:
+    """`piece` with a random gap: the prompt, and the text of the gap with end of text."""
     if rng.random() < LINE_RATE:
         begin = int(rng.integers(len(piece) + 1))
         end = begin
@@ -51,4 +56,5 @@ def with_gap(piece: str, rng: np.random.Generator) -> str:
         end -= piece[begin:end].endswith("\n")
     else:
         begin, end = sorted(int(i) for i in rng.integers(len(piece) + 1, size=2))
-    return fim_text(piece[:begin], piece[end:], piece[begin:end])
+    order = suffix_first if rng.random() < SUFFIX_FIRST_RATE else prefix_first
+    return order(piece[:begin], piece[end:]), piece[begin:end] + END_OF_TEXT

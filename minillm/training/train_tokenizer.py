@@ -50,5 +50,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "bos_token": None,
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
+        "fim_suffix_first": True,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from minillm.complete.prompt import Gap, GapPrompt, end_of, gap_prompt, start_of
 from minillm.errors import PromptError
-from minillm.fill_in_the_middle import FIM_TOKENS, fim_text
+from minillm.fill_in_the_middle import FIM_TOKENS, prefix_first, suffix_first
 from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 
@@ -33,10 +34,14 @@ def made(tokenizer: Tokenizer, prefix: str, suffix: str = "", limit: int = 200) 
     return gap_prompt(tokenizer, "tiny", Gap(prefix, suffix), limit)
 
 
-def test_a_model_with_the_tokens_sees_both_sides(fills: Tokenizer) -> None:
+@pytest.mark.parametrize("order", [prefix_first, suffix_first])
+def test_a_model_with_the_tokens_sees_both_sides(
+    fills: Tokenizer, monkeypatch: pytest.MonkeyPatch, order: Callable[[str, str], str]
+) -> None:
+    monkeypatch.setattr(fills, "fim_suffix_first", order is suffix_first)
     found = made(fills, "def f():\n    return ", "\nprint(f())")
     assert found.fills_gap and found.num_dropped == 0
-    assert fills.decode(found.token_ids, skip_special_tokens=False) == fim_text("def f():\n    return ", "\nprint(f())")
+    assert fills.decode(found.token_ids, skip_special_tokens=False) == order("def f():\n    return ", "\nprint(f())")
 
 
 def test_a_model_without_them_sees_what_is_before(continues: Tokenizer) -> None:
@@ -77,7 +82,7 @@ def test_a_prompt_never_exceeds_its_limit(fills: Tokenizer, suffix: str, limit: 
     found = made(fills, prefix, suffix, limit)
     text = fills.decode(found.token_ids, skip_special_tokens=False)
     assert len(found.token_ids) <= limit
-    before = text.removeprefix(FIM_TOKENS[0]).partition(FIM_TOKENS[1])[0]
+    before = text.rpartition(FIM_TOKENS[2])[2]
     assert before == prefix[found.num_dropped :], "what is left is the end of the prefix"
     assert found.num_dropped == 0 or prefix[found.num_dropped - 1] == "\n", "and it begins at a line"
     if found.num_dropped and limit >= 100:  # a line has 25 tokens

@@ -12,7 +12,7 @@ from tests.serve.running_server import NAME, RunningServer, running_server  # is
 import openai
 
 from minillm import LLM, SamplingParams
-from minillm.fill_in_the_middle import fim_text
+from minillm.fill_in_the_middle import suffix_first
 from tests.conftest import TinyPair
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
@@ -169,7 +169,7 @@ def test_logprobs_are_those_of_the_engine_whole_and_streamed(server: RunningServ
 
 def test_a_suffix_asks_for_the_gap(server: RunningServer, offline: LLM) -> None:
     prefix, suffix = "def add(a, b):\n    return ", "\n\n\nclass Stack:\n"
-    expected = generate(offline, fim_text(prefix, suffix))
+    expected = generate(offline, suffix_first(prefix, suffix))
     answer = server.client().completions.create(prompt=prefix, suffix=suffix, **GREEDY)
     assert answer.choices[0].text == expected.outputs[0].text
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)

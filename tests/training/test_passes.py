@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from itertools import product
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from minillm.errors import TrainingError
 from minillm.fill_in_the_middle import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
+from minillm.training import data
 from minillm.training.data import Passes
 from minillm.training.fim_documents import pieces, training_document, with_gap
 from minillm.training.near_duplicates import without_near_duplicates
+from minillm.training.train_tokenizer import END_OF_TEXT
 
 from .conftest import source_file
 
@@ -46,20 +51,21 @@ def test_a_gap_is_moved_to_the_end_and_nothing_is_lost():
     text = source_file(1)
     assert "".join(pieces(text, rng)) == text
     kinds = set()
-    for _ in range(300):
-        gapped = with_gap(text, rng)
-        prefix, rest = gapped.removeprefix(FIM_PREFIX).split(FIM_SUFFIX)
-        suffix, middle = rest.split(FIM_MIDDLE)
-        assert prefix + middle + suffix == text
-        kinds.add((suffix[:1] == "\n" or suffix == "", "\n" in middle))
-    assert kinds == {(True, False), (True, True), (False, True), (False, False)}
+    for _ in range(3000):
+        prompt, gap = with_gap(text, rng)
+        first, rest = prompt.removeprefix(FIM_PREFIX).split(FIM_SUFFIX)
+        second, last = rest.split(FIM_MIDDLE)
+        prefix, suffix, middle = first or last, second, gap.removesuffix(END_OF_TEXT)
+        assert "" in (first, last) and prefix + middle + suffix == text
+        kinds.add((bool(last), suffix[:1] == "\n" or suffix == "", "\n" in middle))
+    assert kinds == set(product((True, False), repeat=3))
 
 
 def test_half_of_the_files_are_shown_whole():
     """Of 2,000 fair choices the share lies outside 0.45 to 0.55 once in 10⁵."""
     rng = np.random.default_rng(0)
     text = source_file(1)
-    whole = sum(training_document(text, rng) == text + "<|endoftext|>" for _ in range(2000))
+    whole = sum(training_document(text, rng) == [text + END_OF_TEXT] for _ in range(2000))
     assert 900 < whole < 1100
 
 
@@ -67,6 +73,17 @@ def test_markers_are_one_token_each(corpus):
     tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
     ids = tokenizer.encode(f"{FIM_PREFIX}a{FIM_SUFFIX}b{FIM_MIDDLE}c<|endoftext|>").ids
     assert [i for i in ids if i < 4] == [1, 2, 3, 0]
+
+
+def test_no_token_reaches_across_the_start_of_a_gap(corpus, tmp_path, monkeypatch):
+    """Otherwise no training document would have what a cursor inside a word gives."""
+    for name in ("tokenizer.json", "train.jsonl.gz"):
+        shutil.copy(corpus / name, tmp_path)
+    monkeypatch.setattr(data, "training_document", lambda text, rng: ["(se", "lf, "])
+    inputs, _ = Passes(tmp_path).batch(0, 1, 64)
+    tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
+    before, after, joined = (tokenizer.encode(text).ids for text in ("(se", "lf, ", "(self, "))
+    assert inputs[0, : len(before + after)].tolist() == before + after != joined
 
 
 def test_near_duplicates_go_and_what_is_only_alike_in_parts_stays():
