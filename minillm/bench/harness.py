@@ -134,14 +134,17 @@ def common_prefix_share(tokens: Sequence[Sequence[int]], others: Sequence[Sequen
 
 def result(name: str, config: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
     """The JSON of a benchmark: its rows with its configuration, the hardware, the versions and the git revision."""
+    return {**describe_run(name), "config": config, "rows": [asdict(row) for row in rows]}
+
+
+def describe_run(name: str, libraries: Sequence[str] = LIBRARIES) -> dict[str, Any]:
+    """Where a benchmark runs: the hardware, the versions and the git revision, as JSON values."""
     return {
         "schema": SCHEMA,
         "name": name,
         "revision": _revision(),
         "hardware": hardware.describe(),
-        "versions": {"python": sys.version.split()[0], **{lib: _version(lib) for lib in LIBRARIES}},
-        "config": config,
-        "rows": [asdict(row) for row in rows],
+        "versions": {"python": sys.version.split()[0], **{library: _version(library) for library in libraries}},
     }
 
 

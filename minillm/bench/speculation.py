@@ -83,6 +83,7 @@ def run(
     rounds: int = ROUNDS,
     prompts: int = PROMPTS,
     new_tokens: int = NEW_TOKENS,
+    block_size: int | None = None,
 ) -> dict[str, Any]:
     """Measure every method, fixed and adaptive, on every slice. Returns the result as JSON values.
 
@@ -101,7 +102,7 @@ def run(
     rows: list[Row] = []
     for kind in kinds:
         for batch in batches:
-            engines = _engines(model, draft, chosen, WEIGHTS[kind], batch, drafts)
+            engines = _engines(model, draft, chosen, WEIGHTS[kind], batch, drafts, block_size)
             for name in names:
                 run_ = SliceRun(engines, given[name][:prompts], batch, new_tokens)
                 labels = {"weights": kind, "batch": batch, "slice": name}
@@ -110,6 +111,7 @@ def run(
         "model": shape or model,
         "draft": draft,
         "num_speculative_tokens": drafts,
+        "block_size": block_size,
         "prompts_per_slice": prompts,
         "new_tokens": new_tokens,
         "sampling": "greedy",
@@ -162,12 +164,14 @@ def _engines(
     quantization: str | None,
     batch: int,
     drafts: int,
+    block_size: int | None,
 ) -> dict[str, LLM]:
     """Plain decoding and every method, with a fixed and with an adaptive number of drafts."""
     from minillm import LLM
 
     def engine(speculative: dict[str, Any] | None) -> LLM:
-        return LLM(model, quantization=quantization, device="cpu", max_num_seqs=batch, speculative_config=speculative)
+        options = {"quantization": quantization, "max_num_seqs": batch, "block_size": block_size}
+        return LLM(model, device="cpu", speculative_config=speculative, **options)
 
     engines = {PLAIN: engine(None)}
     for name, options in methods.items():

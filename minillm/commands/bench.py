@@ -39,27 +39,28 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--draft", metavar="MODEL", help="the draft model (default: the bundled one, if the model is bundled)"
     )
     own.add_argument("--shape", help="a random checkpoint of this shape in place of the model: 0.4b")
-    own.add_argument("--systems", type=_names, metavar="A,B", help="run only these systems")
-    own.add_argument("--ops", type=_names, metavar="A,B", help="measure only these ops")
-    own.add_argument("--stages", type=_names, metavar="A,B", help="run only these stages")
+    own.add_argument("--systems", type=names, metavar="A,B", help="run only these systems")
+    own.add_argument("--ops", type=names, metavar="A,B", help="measure only these ops")
+    own.add_argument("--stages", type=names, metavar="A,B", help="run only these stages")
     own.add_argument(
         "--rehearse", action="store_const", const=True, help="run the stages of `gpu` on a CPU, with tiny sizes"
     )
     own.add_argument("--quick", action="store_const", const=True, help="fewer texts and tasks")
     own.add_argument(
-        "--distances", type=_numbers, metavar="N,N", help="how many tokens back a definition to recall stands: 100,800"
+        "--distances", type=numbers, metavar="N,N", help="how many tokens back a definition to recall stands: 100,800"
     )
-    own.add_argument("--rounds", type=_positive, metavar="N", help="measure every system N times in turn")
-    own.add_argument("--prompts", type=_positive, metavar="N", help="how many held-out prompts")
-    own.add_argument("--new-tokens", type=_positive, metavar="N", help="tokens to generate per prompt")
-    own.add_argument("--methods", type=_names, metavar="A,B", help="measure only these drafting methods")
+    own.add_argument("--rounds", type=positive, metavar="N", help="measure every system N times in turn")
+    own.add_argument("--prompts", type=positive, metavar="N", help="how many held-out prompts")
+    own.add_argument("--new-tokens", type=positive, metavar="N", help="tokens to generate per prompt")
+    own.add_argument("--methods", type=names, metavar="A,B", help="measure only these drafting methods")
     own.add_argument(
         "--drafters", type=Path, metavar="FOLDER", help="where `minillm train` has exported drafters (default: bundled)"
     )
-    own.add_argument("--slices", type=_names, metavar="A,B", help="measure only these kinds of text")
-    own.add_argument("--weights", type=_names, metavar="A,B", help="measure only these: fp32, int8, w8a8")
-    own.add_argument("--batches", type=_numbers, metavar="N,N", help="how many requests run together: 1,4,16")
-    own.add_argument("--drafts", type=_positive, metavar="K", help="draft tokens per round")
+    own.add_argument("--slices", type=names, metavar="A,B", help="measure only these kinds of text")
+    own.add_argument("--weights", type=names, metavar="A,B", help="measure only these: fp32, int8, w8a8")
+    own.add_argument("--batches", type=numbers, metavar="N,N", help="how many requests run together: 1,4,16")
+    own.add_argument("--drafts", type=positive, metavar="K", help="draft tokens per round")
+    own.add_argument("--block-size", type=positive, metavar="N", help="tokens per cache block")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,18 +99,21 @@ def _flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
+def names(text: str) -> list[str]:
+    """The type of an option that takes names: `A,B`."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is an empty list; leave the option out for all of them")
-    return names
+    return found
 
 
-def _numbers(text: str) -> list[int]:
-    return [_positive(name) for name in _names(text)]
+def numbers(text: str) -> list[int]:
+    """The type of an option that takes numbers: `1,4,16`."""
+    return [positive(name) for name in names(text)]
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """The type of an option that takes a number from 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minillm.commands.command import Command
 from minillm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minillm.teaching.grading.batch import Graders
 
 EXAMPLES = """\
   minillm grade submissions/ --out report/
@@ -20,11 +24,16 @@ GIB = 1 << 30
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    add_what_to_grade(parser)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at a time (default: 1)")
+
+
+def add_what_to_grade(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `minillm cluster grade` has too."""
     parser.add_argument("submissions", type=Path, help="folder of notebooks, one folder or one file per student")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the reports")
     lessons_help = "lessons to grade (default: those that each notebook has functions of)"
     parser.add_argument("--lessons", nargs="+", default=[], metavar="NUMBER", help=lessons_help)
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at a time (default: 1)")
     secret_help = "file with the course's secret, at least 16 bytes: hidden cases that differ from student to student"
     parser.add_argument("--secret-file", type=Path, metavar="FILE", help=secret_help)
     parser.add_argument("--seconds", type=float, default=10.0, help="processor time per exercise (default: 10)")
@@ -39,6 +48,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Grade and write the reports. Returns 0 whatever the grades are."""
+    return grade(args)
+
+
+def grade(args: argparse.Namespace, graders: Graders | None = None) -> int:
+    """The same, with `graders` in place of processes here (`minillm.teaching.grading.batch.grade_all`)."""
     from tqdm import tqdm
 
     from minillm.teaching.grading import batch, reports
@@ -53,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     def bar(iterable: object, total: int) -> object:
         return tqdm(iterable, total=total, unit="notebook", disable=None)
 
-    graded = batch.grade_all(files, args.out, rules, args.jobs, args.isolation, bar)
+    graded = batch.grade_all(files, args.out, rules, args.jobs, args.isolation, bar, graders)
     for line in reports.write_all(graded, args.out, args.alike):
         print(line)
     sys.stdout.flush()

@@ -8,6 +8,7 @@ from minillm.commands import (
     bench,
     book,
     build,
+    cluster,
     demo,
     doctor,
     export,
@@ -22,7 +23,7 @@ from minillm.commands import (
 from minillm.commands.command import CommandParser, Parser
 from minillm.version import __version__
 
-_MODULES = (demo, lab, progress, generate, serve, quantize, export, train, doctor, build, book, grade, bench)
+_MODULES = (demo, lab, progress, generate, serve, quantize, export, train, doctor, build, book, grade, bench, cluster)
 COMMANDS = tuple(module.COMMAND for module in _MODULES)
 
 

@@ -72,6 +72,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument("--uvicorn-log-level", default="info", help="critical, error, warning, info, debug or trace")
     server.add_argument("--disable-uvicorn-access-log", action="store_true", help="log no line per request")
+    add_engine_options(parser)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add `ENGINE_OPTIONS`, in a group of their own."""
     engine = parser.add_argument_group("engine (defaults as in `LLM`)")
     engine.add_argument("--dtype", help="auto, float32, float16 or bfloat16")
     engine.add_argument("--device", help="auto, cpu or cuda")
@@ -87,7 +92,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=None)
     engine.add_argument("--scheduling-policy", help="fcfs or priority")
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="plain PyTorch")
-    engine.add_argument("--speculative-config", type=_json_object, metavar="JSON", help="as in LLM(...)")
+    engine.add_argument("--speculative-config", type=json_object, metavar="JSON", help="as in LLM(...)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,11 +132,16 @@ def run(args: argparse.Namespace) -> int:
 
 def engine_args(args: argparse.Namespace, kind: Any) -> Any:
     """The engine's options among `args`, as `kind`, which is `EngineArgs`."""
-    given = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
-    return kind.from_options(args.model, given)
+    return kind.from_options(args.model, given_engine_options(args))
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def given_engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options that were given."""
+    return {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The type of an option that takes a JSON object."""
     try:
         value = json.loads(text)
     except ValueError as problem:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,13 +64,26 @@ def _readable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
+Task = tuple[int, File, str]
+"""Number of the file, the file, and the key of its result."""
+Graders = Callable[[list[Task], Rules, str], Iterator[tuple[int, Submission]]]
+"""Grades files somewhere else, by `(tasks, rules, mode)`: `minillm.cluster.grading` does so on other machines."""
+
+
 def grade_all(
-    files: Sequence[File], out: Path, rules: Rules, jobs: int = 1, mode: str = "", progress: Any = None
+    files: Sequence[File],
+    out: Path,
+    rules: Rules,
+    jobs: int = 1,
+    mode: str = "",
+    progress: Any = None,
+    graders: Graders | None = None,
 ) -> list[Submission]:
     """The grades of `files`, in their order. Each is written to `out` as soon as it is there; those that are there
     already, with the same contents and rules, are not graded again.
 
     `jobs`: processes at a time. `mode`: see `StudentProcess`. `progress`: called as `progress(iterable, total=…)`.
+    `graders`: who grades, in place of processes here.
     """
     folder = out / RESULTS
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,14 +94,12 @@ def grade_all(
         if known is not None and (known.key, known.file) == (key, file.name):
             done[number] = known
     todo = [number for number in range(len(files)) if number not in done]
-    graded = _graded([(number, files[number], keys[number]) for number in todo], rules, min(jobs, len(todo)), mode)
+    tasks = [(number, files[number], keys[number]) for number in todo]
+    graded = graders(tasks, rules, mode) if graders else _graded(tasks, rules, min(jobs, len(todo)), mode)
     for number, submission in progress(graded, total=len(todo)) if progress else graded:
         grades.write(folder / _result_name(files[number], keys[number]), submission)
         done[number] = submission
     return [done[number] for number in range(len(files))]
-
-
-Task = tuple[int, File, str]
 
 
 def _graded(tasks: list[Task], rules: Rules, jobs: int, mode: str) -> Iterator[tuple[int, Submission]]:
@@ -114,8 +125,13 @@ def _grade(grader: Grader, task: Task) -> Submission:
     try:
         return grader.grade(file.path.read_bytes(), file.student, file.name, key)
     except OSError as problem:
-        made = {"student": file.student, "file": file.name, "key": key}
-        return Submission(**made, status=Status.UNREADABLE, reason=problem.strerror or str(problem))
+        return unreadable(file, key, problem)
+
+
+def unreadable(file: File, key: str, problem: OSError) -> Submission:
+    """The result of a file that the system does not let us read."""
+    made = {"student": file.student, "file": file.name, "key": key}
+    return Submission(**made, status=Status.UNREADABLE, reason=problem.strerror or str(problem))
 
 
 _grader: list[Grader] = []

@@ -1,0 +1,164 @@
+"""The Serve application: gateways and replicas, started and stopped."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import ObjectLostError, RayActorError
+from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from minillm.cluster.gateway import Answer, ReplicaLost, build_gateway
+from minillm.cluster.prefix_of_request import PrefixReader
+from minillm.cluster.prefix_router import PrefixRouter
+from minillm.cluster.prefix_table import MAX_IMBALANCE
+from minillm.cluster.replica import HttpCall, Replica, ReplicaSettings
+from minillm.config import at_least
+from minillm.errors import ConfigError, EngineDeadError
+
+ROUTERS = ("prefix", "power_of_two")
+"""`power_of_two` is Serve's own: the less loaded of two random replicas."""
+DEFAULT_BLOCK_SIZE = 16
+HEALTH_CHECK_S = 2
+START_S = 300
+QUIET = {"log_level": "WARNING", "enable_access_log": False}
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How many replicas of what, and how requests find them."""
+
+    replica: ReplicaSettings
+    num_replicas: int = 2
+    num_gateways: int = 1
+    cpus_per_replica: float = 1
+    gpus_per_replica: float = 0
+    router: str = "prefix"
+    max_imbalance: int = MAX_IMBALANCE
+    max_ongoing_requests: int = 256
+    """Requests that a replica takes before others are asked; more wait in the gateway."""
+    api_keys: tuple[str, ...] = ()
+    router_limits: dict[str, Any] = field(default_factory=dict)
+    """Other limits of `PrefixTable`."""
+
+    def __post_init__(self) -> None:
+        if self.router not in ROUTERS:
+            raise ConfigError(f"router={self.router!r} must be one of {', '.join(ROUTERS)}")
+        for name in ("num_replicas", "num_gateways", "max_ongoing_requests"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("cpus_per_replica", "gpus_per_replica"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
+        self.replica.engine_args()
+        self.replica.server_settings(self.api_keys)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the replicas' caches."""
+        return int(self.replica.engine.get("block_size") or DEFAULT_BLOCK_SIZE)
+
+
+class ServeReplicas:
+    """The replicas as the gateway reaches them: through Serve's handle and its router."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self.handle = handle.options(method_name="handle", stream=True)
+
+    async def send(self, call: HttpCall) -> Answer:
+        """See `minillm.cluster.gateway.Replicas`."""
+        response = self.handle.remote(call)
+        try:
+            async for piece in response:
+                yield piece
+        except (RayActorError, ObjectLostError) as problem:
+            raise ReplicaLost(type(problem).__name__) from problem
+        finally:
+            response.cancel()
+
+
+def build_application(settings: ClusterSettings, name: str) -> serve.Application:
+    """The deployments of gateway and replicas, bound to each other."""
+    routing = RequestRouterConfig()
+    if settings.router == "prefix":
+        limits = {"max_imbalance": settings.max_imbalance, **settings.router_limits}
+        routing = RequestRouterConfig(request_router_class=PrefixRouter, request_router_kwargs=limits)
+    replica = serve.deployment(
+        Replica,
+        name="Replica",
+        num_replicas=settings.num_replicas,
+        max_ongoing_requests=settings.max_ongoing_requests,
+        ray_actor_options={"num_cpus": settings.cpus_per_replica, "num_gpus": settings.gpus_per_replica},
+        health_check_period_s=HEALTH_CHECK_S,
+        logging_config=QUIET,
+        request_router_config=routing,
+    ).bind(settings.replica)
+    gateway = serve.deployment(
+        serve.ingress(_gateway_builder(settings, name))(),
+        name="Gateway",
+        num_replicas=settings.num_gateways,
+        max_ongoing_requests=settings.max_ongoing_requests * settings.num_replicas,
+        ray_actor_options={"num_cpus": 0.1},
+        logging_config=QUIET,
+    )
+    return gateway.bind(replica)
+
+
+def _gateway_builder(settings: ClusterSettings, name: str) -> Callable[[], FastAPI]:
+    def build() -> FastAPI:
+        handle = serve.get_deployment_handle("Replica", app_name=name)
+        model, block_size, template = settings.replica.model, settings.block_size, settings.replica.chat_template
+        reader = PrefixReader(model, block_size, template) if settings.router == "prefix" else None
+        return build_gateway(ServeReplicas(handle), settings.replica, reader, settings.api_keys)
+
+    return build
+
+
+@contextmanager
+def serving(
+    settings: ClusterSettings, host: str = "127.0.0.1", port: int = 8000, name: str = "minillm"
+) -> Iterator[str]:
+    """Start gateways and replicas in the connected cluster; yields the address once it answers.
+
+    At the end Serve is stopped. Raises `EngineDeadError` if the replicas cannot be started.
+    """
+    http = HTTPOptions(host=host, port=port, location="HeadOnly")
+    try:
+        # On a busy machine the process that listens takes longer than Serve waits for it; it is waited for below.
+        with suppress(TimeoutError):
+            serve.start(http_options=http, logging_config=QUIET)
+        try:
+            serve.run(build_application(settings, name), name=name, route_prefix="/")
+        except RuntimeError as problem:
+            raise EngineDeadError(f"the replicas could not be started: {' '.join(str(problem).split())}") from problem
+        url = f"http://{host}:{port}"
+        _wait_until_it_answers(f"{url}/v1/models")
+        yield url
+    finally:
+        serve.shutdown()
+
+
+def _wait_until_it_answers(url: str) -> None:
+    """Wait for any answer of the gateway. Raises `EngineDeadError` after `START_S`."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=10):
+                return
+        except urllib.error.HTTPError as answer:
+            if answer.code != HTTPStatus.NOT_FOUND:  # a proxy that does not know the gateway yet
+                return
+            problem: Exception = answer
+        except OSError as no_answer:
+            problem = no_answer
+        if time.monotonic() > deadline:
+            raise EngineDeadError(f"{url} did not answer within {START_S} s: {problem}")
+        time.sleep(0.2)

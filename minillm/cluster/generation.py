@@ -1,0 +1,172 @@
+"""Batch generation: the prompts of a file, completed by the workers of a cluster, each exactly once.
+
+    prompts.jsonl          {"prompt": "def fib(n):"}                an `id` of your own is optional: the line number
+    results/part-….jsonl   {"id": 0, "text": "…", "token_ids": […], "finish_reason": "length", "num_prompt_tokens": 5}
+
+A prompt that cannot be run (too long, empty) gets `{"id": …, "error": "…"}` and does not stop the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minillm.cluster.parts_folder import PartsFolder
+from minillm.cluster.worker_pool import Pool
+from minillm.config import EngineArgs, at_least
+from minillm.errors import ConfigError, MinillmError, PromptError
+from minillm.models.fingerprint import fingerprint_of_folder
+from minillm.models.hub import resolve
+from minillm.sampling import SamplingParams
+from minillm.version import __version__
+
+if TYPE_CHECKING:
+    from minillm.outputs import RequestOutput
+
+SHARD = 256
+Item = Mapping[str, Any]
+Progress = Callable[..., Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """What decides the results."""
+
+    model: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Options of `LLM`."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Options of `SamplingParams`."""
+
+    def __post_init__(self) -> None:
+        EngineArgs.from_options(self.model, self.engine)
+        params = SamplingParams(**self.sampling)
+        if params.n != 1:
+            raise ConfigError(f"n={params.n}: batch generation writes one completion per prompt; use n=1")
+
+    def job(self, data: bytes, shard: int) -> dict[str, Any]:
+        """What a folder of results belongs to. `data`: the input file."""
+        return {
+            "kind": "generate",
+            "version": __version__,
+            "input": hashlib.sha256(data).hexdigest(),
+            "model": self.model,
+            "weights": fingerprint_of_folder(resolve(self.model)),
+            "engine": self.engine,
+            "sampling": self.sampling,
+            "shard": shard,
+        }
+
+
+class GenerationWorker:
+    """An engine that completes one shard of prompts after the other."""
+
+    def __init__(self, settings: GenerationSettings) -> None:
+        from minillm.llm import LLM
+
+        self.llm = LLM(settings.model, **settings.engine)
+        self.sampling = settings.sampling
+
+    def run(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+        """One row per item, in order."""
+        refused = {number: said for number, item in enumerate(items) if (said := self._refusal(item))}
+        asked = [number for number in range(len(items)) if number not in refused]
+        params = [self._params(items[number]) for number in asked]
+        outputs = self.llm.generate([items[number]["prompt"] for number in asked], params, use_tqdm=False)
+        rows = {number: _row(output) for number, output in zip(asked, outputs, strict=True)}
+        return [{"id": item["id"], **rows.get(n, {"error": refused.get(n)})} for n, item in enumerate(items)]
+
+    def _params(self, item: Item) -> SamplingParams:
+        """With a temperature and no seed every prompt gets a seed of its own, so a shard done again is the same."""
+        given = dict(self.sampling)
+        if given.get("seed") is None:
+            given["seed"] = item["number"]
+        return SamplingParams(**given)
+
+    def _refusal(self, item: Item) -> str | None:
+        try:
+            for request in self.llm.llm_engine.prepare(item["prompt"], self._params(item)):
+                self.llm.engine.check_fits(request)
+        except MinillmError as problem:
+            return str(problem)
+        return None
+
+
+def _row(output: RequestOutput) -> dict[str, Any]:
+    choice = output.outputs[0]
+    return {
+        "text": choice.text,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+    }
+
+
+def read_items(file: Path) -> tuple[list[Item], bytes]:
+    """The prompts of a file, and its bytes. Each has an `id`, a `number` (from 0) and a `prompt`: text, or
+    `{"prompt_token_ids": […]}`.
+
+    Raises `PromptError` for a line that is no prompt, or an id that was there before; `ConfigError` without the file.
+    """
+    try:
+        data = file.read_bytes()
+    except OSError as problem:
+        raise ConfigError(f"{file}: {problem.strerror or problem}; name a file of prompts") from None
+    items: list[Item] = []
+    ids: dict[str, int] = {}
+    for line, text in enumerate(data.split(b"\n"), 1):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except ValueError as problem:
+            raise PromptError(f"{file}, line {line} is not JSON ({problem}); write one object per line") from None
+        if not isinstance(row, dict) or ("prompt" in row) == ("prompt_token_ids" in row):
+            raise PromptError(f'{file}, line {line} must be an object with either "prompt" or "prompt_token_ids"')
+        name = row.get("id", len(items))
+        if not isinstance(name, str | int) or isinstance(name, bool):
+            raise PromptError(f"{file}, line {line}: the id {name!r} must be text or an integer")
+        if (before := ids.setdefault(json.dumps(name), line)) != line:
+            raise PromptError(f"{file}, line {line}: the id {name!r} is also that of line {before}; ids must differ")
+        key, kind = ("prompt", str) if "prompt" in row else ("prompt_token_ids", list)
+        if not isinstance(row[key], kind):
+            raise PromptError(f"{file}, line {line}: {key} must be {'text' if kind is str else 'a list of token ids'}")
+        prompt = row[key] if kind is str else {key: row[key]}
+        items.append({"id": name, "number": len(items), "prompt": prompt})
+    if not items:
+        raise PromptError(f"{file} has no prompts; write one JSON object per line")
+    return items, data
+
+
+def shards(num_items: int, size: int) -> list[tuple[int, int]]:
+    """The ranges of the parts: `(first item, first item of the next)`. Raises `ConfigError`."""
+    at_least("shard", size, 1)
+    return [(begin, min(begin + size, num_items)) for begin in range(0, num_items, size)]
+
+
+def generate_file(
+    file: Path,
+    out: Path,
+    settings: GenerationSettings,
+    pool: Pool,
+    shard: int = SHARD,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Complete all prompts of `file` into `out`. Returns the files of the parts, in order.
+
+    Parts that are there already, of the same input and settings, are kept. `shard`: prompts per part. `progress`:
+    called as `progress(iterable, total=…)`. Raises the errors of `read_items`, `PartsFolder.open` and the pool.
+    """
+    items, data = read_items(file)
+    parts = shards(len(items), shard)
+    with PartsFolder(out, settings.job(data, shard)).open() as folder:
+        left = [part for part in parts if not folder.has(*part)]
+        done = pool.map(partial(GenerationWorker, settings), [items[begin:end] for begin, end in left])
+        for number, rows in progress(done, total=len(left)) if progress else done:
+            folder.write(*left[number], rows)
+        return [folder.path(*part) for part in parts]

@@ -1,0 +1,144 @@
+"""Sweeps over a cluster: `minillm bench speculation` for every combination of method, drafts per round and block size.
+
+Each point runs plain decoding and the method in turn in one worker, so a ratio compares two runs on the same machine.
+Points run on different machines, and several at a time on one: compare their counts, their ratios with care, and their
+times only if each worker had its processors to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minillm.bench import speculation
+from minillm.cluster.parts_folder import PartsFolder
+from minillm.cluster.worker_pool import Pool
+from minillm.config import at_least
+from minillm.errors import ConfigError
+from minillm.models.fingerprint import fingerprint_of_folder
+from minillm.models.hub import resolve
+from minillm.version import __version__
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Progress = Callable[..., Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination."""
+
+    method: str
+    drafts: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """What is measured at every point; see `minillm.bench.speculation.run`."""
+
+    model: str = "minicoder"
+    draft: str | None = None
+    methods: tuple[str, ...] = ("draft_model", "ngram", "suffix")
+    drafts: tuple[int, ...] = (2, 4, 8)
+    block_sizes: tuple[int, ...] = (16,)
+    slices: tuple[str, ...] = ()
+    """Kinds of text; none: all."""
+    weights: str = "fp32"
+    batch: int = 1
+    rounds: int = 3
+    prompts: int = speculation.PROMPTS
+    new_tokens: int = speculation.NEW_TOKENS
+
+    def __post_init__(self) -> None:
+        slices = speculation.slice_prompts()
+        for what, given, known in (
+            ("method", self.methods, speculation.METHODS),
+            ("slice", self.slices, slices),
+            ("kind of weights", (self.weights,), speculation.WEIGHTS),
+        ):
+            for name in given:
+                if name not in known:
+                    raise ConfigError(f"there is no {what} {name!r}; there are: {', '.join(known)}")
+        for name in ("methods", "drafts", "block_sizes"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                raise ConfigError(f"{name} {values} must be one or more values, each once")
+        for name in ("drafts", "block_sizes"):
+            for value in getattr(self, name):
+                at_least(name, value, 1)
+        for name in ("batch", "rounds", "prompts", "new_tokens"):
+            at_least(name, getattr(self, name), 1)
+
+    @property
+    def points(self) -> list[Point]:
+        """All combinations."""
+        return [Point(*values) for values in product(self.methods, self.drafts, self.block_sizes)]
+
+    def job(self) -> dict[str, Any]:
+        """What a folder of results belongs to."""
+        weights = fingerprint_of_folder(resolve(self.model))
+        return {"kind": "sweep", "version": __version__, "fingerprint": weights, **asdict(self)}
+
+
+class SweepWorker:
+    """Measures points."""
+
+    def __init__(self, settings: SweepSettings) -> None:
+        self.settings = settings
+
+    def run(self, point: Point) -> list[dict[str, Any]]:
+        """The rows of one point, one per slice, with the machine that measured them."""
+        own = self.settings
+        found = speculation.run(
+            own.model,
+            own.draft,
+            methods=[point.method],
+            slices=own.slices or None,
+            weights=[own.weights],
+            batches=[own.batch],
+            drafts=point.drafts,
+            rounds=own.rounds,
+            prompts=own.prompts,
+            new_tokens=own.new_tokens,
+            block_size=point.block_size,
+        )
+        rows = [row for row in found["rows"] if row["system"] == point.method]
+        if not rows:
+            raise ConfigError(f"{point.method!r} cannot run with {own.model}: it needs a draft model or weights")
+        return [{**asdict(point), **row, "hardware": found["hardware"]["cpu"]["name"]} for row in rows]
+
+
+def sweep(out: Path, settings: SweepSettings, pool: Pool, progress: Progress | None = None) -> list[dict[str, Any]]:
+    """Measure all points. Returns their rows. Points that are in `out` already are not measured again.
+
+    `progress`: called as `progress(iterable, total=…)`. Raises the errors of `PartsFolder.open` and the pool.
+    """
+    points = settings.points
+    parts = [(number, number + 1) for number in range(len(points))]
+    with PartsFolder(out, settings.job()).open() as folder:
+        left = [part for part in parts if not folder.has(*part)]
+        done = pool.map(partial(SweepWorker, settings), [points[begin] for begin, _ in left])
+        for number, rows in progress(done, total=len(left)) if progress else done:
+            folder.write(*left[number], rows)
+        return list(folder.read(parts))
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A row per point and slice, the best tokens per forward first within a slice."""
+    from rich.table import Table
+
+    made = Table(title="speculation: method, drafts per round, block size")
+    for heading in ("slice", "method", "drafts", "block", "τ (counted)", "speed-up (measured)", "spread", "same text"):
+        made.add_column(heading, justify="left" if heading in ("slice", "method") else "right")
+    for row in sorted(rows, key=lambda row: (row["config"]["slice"], -row["config"]["tau"])):
+        spread = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
+        point = row["config"]["slice"], row["method"], str(row["drafts"]), str(row["block_size"])
+        same = "yes" if row["outputs_equal"] else "no"
+        made.add_row(*point, f"{row['config']['tau']:.2f}", f"{row['ratio']:.2f}×", spread, same)
+    return made

@@ -1,0 +1,132 @@
+"""`WorkerPool`: tasks on the workers of a Ray cluster; a lost worker's task is done again by another.
+
+A worker is an object that is built once on some machine of the cluster (it loads a model, say) and then takes one task
+at a time. The results come in the order in which they are done. A task that has lost `MAX_LOSSES` workers is not tried
+again: it may be what ends them. The other tasks are still done before the error is raised.
+
+Ray Data's `map_batches` would also run the workers. It writes files from its workers under names of its own, so a run
+that is stopped and started again would not know what is done; that is why there is a pool here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from minillm.config import at_least
+from minillm.errors import ConfigError, EngineDeadError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+MAX_LOSSES = 3
+CLOSE_S = 10
+
+
+class Worker(Protocol[Task, Result]):
+    """What a pool runs. If it has a method `close`, that is called after its last task."""
+
+    def run(self, task: Task) -> Result:
+        """Do one task."""
+
+
+class Pool(Protocol):
+    """Something that does tasks: a `WorkerPool`, or this process."""
+
+    def map(self, make: Callable[[], Worker[Task, Result]], tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
+        """Do `tasks` by workers that `make` builds. Yields `(number of the task, its result)` as they are done."""
+
+
+class ThisProcess:
+    """A pool of one worker in this process."""
+
+    def map(self, make: Callable[[], Worker[Task, Result]], tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
+        """See `Pool`."""
+        actor = _Actor(make)
+        try:
+            for number, task in enumerate(tasks):
+                yield number, actor.run(task)
+        finally:
+            actor.close()
+
+
+class WorkerPool:
+    """At most `num_workers` at a time in the connected Ray cluster, each with its own `num_cpus` and `num_gpus`."""
+
+    def __init__(self, num_workers: int, num_cpus: float = 1, num_gpus: float = 0) -> None:
+        at_least("num_workers", num_workers, 1)
+        self.num_workers = num_workers
+        self.options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
+        self.num_lost = 0
+        """Workers that ended before their task."""
+
+    def map(self, make: Callable[[], Worker[Task, Result]], tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
+        """See `Pool`. Raises what a worker raises, `ConfigError` if no machine could run one, and `EngineDeadError` for
+        tasks that are given up."""
+        import ray
+        from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+        for kind, wanted in (("CPU", self.options["num_cpus"]), ("GPU", self.options["num_gpus"])):
+            if wanted > (there := ray.cluster_resources().get(kind, 0)):
+                raise ConfigError(f"a worker needs {wanted:g} {kind}s, and the cluster has {there:g}; ask for fewer")
+        build = ray.remote(**self.options)(_Actor).remote
+        waiting, losses = deque(range(len(tasks))), dict.fromkeys(range(len(tasks)), 0)
+        running: dict[Any, tuple[Any, int]] = {}
+        given_up: list[int] = []
+        closing: list[Any] = []
+
+        def start(actor: Any) -> None:
+            if waiting:
+                number = waiting.popleft()
+                running[actor.run.remote(tasks[number])] = actor, number
+            else:
+                closing.append(actor.close.remote())
+
+        try:
+            for _ in range(min(self.num_workers, len(tasks))):
+                start(build(make))
+            while running:
+                [done], _ = ray.wait(list(running), num_returns=1)
+                actor, number = running.pop(done)
+                try:
+                    result = ray.get(done)
+                except RayTaskError as problem:
+                    raise problem.cause or problem from None
+                except (RayActorError, ObjectLostError):
+                    self.num_lost += 1
+                    losses[number] += 1
+                    if losses[number] < MAX_LOSSES:
+                        waiting.appendleft(number)
+                    else:
+                        given_up.append(number)
+                    if waiting:
+                        start(build(make))
+                    continue
+                start(actor)
+                yield number, result
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S)
+        finally:
+            for actor, _ in running.values():
+                ray.kill(actor)
+        if given_up:
+            raise EngineDeadError(
+                f"{len(given_up)} of {len(tasks)} tasks lost {MAX_LOSSES} workers each and are given up, the first is "
+                f"task {given_up[0]}; all others are done: look into Ray's logs, then run it again"
+            )
+
+
+class _Actor:
+    """A worker in a process of its own, built with its first task: what `make` raises is raised by the pool."""
+
+    def __init__(self, make: Callable[[], Worker[Any, Any]]) -> None:
+        self.make = make
+        self.worker: Worker[Any, Any] | None = None
+
+    def run(self, task: Any) -> Any:
+        if self.worker is None:
+            self.worker = self.make()
+        return self.worker.run(task)
+
+    def close(self) -> None:
+        if hasattr(self.worker, "close"):
+            self.worker.close()

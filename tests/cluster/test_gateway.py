@@ -1,0 +1,196 @@
+"""The gateway over replicas that are lost: every request is answered once, with the same text. Without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+
+import httpx
+
+from minillm.cluster.gateway import MAX_TRIES, Answer, ReplicaLost, build_gateway
+from minillm.cluster.prefix_of_request import PrefixReader
+from minillm.cluster.replica import HttpCall, Replica, ReplicaSettings
+from tests.conftest import TinyPair
+
+GREEDY = {"prompt": "def add(a, b):\n", "max_tokens": 24, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def settings(tiny: TinyPair) -> ReplicaSettings:
+    engine = {"block_size": 4, "enforce_eager": True, "device": "cpu"}
+    return ReplicaSettings(str(tiny.target), engine, model_names=("tiny",), max_num_queued_reqs=4)
+
+
+@pytest.fixture(scope="module")
+def replica(settings: ReplicaSettings) -> Iterator[Replica]:
+    made = Replica(settings, "a")
+    yield made
+    made.engine.shutdown()
+
+
+class Unreliable:
+    """Replicas of which one is lost after so many pieces of its answer, per try; None: not at all."""
+
+    def __init__(self, replica: Replica, *lost_after: int | None) -> None:
+        self.replica, self.lost_after = replica, list(lost_after)
+        self.calls: list[HttpCall] = []
+
+    async def send(self, call: HttpCall) -> Answer:
+        self.calls.append(call)
+        limit = self.lost_after.pop(0) if self.lost_after else None
+        answer = self.replica.handle(call)
+        try:
+            count = 0
+            async for piece in answer:
+                if count == limit:
+                    raise ReplicaLost("killed")
+                yield piece
+                count += 1
+        finally:
+            await answer.aclose()
+
+
+def ask(
+    replicas: Unreliable, settings: ReplicaSettings, *bodies: Any, path: str = "/v1/completions", **how: Any
+) -> Any:
+    keys: Sequence[str] = how.pop("api_keys", ())
+    app = build_gateway(replicas, settings, how.pop("reader", None), tuple(keys))
+
+    async def send() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
+            return await asyncio.gather(*(client.request("POST" if b else "GET", path, json=b, **how) for b in bodies))
+
+    answers = asyncio.run(send())
+    return answers[0] if len(answers) == 1 else answers
+
+
+def streamed(response: httpx.Response) -> tuple[str, list[dict[str, Any]]]:
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events.pop() == "[DONE]" and "[DONE]" not in events
+    chunks = [json.loads(one) for one in events]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", ())), chunks
+
+
+def text(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+@pytest.fixture(scope="module")
+def expected(replica: Replica, settings: ReplicaSettings) -> str:
+    return text(ask(Unreliable(replica), settings, GREEDY))
+
+
+def test_an_answer_passes_with_the_name_of_its_replica(replica: Replica, settings: ReplicaSettings) -> None:
+    answer = ask(Unreliable(replica), settings, GREEDY)
+    assert answer.headers["x-minillm-replica"] == "a"
+    assert answer.headers["content-type"] == "application/json"
+    assert ask(Unreliable(replica), settings, None, path="/v1/models").json()["data"][0]["id"] == "tiny"
+    assert ask(Unreliable(replica), settings, None, path="/health").status_code == 200
+
+
+@pytest.mark.parametrize("lost_after", [(0,), (1,), (0, 1)])
+def test_a_lost_replicas_request_is_sent_again(
+    replica: Replica, settings: ReplicaSettings, expected: str, lost_after: tuple[int, ...]
+) -> None:
+    replicas = Unreliable(replica, *lost_after)
+    assert text(ask(replicas, settings, GREEDY)) == expected
+    assert len(replicas.calls) == len(lost_after) + 1
+
+
+def test_a_sampled_answer_that_nobody_has_seen_is_sent_again(replica: Replica, settings: ReplicaSettings) -> None:
+    assert text(ask(Unreliable(replica, 1), settings, GREEDY | {"temperature": 1.0}))
+
+
+@pytest.mark.parametrize("lost_after", [(0,), (1,), (2,), (9,), (5, 12)])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.9, "seed": 5}, {"n": 2, "temperature": 0.9, "seed": 5}])
+def test_a_stream_goes_on_elsewhere(
+    replica: Replica, settings: ReplicaSettings, lost_after: tuple[int, ...], how: dict[str, Any]
+) -> None:
+    body = GREEDY | {"stream": True} | how
+    whole, chunks = streamed(ask(Unreliable(replica), settings, body))
+    again, more = streamed(ask(Unreliable(replica, *lost_after), settings, body))
+    by_choice = [
+        ["".join(c["text"] for chunk in each for c in chunk["choices"] if c["index"] == i) for i in range(2)]
+        for each in (chunks, more)
+    ]
+    assert by_choice[0] == by_choice[1] and len(whole) == len(again)
+    assert len({chunk["id"] for chunk in more}) == 1
+    ends = [[c["index"] for chunk in each for c in chunk["choices"] if c["finish_reason"]] for each in (chunks, more)]
+    assert sorted(ends[0]) == sorted(ends[1]) == list(range(how.get("n", 1)))
+
+
+def test_a_stream_that_cannot_go_on_ends_with_an_error(replica: Replica, settings: ReplicaSettings) -> None:
+    body = GREEDY | {"stream": True, "temperature": 1.0}
+    _, chunks = streamed(ask(Unreliable(replica, 5), settings, body))
+    assert chunks[-1]["error"]["code"] == 503
+    assert "lost in the middle" in chunks[-1]["error"]["message"]
+    assert len(chunks) > 1
+
+
+def test_a_stream_of_which_nothing_has_been_sent_is_sent_again_whatever_it_is(
+    replica: Replica, settings: ReplicaSettings
+) -> None:
+    _, chunks = streamed(ask(Unreliable(replica, 1), settings, GREEDY | {"stream": True, "temperature": 1.0}))
+    assert "error" not in chunks[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_loses_every_replica_is_given_up(
+    replica: Replica, settings: ReplicaSettings, stream: bool
+) -> None:
+    replicas = Unreliable(replica, *[1] * 9)
+    answer = ask(replicas, settings, GREEDY | {"stream": stream})
+    error = streamed(answer)[1][-1]["error"] if stream else answer.json()["error"]
+    assert error["code"] == 503 and f"{MAX_TRIES} replicas were lost" in error["message"]
+    assert len(replicas.calls) == MAX_TRIES
+
+
+def test_a_refusal_of_the_replica_passes(replica: Replica, settings: ReplicaSettings) -> None:
+    refused = ask(Unreliable(replica), settings, GREEDY | {"top_p": 7})
+    assert refused.status_code == 400 and "top_p=7" in refused.json()["error"]["message"]
+    three = GREEDY | {"n": 3, "temperature": 1.0}
+    full = ask(Unreliable(replica), settings, three, three)
+    assert sorted(answer.status_code for answer in full) == [200, 503]
+    assert next(a for a in full if a.status_code == 503).headers["retry-after"] == "1"
+
+
+def test_keys_and_lengths_are_checked_before_a_replica_is_asked(replica: Replica, settings: ReplicaSettings) -> None:
+    replicas = Unreliable(replica)
+    assert ask(replicas, settings, GREEDY, api_keys=["secret"]).status_code == 401
+    assert ask(replicas, settings, GREEDY | {"prompt": "x" * (5 << 20)}).status_code == 413
+    assert replicas.calls == []
+    assert ask(replicas, settings, GREEDY, api_keys=["secret"], headers={"Authorization": "Bearer secret"}).is_success
+    assert all(name != b"authorization" for name, _ in replicas.calls[0].headers)
+
+
+def test_the_router_gets_the_hashes_of_the_prompt(replica: Replica, settings: ReplicaSettings) -> None:
+    replicas = Unreliable(replica)
+    ask(replicas, settings, GREEDY, reader=PrefixReader(settings.model, 4))
+    assert len(replicas.calls[0].block_hashes) >= 2
+
+
+def test_metrics_are_those_of_a_replica(replica: Replica, settings: ReplicaSettings) -> None:
+    assert ask(Unreliable(replica), settings, None, path="/metrics").status_code == 404
+
+
+def test_an_answer_that_nobody_reads_on_is_aborted(replica: Replica) -> None:
+    body = json.dumps(GREEDY | {"stream": True, "max_tokens": 200}).encode()
+    call = HttpCall("POST", "/v1/completions", ((b"content-type", b"application/json"),), body)
+
+    async def leave() -> None:
+        answer = replica.handle(call)
+        await anext(answer)
+        await anext(answer)
+        assert replica.engine.num_unfinished == 1
+        await answer.aclose()
+        assert replica.engine.num_unfinished == 0
+
+    asyncio.run(leave())
