@@ -96,12 +96,17 @@ def two_nodes(cpus_per_node: int) -> Iterator[None]:
 
 
 def run(settings: FailoverSettings | None = None) -> dict[str, Any]:
-    """Run the check with every router. Returns the result as JSON values."""
+    """Run the check on two simulated nodes. Returns the result as JSON values."""
     settings = settings or FailoverSettings()
+    with two_nodes(cpus_per_node=settings.replicas // 2 + 2):
+        return measure(settings)
+
+
+def measure(settings: FailoverSettings) -> dict[str, Any]:
+    """Run the check with every router, in the connected cluster; its replicas must be on this machine."""
     prompts = prompts_of(settings)
     expected = expected_tokens(settings, prompts)
-    with two_nodes(cpus_per_node=settings.replicas // 2 + 2):
-        rows = [_with_router(settings, router, prompts, expected) for router in settings.routers]
+    rows = [_with_router(settings, router, prompts, expected) for router in settings.routers]
     return {**describe_run("failover", (*LIBRARIES, "ray")), "config": asdict(settings), "rows": rows}
 
 
@@ -163,10 +168,11 @@ class _Client:
         """End the process of the replica that has answered most, as if its machine lost power."""
         self.killed = Counter(answer[2] for answer in self.answers).most_common(1)[0][0]
         self.in_flight_at_kill = self._in_flight
-        os.kill(await asyncio.to_thread(_process_of, self.killed), signal.SIGKILL)
+        os.kill(await asyncio.to_thread(process_of, self.killed), signal.SIGKILL)
 
 
-def _process_of(replica: str) -> int:
+def process_of(replica: str) -> int:
+    """The process id of a replica, by the name that its answers carry."""
     import ray
 
     actor = ray.get_actor(f"SERVE_REPLICA::minillm#Replica#{replica}", namespace="serve")

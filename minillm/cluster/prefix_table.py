@@ -61,16 +61,16 @@ class PrefixTable(Generic[Replica]):
         """All replicas, the one that should get the request first.
 
         `loads`: requests that each replica has, waiting and running. Order: replicas that may be chosen for their
-        prefix, the longest match first; then by load; then as in `loads`.
+        prefix, the longest match first; then by load; then by blocks sent so far, so that new prefixes spread.
         """
         if not loads:
             return []
         limit = min(loads.values()) + self.max_imbalance
         enough = max(1, self.min_match * len(hashes))
 
-        def cost(replica: Replica) -> tuple[int, int]:
+        def cost(replica: Replica) -> tuple[int, int, int]:
             matched = self.match(replica, hashes) if loads[replica] <= limit else 0
-            return (-matched if matched >= enough else 0), loads[replica]
+            return (-matched if matched >= enough else 0), loads[replica], len(self._sent.get(replica, ()))
 
         return sorted(loads, key=cost)
 

@@ -56,6 +56,13 @@ def test_affinity_is_given_up_when_a_replica_is_too_busy(load: int, first: str) 
     assert routes.rank(DOCUMENT, {"a": load, "b": 0})[0] == first
 
 
+def test_new_prefixes_are_spread_over_idle_replicas() -> None:
+    routes = table()
+    for prompt in (DOCUMENT, OTHER):
+        routes.note(routes.rank(prompt, {"a": 0, "b": 0})[0], prompt)
+    assert (routes.match("a", DOCUMENT), routes.match("b", OTHER)) == (3, 3)
+
+
 def test_a_short_common_beginning_is_no_reason() -> None:
     routes = table(min_match=0.5)
     routes.note("a", DOCUMENT[:1])

@@ -1,0 +1,129 @@
+"""Replicas of Ray Serve behind the gateway: the prefix router, killed replicas, streams, a client that leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.cluster.application import ClusterSettings, serving
+from minillm.cluster.failover import FailoverSettings, measure, passed, process_of
+from minillm.cluster.replica import ReplicaSettings
+from minillm.errors import ConfigError
+from tests.conftest import TinyPair
+
+ENGINE = {"device": "cpu", "enforce_eager": True, "block_size": 4, "num_kv_blocks": 256}
+PORT = 8743
+PATIENCE_S = 120
+
+
+@pytest.fixture(scope="module")
+def url(tiny: TinyPair) -> Iterator[str]:
+    replica = ReplicaSettings(str(tiny.target), ENGINE, model_names=("tiny",))
+    with serving(ClusterSettings(replica, num_replicas=2, api_keys=("key",)), port=PORT) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0, timeout=PATIENCE_S)
+
+
+def kill(replica: str) -> None:
+    os.kill(process_of(replica), signal.SIGKILL)
+
+
+def ask(url: str, prompt: list[int], **options: object) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, **options}
+    headers = {"Authorization": "Bearer key"}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
+
+
+def test_prompts_with_one_prefix_go_to_one_replica_and_are_found_in_its_cache(url: str) -> None:
+    documents = [[number] * 20 for number in range(1, 7)]
+    by_document = []
+    for document in documents:
+        answers = [ask(url, [*document, own]) for own in (31, 32, 33)]
+        by_document.append({answer.headers["x-minillm-replica"] for answer in answers})
+        cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert cached == [0, 20, 20]
+    assert all(len(replicas) == 1 for replicas in by_document)
+    assert len(set.union(*by_document)) == 2  # and the documents are spread over both
+
+
+def test_the_api_is_that_of_the_server(client: openai.OpenAI, url: str, tiny: TinyPair) -> None:
+    prompt = "def add(a, b):\n"
+    [expected] = LLM(str(tiny.target), **ENGINE).generate([prompt], SamplingParams(temperature=0, max_tokens=12))
+    found = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
+    assert found.choices[0].text == expected.outputs[0].text
+    stream = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected.outputs[0].text
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with pytest.raises(openai.BadRequestError, match="top_p=7"):
+        client.completions.create(model="tiny", prompt=prompt, top_p=7)
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 401
+
+
+def test_a_stream_whose_replica_is_killed_goes_on(client: openai.OpenAI, tiny: TinyPair) -> None:
+    prompt = "class Stack:\n"
+    options = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
+    [expected] = LLM(str(tiny.target), **ENGINE).generate([prompt], SamplingParams(**options))
+    extra = {"ignore_eos": True}
+    stream = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=200, temperature=0, stream=True, extra_body=extra
+    )
+    texts = [next(stream).choices[0].text]
+    kill(stream.response.headers["x-minillm-replica"])
+    texts += [chunk.choices[0].text for chunk in stream]
+    assert "".join(texts) == expected.outputs[0].text
+
+
+def test_a_sampled_stream_whose_replica_is_killed_ends_with_an_error(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model="tiny", prompt="x", max_tokens=200, temperature=1, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    kill(stream.response.headers["x-minillm-replica"])
+    with pytest.raises(openai.APIError, match="lost in the middle"):
+        list(stream)
+
+
+def test_a_client_that_leaves_ends_its_request(url: str) -> None:
+    """One replica runs one such request at a time: the next client's answer would wait for the end of the stream."""
+    body = {"prompt": "y", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": "Bearer key"}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S) as response:
+        first = next(response.iter_lines())
+        assert json.loads(first.removeprefix("data: "))["choices"]
+    deadline = time.monotonic() + PATIENCE_S
+    while ask(url, [5] * 8).status_code != 200:
+        assert time.monotonic() < deadline
+    # The cluster shuts down at the end of this module: a request that still ran would hold its replica.
+
+
+def test_a_killed_replica_loses_no_request(tiny: TinyPair) -> None:
+    """The show: 500 requests to three replicas on two nodes, one of which is killed, with both routers."""
+    engine = {"num_kv_blocks": 96, "enforce_eager": True, "max_num_seqs": 8, "device": "cpu"}
+    result = measure(FailoverSettings(str(tiny.target), 500, document_tokens=96, block_size=8, engine=engine))
+    assert passed(result)
+    for row in result["rows"]:
+        assert row["answered_once"] == row["status_200"] == row["same_tokens"] == row["requests"] == 500
+        assert row["killed"] in row["requests_per_replica"] and row["in_flight_at_kill"] > 0
+    by_router = {row["router"]: row["cached_share"] for row in result["rows"]}
+    assert by_router["prefix"] > by_router["power_of_two"]
+
+
+def test_bad_settings_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="router='random'"):
+        ClusterSettings(ReplicaSettings("minicoder"), router="random")
+    with pytest.raises(ConfigError, match="num_replicas=0"):
+        ClusterSettings(ReplicaSettings("minicoder"), num_replicas=0)
+    with pytest.raises(ConfigError, match="an API key is empty"):
+        ClusterSettings(ReplicaSettings("minicoder"), api_keys=("",))

@@ -1,0 +1,151 @@
+"""Batch generation: the tokens of one engine, each prompt once, over stops and lost workers. Without Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm import LLM, SamplingParams
+from minillm.cluster.generation import GenerationSettings, generate_file, read_items, shards
+from minillm.cluster.worker_pool import ThisProcess, Worker
+from minillm.errors import ConfigError, PromptError, UnknownOptionError
+from tests.conftest import TinyPair
+
+PROMPTS = [f"def f{number}(a, b):\n    return" for number in range(11)]
+ENGINE = {"device": "cpu", "enforce_eager": True, "block_size": 4}
+
+
+@pytest.fixture(scope="module")
+def settings(tiny: TinyPair) -> GenerationSettings:
+    return GenerationSettings(str(tiny.target), ENGINE, {"temperature": 0.0, "max_tokens": 8})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    found = tmp_path / "prompts.jsonl"
+    found.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return found
+
+
+def rows(parts: Sequence[Path]) -> list[dict[str, Any]]:
+    return [json.loads(line) for part in parts for line in part.read_text().splitlines()]
+
+
+class Stops:
+    """A pool that ends after some tasks, as a program does that is killed; it counts what it was given."""
+
+    def __init__(self, after: int) -> None:
+        self.after, self.given = after, 0
+
+    def map(self, make: Callable[[], Worker[Any, Any]], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        self.given = len(tasks)
+        for done, pair in enumerate(ThisProcess().map(make, tasks)):
+            if done == self.after:
+                raise KeyboardInterrupt
+            yield pair
+
+
+def test_the_tokens_are_those_of_generate(file: Path, tmp_path: Path, settings: GenerationSettings) -> None:
+    found = rows(generate_file(file, tmp_path / "out", settings, ThisProcess(), shard=4))
+    llm = LLM(settings.model, **ENGINE)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert [row["id"] for row in found] == list(range(11))
+    assert [row["token_ids"] for row in found] == [output.outputs[0].token_ids for output in outputs]
+    assert [row["text"] for row in found] == [output.outputs[0].text for output in outputs]
+    assert [row["num_prompt_tokens"] for row in found] == [len(output.prompt_token_ids) for output in outputs]
+
+
+def test_a_stopped_run_goes_on_and_repeats_nothing(file: Path, tmp_path: Path, settings: GenerationSettings) -> None:
+    whole = rows(generate_file(file, tmp_path / "whole", settings, ThisProcess(), shard=2))
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        generate_file(file, out, settings, Stops(2), shard=2)
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
+    assert len(before) == 2
+    pool = Stops(99)
+    assert rows(generate_file(file, out, settings, pool, shard=2)) == whole
+    assert pool.given == 4
+    assert all((out / name).stat().st_mtime_ns == time for name, time in before.items())
+    again = Stops(0)
+    assert rows(generate_file(file, out, settings, again, shard=2)) == whole
+    assert again.given == 0
+
+
+@pytest.mark.parametrize("change", ["input", "sampling", "shard"])
+def test_results_of_something_else_are_never_mixed_in(
+    file: Path, tmp_path: Path, settings: GenerationSettings, change: str
+) -> None:
+    generate_file(file, tmp_path / "out", settings, ThisProcess(), shard=4)
+    shard, other = (3 if change == "shard" else 4), settings
+    if change == "input":
+        file.write_text(file.read_text() + '{"prompt": "one more"}\n')
+    if change == "sampling":
+        other = replace(settings, sampling={"temperature": 0.0, "max_tokens": 9})
+    with pytest.raises(ConfigError, match=f"another job .*{change}"):
+        generate_file(file, tmp_path / "out", other, ThisProcess(), shard=shard)
+
+
+def test_a_sampled_run_without_a_seed_is_the_same_when_done_again(
+    file: Path, tmp_path: Path, settings: GenerationSettings
+) -> None:
+    sampled = replace(settings, sampling={"temperature": 1.0, "max_tokens": 8})
+    first, second = (rows(generate_file(file, tmp_path / name, sampled, ThisProcess(), shard=4)) for name in ("a", "b"))
+    assert first == second
+    assert len({tuple(row["token_ids"]) for row in first}) > 1
+
+
+def test_a_prompt_that_cannot_run_does_not_stop_the_others(tmp_path: Path, settings: GenerationSettings) -> None:
+    file = tmp_path / "prompts.jsonl"
+    bad = [
+        {"id": "long", "prompt": "x " * 400},
+        {"id": "empty", "prompt": ""},
+        {"id": "ids", "prompt_token_ids": [999]},
+    ]
+    lines = [{"id": "good", "prompt": "def"}, *bad, {"id": 7, "prompt_token_ids": [5, 9]}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    found = rows(generate_file(file, tmp_path / "out", settings, ThisProcess()))
+    assert [row["id"] for row in found] == ["good", "long", "empty", "ids", 7]
+    assert ["error" in row for row in found] == [False, True, True, True, False]
+    assert "over the context" in found[1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
+        ('{"text": "a"}', "line 1 must be an object"),
+        ('{"prompt": "a", "prompt_token_ids": [1]}', "line 1 must be an object"),
+        ('{"prompt": 3}', "prompt must be text"),
+        ('{"prompt_token_ids": "3"}', "must be a list of token ids"),
+        ('{"prompt": "a", "id": null}', "must be text or an integer"),
+        ('{"prompt": "a", "id": "x"}\n\n{"prompt": "b", "id": "x"}', "line 3: the id 'x' is also that of line 1"),
+        ('{"prompt": "a", "id": 1}\n{"prompt": "b"}', "line 2: the id 1 is also"),
+        ("\n", "has no prompts"),
+    ],
+)
+def test_a_bad_file_is_refused_before_anything_runs(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text(text)
+    with pytest.raises(PromptError, match=message):
+        read_items(tmp_path / "prompts.jsonl")
+
+
+def test_bad_options_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name a file"):
+        read_items(tmp_path / "none.jsonl")
+    with pytest.raises(UnknownOptionError):
+        GenerationSettings("minicoder", {"no_such_option": 1})
+    with pytest.raises(ConfigError, match="n=2"):
+        GenerationSettings("minicoder", {}, {"n": 2, "temperature": 1.0})
+
+
+def test_shards_cover_every_item_once() -> None:
+    for size in (1, 3, 4, 100):
+        covered = [item for begin, end in shards(10, size) for item in range(begin, end)]
+        assert covered == list(range(10))
+    with pytest.raises(ConfigError, match="shard"):
+        shards(10, 0)

@@ -1,0 +1,105 @@
+"""`minillm cluster`: its jobs, and what it refuses before it starts anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minillm import cli
+from minillm.cluster import session
+from minillm.commands import cluster
+from minillm.commands.parser import parser
+from minillm.errors import ConfigError
+
+JOBS = ("serve", "generate", "sweep", "grade", "failover")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Ray were there; what needs it is not reached."""
+    monkeypatch.setattr(session, "check_ray", lambda: None)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["cluster", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
+
+
+def test_without_ray_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    for words in (["serve", "minicoder"], ["sweep", "--out", "x"], ["failover"]):
+        said = refusal(capsys, *words)
+        assert said == "minillm: ray is not installed; run: pip install 'minillm-lessons[ray]'\n"
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_job_has_help(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["cluster", job, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: minillm cluster {job}" in capsys.readouterr().out
+
+
+def test_the_examples_are_read_by_the_parser() -> None:
+    lines = [line.split() for line in cluster.EXAMPLES.replace("'", "").splitlines() if line.startswith("  minillm")]
+    jobs = []
+    for _, *words in lines:
+        text = " ".join(words)
+        begin = text.find("{")
+        if begin >= 0:
+            words = [*text[:begin].split(), text[begin:]]
+        jobs.append(parser().parse_args(words).job)
+    assert [job.__name__ for job in jobs] == [f"_{job}" for job in JOBS]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "none.jsonl", "--out", "x", "--sampling", '{"n": 2, "temperature": 1}'], "n=2"),
+        (["generate", "none.jsonl", "--out", "x", "--sampling", '{"top_p": 7}'], "top_p=7"),
+        (["generate", "none.jsonl", "--out", "x", "--max-num-seqs", "0"], "max_num_seqs=0"),
+        (["sweep", "--out", "x", "--methods", "guess"], "there is no method 'guess'"),
+        (["sweep", "--out", "x", "--slices", "poems"], "there is no slice 'poems'"),
+        (["failover", "--json", "/no/such/folder/x.json"], "there is no folder"),
+    ],
+)
+def test_a_bad_option_is_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert message in refusal(capsys, *words)
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_was_given_reaches_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def fake(**given: Any) -> SimpleNamespace:
+        seen.update(given)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("minillm.cluster.sweep.SweepSettings.__init__", lambda self, **given: fake(**given))
+    words = "sweep --out x --methods ngram,suffix --drafts 2,4 --block-sizes 8 --rounds 2 --weights int8 --workers 3"
+    assert cli.main(["cluster", *words.split()]) == 2
+    assert seen == {
+        "methods": ("ngram", "suffix"),
+        "drafts": (2, 4),
+        "block_sizes": (8,),
+        "rounds": 2,
+        "weights": "int8",
+    }
+
+
+def test_importing_minillm_imports_no_ray() -> None:
+    code = "import sys, minillm, minillm.async_llm, minillm.commands.cluster, minillm.cluster.worker_pool\n"
+    code += "import minillm.cluster.generation, minillm.cluster.session, minillm.cluster.sweep\n"
+    code += "sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
