@@ -4,6 +4,7 @@
 #   make figures                        after new weights or new results of benchmarks
 #   make test-long                      what `make test` leaves out: every lesson in a browser
 #   make test-lowest   make test-colab      the quick tests with the oldest versions allowed, and with Colab's
+#   make test-ray                       what runs on a cluster, with two nodes simulated on this machine
 # PYTHON names the interpreter that the environment is made with, PIP_ARGS what pip is told besides (another index),
 # CHROME a browser for the browser tests, PYTEST_ARGS what pytest is told besides, JOBS how many test files run at a time,
 # UV_ARGS what uv is told besides, and EDGE_TESTS which tests run with other versions.
@@ -24,7 +25,7 @@ endif
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := demo
-.PHONY: demo figures lab lessons labextension lint test test-long nbval mutants test-lowest test-colab dist clean
+.PHONY: demo figures lab lessons labextension lint test test-long nbval mutants test-lowest test-colab test-ray dist clean
 
 demo: $(STAMP)
 	$(BIN)/minillm demo
@@ -104,6 +105,15 @@ test-lowest test-colab: test-%: $(UV)
 	$(UV) pip install --quiet --python $(EDGES)/$* --no-deps -e .
 	$(EDGES)/$*/bin/python -m pytest $(EDGE_TESTS) $(PYTEST_ARGS)
 	$(EDGES)/$*/bin/python -m pytest -p no:cacheprovider --nbval-lax lessons/ $(PYTEST_ARGS)
+
+# `minillm cluster`, in an environment with Ray: a replica is killed under load, workers are killed, streams go on.
+test-ray: export OMP_NUM_THREADS := 1
+test-ray: $(UV)
+	$(UV) venv --quiet --clear --python $(PYTHON) $(EDGES)/ray
+	$(UV) pip install --quiet --python $(EDGES)/ray $(UV_ARGS) \
+		-r pyproject.toml --extra ray $(EDGE_TOOLS) 'httpx>=0.27' 'openai>=1.56'
+	$(UV) pip install --quiet --python $(EDGES)/ray --no-deps -e .
+	PYTHONPATH=. $(EDGES)/ray/bin/python -m pytest --timeout 1200 tests/cluster tests/commands/test_cluster.py $(PYTEST_ARGS)
 
 # Installed once, and again when what is to be installed has changed.
 $(STAMP): pyproject.toml constraints.txt

@@ -1,7 +1,8 @@
 """Writes every measured figure of the documentation from `benchmarks/*.json`: `python docs/figures.py`.
 
-`docs/measured.md` gets a table for each benchmark, the README a short one between its two marks. No such figure is
-typed by hand, and `tests/test_figures.py` fails where a file differs from what its results say.
+`docs/measured.md` gets a table for each benchmark, the README a short one between its two marks, and `docs/ray.md` what
+a cluster costs, measured and modelled. No such figure is typed by hand, and `tests/test_figures.py` fails where a file
+differs from what its results say.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-README, MEASURED = ROOT / "README.md", ROOT / "docs" / "measured.md"
+README, MEASURED, RAY = ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "ray.md"
 BEGIN, END = "<!-- written by docs/figures.py -->\n", "<!-- end -->\n"
+
+BLOCKS_PER_REPLICA = 1 << 16
+"""That the router remembers, unless it is told otherwise (`minillm.cluster.prefix_table`)."""
+REQUESTS_PER_REPLICA = 1
 
 Result = dict[str, Any]
 
@@ -183,10 +188,68 @@ def _number(value: float | None) -> str:
 
 def with_table(readme: str) -> str:
     """`readme` with the table between its marks written anew."""
-    found = re.findall(f"{BEGIN}.*?{END}", readme, re.DOTALL)
+    return _between_marks(readme, headline_table())
+
+
+def with_cluster_tables(page: str) -> str:
+    """`docs/ray.md` with what is between its marks written anew."""
+    return _between_marks(page, cluster_tables())
+
+
+def _between_marks(page: str, text: str) -> str:
+    found = re.findall(f"{BEGIN}.*?{END}", page, re.DOTALL)
     if len(found) != 1:
-        raise ValueError(f"the README needs {BEGIN.strip()} and {END.strip()} once, in this order")
-    return readme.replace(found[0], f"{BEGIN}{headline_table()}{END}")
+        raise ValueError(f"the page needs {BEGIN.strip()} and {END.strip()} once, in this order")
+    return page.replace(found[0], f"{BEGIN}{text}{END}")
+
+
+def cluster_tables() -> str:
+    """What `minillm cluster failover` counted and measured, and what follows from it for a thousand replicas."""
+    found, replica = load("failover"), _row(load("batch"), "minillm continuous")
+    rows, routing = found["rows"], {cost["replicas"]: cost for cost in found["routing"]}
+    lines = ["| counted | " + " | ".join(row["router"] for row in rows) + " |", "|---|" + "---|" * len(rows)]
+
+    def line(what: str, values: Iterable[str]) -> None:
+        lines.append(f"| {what} | " + " | ".join(values) + " |")
+
+    line("requests, answered once, with the tokens of one engine", (_of_requests(row) for row in rows))
+    line("in flight when the replica was killed", (str(row["in_flight_at_kill"]) for row in rows))
+    line("requests per replica, the killed one first", (_per_replica(row) for row in rows))
+    line("prompt tokens from prefix caches", (f"{row['cached_share']:.1%}" for row in rows))
+    spent = rows[-1]["processor_ms_per_request"]
+    http_ms, choice_ms = spent["proxy"] + spent["gateway"], routing[1000]["microseconds"] / 1000
+    table_bytes = routing[1000]["bytes_per_block"] * BLOCKS_PER_REPLICA
+    lines += ["", "| measured, router `prefix` | |", "|---|---|"]
+    line("processor time per request in Serve's proxy", [f"{spent['proxy']:.1f} ms"])
+    line("processor time per request in the gateway: tokenising, hashing, routing", [f"{spent['gateway']:.1f} ms"])
+    line("memory of a replica of the bundled model", [f"{rows[-1]['replica_bytes'] / 2**20:,.0f} MiB"])
+    line("tokens/s of an engine, 32 requests at once (`benchmarks/batch.json`)", [f"{replica['tokens_per_s']:,.0f}"])
+    for count, cost in routing.items():
+        line(f"processor time of a choice among {count:,} replicas", [f"{cost['microseconds']:,.0f} µs"])
+    line("memory of the router's table per block and replica", [f"{routing[1000]['bytes_per_block']:.0f} bytes"])
+    lines += ["", "| modelled from these, 1,000 replicas | |", "|---|---|"]
+    line("tokens/s, if nothing else is a limit", [f"{1000 * replica['tokens_per_s']:,.0f}"])
+    line("requests/s of one gateway and proxy, a processor each", [f"{1000 / (max(spent.values()) + choice_ms):,.0f}"])
+    needed = REQUESTS_PER_REPLICA * 1000 * (http_ms + choice_ms) / 1000
+    line(f"processors for gateways and proxies at {REQUESTS_PER_REPLICA} request/s per replica", [f"{needed:,.0f}"])
+    share = f"memory of a gateway's table, {BLOCKS_PER_REPLICA:,} blocks per replica"
+    line(share, [f"{1000 * table_bytes / 2**30:.1f} GiB"])
+    line("memory of the replicas together", [f"{1000 * rows[-1]['replica_bytes'] / 2**30:,.0f} GiB"])
+    machine = found["hardware"]["cpu"]["name"]
+    return "\n".join(lines) + f"\n\nRay {found['versions']['ray']}, one run, {machine}. `benchmarks/failover.json`.\n"
+
+
+def _of_requests(row: Result) -> str:
+    return f"{row['requests']}, {row['answered_once']}, {row['same_tokens']}"
+
+
+def _per_replica(row: Result) -> str:
+    counts = dict(row["requests_per_replica"])
+    return ", ".join(map(str, [counts.pop(row["killed"]), *counts.values()]))
+
+
+def _row(result: Result, system: str) -> Result:
+    return next(row for row in result["rows"] if row["system"] == system)
 
 
 def measured(parts: Iterable[Section] = SECTIONS) -> str:
@@ -203,9 +266,10 @@ its machine, and other work shared these machines, so the spreads are wide. A sy
 
 
 def main() -> None:
-    """Write both files."""
+    """Write all three files."""
     MEASURED.write_text(measured(), encoding="utf-8")
     README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    RAY.write_text(with_cluster_tables(RAY.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,11 @@ def test_the_page_of_measurements_is_written_from_the_results(figures: ModuleTyp
     assert figures.MEASURED.read_text(encoding="utf-8") == figures.measured(), "run `python docs/figures.py`"
 
 
+def test_the_page_of_clusters_shows_what_was_measured(figures: ModuleType) -> None:
+    page = figures.RAY.read_text(encoding="utf-8")
+    assert figures.with_cluster_tables(page) == page, "run `python docs/figures.py`"
+
+
 def test_a_readme_without_its_marks_is_refused(figures: ModuleType) -> None:
     with pytest.raises(ValueError, match="once"):
         figures.with_table("# minillm\n")

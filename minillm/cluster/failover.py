@@ -5,7 +5,8 @@
                                           counted: answers per request, their tokens against one engine's, and how many
                                           prompt tokens the replicas' prefix caches had, for each router
 
-Everything is counted and nothing timed: all nodes share the processors of one machine.
+Answers and tokens are counted. Nothing is timed, because all nodes share the processors of one machine; `costs` adds
+the processor time and the memory of the cluster's own processes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import asyncio
 import os
 import random
 import signal
+import socket
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minillm.bench.harness import LIBRARIES, describe_run
+from minillm.cluster import costs
 from minillm.cluster.replica import ReplicaSettings
 from minillm.cluster.session import check_ray, set_environment
 from minillm.config import at_least
@@ -30,7 +34,8 @@ if TYPE_CHECKING:
 
 ENGINE = {"num_kv_blocks": 96, "enforce_eager": True, "max_num_seqs": 8, "device": "cpu"}
 """A cache that holds some of the documents, not all."""
-PORT = 8741
+ROUTED = (3, 100, 1000)
+"""Numbers of replicas for which the router's choice is measured."""
 NODE = {"object_store_memory": 80 << 20, "include_dashboard": False}
 
 
@@ -107,7 +112,9 @@ def measure(settings: FailoverSettings) -> dict[str, Any]:
     prompts = prompts_of(settings)
     expected = expected_tokens(settings, prompts)
     rows = [_with_router(settings, router, prompts, expected) for router in settings.routers]
-    return {**describe_run("failover", (*LIBRARIES, "ray")), "config": asdict(settings), "rows": rows}
+    routing = [costs.routing_costs(count) for count in ROUTED]
+    about = describe_run("failover", (*LIBRARIES, "ray"))
+    return {**about, "config": asdict(settings), "rows": rows, "routing": routing}
 
 
 def _with_router(
@@ -124,10 +131,15 @@ def _with_router(
         max_imbalance=settings.max_imbalance,
         router_limits=limits,
     )
-    with serving(wanted, port=PORT) as url:
+    with serving(wanted, port=free_port()) as url:
         client = _Client(url, settings)
+        before = costs.processor_seconds()
         asyncio.run(client.run(prompts))
-    return {"router": router, **_counts(client, expected)}
+        spent = {role: after - before[role] for role, after in costs.processor_seconds().items()}
+        memory = costs.replica_bytes()
+    per_request = {role: 1000 * spent[role] / len(prompts) for role in ("proxy", "gateway")}
+    measured = {"processor_ms_per_request": per_request, "replica_bytes": statistics.median(memory)}
+    return {"router": router, **_counts(client, expected), **measured}
 
 
 class _Client:
@@ -169,6 +181,12 @@ class _Client:
         self.killed = Counter(answer[2] for answer in self.answers).most_common(1)[0][0]
         self.in_flight_at_kill = self._in_flight
         os.kill(await asyncio.to_thread(process_of, self.killed), signal.SIGKILL)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def process_of(replica: str) -> int:

@@ -6,7 +6,6 @@ and needs none of these folders. Submissions are closed in on the worker's machi
 
 from __future__ import annotations
 
-import fcntl
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -63,8 +62,12 @@ class GradingWorker:
 def free_slot() -> tuple[int, IO[str]]:
     """A slot that no other worker on this machine has, and the lock that keeps it until it is closed.
 
-    Raises `UnsupportedError` if all are taken.
+    Raises `UnsupportedError` if all are taken, or if this is not Linux.
     """
+    try:
+        import fcntl
+    except ImportError:
+        raise UnsupportedError("submissions are graded on Linux only (a container or WSL will do)") from None
     for slot in SLOTS:
         lock = (Path(tempfile.gettempdir()) / f"minillm-grade-slot-{slot}.lock").open("w")
         try:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from minillm.errors import ConfigError, UnsupportedError
 
-EXTRA = "pip install 'minillm-lessons[ray]'"
+NEEDED = ("ray", "aiohttp", "fastapi", "prometheus_client", "uvicorn")
+"""Ray, and what `ray[serve]` brings."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # as Ray will do in future, which it announces at every start
@@ -23,9 +24,10 @@ ENVIRONMENT = {
 
 
 def check_ray() -> None:
-    """Raise `UnsupportedError` if Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise UnsupportedError(f"ray is not installed; run: {EXTRA}")
+    """Raise `UnsupportedError` if the extra `ray` is not installed."""
+    for name in NEEDED:
+        if importlib.util.find_spec(name) is None:
+            raise UnsupportedError(f"{name} is not installed; run: pip install 'minillm-lessons[ray]'")
 
 
 def set_environment() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -14,7 +13,6 @@ from minillm.commands import grade, serve
 from minillm.commands.bench import names, numbers, positive
 from minillm.commands.command import Command
 from minillm.commands.output_checks import check_new_file
-from minillm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minillm.cluster.worker_pool import WorkerPool
@@ -103,9 +101,6 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    missing = [name for name in serve.NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} is not installed; run: pip install 'minillm-lessons[ray]'")
     from minillm.cluster.replica import ReplicaSettings
     from minillm.cluster.session import ray_session
 

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
 import pytest
+import ray
 
 from minillm import LLM, SamplingParams
+from minillm.async_llm import AsyncLLM
 from minillm.cluster.application import ClusterSettings, serving
-from minillm.cluster.failover import FailoverSettings, measure, passed, process_of
+from minillm.cluster.failover import FailoverSettings, free_port, measure, passed, process_of
 from minillm.cluster.replica import ReplicaSettings
 from minillm.errors import ConfigError
+from minillm.trace import Event, RequestFinished
 from tests.conftest import TinyPair
 
 ENGINE = {"device": "cpu", "enforce_eager": True, "block_size": 4, "num_kv_blocks": 256}
-PORT = 8743
 PATIENCE_S = 120
 
 
 @pytest.fixture(scope="module")
 def url(tiny: TinyPair) -> Iterator[str]:
     replica = ReplicaSettings(str(tiny.target), ENGINE, model_names=("tiny",))
-    with serving(ClusterSettings(replica, num_replicas=2, api_keys=("key",)), port=PORT) as found:
+    with serving(ClusterSettings(replica, num_replicas=2, api_keys=("key",)), port=free_port()) as found:
         yield found
 
 
@@ -95,17 +97,39 @@ def test_a_sampled_stream_whose_replica_is_killed_ends_with_an_error(client: ope
         list(stream)
 
 
+def engine_of(actor: Any) -> AsyncLLM:
+    return actor._replica_impl._user_callable_wrapper._callable.engine
+
+
+def watch(actor: Any) -> None:
+    engine = engine_of(actor)
+    engine.reasons = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, RequestFinished):
+            engine.reasons.append(event.reason)
+
+    engine.llm_engine.engine.listeners.append(note)
+
+
+def reasons(actor: Any) -> list[str]:
+    return engine_of(actor).reasons
+
+
 def test_a_client_that_leaves_ends_its_request(url: str) -> None:
-    """One replica runs one such request at a time: the next client's answer would wait for the end of the stream."""
-    body = {"prompt": "y", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
     headers = {"Authorization": "Bearer key"}
+    prompt, options = [7] * 24, {"max_tokens": 220, "ignore_eos": True}
+    name = ask(url, prompt).headers["x-minillm-replica"]
+    replica = ray.get_actor(f"SERVE_REPLICA::minillm#Replica#{name}", namespace="serve")
+    ray.get(replica.__ray_call__.remote(watch))
+    body = {"prompt": prompt, "temperature": 0, "stream": True, **options}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S) as response:
-        first = next(response.iter_lines())
-        assert json.loads(first.removeprefix("data: "))["choices"]
+        assert next(response.iter_lines()).startswith("data: ")
+        assert response.headers["x-minillm-replica"] == name
     deadline = time.monotonic() + PATIENCE_S
-    while ask(url, [5] * 8).status_code != 200:
+    while not (found := ray.get(replica.__ray_call__.remote(reasons))):
         assert time.monotonic() < deadline
-    # The cluster shuts down at the end of this module: a request that still ran would hold its replica.
+    assert found == ["abort"]
 
 
 def test_a_killed_replica_loses_no_request(tiny: TinyPair) -> None:

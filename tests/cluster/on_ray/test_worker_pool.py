@@ -57,7 +57,7 @@ def test_a_killed_workers_task_is_done_by_another(tmp_path: Path) -> None:
 
 def test_a_task_that_ends_every_worker_is_given_up_after_the_others_are_done(tmp_path: Path) -> None:
     pool, done = WorkerPool(1, num_cpus=1), []
-    with pytest.raises(EngineDeadError, match="1 of 4 tasks lost 3 workers each .* the first is task 1"):
+    with pytest.raises(EngineDeadError, match=r"1 of 4 tasks lost 3 workers each .* the first is task 1"):
         for number, _ in pool.map(partial(Squares, tmp_path, kills_always=(1,)), list(range(4))):
             done.append(number)
     assert sorted(done) == [0, 2, 3]
