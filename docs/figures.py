@@ -213,7 +213,7 @@ def cluster_tables() -> str:
         lines.append(f"| {what} | " + " | ".join(values) + " |")
 
     line("requests, answered once, with the tokens of one engine", (_of_requests(row) for row in rows))
-    line("in flight when the replica was killed", (str(row["in_flight_at_kill"]) for row in rows))
+    line("of them sent to a second replica", (str(row["sent_again"]) for row in rows))
     line("requests per replica, the killed one first", (_per_replica(row) for row in rows))
     line("prompt tokens from prefix caches", (f"{row['cached_share']:.1%}" for row in rows))
     spent = rows[-1]["processor_ms_per_request"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import ObjectLostError, RayActorError
@@ -30,6 +31,8 @@ ROUTERS = ("prefix", "power_of_two")
 DEFAULT_BLOCK_SIZE = 16
 HEALTH_CHECK_S = 2
 START_S = 300
+CONTROLLER = "SERVE_CONTROLLER_ACTOR"
+"""The actor that a cluster has while it runs Serve."""
 QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
@@ -128,13 +131,16 @@ def serving(
 ) -> Iterator[str]:
     """Start gateways and replicas in the connected cluster; yields the address once it answers.
 
-    At the end Serve is stopped. Raises `EngineDeadError` if the replicas cannot be started.
+    At the end Serve is stopped. Raises `ConfigError` if the cluster runs Serve already, `EngineDeadError` if the
+    replicas cannot be started.
     """
-    http = HTTPOptions(host=host, port=port, location="HeadOnly")
+    if _runs_serve():
+        raise ConfigError("this Ray cluster runs Serve already; stop it with `serve shutdown`, or use another cluster")
+    http = HTTPOptions(host=host, port=port)
     try:
         # On a busy machine the process that listens takes longer than Serve waits for it; it is waited for below.
         with suppress(TimeoutError):
-            serve.start(http_options=http, logging_config=QUIET)
+            serve.start("HeadOnly", http_options=http, logging_config=QUIET)
         try:
             serve.run(build_application(settings, name), name=name, route_prefix="/")
         except RuntimeError as problem:
@@ -144,6 +150,14 @@ def serving(
         yield url
     finally:
         serve.shutdown()
+
+
+def _runs_serve() -> bool:
+    try:
+        ray.get_actor(CONTROLLER, namespace="serve")
+    except ValueError:  # there is no such actor
+        return False
+    return True
 
 
 def _wait_until_it_answers(url: str) -> None:

@@ -149,6 +149,8 @@ class _Client:
         self.url, self.settings = url, settings
         self.answers: list[tuple[int, int, str, dict[str, Any]]] = []
         """Number of the request, status, replica, body: one entry per answer, in the order in which they come."""
+        self.sent_again = 0
+        """Answers of requests that had lost a replica."""
         self.killed = ""
         self.in_flight_at_kill = 0
         self._in_flight = 0
@@ -173,6 +175,7 @@ class _Client:
         self._in_flight += 1
         async with session.post(f"{self.url}/v1/completions", json=body | {"return_token_ids": True}) as response:
             found = await response.json()
+            self.sent_again += int(response.headers.get("x-minillm-tries", "1")) > 1
             self.answers.append((number, response.status, response.headers.get("x-minillm-replica", ""), found))
         self._in_flight -= 1
 
@@ -214,6 +217,7 @@ def _counts(client: _Client, expected: Sequence[Sequence[int]]) -> dict[str, Any
         "same_tokens": sum(body["choices"][0]["token_ids"] == expected[number] for number, body in good),
         "killed": client.killed,
         "in_flight_at_kill": client.in_flight_at_kill,
+        "sent_again": client.sent_again,
         "requests_per_replica": dict(Counter(replica for _, _, replica, _ in client.answers)),
         "prompt_tokens": prompt_tokens,
         "cached_tokens": cached,
@@ -232,13 +236,13 @@ def table(result: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     made = Table(title="one replica killed in the middle; counts")
-    headings = ("router", "requests", "answered once", "same tokens", "in flight at kill", "per replica", "from cache")
+    headings = ("router", "requests", "answered once", "same tokens", "sent again", "per replica", "from cache")
     for heading in headings:
         made.add_column(heading, justify="left" if heading == "router" else "right")
     for row in result["rows"]:
         per_replica = ", ".join(
             f"{count}{' ✗' if name == row['killed'] else ''}" for name, count in row["requests_per_replica"].items()
         )
-        counts = [str(row[name]) for name in ("requests", "answered_once", "same_tokens", "in_flight_at_kill")]
+        counts = [str(row[name]) for name in ("requests", "answered_once", "same_tokens", "sent_again")]
         made.add_row(row["router"], *counts, per_replica, f"{row['cached_share']:.1%}")
     return made

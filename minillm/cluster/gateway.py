@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
 REPLICA_HEADER = b"x-minillm-replica"
-"""Which replica has answered."""
+"""Which replica has answered, or has begun to."""
+TRIES_HEADER = b"x-minillm-tries"
+"""To how many replicas the request was sent until then."""
 FORWARDED = (b"content-type", b"accept", b"x-request-id")
 """Headers that replicas get. The key is checked here and stays here."""
 
@@ -95,9 +97,9 @@ class Forward:
                     start = await anext(self.answer)
                     assert isinstance(start, ResponseStart)
                     if _is_stream(start):
-                        return _with_headers(EventStream(self._events(), self.aclose), start)
+                        return self._with_headers(EventStream(self._events(), self.aclose), start)
                     body = b"".join([piece async for piece in self.answer if isinstance(piece, bytes)])
-                    return _with_headers(Response(body, start.status), start)
+                    return self._with_headers(Response(body, start.status), start)
                 except ReplicaLost:
                     await self._try_again()
         except BaseException:
@@ -146,6 +148,13 @@ class Forward:
         self.num_tries += 1
         self.answer = self.replicas.send(self.call)
 
+    def _with_headers(self, response: Response, start: ResponseStart) -> Response:
+        kept = [pair for pair in start.headers if pair[0] in (b"content-type", b"retry-after")]
+        length = [pair for pair in response.raw_headers if pair[0] == b"content-length"]
+        own = [(REPLICA_HEADER, start.replica.encode()), (TRIES_HEADER, str(self.num_tries).encode())]
+        response.raw_headers = [*length, *kept, *own]
+        return response
+
 
 def _is_stream(start: ResponseStart) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in start.headers)
@@ -161,10 +170,3 @@ async def _split_events(answer: Answer) -> AsyncIterator[str]:
                 yield f"{event.decode()}\n\n"
         elif not _is_stream(piece):
             raise EngineDeadError(f"the replica was lost, and the next one answered {piece.status}; try again later")
-
-
-def _with_headers(response: Response, start: ResponseStart) -> Response:
-    kept = [pair for pair in start.headers if pair[0] in (b"content-type", b"retry-after")]
-    length = [pair for pair in response.raw_headers if pair[0] == b"content-length"]
-    response.raw_headers = [*length, *kept, (REPLICA_HEADER, start.replica.encode())]
-    return response

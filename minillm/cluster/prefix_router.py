@@ -42,6 +42,12 @@ class PrefixRouter(RequestRouter):
         self.table.note(order[0], hashes)
         return [[replicas[replica]] for replica in order]
 
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Called by Serve when a replica has taken a request; it may be another one if the first choice was full."""
+        for call in pending_request.args:
+            if isinstance(call, HttpCall):
+                self.table.note(replica_id, call.block_hashes)
+
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Serve when replicas have been started or lost."""
         super().update_replicas(replicas)

@@ -16,7 +16,7 @@ import ray
 from minillm import LLM, SamplingParams
 from minillm.async_llm import AsyncLLM
 from minillm.cluster.application import ClusterSettings, serving
-from minillm.cluster.failover import FailoverSettings, free_port, measure, passed, process_of
+from minillm.cluster.failover import free_port, process_of
 from minillm.cluster.replica import ReplicaSettings
 from minillm.errors import ConfigError
 from minillm.trace import Event, RequestFinished
@@ -132,16 +132,11 @@ def test_a_client_that_leaves_ends_its_request(url: str) -> None:
     assert found == ["abort"]
 
 
-def test_a_killed_replica_loses_no_request(tiny: TinyPair) -> None:
-    """The show: 500 requests to three replicas on two nodes, one of which is killed, with both routers."""
-    engine = {"num_kv_blocks": 96, "enforce_eager": True, "max_num_seqs": 8, "device": "cpu"}
-    result = measure(FailoverSettings(str(tiny.target), 500, document_tokens=96, block_size=8, engine=engine))
-    assert passed(result)
-    for row in result["rows"]:
-        assert row["answered_once"] == row["status_200"] == row["same_tokens"] == row["requests"] == 500
-        assert row["killed"] in row["requests_per_replica"] and row["in_flight_at_kill"] > 0
-    by_router = {row["router"]: row["cached_share"] for row in result["rows"]}
-    assert by_router["prefix"] > by_router["power_of_two"]
+def test_serve_that_runs_already_is_left_alone(url: str, tiny: TinyPair) -> None:
+    settings = ClusterSettings(ReplicaSettings(str(tiny.target), ENGINE))
+    with pytest.raises(ConfigError, match="runs Serve already"), serving(settings, port=free_port()):
+        pass
+    assert ask(url, [5] * 8).status_code == 200
 
 
 def test_bad_settings_are_refused_before_anything_starts() -> None:
