@@ -228,7 +228,7 @@ def cluster_tables() -> str:
         line(f"processor time of a choice among {count:,} replicas", [f"{cost['microseconds']:,.0f} µs"])
     line("memory of the router's table per block and replica", [f"{routing[1000]['bytes_per_block']:.0f} bytes"])
     lines += ["", "| modelled from these, 1,000 replicas | |", "|---|---|"]
-    line("tokens/s, if nothing else is a limit", [f"{1000 * replica['tokens_per_s']:,.0f}"])
+    line("tokens/s, if nothing else is a limit", [f"{replica['tokens_per_s'] / 1000:.1f} million"])
     line("requests/s of one gateway and proxy, a processor each", [f"{1000 / (max(spent.values()) + choice_ms):,.0f}"])
     needed = REQUESTS_PER_REPLICA * 1000 * (http_ms + choice_ms) / 1000
     line(f"processors for gateways and proxies at {REQUESTS_PER_REPLICA} request/s per replica", [f"{needed:,.0f}"])

@@ -16,6 +16,7 @@ import httpx
 from minillm.cluster.gateway import MAX_TRIES, Answer, ReplicaLost, build_gateway
 from minillm.cluster.prefix_of_request import PrefixReader
 from minillm.cluster.replica import HttpCall, Replica, ReplicaSettings
+from minillm.trace import Event, RequestFinished
 from tests.conftest import TinyPair
 
 GREEDY = {"prompt": "def add(a, b):\n", "max_tokens": 24, "temperature": 0}
@@ -183,8 +184,14 @@ def test_metrics_are_those_of_a_replica(replica: Replica, settings: ReplicaSetti
 
 
 def test_an_answer_that_nobody_reads_on_is_aborted(replica: Replica) -> None:
-    body = json.dumps(GREEDY | {"stream": True, "max_tokens": 200}).encode()
+    body = json.dumps(GREEDY | {"stream": True, "max_tokens": 200, "ignore_eos": True}).encode()
     call = HttpCall("POST", "/v1/completions", ((b"content-type", b"application/json"),), body)
+
+    reasons: list[str] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, RequestFinished):
+            reasons.append(event.reason)
 
     async def leave() -> None:
         answer = replica.handle(call)
@@ -192,6 +199,13 @@ def test_an_answer_that_nobody_reads_on_is_aborted(replica: Replica) -> None:
         await anext(answer)
         assert replica.engine.num_unfinished == 1
         await answer.aclose()
-        assert replica.engine.num_unfinished == 0
+        while not reasons:
+            await asyncio.sleep(0.01)
 
-    asyncio.run(leave())
+    listeners = replica.engine.llm_engine.engine.listeners
+    listeners.append(note)
+    try:
+        asyncio.run(leave())
+    finally:
+        listeners.remove(note)
+    assert reasons == ["abort"]
