@@ -133,8 +133,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A row per point and slice, the best tokens per forward first within a slice."""
     from rich.table import Table
 
-    made = Table(title="speculation: method, drafts per round, block size")
-    for heading in ("slice", "method", "drafts", "block", "τ (counted)", "speed-up (measured)", "spread", "same text"):
+    made = Table(title="speculation; τ is counted, the speed-up measured")
+    for heading in ("slice", "method", "drafts", "block", "τ", "speed-up", "spread", "same text"):
         made.add_column(heading, justify="left" if heading in ("slice", "method") else "right")
     for row in sorted(rows, key=lambda row: (row["config"]["slice"], -row["config"]["tau"])):
         spread = f"{row['ratio_min']:.2f} to {row['ratio_max']:.2f}"
