@@ -122,6 +122,8 @@ class Forward:
                         if text is not None:
                             has_sent = True
                             yield text
+                        if event == END:
+                            return  # a replica that is lost from here on has been lost too late to matter
                     return
                 except ReplicaLost:
                     if replay is not None:

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from minillm.errors import EngineDeadError
+from minillm.serve.responses import END
 
-END = "[DONE]"
 LATER_FIELDS = ("logprobs", "top_logprobs", "return_token_ids")
 """Fields that put more than text into a chunk; such a stream is not continued."""
 
@@ -41,8 +41,6 @@ class StreamReplay:
         self._ended: set[int] = set()
         self._name: dict[str, Any] = {}
         """`id` and `created` of the first chunk, which all chunks of an answer share."""
-        self.ended = False
-        """Whether the client has the last event."""
 
     def restart(self) -> None:
         """The next event is the first one of another replica."""
@@ -53,11 +51,9 @@ class StreamReplay:
 
         Raises `EngineDeadError` if the text is not that of the first replica.
         """
-        data = event.removeprefix("data: ").strip()
-        if data == END:
-            self.ended = True
+        if event == END:
             return event
-        chunk = json.loads(data)
+        chunk = json.loads(event.removeprefix("data: "))
         if "choices" not in chunk:
             return event  # an error
         if not self._name:

@@ -35,8 +35,11 @@ def replica(settings: ReplicaSettings) -> Iterator[Replica]:
     made.engine.shutdown()
 
 
+LAST = -1
+
+
 class Unreliable:
-    """Replicas of which one is lost after so many pieces of its answer, per try; None: not at all."""
+    """Replicas of which one is lost after so many pieces of its answer, per try; LAST: after all; None: not at all."""
 
     def __init__(self, replica: Replica, *lost_after: int | None) -> None:
         self.replica, self.lost_after = replica, list(lost_after)
@@ -53,6 +56,8 @@ class Unreliable:
                     raise ReplicaLost("killed")
                 yield piece
                 count += 1
+            if limit == LAST:
+                raise ReplicaLost("killed")
         finally:
             await answer.aclose()
 
@@ -127,6 +132,13 @@ def test_a_stream_goes_on_elsewhere(
     assert len({chunk["id"] for chunk in more}) == 1
     ends = [[c["index"] for chunk in each for c in chunk["choices"] if c["finish_reason"]] for each in (chunks, more)]
     assert sorted(ends[0]) == sorted(ends[1]) == list(range(how.get("n", 1)))
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_stream_whose_end_was_sent_has_ended(replica: Replica, settings: ReplicaSettings, temperature: float) -> None:
+    replicas = Unreliable(replica, LAST)
+    _, chunks = streamed(ask(replicas, settings, GREEDY | {"stream": True, "temperature": temperature}))
+    assert "error" not in chunks[-1] and len(replicas.calls) == 1
 
 
 def test_a_stream_that_cannot_go_on_ends_with_an_error(replica: Replica, settings: ReplicaSettings) -> None:
