@@ -28,12 +28,14 @@ from minillm.cluster import costs
 from minillm.cluster.replica import ReplicaSettings
 from minillm.cluster.session import check_ray, set_environment
 from minillm.config import at_least
+from minillm.errors import EngineDeadError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 ENGINE = {"num_kv_blocks": 96, "enforce_eager": True, "max_num_seqs": 8, "device": "cpu"}
 """A cache that holds some of the documents, not all."""
+START_TRIES = 3
 ROUTED = (3, 100, 1000)
 """Numbers of replicas for which the router's choice is measured."""
 NODE = {"object_store_memory": 80 << 20, "include_dashboard": False}
@@ -88,16 +90,31 @@ def two_nodes(cpus_per_node: int) -> Iterator[None]:
     check_ray()
     set_environment()
     import ray
-    from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus_per_node, **NODE})
+    cluster = _started(cpus_per_node)
     try:
-        cluster.add_node(num_cpus=cpus_per_node, object_store_memory=NODE["object_store_memory"])
         ray.init(address=cluster.address, namespace="minillm", log_to_driver=False, logging_level="error")
         yield
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def _started(cpus_per_node: int) -> Any:
+    """The two nodes. On a busy machine Ray's processes may wait too short for each other: it is tried `START_TRIES`
+    times. Raises `EngineDeadError`."""
+    from ray.cluster_utils import Cluster
+
+    for _ in range(START_TRIES):
+        cluster = Cluster()
+        try:
+            cluster.add_node(num_cpus=cpus_per_node, **NODE)
+            cluster.add_node(num_cpus=cpus_per_node, object_store_memory=NODE["object_store_memory"])
+            return cluster
+        except Exception as found:  # Ray raises this class itself
+            cluster.shutdown()
+            problem = found
+    raise EngineDeadError(f"Ray's nodes do not start on this machine: {problem}") from problem
 
 
 def run(settings: FailoverSettings | None = None) -> dict[str, Any]:
