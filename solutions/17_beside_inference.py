@@ -152,8 +152,10 @@ LossTiles(mass.tolist(), TILE, at=(3, 4))
 
 # %% [markdown]
 # For training, the gradient must not need the matrix either. It is computed from the log-sum-exps, tile by tile again:
-# ∂loss / ∂x_i = (Σ_j p_ij y_j − y_i) / (n τ) with p_ij = e^{x_i · y_j / τ − lse_i}. `tiled_contrastive_loss` does both. The
-# bytes that are kept for the backward pass, counted:
+#
+# $$\frac{\partial\,\text{loss}}{\partial x_i} \;=\; \frac{1}{n \tau} \Big( \sum_j p_{ij}\, y_j - y_i \Big) \qquad p_{ij} = e^{x_i \cdot y_j / \tau - \text{lse}_i}$$
+#
+# `tiled_contrastive_loss` does both. The bytes that are kept for the backward pass, counted:
 
 # %% tags=["expected"] alt="Bytes kept for the backward pass over the batch, both axes logarithmic. The line of the plain loss is steeper than that of the loss in tiles, and far above it for the largest batch."
 BATCHES = [128, 256, 512, 1024, 2048]
@@ -734,6 +736,10 @@ quoted("Inf-CL: two orders of magnitude less memory at comparable speed", "Cheng
 quoted(
     "OOMB: a constant memory footprint of activations, contexts of millions of tokens",
     "Out of the Memory Barrier, 2026, abstract",
+)
+quoted(
+    "Block low-rank methods learn compact representations of weight matrices",
+    "Memory-Efficient Acceleration of Block Low-Rank Foundation Models, 2026, abstract",
 )
 quoted(
     "BiMaCoSR: 23.8 times smaller and 27.4 times faster than full precision, for super-resolution of images",

@@ -104,8 +104,8 @@ class LossTiles(Picture):
             label(x + SIDE / 2, y + SIDE / 2 + 4, text, size=12, family=MONO, anchor="middle", fill=ink_on(fill)),
         ]
         if i == j:  # here are the pairs that belong together
-            way = f"M{number(x + 5)} {number(y + 5)}L{number(x + SIDE - 5)} {number(y + SIDE - 5)}"
-            drawn.append(element("path", {"d": way, "stroke": INK, "stroke-width": 1.2, "stroke-dasharray": "2 3"}))
+            way = f"M{number(x + 3)} {number(y + 3)}l10 10M{number(x + SIDE - 13)} {number(y + SIDE - 13)}l10 10"
+            drawn.append(element("path", {"d": way, "stroke": INK, "stroke-width": 1.6}))
         return element("g", {"data-testid": "tile", "data-state": state}, *drawn)
 
     def _legend(self, y: float) -> list[str]:
@@ -118,7 +118,7 @@ class LossTiles(Picture):
         for look, text in shown:
             parts += [rectangle(x, y - 11, 16, 14, 2, look), label(x + 24, y, text, size=12, fill=INK)]
             x += 60 + 6.4 * len(text)
-        way = f"M{number(x)} {number(y - 11)}l14 14"
-        parts.append(element("path", {"d": way, "stroke": INK, "stroke-width": 1.2, "stroke-dasharray": "2 3"}))
+        way = f"M{number(x + 2)} {number(y - 9)}l10 10"
+        parts.append(element("path", {"d": way, "stroke": INK, "stroke-width": 1.6}))
         parts.append(label(x + 24, y, "pairs that belong together", size=12, fill=INK))
         return parts
