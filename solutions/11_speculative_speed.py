@@ -609,7 +609,7 @@ class MyDrafts(AdaptiveDrafts):
         seconds = [self.costs.target(num_rows + m, 0) + m * self.costs.next_draft for m in range(most + 1)]
         return DraftPlan(my_choose(survival, seconds), survival, drafting.speedups(survival, seconds))
 
-    def ran(self, num_rows, num_context, seconds):
+    def ran(self, drafts, num_rows, num_context, seconds):
         """The prices are stated: nothing is learnt from the clock."""
 
 
@@ -701,11 +701,6 @@ print(
 )
 claim("Always four drafts: half of the predictions are within 25% of the clock.", off[3] < 0.25, measured=True)
 claim(
-    "Eight requests, adaptive: on average the prediction promises too much.",
-    sum(e for key, e in error.items() if key[0] == 8 and key[-1] == "adaptive") > 0,
-    measured=True,
-)
-claim(
     "The same drafts gain less with eight requests than with one.",
     measured[8, "docstrings", "draft model", "four"] < measured[1, "docstrings", "draft model", "four"],
     measured=True,
@@ -713,11 +708,6 @@ claim(
 claim(
     "Eight requests, four drafts each, on docstrings: drafting loses.",
     measured[8, "docstrings", "draft model", "four"] < 1,
-    measured=True,
-)
-claim(
-    "One request, imports: always four drafts is at least nearly as fast as adaptive drafting.",
-    measured[1, "imports", "draft model", "four"] > 0.9 * measured[1, "imports", "draft model", "adaptive"],
     measured=True,
 )
 claim(
@@ -736,7 +726,9 @@ claim(
 # estimates. The estimates start as a guess, and to find out whether drafts are accepted it must draft some. The prices
 # are timed on steps in which all requests draft alike. In a mixed step the formula takes a line between them, but the
 # draft model runs its forward even if only one request drafts, and after a pause it must first read the tokens that it
-# missed. So these predictions are too high.
+# missed. So the engine's rule also compares: it times its own steps with drafts and without, and where those with drafts
+# take longer than their prices say, it drafts less. Deciding takes time, too: beside the steps of a model this small, that
+# shows.
 #
 # ### The literature's claims
 #

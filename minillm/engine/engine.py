@@ -154,10 +154,11 @@ class Engine:
         advanced = [self._commit(item, verdict) for item, verdict in zip(scheduled, verdicts, strict=True)]
         if hidden is not None:
             self._show_hidden(last_rows, advanced, hidden)
-        if self.scheduler.draft_policy is not None:
-            num_context = sum(item.start for item in scheduled)
-            self.scheduler.draft_policy.ran(sum(map(_num_rows, scheduled)), num_context, ran - drafted)
         finished = time.perf_counter()
+        if self.scheduler.draft_policy is not None:
+            drafts = {item.request: len(item.draft.token_ids) for item in scheduled if item.draft.token_ids}
+            num_context = sum(item.start for item in scheduled)
+            self.scheduler.draft_policy.ran(drafts, sum(map(_num_rows, scheduled)), num_context, finished - began)
         self.emit(StepFinished(self.num_steps, finished - began, drafted - planned, ran - drafted, self.pool.num_free))
         return [request for request in advanced if request is not None]
 
@@ -174,7 +175,7 @@ class Engine:
             self.emit(DraftProposed(item.request.request_id, draft.token_ids, texts, draft.parents))
 
     def _run(self, scheduled: Sequence[Scheduled]) -> tuple[Tensor, Tensor | None]:
-        """Run the forward and return its logits, and the hidden states of the same rows if the drafter observes them. A
+        """Run the forward and return its logits, and the hidden states of the same rows if the drafter is shown them. A
         drafter that observes queries gets those of the prompts that this step completes."""
         segments = [item.segment for item in scheduled]
         most = self.drafter.num_observed_queries if self.drafter is not None else 0
@@ -184,13 +185,21 @@ class Engine:
             for item, end in zip(scheduled, ends, strict=True)
             if most and item.completes and item.kind == "prefill"
         ]
-        if self.drafter is None or not (observed or self.drafter.observes_hidden):
+        shows_hidden = self._shows_hidden(scheduled)
+        if self.drafter is None or not (observed or shows_hidden):
             return self.runner.run(segments), None
         step = self.runner.run_observed(segments, [row for _, rows in observed for row in rows])
         queries = step.queries.split([len(rows) for _, rows in observed], dim=1)
         for (request, _), own in zip(observed, queries, strict=True):
             self.drafter.observe(request, own)
-        return step.logits, step.hidden if self.drafter.observes_hidden else None
+        return step.logits, step.hidden if shows_hidden else None
+
+    def _shows_hidden(self, scheduled: Sequence[Scheduled]) -> bool:
+        """Whether the drafter observes the hidden states of this step."""
+        if self.drafter is None or not self.drafter.observes_hidden:
+            return False
+        policy = self.scheduler.draft_policy
+        return policy is None or policy.may_draft_next([item.request for item in scheduled])
 
     def _show_hidden(self, rows: Sequence[int], advanced: Sequence[Request | None], hidden: Tensor) -> None:
         """Call `observe_hidden` for the requests that have gained tokens and go on. `rows`: `StepRows.of_last_tokens`,

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numba import get_num_threads, set_num_threads
-from numba.core.config import NUMBA_NUM_THREADS
 from torch import Tensor
 
 from minillm.batch import Segment, logit_rows, tree_masks
 from minillm.cache.base import KVCache, StoredRows
 from minillm.errors import UnsupportedError
-from minillm.hardware import usable_processors
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.ops.cpu import amx, step
 from minillm.ops.cpu.attention import NO_TREE
 from minillm.ops.cpu.compiled import showing_progress
+from minillm.ops.cpu.launch import Launcher
 from minillm.ops.cpu.matrix_fields import INPUTS, NONE, OUTPUTS
 from minillm.ops.cpu.simd import LANES
-from minillm.ops.cpu.team import new_sync
-from minillm.ops.cpu.thread_choice import ThreadChoice
 from minillm.runtime.packed_decoder import PackedDecoder, bits_of, empty_aligned, packed, unsupported_model
 from minillm.runtime.runner import ObservedStep
 
-STEP_LOCK = threading.Lock()
-"""Held while a step runs on several threads. numba's `workqueue` layer ends the process if two Python threads use it at
-once. With numba's other layers two concurrent steps would only compete for the same processors."""
 Rows = tuple[np.ndarray | int, ...]
 FORMATS: dict[str, Callable[[Sequence[Tensor]], Rows]] = {
     "float": lambda parts: (parts[0].numpy().reshape(-1),),
@@ -100,16 +90,14 @@ class CpuExecutor:
         self.vocab_size = config.vocab_size
         self.dims = _dims(self.packed, config, block_size, rows)
         self.keys, self.values = FORMATS[rows.format](rows.keys), FORMATS[rows.format](rows.values)
-        self.sync = new_sync()
-        self.thread_choice = ThreadChoice()
-        self.usable_processors = usable_processors()
+        self.launcher = Launcher(step.run, step.run_together)
         self.scratch, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
 
     def warm_up(self) -> str | None:
         """Run one step, so that numba compiles it for these kinds of weights and cache or loads it from disk."""
         with showing_progress():
             self.run([Segment([0], 0, [0])])
-        self.thread_choice = ThreadChoice()  # forget that step: its time includes compiling
+        self.launcher.forget()
         return None
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
@@ -155,8 +143,7 @@ class CpuExecutor:
             depths = [depth for s in segments for depth in s.depths]
             tree = np.array([depths, tree_masks(segments)], np.int64).T.copy()
         kind = len(token_ids).bit_length(), drafted.shape[1]
-        limit = min(torch.get_num_threads(), NUMBA_NUM_THREADS, self.usable_processors)
-        threads = self.thread_choice.threads(kind, limit)
+        threads = self.launcher.threads(kind)
         thread_size = self._make_room(len(token_ids), threads)
         logits = torch.empty((len(wanted), int(self.weights.matrices[-1, OUTPUTS])))
         inputs = step.Inputs(
@@ -165,12 +152,10 @@ class CpuExecutor:
             *(np.array(x, np.int64) for x in (wanted, observed)),
         )
         scratch = step.Scratch(self.scratch, self.codes, thread_size)
-        self.sync[:] = 0
-        arguments = (
-            self.sync, threads, drafted, self.dims, self.weights, self.keys, self.values, inputs, scratch,
+        self.launcher.launch(
+            kind, threads, drafted, self.dims, self.weights, self.keys, self.values, inputs, scratch,
             logits.numpy().reshape(-1), queries.numpy().reshape(-1),
         )  # fmt: skip
-        self.thread_choice.record(kind, threads, _time_step(arguments, threads))
         return logits
 
     def _make_room(self, tokens: int, threads: int) -> int:
@@ -183,20 +168,6 @@ class CpuExecutor:
         if len(self.codes) < bytes_needed:
             self.codes = empty_aligned(bytes_needed, np.dtype(np.uint8))
         return int(thread_size)
-
-
-def _time_step(arguments: tuple[Any, ...], threads: int) -> float:
-    """Run a step; returns the seconds that it took, without the time that it waited for `STEP_LOCK`."""
-    if threads == 1:
-        began = time.perf_counter()
-        step.run(*arguments)
-        return time.perf_counter() - began
-    with STEP_LOCK:
-        began = time.perf_counter()
-        if get_num_threads() != threads:
-            set_num_threads(threads)
-        step.run_together(*arguments)
-        return time.perf_counter() - began
 
 
 def _dims(p: PackedDecoder, config: ModelConfig, block_size: int, rows: StoredRows) -> np.ndarray:

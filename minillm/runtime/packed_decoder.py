@@ -107,13 +107,13 @@ class PackedDecoder:
 
     def __init__(self, model: Decoder) -> None:
         config = model.config
-        vectors = _Vectors()
+        vectors = Vectors()
         vectors.add(torch.full((LANES,), config.rms_norm_eps))
         self.matrices = np.full((4 * config.num_layers + 1, MATRIX_FIELDS), NONE, np.int64)
         self.weights = _pack_matrices(model, _linears(model), self.matrices[:-1], vectors)
         embedding = model.embed_tokens.weight
         self.tied = not isinstance(model.lm_head, QuantizedLinear) and model.lm_head.weight is embedding
-        self.embedding = np.zeros(0, np.float32) if self.tied else _smallest_cast([embedding])(embedding).reshape(-1)
+        self.embedding = np.zeros(0, np.float32) if self.tied else smallest_cast([embedding])(embedding).reshape(-1)
         model.embed_tokens = MovedLayer()
         del embedding  # otherwise it would stay in memory until this function returns
         self.head = _pack_matrices(model, ["lm_head"], self.matrices[-1:], vectors)
@@ -152,7 +152,7 @@ class MovedLayer(nn.Module):
         )
 
 
-class _Vectors:
+class Vectors:
     """Collects norms, scales and biases, which become one flat float32 array."""
 
     def __init__(self) -> None:
@@ -171,13 +171,13 @@ class _Vectors:
         return np.concatenate(self.parts).astype(np.float32, copy=False)
 
 
-def _pack_matrices(model: Decoder, names: Sequence[str], matrices: np.ndarray, vectors: _Vectors) -> np.ndarray:
+def _pack_matrices(model: Decoder, names: Sequence[str], matrices: np.ndarray, vectors: Vectors) -> np.ndarray:
     """The panels of the matrices with these names in one array; fills in their rows of `matrices`.
 
     Each matrix leaves the model as soon as it is packed, so that the model is never in memory twice.
     """
     linears = [model.get_submodule(name) for name in names]
-    cast = None if isinstance(linears[0], QuantizedLinear) else _smallest_cast([m.weight for m in linears])
+    cast = None if isinstance(linears[0], QuantizedLinear) else smallest_cast([m.weight for m in linears])
     dtype = None if cast is None else cast(linears[0].weight[:1]).dtype
     total = sum(_packed_size(m, dtype) for m in linears)
     flat, at = None, 0
@@ -213,7 +213,7 @@ def _packed_size(linear: nn.Linear | QuantizedLinear, floats: np.dtype[Any] | No
     return panels * (columns if floats is None else packed_columns(columns, floats)) * LANES
 
 
-def _row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vectors) -> Callable[[slice], np.ndarray]:
+def _row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: Vectors) -> Callable[[slice], np.ndarray]:
     """A function that packs some rows of a quantised layer. Scales and sums of codes go to `matrix` and `vectors`.
 
     The layout of the codes depends on the activations. For W8A8 they are rounded to one byte each, otherwise to two;
@@ -235,7 +235,7 @@ def _float_row_packer(weight: np.ndarray) -> Callable[[slice], np.ndarray]:
     return lambda rows: pack_floats(weight[rows])
 
 
-def _group_row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vectors) -> Callable[[slice], np.ndarray]:
+def _group_row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: Vectors) -> Callable[[slice], np.ndarray]:
     """`_row_packer` of INT4 and AWQ. AWQ's codes of 3 bits become nibbles too: the same codes in more bytes."""
     scheme, tensors, columns = linear.scheme, linear.tensors, linear.in_features
     assert isinstance(scheme, Int4)
@@ -253,7 +253,7 @@ def _group_row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: _Vec
     return pack_rows
 
 
-def _smallest_cast(weights: Sequence[Tensor]) -> Callable[[Tensor], np.ndarray]:
+def smallest_cast(weights: Sequence[Tensor]) -> Callable[[Tensor], np.ndarray]:
     """A function that casts each of these weights to the smallest float type that holds all of them exactly: a 16-bit
     one if the checkpoint was in 16 bits."""
     kinds = {torch.float16: HALF, torch.bfloat16: BFLOAT}

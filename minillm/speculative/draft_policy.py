@@ -8,7 +8,7 @@ it saves: a small model in INT8 on a CPU, or a large batch. vLLM calls this adap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -16,12 +16,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from minillm.request import Request
-from minillm.speculative.step_costs import StepCosts
+from minillm.speculative.step_costs import Slowdown, StepCosts
 
 MIN_GAIN = 1.02
 """Speed-up, as predicted, below which nothing is drafted: a prediction is not better than this."""
-PLAN_STEPS = 4
-"""Steps of the same requests that a decision holds for: acceptance changes slowly, and deciding takes time."""
+PLAN_STEPS, IDLE_PLAN_STEPS = 4, 16
+"""Steps of the same requests that a decision holds for, with drafts and without: acceptance changes slowly, and
+deciding takes time."""
+PLAIN_EVERY = 64
+"""Of so many steps in a row with drafts, one goes without, so that both are known under the same conditions."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 1024
 """Steps without any drafts before one request tries again; doubled each time that does not pay."""
 PRIOR_WEIGHT = 4.0
@@ -50,8 +53,13 @@ class DraftPolicy(Protocol):
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Called with each verdict on at least one draft."""
 
-    def ran(self, num_rows: int, num_context: int, seconds: float) -> None:
-        """Called after a forward of `num_rows` rows over requests with `num_context` tokens in all."""
+    def ran(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
+        """Called after each step. `drafts`: the number of drafts of the requests that had any; `num_rows`: all rows of
+        the forward; `num_context`: tokens that its requests had in the cache; `seconds`: of the whole step."""
+
+    def may_draft_next(self, requests: Sequence[Request]) -> bool:
+        """Whether the next step may have drafts for one of the `requests` of this one. If not, the drafter is not
+        shown what this step leaves."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +75,12 @@ class FixedDrafts:
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
 
-    def ran(self, num_rows: int, num_context: int, seconds: float) -> None:
+    def ran(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.ran`."""
+
+    def may_draft_next(self, requests: Sequence[Request]) -> bool:
+        """See `DraftPolicy.may_draft_next`."""
+        return True
 
 
 @dataclass
@@ -98,7 +110,8 @@ class AdaptiveDrafts:
         seconds =  drafting + one forward with a row for each request and each chosen draft
 
     Survival is estimated per request and position from its own verdicts and, while there are few, from those of all
-    requests. Costs are measured (`StepCosts`). A request that samples with a seed of its own gets all drafts,
+    requests. Costs are measured (`StepCosts`), and corrected by how much longer recent steps took, with drafts and
+    without (`Slowdown`). A request that samples with a seed of its own gets all drafts,
     because the number of drafts changes which random numbers choose a token, and its text should not depend on the
     speed of the machine.
     """
@@ -116,6 +129,12 @@ class AdaptiveDrafts:
     _counts: list[int] = field(init=False, default_factory=list)
     """What was decided."""
     _steps_left: int = field(init=False, default=0)
+    _plain: Slowdown = field(init=False, default_factory=Slowdown)
+    """Of steps without drafts."""
+    _drafted: Slowdown = field(init=False, default_factory=Slowdown)
+    """Of steps with drafts."""
+    _drafted_steps: int = field(init=False, default=0)
+    """Steps with drafts since the latest without."""
     _idle_steps: int = field(init=False, default=0)
     """Steps since something was drafted."""
     _pause: int = field(init=False, default=FIRST_PAUSE)
@@ -126,12 +145,16 @@ class AdaptiveDrafts:
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
+        if self._drafted_steps >= PLAIN_EVERY and not any(map(_is_seeded, requests)):
+            self._drafted_steps = 0
+            return DraftPlan([0] * len(requests))
         work = num_rows, [request.request_id for request in requests]
         if self._steps_left and work == self._work:
             found = DraftPlan(self._counts)
         else:
             found = self._decide(requests, num_rows)
-            self._work, self._counts, self._steps_left = work, found.num_drafts, PLAN_STEPS
+            self._work, self._counts = work, found.num_drafts
+            self._steps_left = PLAN_STEPS if any(self._counts) else IDLE_PLAN_STEPS
         self._steps_left -= 1
         self._idle_steps = 0 if any(self._counts) else self._idle_steps + 1
         return found
@@ -175,9 +198,19 @@ class AdaptiveDrafts:
         own.add(num_drafts, num_accepted, self.memory)
         self._all.add(num_drafts, num_accepted, self.memory**0.5)
 
-    def ran(self, num_rows: int, num_context: int, seconds: float) -> None:
+    def ran(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.ran`."""
-        self.costs.saw(num_rows, num_context, seconds)
+        if num_rows > max(self.costs.forward):
+            return  # a long prompt
+        expected = self.costs.target(num_rows, num_context)
+        if drafts:
+            expected += self.costs.draft(len(drafts), max(drafts.values()))
+        (self._drafted if drafts else self._plain).add(seconds / expected)
+        self._drafted_steps = self._drafted_steps + 1 if drafts else 0
+
+    def may_draft_next(self, requests: Sequence[Request]) -> bool:
+        """See `DraftPolicy.may_draft_next`."""
+        return any(self._counts) or not self._steps_left or any(map(_is_seeded, requests))
 
     def survival(self, request: Request) -> list[float]:
         """The estimated probability, by position, that a draft of `request` and all before it are accepted."""
@@ -202,8 +235,8 @@ class AdaptiveDrafts:
         num_drafts = np.arange(1, len(survival) + 1)
         tokens = len(requests) + survival.cumsum()
         drafting = self.costs.draft((position == 0).cumsum(), np.maximum.accumulate(position + 1))
-        seconds = drafting + self.costs.target(num_rows + num_drafts, context)
-        found = tokens / len(requests) * self.costs.target(num_rows, context) / seconds
+        seconds = self._drafted.mean * (drafting + self.costs.target(num_rows + num_drafts, context))
+        found = tokens / len(requests) * self._plain.mean * self.costs.target(num_rows, context) / seconds
         if self.drafts_trees:
             found[num_drafts % self.max_drafts > 0] = 0.0
         return np.concatenate(([1.0], found))

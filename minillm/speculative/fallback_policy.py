@@ -6,7 +6,7 @@ for both, a model that does not pay would silence the lookup, or a lookup that p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPlan, DraftPolicy
@@ -33,7 +33,13 @@ class FallbackDrafts:
         policy = self.first if self.drafter.proposer(request) is self.drafter.first else self.second
         policy.judged(request, num_drafts, num_accepted)
 
-    def ran(self, num_rows: int, num_context: int, seconds: float) -> None:
-        """See `DraftPolicy.ran`."""
-        for policy in (self.first, self.second):
-            policy.ran(num_rows, num_context, seconds)
+    def ran(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
+        """See `DraftPolicy.ran`. A step in which both methods proposed says nothing about either."""
+        proposers = {id(self.drafter.proposer(request)) for request in drafts}
+        for policy, drafter in ((self.first, self.drafter.first), (self.second, self.drafter.second)):
+            if proposers <= {id(drafter)}:
+                policy.ran(drafts, num_rows, num_context, seconds)
+
+    def may_draft_next(self, requests: Sequence[Request]) -> bool:
+        """See `DraftPolicy.may_draft_next`."""
+        return any(policy.may_draft_next(requests) for policy in (self.first, self.second))

@@ -13,14 +13,14 @@ sampled text keeps the target's distribution under every rule of acceptance.
 
 Wins: one pass for all wide products, and no cache to fill after a prompt or a preemption. Loses: heads see only the
 last hidden state and the drafts so far, so their drafts are right less often than those of a draft model, which reads
-the text again. On a CPU they run in PyTorch, in float32, beside a compiled target: there a round costs more than that
-of the small compiled draft model, and the adaptive number of drafts is often 0.
+the text again. Beside a compiled target the whole round is one compiled call (`compiled_heads`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -118,8 +118,11 @@ class TargetHeads:
         return logits + F.linear(state, self.narrow), state
 
     @torch.inference_mode()
-    def draft(self, begun: Round, last: Tensor) -> list[list[int]]:
-        """The argmax at every position. Reads the tokens once, at the end."""
+    def draft_argmax(self, hidden: Tensor, last: Tensor, most: Sequence[int], min_survival: float) -> list[list[int]]:
+        """The argmax at every position; the arguments are those of `begin`. Reads the tokens once, at the end."""
+        begun = self.begin(hidden, last, most, KINDS.index("greedy"), min_survival)
+        if not any(begun.num_drafts):
+            return [[] for _ in most]
         tokens, previous, state = [], last, None
         for i in range(begun.logits.shape[1]):
             logits, state = self.next_logits(begun.logits[:, i], begun.contexts[:, i], previous, state)
@@ -162,7 +165,7 @@ class HeadsDrafter(ChainDrafter):
 
     def __init__(self, runner: ModelRunner, heads: TargetHeads, options: HeadsOptions) -> None:
         super().__init__(runner, options.draft_sample_method == "greedy")
-        self.heads, self.min_survival = heads, options.min_survival
+        self._heads, self.min_survival = heads, options.min_survival
         self._hidden: WeakKeyDictionary[Request, tuple[int, Tensor]] = WeakKeyDictionary()
         """Of each request, for how many of its tokens the hidden state holds, and the state, `[hidden]`."""
 
@@ -176,6 +179,18 @@ class HeadsDrafter(ChainDrafter):
         dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
         own = TargetHeads(heads.to(weight.device, dtype), weight.detach(), unembedding(target, dtype))
         return cls(context.target, own, options)
+
+    @cached_property
+    def heads(self) -> TargetHeads:
+        """The heads: compiled beside a compiled target, whose weights are packed by the time they are first used."""
+        if self.runner.executor is None or self.runner.device.type != "cpu":
+            return self._heads
+        from minillm.speculative import compiled_heads  # needs numba
+
+        if not compiled_heads.can_compile(self._heads.heads.shape):
+            return self._heads
+        self._heads = compiled_heads.CompiledHeads(self._heads, self.runner.model)
+        return self._heads
 
     def observe_hidden(self, requests: Sequence[Request], hidden: Tensor) -> None:
         """See `Drafter.observe_hidden`."""
@@ -199,13 +214,11 @@ class HeadsDrafter(ChainDrafter):
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         hidden = torch.stack([self._hidden[request][1] for request in requests])
         last = self._on_device([request.token_ids[-1] for request in requests])
-        is_greedy = self.is_greedy(requests)
-        kind = KINDS.index("greedy" if is_greedy else "sampled")
-        begun = self.heads.begin(hidden, last, num_drafts, kind, self.min_survival)
+        if self.is_greedy(requests):
+            return [Draft(ids) for ids in self.heads.draft_argmax(hidden, last, num_drafts, self.min_survival)]
+        begun = self.heads.begin(hidden, last, num_drafts, KINDS.index("sampled"), self.min_survival)
         if not any(begun.num_drafts):
             return [NO_DRAFT] * len(requests)
-        if is_greedy:
-            return [Draft(token_ids) for token_ids in self.heads.draft(begun, last)]
         return self._draw_drafts(requests, begun, last)
 
     def _draw_drafts(self, requests: Sequence[Request], begun: Round, last: Tensor) -> list[Draft]:

@@ -1,7 +1,8 @@
 """What a step costs on this machine: a forward of the target by its rows, and drafting.
 
-It is measured when an engine starts. Other programs can only make a measured time too long, so a faster step that is
-seen later replaces what was measured.
+It is measured when an engine starts, as the shortest of several times, because other programs only ever make a time
+longer. What steps take later, beside other programs and with all that an engine does around a forward, is told by their
+`Slowdown`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
@@ -29,6 +30,10 @@ LONG_PAST = 384
 ROUNDS, SECONDS = 15, 0.5
 """Everything is measured in turn, so many times, but only twice once so many seconds have passed."""
 
+NEWEST_WEIGHT = 0.05
+"""What the latest step weighs in a `Slowdown`."""
+LONGEST_RATIO = 4.0
+
 Numbers = TypeVar("Numbers", int, float, np.ndarray)
 
 
@@ -47,27 +52,39 @@ class StepCosts:
     next_request: float = 0.0
     """Each further request, per token; requests are drafted together."""
 
+    @cached_property
+    def measured(self) -> tuple[np.ndarray, np.ndarray, float]:
+        """`forward` as arrays, and seconds per row beyond its last two."""
+        rows, seconds = np.array(list(self.forward)), np.array(list(self.forward.values()))
+        return rows, seconds, (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+
     def target(self, num_rows: Numbers, num_context: int) -> Numbers:
         """One forward of `num_rows` rows over requests with `num_context` tokens in all; between the measured numbers
         of rows and beyond them on a straight line."""
-        rows, seconds = np.array(list(self.forward)), np.array(list(self.forward.values()))
-        slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+        if isinstance(num_rows, int) and (known := self.forward.get(num_rows)) is not None:
+            return known + self.context_token * num_context
+        rows, seconds, slope = self.measured
         beyond = np.maximum(0, num_rows - rows[-1]) * slope
         return np.interp(num_rows, rows, seconds) + beyond + self.context_token * num_context
-
-    def saw(self, num_rows: int, num_context: int, seconds: float) -> None:
-        """Learn from a step that ran one forward."""
-        known = self.forward.get(num_rows)
-        seconds -= self.context_token * num_context
-        if known is not None and 0 < seconds < known:
-            for rows in self.forward:
-                if rows <= num_rows:  # a forward takes at most as long as one with more rows
-                    self.forward[rows] = min(self.forward[rows], seconds)
 
     def draft(self, num_requests: Numbers, num_drafts: Numbers) -> Numbers:
         """Drafting up to `num_drafts` tokens, at least one, for each of `num_requests` requests."""
         one = self.first_draft + self.next_draft * (num_drafts - 1)
         return one + self.next_request * (num_requests - 1) * num_drafts
+
+
+@dataclass
+class Slowdown:
+    """How long recent steps took, as a multiple of what they cost by `StepCosts`."""
+
+    mean: float = 1.0
+    num_steps: int = 0
+
+    def add(self, ratio: float) -> None:
+        """Count a step. One that was interrupted for long counts as a few times the mean at most."""
+        self.num_steps += 1
+        weight = max(NEWEST_WEIGHT, 1 / (self.num_steps + 1))  # at first the plain mean with what was measured, 1
+        self.mean += weight * (min(ratio, LONGEST_RATIO * self.mean) - self.mean)
 
 
 def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: int, max_model_len: int) -> StepCosts:

@@ -25,6 +25,7 @@ from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import held_out_prompts
 from minillm.models.quantize import Calibration, decoder_linears, quantize_model, quantize_unembedding
+from minillm.ops.cpu import launch
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, pack_nibbles
 from minillm.ops.cpu.simd import BFLOAT, HALF
 from minillm.quantization.awq import AWQ
@@ -33,7 +34,7 @@ from minillm.quantization.int4 import Int4
 from minillm.quantization.int8 import Int8
 from minillm.quantization.squeezellm import SqueezeLLM
 from minillm.quantization.w8a8 import W8A8
-from minillm.runtime import cpu_executor, packed_decoder
+from minillm.runtime import packed_decoder
 from minillm.runtime.cpu_executor import CpuExecutor, unsupported_reason
 from minillm.runtime.runner import ModelRunner
 
@@ -168,7 +169,7 @@ def test_weights_of_four_bits_stay_packed_and_are_in_memory_once(monkeypatch: py
     assert executor.packed.weights.nbytes == count * 5 / 8
     assert executor.packed.weights.ctypes.data % 64 == 0
     assert left == list(range(12, 0, -1))
-    assert not executor.thread_choice.recent  # the time of the step that compiled is not recorded
+    assert not executor.launcher.choice.recent  # the time of the step that compiled is not recorded
 
 
 def test_minicoder_in_four_bits_writes_the_tokens_of_plain_pytorch() -> None:
@@ -249,10 +250,10 @@ def test_two_threads_give_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_step_has_no_more_threads_than_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
-    monkeypatch.setattr(cpu_executor, "NUMBA_NUM_THREADS", 8)
+    monkeypatch.setattr(launch, "NUMBA_NUM_THREADS", 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(cpu_executor, "usable_processors", lambda: 1)
-    monkeypatch.setattr(cpu_executor, "_time_step", lambda arguments, threads: used.append(threads) or 1.0)
+    monkeypatch.setattr(launch, "usable_processors", lambda: 1)
+    monkeypatch.setattr(launch.Launcher, "timed", lambda self, threads, *arguments: used.append(threads) or 1.0)
     outputs(runner_of(random_model(PLAIN)))
     assert set(used) == {1}
 
@@ -260,14 +261,14 @@ def test_a_step_has_no_more_threads_than_usable_processors(monkeypatch: pytest.M
 def test_steps_that_took_longer_on_two_threads_continue_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
 
-    def crowded(arguments: tuple[Any, ...], threads: int) -> float:
+    def crowded(self: launch.Launcher, threads: int, *arguments: Any) -> float:
         used.append(threads)
         return float(threads)
 
-    monkeypatch.setattr(cpu_executor, "NUMBA_NUM_THREADS", 2)
+    monkeypatch.setattr(launch, "NUMBA_NUM_THREADS", 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu_executor, "usable_processors", lambda: 2)
-    monkeypatch.setattr(cpu_executor, "_time_step", crowded)
+    monkeypatch.setattr(launch, "usable_processors", lambda: 2)
+    monkeypatch.setattr(launch.Launcher, "timed", crowded)
     runner = runner_of(random_model(PLAIN))
     for _ in range(20):
         runner.run([Segment([1], 0, [0])])
@@ -280,8 +281,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from tests.runtime.test_cpu_executor import PLAIN, outputs, random_model, runner_of
 torch.set_num_threads(2)
-import minillm.runtime.cpu_executor as cpu_executor
-cpu_executor.usable_processors = lambda: 2
+import minillm.ops.cpu.launch as launch
+launch.usable_processors = lambda: 2
 runners = [runner_of(random_model(PLAIN)) for _ in range(2)]
 right = outputs(runners[0])
 with ThreadPoolExecutor(2) as pool:

@@ -9,8 +9,15 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.request import Request
-from minillm.speculative.draft_policy import FIRST_PAUSE, PLAN_STEPS, AdaptiveDrafts, FixedDrafts
-from minillm.speculative.step_costs import StepCosts, never_slower_with_fewer_rows
+from minillm.speculative.draft_policy import (
+    FIRST_PAUSE,
+    IDLE_PLAN_STEPS,
+    PLAIN_EVERY,
+    PLAN_STEPS,
+    AdaptiveDrafts,
+    FixedDrafts,
+)
+from minillm.speculative.step_costs import Slowdown, StepCosts, never_slower_with_fewer_rows
 from minillm.trace import DraftsPlanned
 from tests.conftest import TinyPair
 
@@ -173,12 +180,73 @@ def test_costs_lie_on_lines_between_and_beyond_the_measured_rows() -> None:
 
 def test_a_measurement_that_was_disturbed_is_corrected() -> None:
     assert never_slower_with_fewer_rows({1: 9.0, 2: 2.0, 4: 3.0}) == {1: 2.0, 2: 2.0, 4: 3.0}
-    costs = StepCosts({1: 2.0, 2: 2.0, 4: 3.0}, context_token=0.1)
-    costs.saw(2, 5, 2.0)
-    assert costs.forward == {1: 1.5, 2: 1.5, 4: 3.0}
-    costs.saw(4, 0, 9.0)
-    costs.saw(3, 0, 0.1)
-    assert costs.forward == {1: 1.5, 2: 1.5, 4: 3.0}
+
+
+def ran(policy: AdaptiveDrafts, request: Request, plain: float, drafted: float, steps: int = 200) -> None:
+    """Steps without drafts and with four, each so many times as long as their costs."""
+    for _ in range(steps):
+        policy.ran({}, 1, 3, plain * policy.costs.target(1, 3))
+        policy.ran({request: 4}, 5, 3, drafted * (policy.costs.target(5, 3) + policy.costs.draft(1, 4)))
+
+
+@pytest.mark.parametrize(
+    ("plain", "drafted", "pays"), [(1, 1, True), (3, 3, True), (1, 2.5, False), (0.5, 1.4, False), (2, 1, True)]
+)
+def test_drafts_stop_where_steps_with_them_take_longer_than_was_measured(
+    plain: float, drafted: float, pays: bool
+) -> None:
+    """What slows both down changes nothing."""
+    policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 10.0}, 0.0, 0.1, 0.1)), a_request()
+    judged(policy, request, 0.6)
+    predicted = policy.plan([request], 1).speedups
+    ran(policy, request, plain, drafted)
+    policy._steps_left = 0
+    plan = policy.plan([request], 1)
+    assert bool(plan.num_drafts[0]) is pays
+    assert plan.speedups[1:] == pytest.approx([value * plain / drafted for value in predicted[1:]], rel=1e-3)
+
+
+def test_one_step_that_was_interrupted_changes_little() -> None:
+    seen = Slowdown()
+    for _ in range(100):
+        seen.add(1.2)
+    seen.add(1e6)
+    assert 1.2 < seen.mean < 1.2 * 1.2
+
+
+def test_a_long_prompt_is_not_compared() -> None:
+    policy = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 10.0}))
+    policy.ran({}, 65, 0, 1e9)
+    assert policy._plain == Slowdown()
+
+
+def test_now_and_then_a_step_goes_without_drafts() -> None:
+    """Otherwise what steps without them take would be known from long ago only."""
+    policy, request = AdaptiveDrafts(4, FREE_ROWS), a_request()
+    judged(policy, request, 0.9)
+    counts = []
+    for _ in range(3 * PLAIN_EVERY):
+        counts += policy.plan([request], 1).num_drafts
+        policy.ran({request: counts[-1]} if counts[-1] else {}, 1 + counts[-1], 3, 1.0)
+    assert [i for i, count in enumerate(counts) if not count] == [PLAIN_EVERY, 2 * PLAIN_EVERY + 1]
+    seeded = a_request("seeded", temperature=1.0, seed=3)
+    for _ in range(2 * PLAIN_EVERY):
+        assert policy.plan([seeded], 1).num_drafts == [4]
+        policy.ran({seeded: 4}, 5, 3, 1.0)
+
+
+def test_a_step_is_shown_to_the_drafter_if_the_next_may_draft() -> None:
+    policy, request, seeded = AdaptiveDrafts(4, EACH_ROW), a_request(), a_request("seeded", temperature=1.0, seed=3)
+    assert policy.may_draft_next([request])
+    judged(policy, request, 0.1)
+    shown = []
+    for _ in range(IDLE_PLAN_STEPS):
+        policy.plan([request], 1)
+        shown.append(policy.may_draft_next([request]))
+        assert policy.may_draft_next([request, seeded])
+    assert shown == [False] * (IDLE_PLAN_STEPS - 1) + [True]
+    eager = AdaptiveDrafts(4, FREE_ROWS)
+    assert all(eager.plan([request], 1) and eager.may_draft_next([request]) for _ in range(9))
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,23 @@ def test_the_one_that_is_silenced_is_not_asked_for_the_requests_of_the_other() -
     assert [len(d.token_ids) for d in drafts] == [2, 1]
 
 
-def test_every_forward_is_told_to_both() -> None:
-    costs = [StepCosts({1: 1.0, 2: 2.0}) for _ in range(2)]
-    policy = FallbackDrafts(both(1)[0], *(AdaptiveDrafts(2, each) for each in costs))
-    policy.ran(2, 0, 0.5)
-    assert [each.forward[2] for each in costs] == [0.5, 0.5]
+def test_a_step_is_told_to_the_method_that_drafted_and_without_drafts_to_both() -> None:
+    drafter, policy = both(1, 1)
+    one, other = a_request("one"), a_request("other")
+    drafter.limits.update({one: (2, 0), other: (0, 2)})
+    drafter.propose([one, other], [2, 2])
+
+    def told() -> list[tuple[int, int]]:
+        return [(each._plain.num_steps, each._drafted.num_steps) for each in (policy.first, policy.second)]
+
+    policy.ran({}, 2, 0, 2.0)
+    assert told() == [(1, 0), (1, 0)]
+    policy.ran({one: 2}, 3, 0, 2.0)
+    assert told() == [(1, 1), (1, 0)]
+    policy.ran({other: 2}, 3, 0, 2.0)
+    assert told() == [(1, 1), (1, 1)]
+    policy.ran({one: 1, other: 2}, 5, 0, 2.0)
+    assert told() == [(1, 1), (1, 1)]
 
 
 class Wrong(Drafter):
@@ -95,6 +107,7 @@ def test_in_the_engine_the_useless_method_falls_silent_and_the_useful_one_goes_o
     """The draft model is the target: all its drafts are accepted. The other's never are. Costs are given, because those
     of a machine vary."""
     monkeypatch.setattr("minillm.engine.assembly.measure", lambda *_: StepCosts({1: 1.0, 64: 8.0}))
+    monkeypatch.setattr(AdaptiveDrafts, "ran", lambda *_: None)
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     plain = LLM(str(tiny.target), enforce_eager=True).generate("def f(", params, use_tqdm=False)[0]
     monkeypatch.setattr(Wrong, "right", set(plain.outputs[0].token_ids))

@@ -38,6 +38,14 @@ def rotate(x, at, size, cos, signed_sin, row):
 
 
 @njit(**OPTIONS)
+def silu(x, at, size, out, out_at):
+    """out = x / (1 + e^-x)."""
+    for i in range(0, size, LANES):
+        v = load(x, at + i)
+        store(out, out_at + i, v / (splat(ONE) + exp(splat(ZERO) - v)))
+
+
+@njit(**OPTIONS)
 def silu_gate(x, gate_at, up_at, size, out, out_at):
     """out = gate / (1 + e^-gate) · up."""
     for i in range(0, size, LANES):

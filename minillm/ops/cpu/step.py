@@ -124,7 +124,7 @@ def forward(team, dims, weights, keys, values, inputs, n, scratch, logits, queri
     thread_at = threads_at + team.thread_id * thread_size
 
     for i in range(team.thread_id, n, team.num_threads):
-        embed(embedding, head, dims, token_ids[i], floats, x_at + i * hidden)
+        embed_row(embedding, head, hidden, dims[TIED], token_ids[i], floats, x_at + i * hidden)
     for layer in range(dims[LAYERS]):
         fields, first = layers[layer], 4 * layer
         normalise(
@@ -247,10 +247,9 @@ def copy(source, source_at, target, target_at, size):
 
 
 @njit(**OPTIONS)
-def embed(embedding, head, dims, token, out, at):
+def embed_row(embedding, head, hidden, tied, token, out, at):
     """The token's row of the embedding; if that is tied to the unembedding, it is gathered from its panels."""
-    hidden = dims[HIDDEN]
-    if dims[TIED]:
+    if tied:
         unpack_row(head, hidden, token, out, at)
     else:
         for i in range(0, hidden, LANES):

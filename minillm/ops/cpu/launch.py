@@ -1,0 +1,58 @@
+"""Calls a compiled entry point on the number of threads that made its recent calls fastest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from numba import get_num_threads, set_num_threads
+from numba.core.config import NUMBA_NUM_THREADS
+
+from minillm.hardware import usable_processors
+from minillm.ops.cpu.team import new_sync
+from minillm.ops.cpu.thread_choice import ThreadChoice
+
+STEP_LOCK = threading.Lock()
+"""Held while a step runs on several threads. numba's `workqueue` layer ends the process if two Python threads use it at
+once. With numba's other layers two concurrent steps would only compete for the same processors."""
+
+
+class Launcher:
+    """One entry point. Its first two arguments are `sync` and the number of threads (`team.join_team`)."""
+
+    def __init__(self, run: Callable[..., None], run_together: Callable[..., None]) -> None:
+        """`run` is one thread's part, `run_together` all of them."""
+        self.run, self.run_together = run, run_together
+        self.sync = new_sync()
+        self.choice = ThreadChoice()
+        self.usable_processors = usable_processors()
+
+    def threads(self, kind: Hashable) -> int:
+        """The number of threads for the next call. Only calls of one kind, which do about the same work, are
+        compared."""
+        return self.choice.threads(kind, min(torch.get_num_threads(), NUMBA_NUM_THREADS, self.usable_processors))
+
+    def launch(self, kind: Hashable, threads: int, *arguments: Any) -> None:
+        """Call it with these arguments after the first two, and remember how long it took."""
+        self.sync[:] = 0
+        self.choice.record(kind, threads, self.timed(threads, self.sync, threads, *arguments))
+
+    def timed(self, threads: int, *arguments: Any) -> float:
+        """Call it; returns the seconds that it took, without the time that it waited for `STEP_LOCK`."""
+        if threads == 1:
+            began = time.perf_counter()
+            self.run(*arguments)
+            return time.perf_counter() - began
+        with STEP_LOCK:
+            began = time.perf_counter()
+            if get_num_threads() != threads:
+                set_num_threads(threads)
+            self.run_together(*arguments)
+            return time.perf_counter() - began
+
+    def forget(self) -> None:
+        """Forget the calls so far, whose time may include compiling."""
+        self.choice = ThreadChoice()
