@@ -7,21 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from minillm.beside.chunked_training import SavedBytes
 
 Function = Callable[..., Any]
 
 
-class LargestTensor(TorchDispatchMode):
-    """The most numbers in any tensor that an operation returns."""
+class LargestTensor(TorchFunctionMode):
+    """The most numbers in any tensor that a function of PyTorch returns. (A `TorchDispatchMode` would see more, but
+    imports PyTorch's compiler, and with it Triton.)"""
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if isinstance(found, Tensor):
             self.numbers = max(self.numbers, found.numel())
