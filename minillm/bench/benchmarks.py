@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
 BENCHMARKS = {
     "decode": "decode throughput of one request, compared with transformers and llama.cpp",
@@ -44,7 +44,7 @@ def find(name: str) -> Callable[..., dict[str, Any]]:
     return run
 
 
-def find_table(name: str) -> Callable[[dict[str, Any]], Table] | None:
+def find_table(name: str) -> Callable[[dict[str, Any]], RenderableType] | None:
     """The `table` of a benchmark, or None if it uses the default one."""
     return getattr(_module(name), "table", None)
 

@@ -1,23 +1,31 @@
-"""`ServerProcess`: `minillm serve` in a process of its own, for measurements."""
+"""HTTP servers in processes of their own, for measurements: `minillm serve`, and vLLM's in its own environment."""
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import psutil
 
 from minillm.errors import ConfigError
+
+START_SECONDS = 300
+"""vLLM's CPU build compiles when it starts."""
 
 
 class ServerProcess:
     """A server on a free local port. Close it."""
 
     def __init__(self, model: str, flags: Sequence[str] = ()) -> None:
-        """Start it and wait until it listens. Raises `ConfigError` if it does not."""
+        """Start `minillm serve` and wait until it listens. Raises `ConfigError` if it does not."""
         command = [sys.executable, "-m", "minillm.cli", "serve", model, "--port", "0"]
         command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -29,18 +37,62 @@ class ServerProcess:
         self.url = found[0]
 
     @property
+    def processes(self) -> list[psutil.Process]:
+        """The process and all that it has started."""
+        own = psutil.Process(self.process.pid)
+        return [own, *own.children(recursive=True)]
+
+    @property
     def cpu_seconds(self) -> float:
         """Processor time that it has used, in all threads."""
-        times = psutil.Process(self.process.pid).cpu_times()
-        return times.user + times.system
+        return sum(times.user + times.system for times in (process.cpu_times() for process in self.processes))
 
     @property
     def peak_memory(self) -> int | None:
-        """Peak resident bytes; None without `/proc`."""
-        status = Path(f"/proc/{self.process.pid}/status")
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else None
+        """Peak resident bytes, summed over its processes; None without `/proc`."""
+        files = [Path(f"/proc/{process.pid}/status") for process in self.processes]
+        if not files[0].exists():
+            return None
+        return sum(int(file.read_text().split("VmHWM:")[1].split()[0]) * 1024 for file in files)
 
     def close(self) -> None:
         """Tell it to end, and wait for it."""
         self.process.terminate()
         self.process.wait()
+
+
+class VllmServerProcess(ServerProcess):
+    """The same for vLLM's server, whose engine runs in a second process."""
+
+    def __init__(self, interpreter: str, folder: str, model: str, threads: int, flags: Sequence[str] = ()) -> None:
+        """Start it with the model in `folder` under the name `model`, and wait until it is healthy. Raises
+        `ConfigError` if it ends, or does not answer in `START_SECONDS`."""
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}/v1"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment |= {"VLLM_LOGGING_LEVEL": "ERROR"}
+        environment.pop("PYTHONPATH", None)
+        command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+        command += ["--served-model-name", model, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", *flags]
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        began = time.monotonic()
+        while not _is_healthy(f"http://127.0.0.1:{port}/health"):
+            if self.process.poll() is not None or time.monotonic() - began > START_SECONDS:
+                self.close()
+                raise ConfigError(f"vLLM's server under {interpreter} did not start; its error is above")
+            time.sleep(0.5)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (URLError, OSError):
+        return False

@@ -2,6 +2,7 @@
 
 - `offline`: `LLM.generate`, given all requests at once, of which 32 run at a time.
 - `server`: `minillm serve` in a process of its own, whole answers. `server, streamed`: one event per step and request.
+- `vLLM server`: vLLM's, whole answers; only if `MINILLM_VLLM_PYTHON` names an interpreter that has it.
 
 All generate the same greedy tokens from the held-out prompts, without prefix caching. `ratio` compares the tokens per
 second of neighbouring runs, client included: client and server share the processor. `cpu_ms_per_token` is the
@@ -19,23 +20,24 @@ from typing import TYPE_CHECKING, Any
 from minillm.bench.harness import Row, System, compare, peak_memory_of, result
 from minillm.bench.latency import percentile
 from minillm.bench.load_client import Answer, LoadClient
-from minillm.bench.server_process import ServerProcess
+from minillm.bench.server_process import ServerProcess, VllmServerProcess
 from minillm.bench.systems import choose, prompt_ids
 from minillm.bench.tables import speed_table
+from minillm.bench.vllm_peer import INTERPRETER
 from minillm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
-OFFLINE, SERVER, STREAMED = "offline", "server", "server, streamed"
+OFFLINE, SERVER, STREAMED, VLLM = "offline", "server", "server, streamed", "vLLM server"
 CONCURRENT = 32
 REQUESTS = 64
 LONGEST = 192
 """Longer prompts are cut to this many tokens."""
 NEW_TOKENS = 128
 ROUNDS = 5
-FLAGS = ("--max-num-seqs", str(CONCURRENT), "--dtype", "float32", "--device", "cpu", "--no-enable-prefix-caching")
-"""Of `minillm serve`: the options of the offline engine."""
+FLAGS = ("--max-num-seqs", str(CONCURRENT), "--dtype", "float32", "--no-enable-prefix-caching")
+"""Of both servers: the options of the offline engine."""
 
 
 def run(
@@ -51,30 +53,42 @@ def run(
     """
     import torch
 
+    from minillm.models.loading import resolve
+
     if prompts < CONCURRENT:
         raise ConfigError(f"{prompts} prompts are fewer than the {CONCURRENT} clients; take {CONCURRENT} or more")
-    names = choose([OFFLINE, SERVER, STREAMED], systems)
+    interpreter = os.environ.get(INTERPRETER)
+    names = [name for name in choose([OFFLINE, SERVER, STREAMED, VLLM], systems) if name != VLLM or interpreter]
     ids = prompt_ids(model, prompts, 1, LONGEST)
     offline = Offline(model, ids, new_tokens)
-    with_server = [name for name in names if name != OFFLINE]
-    server = ServerProcess(model, FLAGS) if with_server else None
+    servers: dict[str, ServerProcess] = {}
     try:
+        if SERVER in names or STREAMED in names:
+            servers[SERVER] = servers[STREAMED] = ServerProcess(model, (*FLAGS, "--device", "cpu"))
+        if VLLM in names:
+            folder, threads = str(resolve(model)), torch.get_num_threads()
+            servers[VLLM] = VllmServerProcess(str(interpreter), folder, model, threads, FLAGS)
         measured: dict[str, Measured] = {OFFLINE: offline}
-        for name in with_server:
-            assert server is not None
-            measured[name] = Served(server, model, ids, new_tokens, streamed=name == STREAMED)
-        baseline = OFFLINE if OFFLINE in names else None
+        for name in names:
+            if name != OFFLINE:
+                measured[name] = Served(servers[name], model, ids, new_tokens, streamed=name == STREAMED)
+        baselines = {SERVER: (OFFLINE, VLLM), STREAMED: (OFFLINE,), VLLM: (), OFFLINE: ()}
         rows = compare(
             [
-                System(name, measured[name].run, None if name == OFFLINE else baseline, measured[name].details)
+                System(
+                    name,
+                    measured[name].run,
+                    tuple(each for each in baselines[name] if each in names) or None,
+                    measured[name].details,
+                )
                 for name in names
             ],
             rounds,
-            lambda name: _peak_memory(model, new_tokens) if name == OFFLINE else server and server.peak_memory,
+            lambda name: _peak_memory(model, new_tokens) if name == OFFLINE else servers[name].peak_memory,
         )
     finally:
-        if server is not None:
-            server.close()
+        for each in set(servers.values()):
+            each.close()
     config = {
         "model": model,
         "clients": CONCURRENT,
@@ -91,8 +105,11 @@ def run(
     return result("serve", config, _with_cpu_ratio(rows))
 
 
-def table(outcome: dict[str, Any]) -> Table:
-    """The rows for the terminal, with processor time and latencies."""
+def table(outcome: dict[str, Any]) -> Group:
+    """The rows for the terminal: speeds, then processor time and latencies."""
+    from rich.console import Group
+    from rich.table import Table
+
     headings = {
         "cpu_ms_per_token": "CPU ms/token",
         "cpu_ratio": "CPU ratio",
@@ -101,7 +118,10 @@ def table(outcome: dict[str, Any]) -> Table:
         "tpot_p50_ms": "TPOT p50 ms",
         "tpot_p99_ms": "p99",
     }
-    return speed_table(outcome, headings)
+    details = Table("system", *headings.values())
+    for name, config in {row["system"]: row["config"] for row in outcome["rows"]}.items():
+        details.add_row(name, *(f"{config[key]:,.4g}" if key in config else "" for key in headings))
+    return Group(speed_table(outcome), details)
 
 
 class Measured:

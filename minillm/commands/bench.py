@@ -24,6 +24,8 @@ EXAMPLES = """\
   minillm bench speculation --slices edits,functions --weights int8 --batches 1
   minillm bench gpu --json gpu.json
 """
+FILE_WIDTH = 200
+"""Characters of a line if the output is no terminal: the table is not squeezed."""
 NOT_FOR_THE_BENCHMARK = ("name", "json", "run")
 """Parsed arguments that are not options of the benchmark."""
 
@@ -76,7 +78,10 @@ def run(args: argparse.Namespace) -> int:
     if "save_to" in inspect.signature(measure).parameters:  # it writes partial results, in case it is killed
         given["save_to"] = args.json
     result = measure(**given)
-    Console().print((find_table(args.name) or speed_table)(result))
+    console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print((find_table(args.name) or speed_table)(result))
     if args.json:
         save(result, args.json)
     return 0

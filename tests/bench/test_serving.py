@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from pathlib import Path
+
 import pytest
+from rich.console import Console
 
 from tests.serve.running_server import NAME, running_server  # isort: skip (it may skip this file)
 
@@ -10,7 +15,7 @@ from minillm import LLM, SamplingParams
 from minillm.bench import serving
 from minillm.bench.benchmarks import find
 from minillm.bench.load_client import Answer, LoadClient, LoadError
-from minillm.bench.server_process import ServerProcess
+from minillm.bench.server_process import ServerProcess, VllmServerProcess
 from minillm.errors import ConfigError
 from tests.conftest import TinyPair
 
@@ -50,7 +55,40 @@ def test_the_benchmark_compares_the_server_with_the_offline_engine(tiny: TinyPai
     for name in (serving.SERVER, serving.STREAMED):
         assert rows[name]["baseline"] == serving.OFFLINE and rows[name]["outputs_equal"]
         assert rows[name]["config"]["cpu_ratio"] > 0
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(serving.table(outcome))
+    text = console.export_text()
+    assert "TTFT p50 ms" in text and "same tokens" in text and "server, streamed" in text
     assert rows[serving.STREAMED]["config"]["ttft_p99_ms"] >= rows[serving.STREAMED]["config"]["ttft_p50_ms"] > 0
+
+
+VLLM = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+port = int(sys.argv[sys.argv.index("--port") + 1])
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_vllms_server_is_waited_for_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of its name that answers /health stands for it: starting vLLM takes half a minute."""
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(VLLM)
+    monkeypatch.chdir(tmp_path)  # `python -m` finds it here
+    server = VllmServerProcess(sys.executable, "folder", "name", 1)
+    assert server.url.endswith("/v1") and server.peak_memory and server.cpu_seconds > 0
+    server.close()
+    assert server.process.returncode is not None
+    (package / "api_server.py").write_text("raise SystemExit(3)")
+    with pytest.raises(ConfigError, match=r"vLLM's server under .* did not start"):
+        VllmServerProcess(sys.executable, "folder", "name", 1)
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path, capfd: pytest.CaptureFixture[str]) -> None:
