@@ -252,8 +252,8 @@ check("l17.backward_in_chunks")
 # ### See: your backward pass trains the model
 #
 # A row is now all keys and values of a token, of every layer. Your function gets the bundled model and a held-out text. The
-# gradients of all parameters are compared with those of the whole text at once. (Of the engine's side there is one further
-# trick: attention's scores are computed a third time, layer by layer, and never kept.)
+# gradients of all parameters are compared with those of the whole text at once. (`minillm.beside` has one
+# further trick: attention's scores are computed a third time, layer by layer, and never kept.)
 
 # %%
 my_backward = use("l17.backward_in_chunks")
@@ -376,7 +376,7 @@ check("l17.blast_apply")
 # ### Measure: error against parameters
 #
 # One matrix of the model: the down projection of a middle layer. BLAST is fitted by alternating least squares from the
-# SVD, so it can only improve on that. The SVD gets at least as many numbers as the others. A number counts 16 bits.
+# SVD, so it can only improve on that. All get at most the same share of the numbers. A number counts 16 bits.
 
 # %%
 my_blast = use("l17.blast_apply")
@@ -421,13 +421,13 @@ claim(
 # %% [markdown]
 # Why? A low rank pays if the singular values fall fast. Those of trained weights fall slowly: all directions are used. What
 # BLAST can still gain are differences between blocks. The papers **train** a layer in its new form, or train it on afterwards.
-# Then it is the training that closes the gap, and the layer has a fixed price from then on. Without it, nothing of this kind
+# It is the training that closes the gap. Without it, nothing of this kind
 # can replace a matrix of this model.
 #
 # ## 4. One bit and a few exact weights
 #
 # Now keep *all* directions, and give each number fewer bits. The extreme is one bit, the sign. For which scale a is
-# a · sign(w) nearest to w? The derivative of Σ (w − a sign(w))² is zero at a = mean |w|. And since a few weights are much
+# a · sign(w) nearest to w? The derivative of Σ (w − a sign(w))² is zero at a = mean |w|. And since some weights are much
 # larger than the rest (lesson 5), keep those exactly:
 #
 # $$W \;\approx\; \mathrm{diag}(a)\,\mathrm{sign}(W) \;+\; S \qquad S \text{ sparse}$$
@@ -565,8 +565,8 @@ claim(
 claim("Exact weights help the model, too.", added["one bit, 5% exact"] < added["one bit"], of_model=True)
 
 # %% [markdown]
-# **Verdict, for both.** Bits go further than directions: one bit *of every* number keeps more than all bits of a few
-# directions. The recipe of exact weights beside coarse ones is right, and the engine has it (dense and sparse, lesson 5).
+# **Verdict, for both.** Bits go further than directions: at equal size, one bit *of every* number keeps more than all bits of
+# a few directions. The recipe of exact weights beside coarse ones is right, and the engine has it (dense and sparse, lesson 5).
 # But four bits and a scale per group are so much closer that nothing here competes without training. One bit is for models
 # that were **trained** in one bit. In a CPU engine a sign bit must also be unpacked, and the sparse part is a second product.
 #
