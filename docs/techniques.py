@@ -409,14 +409,14 @@ ROWS = (
     Row(
         "OOMB",
         "gradients as usual, memory flat in the context",
-        "`minillm bench beside`",
+        "`minillm bench beside`; lesson 17",
         lambda: beside("OOMB"),
         "Activations are flat; keys and values still grow. It costs a second forward.",
     ),
     Row(
         "BLAST (block low-rank)",
         "fewer parameters for the same error",
-        "`minillm bench beside`",
+        "`minillm bench beside`; lesson 17",
         lambda: beside("BLAST"),
         "Holds, but by little on these matrices.",
         lambda: 0.95 < figure("BLAST", 0)["value"] / figure("BLAST", 0)["plain"] < 1,
@@ -424,7 +424,7 @@ ROWS = (
     Row(
         "Monarch",
         "as expressive, from products of blocks",
-        "`minillm bench beside`",
+        "`minillm bench beside`; lesson 17",
         lambda: beside("Monarch"),
         "Not on these matrices: trained weights do not have its structure unless they are trained with it.",
         lambda: figure("Monarch", 0)["value"] > figure("Monarch", 0)["plain"],
@@ -432,7 +432,7 @@ ROWS = (
     Row(
         "Tiled contrastive loss (Inf-CL)",
         "memory linear in the batch",
-        "`minillm bench beside`",
+        "`minillm bench beside`; lesson 17",
         lambda: beside("tiled contrastive loss"),
         "Holds: what the backward pass keeps no longer grows with the batch squared.",
         lambda: figure("tiled contrastive loss", 0)["value"] < figure("tiled contrastive loss", 0)["plain"],
@@ -440,7 +440,7 @@ ROWS = (
     Row(
         "BiMaCoSR",
         "binary weights with low-rank and sparse parts",
-        "`minillm bench beside`",
+        "`minillm bench beside`; lesson 17",
         lambda: beside("BiMaCoSR"),
         "The two parts help, but cost most of a further bit per weight in a matrix this small.",
         lambda: figure("BiMaCoSR", 0)["value"] < figure("BiMaCoSR", 0)["plain"],
@@ -448,7 +448,7 @@ ROWS = (
     Row(
         "MEC",
         "a frequency-weighted codebook for the embedding table",
-        "`minillm bench beside`",
+        "`minillm bench beside`; lesson 17",
         lambda: beside("MEC"),
         "Weighting by frequency helps what is read.",
         lambda: figure("MEC", 0)["value"] < figure("MEC", 0)["plain"],
@@ -456,7 +456,7 @@ ROWS = (
     Row(
         "SparseTransX",
         "faster than gathers, as a sparse product",
-        "`minillm bench beside`",
+        "`minillm bench beside`; lesson 17",
         lambda: beside("SparseTransX"),
         "Holds on this CPU, by far.",
         lambda: 3 * figure("SparseTransX", 0)["value"] < figure("SparseTransX", 0)["plain"],

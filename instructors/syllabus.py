@@ -85,6 +85,7 @@ COURSES = {
             Session("week 14", _all(14)),
             Session("week 15", _all(15), "and the final, lessons 7 to 14"),
             Session("week 16", _all(16), "where to go on"),
+            Session("week 17", _all(17), "an appendix; as a reserve, or for projects"),
         ),
         minutes=180,
     ),

@@ -661,4 +661,5 @@ claim(
 # 4. Split for latency and for models that do not fit; copy for throughput.
 # 5. A router that knows prefixes makes the caches of all replicas one large one, at the price of uneven queues.
 #
-# This was the last lesson. What you have built is, in small, what vLLM is in large: read its code next.
+# What you have built is, in small, what vLLM is in large: read its code next. An appendix, [lesson 17](17_beside_inference.ipynb),
+# measures ideas that stand beside inference.

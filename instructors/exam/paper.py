@@ -6,11 +6,11 @@ import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from instructors.exam import l01_to_l03, l04_to_l05, l06_to_l09, l10_to_l11, l12_to_l16
+from instructors.exam import l01_to_l03, l04_to_l05, l06_to_l09, l10_to_l11, l12_to_l17
 from instructors.exam.question import TOLERANCE, Question, Variant, shown, shown_answer, variant
 from minillm.errors import ConfigError
 
-LESSONS = (l01_to_l03, l04_to_l05, l06_to_l09, l10_to_l11, l12_to_l16)
+LESSONS = (l01_to_l03, l04_to_l05, l06_to_l09, l10_to_l11, l12_to_l17)
 QUESTIONS: tuple[Question, ...] = tuple(question for part in LESSONS for question in part.QUESTIONS)
 
 

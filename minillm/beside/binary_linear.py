@@ -53,7 +53,7 @@ class BinaryLinear:
         rows, columns = corrected.indices()
         added = torch.where(signs[rows, columns], 1.0, -1.0).to(weight) * scales[rows]
         sparse = torch.sparse_coo_tensor(
-            corrected.indices(), corrected.values() - added, weight.shape, is_coalesced=True
+            corrected.indices(), corrected.values() - added, weight.shape, is_coalesced=True, check_invariants=False
         )
         return cls(low_rank, sparse, signs, scales)
 

@@ -78,7 +78,7 @@ def _keys_and_values(
     kept, total = [(none, none) for _ in model.layers], 0.0
     for start in starts:
         attention = ChunkAttention(kept)
-        total += float(_loss(model, token_ids, start, min(start + chunk, len(token_ids) - 1), attention))
+        total += float(chunk_loss(model, token_ids, start, min(start + chunk, len(token_ids) - 1), attention))
         kept = [
             (torch.cat((old[0], new[0])), torch.cat((old[1], new[1])))
             for old, new in zip(kept, attention.new, strict=True)
@@ -97,7 +97,7 @@ def _backward_of_chunk(
     """Compute the chunk again and send its gradients to the parameters and to earlier keys and values."""
     past = [tuple(part[:start].detach().requires_grad_() for part in pair) for pair in kept]
     attention = ChunkAttention(past)  # type: ignore[arg-type]
-    target = _loss(model, token_ids, start, end, attention)
+    target = chunk_loss(model, token_ids, start, end, attention)
     for new, grad in zip(attention.new, grads, strict=True):
         for part, sent in zip(new, grad, strict=True):
             target = target + (part * sent[start:end]).sum()
@@ -108,8 +108,8 @@ def _backward_of_chunk(
                 sent[:start] += part.grad
 
 
-def _loss(model: Decoder, token_ids: Tensor, start: int, end: int, attention: ChunkAttention) -> Tensor:
-    """This chunk's part of the mean loss."""
+def chunk_loss(model: Decoder, token_ids: Tensor, start: int, end: int, attention: ChunkAttention) -> Tensor:
+    """This chunk's part of the mean loss: inputs `start` to `end`, each with the token behind it, over all inputs."""
     hidden = model(token_ids[start:end], torch.arange(start, end, device=token_ids.device), attention)
     lost = F.cross_entropy(model.logits(hidden), token_ids[start + 1 : end + 1], reduction="sum")
     return lost / (len(token_ids) - 1)
@@ -124,6 +124,8 @@ class SavedBytes:
     def __init__(self, model: torch.nn.Module) -> None:
         self.peak = self.now = 0
         """Bytes now, and the most at any time."""
+        self.history: list[int] = []
+        """Bytes after each change."""
         self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
 
@@ -138,9 +140,13 @@ class SavedBytes:
 
     def _pack(self, tensor: Tensor) -> _Held:
         counted = 0 if tensor.untyped_storage().data_ptr() in self._parameters else tensor.nbytes
-        self.now += counted
-        self.peak = max(self.peak, self.now)
+        self._change(counted)
         return _Held(self, tensor, counted)
+
+    def _change(self, by: int) -> None:
+        self.now += by
+        self.peak = max(self.peak, self.now)
+        self.history.append(self.now)
 
 
 class _Held:
@@ -150,4 +156,4 @@ class _Held:
         self.counter, self.tensor, self.counted = counter, tensor, counted
 
     def __del__(self) -> None:
-        self.counter.now -= self.counted
+        self.counter._change(-self.counted)

@@ -9,12 +9,16 @@ is read; the power keeps rare tokens from being forgotten.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minillm.errors import ConfigError
+
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`step(points, weights, centroids)` → the centroids after a round of k-means."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +32,24 @@ class EmbeddingCodes:
 
     @classmethod
     def fit(
-        cls, table: Tensor, counts: Tensor, parts: int, num_codes: int = 256, power: float = 0.5, rounds: int = 20
+        cls,
+        table: Tensor,
+        counts: Tensor,
+        parts: int,
+        num_codes: int = 256,
+        power: float = 0.5,
+        rounds: int = 20,
+        step: Step | None = None,
     ) -> EmbeddingCodes:
-        """`counts`: `[vocab]`, how often each token occurs; `power`: 0 counts all rows alike. Raises `ConfigError` for
-        sizes that do not fit."""
+        """`counts`: `[vocab]`, how often each token occurs; `power`: 0 counts all rows alike; `step`: a round of
+        k-means, by default `lloyd_step`. Raises `ConfigError` for sizes that do not fit."""
         if parts < 1 or table.shape[1] % parts:
             raise ConfigError(f"parts={parts} must divide the width of the table, {table.shape[1]}")
         if not 1 <= num_codes <= min(256, len(table)):
             raise ConfigError(f"num_codes={num_codes} must be from 1 to {min(256, len(table))}")
         weights = counts.to(table).clamp_min(1) ** power
-        found = [kmeans(part, weights, num_codes, rounds) for part in table.unflatten(1, (parts, -1)).unbind(1)]
+        split = table.unflatten(1, (parts, -1)).unbind(1)
+        found = [kmeans(part, weights, num_codes, rounds, step=step or lloyd_step) for part in split]
         codes = torch.stack([assigned for _, assigned in found], dim=1).to(torch.uint8)
         return cls(codes, torch.stack([centroids for centroids, _ in found]))
 
@@ -52,7 +64,17 @@ class EmbeddingCodes:
         return self.codebooks[parts, self.codes[token_ids].long()].flatten(-2)
 
 
-def kmeans(points: Tensor, weights: Tensor, num_centroids: int, rounds: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def lloyd_step(points: Tensor, weights: Tensor, centroids: Tensor) -> Tensor:
+    """Every centroid moves to the weighted mean of the points that are nearest to it. See `kmeans`."""
+    assigned = nearest(points, centroids)
+    sums = torch.zeros_like(centroids).index_add_(0, assigned, points * weights[:, None])
+    totals = weights.new_zeros(len(centroids)).index_add_(0, assigned, weights)
+    return torch.where(totals[:, None] > 0, sums / totals[:, None].clamp_min(1e-30), centroids)
+
+
+def kmeans(
+    points: Tensor, weights: Tensor, num_centroids: int, rounds: int, seed: int = 0, step: Step = lloyd_step
+) -> tuple[Tensor, Tensor]:
     """Weighted k-means (Lloyd) from k-means++ starts. `points`: `[n, d]`; `weights`: `[n]`, above 0.
 
     Returns centroids `[num_centroids, d]` and the index of each point's centroid. The weighted error never grows from
@@ -69,10 +91,7 @@ def kmeans(points: Tensor, weights: Tensor, num_centroids: int, rounds: int, see
         distances = torch.minimum(distances, (points - points[chosen[-1]]).square().sum(-1))
     centroids = points[chosen].clone()
     for _ in range(rounds):
-        assigned = nearest(points, centroids)
-        sums = torch.zeros_like(centroids).index_add_(0, assigned, points * weights[:, None])
-        totals = weights.new_zeros(num_centroids).index_add_(0, assigned, weights)
-        centroids = torch.where(totals[:, None] > 0, sums / totals[:, None].clamp_min(1e-30), centroids)
+        centroids = step(points, weights, centroids)
     return centroids, nearest(points, centroids)
 
 

@@ -10,6 +10,7 @@ that is faster depends on the library: `minillm.beside.sparse_gather.seconds` ti
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -23,9 +24,10 @@ def incidence(rows: Tensor, signs: Tensor, num_rows: int) -> Tensor:
     starts = torch.arange(0, count * width + 1, width)
     order = rows.argsort(dim=1)  # CSR wants ascending columns
     columns = rows.gather(1, order).flatten()
-    return torch.sparse_csr_tensor(
-        starts, columns, signs.expand(count, -1).gather(1, order).flatten(), (count, num_rows)
-    )
+    values = signs.expand(count, -1).gather(1, order).flatten()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")  # so PyTorch says, once
+        return torch.sparse_csr_tensor(starts, columns, values, (count, num_rows), check_invariants=False)
 
 
 def by_gather(table: Tensor, rows: Tensor, signs: Tensor) -> Tensor:

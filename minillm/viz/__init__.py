@@ -15,6 +15,7 @@ from minillm.viz.speculation.viewed_blocks import BlockView, ViewedBlocks
 from minillm.viz.tensors.codebook_cells import CodebookCells, PointCloud
 from minillm.viz.tensors.error_map import ErrorMap
 from minillm.viz.tensors.kept_cache import KeptCache, KeptPart
+from minillm.viz.tensors.loss_tiles import LossTiles
 from minillm.viz.tensors.moved_suffix import MovedSuffix
 from minillm.viz.tensors.split_layer import SplitLayer
 from minillm.viz.timeline.timeline_view import TimelineComparison, TimelineView
@@ -34,6 +35,7 @@ __all__ = [
     "KeptCache",
     "KeptPart",
     "LiveView",
+    "LossTiles",
     "MovedSuffix",
     "PointCloud",
     "PositionAcceptance",

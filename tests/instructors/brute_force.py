@@ -367,6 +367,25 @@ def heads_of_a_rank(heads: int, kv_heads: int, size: int, rank: int) -> Answer:
     return {"query heads": own, "KV heads": read}
 
 
+def structures(rows: int, columns: int, blocks: int, rank: int) -> Answer:
+    numbers = sum(rows // blocks * rank for _ in range(blocks)) + sum(columns // blocks * rank for _ in range(blocks))
+    numbers += sum(rank for _ in range(blocks) for _ in range(blocks))
+    fitting = [r for r in range(1, rows) if r * rows + r * columns <= numbers]
+    return {
+        "numbers of BLAST": numbers,
+        "percent of the matrix": numbers / rows / columns * 100,
+        "rank of an SVD with at most as many": fitting[-1],
+    }
+
+
+def signs_and_exact(row: list[int], count: int) -> Answer:
+    sizes = sorted(abs(w) for w in row)
+    rest, limit = sizes[: len(row) - count], sizes[len(row) - count]
+    scale = sum(rest) / len(rest)
+    exact = [(w - scale if w > 0 else w + scale) if abs(w) >= limit else 0.0 for w in row]
+    return {"scale": scale, "exact part": exact}
+
+
 BRUTE: dict[str, Callable[..., Answer]] = {
     "01.work": work,
     "01.sampling": sampling,
@@ -408,4 +427,6 @@ BRUTE: dict[str, Callable[..., Answer]] = {
     "15.calls": calls,
     "16.all_reduce": all_reduce,
     "16.heads": heads_of_a_rank,
+    "17.structures": structures,
+    "17.signs": signs_and_exact,
 }

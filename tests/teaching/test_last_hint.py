@@ -11,7 +11,7 @@ from minillm.teaching.check_function import check_function
 from minillm.teaching.exercise import Exercise
 from minillm.teaching.registry import exercises_of, module_names
 
-LESSONS = ("l04", "l05", "l06", "l07", "l10")
+LESSONS = ("l04", "l05", "l06", "l07", "l10", "l17")
 WITH_BODIES = [exercise for module in module_names() if module.startswith(LESSONS) for exercise in exercises_of(module)]
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from minillm.errors import ConfigError
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.exercise import Case
-from minillm.teaching.variants import l01_to_l05, l06_to_l09, l10_to_l15, l16
+from minillm.teaching.variants import l01_to_l05, l06_to_l09, l10_to_l15, l16, l17
 from minillm.teaching.variants.draw import Draw, Maker
 
 MIN_SECRET = 16
 """Bytes. A shorter secret could be guessed by trying."""
 NUM_HIDDEN = 3
 """Hidden cases per exercise."""
-MAKERS: dict[str, Maker] = {**l01_to_l05.MAKERS, **l06_to_l09.MAKERS, **l10_to_l15.MAKERS, **l16.MAKERS}
+MAKERS: dict[str, Maker] = {**l01_to_l05.MAKERS, **l06_to_l09.MAKERS, **l10_to_l15.MAKERS, **l16.MAKERS, **l17.MAKERS}
 
 
 def hidden_cases(key: AnswerKey, secret: bytes, student: str) -> tuple[Case, ...]:

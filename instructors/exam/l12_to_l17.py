@@ -1,4 +1,4 @@
-"""Questions on the lessons 12 to 16."""
+"""Questions on the lessons 12 to 17."""
 
 from __future__ import annotations
 
@@ -164,6 +164,30 @@ def _heads_answer(heads_of_rank: Function, heads: int, kv_heads: int, size: int,
     return {"query heads": list(own), "KV heads": list(read)}
 
 
+def _structures(d: Draw) -> Numbers:
+    blocks = d.one_of(4, 8, 16)
+    return {"rows": 64 * d.int(6, 16), "columns": 64 * d.int(6, 16), "blocks": blocks, "rank": 8 * d.int(2, 8)}
+
+
+def _structures_answer(_: None, rows: int, columns: int, blocks: int, rank: int) -> Answer:
+    blast = rank * (rows + columns + blocks**2)
+    return {
+        "numbers of BLAST": blast,
+        "percent of the matrix": 100 * blast / (rows * columns),
+        "rank of an SVD with at most as many": blast // (rows + columns),
+    }
+
+
+def _signs(d: Draw) -> Numbers:
+    row = [size * d.one_of(-1, 1) for size in d.some(range(1, 20), 6)]
+    return {"row": row, "count": d.int(1, 2)}
+
+
+def _signs_answer(one_bit: Function, row: list[int], count: int) -> Answer:
+    scales, exact = one_bit(torch.tensor([row]).float(), count)
+    return {"scale": float(scales[0]), "exact part": exact[0].tolist()}
+
+
 QUESTIONS = [
     Question(
         "12.break_even",
@@ -278,5 +302,25 @@ QUESTIONS = [
         "An equal share of neighbouring query heads, and the KV heads that these read; with more ranks than KV heads, "
         "several ranks hold the same one.",
         "l16.heads_of_rank",
+    ),
+    Question(
+        "17.structures",
+        5,
+        "A weight matrix of {rows} × {columns} is stored as BLAST: {blocks} × {blocks} blocks, rank {rank}. How many "
+        "numbers is that, and how many percent of the matrix? Which rank may an SVD have, so that it needs no more?",
+        _structures,
+        _structures_answer,
+        "U and V take rank · (rows + columns) numbers, and each of the blocks² blocks has rank more.",
+    ),
+    Question(
+        "17.signs",
+        5,
+        "The row {row} of a matrix is stored as one bit per weight with a scale; the {count} largest weights in size "
+        "are exact. Which scale is best for the others, and what has to be added to scale · sign for each weight?",
+        _signs,
+        _signs_answer,
+        "The scale is the mean size of the weights that are not exact. At the exact ones the bit gives scale · sign "
+        "already, so the rest is added; elsewhere 0.",
+        "l17.one_bit_and_exact",
     ),
 ]
