@@ -17,7 +17,7 @@ from minillm.ops.cpu.rounding import codes_size
 from minillm.ops.cpu.simd import LANES
 from minillm.runtime.packed_decoder import Vectors, empty_aligned, packed, smallest_cast
 from minillm.speculative.draft_heads import DraftHeads, HeadsShape
-from minillm.speculative.heads import Round, TargetHeads
+from minillm.speculative.target_heads import Round, TargetHeads
 
 
 def can_compile(shape: HeadsShape) -> bool:

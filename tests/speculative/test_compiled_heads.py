@@ -22,7 +22,7 @@ from minillm.quantization.w8a8 import W8A8
 from minillm.speculative import heads as heads_module
 from minillm.speculative.compiled_heads import CompiledHeads, can_compile
 from minillm.speculative.draft_heads import DraftHeads, HeadsShape
-from minillm.speculative.heads import TargetHeads, unembedding
+from minillm.speculative.target_heads import TargetHeads, unembedding
 from minillm.trace import DraftProposed, TokensCommitted
 from tests.runtime.test_cpu_executor import PLAIN, random_model, runner_of
 
