@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -110,7 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_from_args(args: argparse.Namespace) -> int:
-    """Train with the options of `add_arguments`. Returns the exit code: 0, or 130 after an interrupt."""
+    """Train with the options of `add_arguments`. Returns the exit code: 0, or 130 after an interrupt or SIGTERM, both of
+    which save the state."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.pack is not None:
         pack_run(args.folder, args.pack)
         return 0
@@ -134,6 +137,8 @@ def run_from_args(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         tqdm.write(f"stopped; the state is in {args.folder}, and the same command continues from there")
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return 0
 
 

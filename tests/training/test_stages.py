@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 from dataclasses import replace
 
 import pytest
@@ -185,12 +186,13 @@ def test_steps_lost_in_a_crash_count_once(made, tmp_path):
     assert record.tokens == 8 * 256
 
 
-def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypatch, capsys):
-    seen = {}
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypatch, capsys, number):
+    seen, before = {}, signal.getsignal(signal.SIGTERM)
 
     def stopped(**options):
         seen.update(options)
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
     monkeypatch.setattr("minillm.training.run.train", stopped)
     parser = argparse.ArgumentParser()
@@ -199,6 +201,7 @@ def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypat
     assert run_from_args(args) == 130
     assert seen["stages"] == ["distill", "export"] and seen["distill_minutes"] == 3.5 and seen["target_minutes"] == 400
     assert "continues from there" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(SystemExit):
         parser.parse_args(["--target-minutes", "0"])
 
