@@ -111,8 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_from_args(args: argparse.Namespace) -> int:
-    """Train with the options of `add_arguments`. Returns the exit code: 0, or 130 after an interrupt or SIGTERM, both of
-    which save the state."""
+    """Train with the options of `add_arguments`. Returns the exit code: 0, or 130 after an interrupt or SIGTERM, which
+    save the state."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.pack is not None:
         pack_run(args.folder, args.pack)
