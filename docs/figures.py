@@ -57,6 +57,12 @@ SECTIONS = (
         "Outputs of 8 to 256 tokens with a heavy tail, greedy, float32, prefill included. At most 8 requests run at a "
         "time where the name does not say otherwise.",
     ),
+    Section(
+        "serve",
+        "The HTTP server with 32 clients",
+        "64 requests of up to 192 prompt tokens and 128 new ones, greedy, float32, without prefix caching. Server and "
+        "client share one core; vLLM's server answers the same client.",
+    ),
     Section("prefill", "Prefill", "Prompt tokens until the first new token."),
     Section(
         "latency",
@@ -111,6 +117,7 @@ HEADLINES = (
     Headline(
         "32 requests, fp32", "batch", "minillm continuous", ("transformers padded batch", "vLLM CPU", "minillm static")
     ),
+    Headline("HTTP server, 32 clients, fp32, one core", "serve", "server", ("offline", "vLLM server")),
     Headline("0.4B: decoding, int8", "decode_0.4b", "minillm int8", ("transformers bf16", "llama.cpp Q8_0")),
     Headline("0.4B: decoding, w8a8", "decode_0.4b", "minillm w8a8", ("transformers bf16", "llama.cpp Q8_0")),
     Headline("0.4B: 32 requests, bf16 weights", "batch_0.4b", "minillm continuous", ("vLLM CPU",)),
