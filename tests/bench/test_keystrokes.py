@@ -40,5 +40,5 @@ def test_every_key_is_counted(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -
     assert rows[keystrokes.FIRST]["config"]["cached_tokens"] == 0 < rows[keystrokes.NEXT]["config"]["cached_tokens"]
     for row in rows.values():
         assert 0 < row["config"]["engine_p50_ms"] < row["p50_ms"] <= row["config"]["p90_ms"]
-        assert row["config"]["cpu_ms"] > 0
+        assert row["config"]["cpu_ms"] >= 0  # counted in steps of 10 ms
     assert keystrokes.table(outcome).row_count == 3
