@@ -42,8 +42,7 @@ SECTIONS = (
         "Greedy, the bundled model, held-out prompts. `int8` quantises the weights of the layers and of the "
         "unembedding, `w8a8` also the inputs of the layers' linears, llama.cpp's Q8_0 all weights and inputs, and "
         "`int4` only the layers' weights. `+ draft` is the draft model, quantised to w8a8, with four drafts per round; "
-        "`+ suffix` drafts up to eight tokens from earlier text and so needs repetitive text. Measured with the first "
-        "bundled pair, whose greedy text repeated itself more than that of the present one.",
+        "`+ suffix` drafts up to eight tokens from earlier text and so needs repetitive text.",
     ),
     Section(
         "verify",
