@@ -87,7 +87,7 @@ class CompiledHeads(TargetHeads):
         self._make_room(n, threads)
         self.launcher.launch(
             work, threads, self.dims, self.weights, self.target,
-            heads.Round(
+            heads.RoundArrays(
                 hidden.float().contiguous().numpy().reshape(-1), last.numpy(), counts, logits.numpy().reshape(-1),
                 contexts.numpy().reshape(-1), drafted,
             ),

@@ -52,7 +52,7 @@ class Unembedding(NamedTuple):
     embedding: np.ndarray
 
 
-class Round(NamedTuple):
+class RoundArrays(NamedTuple):
     """Inputs and results of a round of `n` requests."""
 
     hidden: np.ndarray
