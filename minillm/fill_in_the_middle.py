@@ -4,9 +4,9 @@
     <|fim_prefix|>  before  <|fim_suffix|>  after  <|fim_middle|>            →  the gap     prefix first (PSM)
     <|fim_prefix|>  <|fim_suffix|>  after  <|fim_middle|>  before            →  the gap     suffix first (SPM)
 
-Prefix first, with Qwen's token names, is what the templates of editors support. Suffix first is easier for a small
-model, because the gap follows the text before it as in any other file. It also keeps the prefix cache warm while the
-text before the gap grows. A checkpoint asks for it with `"fim_suffix_first": true` in its `tokenizer_config.json`.
+Prefix first, with Qwen's token names, is what the templates of editors support. With the suffix first the gap follows
+the text before it, as in any other file, and the prefix cache holds while that text grows. A checkpoint asks for it
+with `"fim_suffix_first": true` in its `tokenizer_config.json`.
 """
 
 from __future__ import annotations

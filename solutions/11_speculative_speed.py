@@ -727,8 +727,7 @@ claim(
 # are timed on steps in which all requests draft alike. In a mixed step the formula takes a line between them, but the
 # draft model runs its forward even if only one request drafts, and after a pause it must first read the tokens that it
 # missed. So the engine's rule also compares: it times its own steps with drafts and without, and where those with drafts
-# take longer than their prices say, it drafts less. Deciding takes time, too: beside the steps of a model this small, that
-# shows.
+# take longer than their prices say, it drafts less.
 #
 # ### The literature's claims
 #

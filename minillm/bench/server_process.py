@@ -67,7 +67,7 @@ class VllmServerProcess(ServerProcess):
     def __init__(self, interpreter: str, folder: str, model: str, threads: int, flags: Sequence[str] = ()) -> None:
         """Start it with the model in `folder` under the name `model`, and wait until it is healthy. Raises
         `ConfigError` if it ends, or does not answer in `START_SECONDS`."""
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}/v1"
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "VLLM_CPU_KVCACHE_SPACE": "1"}
         environment |= {"VLLM_LOGGING_LEVEL": "ERROR"}
@@ -84,10 +84,10 @@ class VllmServerProcess(ServerProcess):
             time.sleep(0.5)
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def _is_healthy(url: str) -> bool:

@@ -15,7 +15,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minillm.bench.harness import LIBRARIES, describe_run
+from minillm.bench.server_process import free_port
 from minillm.cluster import costs
 from minillm.cluster.replica import ReplicaSettings
 from minillm.cluster.session import check_ray, set_environment
@@ -201,12 +201,6 @@ class _Client:
         self.killed = Counter(answer[2] for answer in self.answers).most_common(1)[0][0]
         self.in_flight_at_kill = self._in_flight
         os.kill(await asyncio.to_thread(process_of, self.killed), signal.SIGKILL)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def process_of(replica: str) -> int:

@@ -16,7 +16,7 @@ from minillm.ops.cpu.panels import pack_floats
 from minillm.ops.cpu.rounding import codes_size
 from minillm.ops.cpu.simd import LANES
 from minillm.runtime.packed_decoder import Vectors, empty_aligned, packed, smallest_cast
-from minillm.speculative.draft_heads import DraftHeads, HeadsShape
+from minillm.speculative.draft_heads import KINDS, DraftHeads, HeadsShape
 from minillm.speculative.target_heads import Round, TargetHeads
 
 
@@ -68,7 +68,9 @@ class CompiledHeads(TargetHeads):
 
     def draft_argmax(self, hidden: Tensor, last: Tensor, most: Sequence[int], min_survival: float) -> list[list[int]]:
         """See `TargetHeads.draft_argmax`."""
-        counts, _, _, drafted = self._run(hidden, last, most, 0, min_survival, self.heads.shape.num_drafts)
+        counts, _, _, drafted = self._run(
+            hidden, last, most, KINDS.index("greedy"), min_survival, self.heads.shape.num_drafts
+        )
         return [row[:count] for row, count in zip(drafted.tolist(), counts.tolist(), strict=True)]
 
     def _run(

@@ -24,7 +24,7 @@ PLAN_STEPS, IDLE_PLAN_STEPS = 4, 16
 """Steps of the same requests that a decision holds for, with drafts and without: acceptance changes slowly, and
 deciding takes time."""
 PLAIN_EVERY = 64
-"""Of so many steps in a row with drafts, one goes without, so that both are known under the same conditions."""
+"""After so many steps in a row with drafts, one goes without, so that both are known under the same conditions."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 1024
 """Steps without any drafts before one request tries again; doubled each time that does not pay."""
 PRIOR_WEIGHT = 4.0

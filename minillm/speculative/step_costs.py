@@ -33,6 +33,7 @@ ROUNDS, SECONDS = 15, 0.5
 NEWEST_WEIGHT = 0.05
 """What the latest step weighs in a `Slowdown`."""
 LONGEST_RATIO = 4.0
+"""A step counts as at most so many times the mean."""
 
 Numbers = TypeVar("Numbers", int, float, np.ndarray)
 

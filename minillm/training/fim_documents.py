@@ -1,9 +1,9 @@
 """Training documents for fill in the middle: half of the files, cut into pieces, each with a gap.
 
-Such a file is cut at line ends into pieces of 200 to 2,500 characters, because a gap teaches nothing where a training
-row has only one of its two sides. Half of the gaps end at the end of their line or a few lines later, as in an editor;
-the others lie between two random characters. Half have the prefix first, half the suffix (Bavarian et al. 2022, section
-3). The text is cut before it is tokenised, so the tokens at the cuts are the same as in a prompt.
+Such a file is cut at line ends into pieces of 200 to 2,500 characters, so that both sides of a gap can be in one
+training row. Half of the gaps end at the end of their line or a few lines later, as in an editor; the others lie
+between two random characters. Half have the prefix first, half the suffix (Bavarian et al. 2022, section 3). The text
+is cut before it is tokenised, so the tokens at the cuts are the same as in a prompt.
 """
 
 from __future__ import annotations

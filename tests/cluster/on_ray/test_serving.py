@@ -15,8 +15,9 @@ import ray
 
 from minillm import LLM, SamplingParams
 from minillm.async_llm import AsyncLLM
+from minillm.bench.server_process import free_port
 from minillm.cluster.application import ClusterSettings, serving
-from minillm.cluster.failover import free_port, process_of
+from minillm.cluster.failover import process_of
 from minillm.cluster.replica import ReplicaSettings
 from minillm.errors import ConfigError
 from minillm.trace import Event, RequestFinished
