@@ -6,6 +6,7 @@ In speculative decoding, drafts always follow text that the target has committed
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,10 @@ TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 class DenseCache:
     """A dense KV cache for rows of equal length, to generate many rows at once."""
 
-    def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device | None = None) -> None:
+    def __init__(self, config: ModelConfig, rows: int, length: int, like: Tensor) -> None:
+        """For `rows` rows of up to `length` tokens; dtype and device are those of `like`."""
         shape = (config.num_layers, rows, config.num_kv_heads, length, config.head_dim)
-        self.keys, self.values = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
         self.rows = rows
         self.length = 0
         """Tokens per row before the current forward. The caller updates it."""
@@ -49,6 +51,11 @@ class DenseCache:
         return out.unflatten(2, (groups, n)).flatten(1, 2).transpose(1, 2).flatten(0, 1)
 
 
+def bf16_copy(model: Decoder) -> Decoder:
+    """A copy of `model` in bf16, the arithmetic of training: it writes about twice as many tokens per second."""
+    return copy.deepcopy(model).eval().to(torch.bfloat16)
+
+
 @torch.no_grad()
 def continue_rows(model: Decoder, prompts: Tensor, length: int, temperatures: Tensor, seed: int) -> Tensor:
     """Complete each row of `prompts` (`[rows, prompt_length]`) up to `length` tokens.
@@ -57,16 +64,17 @@ def continue_rows(model: Decoder, prompts: Tensor, length: int, temperatures: Te
     Returns `[rows, length]` int64, the same for the same arguments on the same machine.
     """
     rows = prompts.shape[0]
-    device = model.embed_tokens.weight.device
+    weight = model.embed_tokens.weight
+    device = weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    cache = DenseCache(model.config, rows, length, device)
+    cache = DenseCache(model.config, rows, length, like=weight)
     tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
     temperatures = temperatures.to(device)
     tokens[:, : prompts.shape[1]] = prompts
     for end in tqdm(range(prompts.shape[1], length), desc="the target writes", unit=f"×{rows} tokens", leave=False):
         positions = torch.arange(cache.length, end, device=device).repeat(rows)
         hidden = model(tokens[:, cache.length : end].flatten(), positions, cache)
-        logits = model.logits(hidden.view(rows, -1, hidden.shape[-1])[:, -1])
+        logits = model.logits(hidden.view(rows, -1, hidden.shape[-1])[:, -1]).float()
         cache.length = end
         # The maximum of logits / temperature + Gumbel noise is a sample of the softmax.
         noise = -torch.empty_like(logits).exponential_(generator=generator).log()
@@ -99,12 +107,13 @@ def write_continuations(model: Decoder, text: Batches, folder: Path, parts: int,
     if (folder / "continuations.npy").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
+    writer = bf16_copy(model)
     temperatures = torch.tensor(TEMPERATURES).repeat(rows // len(TEMPERATURES) + 1)[:rows]
     files = [folder / f"part{number:03d}.npy" for number in range(parts)]
     for number, file in enumerate(tqdm(files, desc="continuations", unit=" parts")):
         if not file.exists():
             prompts, _ = text.batch(number, rows, PROMPT_LENGTH)
-            written = continue_rows(model, prompts, length, temperatures, seed=number)
+            written = continue_rows(writer, prompts, length, temperatures, seed=number)
             texts = dict.fromkeys(tuple(until_loop(row)) for row in written.tolist())
             _save(file, np.array([token for text in texts for token in (*text, END_OF_TEXT_ID)], dtype=np.uint16))
     _save(folder / "continuations.npy", np.concatenate([np.load(file) for file in files]))

@@ -31,13 +31,13 @@ from torch.nn import functional as F
 
 from minillm.models.decoder import Decoder
 from minillm.training.compiling import Compiled
-from minillm.training.continuations import PROMPT_LENGTH, continue_rows
+from minillm.training.continuations import PROMPT_LENGTH, bf16_copy, continue_rows
 from minillm.training.data import Batches
 from minillm.training.pretrain import dense_logits
 
 SPAN = 8
 """Tokens of a span that must not be repeated."""
-STEPS_PER_WRITING = 4
+STEPS_PER_WRITING = 8
 """Steps that share the texts of one writing."""
 EARLIER = 2
 """How often a row must have had a span before its next occurrence is unlearned: code repeats a line, loops go on."""
@@ -72,9 +72,7 @@ class OwnText:
     def _texts(self, number: int, rows: int, length: int) -> Tensor:
         if number not in self._written or self._written[number].shape != (rows, length):
             prompts, _ = self.text.batch(number, rows, PROMPT_LENGTH)
-            self.model.eval()
-            texts = continue_rows(self.model, prompts, length, torch.zeros(rows), seed=number)
-            self.model.train()
+            texts = continue_rows(bf16_copy(self.model), prompts, length, torch.zeros(rows), seed=number)
             self._written = {number: texts}
         return self._written[number]
 

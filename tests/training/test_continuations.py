@@ -32,7 +32,7 @@ def test_greedy_rows_are_the_argmax_of_a_forward_without_cache():
 
 def test_cache_filled_in_pieces_gives_the_same_hidden_states():
     model, tokens = model_with_opinions(), torch.randint(1, 300, (2, 12))
-    cache, found = DenseCache(model.config, rows=2, length=12), []
+    cache, found = DenseCache(model.config, rows=2, length=12, like=model.embed_tokens.weight), []
     with torch.no_grad():
         for start, end in ((0, 5), (5, 9), (9, 10), (10, 12)):
             cache.length = start
