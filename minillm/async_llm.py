@@ -19,12 +19,19 @@ from queue import SimpleQueue
 from threading import Thread
 
 from minillm.config import EngineArgs, at_least
-from minillm.errors import EngineDeadError, EngineGenerateError, MinillmError, QueueOverflowError
+from minillm.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    MinillmError,
+    NonFiniteLogitsError,
+    QueueOverflowError,
+)
 from minillm.llm_engine import LLMEngine, Prompt, check_request_id
 from minillm.output_stream import OutputStream
 from minillm.outputs import RequestOutput
 from minillm.request import Request
 from minillm.sampling import SamplingParams
+from minillm.trace.request_metrics import prompt_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -169,13 +176,15 @@ class AsyncLLM:
             self.llm_engine.abort_request(stream.request_id)
 
     def _step(self) -> None:
-        """One step. If it fails, the requests that were in the engine fail; the engine has recovered and goes on."""
+        """One step. If it fails, the request that it failed for ends; if that is not known, all requests in the engine
+        end. The engine has recovered and goes on with the others."""
         try:
             outputs = self.llm_engine.step()
         except Exception as problem:
-            logger.exception("A step failed; the requests in the engine are ended.")
-            failed = list(self._streams.values())
-            self._streams.clear()
+            failed = self._failed_by(problem)
+            logger.exception("A step failed and ends %d of %d requests.", len(failed), len(self._streams))
+            for stream in failed:
+                del self._streams[stream.request_id]
             self.llm_engine.abort_request([stream.request_id for stream in failed])
             self._deliver([(stream, None, _failed(problem)) for stream in failed])
             return
@@ -184,6 +193,14 @@ class AsyncLLM:
             if output.finished:
                 del self._streams[stream.request_id]
         self._deliver(found)
+
+    def _failed_by(self, problem: Exception) -> list[OutputStream]:
+        """The requests that cannot go on after this failure of a step."""
+        if isinstance(problem, NonFiniteLogitsError) and problem.request_id is not None:
+            stream = self._streams.get(prompt_id_of(problem.request_id))
+            if stream is not None:
+                return [stream]
+        return list(self._streams.values())
 
     def _die(self, problem: BaseException) -> None:
         """Nothing runs any more: free what is in the engine and tell everyone who waits."""

@@ -38,6 +38,11 @@ class TokenizerMismatchError(CheckpointError):
 class NonFiniteLogitsError(MinillmError):
     """The model's logits contain NaN or infinity, so no token can be sampled."""
 
+    def __init__(self, message: str, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        """The sequence whose logits they are, where that is known. Other requests can go on without it."""
+
 
 class EngineGenerateError(MinillmError):
     """A step failed, and with it the requests that it ran. The engine goes on with others."""

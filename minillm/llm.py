@@ -72,12 +72,11 @@ class LLM:
             tqdm(total=len(groups), desc="generating", unit=" prompts", disable=not use_tqdm) as bar,
             closing(self.llm_engine.run(groups)) as steps,
         ):
-            outputs: list[RequestOutput] = []
-            for num_left in steps:
-                bar.update(len(groups) - num_left - bar.n)
-                if not num_left:
-                    outputs = [self.llm_engine.output(group) for group in groups]
-            return outputs
+            outputs: dict[int, RequestOutput] = {}
+            for ended in steps:
+                outputs |= ended
+                bar.update(len(ended))
+            return [outputs[index] for index in range(len(groups))]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion of one prompt as pieces of text. Closing the iterator aborts the request."""
@@ -89,9 +88,11 @@ class LLM:
         shown = 0
         with closing(self.llm_engine.run(groups)) as steps:
             for _ in steps:
-                end = len(request.text) if request.finished else max(shown, params.num_settled(request.text))
-                if end > shown:
-                    yield request.text[shown:end]
+                with self.engine.lock:  # another thread's step may be adding to the text
+                    end = len(request.text) if request.finished else max(shown, params.num_settled(request.text))
+                    piece = request.text[shown:end]
+                if piece:
+                    yield piece
                     shown = end
 
     def submit(
@@ -120,9 +121,9 @@ class LLM:
         """Record everything the engine does inside the `with` block."""
         return self.llm_engine.trace()
 
-    def reset_prefix_cache(self) -> None:
-        """Evict all cached blocks that no request holds, as in vLLM."""
-        self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(self) -> bool:
+        """Evict all cached blocks. While a request holds a block, nothing is evicted and False returned, as in vLLM."""
+        return self.llm_engine.reset_prefix_cache()
 
     def get_tokenizer(self) -> Any:
         """The tokenizer as a transformers object."""

@@ -114,19 +114,21 @@ class LLMEngine:
                     del self._groups[request_id]
             return outputs
 
-    def run(self, groups: Sequence[Sequence[Request]]) -> Generator[int, None, None]:
-        """Queue prepared requests and step until all have ended; yields after each step how many groups are left.
+    def run(self, groups: Sequence[Sequence[Request]]) -> Generator[dict[int, RequestOutput], None, None]:
+        """Queue prepared requests and step until all have ended; yields after each step the outputs of the groups that
+        have ended, by their index.
 
-        When the generator ends or is closed, requests that still run are aborted and the metrics of all are dropped; so
-        the caller takes outputs at the last yield.
+        When the generator ends or is closed, requests that still run are aborted.
         """
-        left = list(groups)
+        left = dict(enumerate(groups))
         try:
             self.queue(groups)
             while left:
-                self.engine.step()
-                left = [group for group in left if not all(request.finished for request in group)]
-                yield len(left)
+                with self.engine.lock:  # so that no other thread's step is in the middle of a request that is read here
+                    self.engine.step()
+                    ended = [i for i, group in left.items() if all(request.finished for request in group)]
+                    outputs = {i: self.output(left.pop(i)) for i in ended}
+                yield outputs
         finally:
             for group in groups:
                 self.discard(group)
@@ -137,10 +139,13 @@ class LLMEngine:
             for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
                 self.discard(self._groups.pop(request_id, []))
 
-    def reset_prefix_cache(self) -> None:
-        """Evict all cached blocks that no request holds, as in vLLM."""
+    def reset_prefix_cache(self) -> bool:
+        """Evict all cached blocks. While a request holds a block, nothing is evicted and False returned, as in vLLM."""
         with self.engine.lock:
+            if self.engine.pool.num_used:
+                return False
             self.engine.pool.evict_cached()
+            return True
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests are left to run, or finished in an interrupted step and are not returned yet."""
@@ -179,7 +184,7 @@ class LLMEngine:
         number = self._next_number(is_request_id=request_id is None)
         name = str(number) if request_id is None else request_id
         tokenizer = self.engine.tokenizer
-        eos = frozenset(self.engine.runner.model.config.eos_token_ids)
+        eos = self._eos_ids
         group: list[Request] = []
         for index in range(params.n):
             detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, token_ids) if params.detokenize else None
@@ -202,6 +207,10 @@ class LLMEngine:
             group.append(request)
         return group
 
+    @property
+    def _eos_ids(self) -> frozenset[int]:
+        return frozenset(self.engine.runner.model.config.eos_token_ids)
+
     def _next_number(self, is_request_id: bool) -> int:
         """The number of the next prompt. If it also becomes the request id, ids in use are skipped."""
         with self._numbering:
@@ -220,6 +229,11 @@ class LLMEngine:
             raise ConfigError(
                 f"min_tokens={params.min_tokens}: the prompt leaves room for {max_tokens} tokens; lower it or shorten "
                 "the prompt"
+            )
+        if params.min_tokens and len(params.all_stop_token_ids | self._eos_ids) >= vocab_size:
+            raise ConfigError(
+                f"min_tokens={params.min_tokens}: every token of the vocabulary ends the text, so none can come first; "
+                "lower it to 0, or give fewer stop_token_ids"
             )
 
     def queue(self, groups: Sequence[Sequence[Request]]) -> None:

@@ -142,12 +142,19 @@ class Tokenizer:
             ) from None
 
 
+REPLACEMENT = "\ufffd"
+"""Stands for bytes that are no character."""
+MAX_BYTES = 4
+"""Of a character in UTF-8."""
+
+
 class Detokenizer:
     """An incremental detokenizer for one request. Its pieces concatenated equal all tokens decoded at once.
 
     With a byte-level vocabulary it buffers bytes until a character is complete. With any other (SentencePiece) it keeps
-    the last token, because the text of a token depends on the one before it. A run of raw byte tokens is held back
-    until it ends, because one invalid byte makes the whole run invalid.
+    the last token, because the text of a token depends on the one before it; raw byte tokens, such as that of a line
+    end, are held back until they form whole characters. Bytes that never do become U+FFFD. (Decoded at once, so do all
+    byte tokens next to them.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> None:
@@ -168,7 +175,9 @@ class Detokenizer:
         if self.tokenizer.backend.id_to_token(token_id) is None:
             return ""
         self._ids.append(token_id)
-        return "" if self.tokenizer.is_byte(token_id) else self._take()
+        if self.tokenizer.is_byte(token_id) and REPLACEMENT in self._decode(self._ids)[len(self._emitted) :]:
+            return ""
+        return self._take()
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of a request. Incomplete characters become U+FFFD."""
@@ -176,7 +185,10 @@ class Detokenizer:
 
     def _take(self) -> str:
         piece = self._decode(self._ids)[len(self._emitted) :]
-        self._ids = self._ids[-1:]
+        kept = 1
+        while kept < min(len(self._ids), MAX_BYTES) and REPLACEMENT in self._decode(self._ids[-kept:]):
+            kept += 1  # so that all bytes of a character stay together
+        self._ids = self._ids[-kept:]
         self._emitted = self._decode(self._ids)
         return piece
 

@@ -14,6 +14,7 @@ import pytest
 
 from minillm import LLM, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
 from minillm.engine.engine import Engine
+from minillm.engine.step_rows import StepRows
 from minillm.errors import (
     ConfigError,
     EngineDeadError,
@@ -207,6 +208,39 @@ def test_a_failed_step_reaches_every_waiter_and_the_engine_goes_on(
             await engine.check_health()
 
         run(job)
+
+
+@pytest.mark.parametrize("bad", [ENDLESS, replace(ENDLESS, n=2, temperature=1.0)], ids=["greedy", "two samples"])
+def test_broken_logits_end_only_the_request_they_belong_to(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, bad: SamplingParams
+) -> None:
+    good = [run(lambda i=i: alone(tiny, PROMPTS[i])) for i in range(3)]
+    forward = Engine._run
+
+    def forward_or_nan(self: Engine, scheduled: Any) -> Any:
+        logits, hidden = forward(self, scheduled)
+        logits = logits.clone()  # a normal tensor, which can be written to
+        for item, part in zip(scheduled, StepRows(scheduled, logits).by_request, strict=True):
+            if item.request.request_id.startswith("bad") and item.request.num_output_tokens > 5:
+                part.fill_(float("nan"))
+        return logits, hidden
+
+    monkeypatch.setattr(Engine, "_run", forward_or_nan)
+    with served(tiny) as engine:
+
+        async def job() -> None:
+            tasks = [asyncio.create_task(last(engine, PROMPTS[i], str(i), ENDLESS)) for i in range(3)]
+            with pytest.raises(EngineGenerateError, match="NaN or infinite logits for request bad"):
+                await last(engine, PROMPTS[3], "bad", bad)
+            assert [output.outputs[0].token_ids for output in await asyncio.gather(*tasks)] == good
+
+        run(job)
+
+
+async def alone(tiny: TinyPair, prompt: str) -> list[int]:
+    """The tokens of a prompt that has the engine to itself."""
+    with served(tiny) as engine:
+        return (await last(engine, prompt, "alone", ENDLESS)).outputs[0].token_ids
 
 
 def test_a_loop_that_dies_tells_everyone_now_and_later(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,7 +275,12 @@ def test_lab_says_when_a_package_carries_no_lessons(tmp_path):
 def test_lab_opens_the_first_lesson_or_the_one_asked_for(installed):
     lessons = installed / "_lessons"
     assert lab.find_lesson(lessons, "").name == "00_tour.ipynb"
-    assert lab.find_lesson(lessons, "02").name == "02_kv_cache.ipynb"
+    for name in ("2", "02", "02_kv"):
+        assert lab.find_lesson(lessons, name).name == "02_kv_cache.ipynb"
+    (lessons / "10_later.ipynb").touch()
+    with pytest.raises(ConfigError, match="no lesson '1'"):
+        lab.find_lesson(lessons, "1")
+    (lessons / "10_later.ipynb").unlink()
     with pytest.raises(ConfigError, match=r"no lesson '99' .* 00_tour, 02_kv_cache"):
         lab.find_lesson(lessons, "99")
 

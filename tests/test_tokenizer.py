@@ -43,6 +43,7 @@ def sentencepiece() -> Tokenizer:
 
 
 BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece()
+FIRST_BYTE = SENTENCEPIECE.backend.token_to_id("<0x00>")
 BOTH = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
 
 
@@ -69,9 +70,29 @@ def test_any_text_comes_back_from_its_tokens_piece_by_piece(text: str) -> None:
 @pytest.mark.parametrize("skip", [True, False])
 @given(data=st.data())
 def test_pieces_are_the_whole_whatever_the_model_says(tokenizer: Tokenizer, skip: bool, data: st.DataObject) -> None:
-    """Also for bytes that are no characters, control tokens in the middle, and ids without a token."""
-    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=12))
+    """Also for control tokens in the middle, ids without a token and, byte-level, bytes that are no characters."""
+    one = st.integers(0, tokenizer.vocab_size + 2).filter(lambda i: not tokenizer.is_byte(i)).map(lambda i: [i])
+    character = st.characters(codec="utf-8").map(lambda c: [FIRST_BYTE + byte for byte in c.encode()])
+    drawn = data.draw(st.lists(one if tokenizer is BYTE_LEVEL else one | character, max_size=12))
+    token_ids = [token_id for part in drawn for token_id in part]
     assert "".join(pieces(tokenizer, token_ids, skip)) == tokenizer.decode(token_ids, skip)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (["▁a", "<0x0A>", "▁a"], ["a", "\n", " a", ""]),
+        (["<0x0A>", "<0x0A>", "a"], ["\n", "\n", "a", ""]),
+        (["<0xE2>", "<0x86>", "<0x92>", "<0xE2>", "<0x86>", "<0x92>"], ["", "", "→", "", "", "→", ""]),
+        (["a", "<0x0A>", "<0x80>", "b"], ["a", "\n", "", "�b", ""]),
+        (["a", "<0xE2>", "<0x86>"], ["a", "", "", "��"]),
+    ],
+    ids=["line end", "two line ends", "arrows", "a byte that is no character", "an unfinished character"],
+)
+def test_a_character_of_raw_bytes_is_shown_as_soon_as_it_is_whole(tokens: list[str], expected: list[str]) -> None:
+    token_ids = [SENTENCEPIECE.backend.token_to_id(token) for token in tokens]
+    assert None not in token_ids
+    assert pieces(SENTENCEPIECE, token_ids) == expected
 
 
 @given(st.text("abc é\n→😀", max_size=12))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from minillm.errors import MinillmError
 
@@ -69,7 +70,7 @@ class BlockPool:
         """`count` blocks with one owner each, or None (and no change) if there are not that many."""
         if count > self.num_free:
             return None
-        evicted = list(self._cached)[: max(0, count - len(self._empty))]
+        evicted = list(islice(self._cached, max(0, count - len(self._empty))))
         if evicted:
             self._evict(evicted)
         taken = [self._empty.pop() for _ in range(count)]

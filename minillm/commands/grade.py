@@ -84,13 +84,15 @@ def _rules(args: argparse.Namespace) -> object:
     from minillm.teaching.grading.variants import read_secret
     from minillm.teaching.guard import Limits
 
-    lessons = tuple(f"l{name.removeprefix('l').zfill(2)[:2]}" for name in args.lessons)
-    for name, lesson in zip(args.lessons, lessons, strict=True):
+    lessons: dict[str, None] = {}  # each once, in the order given
+    for name in args.lessons:
+        lesson = f"l{name.removeprefix('l').split('_')[0].zfill(2)}"
+        lessons[lesson] = None
         if not exercises_in(lesson):
             raise ConfigError(f"--lessons {name}: no lesson has this number and exercises")
     secret = read_secret(args.secret_file) if args.secret_file else b""
     limits = Limits(args.seconds, int(args.memory * GIB))
-    return Rules(limits, args.wall_seconds, lessons, secret)
+    return Rules(limits, args.wall_seconds, tuple(lessons), secret)
 
 
 COMMAND = Command(

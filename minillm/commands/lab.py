@@ -137,10 +137,13 @@ def copy_new(
 
 
 def find_lesson(folder: Path, name: str) -> Path:
-    """The first notebook of `folder` whose file name starts with `name`. Raises `ConfigError` if there is none."""
+    """The notebook of `folder` with the number `name`, or the first whose file name starts with `name`.
+
+    Raises `ConfigError` if there is none."""
     notebooks = sorted(folder.glob("*.ipynb"))
+    start = f"{name.zfill(2)}_" if name.isdecimal() else name
     for notebook in notebooks:
-        if notebook.name.startswith(name):
+        if notebook.name.startswith(start):
             return notebook
     there = ", ".join(notebook.stem for notebook in notebooks) or "none"
     raise ConfigError(f"no lesson {name[:60]!r} in {folder}; there is: {there}")

@@ -23,6 +23,7 @@ def commit(request: Request, verdict: Verdict) -> list[int]:
             break
     if request.finished and request.detokenizer and not isinstance(request.stop_reason, str):
         request.text += request.detokenizer.flush()
+    del request.logprobs[request.num_output_tokens :]  # those of accepted drafts behind the end
     return committed
 
 

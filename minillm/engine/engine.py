@@ -239,7 +239,8 @@ class Engine:
             item = rows.owner(broken.row)
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits for request {item.request.request_id} at token "
-                f"{item.start + item.num_tokens}; check the checkpoint, or run it in float32"
+                f"{item.start + item.num_tokens}; check the checkpoint, or run it in float32",
+                item.request.request_id,
             ) from None
         in_order = iter(decided)
         verdicts = [next(in_order) if item.completes else None for item in scheduled]

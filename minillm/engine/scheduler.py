@@ -312,6 +312,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free all blocks of `request` and put it back into the waiting queue, by its rank."""
         self.emit(RequestPreempted(request.request_id, request.num_computed_tokens))
+        self._cache_full_blocks(request, 0, request.num_computed_tokens)  # those that accepted drafts have filled, too
         self._free(request, 0, "preempted")
         self._drop(request)
         insort(self.waiting, request, key=self.rank)

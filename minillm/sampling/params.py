@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -131,7 +130,7 @@ _LIMITS: dict[str, tuple[type, str, Callable[[Any], bool]]] = {
     "min_p": (Real, "a number from 0 (all tokens) to 1", lambda v: 0 <= v <= 1),
     "presence_penalty": (Real, "a number from -2 to 2", lambda v: -2 <= v <= 2),
     "frequency_penalty": (Real, "a number from -2 to 2", lambda v: -2 <= v <= 2),
-    "repetition_penalty": (Real, "a finite number above 0; 1 changes nothing", lambda v: 0 < v < math.inf),
+    "repetition_penalty": (Real, "a number from 0.001 to 1000; 1 changes nothing", lambda v: 0.001 <= v <= 1000),
     "seed": (Integral, "an integer, or None", lambda v: True),
     "max_tokens": (Integral, "an integer from 1, or None for as many as fit", lambda v: v >= 1),
     "min_tokens": (Integral, "an integer from 0", lambda v: v >= 0),

@@ -19,7 +19,7 @@ from minillm.serve.http_errors import ApiError, error_event
 from minillm.serve.logprobs import completion_logprobs
 from minillm.serve.prompt_batch import Observer, PromptBatch
 from minillm.serve.requests import CompletionRequest
-from minillm.serve.responses import END, Completion, CompletionChoice, event
+from minillm.serve.responses import END, Completion, CompletionChoice, Usage, event
 from minillm.serve.settings import ServerSettings
 
 
@@ -69,11 +69,17 @@ class CompletionJob:
             return EventStream(self._events(batch), batch.aclose)
         outputs = await batch.finish()
         choices = [self._choice(i, output, each) for i, output in enumerate(outputs) for each in output.outputs]
+        answer = Completion(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=self._usage(batch)
+        )
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    def _usage(self, batch: PromptBatch) -> Usage:
+        """The tokens so far; with `max_tokens` 0 without the one that the engine has computed all the same."""
         usage = batch.usage()
         if self.prompt_only:
-            usage = usage.model_copy(update={"completion_tokens": 0, "total_tokens": usage.prompt_tokens})
-        answer = Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
-        return Response(answer.model_dump_json(), media_type="application/json")
+            return usage.model_copy(update={"completion_tokens": 0, "total_tokens": usage.prompt_tokens})
+        return usage
 
     def _choice(self, number: int, output: RequestOutput, choice: CompletionOutput) -> CompletionChoice:
         whole = Delta(choice.text, choice.token_ids, choice.logprobs)
@@ -134,7 +140,7 @@ class CompletionJob:
         yield END
 
     def _chunk(self, choices: list[CompletionChoice], counted: PromptBatch | None) -> Completion:
-        fields = {"usage": counted.usage()} if counted else {}
+        fields = {"usage": self._usage(counted)} if counted else {}
         return Completion(
             id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices, **fields
         )

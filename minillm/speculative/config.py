@@ -46,8 +46,9 @@ class SpeculativeConfig:
     """For `synthetic`, instead of the rates: tokens per round on average, the target's own token included."""
     adaptive: bool = field(default_factory=lambda: ADAPTIVE)
     """Whether each request gets as many drafts as pay, at most `num_speculative_tokens`; False: always so many. A
-    request that samples with its own `seed` always gets all of them, so that its text can be repeated; other sampled
-    text may differ from run to run, because the costs are measured. Greedy text is always the same."""
+    request that samples with its own `seed` always gets all of them, so that its text can be repeated as long as the
+    block pool has room for them; other sampled text may differ from run to run, because the costs are measured. Greedy
+    text is always the same."""
     disable_by_batch_size: int | None = None
     """No drafts in a step with more running and waiting requests than this. A large batch already saturates the
     processor, so verifying rejected drafts costs more than accepted ones save. None: always draft."""

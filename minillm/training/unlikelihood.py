@@ -23,7 +23,7 @@ tokens, whose greedy text repeats 75% of its spans of 8 tokens (held-out code 4%
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ STEPS_PER_WRITING = 8
 """Steps that share the texts of one writing."""
 EARLIER = 2
 """How often a row must have had a span before its next occurrence is unlearned: code repeats a line, loops go on."""
+SURE = 0.8
+"""A token that was at least so likely when its span came for the first time was no choice: how a name goes on, or what
+the syntax demands. It may be repeated."""
 ENOUGH = 0.3
 """A repeated token that is less likely than this is left alone: greedy text will not go on with it."""
 WEIGHT = 0.5
@@ -56,38 +59,52 @@ class OwnText:
 
     def __init__(self, text: Batches, model: Decoder) -> None:
         self.text, self.model = text, model
-        self._written: dict[int, Tensor] = {}
-        """The texts of one writing, by the number of the writing."""
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+        """The texts of one writing and what is unlearned of them, by the number of the writing."""
 
     def batch(self, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each `[rows, length]`, int64."""
         inputs, targets = self.text.batch(step, rows, length)
         number, part = divmod(step, STEPS_PER_WRITING)
         own = rows // 2
-        texts = self._texts(number, own * STEPS_PER_WRITING, length + 1)[part * own : (part + 1) * own]
-        inputs[rows - own :] = texts[:, :-1]
-        targets[rows - own :] = unlearned(texts)[:, 1:]
+        mine = slice(part * own, (part + 1) * own)
+        texts, unlearn = self._texts(number, own * STEPS_PER_WRITING, length + 1)
+        inputs[rows - own :] = texts[mine, :-1]
+        targets[rows - own :] = unlearn[mine, 1:]
         return inputs, targets
 
-    def _texts(self, number: int, rows: int, length: int) -> Tensor:
-        if number not in self._written or self._written[number].shape != (rows, length):
+    def _texts(self, number: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        if number not in self._written or self._written[number][0].shape != (rows, length):
+            writer = bf16_copy(self.model)
             prompts, _ = self.text.batch(number, rows, PROMPT_LENGTH)
-            texts = continue_rows(bf16_copy(self.model), prompts, length, torch.zeros(rows), seed=number)
-            self._written = {number: texts}
+            texts = continue_rows(writer, prompts, length, torch.zeros(rows), seed=number)
+            self._written = {number: (texts, unlearned(texts, chosen(writer, texts)))}
         return self._written[number]
 
 
-def unlearned(texts: Tensor) -> Tensor:
+@torch.no_grad()
+def chosen(model: Decoder, texts: Tensor, rows: int = 8) -> Tensor:
+    """Whether each token of `texts` (`[rows, length]`) was a choice: less likely than `SURE`, given those before it.
+    Returns the same shape, bool; the first token of a row is one. `rows` are computed at a time."""
+    found = torch.ones_like(texts, dtype=torch.bool)
+    for part, some in zip(texts.split(rows), found.split(rows), strict=True):
+        logits = dense_logits(model, part[:, :-1].contiguous()).float().unflatten(0, (len(part), -1))
+        some[:, 1:] = logits.softmax(-1).gather(2, part[:, 1:, None]).squeeze(2) < SURE
+    return found
+
+
+def unlearned(texts: Tensor, chosen: Tensor) -> Tensor:
     """For each token x of `texts` (`[rows, length]`) behind the prompt: -1 - x if it completes a span that the row had
-    before, else `NO_LOSS`. Returns the same shape."""
+    `EARLIER` times before and was a choice the first time (`chosen`, the same shape), else `NO_LOSS`. Returns the same
+    shape."""
     found = torch.full_like(texts, NO_LOSS)
     for row, tokens in enumerate(texts.tolist()):
-        seen: Counter[tuple[int, ...]] = Counter()
+        ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for end in range(SPAN, len(tokens) + 1):
-            span = tuple(tokens[end - SPAN : end])
-            if seen[span] >= EARLIER and end > PROMPT_LENGTH:
+            earlier = ends[tuple(tokens[end - SPAN : end])]
+            if len(earlier) >= EARLIER and end > PROMPT_LENGTH and chosen[row, earlier[0] - 1]:
                 found[row, end - 1] = -1 - tokens[end - 1]
-            seen[span] += 1
+            earlier.append(end)
     return found
 
 

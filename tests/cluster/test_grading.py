@@ -45,6 +45,8 @@ def test_the_grades_are_those_of_one_machine_and_are_kept(submissions: Path, tmp
 
     again = batch.grade_all(files, tmp_path / "there", RULES, graders=graders_of(Nobody()))
     assert again == there
+    with pytest.raises(AssertionError):  # closed in otherwise, they are graded again
+        batch.grade_all(files, tmp_path / "there", RULES, mode="limits", graders=graders_of(Nobody()))
 
 
 def test_a_file_that_cannot_be_read_does_not_stop_the_others(submissions: Path) -> None:

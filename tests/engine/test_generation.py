@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.trace import TokensCommitted
+from minillm.trace import TokensCommitted, request_metrics
 from tests.conftest import TinyPair
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class"]
@@ -133,6 +133,25 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
         assert out.prompt_logprobs[i][ids[i]].logprob == pytest.approx(float(expected[i - 1, ids[i]]), abs=1e-4)
     total = sum(row[t].logprob for row, t in zip(out.outputs[0].logprobs, out.outputs[0].token_ids, strict=True))
     assert out.outputs[0].cumulative_logprob == pytest.approx(total)
+
+
+def test_logprobs_end_with_the_text_inside_an_accepted_run(tiny: TinyPair) -> None:
+    drafts = {"method": "draft_model", "model": str(tiny.target), "num_speculative_tokens": 5, "adaptive": False}
+    llm = LLM(str(tiny.target), speculative_config=drafts)
+    whole = greedy(llm, PROMPTS[0], logprobs=1)
+    for end in range(3, 12):
+        if whole.token_ids.index(whole.token_ids[end]) == end:  # a stop token that was not there before
+            part = greedy(llm, PROMPTS[0], logprobs=1, stop_token_ids=[whole.token_ids[end]])
+            assert (part.token_ids, part.logprobs) == (whole.token_ids[: end + 1], whole.logprobs[: end + 1])
+
+
+def test_metrics_of_more_prompts_than_are_kept(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_metrics, "MAX_ENDED_PROMPTS", 2)
+    llm = LLM(str(tiny.target), max_num_seqs=2)
+    params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(9)]
+    outputs = llm.generate([PROMPTS[0]] * 9, params, use_tqdm=False)
+    assert [output.metrics.num_output_tokens for output in outputs] == [2 + i for i in range(9)]
+    assert not llm.llm_engine.metrics.requests
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(tiny: TinyPair) -> None:

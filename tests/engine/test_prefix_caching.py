@@ -34,6 +34,24 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
     return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
 
 
+def test_a_preempted_request_finds_what_accepted_drafts_have_filled(tiny: TinyPair) -> None:
+    config = {"method": "draft_model", "model": str(tiny.target), "num_speculative_tokens": 5, "adaptive": False}
+    llm = LLM(str(tiny.target), block_size=4, speculative_config=config)
+    expected = tokens(llm.generate([TEXT], replace(GREEDY, max_tokens=60), use_tqdm=False))
+    llm.reset_prefix_cache()
+    [request] = llm.submit([TEXT], replace(GREEDY, max_tokens=60))
+    while request.num_output_tokens < 40:
+        llm.engine.step()
+    before = request.num_computed_tokens
+    llm.engine.scheduler._preempt(request)
+    with llm.trace() as trace:
+        while not request.finished:
+            llm.engine.step()
+    [found] = trace.of(BlocksShared)
+    assert found.num_tokens == before // 4 * 4
+    assert request.token_ids[request.num_prompt_tokens :] == expected[0][0]
+
+
 def computed(trace: Trace, kind: str = "prefill") -> int:
     """Tokens that went through the target as `kind`."""
     return sum(work.num_tokens for step in trace.of(StepRan) for work in step.work if work.kind == kind)

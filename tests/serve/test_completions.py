@@ -148,6 +148,9 @@ def test_echo_without_new_tokens_scores_a_text(server: RunningServer, offline: L
     assert answer.choices[0].text == PROMPTS[2]
     assert len(answer.choices[0].logprobs.tokens) == len(ids) == answer.usage.total_tokens
     assert "".join(answer.choices[0].logprobs.tokens) == PROMPTS[2]
+    options = {"model": NAME, "prompt": PROMPTS[2], "max_tokens": 0, "echo": True}
+    *_, last = server.client().completions.create(stream=True, stream_options={"include_usage": True}, **options)
+    assert (last.usage.completion_tokens, last.usage.total_tokens) == (0, len(ids))
 
 
 def test_logprobs_are_those_of_the_engine_whole_and_streamed(server: RunningServer, offline: LLM) -> None:

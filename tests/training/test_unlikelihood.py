@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from minillm.training import unlikelihood
-from minillm.training.continuations import PROMPT_LENGTH
+from minillm.training.continuations import PROMPT_LENGTH, bf16_copy
 from minillm.training.pretrain import dense_logits, new_model
-from minillm.training.unlikelihood import NO_LOSS, SPAN, OwnText, unlearned, unlikelihood_loss
+from minillm.training.unlikelihood import NO_LOSS, SPAN, OwnText, chosen, unlearned, unlikelihood_loss
 
 from .conftest import config
 
@@ -22,21 +22,46 @@ class Counting:
         return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
 
 
+def all_chosen(texts: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(texts, dtype=torch.bool)
+
+
 def test_a_token_is_unlearned_where_it_completes_a_span_that_was_there_twice_before() -> None:
     fresh = torch.arange(PROMPT_LENGTH + 20)
     loop = torch.arange(200, 205).repeat(6)
     texts = torch.cat((fresh, loop)).unsqueeze(0)
-    found = unlearned(texts)[0]
-    first = (
-        len(fresh) + 2 * 5 + SPAN - 1
-    )  # the loop's third turn begins such a span, which is complete SPAN tokens later
+    found = unlearned(texts, all_chosen(texts))[0]
+    first = len(fresh) + 2 * 5 + SPAN - 1  # a span that begins the loop's third turn is complete SPAN tokens later
     assert (found[:first] == NO_LOSS).all()
     assert torch.equal(found[first:], -1 - texts[0, first:])
 
 
+def test_a_token_that_was_no_choice_the_first_time_is_left_alone() -> None:
+    fresh = torch.arange(PROMPT_LENGTH)
+    texts = torch.cat((fresh, torch.arange(200, 210).repeat(4))).unsqueeze(0)
+    chosen = torch.zeros_like(texts, dtype=torch.bool)
+    chosen[0, PROMPT_LENGTH + 8] = True  # in the loop's first turn, where the spans that end there come first
+    found = unlearned(texts, chosen)[0]
+    places = [PROMPT_LENGTH + turn * 10 + 8 for turn in (2, 3)]
+    assert torch.nonzero(found != NO_LOSS).flatten().tolist() == places
+    assert found[places].tolist() == [-1 - 208] * 2
+
+
+def test_what_the_model_was_sure_of_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, texts = new_model(config()), torch.randint(1, 299, (3, 20))
+    log_p = F.log_softmax(dense_logits(model, texts).detach(), -1).view(3, 20, -1)
+    p = log_p.exp()[:, :-1].gather(2, texts[:, 1:, None]).squeeze(2)
+    between = p.flatten().sort().values[28:30].mean().item()  # half are less likely
+    monkeypatch.setattr(unlikelihood, "SURE", between)
+    found = chosen(model, texts, rows=2)
+    assert found[:, 0].all()
+    assert torch.equal(found[:, 1:], p < between)
+
+
 def test_repetition_inside_the_prompt_is_left_alone() -> None:
     texts = torch.arange(4).repeat(PROMPT_LENGTH // 4 + 3).unsqueeze(0)
-    found = unlearned(texts)[0]
+    found = unlearned(texts, all_chosen(texts))[0]
     assert (found[:PROMPT_LENGTH] == NO_LOSS).all()
     assert (found[PROMPT_LENGTH:] < 0).all()
     assert (found[PROMPT_LENGTH:] != NO_LOSS).all()
@@ -52,7 +77,7 @@ def test_half_of_a_batch_is_the_models_own_text() -> None:
     assert torch.equal(inputs[:2], plain_inputs[:2])
     assert torch.equal(targets[:2], plain_targets[:2])
     with torch.no_grad():
-        greedy = dense_logits(model, inputs[2:]).argmax(-1).view(2, length)
+        greedy = dense_logits(bf16_copy(model), inputs[2:]).argmax(-1).view(2, length)
     assert torch.equal(greedy[:, PROMPT_LENGTH - 1 : -1], inputs[2:, PROMPT_LENGTH:])
     assert (targets[2:] < 0).all()
     others = batches.batch(6, 4, length)[0]

@@ -80,14 +80,14 @@ def grade_all(
     graders: Graders | None = None,
 ) -> list[Submission]:
     """The grades of `files`, in their order. Each is written to `out` as soon as it is there; those that are there
-    already, with the same contents and rules, are not graded again.
+    already, with the same contents, rules and mode, are not graded again.
 
     `jobs`: processes at a time. `mode`: see `StudentProcess`. `progress`: called as `progress(iterable, total=…)`.
     `graders`: who grades, in place of processes here.
     """
     folder = out / RESULTS
     folder.mkdir(parents=True, exist_ok=True)
-    keys = [_key(file, rules) for file in files]
+    keys = [_key(file, rules, mode) for file in files]
     done: dict[int, Submission] = {}
     for number, (file, key) in enumerate(zip(files, keys, strict=True)):
         known = grades.read(folder / _result_name(file, key))
@@ -168,7 +168,7 @@ def grading_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _key(file: File, rules: Rules) -> str:
+def _key(file: File, rules: Rules, mode: str) -> str:
     """What the grades of a file depend on, as a hash."""
     try:
         data = file.path.read_bytes()
@@ -176,7 +176,7 @@ def _key(file: File, rules: Rules) -> str:
         data = b""
     secret = hashlib.sha256(rules.secret).hexdigest()
     settings = [SCHEMA, __version__, file.student, file.name, *rules.lessons, secret, rules.wall_seconds]
-    settings += [rules.limits.seconds, rules.limits.memory]
+    settings += [rules.limits.seconds, rules.limits.memory, mode]
     return hashlib.sha256(msgspec.json.encode(settings) + b"\0" + data).hexdigest()
 
 

@@ -94,16 +94,18 @@ class StudentProcess:
             os.close(reader)
 
     def _hand_over(self, job: Job, writer: int) -> int | None:
-        """Send a job and the end of a pipe; the process id of its setup process, or None if the template has ended."""
+        """Send a job, in a file in memory, and the end of a pipe; the process id of its setup process, or None if the
+        template has ended."""
         assert self._control is not None
-        data = pickle.dumps(job)
-        try:
-            socket.send_fds(self._control, [len(data).to_bytes(8, "big")], [writer])
-            self._control.sendall(data)
-        except OSError:
-            return None
-        finally:
-            os.close(writer)
+        with os.fdopen(os.memfd_create("job"), "w+b") as file:
+            pickle.dump(job, file)
+            file.seek(0)
+            try:
+                socket.send_fds(self._control, [b"j"], [file.fileno(), writer])
+            except OSError:
+                return None
+            finally:
+                os.close(writer)
         reply = self._reply()
         return reply[1] if reply else None
 

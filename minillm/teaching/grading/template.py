@@ -6,7 +6,8 @@ then imports minillm. For every job it forks:
     template ── setup ── runner (pid 1 of its own numbering, no privileges) ── the submission's function (`guard`)
 
 The runner is our code. It reads cells, or runs one function on the cases of one exercise through
-`minillm.teaching.guard`, and writes messages to the pipe that came with the job.
+`minillm.teaching.guard`, and writes messages to the pipe that came with the job. The job itself is a file in memory
+that only the runner reads: whatever the template had in its memory, all later submissions could find in theirs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parents[1]
 ANSWERS = "minillm.teaching.exercises."
 """The modules with references, cases, hints and planted mistakes. `sandbox` hides their files too."""
-DRIVES = ("l01", "l02", "l05", "l06", "l08", "l09", "l15")
-MAX_JOB = 256 << 20
+DRIVES = ("l01", "l02", "l05", "l06", "l08", "l09", "l15", "l17")
 
 
 def main(control: socket.socket, root: Path, package: Path, slot: int, mode: str) -> None:
@@ -43,12 +43,13 @@ def main(control: socket.socket, root: Path, package: Path, slot: int, mode: str
         _reply(control, ("failed", traceback.format_exc()))
         return
     _reply(control, ("ready", os.getpid()))
-    while (received := _job(control)) is not None:
+    while (received := _files(control)) is not None:
         job, pipe = received
         pid = os.fork()
         if pid == 0:
             control.close()
             _setup(sandbox, job, pipe, slot, mode, root)
+        os.close(job)
         os.close(pipe)
         _reply(control, ("started", pid))
         os.waitpid(pid, 0)
@@ -82,7 +83,7 @@ class _Refusing:
             raise ImportError(f"{name} is not available while a submission is graded", name=name)
 
 
-def _setup(sandbox: ModuleType, job: Any, pipe: int, slot: int, mode: str, root: Path) -> NoReturn:
+def _setup(sandbox: ModuleType, job: int, pipe: int, slot: int, mode: str, root: Path) -> NoReturn:
     """In the setup process: give the runner its own process numbers, and wait for it."""
     try:
         sandbox.adopt_orphans()
@@ -91,6 +92,7 @@ def _setup(sandbox: ModuleType, job: Any, pipe: int, slot: int, mode: str, root:
         pid = os.fork()
         if pid == 0:
             _runner(sandbox, job, pipe, slot, mode, root)
+        os.close(job)
         os.close(pipe)
         os.waitpid(pid, 0)
         _end_orphans()
@@ -113,9 +115,11 @@ def _end_orphans() -> None:
             os.waitpid(-1, 0)
 
 
-def _runner(sandbox: ModuleType, job: Any, pipe: int, slot: int, mode: str, root: Path) -> NoReturn:
-    """In the runner: drop privileges, do the job."""
+def _runner(sandbox: ModuleType, job: int, pipe: int, slot: int, mode: str, root: Path) -> NoReturn:
+    """In the runner: read the job, drop privileges, do it."""
     try:
+        with open(job, "rb") as file:
+            read = pickle.load(file)
         sandbox.die_with_parent()
         os.setsid()
         sandbox.unreadable_memory()
@@ -137,7 +141,7 @@ def _runner(sandbox: ModuleType, job: Any, pipe: int, slot: int, mode: str, root
         tempfile.tempdir = None
         from minillm.teaching.grading.one_function import do
 
-        do(job, pipe)
+        do(read, pipe)
     except BaseException:
         from minillm.teaching.grading.one_function import fault
 
@@ -146,19 +150,10 @@ def _runner(sandbox: ModuleType, job: Any, pipe: int, slot: int, mode: str, root
         os._exit(0)
 
 
-def _job(control: socket.socket) -> tuple[Any, int] | None:
-    """The next job and the pipe for its messages; None at the end. Only the grader writes to this socket."""
-    head, pipes, _, _ = socket.recv_fds(control, 8, 1)
-    if len(head) < 8:
-        return None
-    size = int.from_bytes(head, "big")
-    data = bytearray()
-    while len(data) < min(size, MAX_JOB):
-        part = control.recv(min(1 << 20, size - len(data)))
-        if not part:
-            return None
-        data += part
-    return pickle.loads(bytes(data)), pipes[0]
+def _files(control: socket.socket) -> tuple[int, int] | None:
+    """The file of the next job and the pipe for its messages; None at the end. Only the grader writes to the socket."""
+    found, files, _, _ = socket.recv_fds(control, 1, 2)
+    return (files[0], files[1]) if found else None
 
 
 def _reply(control: socket.socket, message: tuple[str, Any]) -> None:

@@ -32,6 +32,8 @@ def request_work(request: RequestState) -> str:
     marks = request.marks
     if marks.reused and request.status != "finished":
         return f"{marks.reused} reused, {len(marks.written)} computed"
+    if request.status == "prefill" and request.num_output_tokens > 1:  # after a preemption
+        return f"recompute {request.num_computed} of {request.num_tokens}"
     if request.status == "prefill":
         return f"prefill {min(request.num_computed, request.num_tokens)} of {request.num_prompt_tokens}"
     if request.status == "verify" and marks.num_drafts:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from instructors.trial.attempts import ATTEMPTS, TARGET, Attempt
+from instructors.trial.attempts import ATTEMPTS, GOOD, TARGET, Attempt
 from instructors.trial.bundle import NotBundled, bundle
 from instructors.trial.class_of_200 import ROOT, _bytes, _solved
 from instructors.trial.shapes import SAME_MEANING, unreadable, with_cell
@@ -157,6 +157,25 @@ return sorted(found)
     for _ in range(2):
         got = grade_of(graded(grader, notebook), f"l02.{TARGET}")
         assert got.got == "[]"
+
+
+def test_no_submission_finds_an_earlier_one_in_its_memory(grader: Grader):
+    """Processes are forked from one template: what it held of earlier jobs, all later ones would inherit."""
+    body = """
+import ctypes, re
+found, mark = 0, re.compile(b"written[ ]by[ ]the[ ]student[ ]before")  # the pattern does not match itself
+for line in open("/proc/self/maps"):
+    span, access, *rest = line.split()
+    start, end = (int(at, 16) for at in span.split("-"))
+    if access.startswith("rw") and "[" not in rest[-1].replace("[heap]", "") and end - start < 1 << 28:
+        found += len(mark.findall(ctypes.string_at(start, end - start)))
+return found
+"""
+    earlier = Attempt("right", GOOD, before="# written by the student before\n" * 500).cell()
+    for _ in range(2):
+        assert grade_of(graded(grader, with_cell(_solved(SECOND), TARGET, earlier)), f"l02.{TARGET}").passed_cases
+        notebook = with_cell(_solved(SECOND), TARGET, Attempt("searches its memory", body).cell())
+        assert grade_of(graded(grader, notebook), f"l02.{TARGET}").got == "0"
 
 
 def test_imports_from_the_engine_are_reported(grader: Grader):
