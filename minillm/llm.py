@@ -80,7 +80,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion of one prompt as pieces of text. Closing the iterator aborts the request."""
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         if params.n != 1:
             raise ConfigError(f"n={params.n} completions cannot be streamed into one text; use n=1")
         groups = self._prepare(prompt, params)
@@ -125,6 +125,10 @@ class LLM:
         """Evict all cached blocks. While a request holds a block, nothing is evicted and False returned, as in vLLM."""
         return self.llm_engine.reset_prefix_cache()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses without parameters: the values in the checkpoint's `generation_config.json`."""
+        return self.llm_engine.default_sampling_params()
+
     def get_tokenizer(self) -> Any:
         """The tokenizer as a transformers object."""
         return self.engine.tokenizer.hf()
@@ -139,7 +143,7 @@ class LLM:
         several = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
         prompts = list(prompts) if several else [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+            sampling_params = [sampling_params or self.get_default_sampling_params()] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
         for what, given in (("sampling params", sampling_params), ("priorities", priority)):
             if len(given) != len(prompts):

@@ -82,7 +82,13 @@ class LLMEngine:
         queued.
         """
         check_request_id(request_id)
-        self.add_prepared(request_id, self.prepare(prompt, params or SamplingParams(), priority, request_id))
+        self.add_prepared(
+            request_id, self.prepare(prompt, params or self.default_sampling_params(), priority, request_id)
+        )
+
+    def default_sampling_params(self) -> SamplingParams:
+        """For requests without parameters: the values in the checkpoint's `generation_config.json`, as in vLLM."""
+        return SamplingParams(**self.engine.runner.model.config.sampling_defaults)
 
     def add_prepared(self, request_id: str, group: Sequence[Request]) -> None:
         """The second half of `add_request`, for a caller that has called `prepare` with this id, perhaps in another

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from minillm import LLM, RequestOutput, SamplingParams
 from minillm.cache.block_pool import BlockPool
 from minillm.config import EngineArgs
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import ConfigError, MinillmError, PromptError, RequestTooLargeError
+from minillm.errors import CheckpointError, ConfigError, MinillmError, PromptError, RequestTooLargeError
 from minillm.llm_engine import LLMEngine
 from minillm.ops.paged_attention import paged_attention
 from minillm.outputs import tokens_per_forward
@@ -27,6 +30,30 @@ from tests.conftest import TinyPair
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 WARM = replace(GREEDY, temperature=0.9, seed=3)
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):"]
+
+
+def test_a_checkpoint_may_name_the_sampling_of_calls_that_name_none(tiny: TinyPair, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.target, folder)
+    values = {"do_sample": True, "temperature": 0.7, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    llm = LLM(str(folder), seed=0)
+    params = SamplingParams(temperature=0.7, top_k=3, top_p=0.9, min_p=0.1, max_tokens=5)
+    assert llm.get_default_sampling_params() == params
+    assert LLM(str(tiny.target)).get_default_sampling_params() == SamplingParams()
+    expected = LLM(str(folder), seed=0).generate(PROMPTS, params, use_tqdm=False)
+    found = llm.generate(PROMPTS, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"top_p": 0}, {"top_k": "many"}, {"repetition_penalty": 0}], ids=str
+)
+def test_a_checkpoint_with_impossible_sampling_is_refused(tiny: TinyPair, tmp_path: Path, bad: dict[str, Any]) -> None:
+    shutil.copytree(tiny.target, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(bad))
+    with pytest.raises(CheckpointError, match=f"generation_config.json: .*{next(iter(bad))}"):
+        LLM(str(tmp_path / "model"))
 
 
 def engine(tiny: TinyPair, **options: Any) -> LLMEngine:

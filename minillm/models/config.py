@@ -62,6 +62,8 @@ class ModelConfig:
     """The dtype that the checkpoint is stored in."""
     decoder: type | None = None
     """A `Decoder` subclass for a different architecture; None: `Decoder`. Executors do not run subclasses."""
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """Fields of `SamplingParams`, for requests that give none."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of `config.json` that this subclass reads: the family's `own_fields`."""
 

@@ -21,6 +21,12 @@ TokenId = Annotated[int, Meta(ge=0, le=2**24)]
 Context = int_in_range(1, MAX_CONTEXT)
 Switch = Annotated[bool | None, Meta(description="true or false")]
 EndTokens = Annotated[TokenId | list[TokenId] | None, Meta(description="a token's id, a list of ids, or null")]
+TopK = Annotated[int, Meta(ge=-1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Penalty = Annotated[float, Meta(ge=0.001, le=1000)]
+NewTokens = Annotated[int, Meta(ge=1)]
 Dtype = Annotated[
     Literal["float32", "float16", "bfloat16", "float64"] | None,
     Meta(description="float32, float16, bfloat16 or float64"),
@@ -92,6 +98,18 @@ class GenerationConfig(Struct):
     """The fields of `generation_config.json` that minillm reads."""
 
     eos_token_id: EndTokens = None
+    temperature: Annotated[Temperature | None, Meta(description="a number from 0 to 2, or null")] = None
+    top_k: Annotated[TopK | None, Meta(description="an integer from -1, or null")] = None
+    top_p: Annotated[TopP | None, Meta(description="a number above 0 and up to 1, or null")] = None
+    min_p: Annotated[MinP | None, Meta(description="a number from 0 to 1, or null")] = None
+    repetition_penalty: Annotated[Penalty | None, Meta(description="a number from 0.001 to 1000, or null")] = None
+    max_new_tokens: Annotated[NewTokens | None, Meta(description="an integer from 1, or null")] = None
+
+    def sampling_defaults(self) -> dict[str, float]:
+        """The fields of `SamplingParams` that the checkpoint gives a value; those that vLLM reads."""
+        found = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+        found["max_tokens"] = self.max_new_tokens
+        return {name: value for name, value in found.items() if value is not None}
 
 
 SWITCHES: Mapping[str, tuple[Any, ...]] = {

@@ -43,7 +43,7 @@ RECOMPUTED = "rotary_emb.inv_freq"
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read `config.json`, and further end-of-text tokens from `generation_config.json`.
+    """Read `config.json`, and from `generation_config.json` further end-of-text tokens and defaults for sampling.
 
     Raises `CheckpointError` if `config.json` is missing or describes a model that minillm cannot run.
     """
@@ -67,7 +67,11 @@ def load_config(folder: Path) -> ModelConfig:
         further = end_tokens(generation.eos_token_id, config.vocab_size)
     except CheckpointError as problem:
         raise CheckpointError(f"{folder}, generation_config.json: {problem}") from None
-    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *further))))
+    return replace(
+        config,
+        eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *further))),
+        sampling_defaults=generation.sampling_defaults(),
+    )
 
 
 def stored_scheme(folder: Path) -> Scheme | None:

@@ -54,6 +54,7 @@ class ChatJob:
         self.tokenizer = engine.llm_engine.engine.tokenizer
         self.num_top = top
         self.params = body.sampling_params(
+            engine.llm_engine.default_sampling_params(),
             max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
             logprobs=top if body.logprobs else None,
         )

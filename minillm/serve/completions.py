@@ -43,6 +43,7 @@ class CompletionJob:
         self.prompts = self._prompts()
         self.prompt_only = bool(body.echo and body.max_tokens == 0)
         self.params: SamplingParams = body.sampling_params(
+            engine.llm_engine.default_sampling_params(),
             # One token is the least that the engine generates; the answer leaves it out.
             max_tokens=1 if self.prompt_only else (16 if body.max_tokens is None else body.max_tokens),
             logprobs=body.logprobs,

@@ -104,15 +104,15 @@ class GenerationRequest(BaseModel):
         if self.stream_options and not self.stream:
             raise ApiError("stream_options need stream=true", param="stream_options")
 
-    def sampling_params(self, max_tokens: int | None, **own: Any) -> SamplingParams:
-        """The parameters of the request; `own` are those of its kind. Raises `ConfigError` for a bad value."""
+    def sampling_params(self, defaults: SamplingParams, max_tokens: int | None, **own: Any) -> SamplingParams:
+        """The parameters of the request; `own` are those of its kind, `defaults` give what it leaves out. Raises
+        `ConfigError` for a bad value."""
         given = {
-            name: getattr(self, name)
+            name: getattr(defaults if getattr(self, name) is None else self, name)
             for name in (
                 *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
                 *("repetition_penalty", "skip_special_tokens", "stop_token_ids"),
             )
-            if getattr(self, name) is not None
         }
         return SamplingParams(
             **given,

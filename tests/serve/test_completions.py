@@ -13,6 +13,7 @@ import openai
 
 from minillm import LLM, SamplingParams
 from minillm.fill_in_the_middle import suffix_first
+from minillm.serve.requests import CompletionRequest
 from tests.conftest import TinyPair
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class Stack:"]
@@ -140,6 +141,12 @@ def test_echo_begins_with_the_prompt(server: RunningServer, offline: LLM) -> Non
     rows = [*expected.prompt_logprobs[1:], *expected.outputs[0].logprobs]
     ids = [*expected.prompt_token_ids[1:], *expected.outputs[0].token_ids]
     assert told.token_logprobs[1:] == pytest.approx([row[token].logprob for row, token in zip(rows, ids, strict=True)])
+
+
+def test_what_a_request_leaves_out_is_the_checkpoints_choice() -> None:
+    body = CompletionRequest(model=NAME, prompt="a", top_k=2)
+    params = body.sampling_params(SamplingParams(temperature=0.5, top_k=7), max_tokens=4)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 2, 4)
 
 
 def test_echo_without_new_tokens_scores_a_text(server: RunningServer, offline: LLM) -> None:
