@@ -60,6 +60,7 @@ class LLMEngine:
             max_num_seqs=built.args.max_num_seqs,
             max_num_batched_tokens=built.args.max_num_batched_tokens,
             speculative_method=speculative.method_name if speculative else None,
+            keeps_every_token=self.engine.runner.cache.keeps_every_token,
         )
         self.engine.listeners.append(self.metrics)
 

@@ -82,6 +82,7 @@ class AnchorsKVCache(KVCache):
 
     whole_sequences = True
     supports_prefix_sharing = False
+    keeps_every_token = False
 
     def __init__(
         self,

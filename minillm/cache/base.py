@@ -48,6 +48,8 @@ class KVCache(ABC):
     entry, and the layout decides how much memory the block really uses."""
     supports_prefix_sharing: ClassVar[bool] = True
     """Whether two requests may read the same block."""
+    keeps_every_token: ClassVar[bool] = True
+    """Whether a token's keys and values stay until its request ends. A window, for instance, drops the oldest."""
     max_requests: ClassVar[int | None] = None
     """Most requests in one step; None: no limit."""
     supports_trees: ClassVar[bool] = False

@@ -32,6 +32,8 @@ class SnapKVCache(CompressedPromptKVCache):
     """`budget`: most tokens of a prompt that a KV head keeps, the last `window` included. `kernel`: tokens around a
     token that share the largest mass among them, an odd number; 1: no pooling."""
 
+    keeps_every_token = False
+
     def __init__(
         self,
         config: ModelConfig,

@@ -123,6 +123,7 @@ class WindowKVCache(KVCache):
 
     whole_sequences = True
     supports_prefix_sharing = False
+    keeps_every_token = False
     num_sinks = 0
     """Number of first tokens that every query sees in addition to its window."""
 

@@ -124,14 +124,20 @@ class CacheState:
         return not paged and self.block_size > MAX_PAGE_SIZE
 
     @property
+    def keeps_every_token(self) -> bool:
+        """See `EngineStarted`."""
+        return self.engine is None or self.engine.keeps_every_token
+
+    @property
     def used_slots(self) -> int:
         """The number of slots in used blocks."""
         return self.used_blocks * self.block_size
 
     @property
     def waste_slots(self) -> int:
-        """The number of slots in used blocks without valid contents. Blocks before the one being filled have none."""
-        if not self.owners:
+        """The number of slots in used blocks without valid contents. Blocks before the one being filled have none; 0 in
+        a layout that drops tokens, where an empty slot takes no memory."""
+        if not self.owners or not self.keeps_every_token:
             return 0
         unfilled = {b for r in self.requests.values() for b in r.block_table[r.num_computed // self.block_size :]}
         return sum(self.block_size - self._num_filled(block_id) for block_id in unfilled)

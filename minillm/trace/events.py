@@ -57,6 +57,8 @@ class EngineStarted(Event):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     speculative_method: str | None = None
+    keeps_every_token: bool = True
+    """False for a layout that drops tokens: then a slot is a token that was computed, not memory in use."""
 
     @property
     def drafter(self) -> str | None:

@@ -26,7 +26,8 @@ class RunMetrics:
     peak_blocks: int
     num_blocks: int
     waste_share: float
-    """Empty slots / slots of used blocks, both measured at the end of each step and summed over all steps."""
+    """Empty slots / slots of used blocks, both measured at the end of each step and summed over all steps; 0 in a
+    layout that drops tokens."""
     preemptions: int
 
     @property

@@ -203,8 +203,8 @@ class _Counter:
             used_blocks=cache.used_blocks,
             cached_blocks=cache.cached_blocks,
             free_blocks=cache.free_blocks - cache.cached_blocks,
-            valid_slots=cache.used_slots - cache.waste_slots,
-            allocated_slots=cache.used_slots,
+            valid_slots=cache.used_slots - cache.waste_slots if cache.keeps_every_token else 0,
+            allocated_slots=cache.used_slots if cache.keeps_every_token else 0,
             max_num_batched_tokens=self.budget,
             seconds=event.seconds,
         )

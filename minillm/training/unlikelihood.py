@@ -23,7 +23,6 @@ tokens, whose greedy text repeats 75% of its spans of 8 tokens (held-out code 4%
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 import torch
 from torch import Tensor
@@ -39,8 +38,8 @@ SPAN = 8
 """Tokens of a span that must not be repeated."""
 STEPS_PER_WRITING = 8
 """Steps that share the texts of one writing."""
-EARLIER = 2
-"""How often a row must have had a span before its next occurrence is unlearned: code repeats a line, loops go on."""
+CYCLES = 2
+"""How often a row must have gone through the same tokens, without a gap, before the next round is unlearned."""
 SURE = 0.8
 """A token that was at least so likely when its span came for the first time was no choice: how a name goes on, or what
 the syntax demands. It may be repeated."""
@@ -94,16 +93,18 @@ def chosen(model: Decoder, texts: Tensor, rows: int = 8) -> Tensor:
 
 
 def unlearned(texts: Tensor, chosen: Tensor) -> Tensor:
-    """For each token x of `texts` (`[rows, length]`) behind the prompt: -1 - x if it completes a span that the row had
-    `EARLIER` times before and was a choice the first time (`chosen`, the same shape), else `NO_LOSS`. Returns the same
-    shape."""
+    """For each token x of `texts` (`[rows, length]`) behind the prompt: -1 - x if the row goes round in a circle there
+    (see above) and x was a choice the first time (`chosen`, the same shape), else `NO_LOSS`. Returns the same shape."""
     found = torch.full_like(texts, NO_LOSS)
     for row, tokens in enumerate(texts.tolist()):
-        ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        ends: dict[tuple[int, ...], list[int]] = {}
         for end in range(SPAN, len(tokens) + 1):
-            earlier = ends[tuple(tokens[end - SPAN : end])]
-            if len(earlier) >= EARLIER and end > PROMPT_LENGTH and chosen[row, earlier[0] - 1]:
-                found[row, end - 1] = -1 - tokens[end - 1]
+            earlier = ends.setdefault(tuple(tokens[end - SPAN : end]), [])
+            if earlier and end > PROMPT_LENGTH and chosen[row, earlier[0] - 1]:
+                period = end - earlier[-1]
+                start = end - 1 - CYCLES * period
+                if start >= 0 and tokens[start : end - 1 - period] == tokens[start + period : end - 1]:
+                    found[row, end - 1] = -1 - tokens[end - 1]
             earlier.append(end)
     return found
 

@@ -22,7 +22,9 @@ def pool_size(state: CacheState) -> str:
 
 
 def waste_share(state: CacheState) -> str:
-    """The waste in numbers: `waste 17 of 176 slots (10%)`."""
+    """The waste in numbers: `waste 17 of 176 slots (10%)`; in a layout that drops tokens, what a slot stands for."""
+    if not state.keeps_every_token:
+        return "slots: tokens computed, not all are kept"
     share = f" ({state.waste_slots / state.used_slots:.0%})" if state.used_slots else ""
     return f"waste {state.waste_slots} of {plural(state.used_slots, 'slot')}{share}"
 
@@ -89,7 +91,8 @@ def describe(state: CacheState, *, tables: bool = True) -> str:
             else f"Request {letter(request)}"
         )
         line += (
-            f" ({request_work(request)}): {request.num_computed} of {plural(request.num_tokens, 'token')} in the cache"
+            f" ({request_work(request)}): {request.num_computed} of {plural(request.num_tokens, 'token')} "
+            f"{'in the cache' if state.keeps_every_token else 'computed'}"
         )
         line += f", {plural(len(request.block_table), unit(state))}"
         lines.append(f"{line} {request.block_table}" if tables and request.block_table else line)

@@ -6,10 +6,15 @@ from collections import Counter
 
 import pytest
 
+from minillm import LLM, SamplingParams
 from minillm.errors import TraceError
 from minillm.trace import StepFinished, Trace
 from minillm.trace.replay import Replay
+from minillm.trace.run_metrics import RunMetrics
+from minillm.trace.step_metrics import step_metrics, summarise
 from minillm.viz import CachePagesView, CacheState
+from minillm.viz.pages.cache_words import describe
+from tests.conftest import TinyPair
 from tests.trace.traces import Script, busy, decode, prefill, sharing, story, verify
 from tests.viz.pictures import description, found, parse, states, text_of
 
@@ -274,3 +279,38 @@ def test_growing_trace_gives_the_same_pictures_as_a_complete_one():
         growing.append(event)
         if isinstance(event, StepFinished):
             assert view.to_svg() == reference.to_svg(event.step)
+
+
+@pytest.mark.parametrize("layout", [{"layout": "window", "window": 16}, {"layout": "sinks", "window": 16}], ids=str)
+def test_a_layout_that_drops_tokens_is_not_said_to_waste_slots(tiny: TinyPair, layout: dict[str, object]) -> None:
+    """A place has room for the whole context, but the layout uses memory for the window only."""
+    llm = LLM(str(tiny.target), kv_cache_config=layout)
+    with llm.trace() as trace:
+        [request] = llm.submit("import os", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        while request.num_output_tokens < 30:
+            llm.engine.step()
+        state = CacheState().fold_all(trace)
+        words = describe(state)
+        while not request.finished:
+            llm.engine.step()
+    assert f"{request.num_prompt_tokens + 29} of {request.num_prompt_tokens + 30} tokens computed" in words
+    assert "waste" not in words and "in the cache" not in words and "not all are kept" in words
+    assert RunMetrics.of(trace).waste_share == 0
+    assert summarise(step_metrics(trace)).kv_slot_utilisation is None
+
+
+def test_a_prompt_that_is_computed_again_after_a_preemption_is_a_recomputation(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=4, enable_prefix_caching=False)
+    with llm.trace() as trace:
+        [request] = llm.submit("import os", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        llm.engine.step()
+        first = describe(CacheState().fold_all(trace))
+        while request.num_output_tokens < 20:
+            llm.engine.step()
+        llm.engine.scheduler._preempt(request)
+        llm.engine.step()
+        again = describe(CacheState().fold_all(trace))
+    llm.engine.abort(request.request_id)
+    prompt = request.num_prompt_tokens
+    assert f"(prefill {prompt} of {prompt})" in first
+    assert f"(recompute {prompt + 20} of {prompt + 21})" in again
