@@ -208,10 +208,13 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.llm.engine.pool.num_cached)
     @rule()
     def reset(self) -> None:
-        """Somebody empties the prefix cache."""
-        self.seen["blocks forgotten by a reset"] += self.llm.engine.pool.num_cached
-        self.llm.reset_prefix_cache()
-        assert not self.llm.engine.pool.num_cached
+        """Somebody empties the prefix cache, which is refused while requests hold blocks; then the pool evicts."""
+        pool = self.llm.engine.pool
+        cached, used = pool.num_cached, pool.num_used
+        assert self.llm.reset_prefix_cache() is not bool(used)
+        assert pool.num_cached == (cached if used else 0)
+        self.seen["blocks forgotten by a reset"] += cached
+        pool.evict_cached()
         self.after_any_event()
 
     # --------------------------------------------------------------------------------------------- what the engine does
