@@ -286,7 +286,8 @@ check("l10.rollback")
 #
 # Does a whole round of *your* code give the target's distribution, for several tokens in a row? In the world of three words
 # nothing needs to be left to chance: take *every* pair of drafts with its probability, and every combination of uniforms.
-# (The probabilities are multiples of 1/12, so 4 · 4 · 12 uniforms, one in the middle of each interval, stand for all.) Each
+# (Chances of acceptance are multiples of 1/4, and the last token's probabilities multiples of 1/12. So 4 · 4 · 12
+# combinations of uniforms, each in the middle of its interval, stand for all.) Each
 # result is a fraction. The joint distribution of the next three tokens has 27 of them. They must be *equal* to the
 # target's, without tolerance and without statistics.
 
@@ -450,13 +451,15 @@ claim("The mistake is seen in 600 short texts.", wrong.p_value < 1e-6, of_model=
 from minillm.teaching.workshop.l10_engine import rounds_of
 
 agree, two_tokens = [], 0
-for round_ in rounds_of(mine, prompts[0], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)):
-    text_and_drafts = [*round_.text, *round_.drafts]
-    rows = my_rollback(text_and_drafts, text_and_drafts[:-1], len(round_.drafts), round_.num_accepted)
-    agree.append(tuple(map(len, rows)) == (round_.target_rows, round_.draft_rows))
-    two_tokens += len(round_.text) + round_.num_accepted + 1 - len(rows[1]) == 2
+for prompt in prompts[:6]:
+    for round_ in rounds_of(mine, prompt, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)):
+        text_and_drafts = [*round_.text, *round_.drafts]
+        rows = my_rollback(text_and_drafts, text_and_drafts[:-1], len(round_.drafts), round_.num_accepted)
+        agree.append(tuple(map(len, rows)) == (round_.target_rows, round_.draft_rows))
+        two_tokens += len(round_.text) + round_.num_accepted + 1 - len(rows[1]) == 2
 print(f"{len(agree)} rounds; after {two_tokens} of them the draft has two tokens to read, else one")
 claim("Your rollback and the engine's counters agree after every round.", all(agree) and len(agree) > 4)
+claim("Both cases occurred: the draft had one token to read, and two.", 0 < two_tokens < len(agree), of_model=True)
 
 # %% [markdown]
 # ## Measure
@@ -546,7 +549,7 @@ claim(
 # There are two formulas for the tokens per forward. With a chance α for each draft, independent of the others, a
 # round commits 1 + α + α² + … + α^γ tokens. An article says "1 + gamma * acceptance_rate". Measure both.
 
-# %% tags=["expected"] alt="Tokens per forward against the number of drafts: the measured line rises from one draft to four and is flat from there to eight, far below the straight line 1 + γ·α."
+# %% tags=["expected"] alt="Tokens per forward against the number of drafts: the measured line rises more and more slowly from one draft to eight, far below the straight line 1 + γ·α."
 GAMMAS = (1, 2, 4, 8)
 standard = together = None
 by_gamma = [summary(drafted_rounds(engine(gamma=gamma), sampled)) for gamma in GAMMAS]
@@ -585,7 +588,7 @@ LineChart(
 # * **enumeration**: the exact distribution of one round, as above;
 # * **χ²**: 600 sampled texts of twelve tokens, roles counted;
 # * **temperature 0**: the same tokens as the target alone, 27 prompts;
-# * **own draft**: the target drafts for itself. Every draft must be accepted, in every round. (Also: a draft that equals the
+# * **own draft**: the target drafts for itself. In every round all drafts must be accepted, and a bonus token must follow. (Also: a draft that equals the
 #   target up to rounding must break nothing.)
 # * **ends**: at most `max_tokens` tokens, and none after the end token.
 #

@@ -229,7 +229,7 @@ claim("A draft that costs as much as it is accepted (c = α) never pays.", my_ga
 # ### See: your machine on the map
 #
 # What do a draft and a verified row cost on this machine? The cell below times steps of one request and of eight, with
-# no drafts and with four. (The clock is the processor time of this thread; medians of some forty steps.) Then the map:
+# no drafts and with four. (The clock is the processor time of this thread; medians of up to 28 steps.) Then the map:
 # each cell is a pair of acceptance and draft price, with the best γ for this machine's price of a verified row. The
 # letters are the draft model on two kinds of text, with the speed-up that one request then really has.
 
@@ -718,11 +718,13 @@ claim(
 
 # %% [markdown]
 # **Where speculation loses.** With eight requests a step has eight rows; with four drafts each it has forty, and this
-# processor has no arithmetic left to compute them for nothing. The acceptance is about the same as with one request;
+# processor has no arithmetic left to compute them for nothing. The same drafts are accepted as before, but
 # the price has changed. That is why a server drafts when it is quiet and stops when it is busy, and why a benchmark with
 # one request says nothing about a server.
 #
-# **Adaptive drafting** drafts less where the prices are high, so it loses less. It is no better than its prices and its
+# **Adaptive drafting** drafts less where the prices are high. Compare its rows with those of four drafts. With eight
+# requests it loses less. With one request it can be slower than always four drafts, because in a short run its estimates
+# are still guesses. It is no better than its prices and its
 # estimates. The estimates start as a guess, and to find out whether drafts are accepted it must draft some. The prices
 # are timed on steps in which all requests draft alike. In a mixed step the formula takes a line between them, but the
 # draft model runs its forward even if only one request drafts, and after a pause it must first read the tokens that it
@@ -789,8 +791,9 @@ claim("Prices of another machine cost most.", min(speeds, key=speeds.get) == "pr
 # | system | what it drafts | how many |
 # |---|---|---|
 # | vLLM | `ngram`, `suffix`, `draft_model`, `medusa`, `eagle`, `eagle3`, `mtp` and others | `num_speculative_tokens`, by batch size if wanted; adaptive verification ranks drafts by survival, with profiled step costs |
-# | EAGLE 1 to 3 | one layer on the target's hidden states; trees that grow where it is confident | a budget of nodes |
-# | Medusa, Hydra | heads on the target's last hidden state, all guesses in one pass | a fixed tree |
+# | EAGLE 1 to 3 | one layer on the target's hidden states; a fixed tree at first, from EAGLE-2 on trees that grow where it is confident | a budget of nodes |
+# | Medusa | heads on the target's last hidden state, all guesses in one pass | a fixed tree |
+# | Hydra | the same, but each head also reads the tokens guessed before it | a fixed tree |
 # | PARD | a draft model with mask tokens: K drafts in one forward | K |
 # | Sequoia | any draft model | the tree's shape by dynamic programming for a machine |
 # | Arctic (Snowflake) | suffix decoding first, a model where it finds nothing | by the length of the match |
@@ -832,8 +835,8 @@ claim("Look-up is faster than a small draft model with fewer tokens per step.", 
 # ## Recap
 #
 # 1. Speed-up = τ / (γc + v). τ = 1 + Σ of products of *conditional* acceptances; it never exceeds 1 / (1 − α).
-# 2. A draft pays if its chance to be kept exceeds its price. The first is the most valuable one, so break-even is
-#    α = c + the price of a row.
+# 2. A further draft pays if its chance to be kept, divided by its price, exceeds the speed-up reached without it. For the
+#    first draft that speed-up is 1, so break-even is α = c + the price of a row.
 # 3. n-grams and suffixes cost almost nothing and draft only where text repeats; trees buy tokens with rows; training
 #    on Σ min(p, q) buys acceptance where the draft is small.
 # 4. Prices belong to a machine and a batch. The same drafts that pay for one request may lose for eight.

@@ -244,7 +244,7 @@ claim(
 
 # %% [markdown]
 # MagicDec (Sadhukhan et al. 2024) starts from this observation: beyond the break-even context speculation pays *more*
-# with a larger batch, because the cache that a draft must not read grows with the batch.
+# with a larger batch, because the cache that a draft does not have to read grows with the batch.
 #
 # ### Exercise 3: sinks and a window
 #
@@ -510,6 +510,8 @@ def two_levels(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> tupl
     x:           [..., n]
     scale, zero: [..., 1], one for each group of n numbers: x is between zero and zero + 15 scale, but for rounding
 
+    Ties round to the even number, as torch.round does. Both codes are then limited to their range.
+
     Example: scale 2, zero 1: x = 8.25 is 3.625 steps above zero: upper 4, rest -0.375 steps, lower -6.
     """
     ### BEGIN SOLUTION
@@ -614,7 +616,7 @@ claim("INT4, what the draft reads, is much farther away.", kl["INT4"] > 10 * kl[
 #
 # $$\frac{T_{SD}}{T} = \frac{1}{\Omega}\left(\gamma\,\frac{T_D}{T} + \frac{T_V}{T}\right)$$
 #
-# Your `step_seconds` gives all three. The acceptance is the one measured above, at a quarter of the bundled model's context
+# Your `step_seconds` gives all three. The acceptance is the one measured above, at a quarter of the contexts used there
 # with the better of the two views; for Llama it is an assumption. γ is the best of 1 to 8. The lines end where weights and
 # cache no longer fit into 80 GB.
 
@@ -663,8 +665,8 @@ claim("One request with 4,096 tokens gains next to nothing, or loses.", table[1,
 
 # %% [markdown]
 # This turns lesson 11's rule upside down: *there*, a larger batch made drafts lose. With long contexts it makes them win,
-# because what the draft does not read grows with the batch. And it shows the limit: the memory is full before the gain gets
-# large. Several GPUs that share weights and cache go further.
+# because what the draft does not read grows with the batch. It also shows the limit: each line ends where weights and cache
+# fill the memory. Several GPUs that share weights and cache go further.
 #
 # ### What other drafts read
 #
@@ -703,7 +705,7 @@ quoted("SPIRe: over 35% more throughput than MagicDec, modelled; trains", "Neela
 #
 # ### On this machine
 #
-# Now the three forwards with the clock, one request, at the longest context; from them and from the counted tokens per
+# Now the three forwards with the clock, one request, with the longest of the prompts above; from them and from the counted tokens per
 # round, what the formula promises; and beside it the whole engine, timed with and without drafts in turn.
 
 # %% tags=["nbval-ignore-output"]
@@ -778,9 +780,9 @@ claim(
 # * **Verifying over the view, too** gives the text of another model: the one that sees only the view. Nothing warns you; the
 #   acceptance is perfect. Only a comparison with plain decoding finds it.
 # * **Mistakes in drafting never change the text.** Wrong positions and rejected drafts that stay in the view only make the
-#   draft worse, and with a budget for everything they do not even show: nothing is left out, and nothing is rejected. The
-#   second may cost so little that you would not notice. They are found by comparing the drafts with those of a reference,
-#   as the check of exercise 3 does.
+#   draft worse, and with a budget for everything they do not even show: nothing is left out, and nothing is rejected. With
+#   a small budget both lower the acceptance, but a lower acceptance alone does not tell you that there is a mistake. They
+#   are found by comparing the drafts with those of a reference, as the check of exercise 3 does.
 #
 # ## In the field
 #

@@ -64,8 +64,8 @@ print(f"texts: {len(bench.rows)} held-out files, prompts of {prompt_len} tokens;
 #
 # 1. ThinK drops half of the channels of every old key. Of 100 bytes of the prompt's cache, how many remain?
 # 2. LoRC keeps half of the numbers of keys and values. For how many of 100 tokens is the argmax still the same?
-# 3. Squeezed Attention reads a key only if its cluster has at least half the weight of equal attention. Of 100 old keys, how
-#    many does it read?
+# 3. Squeezed Attention reads a cluster only if a key at its centroid would get at least half of the weight that each key
+#    has under equal attention. Of 100 old keys, how many does it read?
 
 # %%
 predict("l13.bytes", None, unit="of 100")
@@ -329,7 +329,8 @@ claim(
 claim("LoRC's projection does not.", errors["LoRC: project onto the basis"] > 0.1, of_model=True)
 
 # %% [markdown]
-# ThinK's channels need not commute: it drops them from keys that *already* carry RoPE. LoRC has no such choice, because
+# A mask of half of the channels commutes only if it keeps or drops both channels of each pair; ThinK's does in some heads
+# and not in most. That does no harm: it drops channels from keys that *already* carry RoPE. LoRC has no such choice, because
 # keys after RoPE are not low-rank (Break it, below, tries). So its layout stores coordinates of keys *before* RoPE, and
 # restores and rotates them in every step. What if one absorbs all the same, and forgets the rotation?
 
@@ -479,7 +480,7 @@ def kept_clusters(
 
     Scores can be in the thousands: e^score would overflow.
 
-    Example: one query [0, 0]: every key has equal weight, so all clusters are read up to threshold 1, and none above.
+    Example: one query [0, 0]: every key has equal weight, so all clusters are read at threshold 0.99, and none at 1.01.
     """
     ### BEGIN SOLUTION
     scores = queries @ centroids.T * queries.shape[1] ** -0.5
@@ -705,7 +706,7 @@ quoted(
 # | ThinK saves over 20% of the memory | the bytes are right. The plain cache's prediction is not kept: the argmax changes for a part of the tokens | exercise 1, Measure |
 # | LoRC loses little at 55 to 60% | not with this model: half of the ranks are the worst of all. The chart of exercise 2 shows how much of the keys goes with them | exercise 2, Measure |
 # | CommVQ works at 2 bits | it reaches an eighth of the bytes, with a loss that twice the bits make much smaller | exercise 4, Measure |
-# | Squeezed Attention reads a third without loss | with a loss that is small beside that of dropping as many tokens | exercise 5, Measure |
+# | Squeezed Attention reads a third without loss | with a loss that is less than that of keeping only as many tokens, but not zero | exercise 5, Measure |
 #
 # **Papers.** Xu et al. 2024, *ThinK*. Zhang et al. 2024, *LoRC*. Li et al. 2025, *CommVQ*. Hooper et al. 2024, *Squeezed
 # Attention*. Li et al. 2024, *SnapKV*. Liu et al. 2024, *KIVI*. DeepSeek-AI 2024, *DeepSeek-V3*.
@@ -717,7 +718,7 @@ quoted(
 # 2. A linear map of values can be absorbed into the output projection, and no value is ever restored.
 # 3. For keys RoPE stands in between. Only what commutes with its rotations can be absorbed: scaled rotations of pairs.
 # 4. A codebook of such centres turns a score into a look-up. A low rank has to be restored and rotated.
-# 5. The half to throw away is half of every number's bits, not half of the numbers. Below four bits there remain trained
-#    codebooks, fewer tokens, or reading less than one stores.
+# 5. At half of the bytes, fewer bits per number lose much less than fewer ranks or fewer tokens. Below four bits there
+#    remain trained codebooks, fewer tokens, or reading less than one stores.
 #
 # **Next:** in lesson 14 keys and values are used again: from a file, over a link, at another position, after an edit.

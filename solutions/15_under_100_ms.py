@@ -20,7 +20,7 @@
 #
 # You start with plain PyTorch and repeat one loop six times: **predict** where the time goes, **measure** it, find
 # the largest part, change it, measure again. Most of the lessons before this one come back as one bar of a picture. One
-# change will not help at all, and one will help less than you may expect.
+# change makes it slower, and two help little or not at all.
 #
 # The first run [compiles two functions](glossary.md#compiled-step) for your processor, which takes most of its time.
 # They are cached on disk, and the next run loads them from there.
@@ -235,8 +235,8 @@ print(f"one token: {decode_work / 1e6:,.0f} million operations; the prompt: {pre
 # %% [markdown]
 # Now measure the machine's limits. The bandwidth is that of the faster of two copies: a large one, and one of the size of the
 # weights, which may fit into the processor's cache. The rate of arithmetic is that of PyTorch's product of two large
-# matrices. (This is PyTorch's limit, and a later step has a faster kernel. A **floor**, the least possible time, must be
-# computed from the *best* that the machine can do.)
+# matrices. (This is one product of PyTorch's. Other shapes can run faster in PyTorch, and a later step has a faster
+# kernel. A **floor**, the least possible time, must be computed from the *best* that the machine can do.)
 
 # %% tags=["nbval-ignore-output"]
 from minillm.doctor.machine_limits import copy_bandwidth
@@ -567,8 +567,9 @@ print(f"{same} of {len(first)} completions have the same {NEW_TOKENS} tokens as 
 print(f"tokens before the first that differs: {first}")
 
 # %% [markdown]
-# Both parts shrink: the prompt because its arithmetic is cheaper, the tokens because there is less to read. **Python** has
-# become visible. In plain PyTorch it was a thin line. It has not grown; everything around it has shrunk (Amdahl 1967: the
+# The cell shows the price: how many completions still have the tokens of float32. Other tokens are not necessarily worse
+# tokens; lesson 5 measures the loss in quality. Both parts of the bar shrink: the prompt because its arithmetic is cheaper,
+# the tokens because there is less to read. **Python** has become visible. In plain PyTorch it was a thin line. It has not grown; everything around it has shrunk (Amdahl 1967: the
 # part that is not made faster is what remains).
 #
 # ### Step 5: a draft model on top
@@ -723,8 +724,9 @@ claim("With n-grams the tokens are the same as without.", tokens_of("W8A8 + n-gr
 
 # %% [markdown]
 # The orange part shrinks. Where the text is new, the search finds nothing, the step is a plain one, and nothing is lost. A
-# rejected token still costs v, because the target has verified it. So an n-gram drafter pays where text repeats itself, as
-# this completion does. On text that never repeats itself it proposes nothing, whereas a draft model still proposes tokens.
+# rejected token still costs v, because the target has verified it. Compare the totals: with a target this fast, n-grams can
+# gain nothing, although this completion repeats itself. On text that never repeats itself an n-gram drafter proposes
+# nothing, whereas a draft model still proposes tokens.
 #
 # ## Measure
 #
@@ -858,7 +860,7 @@ claim(
 # |---|---|
 # | llama.cpp | the strongest peer for one request on a CPU: one compiled graph, weights repacked for the processor, `Q8_0` is W8A8 in blocks of 32; `minillm bench latency` and `decode` compare |
 # | vLLM | the same remedy on a GPU: CUDA graphs replace hundreds of launches by one; `enforce_eager=True` switches them off |
-# | gpt-fast | `torch.compile(mode="reduce-overhead")`: fewer calls by generating fused code |
+# | gpt-fast | `torch.compile(mode="reduce-overhead")`: the compiler fuses operations, and CUDA graphs launch the step as one |
 # | oneDNN, OpenBLAS, BLIS | panels ("packing") and register tiles: Goto and van de Geijn 2008 is where they come from |
 # | ONNX Runtime, OpenVINO | whole graphs compiled for a CPU, W8A8 with VNNI |
 # | editors | keep the prefix cache of the open file, cancel requests that are out of date, stop at the end of the line: often worth more than all of the above |
@@ -874,7 +876,7 @@ claim(
 # |---|---|---|
 # | sub-100 ms inference | means nothing without the number of tokens, the prompt, cold or warm, and the machine; this lesson states all four | the whole lesson |
 # | INT8 weights make inference faster | only where they are dequantised inside the product; in eager PyTorch on a CPU they made it slower | Step 2 |
-# | speculation gives 2 to 2.8× | it depends on c, v, acceptance and the draft's own prefill; here the whole completion gained less | Steps 5 and 6 |
+# | speculation gives 2 to 2.8× | it depends on c, v, acceptance and the draft's own prefill; here the whole completion gained little or nothing | Steps 5 and 6 |
 # | kernels are what is slow in Python | your own product among hundreds of calls changed little; removing the calls changed a lot | Exercise 3, Step 3 |
 #
 # ## Recap

@@ -583,7 +583,7 @@ claim(
 # |---|---|
 # | Megatron-LM | the column and row split of this lesson, for training |
 # | vLLM, SGLang | `tensor_parallel_size`: the same split; all-reduces of their own for small tensors; KV heads are copied where there are too few |
-# | vLLM under `torchrun` | `distributed_executor_backend="external_launcher"`: every process runs the same script and the same scheduler, as in minillm |
+# | vLLM under `torchrun` | `distributed_executor_backend="external_launcher"`: every process runs the same script and the same scheduler, as minillm does under `torchrun` |
 # | SGLang's router, llm-d, NVIDIA Dynamo | replicas behind a router that knows prefixes and queues |
 # | pipeline parallelism | whole layers on each rank: one message per boundary instead of two sums per layer, but a token passes through all of them in turn |
 #
@@ -645,7 +645,7 @@ claim(
 # | claim | what holds | tested where |
 # |---|---|---|
 # | a layer needs two all-reduces | columns, then rows: one for attention, one for the MLP; one more per step for a split embedding | exercise 2, the engine's counter |
-# | n GPUs decode n times as fast | only while reading weights takes longer than the latencies of the sums | the modelled cluster |
+# | n GPUs decode n times as fast | never quite: the sums are added to the reading. It is close while reading weights takes much longer than the sums | the modelled cluster |
 # | a split is slower than replicas | with many requests; with few it is faster, because weights are read once for all | the modelled cluster |
 # | prefix routing saves prefill | if the documents of all replicas do not fit into one; with one hot document it only makes queues uneven | exercise 5 |
 #

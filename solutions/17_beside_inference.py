@@ -190,7 +190,8 @@ print(f"batch:        {'   '.join(f'{batch:6,}' for batch in BATCHES)}")
 for name, counts in kept.items():
     print(f"{name:13} {'   '.join(f'{count / 1e6:6.2f}' for count in counts)} MB")
 print(
-    f"twice the largest half: {whole[-1] / whole[-2]:.1f} times as much with the matrix, {tiled[-1] / tiled[-2]:.1f} in tiles"
+    f"the largest batch against half of it: {whole[-1] / whole[-2]:.1f} times as much with the matrix, "
+    f"{tiled[-1] / tiled[-2]:.1f} in tiles"
 )
 claim("The gradients are the same.", max(differences) < 1e-4)
 claim("In tiles, twice the batch takes twice the bytes.", abs(tiled[-1] / tiled[-2] - 2) < 0.05)
@@ -212,7 +213,7 @@ claim("With the matrix, more than that.", whole[-1] / whole[-2] > 2.3, of_model=
 # ```
 #
 # One thing is difficult. The keys and values of chunk 1 were read by chunks 2 and 3, so the loss of those changes with them.
-# The graph of chunk 1 knows nothing about it. But chunk 3 can tell: its keys and values of *before* are inputs, and
+# The graph of chunk 1 knows nothing about it. But chunk 3 can tell: the keys and values of earlier chunks are inputs of it, and
 # autograd gives a gradient for inputs. Collect these gradients, g, for each token's row of keys and values r. When the
 # chunk's turn comes, add a term whose derivative is g:
 #
@@ -654,7 +655,8 @@ claim("INT4 costs less than a fifth of that.", 5 * lost["INT4"][3] < fully[3], o
 # %% [markdown]
 # **Verdict.** The weighting holds, as the paper says: the error moves to rows that are not read. The codes take one to two
 # bits per number, but they do not pay here, for reasons that differ between the two kinds of models. A recommendation model may
-# have millions of rows, which are most of its bytes. Of a language model the table is a small part. And where it is *tied*,
+# have millions of rows, which are most of its bytes. Of a large language model the table
+# is a small part; of a small one with a large vocabulary it can be a quarter. And where it is *tied*,
 # it is also the output layer, which multiplies by **all** rows in every step. Four or eight bits per number are the better
 # offer (lesson 5).
 #

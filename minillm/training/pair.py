@@ -39,7 +39,7 @@ class Pair:
     folder: Path = Path("runs")
     target: ModelConfig = TARGET
     draft: ModelConfig = DRAFT
-    continuation_parts: int = 36
+    continuation_parts: int = 20
     continuation_rows: int = 128
     continuation_length: int = 512
     evaluation_rows: int = 64

@@ -1,11 +1,12 @@
 """Less repetition in greedy text: a short stage after the decay (unlikelihood: Welleck et al. 2020, section 5).
 
 A small model's greedy text soon repeats a line for ever, because each repetition makes the next one more likely. Here
-the model writes, and unlearns what it repeats:
+the model writes, and unlearns to go round in circles:
 
     own text      greedy continuations of prompts from the corpus, by the model as it is now
-    its loss      -log(1 - p(x)) for each token x that completes a span of 8 tokens that the text had twice before,
-                  as long as x is likely; else none
+    its loss      -log(1 - p(x)) for each token x with which the text goes round in a circle: its last tokens were the
+                  same as those before them, x begins or continues a third round, x was a choice the first time, and x
+                  is likely; no loss for the other tokens
     real code     ordinary cross-entropy, in the other half of the rows, so that the model stays a model of code
 
 No penalty is needed when text is generated. The model writes anew after every few steps, because what it repeats
@@ -45,7 +46,7 @@ SURE = 0.8
 the syntax demands. It may be repeated."""
 ENOUGH = 0.3
 """A repeated token that is less likely than this is left alone: greedy text will not go on with it."""
-WEIGHT = 0.5
+WEIGHT = 1.0
 """Weight of the unlearned tokens' loss."""
 NO_LOSS = torch.iinfo(torch.int64).min
 """A target whose token is neither learned nor unlearned."""

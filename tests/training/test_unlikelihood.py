@@ -26,14 +26,22 @@ def all_chosen(texts: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(texts, dtype=torch.bool)
 
 
-def test_a_token_is_unlearned_where_it_completes_a_span_that_was_there_twice_before() -> None:
+@pytest.mark.parametrize("period", [5, 10, 13])
+def test_a_circle_is_unlearned_from_its_third_round_on(period: int) -> None:
     fresh = torch.arange(PROMPT_LENGTH + 20)
-    loop = torch.arange(200, 205).repeat(6)
+    loop = torch.arange(200, 200 + period).repeat(6)
     texts = torch.cat((fresh, loop)).unsqueeze(0)
     found = unlearned(texts, all_chosen(texts))[0]
-    first = len(fresh) + 2 * 5 + SPAN - 1  # a span that begins the loop's third turn is complete SPAN tokens later
+    first = len(fresh) + max(2 * period, period + SPAN - 1)  # a span must have come before
     assert (found[:first] == NO_LOSS).all()
     assert torch.equal(found[first:], -1 - texts[0, first:])
+
+
+def test_what_is_repeated_after_something_else_is_left_alone() -> None:
+    """Code calls the same function again and again."""
+    call = torch.arange(200, 212)
+    texts = torch.cat([torch.arange(PROMPT_LENGTH), *(torch.cat((call, torch.tensor([i]))) for i in range(5))])[None]
+    assert (unlearned(texts, all_chosen(texts)) == NO_LOSS).all()
 
 
 def test_a_token_that_was_no_choice_the_first_time_is_left_alone() -> None:
