@@ -102,14 +102,16 @@ def test_numbers_of_the_shape_are_those_of_the_config(tiny: TinyPair, tiny_file:
 
 
 def test_tokens_and_merges_are_the_tokenizers(tiny: TinyPair, tiny_file: Path) -> None:
-    backend = Tokenizer.from_folder(tiny.target).backend
+    tokenizer = Tokenizer.from_folder(tiny.target)
+    backend = tokenizer.backend
     fields = gguf.GGUFReader(tiny_file).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     assert tokens == [backend.id_to_token(i) for i in range(300)]
     types = fields["tokenizer.ggml.token_type"].contents()
-    assert types[0] == 3 and set(types[1:]) == {1}
+    assert {i for i, kind in enumerate(types) if kind == 3} == tokenizer.special_ids  # control tokens
+    assert set(types) == {1, 3}
     merges = fields["tokenizer.ggml.merges"].contents()
-    assert len(merges) == 300 - 257
+    assert len(merges) == 300 - 256 - len(tokenizer.special_ids)
     assert all(merge.replace(" ", "") in tokens for merge in merges)
 
 
