@@ -13,7 +13,7 @@ No penalty is needed when text is generated. The model writes anew after every f
 changes as it learns.
 
 It costs: to copy what was there before is also what a model of code must do. But real code goes round in such circles
-at 0.6% of its tokens only; other third occurrences of 8 tokens are 2.9%, second ones 7.8% (held-out files, rows of 256).
+at 0.6% of its tokens only; all third occurrences of 8 tokens are 2.9%, second ones 7.8% (held-out files, rows of 256).
 Tried on the decayed model of 60.6M tokens (64 greedy continuations of 128 tokens; 98,304 held-out tokens in rows of
 512; held-out code itself repeats 3.5%):
 
