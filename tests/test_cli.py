@@ -14,8 +14,8 @@ import pytest
 import minillm
 from minillm import cli, complete
 from minillm.bench.benchmarks import BENCHMARKS, find
-from minillm.commands import bench, generate, lab
-from minillm.commands.parser import COMMANDS
+from minillm.commands import bench, generate, grade, lab
+from minillm.commands.parser import COMMANDS, parser
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.teaching.build import Stale
 from minillm.trace.request_metrics import RequestMetrics
@@ -388,3 +388,15 @@ def test_bench_checks_where_to_write_before_it_measures(monkeypatch, tmp_path, c
     monkeypatch.setattr(bench, "find", lambda name: pytest.fail("measured first"))
     assert cli.main(["bench", "decode", "--json", str(tmp_path / "no" / "out.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_lesson_is_graded_once_however_often_and_however_it_is_named():
+    def lessons(*names: str) -> tuple[str, ...]:
+        return grade._rules(
+            parser().parse_args(["grade", "submissions", "--out", "report", "--lessons", *names])
+        ).lessons
+
+    assert lessons("2", "02", "l02", "02_kv_cache", "10") == ("l02", "l10")
+    for unknown in ("100", "99", "x"):
+        with pytest.raises(ConfigError, match=f"--lessons {unknown}: no lesson"):
+            lessons(unknown)
