@@ -287,8 +287,7 @@ check("l10.rollback")
 # Does a whole round of *your* code give the target's distribution, for several tokens in a row? In the world of three words
 # nothing needs to be left to chance: take *every* pair of drafts with its probability, and every combination of uniforms.
 # (Chances of acceptance are multiples of 1/4, and the last token's probabilities multiples of 1/12. So 4 · 4 · 12
-# combinations of uniforms, each in the middle of its interval, stand for all.) Each
-# result is a fraction. The joint distribution of the next three tokens has 27 of them. They must be *equal* to the
+# combinations of uniforms, each in the middle of its interval, stand for all.) Each result is a fraction. The joint distribution of the next three tokens has 27 of them. They must be *equal* to the
 # target's, without tolerance and without statistics.
 
 # %%
@@ -588,8 +587,8 @@ LineChart(
 # * **enumeration**: the exact distribution of one round, as above;
 # * **χ²**: 600 sampled texts of twelve tokens, roles counted;
 # * **temperature 0**: the same tokens as the target alone, 27 prompts;
-# * **own draft**: the target drafts for itself. In every round all drafts must be accepted, and a bonus token must follow. (Also: a draft that equals the
-#   target up to rounding must break nothing.)
+# * **own draft**: the target drafts for itself. In every round all drafts must be accepted, and a bonus token must
+#   follow. (Also: a draft that equals the target up to rounding must break nothing.)
 # * **ends**: at most `max_tokens` tokens, and none after the end token.
 #
 # **Guess first:** which mistakes does the enumeration *not* see? Which check would you keep if you could keep only two?

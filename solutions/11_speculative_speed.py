@@ -718,8 +718,8 @@ claim(
 
 # %% [markdown]
 # **Where speculation loses.** With eight requests a step has eight rows; with four drafts each it has forty, and this
-# processor has no arithmetic left to compute them for nothing. The same drafts are accepted as before, but
-# the price has changed. That is why a server drafts when it is quiet and stops when it is busy, and why a benchmark with
+# processor has no arithmetic left to compute them for nothing. The price has changed, not the chance that a draft is
+# right. (Six of the eight requests have other prompts, so their tokens per forward may differ.) That is why a server drafts when it is quiet and stops when it is busy, and why a benchmark with
 # one request says nothing about a server.
 #
 # **Adaptive drafting** drafts less where the prices are high. Compare its rows with those of four drafts. With eight

@@ -705,8 +705,8 @@ quoted("SPIRe: over 35% more throughput than MagicDec, modelled; trains", "Neela
 #
 # ### On this machine
 #
-# Now the three forwards with the clock, one request, with the longest of the prompts above; from them and from the counted tokens per
-# round, what the formula promises; and beside it the whole engine, timed with and without drafts in turn.
+# Now the three forwards with the clock, one request, with the longest of the prompts above; from them and from the
+# counted tokens per round, what the formula promises; and beside it the whole engine, timed with and without drafts in turn.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.speculative.draft_policy import FixedDrafts
