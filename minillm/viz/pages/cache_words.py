@@ -24,7 +24,7 @@ def pool_size(state: CacheState) -> str:
 def waste_share(state: CacheState) -> str:
     """The waste in numbers: `waste 17 of 176 slots (10%)`; in a layout that drops tokens, what a slot stands for."""
     if not state.keeps_every_token:
-        return "slots: tokens computed, not all are kept"
+        return "tokens, not all are kept"
     share = f" ({state.waste_slots / state.used_slots:.0%})" if state.used_slots else ""
     return f"waste {state.waste_slots} of {plural(state.used_slots, 'slot')}{share}"
 
