@@ -47,7 +47,7 @@ DECAY_SHARE = 1 / 5
 DECAY_TO = 0.25
 """What the decay leaves of the learning rate. The stage after it, which unlearns repetition, takes it to zero: to begin
 with a small rate that has already been zero would cost more of what was learned."""
-UNLIKELIHOOD_TOKENS = 2_500_000
+UNLIKELIHOOD_TOKENS = 6_000_000
 """Tokens of the stage that unlearns repetition, half of them the model's own."""
 TARGET_MINUTES, DRAFT_MINUTES, DISTILL_MINUTES = 400.0, 20.0, 40.0
 """Default minutes of the stages on a CPU. The decay takes a fifth of the target's tokens."""

@@ -4,9 +4,9 @@ A small model's greedy text soon repeats a line for ever, because each repetitio
 the model writes, and unlearns to go round in circles:
 
     own text      greedy continuations of prompts from the corpus, by the model as it is now
-    its loss      -log(1 - p(x)) for each token x with which the text goes round in a circle: its last tokens were the
-                  same as those before them, x begins or continues a third round, x was a choice the first time, and x
-                  is likely; no loss for the other tokens
+    its loss      -log(1 - p(x)) for each token x with which the text goes round in a circle: x belongs to the second
+                  round of a short one or to the third round of a longer one, x was a choice the first time, and x is
+                  likely; no loss for the other tokens
     real code     ordinary cross-entropy, in the other half of the rows, so that the model stays a model of code
 
 No penalty is needed when text is generated. The model writes anew after every few steps, because what it repeats
@@ -22,8 +22,10 @@ Tried on the decayed model of 60.6M tokens (64 greedy continuations of 128 token
     third occurrences                 0.65M        56%           1.002
     second occurrences                0.65M        46%           1.020
     circles                           0.65M        51%           1.000
-    circles (this stage)               2.5M        45%           0.986
-    and second rounds of up to 40      2.5M        41%           0.996
+    circles                            2.5M        45%           0.986
+    circles, short ones at once        2.5M        41%           0.996
+
+"Circles" are third rounds; "short ones at once" is the rule above, and a longer stage gains on both sides.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ SPAN = 8
 """Tokens of a span that must not be repeated."""
 STEPS_PER_WRITING = 8
 """Steps that share the texts of one writing."""
-CYCLES = 2
-"""How often a row must have gone through the same tokens, without a gap, before the next round is unlearned."""
+SHORT = 40
+"""Tokens of a round that is unlearned when it comes for the second time. A longer one is unlearned from its third time
+on, if nothing came in between."""
 SURE = 0.8
 """A token that was at least so likely when its span came for the first time was no choice: how a name goes on, or what
 the syntax demands. It may be repeated."""
@@ -108,8 +111,9 @@ def unlearned(texts: Tensor, chosen: Tensor) -> Tensor:
             earlier = ends.setdefault(tuple(tokens[end - SPAN : end]), [])
             if earlier and end > PROMPT_LENGTH and chosen[row, earlier[0] - 1]:
                 period = end - earlier[-1]
-                start = end - 1 - CYCLES * period
-                if start >= 0 and tokens[start : end - 1 - period] == tokens[start + period : end - 1]:
+                start = end - 1 - 2 * period
+                twice = start >= 0 and tokens[start : end - 1 - period] == tokens[start + period : end - 1]
+                if period <= SHORT or twice:
                     found[row, end - 1] = -1 - tokens[end - 1]
             earlier.append(end)
     return found

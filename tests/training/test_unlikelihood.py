@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from minillm.training import unlikelihood
 from minillm.training.continuations import PROMPT_LENGTH, bf16_copy
 from minillm.training.pretrain import dense_logits, new_model
-from minillm.training.unlikelihood import NO_LOSS, SPAN, OwnText, chosen, unlearned, unlikelihood_loss
+from minillm.training.unlikelihood import NO_LOSS, SHORT, SPAN, OwnText, chosen, unlearned, unlikelihood_loss
 
 from .conftest import config
 
@@ -26,13 +26,26 @@ def all_chosen(texts: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(texts, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("period", [5, 10, 13])
-def test_a_circle_is_unlearned_from_its_third_round_on(period: int) -> None:
+def circle(period: int) -> tuple[torch.Tensor, int]:
+    """A row that goes round in a circle, and the index at which the circle begins."""
     fresh = torch.arange(PROMPT_LENGTH + 20)
-    loop = torch.arange(200, 200 + period).repeat(6)
-    texts = torch.cat((fresh, loop)).unsqueeze(0)
+    return torch.cat((fresh, torch.arange(100, 100 + period).repeat(6))).unsqueeze(0), len(fresh)
+
+
+@pytest.mark.parametrize("period", [5, 10, 13, SHORT])
+def test_a_short_circle_is_unlearned_from_its_second_round_on(period: int) -> None:
+    texts, begin = circle(period)
     found = unlearned(texts, all_chosen(texts))[0]
-    first = len(fresh) + max(2 * period, period + SPAN - 1)  # a span must have come before
+    first = begin + period + SPAN - 1  # a span must have come before
+    assert (found[:first] == NO_LOSS).all()
+    assert torch.equal(found[first:], -1 - texts[0, first:])
+
+
+@pytest.mark.parametrize("period", [SHORT + 1, 60])
+def test_a_long_circle_is_unlearned_from_its_third_round_on(period: int) -> None:
+    texts, begin = circle(period)
+    found = unlearned(texts, all_chosen(texts))[0]
+    first = begin + 2 * period
     assert (found[:first] == NO_LOSS).all()
     assert torch.equal(found[first:], -1 - texts[0, first:])
 
@@ -40,7 +53,9 @@ def test_a_circle_is_unlearned_from_its_third_round_on(period: int) -> None:
 def test_what_is_repeated_after_something_else_is_left_alone() -> None:
     """Code calls the same function again and again."""
     call = torch.arange(200, 212)
-    texts = torch.cat([torch.arange(PROMPT_LENGTH), *(torch.cat((call, torch.tensor([i]))) for i in range(5))])[None]
+    other = torch.arange(300, 300 + SHORT)
+    between = [torch.cat((call, other + i * SHORT)) for i in range(4)]
+    texts = torch.cat([torch.arange(PROMPT_LENGTH), *between])[None]
     assert (unlearned(texts, all_chosen(texts)) == NO_LOSS).all()
 
 
@@ -50,9 +65,9 @@ def test_a_token_that_was_no_choice_the_first_time_is_left_alone() -> None:
     chosen = torch.zeros_like(texts, dtype=torch.bool)
     chosen[0, PROMPT_LENGTH + 8] = True  # in the loop's first turn, where the spans that end there come first
     found = unlearned(texts, chosen)[0]
-    places = [PROMPT_LENGTH + turn * 10 + 8 for turn in (2, 3)]
+    places = [PROMPT_LENGTH + turn * 10 + 8 for turn in (1, 2, 3)]
     assert torch.nonzero(found != NO_LOSS).flatten().tolist() == places
-    assert found[places].tolist() == [-1 - 208] * 2
+    assert found[places].tolist() == [-1 - 208] * 3
 
 
 def test_what_the_model_was_sure_of_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
