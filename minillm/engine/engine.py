@@ -280,7 +280,7 @@ class Engine:
         if request.finished:
             self._finish(request)
         else:
-            self.scheduler.roll_back(request)
+            self.scheduler.roll_back(request, item.start)
         return request
 
     def _keep_path(self, request: Request, path: Sequence[int]) -> None:

@@ -312,14 +312,15 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free all blocks of `request` and put it back into the waiting queue, by its rank."""
         self.emit(RequestPreempted(request.request_id, request.num_computed_tokens))
-        self._cache_full_blocks(request, 0, request.num_computed_tokens)  # those that accepted drafts have filled, too
         self._free(request, 0, "preempted")
         self._drop(request)
         insort(self.waiting, request, key=self.rank)
         self.running.remove(request)
 
-    def roll_back(self, request: Request) -> None:
-        """Free the tail blocks that hold only rejected tokens; the block of the next token stays."""
+    def roll_back(self, request: Request, start: int) -> None:
+        """After tokens from `start` on: register the blocks that accepted drafts have filled, and free the tail blocks
+        that hold only rejected ones. The block of the next token stays."""
+        self._cache_full_blocks(request, start, request.num_computed_tokens)
         self._free(request, self.pool.blocks_for(request.num_computed_tokens + 1), "rolled_back")
 
     def remove(self, request: Request, reason: str) -> None:

@@ -52,6 +52,22 @@ def test_a_preempted_request_finds_what_accepted_drafts_have_filled(tiny: TinyPa
     assert request.token_ids[request.num_prompt_tokens :] == expected[0][0]
 
 
+def test_a_running_request_shares_the_blocks_that_accepted_drafts_have_filled(tiny: TinyPair) -> None:
+    config = {"method": "draft_model", "model": str(tiny.target), "num_speculative_tokens": 5, "adaptive": False}
+    llm = LLM(str(tiny.target), block_size=4, speculative_config=config)
+    [first] = llm.submit([TEXT], replace(GREEDY, max_tokens=60))
+    while first.num_output_tokens < 40:
+        llm.engine.step()
+    computed_tokens = first.num_computed_tokens
+    [second] = llm.submit([{"prompt_token_ids": first.token_ids[: computed_tokens + 1]}], GREEDY)
+    with llm.trace() as trace:
+        while not (first.finished and second.finished):
+            llm.engine.step()
+    [found] = trace.of(BlocksShared)
+    assert found.num_tokens == computed_tokens // 4 * 4
+    assert second.token_ids[: first.num_tokens] == first.token_ids[: second.num_tokens]
+
+
 def computed(trace: Trace, kind: str = "prefill") -> int:
     """Tokens that went through the target as `kind`."""
     return sum(work.num_tokens for step in trace.of(StepRan) for work in step.work if work.kind == kind)

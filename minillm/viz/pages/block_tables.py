@@ -48,11 +48,11 @@ def row_pitch(requests: Sequence[RequestState]) -> int:
     return 30 if len(requests) <= 5 else 25
 
 
-def draw_requests(requests: Sequence[RequestState], hidden: int, table_name: str) -> str:
+def draw_requests(requests: Sequence[RequestState], hidden: int, tokens_name: str, table_name: str) -> str:
     """The rows of `requests`, and a note that `hidden` more are left out."""
     pitch, above = row_pitch(requests), ROWS_TOP - 14
     heads = heading(MARGIN, above, "requests") + heading(274, above, "doing") + heading(TABLE, above, table_name)
-    heads += label(262, above, "IN CACHE", size=11.5, weight=600, anchor="end")
+    heads += label(262, above, tokens_name, size=11.5, weight=600, anchor="end")
     names = distinct_names([one_line(request.prompt) for request in requests])
     rows = "".join(_row(r, name, ROWS_TOP + i * pitch) for i, (r, name) in enumerate(zip(requests, names, strict=True)))
     more = label(56, ROWS_TOP + len(requests) * pitch + 12, f"and {hidden} more") if hidden else ""

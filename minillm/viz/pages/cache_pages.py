@@ -41,7 +41,7 @@ class CachePagesView(View):
         indices = {request.request_id: request.index for request in state.requests.values()}
         pages = [state.page(block_id) for block_id in drawn]
         grid = (SequenceBars if state.whole_sequences else PageGrid)(pages, state.block_size or 1, indices, grid_top)
-        legend, legend_height = draw_legend(pages, grid_top + grid.height + 14)
+        legend, legend_height = draw_legend(pages, grid_top + grid.height + 14, state.keeps_every_token)
         return card(
             "cache-pages",
             grid_top + grid.height + 28 + legend_height,
@@ -53,7 +53,7 @@ class CachePagesView(View):
             _header(state),
             draw_usage(state),
             draw_history(state, ROWS_TOP, min(grid_top - 48, ROWS_TOP + 120)),
-            draw_requests(requests, hidden, "place" if state.whole_sequences else "block table"),
+            draw_requests(requests, hidden, *_columns(state)),
             heading(
                 MARGIN,
                 grid_top - 14,
@@ -98,6 +98,12 @@ def _two_lines(clauses: Sequence[str]) -> tuple[str, str]:
     while kept < len(clauses) and len(" · ".join(clauses[: kept + 1])) * SANS_EM * size <= room - 66:
         kept += 1
     return fit_clauses(clauses[:kept], room - 66, size), fit_clauses(clauses[kept:], room, size)
+
+
+def _columns(state: CacheState) -> tuple[str, str]:
+    """The names of the columns with a request's tokens and with its blocks."""
+    tokens = "IN CACHE" if state.keeps_every_token else "COMPUTED"
+    return tokens, "place" if state.whole_sequences else "block table"
 
 
 def _not_drawn(state: CacheState, drawn: Sequence[int], y: float) -> str:

@@ -32,7 +32,7 @@ def draw_narrow(state: CacheState) -> str:
     indices = {request.request_id: request.index for request in state.requests.values()}
     pages = [state.page(block_id) for block_id in blocks_to_draw(state)]
     grid = PageGrid(pages, state.block_size or 1, indices, grid_top, narrow=True)
-    legend, legend_height = draw_legend(pages, grid_top + grid.height + 8, RIGHT)
+    legend, legend_height = draw_legend(pages, grid_top + grid.height + 8, state.keeps_every_token, RIGHT)
     # At least three lines of legend, so that the height of the card is constant as signs come and go.
     history_top = grid_top + grid.height + max(legend_height, LEGEND_HEIGHT) + 46
     name = "places, one per request" if state.whole_sequences else "physical pages, one per block"

@@ -14,7 +14,7 @@ SWATCHES: dict[str, tuple[str, Attributes]] = {
     "written": ("written slot", WHOLE),
     "fresh": ("written this step", {"fill": INK}),
     "rolled_back": ("rolled back", {"fill": hatched("void"), "stroke": VERMILLION}),
-    "empty": ("empty slot (waste)", {"fill": PAPER, "stroke": BLUE}),
+    "empty": ("empty slot", {"fill": PAPER, "stroke": BLUE}),
     "free": ("free", {"fill": FAINT, "stroke": HAIRLINE}),
     "freed": ("freed this step", {"fill": FAINT, "stroke": BLUE, "stroke-width": 1.4, "stroke-dasharray": "4 3"}),
     "cached": ("cached: free, contents kept", {"fill": hatched("cached"), "stroke": DISCARDED}),
@@ -37,11 +37,13 @@ def kinds_in(pages: Sequence[Page]) -> list[str]:
     return [kind for kind in SWATCHES if kind in present]
 
 
-def draw_legend(pages: Sequence[Page], top: float, right: float = RIGHT) -> tuple[str, float]:
-    """The legend of `pages` from `top` down and to the left of `right`, and its height."""
+def draw_legend(pages: Sequence[Page], top: float, wasted: bool, right: float = RIGHT) -> tuple[str, float]:
+    """The legend of `pages` from `top` down and to the left of `right`, and its height. `wasted`: empty slots are."""
     parts, x, y = [], float(MARGIN), top
     for kind in kinds_in(pages):
         text, look = SWATCHES[kind]
+        if kind == "empty" and wasted:
+            text += " (waste)"
         width = 20 + len(text) * 6.3
         if x + width > right:
             x, y = float(MARGIN), y + LINE

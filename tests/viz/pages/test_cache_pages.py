@@ -295,6 +295,8 @@ def test_a_layout_that_drops_tokens_is_not_said_to_waste_slots(tiny: TinyPair, l
             llm.engine.step()
     assert f"{request.num_prompt_tokens + 29} of {request.num_prompt_tokens + 30} tokens computed" in words
     assert "waste" not in words and "in the cache" not in words and "not all are kept" in words
+    svg = CachePagesView(trace).to_svg(state.step)
+    assert "empty slot" in svg and "waste" not in svg and "IN CACHE" not in svg and "COMPUTED" in svg
     assert RunMetrics.of(trace).waste_share == 0
     assert summarise(step_metrics(trace)).kv_slot_utilisation is None
 
