@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import minillm.llm
@@ -30,6 +31,15 @@ from tests.conftest import TinyPair
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 WARM = replace(GREEDY, temperature=0.9, seed=3)
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):"]
+
+
+def test_a_seed_of_numpy_is_a_seed(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), enforce_eager=True)
+    texts = [
+        llm.generate(PROMPTS[0], replace(WARM, seed=seed), use_tqdm=False)[0].outputs[0].token_ids
+        for seed in (3, np.int64(3), np.uint32(3))
+    ]
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_a_checkpoint_may_name_the_sampling_of_calls_that_name_none(tiny: TinyPair, tmp_path: Path) -> None:

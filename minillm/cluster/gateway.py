@@ -72,7 +72,7 @@ def build_gateway(
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def forward(request: Request) -> Response:
-        path, body = request.url.path, await request.body()
+        path, body = request.scope["path"], await request.body()  # the path that `KeyCheck` has seen
         hashes = await asyncio.to_thread(reader.block_hashes, path, body) if reader and body else []
         headers = tuple(pair for pair in request.headers.raw if pair[0] in FORWARDED)
         call = HttpCall(request.method, path, headers, body, tuple(hashes))

@@ -20,7 +20,7 @@ from minillm.cluster.parts_folder import PartsFolder
 from minillm.cluster.worker_pool import Pool
 from minillm.config import EngineArgs, at_least
 from minillm.errors import ConfigError, MinillmError, PromptError
-from minillm.models.fingerprint import fingerprint_of_folder
+from minillm.models.fingerprint import identity_of_folder
 from minillm.models.hub import resolve
 from minillm.sampling import SamplingParams
 from minillm.version import __version__
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from minillm.outputs import RequestOutput
 
 SHARD = 256
+FIELDS = ("id", "prompt", "prompt_token_ids")
+"""Of a line of the input."""
 Item = Mapping[str, Any]
 Progress = Callable[..., Iterable[Any]]
 
@@ -56,7 +58,7 @@ class GenerationSettings:
             "version": __version__,
             "input": hashlib.sha256(data).hexdigest(),
             "model": self.model,
-            "weights": fingerprint_of_folder(resolve(self.model)),
+            "weights": identity_of_folder(resolve(self.model)),
             "engine": self.engine,
             "sampling": self.sampling,
             "shard": shard,
@@ -70,7 +72,7 @@ class GenerationWorker:
         from minillm.llm import LLM
 
         self.llm = LLM(settings.model, **settings.engine)
-        self.sampling = settings.sampling
+        self.sampling, self.seed = settings.sampling, settings.engine.get("seed") or 0
 
     def run(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         """One row per item, in order."""
@@ -85,7 +87,7 @@ class GenerationWorker:
         """With a temperature and no seed every prompt gets a seed of its own, so a shard done again is the same."""
         given = dict(self.sampling)
         if given.get("seed") is None:
-            given["seed"] = item["number"]
+            given["seed"] = (self.seed << 32) + item["number"]
         return SamplingParams(**given)
 
     def _refusal(self, item: Item) -> str | None:
@@ -128,6 +130,11 @@ def read_items(file: Path) -> tuple[list[Item], bytes]:
             raise PromptError(f"{file}, line {line} is not JSON ({problem}); write one object per line") from None
         if not isinstance(row, dict) or ("prompt" in row) == ("prompt_token_ids" in row):
             raise PromptError(f'{file}, line {line} must be an object with either "prompt" or "prompt_token_ids"')
+        if unknown := sorted(row.keys() - FIELDS):
+            raise PromptError(
+                f"{file}, line {line} has {unknown[0]!r}, which is not used; a line may have {', '.join(FIELDS)}; "
+                "options are those of the whole job"
+            )
         name = row.get("id", len(items))
         if not isinstance(name, str | int) or isinstance(name, bool):
             raise PromptError(f"{file}, line {line}: the id {name!r} must be text or an integer")

@@ -69,7 +69,10 @@ def free_slot() -> tuple[int, IO[str]]:
     except ImportError:
         raise UnsupportedError("submissions are graded on Linux only (a container or WSL will do)") from None
     for slot in SLOTS:
-        lock = (Path(tempfile.gettempdir()) / f"minillm-grade-slot-{slot}.lock").open("w")
+        try:
+            lock = (Path(tempfile.gettempdir()) / f"minillm-grade-slot-{slot}.lock").open("w")
+        except OSError:
+            continue  # another user's
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

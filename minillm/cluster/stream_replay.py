@@ -39,6 +39,8 @@ class StreamReplay:
         self._seen: dict[int, int] = {}
         """Choice → characters that the present replica has sent."""
         self._ended: set[int] = set()
+        self._usage_sent = False
+        """Whether the client has the chunk without choices, which has the token counts."""
         self._name: dict[str, Any] = {}
         """`id` and `created` of the first chunk, which all chunks of an answer share."""
 
@@ -62,6 +64,10 @@ class StreamReplay:
             chunk["choices"] = [choice for choice in chunk["choices"] if self._cut(choice)]
             if not chunk["choices"]:
                 return None
+        elif self._usage_sent:
+            return None
+        else:
+            self._usage_sent = True
         return f"data: {json.dumps(chunk | self._name, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
     def _cut(self, choice: dict[str, Any]) -> bool:

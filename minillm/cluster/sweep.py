@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minillm.bench import speculation
+from minillm.bench.systems import draft_for
 from minillm.cluster.parts_folder import PartsFolder
 from minillm.cluster.worker_pool import Pool
 from minillm.config import at_least
 from minillm.errors import ConfigError
-from minillm.models.fingerprint import fingerprint_of_folder
+from minillm.models.fingerprint import identity_of_folder
 from minillm.models.hub import resolve
 from minillm.version import __version__
 
@@ -82,8 +83,9 @@ class SweepSettings:
 
     def job(self) -> dict[str, Any]:
         """What a folder of results belongs to."""
-        weights = fingerprint_of_folder(resolve(self.model))
-        return {"kind": "sweep", "version": __version__, "fingerprint": weights, **asdict(self)}
+        models = [model for model in (self.model, draft_for(self.model, self.draft)) if model is not None]
+        identities = [identity_of_folder(resolve(model)) for model in models]
+        return {"kind": "sweep", "version": __version__, "identities": identities, **asdict(self)}
 
 
 class SweepWorker:

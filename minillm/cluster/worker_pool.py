@@ -67,8 +67,11 @@ class WorkerPool:
         from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
         for kind, wanted in (("CPU", self.options["num_cpus"]), ("GPU", self.options["num_gpus"])):
-            if wanted > (there := ray.cluster_resources().get(kind, 0)):
-                raise ConfigError(f"a worker needs {wanted:g} {kind}s, and the cluster has {there:g}; ask for fewer")
+            machines = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
+            if wanted > (there := max(machines, default=0)):
+                raise ConfigError(
+                    f"a worker needs {wanted:g} {kind}s on one machine, and the largest has {there:g}; ask for fewer"
+                )
         build = ray.remote(**self.options)(_Actor).remote
         waiting, losses = deque(range(len(tasks))), dict.fromkeys(range(len(tasks)), 0)
         running: dict[Any, tuple[Any, int]] = {}

@@ -62,7 +62,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longer bodies are answered 413 (default: 4 MiB)",
     )
-    server.add_argument("--max-logprobs", type=int, default=20, metavar="N", help="most per position (default: 20)")
+    server.add_argument(
+        "--max-logprobs", type=int, default=20, metavar="N", help="most per position; -1: no limit (default: 20)"
+    )
     server.add_argument(
         "--shutdown-timeout",
         type=int,

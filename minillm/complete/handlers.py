@@ -93,7 +93,8 @@ class CompletionHandler(_Handler):
             return TOO_LARGE, _error(f"the code has {len(body):,} bytes; the limit is {MAX_BODY_BYTES:,}")
         try:
             asked = msgspec.json.decode(body, type=CompletionBody)
-            found = await self.lazy.completer.complete(Gap(asked.prefix, asked.suffix), asked.max_tokens)
+            completer = await asyncio.to_thread(lambda: self.lazy.completer)  # the first time it imports PyTorch
+            found = await completer.complete(Gap(asked.prefix, asked.suffix), asked.max_tokens)
         except (msgspec.DecodeError, PromptError) as problem:
             return BAD_REQUEST, _error(problem)
         except ConfigError as problem:

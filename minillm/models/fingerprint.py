@@ -1,4 +1,4 @@
-"""A short hash that tells two trained models of the same shape apart."""
+"""Hashes that tell models apart: two trained models of the same shape, and two checkpoints that compute otherwise."""
 
 from __future__ import annotations
 
@@ -13,12 +13,36 @@ from minillm.models.decoder import Decoder
 from minillm.models.loading import stored_tensors
 from minillm.models.shards import Shards
 
+SAMPLES = 1024
+"""Numbers of each tensor that tell models apart."""
+
 
 def fingerprint_of_folder(folder: Path) -> str:
     """The fingerprint of a checkpoint. Quantised checkpoints have that of the original. Raises `CheckpointError` if
     the folder has no readable safetensors."""
     shards = Shards(folder)
     return _fingerprint((name, shards.tensor(name)) for name in sorted(filter(_is_norm, shards.names)))
+
+
+def identity_of_folder(folder: Path) -> str:
+    """A hash of what a checkpoint computes with: some numbers of every tensor, `config.json` and the tokenizer's files.
+    Raises `CheckpointError` if the folder has no readable safetensors."""
+    digest = sha256(digest_of_weights(folder).encode())
+    for file in sorted([folder / "config.json", *folder.glob("tokenizer*")]):
+        if file.is_file():
+            digest.update(file.name.encode() + sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def digest_of_weights(folder: Path) -> str:
+    """A hash of `SAMPLES` numbers of every tensor of a checkpoint: training, even of a few layers, changes it. Raises
+    `CheckpointError` if the folder has no readable safetensors."""
+    shards, digest = Shards(folder), sha256()
+    for name in sorted(shards.names):
+        numbers = shards.tensor(name).flatten()
+        some = numbers[:: max(1, numbers.numel() // SAMPLES)].contiguous()
+        digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def fingerprint_of_model(model: Decoder, dtype: torch.dtype) -> str:
@@ -28,8 +52,8 @@ def fingerprint_of_model(model: Decoder, dtype: torch.dtype) -> str:
 
 
 def _is_norm(name: str) -> bool:
-    """Whether this is the weight of a norm: these are few numbers, in floats in every format, and training changes all
-    of them."""
+    """Whether this is the weight of a norm: these are few numbers, in floats in every format, and pretraining changes
+    all of them."""
     return "norm" in name and name.endswith(".weight")
 
 

@@ -42,7 +42,7 @@ STORED_DTYPES = {
 }
 """The safetensors names of the dtypes that schemes use."""
 BESIDE_WEIGHTS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "vocab.*")
-MORE_BESIDE_WEIGHTS = ("merges.txt", "*.jinja", "*.tiktoken")
+MORE_BESIDE_WEIGHTS = ("merges.txt", "*.jinja", "*.tiktoken", "training.json")
 """The other files of a checkpoint, which are copied into a quantised one."""
 
 
@@ -131,6 +131,7 @@ def save_quantized(model: Decoder, source: Path, folder: Path) -> None:
     is not empty, or the model has a linear that is not quantised.
     """
     check_new_folder(folder)
+    folder = folder.absolute()  # `.` has no name
     tensors, scheme = _quantized_tensors(model)
     shards = Shards(source)
     for name in sorted(shards.names):

@@ -94,7 +94,7 @@ class Group:
     def lowest(self, value: int) -> int:
         """The lowest of the values that the ranks pass. Not counted."""
         lowest = torch.tensor([value], device=self.device)
-        self._processes.allreduce([lowest], dist.ReduceOp.MIN).wait()
+        self._wait(self._processes.allreduce([lowest], dist.ReduceOp.MIN))
         return int(lowest.item())
 
     def _wait(self, work: dist.Work) -> None:

@@ -25,7 +25,7 @@ from minillm.models.loading import load_config
 from minillm.parallel.decoder import ParallelDecoder
 from minillm.parallel.group import Group
 from minillm.parallel.loading import load_part
-from minillm.parallel.messages import Connect, Setup
+from minillm.parallel.messages import Allocate, Connect, Setup
 from minillm.parallel.runner import LeadingRunner
 from minillm.parallel.split import check_split
 from minillm.parallel.workers import Workers
@@ -133,7 +133,7 @@ class LeadingRank:
         except BaseException:
             self.workers.close()
             raise
-        self.workers.wait_until_loaded()
+        self.workers.wait_until_ready()
         return model
 
     def new_runner(self, model: ParallelDecoder) -> LeadingRunner:
@@ -141,9 +141,13 @@ class LeadingRank:
         return LeadingRunner(model, self.block_size, self.workers)
 
     def connect(self, num_blocks: int) -> int:
-        """See `Ranks.connect`. Ranks of one machine find each other through a store of rank 0."""
+        """See `Ranks.connect`. Ranks of one machine find each other through a store of rank 0.
+
+        Raises `EngineDeadError` if a worker cannot allocate its cache."""
+        self.workers.send(Allocate(num_blocks))
+        self.workers.wait_until_ready()
         store = dist.TCPStore("127.0.0.1", 0, self.group.size, is_master=True, wait_for_workers=False)
-        self.workers.send(Connect(num_blocks, store.port))
+        self.workers.send(Connect(store.port))
         self.group.connect(store)
         return num_blocks
 

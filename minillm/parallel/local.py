@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 from typing import TypeVar
 
 import torch
@@ -46,7 +46,8 @@ class ThreadGroup(Group):
 
 
 def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
-    """Run `work` on each of `size` ranks, and return what it returns on each. If it raises on one, all end."""
+    """Run `work` on each of `size` ranks, and return what it returns on each. If it raises on one, all end, and its
+    error is raised."""
     board: list[Tensor | None] = [None] * size
     barrier = Barrier(size)
 
@@ -58,4 +59,8 @@ def on_ranks(size: int, work: Callable[[Group], Result]) -> list[Result]:
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(one, range(size)))
+        ranks = [pool.submit(one, rank) for rank in range(size)]
+    errors = [error for rank in ranks if (error := rank.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):  # those only lost the others
+        raise error
+    return [rank.result() for rank in ranks]

@@ -26,10 +26,15 @@ class Setup(Struct, tag=True, frozen=True):
     num_threads: int
 
 
-class Connect(Struct, tag=True, frozen=True):
-    """The second: allocate a cache of this size and connect to the other ranks."""
+class Allocate(Struct, tag=True, frozen=True):
+    """The second: allocate a cache of this size."""
 
     num_blocks: int
+
+
+class Connect(Struct, tag=True, frozen=True):
+    """The third: connect to the other ranks."""
+
     port: int
     """Of rank 0's `TCPStore` on this machine."""
 
@@ -46,8 +51,8 @@ class CopyBlocks(Struct, tag=True, frozen=True):
     pairs: list[tuple[int, int]]
 
 
-class Loaded(Struct, tag=True, frozen=True):
-    """A worker's answer to `Setup`."""
+class Ready(Struct, tag=True, frozen=True):
+    """A worker's answer to `Setup` and to `Allocate`."""
 
 
 class Failed(Struct, tag=True, frozen=True):
@@ -56,7 +61,7 @@ class Failed(Struct, tag=True, frozen=True):
     reason: str
 
 
-Message = Setup | Connect | Run | CopyBlocks | Loaded | Failed
+Message = Setup | Allocate | Connect | Run | CopyBlocks | Ready | Failed
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 

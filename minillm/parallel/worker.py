@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -20,7 +21,7 @@ from minillm.config import CacheConfig
 from minillm.errors import EngineDeadError
 from minillm.parallel.group import Group
 from minillm.parallel.loading import load_part
-from minillm.parallel.messages import Connect, CopyBlocks, Failed, Loaded, Run, Setup, frame, receive
+from minillm.parallel.messages import Allocate, Connect, CopyBlocks, Failed, Message, Ready, Run, Setup, frame, receive
 from minillm.runtime.runner import ModelRunner
 
 LOST_ANOTHER_RANK = 3
@@ -36,24 +37,30 @@ class Worker:
         self.dtype = getattr(torch, setup.dtype)
         self.layout = find_layout(CacheConfig(dtype=setup.kv_cache_dtype))
         model = load_part(Path(setup.folder), self.group, self.dtype)
-        self.runner = ModelRunner(model, None, setup.block_size)  # type: ignore[arg-type]  (`connect` sets its cache)
+        self.runner = ModelRunner(model, None, setup.block_size)  # type: ignore[arg-type]  (`allocate` sets its cache)
 
-    def connect(self, message: Connect) -> None:
-        """Allocate the cache and connect to the other ranks."""
+    def allocate(self, message: Allocate) -> None:
+        """Allocate the cache."""
         runner = self.runner
         runner.cache = self.layout(
             runner.model.config, message.num_blocks, runner.block_size, self.dtype, self.group.device
         )
         runner.cache.prepare(runner.model)
+
+    def connect(self, message: Connect) -> None:
+        """Connect to the other ranks."""
         self.group.connect(dist.TCPStore("127.0.0.1", message.port, self.group.size, is_master=False))
 
-    def serve(self, orders: IO[bytes]) -> None:
+    def serve(self, orders: IO[bytes], answer: Callable[[Message], object]) -> None:
         """Do what rank 0 sends until the stream ends. Raises `EngineDeadError` if another rank has ended."""
         while (message := receive(orders)) is not None:
             if isinstance(message, Run):
                 self.runner.run(message.segments)
             elif isinstance(message, CopyBlocks):
                 self.runner.copy_blocks(message.pairs)
+            elif isinstance(message, Allocate):
+                self.allocate(message)
+                answer(Ready())
             elif isinstance(message, Connect):
                 self.connect(message)
 
@@ -68,8 +75,8 @@ def main() -> int:
         if not isinstance(setup, Setup):
             return 0
         worker = Worker(setup)
-        answers.write(frame(Loaded()))
-        worker.serve(orders)
+        answers.write(frame(Ready()))
+        worker.serve(orders, lambda message: answers.write(frame(message)))
     except EngineDeadError:
         return LOST_ANOTHER_RANK
     except Exception as problem:

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 
 from minillm.errors import EngineDeadError
-from minillm.parallel.messages import Failed, Loaded, Message, Setup, frame, receive
+from minillm.parallel.messages import Failed, Message, Ready, Setup, frame, receive
 from minillm.parallel.worker import LOST_ANOTHER_RANK
 
 PATIENCE_S = 5.0
@@ -36,11 +36,11 @@ class Workers:
         for process, setup in zip(self.processes, setups, strict=True):
             self._write(process, frame(setup))
 
-    def wait_until_loaded(self) -> None:
-        """Raises `EngineDeadError` with the reason if a worker ends instead."""
+    def wait_until_ready(self) -> None:
+        """Wait for the answer of every worker. Raises `EngineDeadError` with the reason if one ends instead."""
         for process in self.processes:
             answer = receive(process.stdout)
-            if not isinstance(answer, Loaded):
+            if not isinstance(answer, Ready):
                 raise self.failure((process, answer.reason) if isinstance(answer, Failed) else None)
 
     def send(self, message: Message) -> None:

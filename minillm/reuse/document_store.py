@@ -7,10 +7,10 @@ A document is stored as the model computes it alone, from position 0 on. In a pr
 are re-rotated to where it stands (`rerotate=False` leaves them, to see what that costs). What is missing in any case:
 documents have not attended to each other. The first one is exact, the others are approximate.
 
-A file is named by a hash of everything that determines its contents: the format, the model's weights, dtype and
-quantisation, and the tokens. So another model, another precision or another text is another file, and two processes
-that write the same file write the same bytes; each writes under a name of its own and renames. Files are mapped into
-memory, and checked against their checksum when a process first reads them.
+A file is named by a hash of everything that determines its contents: the format, the model's weights, configuration,
+dtype and quantisation, and the tokens. So another model, another precision or another text is another file, and two
+processes that write the same file write the same bytes; each writes under a name of its own and renames. Files are
+mapped into memory, and checked against their checksum when a process first reads them.
 
 Wins: reading is faster than computing where the disk is fast and the model large. Loses: a small model on a fast
 processor; disks: every token takes as many bytes as in the cache.
@@ -23,6 +23,7 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
@@ -35,18 +36,15 @@ from safetensors.torch import save_file
 
 from minillm.errors import CheckpointError, ConfigError, PromptError
 from minillm.llm import LLM
+from minillm.models.config import ModelConfig
+from minillm.models.fingerprint import digest_of_weights
 from minillm.models.loading import resolve
-from minillm.models.shards import Shards
 from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
 from minillm.reuse.scratch import Scratch
 
-FORMAT = 1
+FORMAT = 2
 """The version of the files. A file of another version is not found, because its name is different."""
-
-
-SAMPLES = 1024
-"""Numbers of each tensor that tell models apart."""
 
 
 class DocumentStore:
@@ -64,7 +62,8 @@ class DocumentStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         args = llm.engine.scheduler.config
         dtype = str(llm.engine.runner.cache.stored_rows().keys[0].dtype).removeprefix("torch.")
-        self.identity = f"{FORMAT} {digest_of_weights(resolve(llm.model))} {dtype} {args.quantization}"
+        model = f"{digest_of_weights(resolve(llm.model))} {_computing(llm.engine.runner.model.config)}"
+        self.identity = f"{FORMAT} {model} {dtype} {args.quantization}"
         """What determines the stored numbers, apart from the tokens."""
         self._checked: set[Path] = set()
 
@@ -173,15 +172,9 @@ class DocumentStore:
                 excess -= size
 
 
-def digest_of_weights(folder: Path) -> str:
-    """A hash of `SAMPLES` numbers of every tensor of a checkpoint: training, even of a few layers, changes it. Raises
-    `CheckpointError` if the folder has no readable safetensors."""
-    shards, digest = Shards(folder), sha256()
-    for name in sorted(shards.names):
-        numbers = shards.tensor(name).flatten()
-        some = numbers[:: max(1, numbers.numel() // SAMPLES)].contiguous()
-        digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def _computing(config: ModelConfig) -> ModelConfig:
+    """`config` without what keys and values do not depend on."""
+    return replace(config, eos_token_ids=(), bos_token_id=None, sampling_defaults={}, max_position_embeddings=0)
 
 
 def _checksum(*tensors: torch.Tensor) -> str:

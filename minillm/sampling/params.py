@@ -70,8 +70,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_params(self)
-        if self.seed == -1:
-            object.__setattr__(self, "seed", None)
+        if self.seed is not None:  # a NumPy integer would overflow where seeds are hashed
+            object.__setattr__(self, "seed", None if self.seed == -1 else int(self.seed))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class ChatJob:
             raise ApiError("echo is not supported in a chat; leave it out", param="echo")
         if top and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs=true", param="top_logprobs")
-        if not 0 <= top <= settings.max_logprobs:
+        if not settings.allows_logprobs(top):
             limit = settings.max_logprobs
             raise ApiError(f"top_logprobs={top} must be from 0 to {limit} on this server", param="top_logprobs")
         self.engine = engine
@@ -53,9 +53,11 @@ class ChatJob:
         self.created = int(time.time())
         self.tokenizer = engine.llm_engine.engine.tokenizer
         self.num_top = top
+        stated = engine.llm_engine.engine.runner.model.config.sampling_defaults.get("max_tokens")
+        limits = (body.max_completion_tokens, body.max_tokens, stated)
         self.params = body.sampling_params(
             engine.llm_engine.default_sampling_params(),
-            max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
+            max_tokens=next((limit for limit in limits if limit is not None), None),
             logprobs=top if body.logprobs else None,
         )
         text = template.render([message.for_template() for message in body.messages], body.add_generation_prompt)

@@ -31,7 +31,7 @@ class CompletionJob:
         body.check_fields()
         if body.best_of is not None and body.best_of != body.n:
             raise ApiError(f"best_of={body.best_of} is not supported; leave it out, or ask for n", param="best_of")
-        if body.logprobs is not None and not 0 <= body.logprobs <= settings.max_logprobs:
+        if body.logprobs is not None and not settings.allows_logprobs(body.logprobs):
             limit = settings.max_logprobs
             raise ApiError(f"logprobs={body.logprobs} must be from 0 to {limit} on this server", param="logprobs")
         self.engine = engine

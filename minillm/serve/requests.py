@@ -147,7 +147,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = 16
     """0 with `echo` returns the prompt alone."""
     logprobs: int | None = Field(default=None, ge=-1)
-    """How many of the most likely tokens to report at each position; -1: all."""
+    """How many of the most likely tokens to report at each position; -1: all, if the server sets no limit."""
     echo: bool | None = False
     """Start each choice with the prompt."""
     best_of: int | None = None
@@ -183,7 +183,8 @@ class ChatRequest(GenerationRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
-    """The older name of `max_completion_tokens`. Neither: as many as the context allows."""
+    """The older name of `max_completion_tokens`. Neither: what the checkpoint's `generation_config.json`
+    names, or as many as the context allows."""
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=-1)
     add_generation_prompt: bool = True

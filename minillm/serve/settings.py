@@ -21,9 +21,13 @@ class ServerSettings:
     max_body_bytes: int = 4 * MIB
     """Longest request body."""
     max_logprobs: int = 20
-    """Most log-probabilities per position that a request may ask for, as in vLLM."""
+    """Most log-probabilities per position that a request may ask for, as in vLLM; -1: as many as it likes."""
     retry_after_s: int = 1
     """What a refused request is told to wait."""
+
+    def allows_logprobs(self, number: int) -> bool:
+        """Whether a request may ask for so many log-probabilities (-1: for all)."""
+        return number >= -1 if self.max_logprobs == -1 else 0 <= number <= self.max_logprobs
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -31,5 +35,5 @@ class ServerSettings:
         if not all(self.api_keys):
             raise ConfigError("an API key is empty; give a key, or leave the option out to ask for none")
         at_least("max_body_bytes", self.max_body_bytes, 1)
-        at_least("max_logprobs", self.max_logprobs, 0)
+        at_least("max_logprobs", self.max_logprobs, -1)
         at_least("retry_after_s", self.retry_after_s, 0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from minillm import LLM, SamplingParams
 from minillm.cluster.generation import GenerationSettings, generate_file, read_items, shards
@@ -101,6 +103,29 @@ def test_a_sampled_run_without_a_seed_is_the_same_when_done_again(
     assert len({tuple(row["token_ids"]) for row in first}) > 1
 
 
+def test_the_engines_seed_decides_the_samples(file: Path, tmp_path: Path, settings: GenerationSettings) -> None:
+    found = []
+    for number, seed in enumerate((7, 7, 8)):
+        own = replace(settings, engine={**ENGINE, "seed": seed}, sampling={"temperature": 1.0, "max_tokens": 8})
+        found.append(rows(generate_file(file, tmp_path / str(number), own, ThisProcess())))
+    assert found[0] == found[1] != found[2]
+
+
+def test_results_of_another_checkpoint_of_this_name_are_not_kept(file: Path, tmp_path: Path, tiny: TinyPair) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(tiny.target, copy)
+    settings = GenerationSettings(str(copy), ENGINE, {"temperature": 0.0, "max_tokens": 4})
+    before = settings.job(b"", 4)
+    assert settings.job(b"", 4) == before
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 2
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    changed = settings.job(b"", 4)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    assert len({job["weights"] for job in (before, changed, settings.job(b"", 4))}) == 3
+
+
 def test_a_prompt_that_cannot_run_does_not_stop_the_others(tmp_path: Path, settings: GenerationSettings) -> None:
     file = tmp_path / "prompts.jsonl"
     bad = [
@@ -122,6 +147,7 @@ def test_a_prompt_that_cannot_run_does_not_stop_the_others(tmp_path: Path, setti
         ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON"),
         ('{"text": "a"}', "line 1 must be an object"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "line 1 must be an object"),
+        ('{"prompt": "a", "max_tokens": 5}', "line 1 has 'max_tokens', which is not used"),
         ('{"prompt": 3}', "prompt must be text"),
         ('{"prompt_token_ids": "3"}', "must be a list of token ids"),
         ('{"prompt": "a", "id": null}', "must be text or an integer"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,14 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_others(submissions: Path) 
     assert set(graded) == {0, 1, 2}
     assert graded[1].status is Status.UNREADABLE and "No such file" in graded[1].reason
     assert graded[0].status is not Status.UNREADABLE
+
+
+def test_a_slot_that_another_user_has_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"minillm-grade-slot-{SLOTS[0]}.lock").mkdir()  # cannot be opened to write, not even by root
+    slot, lock = free_slot()
+    lock.close()
+    assert slot == SLOTS[1]
 
 
 def test_workers_of_one_machine_have_slots_of_their_own() -> None:

@@ -54,6 +54,15 @@ def test_another_replica_goes_on_where_the_first_was_lost_with_other_cuts() -> N
     assert second[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_the_token_counts_are_sent_once() -> None:
+    replay = StreamReplay()
+    usage = f"data: {json.dumps({'id': 'a', 'created': 1, 'choices': [], 'usage': {'total_tokens': 3}})}\n\n"
+    assert len(received(replay, event("ab"), event("", end="length"), usage)) == 3
+    replay.restart()
+    assert received(replay, event("ab"), event("", end="length"), usage) == []
+    assert replay.advance(END) == END
+
+
 def test_choices_are_counted_apart() -> None:
     replay = StreamReplay()
     first = received(replay, event("aa", 0), event("x", 1))

@@ -29,6 +29,11 @@ def test_points_are_all_combinations(settings: SweepSettings) -> None:
     assert Point("ngram", 3, 8) in points
 
 
+def test_results_of_another_draft_are_not_kept(settings: SweepSettings, tiny: TinyPair) -> None:
+    assert settings.job() == settings.job()
+    assert settings.job()["identities"] != replace(settings, draft=str(tiny.target)).job()["identities"]
+
+
 def test_every_point_is_measured_once_and_shown(tmp_path: Path, settings: SweepSettings) -> None:
     with pytest.raises(KeyboardInterrupt):
         sweep(tmp_path, settings, Stops(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,19 @@ def test_the_embedding_and_the_norms_are_not_touched(source: Path, tmp_path: Pat
     for name in kept:
         assert torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype
     assert not any(name.endswith("_proj.weight") for name in after)
+
+
+def test_the_measured_facts_of_the_model_stay_with_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`minillm.complete` reads in them whether the model can fill gaps."""
+    copy = tmp_path / "in"
+    shutil.copytree(source, copy)
+    (copy / "training.json").write_text("{}")
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    save_quantized(quantised(copy, make_scheme("int4")), copy, Path())
+    assert (tmp_path / "out" / "training.json").read_text() == "{}"
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------

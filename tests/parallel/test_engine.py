@@ -17,7 +17,7 @@ from minillm import LLM, SamplingParams
 from minillm.errors import ConfigError, EngineDeadError, UnsupportedError
 from minillm.models.held_out import held_out_prompts
 from minillm.models.loading import save_llama
-from minillm.parallel.messages import Connect, CopyBlocks, Failed, Loaded, Run, Setup, frame, receive
+from minillm.parallel.messages import Allocate, Connect, CopyBlocks, Failed, Ready, Run, Setup, frame, receive
 from minillm.parallel.workers import Workers
 from minillm.reuse.scratch import Scratch
 from minillm.trace import RequestPreempted
@@ -132,7 +132,14 @@ def test_worker_killed_in_the_middle_of_a_step_is_named(doomed: LLM, monkeypatch
 def test_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
     setup = Setup(str(tmp_path), 1, 2, "cpu", "float32", "auto", 16, 1)
     with pytest.raises(EngineDeadError, match=r"rank 1 .* has ended: CheckpointError: .*config\.json"):
-        Workers([setup]).wait_until_loaded()
+        Workers([setup]).wait_until_ready()
+
+
+def test_worker_that_cannot_allocate_says_why(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Workers.send
+    monkeypatch.setattr(Workers, "send", lambda self, m: send(self, Allocate(10**15) if isinstance(m, Allocate) else m))
+    with pytest.raises(EngineDeadError, match=r"rank 1 .* has ended: .*[Mm]emory"):
+        LLM(str(tiny.target), tensor_parallel_size=2, device="cpu")
 
 
 KILLED = """
@@ -212,7 +219,7 @@ def test_frames_survive_the_pipe(split: LLM) -> None:
     del split.engine.runner.run
     segments[0].masks, segments[0].depths
     reading, writing = os.pipe()
-    messages = [Run(segments[:2]), CopyBlocks([(1, 2)]), Connect(3, 4), Loaded(), Failed("why")]
+    messages = [Run(segments[:2]), CopyBlocks([(1, 2)]), Allocate(3), Connect(4), Ready(), Failed("why")]
     with open(writing, "wb") as stream:  # noqa: PTH123  (a file descriptor)
         stream.write(b"".join(map(frame, messages)) + b"\x05")
     with open(reading, "rb") as stream:  # noqa: PTH123

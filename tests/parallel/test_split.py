@@ -62,6 +62,16 @@ def test_split_model_gives_the_logits_of_the_whole(size: int, kv_heads: int, tie
             assert torch.allclose(logits, right, rtol=0, atol=1e-11)
 
 
+def test_the_error_of_the_rank_that_failed_is_raised() -> None:
+    def run(group):
+        if group.rank == 1:
+            raise ValueError("rank 1 is wrong")
+        return group.all_reduce(torch.ones(1))
+
+    with pytest.raises(ValueError, match="rank 1 is wrong"):
+        on_ranks(2, run)
+
+
 def test_a_layer_needs_exactly_two_all_reduces(tmp_path: Path) -> None:
     folder = saved(CONFIG, tmp_path)
 

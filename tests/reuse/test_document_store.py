@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,9 +89,21 @@ def test_another_model_precision_or_format_does_not_find_it(
         names.add(found.path(ids))
         with pytest.raises(CheckpointError, match=r"does not have this document .* add it first"):
             found.load(DOCUMENTS[0])
-    monkeypatch.setattr(document_store, "FORMAT", 2)
+    monkeypatch.setattr(document_store, "FORMAT", -1)
     names.add(DocumentStore(llm, store.folder).path(ids))
     assert len(names) == 4
+
+
+def test_equal_weights_with_another_rope_do_not_find_it(store: DocumentStore, tiny: TinyPair, tmp_path: Path) -> None:
+    ids = store.llm.engine.tokenizer.encode(DOCUMENTS[0])
+    for changed, is_found in (({}, True), ({"eos_token_id": 3}, True), ({"rope_theta": 77.0}, False)):
+        copy = tmp_path / f"copy{len(changed)}{is_found}"
+        shutil.copytree(tiny.target, copy)
+        config = json.loads((copy / "config.json").read_text())
+        config.pop("rope_parameters" if "rope_theta" in changed else "", None)
+        (copy / "config.json").write_text(json.dumps(config | changed))
+        other = DocumentStore(LLM(str(copy), block_size=4, enforce_eager=True), store.folder)
+        assert (other.path(ids) == store.path(ids)) is is_found
 
 
 def test_damage_is_noticed(llm: LLM, store: DocumentStore) -> None:

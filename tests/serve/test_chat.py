@@ -34,6 +34,8 @@ def folder(tiny: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tiny.target, copy)
     config = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    generation = json.loads((copy / "generation_config.json").read_text())
+    (copy / "generation_config.json").write_text(json.dumps({**generation, "max_new_tokens": 5}))
     return copy
 
 
@@ -60,6 +62,12 @@ def test_a_chat_is_a_completion_of_the_template(server: RunningServer, expected:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.outputs[0].text
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
+
+
+def test_the_checkpoint_limits_an_answer_that_names_no_limit(server: RunningServer) -> None:
+    options = {**GREEDY, "max_tokens": None}
+    answer = server.client().chat.completions.create(messages=MESSAGES, **options)
+    assert answer.usage.completion_tokens == 5 and answer.choices[0].finish_reason == "length"
 
 
 def test_parts_of_text_are_joined_and_an_image_is_refused(server: RunningServer, expected: Any) -> None:

@@ -13,6 +13,7 @@ from tests.serve.running_server import NAME, RunningServer, running_server  # is
 import httpx
 import openai
 
+from minillm.serve.settings import ServerSettings
 from tests.conftest import TinyPair
 
 LIMIT = 2000
@@ -61,6 +62,12 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "a", "suffix": "<|fim_middle|>"}, "marks the gap itself", None),
     ({"prompt": "a", "stop": [""]}, "stop", None),
 ]
+
+
+def test_a_server_without_a_limit_reports_the_whole_vocabulary() -> None:
+    limited, unlimited = (ServerSettings(("m",), max_logprobs=limit) for limit in (5, -1))
+    assert [limited.allows_logprobs(n) for n in (-1, 0, 5, 6)] == [False, True, True, False]
+    assert [unlimited.allows_logprobs(n) for n in (-2, -1, 0, 900)] == [False, True, True, True]
 
 
 @pytest.mark.parametrize(("body", "message", "param"), BAD_BODIES)
