@@ -66,8 +66,16 @@ class EngineArgs:
     """Functions that replace the cache layout's operations: `{"paged_attention": function}`."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enforce_eager, bool):
-            raise ConfigError(f"enforce_eager={self.enforce_eager!r} must be True or False")
+        for name in ("enforce_eager", "enable_chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.enable_prefix_caching, bool | None):
+            raise ConfigError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True, False or None")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ConfigError(f"seed={self.seed!r} must be an integer")
+        for name in ("kv_cache_config", "speculative_config", "ops"):
+            if not isinstance(getattr(self, name), Mapping | None):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a dict or None")
         for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             at_least(name, getattr(self, name), 1)
         at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -91,8 +99,9 @@ class EngineArgs:
                 f"num_kv_blocks={self.num_kv_blocks} and kv_cache_memory_bytes={self.kv_cache_memory_bytes} "
                 "both size the pool; give one of them"
             )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization={share!r} must be a number above 0 and at most 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}, so "

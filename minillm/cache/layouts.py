@@ -20,7 +20,7 @@ from minillm.cache.squeezed import SqueezedKVCache
 from minillm.cache.think import ThinkKVCache
 from minillm.cache.window import WindowKVCache
 from minillm.config import CacheConfig, reject_unknown
-from minillm.errors import UnsupportedError
+from minillm.errors import ConfigError, UnsupportedError
 
 LAYOUTS: dict[tuple[str, str], type[KVCache]] = {
     ("paged", "auto"): PagedKVCache,
@@ -46,9 +46,11 @@ levels of four bits."""
 def find_layout(cache: CacheConfig) -> type[KVCache]:
     """Return the layout class that `cache` selects.
 
-    Raises `UnsupportedError` for an unsupported pair of layout and dtype, `UnknownOptionError` for an option that the
-    layout does not have.
+    Raises `ConfigError` for a layout that is no name and no class, `UnsupportedError` for an unsupported pair of layout
+    and dtype, `UnknownOptionError` for an option that the layout does not have.
     """
+    if not isinstance(cache.layout, str | type):
+        raise ConfigError(f"cache layout {cache.layout!r} must be a name, or a KVCache class")
     chosen = cache.layout if isinstance(cache.layout, type) else LAYOUTS.get((cache.layout, cache.dtype))
     if chosen is None or (isinstance(cache.layout, type) and cache.dtype != "auto"):
         pairs = ", ".join(f"{layout} with {dtype}" for layout, dtype in sorted(LAYOUTS))

@@ -130,7 +130,7 @@ def lorc_shares(model: Decoder, mean_share: float, is_key: bool = True) -> list[
 
 
 def _widths(name: str, share: Share, config: ModelConfig) -> list[int]:
-    shares = [share] * config.num_layers if isinstance(share, int | float) else list(share)
+    shares = list(share) if isinstance(share, list | tuple) else [share] * config.num_layers
     if len(shares) != config.num_layers:
         raise ConfigError(
             f"kv_cache_config: {name} has {len(shares)} numbers for {config.num_layers} layers; give one number for "

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from minillm.errors import PromptError
 from minillm.fill_in_the_middle import FIM_TOKENS, fim_prompt
-from minillm.models.hub import resolve
+from minillm.models import bundled
 from minillm.tokenizer import Tokenizer
 
 SUFFIX_SHARE = 8
@@ -52,7 +53,8 @@ def can_fill_gaps(tokenizer: Tokenizer, model: str) -> bool:
     """
     if any(tokenizer.backend.token_to_id(token) is None for token in FIM_TOKENS):
         return False
-    facts = resolve(model) / "training.json"
+    folder = bundled.path(model) if model in bundled.names() else Path(model).expanduser()
+    facts = folder / "training.json"
     measured = json.loads(facts.read_text(encoding="utf-8")).get("alone") if facts.is_file() else None
     return measured is None or measured["gaps"]["with_suffix"] > measured["gaps"]["without_suffix"]
 

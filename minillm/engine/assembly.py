@@ -88,6 +88,7 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
     _check_speculation(layout, cache, speculative)
     folder = resolve(args.model)
     model_config = load_config(folder)
+    _check_windows(model_config, speculative)
     max_model_len = args.check_against_context(model_config.max_position_embeddings)
     args = _settle(args, layout, cache, max_model_len)
     tokenizer = Tokenizer.from_folder(folder)
@@ -115,6 +116,7 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
     if ranks is not None:
         num_blocks = ranks.connect(num_blocks)
     plans.allocate(num_blocks)
+    _check_reading(drafter, target.cache, cache)
     for runner in plans.all_runners:
         _use_ops(runner.cache, args.ops or {}, cache)
         _check_rollback(runner.cache, cache, speculative)
@@ -287,6 +289,22 @@ def _check_speculation(layout: type[KVCache], cache: CacheConfig, speculative: S
         raise UnsupportedError(
             f"speculative method {speculative.method_name!r} drafts trees, which cache layout {cache.name!r} cannot "
             "verify; use layout 'paged'"
+        )
+
+
+def _check_windows(model: ModelConfig, speculative: SpeculativeConfig | None) -> None:
+    if speculative is not None and speculative.proposes_trees and model.has_windows:
+        raise UnsupportedError(
+            f"speculative method {speculative.method_name!r} drafts trees, which are not verified in a model with a "
+            f"sliding window (here {model.sliding_window} tokens); use a method that drafts chains, like 'draft_model'"
+        )
+
+
+def _check_reading(drafter: Drafter | None, made: KVCache, cache: CacheConfig) -> None:
+    if drafter is not None and drafter.reads_target_cache and made.stored_rows() is None:
+        raise UnsupportedError(
+            f"{type(drafter).__name__} reads the target's keys, and cache layout {cache.name!r} stores them in a way "
+            "of its own; use layout 'paged'"
         )
 
 

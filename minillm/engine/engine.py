@@ -168,6 +168,9 @@ class Engine:
         if self.drafter is None or not wanted:
             return
         drafts = self.drafter.propose([item.request for item in wanted], [item.num_drafts for item in wanted])
+        if len(drafts) != len(wanted):
+            name = type(self.drafter).__name__
+            raise DraftError(f"{name} proposed {len(drafts)} drafts for {len(wanted)} requests; return one for each")
         for item, draft in zip(wanted, drafts, strict=True):
             self._check_draft(draft, item.num_drafts)
             item.draft = draft
@@ -211,15 +214,27 @@ class Engine:
             self.drafter.observe_hidden([request for request, _ in going_on], hidden.index_select(0, chosen))
 
     def _check_draft(self, draft: Draft, most: int) -> None:
-        """Raise `DraftError` for too many drafts or parents that form no tree, `UnsupportedError` for a tree that the
-        cache cannot verify."""
+        """Raise `DraftError` for too many drafts, a token outside the vocabulary, or parents that form no tree;
+        `UnsupportedError` for a tree that cannot be verified here."""
         if len(draft.token_ids) > most:
             raise DraftError(
                 f"{type(self.drafter).__name__} proposed {len(draft.token_ids)} drafts where at most {most} were "
                 "asked for; there are no cache blocks for more"
             )
+        model = self.runner.model.config
+        for token in draft.token_ids:
+            if not 0 <= token < model.vocab_size:
+                raise DraftError(
+                    f"{type(self.drafter).__name__} drafted token {token}; the model's tokens are 0 to "
+                    f"{model.vocab_size - 1}"
+                )
         if draft.parents is None:
             return
+        if model.has_windows:
+            raise UnsupportedError(
+                f"{type(self.drafter).__name__} drafted a tree, which is not verified in a model with a sliding "
+                "window; draft a chain"
+            )
         if not self.runner.cache.supports_trees:
             raise UnsupportedError(
                 f"{type(self.drafter).__name__} drafted a tree, which {type(self.runner.cache).__name__} cannot "

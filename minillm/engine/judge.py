@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -57,19 +56,26 @@ def judge(requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, 
 
 
 def _judge_trees(requests: Sequence[Request], drafts: Sequence[Draft], logits: Tensor, rule: Rule) -> list[Verdict]:
-    """`judge` if some draft is a tree; chains are trees without branches."""
+    """`judge` if some draft is a tree. The chains of the step are judged as they would be without it."""
+    parts = logits.split([len(draft.token_ids) + 1 for draft in drafts])
+    chains = [i for i, draft in enumerate(drafts) if draft.parents is None]
+    found: dict[int, Verdict] = {}
+    if chains:
+        of_chains = torch.cat([parts[i] for i in chains])
+        judged = judge([requests[i] for i in chains], [drafts[i] for i in chains], of_chains, rule)
+        found = dict(zip(chains, judged, strict=True))
     one_by_one = rule if isinstance(rule, AcceptRule) else EXACT
-    parents = [range(-1, len(d.token_ids) - 1) if d.parents is None else d.parents for d in drafts]
-    sizes = [len(draft.token_ids) + 1 for draft in drafts]
-    if rule.is_exact and _all_take_argmax(requests, drafts):
-        rows = iter(argmax(logits))
-        own = [list(islice(rows, size)) for size in sizes]
-        return [greedy_tree_verdict(d.token_ids, p, o) for d, p, o in zip(drafts, parents, own, strict=True)]
-    probs = probs_from_logits(logits, _sampling_rows(requests, drafts)).split(sizes)
-    return [
-        judge_tree(draft.token_ids, of_draft, draft.probs, p, request.seed, request.num_tokens, one_by_one)
-        for request, draft, of_draft, p in zip(requests, drafts, parents, probs, strict=True)
-    ]
+    for i, (request, draft, rows) in enumerate(zip(requests, drafts, parts, strict=True)):
+        if draft.parents is None:
+            continue
+        if rule.is_exact and _all_take_argmax([request], [draft]):
+            found[i] = greedy_tree_verdict(draft.token_ids, draft.parents, argmax(rows))
+        else:
+            probs = probs_from_logits(rows, _sampling_rows([request], [draft]))
+            found[i] = judge_tree(
+                draft.token_ids, draft.parents, draft.probs, probs, request.seed, request.num_tokens, one_by_one
+            )
+    return [found[i] for i in range(len(requests))]
 
 
 class BrokenRowError(Exception):

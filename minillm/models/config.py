@@ -77,6 +77,11 @@ class ModelConfig:
         """Total width of the key (or value) heads."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer attends to a sliding window."""
+        return any(self.window(layer) is not None for layer in range(self.num_layers))
+
     def window(self, layer: int) -> int | None:
         """The sliding window of `layer` in tokens, or None for full attention."""
         if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):

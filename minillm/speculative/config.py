@@ -47,8 +47,8 @@ class SpeculativeConfig:
     adaptive: bool = field(default_factory=lambda: ADAPTIVE)
     """Whether each request gets as many drafts as pay, at most `num_speculative_tokens`; False: always so many. A
     request that samples with its own `seed` always gets all of them, so that its text can be repeated as long as the
-    block pool has room for them; other sampled text may differ from run to run, because the costs are measured. Greedy
-    text is always the same."""
+    block pool and `max_num_batched_tokens` have room for them and `disable_by_batch_size` does not forbid them; other
+    sampled text may differ from run to run, because the costs are measured. Greedy text is always the same."""
     disable_by_batch_size: int | None = None
     """No drafts in a step with more running and waiting requests than this. A large batch already saturates the
     processor, so verifying rejected drafts costs more than accepted ones save. None: always draft."""
@@ -170,6 +170,8 @@ class SpeculativeConfig:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> SpeculativeConfig:
         """Read vLLM's dict. A key that is unknown or belongs to another method is an error."""
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"speculative_config={given!r} must be a dict, such as {{'method': 'ngram'}}")
         method = given.get("method", "draft_model")
         drafter = find_method(method)
         shared = {f.name for f in fields(cls)} - {"options"}
@@ -185,8 +187,12 @@ class SpeculativeConfig:
         reject_unknown("speculative_config", given, shared.union(own, *map(_option_names, METHODS.values())))
         options = drafter.Options(**{name: value for name, value in given.items() if name in own})
         settings = {name: value for name, value in given.items() if name in shared}
-        if settings.get("fallback") is not None:
-            settings["fallback"] = cls._read_fallback(settings["fallback"])
+        if (fallback := settings.get("fallback")) is not None:
+            settings["fallback"] = cls._read_fallback(fallback)
+            if settings.get("adaptive") is False and fallback.get("adaptive"):
+                raise ConfigError(
+                    "adaptive=True of 'fallback' needs adaptive=True of the method; leave one of them out"
+                )
         return cls(**settings, options=options)
 
     @classmethod

@@ -78,6 +78,9 @@ class Drafter(ABC):
     """Whether it may propose trees, which only some cache layouts can verify."""
     needs_blocks: ClassVar[bool] = False
     """Whether it reads the blocks of the target's cache. Layouts for whole sequences have none to choose from."""
+    reads_target_cache: bool = False
+    """Whether it reads keys or values that the target has stored (`KVCache.stored_rows`), which not every layout
+    shows."""
     num_observed_queries: int = 0
     """Of how many last tokens of a prompt `observe` gets the queries; 0: it is not called."""
     observes_hidden: bool = False

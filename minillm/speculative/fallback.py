@@ -31,6 +31,7 @@ class FallbackDrafter(Drafter):
         """Most drafts per round of each."""
         self.below = below
         self.num_observed_queries = max(first.num_observed_queries, second.num_observed_queries)
+        self.reads_target_cache = first.reads_target_cache or second.reads_target_cache
         self.observes_hidden = first.observes_hidden or second.observes_hidden
         self.limits: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
         """Most drafts of a request by each, if a draft policy (`FallbackDrafts`) says so."""

@@ -70,7 +70,7 @@ class MeasuredShapes:
     """The best shape so far for each kind of request: its salt, and whether it is greedy."""
 
     def __init__(self, max_nodes: int, max_levels: int, draft_cost: float, verify_cost: Callable[[int], float]) -> None:
-        self.max_nodes, self.max_levels = max_nodes, max_levels
+        self.max_nodes, self.max_levels = max_nodes, min(max_levels, max_nodes)
         self.draft_cost, self.verify_cost = draft_cost, verify_cost
         self._kinds: OrderedDict[tuple[str, bool], _Kind] = OrderedDict()
 

@@ -54,6 +54,7 @@ class ReadingDrafter(ChainDrafter):
 
     Options = ReadingOptions
     needs_blocks = True
+    reads_target_cache = True
     method: ClassVar[str]
     """The name of the method, in the folder of its weights."""
     shape_class: ClassVar[type]

@@ -84,6 +84,7 @@ class SelfSparseDrafter(SelfDrafter):
                 "and at least one other; raise budget or lower block_size"
             )
         self.num_observed_queries = OBSERVED_QUERIES if options.sparse_layout == "snapkv" else 0
+        self.reads_target_cache = self.num_observed_queries > 0
         self._ranking: WeakKeyDictionary[Request, list[int]] = WeakKeyDictionary()
         """The blocks of each observed request, by the attention that they got, most first."""
 

@@ -3,7 +3,9 @@
 Text repeats itself: edited code, an agent's tool calls, a small model in a loop. Take the longest suffix of the context
 that occurred before, p tokens long, and look at what followed it there. Matches come from two sources: this request's
 own prompt and output, and the outputs of earlier requests with the same `cache_salt`. Requests with different salts
-cannot learn each other's text, neither from drafts nor from timing.
+cannot learn each other's text, neither from drafts nor from timing. A request that samples with its own `seed` uses its
+own text alone: how many drafts there are decides which random numbers choose a token, and its text should be the same
+whatever ran before it.
 
 The draft follows a greedy walk: of the C matches, take the token that most of them continue with, keep the c₁ matches
 that agree, and go on with those. The probability that all drafts up to the j-th are accepted is estimated as
@@ -106,6 +108,10 @@ class SuffixDrafter(Drafter):
         """See `Drafter.propose`."""
         return [Draft(self._draft(request, most)) for request, most in zip(requests, num_drafts, strict=True)]
 
+    def request_dropped(self, request: Request) -> None:
+        """See `Drafter.request_dropped`."""
+        self._own.pop(request.request_id, None)
+
     def request_finished(self, request: Request) -> None:
         """See `Drafter.request_finished`. Later requests with the same salt can match the output."""
         self._own.pop(request.request_id, None)
@@ -113,7 +119,9 @@ class SuffixDrafter(Drafter):
 
     def _draft(self, request: Request, most: int) -> list[int]:
         draft, score = [], 0.0
-        for trie in (self._trie_of(request), *self._earlier.tries(request.cache_salt)):
+        own_seed = request.params.seed is not None and not request.takes_argmax
+        earlier = () if own_seed else self._earlier.tries(request.cache_salt)
+        for trie in (self._trie_of(request), *earlier):
             matched, matches = trie.longest_match(request.token_ids)
             # The factor may be a rounded fraction: 0.29 · 100 is 28.999…
             length = min(most, int(self.max_spec_factor * matched + 1e-6))

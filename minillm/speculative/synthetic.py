@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class SyntheticRule:
     is_exact = False
 
     def __post_init__(self) -> None:
-        if not self.rates or not all(0 <= rate <= 1 for rate in self.rates):
+        if not self.rates or not all(isinstance(rate, Real) and 0 <= rate <= 1 for rate in self.rates):
             raise ConfigError(f"synthetic_acceptance_rates={list(self.rates)} must list numbers from 0 to 1")
         if any(after > before for before, after in pairwise(self.rates)):
             raise ConfigError(
@@ -39,10 +40,10 @@ class SyntheticRule:
     def of_length(cls, length: float, num_drafts: int) -> SyntheticRule:
         """Accept so that a round gives `length` tokens on average, the target's own included, and as nearly always the
         same number as possible: vLLM's `synthetic_acceptance_length`. Raises `ConfigError`."""
-        if not 1 <= length <= num_drafts + 1:
+        if not isinstance(length, Real) or not 1 <= length <= num_drafts + 1:
             raise ConfigError(
-                f"synthetic_acceptance_length={length} must be from 1 to {num_drafts + 1}: a round gives one token of "
-                f"the target and at most {num_drafts} drafts"
+                f"synthetic_acceptance_length={length!r} must be a number from 1 to {num_drafts + 1}: a round gives "
+                f"one token of the target and at most {num_drafts} drafts"
             )
         return cls(tuple(min(1.0, max(0.0, length - 1 - i)) for i in range(num_drafts)))
 

@@ -175,7 +175,7 @@ def best_shape(
     tokens of the request. With the defaults, this is the largest E.
     """
     best, best_rate = TreeShape(()), 1 / verify_cost(1)
-    for levels in range(1, max_levels + 1):
+    for levels in range(1, min(max_levels, max_nodes) + 1):
         shape, reached = most_probable_nodes(chances, max_nodes, levels)
         tokens = 1.0
         for n, chance in enumerate(reached, start=1):

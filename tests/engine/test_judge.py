@@ -17,8 +17,9 @@ from minillm.engine.judge import judge
 from minillm.errors import NonFiniteLogitsError
 from minillm.request import Request
 from minillm.sampling import SamplingRow, argmax, probs_from_logits
+from minillm.speculative.block_verification import BlockRule
 from minillm.speculative.drafter import Draft
-from minillm.speculative.rejection_sampler import greedy_verdicts, rejection_sample
+from minillm.speculative.rejection_sampler import EXACT, Rule, greedy_verdicts, rejection_sample
 from tests.conftest import TinyPair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -52,6 +53,24 @@ def test_verdicts_without_probabilities_are_those_of_rejection_sampling() -> Non
         assert greedy_verdicts(drafts, argmax(logits)) == expected
         accepted |= {(len(x), verdict.num_accepted) for x, verdict in zip(drafts, expected, strict=True)}
     assert accepted == {(k, n) for k in (0, 1, 2, 5) for n in range(k + 1)}
+
+
+@pytest.mark.parametrize("rule", [EXACT, BlockRule()], ids=["standard", "block"])
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, temperature=1.0, seed=1)], ids=["greedy", "sampled"])
+def test_a_chain_is_judged_as_without_the_tree_beside_it(rule: Rule, params: SamplingParams) -> None:
+    tree = Draft([1, 2, 3], parents=[-1, -1, 0])
+    accepted = set()
+    for seed in range(60):
+        logits = torch.randn(10, 5, generator=torch.Generator().manual_seed(seed))
+        q = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed + 1000)).softmax(-1)
+        chain = Draft([int(row.argmax()) for row in q], None if params is GREEDY else q)
+        plain = Draft([])
+        requests = [Request(str(i), "", [1, 2], 2, params, 9, seed=seed + i) for i in range(3)]
+        [alone, bare] = judge(requests[:2], [chain, plain], logits[:5], rule)
+        mixed = judge(requests, [chain, plain, tree], logits[:9], rule)
+        assert mixed[:2] == [alone, bare]
+        accepted.add(alone.num_accepted)
+    assert len(accepted) > 2
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,6 @@ def folder(tiny: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tiny.target, copy)
     config = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    generation = json.loads((copy / "generation_config.json").read_text())
-    (copy / "generation_config.json").write_text(json.dumps({**generation, "max_new_tokens": 5}))
     return copy
 
 
@@ -64,9 +62,11 @@ def test_a_chat_is_a_completion_of_the_template(server: RunningServer, expected:
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
 
 
-def test_the_checkpoint_limits_an_answer_that_names_no_limit(server: RunningServer) -> None:
-    options = {**GREEDY, "max_tokens": None}
-    answer = server.client().chat.completions.create(messages=MESSAGES, **options)
+def test_the_checkpoint_limits_an_answer_that_names_no_limit(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "target")
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"max_new_tokens": 5}))
+    with running_server(tmp_path / "target") as limited:
+        answer = limited.client().chat.completions.create(messages=MESSAGES, **{**GREEDY, "max_tokens": None})
     assert answer.usage.completion_tokens == 5 and answer.choices[0].finish_reason == "length"
 
 

@@ -54,6 +54,7 @@ def test_a_drafter_of_ones_own_declares_its_options() -> None:
 
 TREE = {"method": "draft_tree", "model": "x"}
 STAGED = {"method": "staged", "model": "x"}
+SYNTHETIC = {"method": "ngram", "rejection_sample_method": "synthetic", "num_speculative_tokens": 4}
 MEASURED = {**TREE, "tree_shape": "measured"}
 
 
@@ -124,6 +125,14 @@ def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
             ConfigError,
             "rejection_sample_method='block' holds for all drafts; move it out",
         ),
+        (
+            {"method": "suffix", "adaptive": False, "fallback": {"method": "ngram", "adaptive": True}},
+            ConfigError,
+            "adaptive=True of 'fallback'",
+        ),
+        ("suffix", ConfigError, "speculative_config='suffix' must be a dict"),
+        ({**SYNTHETIC, "synthetic_acceptance_length": "2"}, ConfigError, "length='2' must be a number"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": ["a"] * 4}, ConfigError, "must list numbers from 0 to 1"),
         ({**TREE, "draft_sample_method": "hot"}, ConfigError, "draft_sample_method='hot'"),
         ({"method": "ngram", "rejection_sample_method": "usual"}, UnsupportedError, "'usual'.*AcceptRule"),
         ({"model": "x", "suffix_decoding_max_tree_depth": 3}, ConfigError, "'suffix'.*'draft_model'"),

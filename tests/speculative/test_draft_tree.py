@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from minillm.speculative.tree_shape import TreeShape
 from minillm.trace import DraftProposed, RequestPreempted, StepRan, TokensCommitted
 from minillm.trace.acceptance_state import AcceptanceState
 from tests.conftest import TinyPair
+from tests.speculative.reading import target_of
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "def add(a, b):\n    return"]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -216,6 +218,30 @@ def test_more_guesses_than_asked_for_are_refused(tiny: TinyPair) -> None:
 
     llm = LLM(str(tiny.target), speculative_config={"method": Eager, "num_speculative_tokens": 4})
     with pytest.raises(DraftError, match="Eager proposed 5 drafts where at most 4"):
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(("drafts", "words"), [([Draft([10**7])], "drafted token 10000000"), ([], "0 drafts for 1")])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_what_cannot_be_a_draft_is_refused_before_the_forward(
+    tiny: TinyPair, drafts: list[Draft], words: str, eager: bool
+) -> None:
+    class Wrong(Drafter):
+        def propose(self, requests: Any, num_drafts: Any) -> list[Draft]:
+            return drafts
+
+    llm = LLM(str(tiny.target), enforce_eager=eager, speculative_config={"method": Wrong, "adaptive": False})
+    with pytest.raises(DraftError, match=words):
+        llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+
+
+def test_a_model_with_a_sliding_window_has_no_trees(tiny: TinyPair, tmp_path: Path) -> None:
+    target = target_of(tmp_path, 1, sliding_window=6)
+    with pytest.raises(UnsupportedError, match=r"'draft_tree' drafts trees, .* sliding window \(here 6 tokens\)"):
+        LLM(target, speculative_config={"method": "draft_tree", "model": target})
+    llm = LLM(target, speculative_config={"method": Odd, "num_speculative_tokens": 4})
+    llm.engine.drafter.draft = Draft([1, 2], parents=[-1, -1])
+    with pytest.raises(UnsupportedError, match=r"Odd drafted a tree, .* sliding window"):
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.request import Request
-from minillm.speculative import measured_shape
+from minillm.speculative import measured_shape, tree_shape
 from minillm.speculative.draft_tree import DraftTreeDrafter
 from minillm.speculative.drafter import Draft, Drafter
 from minillm.speculative.measured_shape import AcceptanceEstimate, MeasuredShapes
@@ -89,6 +89,16 @@ def test_only_so_many_salts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> N
 def test_where_no_draft_pays_one_is_made_all_the_same() -> None:
     learning = MeasuredShapes(8, 4, 0.0, lambda rows: float(rows**3))
     assert learning.shape_for(request()) == TreeShape((-1,))
+
+
+def test_levels_that_no_tree_of_these_nodes_has_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    whole = tree_shape.most_probable_nodes
+    monkeypatch.setattr(
+        tree_shape, "most_probable_nodes", lambda c, n, levels: (tried.append(levels), whole(c, n, levels))[1]
+    )
+    best_shape([[0.9, 0.05]], 6, 10**9)
+    assert tried == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_tree_learns_from_the_engines_verdicts(tiny: TinyPair) -> None:

@@ -113,6 +113,21 @@ def test_requests_that_grow_side_by_side_are_guessed_as_each_alone(steps: list[l
         requests.reverse()
 
 
+def test_a_request_with_its_own_seed_does_not_depend_on_what_ran_before(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), enforce_eager=True, speculative_config={"method": "suffix"})
+    params = SamplingParams(temperature=0.6, seed=7, max_tokens=40, ignore_eos=True)
+    texts = [llm.generate("def add(a, b):", params, use_tqdm=False)[0].outputs[0].token_ids for _ in range(3)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_request_that_lost_its_blocks_leaves_nothing_in_the_drafter() -> None:
+    drafter, one = SuffixDrafter(), request("a", [1, 2, 1, 2])
+    first = guess(drafter, one)
+    drafter.request_dropped(one)
+    assert drafter._own == {} and drafter._earlier.num_outputs == 0
+    assert guess(drafter, one) == first
+
+
 # --- what the definition means ---------------------------------------------------------------------------------------
 
 
@@ -347,11 +362,10 @@ def test_sampled_text_follows_the_target(tiny: TinyPair) -> None:
     """
     counts, proposed = [], 0
     for speculative in (None, SPECULATE):
-        llm = LLM(str(tiny.target), max_num_seqs=100, speculative_config=speculative)
-        params = [
-            SamplingParams(seed=i + 10_000 * bool(speculative), max_tokens=4, ignore_eos=True, top_k=3)
-            for i in range(1200)
-        ]
+        config = speculative and {**speculative, "adaptive": False}
+        llm = LLM(str(tiny.target), max_num_seqs=100, seed=int(bool(speculative)), speculative_config=config)
+        # Without seeds of their own: a request with one does not draft from other completions.
+        params = SamplingParams(max_tokens=4, ignore_eos=True, top_k=3)
         outputs, proposed, _ = drafted(llm, [TEXTS[2]] * 1200, params)
         counts.append([tuple(output[1:3]) for output in outputs])
     assert proposed > 1000
