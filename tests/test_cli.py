@@ -333,6 +333,24 @@ def test_demo_refuses_a_pace_that_makes_no_sense(pause, capsys):
     assert "--pause" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--secret-file", "x"], "--secret-file needs"),
+        (["--secret-file", "x", "--classroom", "y"], "--secret-file needs"),
+        (["--report", "x"], "--report needs"),
+        (["--jobs", "2"], "--jobs needs"),
+        (["--check", "--nbgrader", "x"], "--check builds nothing"),
+        (["--remeasure", "--check"], "--remeasure builds"),
+        (["--mutants", "--otter", "x"], "--mutants writes no assignments"),
+    ],
+    ids=str,
+)
+def test_build_ignores_no_option(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["build", *words, "--root", str(ROOT)]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_build_outside_a_clone_says_where_to_run_it(tmp_path, capsys):
     assert cli.main(["build", "--root", str(tmp_path)]) == 2
     assert "no folder 'solutions'" in capsys.readouterr().err

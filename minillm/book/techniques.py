@@ -52,6 +52,13 @@ class Technique:
         return f"{Path(self.path).parent.name}-{self.name}".replace("_", "-")
 
 
+DRAFTS_WITH = {
+    **dict.fromkeys(("draft_model", "draft_tree", "staged"), "minicoder-draft"),
+    **{method: f"my-drafters/minicoder-{method}" for method in ("spire", "long")},
+}
+"""The option `model` of the methods that need one and have none bundled; `minillm train` writes the last two."""
+
+
 def techniques() -> list[Technique]:
     """All of them, shelf by shelf, in the order of their tables. A file stands once."""
     found: dict[str, Technique] = {}
@@ -66,9 +73,11 @@ def techniques() -> list[Technique]:
         name = layout if dtype == "auto" else f"{layout}_{dtype}"
         add(Technique(name, CACHE, _path(kind), f'LLM("minicoder"{arguments})'))
     for method, scheme in SCHEMES.items():
-        add(Technique(method, WEIGHTS, _path(scheme), f"minillm quantize minicoder {method}"))
+        use = f"minillm quantize minicoder --scheme {method} --out minicoder-{method}"
+        add(Technique(method, WEIGHTS, _path(scheme), use))
     for method, drafter in METHODS.items():
         config = {"method": method, "num_speculative_tokens": 4}
+        config |= {"model": DRAFTS_WITH[method]} if method in DRAFTS_WITH else {}
         add(Technique(method, DRAFTS, _path(drafter), f'LLM("minicoder", speculative_config={config!r})'))
     for shelf, folder in ((REUSE, "reuse"), (BESIDE, "beside")):
         for file in sorted((PACKAGE / folder).glob("[a-z]*.py")):

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Build, or check and list what is stale. Returns 1 if anything is stale."""
     if args.jobs is not None and args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs}: at least 1 must run at a time")
+    _refuse_useless(args)
     if args.mutants:
         return _try_mutants(args)
     if not (args.root / "solutions").is_dir():
@@ -75,6 +76,25 @@ def run(args: argparse.Namespace) -> int:
     for notebook in stale:
         print(f"minillm: {notebook}", file=sys.stderr)
     return 1 if stale else 0
+
+
+def _refuse_useless(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` for an option that would be ignored."""
+    assignments = args.nbgrader or args.otter or args.classroom
+    for given, needed, words in (
+        (args.secret_file, args.nbgrader or args.otter, "--secret-file needs --nbgrader or --otter"),
+        (args.report, args.mutants, "--report needs --mutants"),
+        (args.jobs, args.rerun or args.mutants, "--jobs needs --run or --mutants"),
+        (args.check, not (assignments or args.mutants), "--check builds nothing; leave out the other task"),
+        (
+            args.remeasure,
+            not (assignments or args.mutants or args.check),
+            "--remeasure builds; leave the other task out",
+        ),
+        (assignments, not args.mutants, "--mutants writes no assignments; run the two one after the other"),
+    ):
+        if given and not needed:
+            raise ConfigError(words)
 
 
 def _write_assignments(args: argparse.Namespace) -> int:

@@ -38,8 +38,11 @@ def run(args: argparse.Namespace) -> int:
     with grading_environment(), StudentProcess() as process:
         grader = Grader(process, Rules())
         for file in tqdm(files, unit="notebook", disable=None):
-            found = grader.grade(file.read_bytes(), "you", file.name, "").exercises
-            if found:
+            graded = grader.grade(file.read_bytes(), "you", file.name, "")
+            found = graded.exercises
+            if graded.status is Status.UNREADABLE:
+                table.add_row(file.stem, "?", f"cannot be read: {graded.reason}")
+            elif found:
                 left = [f"{e.exercise} ({e.status.value})" for e in found if e.status is not Status.PASSED]
                 table.add_row(file.stem, f"{len(found) - len(left)} of {len(found)}", left[0] if left else "")
     Console().print(table)

@@ -273,6 +273,11 @@ class Trace:
         """Call `watcher(event)` for every event from now on."""
         self._watchers.append(watcher)
 
+    def unwatch(self, watcher: Callable[[Event], None]) -> None:
+        """Stop calling `watcher`; without effect if it is not called."""
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+
     def of(self, *kinds: type[Event]) -> list[Any]:
         """Return the events of these kinds, in order."""
         return [event for event in self.events if isinstance(event, kinds)]
@@ -286,7 +291,8 @@ class Trace:
     def load(cls, path: str | Path) -> Trace:
         """Read a file that `save` wrote, in this version or an older one. Raises `TraceError` with the invalid line."""
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            # Not `splitlines`: a token may hold U+2028, which it takes for the end of a line.
+            lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
         except (OSError, ValueError) as problem:
             raise TraceError(f"{path} cannot be read as a trace: {problem}") from None
         try:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -12,9 +13,12 @@ from minillm.book import site
 from minillm.book.replays import take_scripts
 from minillm.book.site import build_book, write_pages
 from minillm.book.techniques import markdown, techniques
-from minillm.cache.layouts import LAYOUTS
+from minillm.cache.layouts import LAYOUTS, find_layout
+from minillm.commands.parser import parser
+from minillm.config import CacheConfig, EngineArgs
 from minillm.errors import LessonError, UnsupportedError
 from minillm.quantization.schemes import SCHEMES
+from minillm.speculative.config import SpeculativeConfig
 from minillm.speculative.methods import METHODS
 from minillm.teaching.course import choose
 from tests.book.conftest import ROOT
@@ -28,6 +32,22 @@ def test_every_lesson_and_every_technique_has_a_page(book: Path) -> None:
     for technique in techniques():
         assert technique.summary
         assert (book / "techniques" / f"{technique.page}.html").exists()
+
+
+def test_what_a_page_tells_to_type_is_accepted() -> None:
+    shown = [technique.use for technique in techniques() if technique.use]
+    assert len(shown) == len({kind.__module__ for kind in (*LAYOUTS.values(), *SCHEMES.values(), *METHODS.values())})
+    for use in shown:
+        if use.startswith("minillm "):
+            parser().parse_args(use.split()[1:])
+            continue
+        call = ast.parse(use, mode="eval").body
+        assert isinstance(call, ast.Call)
+        options = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+        args = EngineArgs.from_options("minicoder", options)
+        find_layout(CacheConfig.from_options(args.kv_cache_dtype, args.kv_cache_config))
+        if args.speculative_config:
+            SpeculativeConfig.from_dict(args.speculative_config)
 
 
 def test_nothing_is_loaded_from_the_network(book: Path) -> None:

@@ -19,10 +19,12 @@ def test_it_counts_what_passes_and_names_the_next_exercise(tmp_path, capsys, mon
     shutil.copy(ROOT / "solutions" / "03_roofline.ipynb", tmp_path / "03_roofline.ipynb")
     shutil.copy(ROOT / "lessons" / "02_kv_cache.ipynb", tmp_path)
     shutil.copy(ROOT / "lessons" / "00_tour.ipynb", tmp_path)
+    (tmp_path / "04_kv_quantisation.ipynb").write_text('{"cells": [')
     assert main(["progress", str(tmp_path)]) == 0
     told = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any("02_kv_cache │ 0 of 5 │ l02.append_kv (not attempted)" in line for line in told)
     assert any("03_roofline │ 6 of 6 │" in line for line in told)
+    assert any("04_kv_quantisation │ ? │ cannot be read: not JSON" in line for line in told)
     assert not any("00_tour" in line for line in told)
 
 

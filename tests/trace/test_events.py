@@ -17,7 +17,9 @@ from minillm.trace import (
     BlocksShared,
     EngineStarted,
     Event,
+    RequestAdded,
     StepRan,
+    StepStarted,
     TokensCommitted,
     Trace,
     Work,
@@ -37,6 +39,13 @@ def recorded(tiny: TinyPair) -> Trace:
     with llm.trace() as trace:
         llm.generate(["def add(", "for line", "import os"], [params, replace(params, n=2), params], use_tqdm=False)
     return trace
+
+
+@pytest.mark.parametrize("prompt", ["a\u2028b", "a\u2029\x85b", "a\nb\r\n", ""])
+def test_line_separators_of_unicode_are_no_ends_of_lines(prompt: str, tmp_path: Path) -> None:
+    events = [RequestAdded("0", prompt, [1, 2]), StepStarted(1, 1, 0)]
+    Trace(events).save(tmp_path / "trace.jsonl")
+    assert Trace.load(tmp_path / "trace.jsonl").events == events
 
 
 def test_saved_and_loaded_events_are_equal(recorded: Trace, tmp_path: Path) -> None:

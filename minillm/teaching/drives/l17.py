@@ -30,19 +30,21 @@ class LargestTensor(TorchFunctionMode):
 
 
 def lse_of_tiles(function: Function, x: Tensor, y: Tensor, temperature: float, tile: int) -> dict[str, object]:
-    """The result, and whether no tensor was larger than a tile of similarities with one column more, or the inputs."""
+    """The result, and whether no tensor was larger than a tile of similarities with one column more, one number for
+    each row and tile, or the inputs."""
     with LargestTensor() as largest:
         found = function(x, y, temperature, tile)
-    room = max(len(x) * (tile + 1), x.numel(), y.numel())
+    parts = len(x) * -(-len(y) // tile) if tile > 1 else 0  # tiles of one column are all similarities
+    room = max(len(x) * (tile + 1), parts, x.numel(), y.numel())
     return {"log-sum-exp": found, "one tile at a time": largest.numbers <= room}
 
 
 def product(function: Function, x: Tensor, u: Tensor, s: Tensor, v: Tensor) -> dict[str, object]:
-    """The result, and whether no tensor was as large as the matrix."""
+    """The result, and whether no tensor was as large as the matrix, unless its products with x are larger."""
     with LargestTensor() as largest:
         found = function(x, u, s, v)
     size = u.shape[0] * u.shape[1] * v.shape[0] * v.shape[1]
-    room = max(size - 1, len(x) * s.numel(), *(part.numel() for part in (x, u, s, v)))
+    room = max(size - 1, x.numel(), *(max(1, len(x)) * part.numel() for part in (u, s, v)))
     return {"product": found, "without the matrix": largest.numbers <= room}
 
 

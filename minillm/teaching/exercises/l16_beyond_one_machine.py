@@ -220,6 +220,7 @@ _ROUTE = Exercise(
         Case("both have a beginning: the longer one", ([7, 8, 9], [{7, 8, 9}, {7}], [5, 0])),
         Case("nobody has anything: the shortest queue", ([7, 8], [{1}, {2}, {3}], [2, 1, 4])),
         Case("equally long beginnings: the shortest queue", ([7, 8], [{7, 1}, {7, 2}], [3, 2])),
+        Case("equal but for other blocks: the first", ([7], [{7, 1, 2}, {7}], [0, 0])),
         Case("equal in everything: the first", ([7, 8], [{7}, {7}, {7}], [1, 1, 1])),
         Case("later blocks without the first are useless", ([7, 8, 9], [{8, 9}, {7}], [0, 3])),
         Case("a gap ends the beginning", ([7, 8, 9, 10], [{7, 9, 10}, {7, 8}], [0, 3])),

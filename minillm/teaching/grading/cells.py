@@ -10,6 +10,8 @@ MAX_FILE = 50 << 20
 """Bytes of a submission."""
 _RUN_IN_PLACE = ("%%time", "%%timeit", "%%capture", "%%prun")
 """Cell magics whose cell is Python."""
+_OF_IPYTHON = re.compile(r"^([ \t]*)(%{1,2}[A-Za-z]|!|\?|[\w.*]+\?{1,2}[ \t]*$).*$", re.MULTILINE)
+"""A magic, a shell line or a question (`name?`). A line of Python may also end in `?`, in a comment."""
 _PERCENT = re.compile(r"^# %%.*$", re.MULTILINE)
 
 
@@ -59,7 +61,7 @@ def python_of(source: str) -> str:
     first = source.lstrip().partition("\n")[0].strip()
     if first.startswith("%%") and first.split()[0] not in _RUN_IN_PLACE:
         return ""
-    return re.sub(r"^(\s*)(%|!|\?|.*\?$).*$", lambda line: f"{line[1]}pass", source, flags=re.MULTILINE)
+    return _OF_IPYTHON.sub(lambda line: f"{line[1]}pass", source)
 
 
 def _cells(notebook: Any) -> list[Cell]:

@@ -99,8 +99,9 @@ class Program:
         another cell defines a helper of the same name later. Of a function's definitions the last written one counts;
         of other names every assignment and import runs.
         """
-        chosen, seen = {definition}, set(definition.binds)
-        wanted = [(name, definition.cell) for name in sorted(definition.uses | _used_exercises(definition))]
+        first = [definition, *self._wrapped_by(definition)]
+        chosen, seen = set(first), set(definition.binds)
+        wanted = [(name, s.cell) for s in first for name in sorted(s.uses | _used_exercises(s))]
         while wanted:
             name, cell = wanted.pop(0)
             if name in seen:
@@ -120,8 +121,19 @@ class Program:
             return beside
         if any(isinstance(statement.node, (ast.FunctionDef, ast.AsyncFunctionDef)) for statement in found):
             definition = self.definition(name)
-            return [definition] if definition else []
+            return [definition, *self._wrapped_by(definition)] if definition else []
         return found
+
+    def _wrapped_by(self, definition: Statement) -> list[Statement]:
+        """What `f = wrap(f)` wraps: the last written function or class of this name before it, and all that binds the
+        name between the two."""
+        if not isinstance(definition.node, (ast.Assign, ast.AnnAssign)):
+            return []
+        before = self.statements[: self.statements.index(definition)]
+        found = [s for s in before if s.binds & definition.binds & definition.uses and not is_stub(s.node)]
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        last = max((i for i, s in enumerate(found) if isinstance(s.node, kinds)), default=len(found))
+        return found[last:]
 
 
 def parse(cells: Sequence[Cell]) -> Program:

@@ -91,6 +91,8 @@ class _Encoder:
             return ["bytes", bytes(value)]
         if kind is complex:
             return ["complex", value.real, value.imag]
+        if kind is range:
+            return ["range", *(self.tagged(bound, depth + 1) for bound in (value.start, value.stop, value.step))]
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, (np.ndarray, np.generic)):
@@ -193,6 +195,13 @@ def _generator(content: list[Any], depth: int) -> torch.Generator:
     return generator
 
 
+def _range(content: list[Any], depth: int) -> range:
+    found = range(*(_value(bound, depth) for bound in content))
+    if len(found) > MAX_ITEMS:
+        raise ValueTooLarge(f"a range of {len(found):,} numbers; the limit is {MAX_ITEMS:,}")
+    return found
+
+
 def _foreign(content: list[Any], depth: int) -> object:
     name, pairs = content
     made = type(str(name)[:MAX_NAME], (Foreign,), {})()
@@ -209,6 +218,7 @@ _READERS: dict[str, Callable[[list[Any], int], Any]] = {
     "str": lambda content, depth: content[0].decode("utf-8", "surrogatepass"),
     "bytes": lambda content, depth: bytes(content[0]),
     "complex": lambda content, depth: complex(*content),
+    "range": _range,
     "tensor": _tensor,
     "array": _array,
     "scalar": lambda content, depth: _array(content, depth)[()],

@@ -149,7 +149,8 @@ def _load_or_compute(d: Draw) -> Case:
 
 def _split(d: Draw) -> Case:
     kv = d.int(8, 90)
-    return Case("another link", (d.int(5, 60), kv, d.float(0.1, 1.2) * kv, d.float(1, 90), d.float(0.1, 3.0)))
+    share = d.float(0.1, 0.99) if d.int(0, 5) else d.float(1.01, 1.2)  # at 1 splits are equal but for rounding
+    return Case("another link", (d.int(5, 60), kv, share * kv, d.float(1, 90), d.float(0.1, 3.0)))
 
 
 def _rerotate(d: Draw) -> Case:

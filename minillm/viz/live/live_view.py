@@ -61,12 +61,16 @@ class LiveView:
         self._handle: Handle | None = None
         self._shown = self._running = False
         self._next_frame = 0.0
-        for trace in {id(view.trace): view.trace for view in views}.values():
-            trace.watch(self._on_event)
+        self._traces = list({id(view.trace): view.trace for view in views}.values())
 
     def __enter__(self) -> LiveView:
         self._running = True
-        self._handle = self._show(self._frame(last=False))
+        for trace in self._traces:
+            trace.watch(self._on_event)
+        try:
+            self._handle = self._show(self._frame(last=False))
+        except Exception as problem:
+            _warn(problem)
         self._shown = self._handle is not None
         self._next_frame = self._clock() + MIN_INTERVAL
         return self
@@ -75,10 +79,15 @@ class LiveView:
         self, kind: type[BaseException] | None, problem: BaseException | None, where: TracebackType | None
     ) -> None:
         self._running = False
+        for trace in self._traces:
+            trace.unwatch(self._on_event)
         if self._handle is not None:
             self._draw(last=True)
         elif kind is None and not self._shown:
-            print("\n\n".join(view.describe() for view in self.views))
+            try:
+                print("\n\n".join(view.describe() for view in self.views))
+            except Exception as problem:
+                _warn(problem)
 
     def _on_event(self, event: Event) -> None:
         if not self._running or not isinstance(event, StepFinished):
@@ -103,10 +112,14 @@ class LiveView:
             self._handle.update(frame, raw=True)
         except Exception as problem:
             self._handle = None
-            warnings.warn(f"the live picture stopped: {problem!r}", RuntimeWarning, stacklevel=2)
+            _warn(problem)
             return
         size = sum(len(part.encode()) for part in frame.values())
         self._next_frame = self._clock() + max(MIN_INTERVAL, size / MAX_BYTES_PER_SECOND)
+
+
+def _warn(problem: Exception) -> None:
+    warnings.warn(f"the live picture stopped: {problem!r}", RuntimeWarning, stacklevel=3)
 
 
 def in_notebook() -> bool:

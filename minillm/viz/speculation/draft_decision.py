@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from minillm.errors import TraceError
-from minillm.trace import DraftsPlanned
+from minillm.trace import DraftsPlanned, RequestAdded, Trace
 from minillm.viz.draw.colours import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, owner_letter
+from minillm.viz.draw.glyphs import shorten, visible
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, heading, label, number, rectangle, spans
 
@@ -24,6 +26,8 @@ class DraftDecision(Picture):
     """
 
     event: DraftsPlanned
+    trace: Trace | None = None
+    """The trace that the event is from. With it, requests have the letters of the other pictures, else their ids."""
 
     def __post_init__(self) -> None:
         if not self.event.speedups or not self.event.survival:
@@ -71,8 +75,8 @@ class DraftDecision(Picture):
     def describe(self) -> str:
         """The picture in words."""
         given = ", ".join(
-            f"{owner_letter(i)} {count} ({', '.join(f'{p:.2f}' for p in chances[:MAX_POSITIONS])})"
-            for i, (count, chances) in enumerate(zip(self.event.num_drafts, self.event.survival, strict=True))
+            f"{name} {count} ({', '.join(f'{p:.2f}' for p in chances[:MAX_POSITIONS])})"
+            for name, count, chances in zip(self._names, self.event.num_drafts, self.event.survival, strict=True)
         )
         speeds = ", ".join(f"{m}: {s:.2f}" for m, s in enumerate(self.event.speedups[: 3 * MAX_POSITIONS]))
         return (
@@ -81,6 +85,13 @@ class DraftDecision(Picture):
 
     def __repr__(self) -> str:
         return "<DraftDecision>"
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """How each request is called."""
+        added = self.trace.of(RequestAdded) if self.trace is not None else []
+        letters = {event.request_id: owner_letter(index) for index, event in enumerate(added)}
+        return [letters.get(request_id, request_id) for request_id in self.event.request_ids]
 
     def _requests(self, rows: int) -> list[str]:
         """A row for each request, a cell for each draft."""
@@ -92,7 +103,7 @@ class DraftDecision(Picture):
         ]
         for i in range(rows):
             y = TOP + 4 + i * ROW
-            parts.append(label(MARGIN + 6, y + 19, owner_letter(i), size=13, weight=700, fill=INK))
+            parts.append(label(MARGIN + 6, y + 19, shorten(visible(self._names[i]), 3), size=13, weight=700, fill=INK))
             for j, chance in enumerate(self.event.survival[i][:longest]):
                 parts.append(_cell(LEFT + j * width, y, width - 4, chance, j < self.event.num_drafts[i]))
         hidden = len(self.event.request_ids) - rows

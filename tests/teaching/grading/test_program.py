@@ -159,6 +159,30 @@ def test_cells_that_are_not_python_do_not_hide_the_others():
     assert program.broken_definition("f") is None
 
 
+@pytest.mark.parametrize(
+    "wrapping",
+    ["f = functools.lru_cache(f)", "f: object = functools.lru_cache(f)", "f = functools.lru_cache(f)\nf = twice(f)"],
+)
+def test_a_function_may_be_wrapped_after_its_definition(wrapping):
+    helper = "import functools\n\n\ndef twice(g):\n    return g"
+    cells = (
+        helper,
+        "def f(x):\n    return g(x) + 1",
+        wrapping,
+        "def g(x):\n    return f0(x)",
+        "def f0(x):\n    return 2 * x",
+    )
+    assert loaded(*cells)[0](4) == 9
+    assert loaded(*cells, "def h(x):\n    return f(x)", name="h")[0](4) == 9
+
+
+def test_only_lines_of_ipython_are_left_out():
+    source = "%%time\nx = (7\n % 3)\nreturn_value = 5  # right?\nlist?\n%matplotlib inline\n!ls"
+    assert python_of(source).splitlines() == [
+        "pass", "x = (7", " % 3)", "return_value = 5  # right?", "pass", "pass", "pass"
+    ]  # fmt: skip
+
+
 def test_magics_are_left_out_and_lines_keep_their_numbers():
     function, _ = loaded("%%time\n%matplotlib inline\n!ls\ndef f(x):\n    return 1 / x")
     with pytest.raises(ZeroDivisionError) as caught:

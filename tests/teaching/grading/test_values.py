@@ -63,6 +63,13 @@ def test_arrays_numbers_sets_and_generators_come_back():
     assert exact(generator, values.decode(values.encode(generator))) is None
 
 
+def test_ranges_come_back_and_long_ones_are_refused():
+    value = [range(3), range(7, -2, -3), range(10**30, 10**30 + 2)]
+    assert values.decode(values.encode(value)) == value
+    with pytest.raises(ValueError, match="a range of"):
+        values.decode(values.encode(range(10**9)))
+
+
 def test_nan_and_minus_zero_keep_their_bits():
     back = values.decode(values.encode([math.nan, -0.0, torch.tensor([math.nan, -0.0])]))
     assert math.isnan(back[0])

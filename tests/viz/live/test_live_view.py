@@ -177,6 +177,25 @@ def test_view_that_cannot_be_drawn_does_not_stop_the_engine():
     assert len(display.frames) == 1
 
 
+def test_a_view_that_cannot_be_drawn_at_the_start_or_told_at_the_end_does_not_stop_the_engine():
+    """The trace has a request already, so this view of another one fails at once."""
+    for show in (FakeDisplay(), lambda frame: None):
+        trace = Trace(story())
+        warned = pytest.warns(RuntimeWarning, match="the live picture stopped.*nobody")
+        with warned, LiveView(AcceptanceStrip(trace, "nobody"), show=show):
+            trace.append(StepFinished(99, 0.0, 0.0, 0.0, 0))
+        assert len(trace) == len(story()) + 1
+
+
+def test_a_view_that_is_closed_is_forgotten_by_its_trace():
+    trace, display = Trace(), FakeDisplay()
+    view = CachePagesView(trace)
+    before = len(trace._watchers)
+    with LiveView(view, show=display):
+        assert len(trace._watchers) == before + 1
+    assert len(trace._watchers) == before
+
+
 def test_outside_a_notebook_the_end_is_told_in_words(capsys):
     trace = Trace()
     with LiveView(CachePagesView(trace)):

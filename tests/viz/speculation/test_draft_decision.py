@@ -9,7 +9,7 @@ from minillm.request import Request
 from minillm.sampling import SamplingParams
 from minillm.speculative.draft_policy import AdaptiveDrafts
 from minillm.speculative.step_costs import StepCosts
-from minillm.trace import DraftsPlanned
+from minillm.trace import DraftsPlanned, RequestAdded, Trace
 from minillm.viz.speculation.draft_decision import MAX_REQUESTS, DraftDecision
 from tests.viz.pictures import description, found, states, text_of
 
@@ -32,6 +32,14 @@ def test_chosen_slots_are_those_of_the_plan() -> None:
     slots = states(svg, "slot")[:8]
     assert slots == ["drafted"] * 4 + ["left out"] * 4
     assert text_of(found(svg, "slot")[0]) == f"✓ {event.survival[0][0]:.2f}"
+
+
+def test_requests_have_the_letters_of_their_trace_or_their_ids() -> None:
+    event = DraftsPlanned(["5", "7"], [1, 0], [[0.9], [0.2]], [1.0, 1.2])
+    trace = Trace([RequestAdded(str(i), "", [1]) for i in (3, 5, 6, 7)])
+    assert "B 1 (0.90), D 0 (0.20)" in DraftDecision(event, trace).describe()
+    assert "5 1 (0.90), 7 0 (0.20)" in DraftDecision(event).describe()
+    assert ">D<" in DraftDecision(event, trace).to_svg()
 
 
 def test_the_ring_lies_on_the_chosen_number() -> None:
