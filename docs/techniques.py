@@ -264,9 +264,8 @@ ROWS = (
         "over 90% acceptance, about 2.5×, 1.3 times less memory",
         '`"method": "self_quant"`, layout `paged_two_level`; lesson 12',
         lambda: lesson("12", r"\nboth\s+([\d.]+%) accepted", "{0} accepted with weights and cache in 4 bits"),
-        "Somewhat less is accepted here: in four bits so small a model loses more. Its lossless reference is the INT8 "
-        "cache, not the full one.",
-        lambda: 80 < float(re.search(r"\nboth\s+([\d.]+)% accepted", printed("12"))[1]) < 90,
+        "Acceptance holds here, on a few texts. Its lossless reference is the INT8 cache, not the full one.",
+        lambda: float(re.search(r"\nboth\s+([\d.]+)% accepted", printed("12"))[1]) > 90,
     ),
     Row(
         "Parallel prompt decoding",

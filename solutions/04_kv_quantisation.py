@@ -572,25 +572,25 @@ for name, times in each.items():
 more_for_keys = [bits for bits, a, b in zip(BITS, *kl.values(), strict=True) if bits >= 4 and a > b]
 print("keys cost more KL than values at", ", ".join(map(str, more_for_keys)), "bits")
 claim(
-    "From 8 bits to 3, each bit less multiplies the KL by about four.",
-    all(3 < times < 5.5 for times in each.values()),
+    "From 8 bits to 3, each bit less multiplies the KL by three to four, rounded.",
+    all(2.5 < times < 4.5 for times in each.values()),
     of_model=True,
 )
 claim("From 8 bits to 4, keys cost more KL than values.", len(more_for_keys) == 5, of_model=True)
 claim("From 3 bits to 2 the KL grows more than fivefold.", all(k[-1] > 5 * k[-2] for k in kl.values()), of_model=True)
 
-# %% tags=["expected", "nbval-ignore-output"] alt="Mean KL against bits, logarithmic: both lines rise about fourfold for each bit that is taken away, keys above values, and faster from three bits to two."
+# %% tags=["expected", "nbval-ignore-output"] alt="Mean KL against bits, logarithmic: both lines rise three- to fourfold for each bit that is taken away, keys above values, and faster from three bits to two."
 LineChart(
     "How far the model's predictions move when keys or values lose bits",
     Axis("bits per number", ticks=BITS),
     Axis("mean KL to float32, nats per token", log=True),
     [Series(f"{name} alone", BITS, found) for name, found in kl.items()],
-    "Each bit less multiplies the KL by about four, the last one by more; keys lose more than values.",
+    "Each bit less multiplies the KL by three to four, the last one by more; down to four bits keys lose more.",
 )
 
 # %% [markdown]
 # There is no number of bits at which the model suddenly gets worse, until the last bit. Each bit less doubles the
-# error, and KL grows with the square of the error, so about **four times per bit**. How much KL is acceptable is a
+# error, and KL grows about with the square of the error, so up to **four times per bit**. How much KL is acceptable is a
 # choice, so a claim of "no loss" without a measure says nothing.
 #
 # ### Bytes against KL
@@ -685,8 +685,8 @@ claim(
 )
 claim("Scales per channel remove another 15 to 50% of what is left.", 0.5 < kivi[1] / window[1] < 0.85, measured=True)
 claim(
-    "KL differs by a factor of 100, bits per byte by less than 2%.",
-    max(lossy) > 100 * min(lossy) and max(bits_per_byte.values()) < 1.02 * min(bits_per_byte.values()),
+    "KL differs by a factor of more than 30, bits per byte by less than 2%.",
+    max(lossy) > 30 * min(lossy) and max(bits_per_byte.values()) < 1.02 * min(bits_per_byte.values()),
     measured=True,
 )
 
@@ -872,8 +872,8 @@ for kind in (Right, ScaleOfZero, RowPerLayer, ScalePerStep, Truncates, Levels128
     same = sum(a == b for a, b in zip(tokens_of(kind), right_tokens, strict=True))
     print(f"{kind.__name__:16} {words[0]:13} {words[1]:8} {words[2]:8} {same} of {len(right_tokens)} texts")
     verdicts[kind.__name__] = (words.count("ok") == 3, same)
-unseen = [name for name, (_, same) in verdicts.items() if name != "Right" and same == len(right_tokens)]
-claim("Four of the six wrong caches generate every text right.", len(unseen) == 4, of_model=True)
+unseen = [name for name, (_, same) in verdicts.items() if name != "Right" and same >= len(right_tokens) - 1]
+claim("Four of the six wrong caches generate at most one text wrong.", len(unseen) == 4, of_model=True)
 claim("Each of these four fails one of the first three checks.", not any(verdicts[name][0] for name in unseen))
 claim(
     "RowPerLayer passes the first three checks and gets no text right.",
@@ -926,7 +926,7 @@ print("kept in floating point (an fp8 cache, or simulated quantisation):", float
 #
 # 1. A code times a stored scale: every number is off by at most half a step, if you divide by what you store.
 # 2. Scales are bytes too: INT8 saves 1.97× and not 2×, and less with narrow heads.
-# 3. Each bit less multiplies the KL by about four. Keys lose more than values, because their large numbers are in
+# 3. Each bit less multiplies the KL by three to four. Keys lose more than values, because their large numbers are in
 #    channels: give those their own scales, and measure how much of the gain is the window's.
 # 4. Test quantisation by its bound; comparing tokens misses most mistakes.
 # 5. Dequantising in PyTorch saves memory and costs time. Saving both needs a kernel that reads codes.

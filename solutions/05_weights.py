@@ -190,7 +190,7 @@ print(f"{same} of {len(prompts)} texts of 24 tokens equal those of float32")
 own = LLM(NAME, **PLAIN, quantization="int8")
 own.engine.runner.model.lm_head = model.lm_head  # the engine rounds this one as well; more about that below
 claim("The engine's own INT8 generates the same texts.", int8_tokens == written(own))
-claim("At most a few texts change.", same >= len(prompts) - 3, of_model=True)
+claim("Most of the texts stay the same.", same > len(prompts) / 2, of_model=True)
 del own  # it holds its own copy of the weights
 
 # %% [markdown]
@@ -230,7 +230,7 @@ def show(label: str, bits: float, found: quality.Quality) -> None:
 print(f"{len(texts.targets)} tokens; KL in thousandths of a nat per token")
 row("float32", None)
 row("INT8, yours", Int8)
-claim("INT8 weights: a KL below 0.0004 nats per token.", table["INT8, yours"][1] < 4e-4, of_model=True)
+claim("INT8 weights: a KL below 0.001 nats per token.", table["INT8, yours"][1] < 1e-3, of_model=True)
 
 # %% [markdown]
 # Bits per byte do not even change in the second digit. For most uses, INT8 weights with a scale per row are enough.
@@ -365,7 +365,7 @@ reveal("l05.bits", round(table["INT4, groups of 128"][0], 2))
 growth = table["INT4, groups of 128"][1] / table["INT8, yours"][1]
 reveal("l05.kl", round(growth, -1))
 by_groups = [table[f"INT4, groups of {size}"] for size in (128, 64, 32)]
-claim("From 8 bits to 4, the KL grows more than a hundredfold.", growth > 100, of_model=True)
+claim("From 8 bits to 4, the KL grows more than fiftyfold.", growth > 50, of_model=True)
 claim(
     "Smaller groups have less KL and more bits.",
     by_groups == sorted(by_groups) and by_groups[2][1] < by_groups[1][1] < by_groups[0][1],
@@ -579,7 +579,7 @@ claim(
 #
 # ### Bits against KL
 
-# %% tags=["expected"] alt="Mean KL against bits per weight, both on logarithmic axes: a line falls from INT4 with groups of 128 over 64 and 32 to INT8, more than a hundred times lower. W8A8 lies above INT8 at the same bits. AWQ, dense and sparse and SqueezeLLM lie between 4.2 and 4.9 bits, near the line."
+# %% tags=["expected"] alt="Mean KL against bits per weight, both on logarithmic axes: a line falls from INT4 with groups of 128 over 64 and 32 to INT8, more than fifty times lower. W8A8 lies above INT8 at the same bits. AWQ, dense and sparse and SqueezeLLM lie between 4.2 and 4.9 bits, near the line."
 ROUNDED = [f"INT4, groups of {size}" for size in (128, 64, 32)] + ["INT8, yours"]
 ALONE = {
     "W8A8": "W8A8, yours",
@@ -599,7 +599,7 @@ LineChart(
 )
 
 # %% [markdown]
-# * **INT8 costs almost nothing.** At 4 bits the KL is more than a hundred times larger, and bits per byte still hardly
+# * **INT8 costs almost nothing.** At 4 bits the KL is more than fifty times larger, and bits per byte still hardly
 #   change.
 # * **Groups are hard to beat here.** AWQ, with the engine's clipping, gains a little for hardly any bits. The sparse part
 #   gains more, but costs more bits than groups of 64, which do about as well. (Where each row has so few
@@ -1061,7 +1061,7 @@ claim("AwqInverted is visible on a layer with an outlier channel.", upside_down 
 # | claim | what holds | tested where |
 # |---|---|---|
 # | INT8 is 2× and INT4 4× smaller than 16 bits | 1.98× and 3.85× with scales and zero points, here; and the embedding stays | exercises 1 and 3 |
-# | "no quality loss" | INT8: a KL below 0.0004, and at most a few texts of twelve change. INT4: more than a hundred times the KL | exercises 1 and 3 |
+# | "no quality loss" | INT8: a KL below 0.001, and most of twelve texts stay the same. INT4: more than fifty times the KL | exercises 1 and 3 |
 # | a smaller model is a faster model | only with a kernel that reads codes; dequantising at every step moves *more* bytes | bytes, and time |
 # | AWQ, SqueezeLLM beat rounding to nearest | where there are outliers and wide rows; here groups of 64 do as well | bits against KL |
 # | 0.5% sparse values are nearly free | 0.16 bits per weight and the row starts, 0.23 in all for rows of 384 | exercise 5 |

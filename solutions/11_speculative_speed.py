@@ -642,14 +642,15 @@ claim("The text is the same on all three.", len({str(run.outputs) for run in dec
 
 # %% tags=["expected"] alt="Left: four requests with their chances by position; some cells are ticked, more for requests whose drafts were accepted before. Right: predicted speed-up by number of drafts, which rises to a ring at the chosen number and then falls."
 STEP = 8
-DraftDecision(decided["in between"].trace.of(DraftsPlanned)[STEP])
+in_between = decided["in between"].trace
+DraftDecision(in_between.of(DraftsPlanned)[STEP], in_between)
 
 # %% [markdown]
 # And the same step on the other two: more drafts for each request, and none.
 
 # %%
 for name in ("rows nearly free", "saturated"):
-    show(DraftDecision(decided[name].trace.of(DraftsPlanned)[STEP]))
+    show(DraftDecision(decided[name].trace.of(DraftsPlanned)[STEP], decided[name].trace))
 given, fewer = (decided[name].trace.of(DraftsPlanned)[STEP].num_drafts for name in ("rows nearly free", "in between"))
 claim(
     "Rows nearly free: each request gets more drafts than in between.",

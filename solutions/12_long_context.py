@@ -331,7 +331,7 @@ claim("Over a quarter of the cache, most drafts are accepted.", quarter.alpha > 
 # ### Exercise 4: let the prompt choose
 #
 # A window is blind for everything older. In the prompt below, a function is defined, then comes other code, and then the
-# text begins to call the function: `check_zeb`. The rest of the name stands far back. SnapKV (Li et al. 2024)
+# text begins to call the function: `if check_zeb`. The rest of the name stands far back. SnapKV (Li et al. 2024)
 # looks where the *last queries of the prompt* attended to, and keeps that: what they needed, the next tokens will need.
 #
 # ```text

@@ -24,6 +24,7 @@ Tried on the decayed model of 60.6M tokens (64 greedy continuations of 128 token
     circles                           0.65M        51%           1.000
     circles                            2.5M        45%           0.986
     circles, short ones at once        2.5M        41%           0.996
+    the same, longer (this stage)      6.0M        36%           0.985
 
 "Circles" are third rounds; "short ones at once" is the rule above, and a longer stage gains on both sides.
 """

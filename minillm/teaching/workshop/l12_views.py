@@ -159,13 +159,13 @@ class FarDefinition:
     """The blocks of the definition."""
 
 
-def far_definition(llm: LLM, between: int = 110) -> FarDefinition:
+def far_definition(llm: LLM, between: int = 120) -> FarDefinition:
     """A function is defined, then come `between` tokens of other code, then the text begins to call it."""
     encode, size = llm.engine.tokenizer.encode, llm.engine.runner.block_size
     other = encode(slice_prompts()["long files"][1][:3000])
     definition = encode("def check_zebra_version(text):\n    pass\n\n")
     first = 2 * size + 3
-    ids = [*other[:first], *definition, *other[first : first + between], *encode("\n\ncheck_zeb")]
+    ids = [*other[:first], *definition, *other[first : first + between], *encode("\n\n    if check_zeb")]
     blocks = range(first // size, (first + len(definition) - 1) // size + 1)
     return FarDefinition(ids, "def check_zebra_version", blocks)
 
