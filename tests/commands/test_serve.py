@@ -40,7 +40,7 @@ def test_without_the_extra_it_says_what_to_install(
     [
         (["--shutdown-timeout", "-1"], "--shutdown-timeout -1 must be at least 0"),
         (["--max-body-bytes", "0"], "max_body_bytes=0 must be an integer of at least 1"),
-        (["--max-logprobs", "-1"], "max_logprobs=-1 must be"),
+        (["--max-logprobs", "-2"], "max_logprobs=-2 must be"),
         (["--api-key", ""], "an API key is empty"),
         (["--served-model-name", ""], "must be one or more non-empty names"),
         (["--uvicorn-log-level", "loud"], "must be one of critical, error"),

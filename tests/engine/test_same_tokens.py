@@ -130,5 +130,5 @@ def test_pool_so_small_that_requests_are_preempted(expected: list[list[int]], sp
     llm = LLM("minicoder", block_size=4, num_kv_blocks=67, speculative_config=speculative)
     with llm.trace() as trace:
         assert tokens_of(llm, prompts()) == expected
-    assert len(trace.of(RequestPreempted)) >= 10
+    assert len(trace.of(RequestPreempted)) >= 5
     assert bool(trace.of(DraftProposed)) == (speculative is not None)

@@ -45,7 +45,7 @@ def bench() -> Bench:
 def test_fewer_bits_cost_more(bench: Bench) -> None:
     """Whole orders of magnitude lie between them: 0.0002, 0.0009 and 0.025 nats on all evaluation prompts."""
     int8, w8a8, int4 = (bench.loss(make_scheme(method)) for method in ("int8", "w8a8", "int4"))
-    assert 0 < int8 < 0.0005 and int8 < w8a8 < 0.003 and w8a8 < int4 < 0.06
+    assert 0 < int8 < 0.001 and int8 < w8a8 < 0.006 and w8a8 < int4 < 0.08
 
 
 def test_awq_loses_less_than_plain_rounding(bench: Bench) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import hypot
 
 from minillm.errors import ConfigError
@@ -24,6 +25,8 @@ LIST, ITEM = 690, 72
 """Left edge of the list of points, and the height of one."""
 HIDDEN = 22
 """A cell this near to a point, in pixels, has no number: it would lie below the point's letter."""
+APART = 24
+"""Pixels between two letters. Where points are nearer, the later letter is moved, with a line to its point."""
 NEAR_LINE = 10
 """The same for the break-even line, in pixels to the right or left."""
 BOTTOM = TOP + ROW * len(PRICES)
@@ -139,7 +142,7 @@ class SpeedUpSurface(Picture):
 
     def _is_covered(self, alpha: float, c: float) -> bool:
         """Whether a letter or the line lies on the middle of the cell."""
-        near = any(hypot(_x(p.alpha) - _x(alpha), _y(p.c) - _y(c)) < HIDDEN for p in self.points)
+        near = any(hypot(x - _x(alpha), y - _y(c)) < HIDDEN for x, y in self._places)
         return near or abs(_x(alpha) - _x(c + self.row)) < NEAR_LINE
 
     def _break_even(self) -> str:
@@ -151,11 +154,27 @@ class SpeedUpSurface(Picture):
         look = {"stroke": VERMILLION, "stroke-width": 2.5, "stroke-dasharray": "7 4", "fill": "none"}
         return element("path", {"d": way, **look, "data-testid": "break-even"})
 
+    @cached_property
+    def _places(self) -> list[tuple[float, float]]:
+        """Where the letters are."""
+        places: list[tuple[float, float]] = []
+        for point in self.points:
+            x, y = _x(point.alpha), _y(point.c)
+            way = -APART if y > (TOP + BOTTOM) / 2 else APART
+            while any(hypot(x - other, y - height) < APART for other, height in places):
+                y += way
+            places.append((x, y))
+        return places
+
     def _mark(self, index: int, point: SpeedPoint) -> str:
-        x, y = _x(point.alpha), _y(point.c)
+        x, y = self._places[index]
+        line = ""
+        if y != _y(point.c):
+            way = {"d": f"M{number(x)} {number(y)}V{number(_y(point.c))}", "stroke": INK, "stroke-width": 1.5}
+            line = element("path", way) + element("circle", {"cx": x, "cy": _y(point.c), "r": 3, "fill": INK})
         ring = element("circle", {"cx": x, "cy": y, "r": 10.5, "fill": PAPER, "stroke": INK, "stroke-width": 2})
         letter = label(x, y + 4, _letter(index), size=12, weight=700, fill=INK, anchor="middle")
-        return element("g", {"data-testid": "point", "data-name": point.name}, ring, letter)
+        return element("g", {"data-testid": "point", "data-name": point.name}, line, ring, letter)
 
     def _list(self) -> list[str]:
         parts = []

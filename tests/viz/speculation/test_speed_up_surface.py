@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from minillm.errors import ConfigError
@@ -67,6 +69,14 @@ def test_words_say_what_pays_and_what_was_measured() -> None:
     assert f"draft <model>: α = 0.80, c = 0.10: pays, best γ {gamma}, predicted {speed:.2f}×, measured 1.90×." in words
     assert "new text: α = 0.20, c = 0.30: does not pay, best γ 0, predicted 1.00×." in words
     assert repr(PICTURE) == "<SpeedUpSurface>" and "above c + 0.10" in words
+
+
+@pytest.mark.parametrize("c", [0.05, 0.45])
+def test_letters_of_equal_points_do_not_cover_each_other(c: float) -> None:
+    svg = SpeedUpSurface([SpeedPoint(name, 0.6, c) for name in "abc"]).to_svg()
+    heights = sorted(float(mark.find(".//{*}text").get("y")) for mark in found(svg, "point"))
+    assert min(b - a for a, b in pairwise(heights)) >= 24
+    assert len([mark for mark in found(svg, "point") if mark.find("{*}path") is not None]) == 2
 
 
 def test_the_line_is_drawn_unless_nothing_can_pay() -> None:
