@@ -96,6 +96,7 @@ class SpeedUpSurface(Picture):
             *cells,
             *_axes(),
             self._break_even(),
+            *(self._way(i, point) for i, point in enumerate(self.points)),  # below the letters
             *(self._mark(i, point) for i, point in enumerate(self.points)),
             *self._list(),
             _legend(BOTTOM + 66),
@@ -166,15 +167,19 @@ class SpeedUpSurface(Picture):
             places.append((x, y))
         return places
 
+    def _way(self, index: int, point: SpeedPoint) -> str:
+        """The line from a letter that was moved to its point."""
+        (x, y), end = self._places[index], _y(point.c)
+        if y == end:
+            return ""
+        look = {"stroke": INK, "stroke-width": 1.5, "data-testid": "way"}
+        return element("path", {"d": f"M{number(x)} {number(y)}V{number(end)}", **look})
+
     def _mark(self, index: int, point: SpeedPoint) -> str:
         x, y = self._places[index]
-        line = ""
-        if y != _y(point.c):
-            way = {"d": f"M{number(x)} {number(y)}V{number(_y(point.c))}", "stroke": INK, "stroke-width": 1.5}
-            line = element("path", way) + element("circle", {"cx": x, "cy": _y(point.c), "r": 3, "fill": INK})
         ring = element("circle", {"cx": x, "cy": y, "r": 10.5, "fill": PAPER, "stroke": INK, "stroke-width": 2})
         letter = label(x, y + 4, _letter(index), size=12, weight=700, fill=INK, anchor="middle")
-        return element("g", {"data-testid": "point", "data-name": point.name}, line, ring, letter)
+        return element("g", {"data-testid": "point", "data-name": point.name}, ring, letter)
 
     def _list(self) -> list[str]:
         parts = []
