@@ -109,6 +109,11 @@ class Request:
         params = self.params
         return params.is_greedy and not params.has_penalties and self.num_output_tokens >= params.min_tokens
 
+    @property
+    def samples_with_own_seed(self) -> bool:
+        """Whether a seed of the user decides its text, which should then not depend on other requests."""
+        return self.params.seed is not None and not self.takes_argmax
+
     def is_end_of_text(self, token: int) -> bool:
         """Whether `token` is an end-of-text token that ends this request; False for a stop token."""
         return token in self.eos_ids and not self.params.ignore_eos

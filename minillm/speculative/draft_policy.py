@@ -145,7 +145,7 @@ class AdaptiveDrafts:
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
-        if self._drafted_steps >= PLAIN_EVERY and not any(map(_is_seeded, requests)):
+        if self._drafted_steps >= PLAIN_EVERY and not any(r.samples_with_own_seed for r in requests):
             self._drafted_steps = 0
             return DraftPlan([0] * len(requests))
         work = num_rows, [request.request_id for request in requests]
@@ -174,7 +174,7 @@ class AdaptiveDrafts:
         else:
             best = 0
         counts = np.bincount(order[:best] // self.max_drafts, minlength=len(requests)).tolist()
-        counts = [self.max_drafts if _is_seeded(r) else n for r, n in zip(requests, counts, strict=True)]
+        counts = [self.max_drafts if r.samples_with_own_seed else n for r, n in zip(requests, counts, strict=True)]
         return DraftPlan(counts, survival, speedups.tolist())
 
     def _forget_half(self, request: Request) -> None:
@@ -210,7 +210,7 @@ class AdaptiveDrafts:
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
-        return any(self._counts) or not self._steps_left or any(map(_is_seeded, requests))
+        return any(self._counts) or not self._steps_left or any(r.samples_with_own_seed for r in requests)
 
     def survival(self, request: Request) -> list[float]:
         """The estimated probability, by position, that a draft of `request` and all before it are accepted."""
@@ -240,7 +240,3 @@ class AdaptiveDrafts:
         if self.drafts_trees:
             found[num_drafts % self.max_drafts > 0] = 0.0
         return np.concatenate(([1.0], found))
-
-
-def _is_seeded(request: Request) -> bool:
-    return request.params.seed is not None and not request.takes_argmax

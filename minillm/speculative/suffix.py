@@ -119,8 +119,7 @@ class SuffixDrafter(Drafter):
 
     def _draft(self, request: Request, most: int) -> list[int]:
         draft, score = [], 0.0
-        own_seed = request.params.seed is not None and not request.takes_argmax
-        earlier = () if own_seed else self._earlier.tries(request.cache_salt)
+        earlier = () if request.samples_with_own_seed else self._earlier.tries(request.cache_salt)
         for trie in (self._trie_of(request), *earlier):
             matched, matches = trie.longest_match(request.token_ids)
             # The factor may be a rounded fraction: 0.29 · 100 is 28.999…
