@@ -47,7 +47,7 @@ def _work(d: Draw) -> Case:
 def _append(d: Draw) -> Case:
     capacity = d.int(4, 9)
     past = d.int(0, capacity - 1)
-    new = d.int(1, capacity - past)
+    new = d.int(1, capacity - past + d.one_of(0, 0, 1))
     return Case(f"{new} tokens after {past}, room for {capacity}", (capacity, past, new))
 
 
