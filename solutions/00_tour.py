@@ -191,7 +191,9 @@ busiest = max(state.history, key=lambda step: step.used_blocks)
 slots = busiest.used_blocks * state.block_size
 print(f"at the end of step {busiest.step} {busiest.used_blocks} pages = {slots} slots were in use, ", end="")
 print(f"{busiest.waste_slots} of them empty")
-print(f"within a step, before finished requests freed theirs: up to {state.totals.peak_blocks} pages (the picture's peak)")
+print(
+    f"within a step, before finished requests freed theirs: up to {state.totals.peak_blocks} pages (the picture's peak)"
+)
 reveal("l00.waste", 100 * busiest.waste_slots / slots)
 
 # %% [markdown]
