@@ -283,8 +283,9 @@ def mbu(
 ) -> float:
     """Return the model bandwidth utilisation of a decode step: bytes it must read / bytes its time allows.
 
-    It is a share: 0.4 means 40%. It is above 1 if bytes came from elsewhere, such as the processor's cache. A step reads the weights once for the whole batch, and the cache of every request. The definition is
-    MosaicML's (Agarwal et al. 2023), with a measured bandwidth in place of the data sheet's.
+    It is a share: 0.4 means 40%. It is above 1 if bytes came from elsewhere, such as the processor's cache. A step
+    reads the weights once for the whole batch, and the cache of every request. The definition is MosaicML's (Agarwal et
+    al. 2023), with a measured bandwidth in place of the data sheet's.
     """
     must_read = weight_bytes + batch * kv_bytes_per_request
     return must_read / (seconds_per_step * bandwidth)

@@ -34,14 +34,15 @@ def _slots(d: Draw) -> Case:
 
 
 def _gather(d: Draw) -> Case:
-    size, group = d.int(2, 5), d.int(1, 2)
+    size, group, kv_heads = d.int(2, 5), d.int(1, 2), d.int(1, 2)
     table = d.some(range(5), d.int(1, 3))
     length = d.int(size * (len(table) - 1) + 1, size * len(table))
-    pools = torch.full((2, 5 * size, 1, 2), float("nan"))
+    pools = torch.full((2, 5 * size, kv_heads, 2), float("nan"))
     slots = [table[i // size] * size + i % size for i in range(length)]
-    pools[:, slots] = d.normal(2, length, 1, 2)
-    q = d.normal(d.int(1, min(3, length)), group, 2)
-    return Case(f"{length} tokens in blocks of {size}", (q, *pools, table, length, size))
+    pools[:, slots] = d.normal(2, length, kv_heads, 2)
+    q = d.normal(d.int(1, min(3, length)), kv_heads * group, 2)
+    label = f"{length} tokens in blocks of {size}, {kv_heads * group} query heads, {kv_heads} KV heads"
+    return Case(label, (q, *pools, table, length, size))
 
 
 def _find(d: Draw) -> Case:
