@@ -95,7 +95,8 @@ def _copy(d: Draw) -> Case:
 
 def _softmax(d: Draw) -> Case:
     columns = d.int(3, 9)
-    return Case(f"{columns} columns", (5 * d.normal(d.int(1, 3), columns), _power(columns)))
+    scores = 5 * d.normal(d.int(1, 3), columns) + d.one_of(-1000, 0, 1000)
+    return Case(f"{columns} columns", (scores, _power(columns)))
 
 
 def _rms(d: Draw) -> Case:
@@ -106,7 +107,9 @@ def _rms(d: Draw) -> Case:
 def _dequantise(d: Draw) -> Case:
     rows, columns = d.int(2, 5), d.int(3, 7)
     codes, scale = d.integers(-127, 127, rows, columns, dtype=torch.int8), d.normal(rows).abs() + 0.01
-    return Case(f"{rows} rows of {columns}", (codes, scale, d.one_of(1, 2, 4), _power(columns)))
+    dtype = d.one_of(torch.float32, torch.bfloat16)
+    label = f"{rows} rows of {columns}, scales in {str(dtype).removeprefix('torch.')}"
+    return Case(label, (codes, scale.to(dtype), d.one_of(1, 2, 4), _power(columns)))
 
 
 def _merge(d: Draw) -> Case:
