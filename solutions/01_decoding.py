@@ -716,8 +716,8 @@ claim("Both lists decode to the same text.", tokenizer.decode(written) == tokeni
 # The prompts keep their ids because `encode` made them. The tokens that a *model* generates may change. How often they
 # do depends on the model, and this one is small; *In the field* below shows that it happens with large ones too.
 #
-# Does the difference matter to the model? The next cell shows it both lists and compares what it
-# expects next. Then two loops continue this text, one over the ids that the model generated and one through text:
+# Does the difference matter to the model? The next cell gives it both lists and compares what it expects next. Then two
+# loops continue this text, one over the ids that the model generated and one through text:
 
 # %%
 for label, ids in (("generated ids", written), ("ids after encode", returned)):
@@ -743,11 +743,10 @@ claim(
 )
 
 # %% [markdown]
-# The same characters can be another list of ids. The model sees only the ids, so from there on it writes something
-# else. It was trained on texts as `encode` splits them; a split that it chose itself is rare there, and so it often
-# continues the two differently. Everything that depends on the ids goes wrong too: a cache holds rows of other tokens, draft probabilities
-# belong to tokens that are no longer in the text, and token counts do not add up. An incomplete character (as with the
-# emoji above) is replaced by a replacement character.
+# The same characters can be another list of ids. The model sees only the ids, and what it expects next can be very
+# different, as printed above. Everything that depends on the ids goes wrong too: a cache holds rows of other tokens,
+# draft probabilities belong to tokens that are no longer in the text, and token counts do not add up. An incomplete
+# character (as with the emoji above) is replaced by a replacement character.
 #
 # **Rule: encode the prompt once, stay in ids, decode for the reader only.**
 #

@@ -340,8 +340,8 @@ Roofline(
 # reaches that the engine can use. For the bytes, a large copy and a large sum are timed. For the arithmetic, three
 # kernels are timed: `torch.mm`; oneDNN, Intel's library of kernels, with packed weights, that is, reordered once into
 # the order in which its kernel reads them (the engine's linear layers use it from 4 rows on); and the product of the
-# compiled step, which keeps a small tile of the result in registers (lesson 15). The best of each counts. `minillm doctor --measure` does the same. It uses one thread
-# here, because everything below runs on one.
+# compiled step, which keeps a small tile of the result in registers (lesson 15). The best of each counts.
+# `minillm doctor --measure` does the same. It uses one thread here, because everything below runs on one.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.doctor.machine_limits import matmul_rate, memory_bandwidth

@@ -637,6 +637,10 @@ print(
 )
 print(f"{removed[part][at]:.0%} of INT4's error there, {average:.0%} in a layer on average")
 claim("AWQ removes more of INT4's error there than on average.", removed[part][at] > average, of_model=True)
+ratios = [ratio for each in strongest.values() for ratio in each]
+standing_out = sum(ratio > 10 for ratio in ratios)
+print(f"{standing_out} of {len(ratios)} layers have a channel more than ten times the median one")
+claim("They are fewer than a quarter.", standing_out < len(ratios) / 4, of_model=True)
 w8a8 = {part: sum(found) / len(found) for (label, part), found in errors.items() if label == "W8A8"}
 worst = max(w8a8, key=w8a8.get)
 others = max(error for part, error in w8a8.items() if part != worst)
@@ -660,8 +664,8 @@ LineChart(
 )
 
 # %% [markdown]
-# Few layers have a channel that stands out, all of them kinds of layer whose line above has large numbers, and AWQ
-# gains most there. In the others no channel is much larger than the rest, so scaling channels has little to win.
+# Few layers have an input channel that stands out, and where the strongest one is, AWQ gains more than on average. In
+# the other layers no channel is much larger than the rest, so scaling channels has little to win.
 #
 # Most of W8A8's extra error is in `down_proj`. Its input is a product of two numbers (gate times up), so most of its
 # numbers are small and a few are large, and the large ones set the scale for the whole token. Its *weights* are as easy
@@ -711,8 +715,8 @@ claim(
 claim("With an outlier channel, AWQ removes more than half of INT4's error.", with_outlier[4] < with_outlier[3] / 2)
 
 # %% [markdown]
-# AWQ found little to gain in the real model, where few layers have such a channel, and gains much here. Both methods help against outlier channels. **Whether
-# your model has them is the first thing to measure.**
+# AWQ found little to gain in the real model, where few layers have such a channel, and gains much here. Both methods
+# help against outlier channels. **Whether your model has them is the first thing to measure.**
 #
 # ### Why the embedding comes last
 #

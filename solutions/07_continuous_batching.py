@@ -452,11 +452,11 @@ LineChart(
 
 # %% [markdown]
 # On a GPU the first line would stay nearly flat up to a hundred requests or more, as long as their contexts are short
-# (modelled, not measured: lesson 3's ridge of an H100). Decoding is limited by memory there, the weights are most of the
-# bytes, and the arithmetic of more requests is almost free. With long contexts each request adds the bytes of its own
-# cache: at 4096 tokens, those of 64 requests are twice the bytes of an 8B model's weights (lesson 3). On a CPU the
-# ridge comes earlier, so each further request costs more. The operator wants many tokens per second (**throughput**); each user wants short steps
-# (**latency**). A larger batch improves throughput and worsens latency.
+# (modelled, not measured: lesson 3's ridge of an H100). Decoding is limited by memory there, the weights are most of
+# the bytes, and the arithmetic of more requests is almost free. With long contexts each request adds the bytes of its
+# own cache: at 4096 tokens, those of 64 requests are twice the bytes of an 8B model's weights (lesson 3). On a CPU the
+# ridge comes earlier, so each further request costs more. The operator wants many tokens per second (**throughput**);
+# each user wants short steps (**latency**). A larger batch improves throughput and worsens latency.
 #
 # ### Chunks: which request waits?
 #
