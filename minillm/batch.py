@@ -130,7 +130,7 @@ class Batch:
             prompt_lens=[s.num_prompt_tokens for s in segments],
         )
 
-    def plan(self, kind: type, make: Callable[[], Plan], *key: Hashable) -> Plan:
+    def once_per_step(self, kind: type, make: Callable[[], Plan], *key: Hashable) -> Plan:
         """Return what `make` computes, calling it once per step for each `kind` and `key`.
 
         An op or a cache computes in the first layer what all layers need, such as masks or the slots to gather. `kind`,
@@ -141,7 +141,7 @@ class Batch:
         return self.plans[(kind, *key)]
 
     def set_plan(self, made: object) -> None:
-        """Store a plan that was made elsewhere; `plan(type(made), …)` then returns it."""
+        """Store a plan that was made elsewhere; `once_per_step(type(made), …)` then returns it."""
         self.plans[(type(made),)] = made
 
     @property

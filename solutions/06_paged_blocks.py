@@ -357,7 +357,7 @@ check("l06.own_block")
 # blocks that a new request can share, and *your* `own_block` before a request writes into a shared block.
 
 # %%
-from minillm.engine.scheduler import Found, Scheduler
+from minillm.engine.scheduler import Scheduler, SharedBlocks
 from minillm.trace import BlockCopied, BlocksShared, StepRan
 
 my_find, my_own = use("l06.find_prefix"), use("l06.own_block")
@@ -368,12 +368,12 @@ class MyScheduler(Scheduler):
 
     cache = None  # the engine's paged cache, set below: own_block copies keys and values in it
 
-    def _find_blocks(self, request):
+    def _find_shared_blocks(self, request):
         if request.fork_of is not None and not request.fork_of.finished:
-            return super()._find_blocks(request)  # another completion of a prompt shares all its blocks
+            return super()._find_shared_blocks(request)  # another completion of a prompt shares all its blocks
         size = self.pool.block_size
         found = my_find(request.token_ids, self.pool._block_with, size, request.cache_salt)
-        return Found(found, len(found) * size, "prefix")
+        return SharedBlocks(found, len(found) * size, "prefix")
 
     def _copy_on_write(self, request, index, target):
         pool, source = self.pool, request.block_table[index]

@@ -222,7 +222,7 @@ check("l07.choose_victim")
 # ## See
 #
 # The engine's scheduler is a class (`scheduler_cls`), and this is a complete one, with your decisions. It inherits the
-# two queues, `_extend` (give a request the blocks for its next tokens; false if too few are free) and `_preempt` (free
+# two queues, `_reserve_slots` (give a request the blocks for its next tokens; false if too few are free) and `_preempt` (free
 # all blocks of a request and put it back into the queue).
 
 # %%
@@ -240,7 +240,7 @@ class MyScheduler(Scheduler):
         scheduled, preempted = [], False
         while queue:
             request, share = queue.pop(0), shares.pop(0)
-            while not self._extend(request, request.num_computed_tokens, share):
+            while not self._reserve_slots(request, request.num_computed_tokens, share):
                 left = [request, *queue]
                 victim = left[my_victim([self.rank(r) for r in left])]
                 self._preempt(victim)
@@ -257,7 +257,7 @@ class MyScheduler(Scheduler):
         queue, seats = list(self.waiting), self.config.max_num_seqs - len(self.running)
         shares = my_admit([r.num_tokens for r in queue], budget, seats, self.pool.num_free, self.pool.block_size)
         for request, share in zip(queue, shares, strict=False):
-            self._extend(request, 0, share)
+            self._reserve_slots(request, 0, share)
             self.running.append(request)
             self.waiting.remove(request)
             scheduled.append(Scheduled(request, 0, share))

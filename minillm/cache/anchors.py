@@ -149,7 +149,7 @@ class AnchorsKVCache(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """See `KVCache.attend`. Raises `MinillmError` if a request rolls back more tokens than `spare`."""
         out = torch.empty_like(q)
-        for step in batch.plan(_Steps, lambda: self._plan(batch), self).requests:
+        for step in batch.once_per_step(_Steps, lambda: self._plan(batch), self).requests:
             rows, new = step.request, step.tokens
             rows.keys[layer] = torch.cat((rows.keys[layer][step.kept], k[new]))
             rows.values[layer] = torch.cat((rows.values[layer][step.kept], v[new]))

@@ -178,7 +178,7 @@ class CompressedPromptKVCache(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """See `KVCache.attend`. Raises `MinillmError` if a request rolls back into its compressed prompt."""
         out = torch.empty_like(q)
-        for chunk in batch.plan(_Chunk, lambda: list(self._chunks(batch)), self):
+        for chunk in batch.once_per_step(_Chunk, lambda: list(self._chunks(batch)), self):
             rows = chunk.request.layers[layer]
             queries = q[chunk.tokens]
             self._append(rows, chunk, k[chunk.tokens], v[chunk.tokens])

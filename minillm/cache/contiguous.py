@@ -166,7 +166,7 @@ class ContiguousKVCache(KVCache):
 
     def _plan(self, batch: Batch, window: int | None) -> tuple[_StepRows, _Plan]:
         """The rows and the attention calls of this step. The first layer allocates the rows of all layers."""
-        step_rows = batch.plan(_StepRows, lambda: self._allocate(batch), self)
+        step_rows = batch.once_per_step(_StepRows, lambda: self._allocate(batch), self)
 
         def calls() -> _Plan:
             groups = group_by_query_len(batch, MAX_DECODE_QUERIES)
@@ -175,7 +175,7 @@ class ContiguousKVCache(KVCache):
             visible = [_visible(batch, r, step_rows.seen[r][0].shape[2], window) for r in prefills]
             return _Plan(decodes, list(zip(prefills, visible, strict=True)))
 
-        return step_rows, batch.plan(_Plan, calls, self, window)
+        return step_rows, batch.once_per_step(_Plan, calls, self, window)
 
     def _allocate(self, batch: Batch) -> _StepRows:
         """Grow the tensors that have no rows for their request's new tokens, and return the rows of this step."""

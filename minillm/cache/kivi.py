@@ -186,7 +186,7 @@ class KiviKVCache(KVCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """See `KVCache.attend`."""
         window = self.windows[layer]
-        steps = batch.plan(
+        steps = batch.once_per_step(
             RequestPlan, lambda: [_plan(batch, r, self.shape, window) for r in range(batch.num_requests)], self, window
         )
         out = torch.empty_like(q)

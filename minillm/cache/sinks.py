@@ -86,7 +86,7 @@ class SinksKVCache(WindowKVCache):
         if not self.rotated[layer] or max(batch.seq_lens) <= self.num_sinks + self.window:
             return None
         dtype = torch.promote_types(q.dtype, torch.float32)
-        cos, signed_sin = batch.plan(SinksKVCache, lambda: self._rotate_back(batch.positions, dtype), self)
+        cos, signed_sin = batch.once_per_step(SinksKVCache, lambda: self._rotate_back(batch.positions, dtype), self)
         return rope(q.to(cos.dtype), cos - 1, signed_sin).to(q.dtype)
 
     def _rotate_back(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

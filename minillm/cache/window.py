@@ -209,7 +209,7 @@ class WindowKVCache(KVCache):
 
     def _plan(self, batch: Batch, window: int) -> tuple[_StepRows, _Plan]:
         """The rows and the attention calls of this step. The first layer allocates the rows of all layers."""
-        step_rows = batch.plan(_StepRows, lambda: self._allocate(batch), self)
+        step_rows = batch.once_per_step(_StepRows, lambda: self._allocate(batch), self)
 
         def calls() -> _Plan:
             # With more than spare + 1 new tokens, the last would overwrite keys in the window of the first.
@@ -220,7 +220,7 @@ class WindowKVCache(KVCache):
             prefills = [r for r, count in enumerate(batch.query_lens) if count > max_decode]
             return _Plan(decodes, {r: self._plan_prefill(batch, r, window) for r in prefills})
 
-        return step_rows, batch.plan(_Plan, calls, self, window)
+        return step_rows, batch.once_per_step(_Plan, calls, self, window)
 
     def _allocate(self, batch: Batch) -> _StepRows:
         """Return the rows of this step. A new request gets a new ring, even if its block id already has one."""

@@ -153,12 +153,14 @@ class Engine:
         last_rows = StepRows(scheduled, logits).of_last_tokens(verdicts) if hidden is not None else []
         advanced = [self._commit(item, verdict) for item, verdict in zip(scheduled, verdicts, strict=True)]
         if hidden is not None:
-            self._show_hidden(last_rows, advanced, hidden)
+            self._pass_hidden_to_drafter(last_rows, advanced, hidden)
         finished = time.perf_counter()
         if self.scheduler.draft_policy is not None:
             drafts = {item.request: len(item.draft.token_ids) for item in scheduled if item.draft.token_ids}
             num_context = sum(item.start for item in scheduled)
-            self.scheduler.draft_policy.ran(drafts, sum(map(_num_rows, scheduled)), num_context, finished - began)
+            self.scheduler.draft_policy.step_finished(
+                drafts, sum(map(_num_rows, scheduled)), num_context, finished - began
+            )
         self.emit(StepFinished(self.num_steps, finished - began, drafted - planned, ran - drafted, self.pool.num_free))
         return [request for request in advanced if request is not None]
 
@@ -178,33 +180,38 @@ class Engine:
             self.emit(DraftProposed(item.request.request_id, draft.token_ids, texts, draft.parents))
 
     def _run(self, scheduled: Sequence[Scheduled]) -> tuple[Tensor, Tensor | None]:
-        """Run the forward and return its logits, and the hidden states of the same rows if the drafter is shown them. A
+        """Run the forward and return its logits, and the hidden states of the same rows if the drafter needs them. A
         drafter that observes queries gets those of the prompts that this step completes."""
         segments = [item.segment for item in scheduled]
-        most = self.drafter.num_observed_queries if self.drafter is not None else 0
-        ends = accumulate(len(segment.token_ids) for segment in segments)
-        observed = [
-            (item.request, range(end - min(most, item.num_tokens), end))
-            for item, end in zip(scheduled, ends, strict=True)
-            if most and item.completes and item.kind == "prefill"
-        ]
-        shows_hidden = self._shows_hidden(scheduled)
-        if self.drafter is None or not (observed or shows_hidden):
+        observed, needs_hidden = self._observed_rows(scheduled), self._drafter_needs_hidden(scheduled)
+        if self.drafter is None or not (observed or needs_hidden):
             return self.runner.run(segments), None
         step = self.runner.run_observed(segments, [row for _, rows in observed for row in rows])
         queries = step.queries.split([len(rows) for _, rows in observed], dim=1)
-        for (request, _), own in zip(observed, queries, strict=True):
-            self.drafter.observe(request, own)
-        return step.logits, step.hidden if shows_hidden else None
+        for (request, _), its_queries in zip(observed, queries, strict=True):
+            self.drafter.observe(request, its_queries)
+        return step.logits, step.hidden if needs_hidden else None
 
-    def _shows_hidden(self, scheduled: Sequence[Scheduled]) -> bool:
+    def _observed_rows(self, scheduled: Sequence[Scheduled]) -> list[tuple[Request, range]]:
+        """The rows of the step whose queries the drafter observes: the last ones of each prompt that is completed."""
+        num_observed = self.drafter.num_observed_queries if self.drafter is not None else 0
+        if not num_observed:
+            return []
+        ends = accumulate(item.num_tokens + len(item.draft.token_ids) for item in scheduled)
+        return [
+            (item.request, range(end - min(num_observed, item.num_tokens), end))
+            for item, end in zip(scheduled, ends, strict=True)
+            if item.completes and item.kind == "prefill"
+        ]
+
+    def _drafter_needs_hidden(self, scheduled: Sequence[Scheduled]) -> bool:
         """Whether the drafter observes the hidden states of this step."""
         if self.drafter is None or not self.drafter.observes_hidden:
             return False
         policy = self.scheduler.draft_policy
         return policy is None or policy.may_draft_next([item.request for item in scheduled])
 
-    def _show_hidden(self, rows: Sequence[int], advanced: Sequence[Request | None], hidden: Tensor) -> None:
+    def _pass_hidden_to_drafter(self, rows: Sequence[int], advanced: Sequence[Request | None], hidden: Tensor) -> None:
         """Call `observe_hidden` for the requests that have gained tokens and go on. `rows`: `StepRows.of_last_tokens`,
         in the order of the requests in `advanced`."""
         gained = zip([request for request in advanced if request is not None], rows, strict=True)

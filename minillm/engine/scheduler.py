@@ -98,7 +98,7 @@ class Scheduled:
 
 
 @dataclass(frozen=True)
-class Found:
+class SharedBlocks:
     """Blocks that already hold the first `num_tokens` tokens of a request."""
 
     block_ids: list[int]
@@ -106,7 +106,7 @@ class Found:
     source: str
 
 
-NOTHING = Found([], 0, "prefix")
+NO_SHARED_BLOCKS = SharedBlocks([], 0, "prefix")
 
 
 def _ignore(request: Request) -> None:
@@ -166,17 +166,12 @@ class Scheduler:
             # Keep one token of the budget for every running request behind this one.
             spare = budget - len(queue)
             num_tokens = min(self._chunk(request.num_new_tokens), spare)
-            start = request.num_computed_tokens
-            while not self._extend(request, start, num_tokens):
-                victim = queue.pop() if queue else request
-                self._preempt(victim)
-                preempted = True
-                if victim is request:
-                    break
-            else:
+            fits, preempts = self._make_room(request, num_tokens, queue)
+            preempted |= preempts
+            if fits:
                 # Every step also yields one token of the target, so the last token never needs a draft.
                 wanted = min(most_drafts.get(request, 0), request.num_remaining_tokens - 1, spare - num_tokens)
-                scheduled.append(Scheduled(request, start, num_tokens, wanted))
+                scheduled.append(Scheduled(request, request.num_computed_tokens, num_tokens, wanted))
                 budget -= num_tokens + wanted
         # Drafts get blocks only after all committed tokens have theirs.
         for item in scheduled:
@@ -184,6 +179,18 @@ class Scheduler:
             budget += item.num_drafts - num_drafts
             item.num_drafts = num_drafts
         return scheduled, budget, preempted
+
+    def _make_room(self, request: Request, num_tokens: int, behind: list[Request]) -> tuple[bool, bool]:
+        """Reserve the slots of the next `num_tokens` tokens, preempting the last of the requests `behind`, and at last
+        `request` itself, until they fit. Returns whether they fit, and whether any request was preempted."""
+        preempted = False
+        while not self._reserve_slots(request, request.num_computed_tokens, num_tokens):
+            victim = behind.pop() if behind else request
+            self._preempt(victim)
+            preempted = True
+            if victim is request:
+                return False, True
+        return True, preempted
 
     def _schedule_waiting(self, scheduled: list[Scheduled], budget: int) -> None:
         for request in list(self.waiting):
@@ -199,11 +206,12 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int) -> Scheduled | None:
         """Start a waiting request if the pool has room for all its tokens; with less it would soon be preempted."""
-        found = self._find_blocks(request)
+        found = self._find_shared_blocks(request)
         left = request.num_tokens - found.num_tokens
         num_tokens = min(self._chunk(left), budget)
         if num_tokens < left and not self.config.enable_chunked_prefill:
             return None
+        # Blocks of the prefix cache count as free until they are shared; a partly filled block of a fork is copied.
         cached = sum(not self.pool.ref_count(block_id) for block_id in found.block_ids)
         copies = len(found.block_ids) - found.num_tokens // self.pool.block_size
         needed = self.pool.blocks_for(request.num_tokens) - len(found.block_ids) + copies
@@ -213,7 +221,7 @@ class Scheduler:
             self.pool.share(found.block_ids)
             request.block_table += found.block_ids
             self.emit(BlocksShared(request.request_id, found.block_ids, found.num_tokens, found.source))
-        if not self._extend(request, found.num_tokens, num_tokens):
+        if not self._reserve_slots(request, found.num_tokens, num_tokens):
             return None
         self.running.append(request)
         self.waiting.remove(request)
@@ -224,15 +232,15 @@ class Scheduler:
         parent = request.fork_of
         return parent is not None and not parent.finished and parent.num_computed_tokens < parent.num_prompt_tokens
 
-    def _find_blocks(self, request: Request) -> Found:
+    def _find_shared_blocks(self, request: Request) -> SharedBlocks:
         """Blocks that a waiting request can share. Its last token is always computed, because its logits are needed."""
         parent = request.fork_of
         if parent is not None and not parent.finished and not request.num_output_tokens:
             shared = self.pool.blocks_for(request.num_prompt_tokens)
             start = request.num_prompt_tokens - 1
-            return Found(parent.block_table[:shared], start, "fork")
+            return SharedBlocks(parent.block_table[:shared], start, "fork")
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
-            return NOTHING
+            return NO_SHARED_BLOCKS
         found: list[int] = []
         hashes = request.block_hashes(self.pool.block_size)
         for block_hash in hashes[: (request.num_tokens - 1) // self.pool.block_size]:
@@ -240,7 +248,7 @@ class Scheduler:
             if block_id is None:
                 break
             found.append(block_id)
-        return Found(found, len(found) * self.pool.block_size, "prefix")
+        return SharedBlocks(found, len(found) * self.pool.block_size, "prefix")
 
     def _chunk(self, num_tokens: int) -> int:
         """`num_tokens`, limited to what one request may have of a step."""
@@ -264,11 +272,11 @@ class Scheduler:
     def _drafts_that_fit(self, item: Scheduled) -> int:
         """The number of wanted drafts that fit into blocks that are free without preemption."""
         for num_drafts in range(item.num_drafts, 0, -1):
-            if self._extend(item.request, item.start, item.num_tokens + num_drafts):
+            if self._reserve_slots(item.request, item.start, item.num_tokens + num_drafts):
                 return num_drafts
         return 0
 
-    def _extend(self, request: Request, start: int, num_tokens: int) -> bool:
+    def _reserve_slots(self, request: Request, start: int, num_tokens: int) -> bool:
         """Give `request` blocks of its own for tokens `start … start + num_tokens - 1`.
 
         Missing blocks are appended, shared ones copied. Returns False, without any change, if the pool has too few.

@@ -64,11 +64,11 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     if given is not None:
         return given
 
-    def sharpness(weight: float) -> float:
+    def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    above, below = rope.parameters.get("mscale"), rope.parameters.get("mscale_all_dim")
-    return sharpness(above) / sharpness(below) if above and below else sharpness(1.0)
+    scale, scale_all = rope.parameters.get("mscale"), rope.parameters.get("mscale_all_dim")
+    return mscale(scale) / mscale(scale_all) if scale and scale_all else mscale(1.0)
 
 
 SCALINGS: dict[str, Callable[[Tensor, RopeConfig], tuple[Tensor, float]]] = {

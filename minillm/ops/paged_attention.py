@@ -7,10 +7,11 @@ The maths, per query head h of group g = h // (num_heads / num_kv_heads), query 
 where row j of the request lies in slot `block_table[j // block_size] · block_size + j % block_size`.
 
 Numbers moved per step and layer: 2 · Σ seq_len · num_kv_heads · head_dim, each read once for all queries of the
-request. That is why verifying five tokens costs hardly more than decoding one. This PyTorch version first gathers the
-rows into a dense tensor, so it writes and reads them once more than a kernel that reads through the block table.
+request. So the attention of five tokens that are verified moves hardly more bytes than that of one. This version in
+PyTorch first gathers the rows into a dense tensor, so it writes and reads them once more than a kernel that reads
+through the block table.
 
-Requests of similar length share a product, padded to the longest of them. A much shorter request gets a product of its
+Requests of similar length form a group, padded to the longest of them. A much shorter request gets a group of its
 own, because gathering padding costs more than another call. On one core of an AMD EPYC with AVX-512, one layer of 8
 requests with 52 to 273 rows (minicoder's heads, fp32) took 370 µs in three groups and 1640 µs as one.
 """
@@ -27,9 +28,9 @@ from torch.nn import functional as F
 from minillm.batch import Batch
 
 MAX_DECODE_QUERIES = 16
-"""Requests with up to this many new tokens may share a product; a longer prefill runs by itself."""
+"""Requests with up to this many new tokens may share a group; a longer prefill runs by itself."""
 MAX_PADDING_ROWS = 64
-"""A request joins a product if that gathers at most this many rows of padding: about the cost of a call."""
+"""A request joins a group if that gathers at most this many rows of padding: about the cost of a call."""
 
 
 class Rows(Protocol):
@@ -52,17 +53,19 @@ def paged_attention(
     the new tokens; a quantised cache passes `Rows`, which dequantise only the slots in use. `window`: a query attends
     to at most that many tokens, including itself. Returns a tensor like `q`.
     """
-    layout = batch.plan(AttentionPlan, lambda: plan(batch, window, q.shape[1] // keys.shape[1], q.dtype), window)
-    if layout.pad is not None:
-        q = q.index_select(0, layout.pad)
-    parts = [_attend(q[p.rows], _gather(keys, p.slots), _gather(values, p.slots), p) for p in layout.products]
+    plan = batch.once_per_step(
+        AttentionPlan, lambda: make_plan(batch, window, q.shape[1] // keys.shape[1], q.dtype), window
+    )
+    if plan.padded_queries is not None:
+        q = q.index_select(0, plan.padded_queries)
+    parts = [_attend(q[g.rows], _gather(keys, g.slots), _gather(values, g.slots), g) for g in plan.groups]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out if layout.unpad is None else out.index_select(0, layout.unpad)
+    return out if plan.result_rows is None else out.index_select(0, plan.result_rows)
 
 
 @dataclass(frozen=True)
-class Product:
-    """Requests of similar length, padded to one product; or the prefill of one request."""
+class AttentionGroup:
+    """Requests of similar length, padded to one product of matrices; or the prefill of one request."""
 
     rows: slice
     """Its rows among the padded queries: `count · longest` of them."""
@@ -86,36 +89,36 @@ class Product:
 class AttentionPlan:
     """The part of attention that is the same in every layer of a step, computed once."""
 
-    products: list[Product]
-    pad: Tensor | None
-    """The query of each row of the products; None if rows and queries are the same."""
-    unpad: Tensor | None
+    groups: list[AttentionGroup]
+    padded_queries: Tensor | None
+    """The query of each row of the groups; None if rows and queries are the same."""
+    result_rows: Tensor | None
     """`[queries]`: the row that holds each query's result."""
 
 
-def plan(batch: Batch, window: int | None, heads_per_kv: int, dtype: torch.dtype) -> AttentionPlan:
-    """Group a step's requests into products. `heads_per_kv`: query heads per KV head; `dtype`: that of the scores."""
-    products: list[Product] = []
-    pad: list[int] = []
-    unpad = [0] * batch.query_start[-1]
-    for members in _groups(batch):
-        first, longest = len(pad), max(batch.query_lens[r] for r in members)
+def make_plan(batch: Batch, window: int | None, heads_per_kv: int, dtype: torch.dtype) -> AttentionPlan:
+    """Group a step's requests. `heads_per_kv`: query heads per KV head; `dtype`: that of the scores."""
+    groups: list[AttentionGroup] = []
+    padded: list[int] = []
+    result_rows = [0] * batch.query_start[-1]
+    for members in _members(batch):
+        first, longest = len(padded), max(batch.query_lens[r] for r in members)
         for r in members:
             start, end = batch.query_start[r], batch.query_start[r + 1]
-            unpad[start:end] = range(len(pad), len(pad) + end - start)
+            result_rows[start:end] = range(len(padded), len(padded) + end - start)
             # A padding row repeats its request's last query, so that it sees at least one key and stays finite.
-            pad += [*range(start, end), *[end - 1] * (longest - (end - start))]
+            padded += [*range(start, end), *[end - 1] * (longest - (end - start))]
         mask = _mask(batch, members, window, heads_per_kv, dtype)
         slots = _slots(batch, members)
-        products.append(Product(slice(first, len(pad)), len(members), longest, slots, mask))
-    if pad == list(range(len(pad))):
-        return AttentionPlan(products, None, None)
+        groups.append(AttentionGroup(slice(first, len(padded)), len(members), longest, slots, mask))
+    if padded == list(range(len(padded))):
+        return AttentionPlan(groups, None, None)
     device = batch.block_tables.device
-    return AttentionPlan(products, torch.tensor(pad, device=device), torch.tensor(unpad, device=device))
+    return AttentionPlan(groups, torch.tensor(padded, device=device), torch.tensor(result_rows, device=device))
 
 
-def _groups(batch: Batch) -> list[list[int]]:
-    """Return the requests of each product. On a GPU all with few new tokens share one, because calls dominate there."""
+def _members(batch: Batch) -> list[list[int]]:
+    """Return the requests of each group. On a GPU all with few new tokens share one, because calls dominate there."""
     groups = [[r] for r, length in enumerate(batch.query_lens) if length > MAX_DECODE_QUERIES]
     few = [r for r, length in enumerate(batch.query_lens) if length <= MAX_DECODE_QUERIES]
     few.sort(key=lambda r: -batch.seq_lens[r])
@@ -149,7 +152,7 @@ def _first_contiguous_slot(batch: Batch, request: int) -> int | None:
 
 
 def _mask(batch: Batch, members: list[int], window: int | None, heads_per_kv: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the mask that `Product.mask` describes."""
+    """Return the mask that `AttentionGroup.mask` describes."""
     query_lens, seq_lens = [batch.query_lens[r] for r in members], [batch.seq_lens[r] for r in members]
     longest, keys, device = max(query_lens), max(seq_lens), batch.block_tables.device
     is_prefill = longest > MAX_DECODE_QUERIES
@@ -177,17 +180,17 @@ def _gather(source: Tensor | Rows, slots: Tensor | slice) -> Tensor:
     return source[slots]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, product: Product) -> Tensor:
-    """`q`: `[count · longest, num_heads, head_dim]` → the same shape; `k`, `v`: the rows in `product.slots`."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup) -> Tensor:
+    """`q`: `[count · longest, num_heads, head_dim]` → the same shape; `k`, `v`: the rows in `group.slots`."""
     num_kv, dim = k.shape[1:]
-    k, v = (x.view(product.count, -1, num_kv, dim).transpose(1, 2) for x in (k, v))
-    if product.is_prefill:
+    k, v = (x.view(group.count, -1, num_kv, dim).transpose(1, 2) for x in (k, v))
+    if group.is_prefill:
         rows = q.transpose(0, 1).unsqueeze(0)
-        causal = product.mask is None
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=product.mask, is_causal=causal, enable_gqa=True)
+        causal = group.mask is None
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=group.mask, is_causal=causal, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
     # All query heads that share a KV head, for all queries of a request, are rows of one product (GQA packing).
-    packed = q.view(product.count, product.longest, num_kv, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=product.mask)
-    out = out.unflatten(2, (-1, product.longest)).permute(0, 3, 1, 2, 4)
-    return out.reshape(product.count * product.longest, -1, dim)
+    packed = q.view(group.count, group.longest, num_kv, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=group.mask)
+    out = out.unflatten(2, (-1, group.longest)).permute(0, 3, 1, 2, 4)
+    return out.reshape(group.count * group.longest, -1, dim)

@@ -53,7 +53,7 @@ class DraftPolicy(Protocol):
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Called with each verdict on at least one draft."""
 
-    def ran(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
+    def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """Called after each step. `drafts`: the number of drafts of the requests that had any; `num_rows`: all rows of
         the forward; `num_context`: tokens that its requests had in the cache; `seconds`: of the whole step."""
 
@@ -75,8 +75,8 @@ class FixedDrafts:
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
 
-    def ran(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
-        """See `DraftPolicy.ran`."""
+    def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
+        """See `DraftPolicy.step_finished`."""
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
@@ -198,8 +198,8 @@ class AdaptiveDrafts:
         own.add(num_drafts, num_accepted, self.memory)
         self._all.add(num_drafts, num_accepted, self.memory**0.5)
 
-    def ran(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
-        """See `DraftPolicy.ran`."""
+    def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
+        """See `DraftPolicy.step_finished`."""
         if num_rows > max(self.costs.forward):
             return  # a long prompt
         expected = self.costs.target(num_rows, num_context)

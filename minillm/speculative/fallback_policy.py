@@ -33,12 +33,12 @@ class FallbackDrafts:
         policy = self.first if self.drafter.proposer(request) is self.drafter.first else self.second
         policy.judged(request, num_drafts, num_accepted)
 
-    def ran(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
-        """See `DraftPolicy.ran`. A step in which both methods proposed says nothing about either."""
+    def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
+        """See `DraftPolicy.step_finished`. A step in which both methods proposed says nothing about either."""
         proposers = {id(self.drafter.proposer(request)) for request in drafts}
         for policy, drafter in ((self.first, self.drafter.first), (self.second, self.drafter.second)):
             if proposers <= {id(drafter)}:
-                policy.ran(drafts, num_rows, num_context, seconds)
+                policy.step_finished(drafts, num_rows, num_context, seconds)
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""

@@ -92,11 +92,11 @@ def test_blocks_in_a_row_are_read_in_place_with_the_same_result() -> None:
         return op.paged_attention(q, keys, values, batch), batch
 
     in_row, batch = run([2, 3, 4])
-    assert isinstance(batch.plans[(op.AttentionPlan, None)].products[0].slots, slice)
+    assert isinstance(batch.plans[(op.AttentionPlan, None)].groups[0].slots, slice)
     for source in (keys, values):
         source[40:48], source[32:40] = source[32:40].clone(), source[40:48].clone()
     scattered, batch = run([2, 3, 5])
-    assert not isinstance(batch.plans[(op.AttentionPlan, None)].products[0].slots, slice)
+    assert not isinstance(batch.plans[(op.AttentionPlan, None)].groups[0].slots, slice)
     assert torch.equal(in_row, scattered)
 
 
@@ -116,21 +116,21 @@ def test_stale_rows_after_a_roll_back_are_never_seen() -> None:
     assert not torch.equal(before, run())
 
 
-def test_requests_of_similar_length_share_a_product_and_no_other() -> None:
+def test_requests_of_similar_length_share_a_group_and_no_other() -> None:
     seq_lens = [10, 300, 40, 290, 100, 60]
     tables = torch.arange(6 * 38).view(6, 38)
     batch = Batch(*[torch.empty(0)] * 3, tables, [0, 1, 2, 7, 8, 28, 29], seq_lens, 8)
-    made = op.plan(batch, None, 2, torch.float32)
-    assert [product.count for product in made.products] == [1, 2, 3]  # the prefill of 20; 300 and 290; 60, 40 and 10
-    assert [product.is_prefill for product in made.products] == [True, False, False]
-    gathered = sum(len(product.slots) for product in made.products if isinstance(product.slots, Tensor))
+    made = op.make_plan(batch, None, 2, torch.float32)
+    assert [group.count for group in made.groups] == [1, 2, 3]  # the prefill of 20; 300 and 290; 60, 40 and 10
+    assert [group.is_prefill for group in made.groups] == [True, False, False]
+    gathered = sum(len(group.slots) for group in made.groups if isinstance(group.slots, Tensor))
     assert gathered == 2 * 300 + 3 * 60  # the prefill's blocks lie in a row: it is read where it is
 
 
 def test_decoding_alike_requests_moves_no_query() -> None:
     tables = torch.tensor([[5, 1], [0, 4], [2, 3]])
-    made = op.plan(Batch(*[torch.empty(0)] * 3, tables, [0, 1, 2, 3], [6, 8, 5], 4), None, 1, torch.float32)
-    assert len(made.products) == 1 and made.pad is None and made.unpad is None
+    made = op.make_plan(Batch(*[torch.empty(0)] * 3, tables, [0, 1, 2, 3], [6, 8, 5], 4), None, 1, torch.float32)
+    assert len(made.groups) == 1 and made.padded_queries is None and made.result_rows is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -148,8 +148,8 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 def test_a_plan_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     q, keys, values, batch, _ = random_step(1, 4, (2, 1), 16, [1, 2, 20])
     made = []
-    real = op.plan
-    monkeypatch.setattr(op, "plan", lambda *args: made.append(1) or real(*args))
+    real = op.make_plan
+    monkeypatch.setattr(op, "make_plan", lambda *args: made.append(1) or real(*args))
     for _ in range(8):
         op.paged_attention(q, keys, values, batch)
     assert len(made) == 1

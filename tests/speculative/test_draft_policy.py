@@ -185,8 +185,8 @@ def test_a_measurement_that_was_disturbed_is_corrected() -> None:
 def ran(policy: AdaptiveDrafts, request: Request, plain: float, drafted: float, steps: int = 200) -> None:
     """Steps without drafts and with four, each so many times as long as their costs."""
     for _ in range(steps):
-        policy.ran({}, 1, 3, plain * policy.costs.target(1, 3))
-        policy.ran({request: 4}, 5, 3, drafted * (policy.costs.target(5, 3) + policy.costs.draft(1, 4)))
+        policy.step_finished({}, 1, 3, plain * policy.costs.target(1, 3))
+        policy.step_finished({request: 4}, 5, 3, drafted * (policy.costs.target(5, 3) + policy.costs.draft(1, 4)))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_one_step_that_was_interrupted_changes_little() -> None:
 
 def test_a_long_prompt_is_not_compared() -> None:
     policy = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 10.0}))
-    policy.ran({}, 65, 0, 1e9)
+    policy.step_finished({}, 65, 0, 1e9)
     assert policy._plain == Slowdown()
 
 
@@ -227,12 +227,12 @@ def test_now_and_then_a_step_goes_without_drafts() -> None:
     counts = []
     for _ in range(3 * PLAIN_EVERY):
         counts += policy.plan([request], 1).num_drafts
-        policy.ran({request: counts[-1]} if counts[-1] else {}, 1 + counts[-1], 3, 1.0)
+        policy.step_finished({request: counts[-1]} if counts[-1] else {}, 1 + counts[-1], 3, 1.0)
     assert [i for i, count in enumerate(counts) if not count] == [PLAIN_EVERY, 2 * PLAIN_EVERY + 1]
     seeded = a_request("seeded", temperature=1.0, seed=3)
     for _ in range(2 * PLAIN_EVERY):
         assert policy.plan([seeded], 1).num_drafts == [4]
-        policy.ran({seeded: 4}, 5, 3, 1.0)
+        policy.step_finished({seeded: 4}, 5, 3, 1.0)
 
 
 def test_a_step_is_shown_to_the_drafter_if_the_next_may_draft() -> None:

@@ -81,13 +81,13 @@ def test_a_step_is_told_to_the_method_that_drafted_and_without_drafts_to_both() 
     def told() -> list[tuple[int, int]]:
         return [(each._plain.num_steps, each._drafted.num_steps) for each in (policy.first, policy.second)]
 
-    policy.ran({}, 2, 0, 2.0)
+    policy.step_finished({}, 2, 0, 2.0)
     assert told() == [(1, 0), (1, 0)]
-    policy.ran({one: 2}, 3, 0, 2.0)
+    policy.step_finished({one: 2}, 3, 0, 2.0)
     assert told() == [(1, 1), (1, 0)]
-    policy.ran({other: 2}, 3, 0, 2.0)
+    policy.step_finished({other: 2}, 3, 0, 2.0)
     assert told() == [(1, 1), (1, 1)]
-    policy.ran({one: 1, other: 2}, 5, 0, 2.0)
+    policy.step_finished({one: 1, other: 2}, 5, 0, 2.0)
     assert told() == [(1, 1), (1, 1)]
 
 
@@ -107,7 +107,7 @@ def test_in_the_engine_the_useless_method_falls_silent_and_the_useful_one_goes_o
     """The draft model is the target: all its drafts are accepted. The other's never are. Costs are given, because those
     of a machine vary."""
     monkeypatch.setattr("minillm.engine.assembly.measure", lambda *_: StepCosts({1: 1.0, 64: 8.0}))
-    monkeypatch.setattr(AdaptiveDrafts, "ran", lambda *_: None)
+    monkeypatch.setattr(AdaptiveDrafts, "step_finished", lambda *_: None)
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     plain = LLM(str(tiny.target), enforce_eager=True).generate("def f(", params, use_tqdm=False)[0]
     monkeypatch.setattr(Wrong, "right", set(plain.outputs[0].token_ids))

@@ -106,4 +106,4 @@ class AttentionMetadata:
             )
             return cls(*both.to(device, non_blocking=True).split((batch.num_requests + 1, batch.num_requests)))
 
-        return batch.plan(AttentionMetadata, copied)
+        return batch.once_per_step(AttentionMetadata, copied)

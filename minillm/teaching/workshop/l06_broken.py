@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import minillm.cache.prefix as prefix
-from minillm.engine.scheduler import Found, Scheduler
+from minillm.engine.scheduler import Scheduler, SharedBlocks
 from minillm.request import Request
 
 
 class NoCopyOnWrite(Scheduler):
     """Writes into a shared block as if it were the only owner."""
 
-    def _extend(self, request: Request, start: int, num_tokens: int) -> bool:
+    def _reserve_slots(self, request: Request, start: int, num_tokens: int) -> bool:
         counts = self.pool._ref_counts
         self.pool._ref_counts = [min(count, 1) for count in counts]  # no block looks shared while the base class asks
         try:
             before = list(self.pool._ref_counts)
-            extended = super()._extend(request, start, num_tokens)
+            extended = super()._reserve_slots(request, start, num_tokens)
             after = self.pool._ref_counts
         finally:
             self.pool._ref_counts = counts
@@ -49,9 +49,9 @@ class ForgetsParents(Scheduler):
         self._forget_parents(request)
         super()._cache_full_blocks(request, start, end)
 
-    def _find_blocks(self, request: Request) -> Found:
+    def _find_shared_blocks(self, request: Request) -> SharedBlocks:
         self._forget_parents(request)
-        return super()._find_blocks(request)
+        return super()._find_shared_blocks(request)
 
     def _forget_parents(self, request: Request) -> None:
         size = self.pool.block_size
