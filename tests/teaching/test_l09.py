@@ -19,10 +19,13 @@ from minillm.ops.dispatch import has_triton
 from minillm.ops.paged_attention import paged_attention
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.check_function import check_function
-from minillm.teaching.drives.l09_launch import DEVICE, KernelByName, KernelError, launch
+from minillm.teaching.drives.l09_launch import DEVICE, KernelByName, launch
+from minillm.teaching.drives.triton_kernels import KernelError
 from minillm.teaching.exercise import Case
 from minillm.teaching.exercises.l09_paged_attention import EXERCISES, merge
 from minillm.teaching.result import Status
+from minillm.teaching.variants.draw import Draw
+from minillm.teaching.variants.l06_to_l09 import MAKERS
 from tests.ops.triton.steps import Step, step
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +153,38 @@ def test_a_kernel_that_stops_is_reported_with_its_own_line():
 def test_a_function_without_the_decorator_is_told_so():
     text = str(check_function("l09.decode_kernel", lambda *args, **kwargs: None))
     assert "put @triton.jit on the line above its def" in text
+
+
+@needs_triton
+def test_a_kernel_whose_stub_is_a_comment_is_no_stub():
+    change = (
+        "    row = tl.program_id(0)\n",
+        '    # raise NotImplementedError("write it here")\n    row = tl.program_id(0)\n',
+    )
+    assert check_function("l09.merge_kernel", KernelByName("merge_kernel", change)).passed
+
+
+@needs_triton
+def test_a_stub_below_the_given_lines_is_not_done_yet():
+    loop = "for first in range(begin, end, BLOCK_SIZE):"
+    stub = KernelByName("split_kernel", (loop, f'raise NotImplementedError("write it here")\n    {loop}'))
+    assert check_function("l09.split_kernel", stub).status is Status.NOT_DONE
+
+
+@needs_triton
+def test_masked_lanes_that_reach_no_result_need_no_other():
+    changes = "tl.load(k_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(k_ptr + at, mask=exists[:, None])"
+    assert check_function("l09.decode_kernel", KernelByName("decode_kernel", changes)).passed
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_hidden_cases_have_requests_of_more_than_two_blocks(number: int):
+    """Kernels passed once that read only two blocks."""
+    for name in ("l09.decode_kernel", "l09.split_kernel", "l09.int8_kernel"):
+        draw = Draw(b"secret", "student", name, number)
+        pools = 5 if name == "l09.int8_kernel" else 3
+        tables, lengths, size = MAKERS[name](draw).args[pools : pools + 3]
+        assert max(lengths) > 2 * size and max(lengths) <= tables.shape[1] * size
 
 
 @needs_triton
