@@ -169,6 +169,37 @@ def test_a_step_of_a_cluster_reads_or_computes_and_then_exchanges() -> None:
     assert cluster.cache_tokens(1) == (4 * 4000 - 4 * 2000) / 5 and cluster.cache_tokens(4) == (16000 - 2000) / 5
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda x, w, b, rank, size: torch.nn.functional.linear(x, w.chunk(size)[rank], b.chunk(size)[rank]),
+        lambda x, w, b, rank, size: torch.einsum("ti,oi->to", x, w.chunk(size)[rank]) + b.chunk(size)[rank],
+        lambda x, w, b, rank, size: torch.addmm(b.chunk(size)[rank], x, w.T.contiguous().chunk(size, 1)[rank]),
+    ],
+)
+def test_other_split_products_pass(answer) -> None:
+    assert check_function("l16.column_parallel", answer).passed
+
+
+@pytest.mark.parametrize(
+    ("answer", "passes"),
+    [
+        (
+            lambda parts, w, b: (
+                torch.stack([p @ c.T for p, c in zip(parts, w.split(parts[0].shape[1], 1), strict=True)]).sum(0) + b
+            ),
+            1,
+        ),
+        (lambda parts, w, b: (torch.stack(parts) @ w.unflatten(1, (len(parts), -1)).permute(1, 2, 0)).sum(0) + b, 1),
+        (lambda parts, w, b: torch.nn.functional.linear(torch.cat(parts, 1), w, b), 0),
+        (lambda parts, w, b: torch.einsum("ti,oi->to", torch.cat(parts, 1), w) + b, 0),
+        (lambda parts, w, b: torch.addmm(b, torch.cat(parts, 1), w.T), 0),
+    ],
+)
+def test_products_of_all_inputs_are_not_split(answer, passes: int) -> None:
+    assert check_function("l16.row_parallel", answer).passed == bool(passes)
+
+
 @pytest.mark.parametrize("name", list(broken.MISTAKES))
 def test_each_broken_split_makes_its_own_mistake(tiny: TinyPair, name: str) -> None:
     ids = [3 + i * i % 90 for i in range(20)]
