@@ -96,8 +96,9 @@ def tiled_lse(x: torch.Tensor, y: torch.Tensor, temperature: float, tile: int) -
     """Return log Σ_j exp(x_i · y_j / temperature) for each row of x: [n].
 
     x: [n, d]; y: [m, d]
-    Go through y in tiles of `tile` rows; the last may be shorter. No tensor with more than n · (tile + 1) numbers may be
-    made (except views of x and y), and no exponential may overflow.
+    Go through y in tiles of `tile` rows; the last may be shorter. No exponential may overflow. Make no tensor that is
+    larger than the largest of these: n · (tile + 1) numbers, x, a tile of y, one number for each row of x and each tile.
+    (Views of x and y may be larger.)
 
     Example: x [[1]], y [[2], [2]], temperature 1, tile 1: the tiles have 2 and 2, together 2 + log 2 = 2.693.
     """
