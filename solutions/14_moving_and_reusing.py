@@ -817,8 +817,8 @@ store_folder.cleanup()
 #
 # ## Recap
 #
-# 1. Loading pays above a bandwidth of KV bytes per token over seconds per token, and beyond the latency's worth of
-#    tokens.
+# 1. Loading pays above a bandwidth of KV bytes per token over seconds per token, from latency / (compute time − load
+#    time of a token) tokens on.
 # 2. A link and a processor can work at the same time: recompute so many tokens that both end together, if activations
 #    are smaller than keys and values. With grouped heads they are not.
 # 3. A rotation moves keys to another position, exactly. What a token attended to it does not change.

@@ -201,6 +201,8 @@ def test_the_whole_cache_accepts_everything_and_no_view_changes_the_text(tiny: T
     llm = engine(tiny)
     whole = views.draft_with(llm, PROMPTS, views.whole, 3, 12)
     few = views.draft_with(llm, PROMPTS, sinks(1), 3, 12)
+    accepted, judged = few.counts
+    assert few.alpha == accepted / judged and 0 <= accepted <= judged
     assert whole.alpha == 1 and whole.rates == [1.0, 1.0]
     assert few.alpha < 1 and few.run.outputs == whole.run.outputs
     assert min(few.rates) <= few.alpha <= max(few.rates)

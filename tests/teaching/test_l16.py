@@ -116,6 +116,12 @@ def test_an_all_reduce_between_two_processes_is_timed_by_size() -> None:
     assert latency == 1e-4 and bandwidth == pytest.approx(200 / 2e-3)
 
 
+def test_free_processors_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(l16_wire.psutil, "cpu_percent", lambda seconds, percpu: [100.0, 50.0, 0.0])
+    monkeypatch.setattr(l16_wire.os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    assert l16_wire.free_processors() == 0.5
+
+
 @pytest.fixture(scope="module")
 def engines(tiny: TinyPair) -> list[LLM]:
     return [LLM(str(tiny.target), block_size=4, num_kv_blocks=24, enforce_eager=True, device="cpu") for _ in range(2)]

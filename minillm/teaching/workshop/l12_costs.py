@@ -21,7 +21,7 @@ class Shape:
     attention_flops: float
     """Operations of one query over one cached token, over all layers and heads."""
     embedding_bytes: float = 0.0
-    """The input embedding, if it is a matrix of its own: stored beside the weights, but a step reads a few rows of it."""
+    """The input embedding, if it is a matrix of its own: stored, but a step reads a few rows of it only."""
 
     @classmethod
     def of(cls, config: ModelConfig, bytes_per_number: float = 4) -> Shape:
