@@ -90,7 +90,7 @@ def column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, r
 
     x:      [tokens, in], the same on every rank
     weight: [out, in], bias: [out], both whole; out is a multiple of size
-    Returns [tokens, out / size].
+    Returns [tokens, out / size]. The outputs of other ranks are not computed.
 
     Example: x [[1, 1]], weight [[1, 2], [3, 4]], bias [10, 20], two ranks: rank 0 returns [[13]], rank 1 [[27]].
     """
@@ -119,7 +119,7 @@ def row_parallel(parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Te
 
     parts:  one tensor per rank, each [tokens, in / number of ranks]
     weight: [out, in], bias: [out], both whole
-    Compute what each rank computes from its part, then add. The bias belongs into the sum once.
+    Compute what each rank computes from its part, one product for each, then add. The bias belongs into the sum once.
 
     Example: parts [[[1]], [[2]]], weight [[3, 5]], bias [100]: rank 0 has 1 · 3, rank 1 has 2 · 5, the result is [[113]].
     """
@@ -158,8 +158,8 @@ claim("Split over the ranks, the MLP computes what it computed whole.", torch.al
 
 # %% [markdown]
 # What else would be possible? Gather after each product: then the *inner* numbers are exchanged as well. (A ring sends each
-# number of a sum twice and each number that is gathered once; exercise 4 shows how.) Or begin by
-# rows: then SiLU would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not SiLU(a) + SiLU(b).
+# number of a sum twice, and each number that is gathered once; exercise 4 shows how.) Or begin by rows: then SiLU would be
+# applied to parts of a sum. That is wrong, because SiLU(a + b) is not SiLU(a) + SiLU(b).
 
 # %%
 tokens, hidden, width = len(x), config.hidden_size, config.intermediate_size

@@ -69,12 +69,18 @@ def _kernels() -> Any:
         return import_module("minillm.teaching.exercises._l09_kernels")
 
 
+def resolve(function: Any) -> Any:
+    """The Triton kernel of `function`: that of a `KernelByName`, or `function` itself. (A compiled kernel of Triton has
+    an attribute `kernel`, too.)"""
+    return function.kernel if isinstance(function, KernelByName) else function
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
     """Launch a learner's kernel on `args`, which are on the GPU if there is one.
 
     Raises `NotImplementedError` for a stub, and `KernelError` if it is not a kernel or raises an error.
     """
-    kernel = getattr(kernel, "kernel", kernel)
+    kernel = resolve(kernel)
     plain = getattr(kernel, "fn", kernel)
     name = getattr(plain, "__name__", "this")
     if (stub := stub_message(source_of(kernel))) is not None:
@@ -116,7 +122,7 @@ def run_fenced(
     made = [fences.output(name, shape, torch.float32) for name, shape in results.items()]
     launch(kernel, grid, *given, *made, *numbers, **constants)
     fences.check()
-    for load, variant in with_undefined_lanes(kernel):
+    for load, variant in with_undefined_lanes(resolve(kernel)):
         again = Fences(DEVICE)
         same = [again.input(name, x.contiguous(), poison=poison) for name, (x, poison) in inputs.items()]
         others = [again.output(name, shape, torch.float32) for name, shape in results.items()]

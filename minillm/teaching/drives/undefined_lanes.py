@@ -21,8 +21,8 @@ BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def with_undefined_lanes(kernel: Any) -> Iterator[tuple[str, Any]]:
-    """For each load of `kernel` with a mask and no `other`: the load, and the kernel with other masked lanes there."""
-    kernel = getattr(kernel, "kernel", kernel)
+    """For each load of the Triton kernel with a mask and no `other`: the load, and the kernel with other masked lanes
+    there."""
     for number, load in enumerate(loads_without_other(source_of(kernel))):
         tree = source_of(kernel)
         if tree is None or kernel.fn.__closure__:
