@@ -543,9 +543,10 @@ claim("On its INT8 cache the engine generates the same tokens with your kernel a
 #
 # ### Bytes moved
 #
-# Attention must read each stored key and value at least once. The unit below is a 16-bit cache that is read once. (An INT8
-# cache can stay below it: it stores less.) The bytes that each way moves follow from the shapes. Take eight requests of
-# 4096 tokens and one layer of a model with 8 KV heads of 128 channels, 32 query heads, 16-bit elements and blocks of 16:
+# Attention must read each stored key and value at least once. The unit below is a 16-bit cache that is read once. (An
+# INT8 cache can stay below it: it stores less.) The bytes that each way moves follow from the shapes. Take eight
+# requests of 4096 tokens and one layer of a model with 8 KV heads of 128 channels, 32 query heads, 16-bit elements and
+# blocks of 16:
 
 # %%
 REQUESTS, TOKENS, KV_HEADS, HEADS, WIDE, BLOCK, PARTS = 8, 4096, 8, 32, 128, 16, 8

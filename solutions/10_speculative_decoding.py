@@ -801,8 +801,9 @@ claim("Some drafts do not survive the way through text.", trip.changed > 0, of_m
 
 # %% [markdown]
 # A sampled text is not always the tokenizer's own choice of tokens: the model may cut a word at another place than the
-# tokenizer. Then the target judges tokens that were never drafted, often after a text that was never committed. (Special
-# tokens are lost altogether, because a decoded text does not show them.) Drafts must travel as token ids. So the draft model needs the target's tokenizer, and minillm's engine checks that.
+# tokenizer. Then the target judges tokens that were never drafted, often after a text that was never committed.
+# (Special tokens are lost altogether, because a decoded text does not show them.) Drafts must travel as token ids. So
+# the draft model needs the target's tokenizer, and minillm's engine checks that.
 #
 # ## In the field
 #

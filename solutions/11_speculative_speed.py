@@ -342,10 +342,10 @@ claim(
 )
 
 # %% [markdown]
-# The draft model drafts in every step, whether it knows anything or not. n-grams draft only where the last tokens occurred
-# before; elsewhere the step is a plain one. The engine's search takes microseconds, while the draft model costs c per
-# token. So the row with the most tokens per forward need not be the fastest. But verifying costs the same whoever
-# drafted: n-grams that are rejected make a step slower, as some rows of Measure show.
+# The draft model drafts in every step, whether it knows anything or not. n-grams draft only where the last tokens
+# occurred before; elsewhere the step is a plain one. The engine's search takes microseconds, while the draft model
+# costs c per token. So the row with the most tokens per forward need not be the fastest. But verifying costs the same
+# whoever drafted: n-grams that are rejected make a step slower, as some rows of Measure show.
 #
 # ### Exercise 4: a tree instead of a chain
 #
@@ -452,8 +452,9 @@ quoted("Reading shared prefixes once saves 73 to 99% of the KV cache traffic", "
 
 # %% [markdown]
 # What does a tree gain? More tokens per round, for more rows in the forward. `(2, 1, 1)` means: two candidates for
-# the first token, each continued by one for the second and one for the third. (Near the end of a request the engine cuts
-# a tree to as many nodes as tokens may still follow, whatever its depth. Only rounds with the whole tree count here.)
+# the first token, each continued by one for the second and one for the third. (Near the end of a request the engine
+# cuts a tree to as many nodes as tokens may still follow, whatever its depth. Only rounds with the whole tree count
+# here.)
 
 # %%
 trees = {"method": "draft_tree", "model": DRAFT, "adaptive": False}
@@ -525,14 +526,11 @@ target = (humps / humps.sum()).log()[None]
 
 def fit(loss) -> tuple[torch.Tensor, float]:
     """The draft's distribution after training with `loss`, and its acceptance."""
-    centre, width = (
-        torch.tensor(17.0, requires_grad=True),
-        torch.tensor(1.5, requires_grad=True),
-    )  # the logarithm of the width
-    adam = torch.optim.Adam([centre, width], lr=0.1)
+    centre, log_width = (torch.tensor(value, requires_grad=True) for value in (17.0, 1.5))
+    adam = torch.optim.Adam([centre, log_width], lr=0.1)
     with torch.enable_grad():
         for _ in range(300):
-            draft = -((tokens - centre) ** 2 / (2 * (2 * width).exp()))[None]
+            draft = -((tokens - centre) ** 2 / (2 * (2 * log_width).exp()))[None]
             adam.zero_grad()
             loss(target, draft).backward()
             adam.step()
@@ -741,7 +739,7 @@ claim(
 # processor has no arithmetic left to compute them for nothing. The price has changed, not the chance that a draft is
 # right. (Six of the eight requests have other prompts, so their tokens per forward may differ.) That is why a server
 # drafts when it is quiet and stops when it is busy, and why a benchmark with one request says nothing about a server.
-# **n-grams** lose in the same way: rows that are verified and rejected cost a processor time, whoever drafted them.
+# **n-grams** lose in the same way: rows that are verified and rejected take time, whoever drafted them.
 #
 # **Adaptive drafting** drafts less where the prices are high. Compare its rows with those of four drafts. With eight
 # requests on docstrings it loses less. Elsewhere it can be slower than always four drafts, because in a short run its
@@ -838,8 +836,8 @@ for name, tokens_per_step, faster in (
     print(f"  {name:18} {tokens_per_step / faster:.2f}")
 
 # %% [markdown]
-# By these numbers look-up is faster than a small draft model, with fewer tokens per step. The denominator explains it: a
-# round of the small draft model takes one and a half plain steps, a round of look-up one.
+# By these numbers look-up is faster than a small draft model, with fewer tokens per step. The denominator explains it:
+# a round of the small draft model takes one and a half plain steps, a round of look-up one.
 #
 # **Claims, checked.**
 #

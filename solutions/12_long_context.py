@@ -489,7 +489,8 @@ claim(
 #   blocks chosen by attention use up budget, so its window is shorter.
 # * **The sink** matters for models that give the first tokens much more than an even share of the attention. The line
 #   above the check marks says how much this one gives. Where it is little, the sink only takes a block away from the
-#   window: compare the rows "sink and window" and "newest alone", which differ in nothing else. (The papers measured models hundreds of times as large.)
+#   window: compare the rows "sink and window" and "newest alone", which differ in nothing else. (The papers measured
+#   models hundreds of times as large.)
 #
 # ### Exercise 5: two levels of bits
 #
@@ -620,8 +621,8 @@ claim("INT4, what the draft reads, is much farther away.", kl["INT4"] > 10 * kl[
 # $$\frac{T_{SD}}{T} = \frac{1}{\Omega}\left(\gamma\,\frac{T_D}{T} + \frac{T_V}{T}\right)$$
 #
 # Your `step_seconds` gives all three. The acceptance is the one measured above, at a quarter of the contexts used there
-# with the better of the two views of the papers; for Llama it is an assumption. γ is the best of 1 to 8. The lines end where weights and
-# cache no longer fit into 80 GB.
+# with the better of the two views of the papers; for Llama it is an assumption. γ is the best of 1 to 8. The lines end
+# where weights and cache no longer fit into 80 GB.
 
 # %% tags=["expected"] alt="Modelled speed-up over the context for 1, 8, 32 and 128 requests. Each line begins near 1 and rises with the context; with more requests it rises earlier, but it also ends earlier, where the memory is full."
 BUDGET = 257  # MagicDec's: one sink and a window of 256
@@ -792,8 +793,8 @@ claim(
 #   draft worse, and with a budget for everything they do not even show: nothing is left out, and nothing is rejected. With
 #   a small budget both lower the acceptance, but a lower acceptance alone does not tell you that there is a mistake. They
 #   are found by comparing the drafts with those of a reference, as the check of exercise 3 does.
-# * **A window of one token** shows with a budget for everything, too: a draft that does not see the drafts before it in its
-#   round is not the target, whatever else it reads. There, every acceptance below 100% is a mistake.
+# * **A window of one token** shows with a budget for everything, too: a draft that does not see the drafts before it in
+#   its round is not the target, whatever else it reads. There, every acceptance below 100% is a mistake.
 #
 # ## In the field
 #

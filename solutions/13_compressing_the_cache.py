@@ -62,11 +62,11 @@ print(f"texts: {len(bench.rows)} held-out files, prompts of {prompt_len} tokens;
 #
 # Write a number for each before you go on.
 #
-# 1. ThinK drops half of the channels of every old key, and leaves the last 32 tokens whole. Of 100 bytes of the prompt's
-#    cache, how many remain?
+# 1. ThinK drops half of the channels of every old key, and leaves the last 32 tokens whole. Of 100 bytes of the
+#    prompt's cache, how many remain?
 # 2. LoRC keeps half of the numbers of keys and values. For how many of 100 tokens is the argmax still the same?
-# 3. Squeezed Attention reads a cluster if the estimated weight of one of its keys is at least half of 1 / (number of keys).
-#    Of 100 old keys, how many does it read?
+# 3. Squeezed Attention reads a cluster if the estimated weight of one of its keys is at least half of 1 / (number of
+#    keys). Of 100 old keys, how many does it read?
 
 # %%
 predict("l13.bytes", None, unit="of 100")
@@ -342,8 +342,9 @@ commuting = sum(my_error(each, frequencies, positions) < 1e-4 for each in masks)
 print(f"ThinK's choice commutes in {commuting} of {len(masks)} KV heads (all layers)")
 
 # %% [markdown]
-# A mask of half of the channels commutes only if it keeps or drops both channels of each pair; ThinK's does in some heads,
-# counted above. That does no harm where it does not: ThinK drops channels from keys that *already* carry RoPE. LoRC has no such choice, because
+# A mask of half of the channels commutes only if it keeps or drops both channels of each pair. The last line counts the
+# heads in which ThinK's does. Where it does not, that does no harm: ThinK drops channels from keys that *already* carry
+# RoPE. LoRC has no such choice, because
 # keys after RoPE are not low-rank (Break it, below, tries). So its layout stores coordinates of keys *before* RoPE, and
 # restores and rotates them in every step. What if one absorbs all the same, and forgets the rotation?
 
@@ -440,9 +441,9 @@ def absorb_centres(query: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
 check("l13.absorb_centres")
 
 # %% [markdown]
-# The engine's layout `commvq` stores a prompt with 2 bits per number: 8 channels share a code of one byte, and what is left
-# is coded once more. Its codebooks are trained in this cell, on half of the engine's calibration texts. Your tables must give the scores of the
-# keys that the layout restores.
+# The engine's layout `commvq` stores a prompt with 2 bits per number: 8 channels share a code of one byte, and what is
+# left is coded once more. Its codebooks are trained in this cell, on half of the engine's calibration texts. Your
+# tables must give the scores of the keys that the layout restores.
 
 # %%
 my_centres = use("l13.absorb_centres")
@@ -584,10 +585,11 @@ KeptCache(parts)
 #
 # All techniques at equal bytes. The budget is a share of what the prompt takes in float16; bytes are counted on the real
 # caches. For Squeezed Attention the budget is what a step *reads*; its threshold is calibrated on other texts. A technique
-# that has no size near a budget is missing there. INT4 and KIVI are made larger than in lesson 4, so that they fill half:
-# INT4 has a scale and a zero point for every 8 numbers, KIVI a long window of the newest tokens in full precision. Behind
-# the mean KL stands its standard error over the scored tokens. Recall: a definition stands 200 tokens back, the prompt repeats its first
-# tokens, and the answer's negative log-probability per token is measured (nats; lower is better).
+# that has no size near a budget is missing there. INT4 and KIVI are made larger than in lesson 4, so that they fill
+# half: INT4 has a scale and a zero point for every 8 numbers, KIVI a long window of the newest tokens in full
+# precision. After the mean KL comes its standard error over the scored tokens. Recall: a definition stands 200 tokens
+# back, the prompt repeats its first tokens, and the answer's negative log-probability per token is measured (nats;
+# lower is better).
 
 # %%
 BUDGETS = {
@@ -728,7 +730,7 @@ quoted(
 # | ThinK saves over 20% of the memory | the bytes are right. The plain cache's prediction is not kept: the argmax changes for a part of the tokens | exercise 1, Measure |
 # | LoRC loses little at 55 to 60% | not with this model: half of the ranks are the worst from a quarter of the bytes on. The chart of exercise 2 shows how much of the keys goes with them | exercise 2, Measure |
 # | CommVQ works at 2 bits | it reaches an eighth of the bytes, with a loss that twice the bits make much smaller | exercise 4, Measure |
-# | Squeezed Attention reads a third without loss | not without loss; whether it loses less than keeping only as many tokens (SnapKV), so few texts cannot tell if the printed difference is within its error | exercise 5, Measure |
+# | Squeezed Attention reads a third without loss | not without loss. Whether it loses less than SnapKV with as many tokens: see their difference and its error, printed below the table | exercise 5, Measure |
 #
 # **Papers.** Xu et al. 2024, *ThinK*. Zhang et al. 2024, *LoRC*. Li et al. 2025, *CommVQ*. Hooper et al. 2024, *Squeezed
 # Attention*. Li et al. 2024, *SnapKV*. Liu et al. 2024, *KIVI*. DeepSeek-AI 2024, *DeepSeek-V3*.
@@ -741,7 +743,7 @@ quoted(
 # 3. For keys RoPE stands in between. Only what commutes with its rotations can be absorbed: scaled rotations of pairs.
 # 4. A codebook of such centres turns a score into a look-up. A low rank has to be restored and rotated.
 # 5. At half of the bytes, fewer bits per number lose much less than fewer ranks or fewer tokens. Below four bits there
-#    remain two-bit integers (KIVI's own size, not built here), trained codebooks, fewer tokens, or reading less than one
-#    stores.
+#   remain two-bit integers (KIVI's own size, not built here), trained codebooks, fewer tokens, or reading less than one
+#   stores.
 #
 # **Next:** in lesson 14 keys and values are used again: from a file, over a link, at another position, after an edit.

@@ -139,9 +139,9 @@ check("l14.break_even_tokens")
 # %% [markdown]
 # Stuck? `hint("l14.break_even_tokens", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
-# First for a large model, from data sheets. What a token takes to compute is at least two operations per parameter. (The
-# input embedding does not count: a token looks up one row of it.) No prefill reaches the peak, so there is a second column
-# at 40% of it. (The 40% and the latency are assumptions.)
+# First for a large model, from data sheets. What a token takes to compute is at least two operations per parameter.
+# (The input embedding does not count: a token looks up one row of it.) No prefill reaches the peak, so there is a
+# second column at 40% of it. (The 40% and the latency are assumptions.)
 
 # %%
 my_break_even = use("l14.break_even_tokens")

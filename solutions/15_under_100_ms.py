@@ -273,8 +273,8 @@ claim("For one token, bytes take longer than arithmetic.", moved / bandwidth > d
 
 # %% [markdown]
 # So calls and bytes limit a token, and arithmetic limits the prompt. For one token the measured time is longer than the
-# modelled one: a product with one row does not reach the bandwidth of a copy, and Python needs time between two calls. For
-# the prompt it can be shorter: products of other shapes run faster than the one that was measured.
+# modelled one: a product with one row does not reach the bandwidth of a copy, and Python needs time between two calls.
+# For the prompt it can be shorter: products of other shapes run faster than the one that was measured.
 #
 # ### Step 1: reuse the cached prompt
 #
@@ -425,9 +425,10 @@ del with_kernel, layers
 LatencyWaterfall("Your own product inside plain PyTorch", [Latency("plain PyTorch", seconds["plain"]), own_row])
 
 # %% [markdown]
-# A better product gains something at most: the other calls are still there, and so are the four bytes per weight. To see what a call costs, take a product so small that its arithmetic takes almost no
-# time, and compute it in three ways: as a PyTorch operation, as a call of your function from Python, and as a call of your
-# function *from a compiled function*.
+# A better product gains something at most: the other calls are still there, and so are the four bytes per weight. To
+# see what a call costs, take a product so small that its arithmetic takes almost no time, and compute it in three ways:
+# as a PyTorch operation, as a call of your function from Python, and as a call of your function *from a compiled
+# function*.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -708,9 +709,9 @@ claim("With a draft model the tokens are the same as without.", tokens_of("W8A8 
 # * The faster the target, the less a saved step is worth, while a draft token takes as long as before: c is larger for a
 #   fast target. And where bytes are not the limit, verifying several tokens takes longer than one: v is above 1.
 #
-# One completion may favour the draft, for example if it repeats itself. That is why the conditional acceptance above was
-# counted on other prompts. Speculation works best if a step of the target is slow because of the bytes it reads, and the draft is cheap in
-# comparison: with a target a hundred times this size.
+# One completion may favour the draft, for example if it repeats itself. That is why the conditional acceptance above
+# was counted on other prompts. Speculation works best if a step of the target is slow because of the bytes it reads,
+# and the draft is cheap in comparison: with a target a hundred times this size.
 #
 # ### Step 6: an n-gram drafter
 #
@@ -741,10 +742,10 @@ LatencyWaterfall("Step 6: draft tokens found in the text", looked_up)
 claim("With n-grams the tokens are the same as without.", tokens_of("W8A8 + n-gram") == tokens_of("W8A8"))
 
 # %% [markdown]
-# The orange part shrinks. Where the text is new, the search finds nothing, the step is a plain one. A
-# rejected token costs v, because the target has verified it. Compare the totals: with a target this fast, n-grams can gain
-# nothing. On text that never repeats itself an n-gram drafter proposes
-# nothing, whereas a draft model still proposes tokens.
+# The orange part shrinks. Where the text is new, the search finds nothing, and the step is a plain one. A
+# rejected token costs v, because the target has verified it. Compare the totals: with a target this fast, n-grams can
+# gain nothing. On text that never repeats itself an n-gram drafter proposes nothing, whereas a draft model still
+# proposes tokens.
 #
 # ## Measure
 #
@@ -903,6 +904,6 @@ claim(
 # 2. Each part has its own limit: arithmetic for the prompt, bytes for a token, calls for a small model.
 # 3. A prefix cache removes the prompt where it was there before; a compiled step removes the calls; narrow weights save
 #    bytes if they are cast inside the loop; W8A8 makes the arithmetic itself cheaper, and is lossy.
-# 4. Whether speculation pays depends on c, v, the conditional acceptance and the draft's prefill. Measure them first. An n-gram drafter
-#    has almost no c and no prefill.
+# 4. Whether speculation pays depends on c, v, the conditional acceptance and the draft's prefill. Measure them first.
+#    An n-gram drafter has almost no c and no prefill.
 # 5. After each step another part is the largest. A floor, computed from the best that the machine can do, shows when to stop.

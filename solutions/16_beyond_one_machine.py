@@ -157,9 +157,9 @@ print(f"x {list(x.shape)} → on each rank {list(inner[0].shape)} → sum {list(
 claim("Split over the ranks, the MLP computes what it computed whole.", torch.allclose(summed, whole, atol=1e-4))
 
 # %% [markdown]
-# What else would be possible? Gather after each product: then the *inner* numbers are exchanged as well. (A ring sends each
-# number of a sum twice, and each number that is gathered once; exercise 4 shows how.) Or begin by rows: then SiLU would be
-# applied to parts of a sum. That is wrong, because SiLU(a + b) is not SiLU(a) + SiLU(b).
+# What else would be possible? Gather after each product: then the *inner* numbers are exchanged as well. (A ring sends
+# each number of a sum twice, and each number that is gathered once; exercise 4 shows how.) Or begin by rows: then SiLU
+# would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not SiLU(a) + SiLU(b).
 
 # %%
 tokens, hidden, width = len(x), config.hidden_size, config.intermediate_size

@@ -377,8 +377,9 @@ check("l17.blast_apply")
 # %% [markdown]
 # ### Measure: error against parameters
 #
-# One matrix of the model: the down projection of a middle layer. BLAST is fitted by alternating least squares, and can only
-# improve on its start, an SVD of slightly lower rank. All get at most the same share of the numbers. A number counts 16 bits.
+# One matrix of the model: the down projection of a middle layer. BLAST is fitted by alternating least squares, and can
+# only improve on its start, an SVD of slightly lower rank. All get at most the same share of the numbers. A number
+# counts 16 bits.
 
 # %%
 my_blast = use("l17.blast_apply")
@@ -567,10 +568,11 @@ claim(
 claim("Exact weights help the model, too.", added["one bit, 5% exact"] < added["one bit"], of_model=True)
 
 # %% [markdown]
-# **Verdict, for both.** Fewer bits lose less than fewer directions: at equal size, one bit *of every* number keeps more than all bits of
-# a few directions. The recipe of exact weights beside coarse ones is right, and the engine has it (dense and sparse, lesson 5).
-# But four bits and a scale per group are so much closer that nothing here competes without training. One bit is for models
-# that were **trained** in one bit. In a CPU engine a sign bit must also be unpacked, and the sparse part is a second product.
+# **Verdict, for both.** Fewer bits lose less than fewer directions: at equal size, one bit *of every* number keeps more
+# than all bits of a few directions. The recipe of exact weights beside coarse ones is right, and the engine has it
+# (dense and sparse, lesson 5). But four bits and a scale per group are so much closer that nothing here competes
+# without training. One bit is for models that were **trained** in one bit. In a CPU engine a sign bit must also be
+# unpacked, and the sparse part is a second product.
 #
 # ## 5. Codes for frequent tokens
 #
@@ -658,8 +660,8 @@ claim("INT4 costs less than a fifth of that.", 5 * lost["INT4"][3] < fully[3], o
 # **Verdict.** The weighting holds, as the paper says: the error moves to rows that are not read. The codes take one to two
 # bits per number, but they do not pay here, for reasons that differ between the two kinds of models. A recommendation model may
 # have millions of rows, which are most of its bytes. Of a large language model the table
-# is a small part; of a small one it can be a quarter (the quoted one). And where it is *tied*, it is also the output layer, which multiplies by **all** rows in every step. Four or eight bits per number are the better
-# offer (lesson 5).
+# is a small part; of a small one it can be a quarter (the quoted one). And where it is *tied*, it is also the output
+# layer, which multiplies by **all** rows in every step. Four or eight bits per number are the better offer (lesson 5).
 #
 # ## 6. Gathers as a product
 #
@@ -720,10 +722,10 @@ claim("It is not faster than the fused gather.", fastest > 1, measured=True)
 claim("For single rows little of that is left.", gains[1] < gains[0] / 1.5, measured=True)
 
 # %% [markdown]
-# **Verdict.** It holds against gather and sum, and not against a fused gather: no copy is made there either, and no matrix
-# is read. And there is nothing in an engine to use it for. A language model looks up *one* row per token: a row of
-# A has a single 1, and nothing is added up. Where an engine does sum over gathered rows, in
-# attention, the factors are new for every query, and a fused kernel does gather and sum (lesson 9).
+# **Verdict.** It holds against gather and sum, and not against a fused gather: no copy is made there either, and no
+# matrix is read. And there is nothing in an engine to use it for. A language model looks up *one* row per token: a row
+# of A has a single 1, and nothing is added up. Where an engine does sum over gathered rows, in attention, the factors
+# are new for every query, and a fused kernel does gather and sum (lesson 9).
 #
 # ## Break it
 #
