@@ -62,10 +62,11 @@ print(f"texts: {len(bench.rows)} held-out files, prompts of {prompt_len} tokens;
 #
 # Write a number for each before you go on.
 #
-# 1. ThinK drops half of the channels of every old key. Of 100 bytes of the prompt's cache, how many remain?
+# 1. ThinK drops half of the channels of every old key, and leaves the last 32 tokens whole. Of 100 bytes of the
+#    prompt's cache, how many remain?
 # 2. LoRC keeps half of the numbers of keys and values. For how many of 100 tokens is the argmax still the same?
-# 3. Squeezed Attention reads a cluster only if a key at its centroid would get at least half of the weight that each key
-#    has under equal attention. Of 100 old keys, how many does it read?
+# 3. Squeezed Attention reads a cluster if the estimated weight of one of its keys is at least half of 1 / (number of
+#    keys). Of 100 old keys, how many does it read?
 
 # %%
 predict("l13.bytes", None, unit="of 100")
@@ -139,7 +140,10 @@ stored = bench.share_stored(engines["your channels"])
 reveal("l13.bytes", round(100 * stored))
 mine, engines_own = (bench.quality(found[name]).mean_kl for name in ("your channels", "the engine's think"))
 claim("Your channels give what the engine's choice gives.", abs(mine - engines_own) < 0.02 * engines_own)
-claim("Half of the channels of all keys is not half of the bytes: values stay whole.", 0.75 < stored < 0.8)
+claim(
+    "Half of the channels of the old keys is not half of the bytes: values and the newest keys stay whole.",
+    0.75 < stored < 0.8,
+)
 claim(
     "Dropping the most used channels is much worse.",
     bench.quality(found["least used"]).mean_kl > 1.5 * mine,
@@ -205,11 +209,13 @@ of_heads = restored.repeat_interleave(shape.num_heads // shape.num_kv_heads, 1)
 by_restoring = torch.einsum("hn,nhd,hid->i", weights, of_heads, out)
 by_absorbing = torch.einsum("hn,nr,hir->i", weights, coordinates, absorbed)
 print(f"numbers stored per value: {rank} instead of {shape.kv_size}")
-print(f"numbers in the output projection: {absorbed.numel():,} instead of {out.numel():,}")
+whole_rank = my_low_rank(weight, out, shape.kv_size)[1]
+print(f"numbers in the output projection: {out.numel():,}; absorbed {absorbed.numel():,}")
+print(f"(absorbed with the whole rank of {shape.kv_size}: {whole_rank.numel():,})")
 claim("Both outputs are the same.", torch.allclose(by_restoring, by_absorbing, rtol=1e-3, atol=1e-4))
 claim(
     "With a rank above head_dim, the absorbed projection is larger than the one that it replaces.",
-    my_low_rank(weight, out, shape.kv_size)[1].numel() > out.numel(),
+    whole_rank.numel() > out.numel(),
     of_model=True,  # if it has more than one KV head
 )
 
@@ -327,10 +333,18 @@ claim(
     max(errors["a scaled rotation of each pair"], errors["half of the pairs, both channels"]) < 1e-4,
 )
 claim("LoRC's projection does not.", errors["LoRC: project onto the basis"] > 0.1, of_model=True)
+masks = [
+    torch.zeros(width).index_fill(0, kept, 1).diag()
+    for queries, keys in zip(recorder.queries, recorder.keys, strict=True)
+    for kept in my_channels(queries, keys, width // 2)
+]
+commuting = sum(my_error(each, frequencies, positions) < 1e-4 for each in masks)
+print(f"ThinK's choice commutes in {commuting} of {len(masks)} KV heads (all layers)")
 
 # %% [markdown]
-# A mask of half of the channels commutes only if it keeps or drops both channels of each pair; ThinK's does in some heads
-# and not in most. That does no harm: it drops channels from keys that *already* carry RoPE. LoRC has no such choice, because
+# A mask of half of the channels commutes only if it keeps or drops both channels of each pair. The last line counts the
+# heads in which ThinK's does. Where it does not, that does no harm: ThinK drops channels from keys that *already* carry
+# RoPE. LoRC has no such choice, because
 # keys after RoPE are not low-rank (Break it, below, tries). So its layout stores coordinates of keys *before* RoPE, and
 # restores and rotates them in every step. What if one absorbs all the same, and forgets the rotation?
 
@@ -427,9 +441,9 @@ def absorb_centres(query: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
 check("l13.absorb_centres")
 
 # %% [markdown]
-# The engine's layout `commvq` reads a prompt with 2 bits per number: 8 channels share a code of one byte, and what is left
-# is coded once more. Its codebooks are trained in this cell, on half of the engine's calibration texts. Your tables must give the scores of the
-# keys that the layout restores.
+# The engine's layout `commvq` stores a prompt with 2 bits per number: 8 channels share a code of one byte, and what is
+# left is coded once more. Its codebooks are trained in this cell, on half of the engine's calibration texts. Your
+# tables must give the scores of the keys that the layout restores.
 
 # %%
 my_centres = use("l13.absorb_centres")
@@ -571,8 +585,11 @@ KeptCache(parts)
 #
 # All techniques at equal bytes. The budget is a share of what the prompt takes in float16; bytes are counted on the real
 # caches. For Squeezed Attention the budget is what a step *reads*; its threshold is calibrated on other texts. A technique
-# that has no size near a budget is missing there. Recall: a definition stands 200 tokens back, the prompt repeats its first
-# tokens, and the answer's negative log-probability per token is measured (nats; lower is better).
+# that has no size near a budget is missing there. INT4 and KIVI are made larger than in lesson 4, so that they fill
+# half: INT4 has a scale and a zero point for every 8 numbers, KIVI a long window of the newest tokens in full
+# precision. After the mean KL comes its standard error over the scored tokens. Recall: a definition stands 200 tokens
+# back, the prompt repeats its first tokens, and the answer's negative log-probability per token is measured (nats;
+# lower is better).
 
 # %%
 BUDGETS = {
@@ -593,6 +610,9 @@ for row in sorted(outcome["rows"], key=lambda row: (row["budget"] or 1, row["qua
     )
 guess = outcome["config"]["recall_without_definition"][0]["nats"]
 print(f"recall without the definition, plain cache: {guess:.2f}")
+apart = kl["squeezed 25%"] - kl["snapkv 25%"]
+error = sum(at[name]["quality"]["mean_kl_error"] ** 2 for name in ("squeezed 25%", "snapkv 25%")) ** 0.5
+print(f"squeezed 25% minus snapkv 25%: {apart:+.4f} ± {error:.4f}")
 
 # %%
 claim(
@@ -634,7 +654,7 @@ zoo_chart(outcome)
 #
 # | technique | keeps | loses |
 # |---|---|---|
-# | INT4, KIVI (lesson 4) | every number, roughly | four bits and their scales are more than a quarter of float16, so it cannot go there |
+# | INT4, and KIVI with four bits, as here (lesson 4) | every number, roughly | four bits and their scales are more than a quarter of float16, so they cannot go there |
 # | ThinK | the key channels that the last queries used | at most half of the bytes can go; later queries may need other channels |
 # | LoRC | what the weights make large | the singular values fall slowly, so a low rank loses much; keys must be restored and rotated in each step |
 # | CommVQ | the nearest centre | codebooks must be trained, per model; coding a new key costs a search |
@@ -698,7 +718,7 @@ quoted(
 # | system | what it does |
 # |---|---|
 # | DeepSeek's MLA, in vLLM and SGLang | a *trained* low rank. Exercise 3 is why it has two parts: latents without RoPE, which are absorbed in decode, and a few separate channels with RoPE |
-# | vLLM, SGLang, llama.cpp | fewer bits: FP8 caches in vLLM and SGLang, 8 and 4 bits in llama.cpp; windows for models that were trained with them |
+# | vLLM, SGLang, llama.cpp | fewer bits: FP8 caches in vLLM and SGLang, by now also 4 bits and fewer (vLLM's TurboQuant: 4 and 3; SGLang: FP4), 8 and 4 bits in llama.cpp; windows for models that were trained with them |
 # | transformers | quantised caches; token eviction by separate libraries, such as NVIDIA's kvpress |
 # | minillm | `kv_cache_config={"layout": …}` with `think`, `lorc`, `commvq`, `squeezed`, `snapkv`, `window`, `sinks`, `kivi`; measured by `minillm bench zoo` |
 #
@@ -708,9 +728,9 @@ quoted(
 # | claim | what holds here | tested where |
 # |---|---|---|
 # | ThinK saves over 20% of the memory | the bytes are right. The plain cache's prediction is not kept: the argmax changes for a part of the tokens | exercise 1, Measure |
-# | LoRC loses little at 55 to 60% | not with this model: half of the ranks are the worst of all. The chart of exercise 2 shows how much of the keys goes with them | exercise 2, Measure |
+# | LoRC loses little at 55 to 60% | not with this model: half of the ranks are the worst from a quarter of the bytes on. The chart of exercise 2 shows how much of the keys goes with them | exercise 2, Measure |
 # | CommVQ works at 2 bits | it reaches an eighth of the bytes, with a loss that twice the bits make much smaller | exercise 4, Measure |
-# | Squeezed Attention reads a third without loss | with a loss that is less than that of keeping only as many tokens, but not zero | exercise 5, Measure |
+# | Squeezed Attention reads a third without loss | not without loss. Whether it loses less than SnapKV with as many tokens: see their difference and its error, printed below the table | exercise 5, Measure |
 #
 # **Papers.** Xu et al. 2024, *ThinK*. Zhang et al. 2024, *LoRC*. Li et al. 2025, *CommVQ*. Hooper et al. 2024, *Squeezed
 # Attention*. Li et al. 2024, *SnapKV*. Liu et al. 2024, *KIVI*. DeepSeek-AI 2024, *DeepSeek-V3*.
@@ -723,6 +743,7 @@ quoted(
 # 3. For keys RoPE stands in between. Only what commutes with its rotations can be absorbed: scaled rotations of pairs.
 # 4. A codebook of such centres turns a score into a look-up. A low rank has to be restored and rotated.
 # 5. At half of the bytes, fewer bits per number lose much less than fewer ranks or fewer tokens. Below four bits there
-#    remain trained codebooks, fewer tokens, or reading less than one stores.
+#   remain two-bit integers (KIVI's own size, not built here), trained codebooks, fewer tokens, or reading less than one
+#   stores.
 #
 # **Next:** in lesson 14 keys and values are used again: from a file, over a link, at another position, after an edit.

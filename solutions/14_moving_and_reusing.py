@@ -139,8 +139,9 @@ check("l14.break_even_tokens")
 # %% [markdown]
 # Stuck? `hint("l14.break_even_tokens", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
-# First for a large model, from data sheets. What a token takes to compute is at least two operations per parameter. No
-# prefill reaches the peak, so there is a second column at 40% of it. (The 40% and the latency are assumptions.)
+# First for a large model, from data sheets. What a token takes to compute is at least two operations per parameter.
+# (The input embedding does not count: a token looks up one row of it.) No prefill reaches the peak, so there is a
+# second column at 40% of it. (The 40% and the latency are assumptions.)
 
 # %%
 my_break_even = use("l14.break_even_tokens")
@@ -817,8 +818,8 @@ store_folder.cleanup()
 #
 # ## Recap
 #
-# 1. Loading pays above a bandwidth of KV bytes per token over seconds per token, and beyond the latency's worth of
-#    tokens.
+# 1. Loading pays above a bandwidth of KV bytes per token over seconds per token, from latency / (compute time − load
+#    time of a token) tokens on.
 # 2. A link and a processor can work at the same time: recompute so many tokens that both end together, if activations
 #    are smaller than keys and values. With grouped heads they are not.
 # 3. A rotation moves keys to another position, exactly. What a token attended to it does not change.

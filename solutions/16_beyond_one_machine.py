@@ -39,7 +39,7 @@ from minillm.teaching import check, claim, hint, predict, quoted, reveal, use
 from minillm.teaching.workshop import l16_replicas as replicas
 from minillm.teaching.workshop.l12_costs import H100, LLAMA_8B
 from minillm.teaching.workshop.l16_cluster import Cluster, Link, one_shot_seconds
-from minillm.teaching.workshop.l16_wire import latency_and_bandwidth, measured_seconds
+from minillm.teaching.workshop.l16_wire import free_processors, latency_and_bandwidth, measured_seconds
 from minillm.trace import StepFinished, Trace
 from minillm.viz import CachePagesView, LiveView, SplitLayer, TimelineView, show
 from minillm.viz.charts import Axis, LineChart, Series
@@ -90,7 +90,7 @@ def column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, r
 
     x:      [tokens, in], the same on every rank
     weight: [out, in], bias: [out], both whole; out is a multiple of size
-    Returns [tokens, out / size].
+    Returns [tokens, out / size]. The outputs of other ranks are not computed.
 
     Example: x [[1, 1]], weight [[1, 2], [3, 4]], bias [10, 20], two ranks: rank 0 returns [[13]], rank 1 [[27]].
     """
@@ -119,7 +119,7 @@ def row_parallel(parts: list[torch.Tensor], weight: torch.Tensor, bias: torch.Te
 
     parts:  one tensor per rank, each [tokens, in / number of ranks]
     weight: [out, in], bias: [out], both whole
-    Compute what each rank computes from its part, then add. The bias belongs into the sum once.
+    Compute what each rank computes from its part, one product for each, then add. The bias belongs into the sum once.
 
     Example: parts [[[1]], [[2]]], weight [[3, 5]], bias [100]: rank 0 has 1 · 3, rank 1 has 2 · 5, the result is [[113]].
     """
@@ -157,8 +157,9 @@ print(f"x {list(x.shape)} → on each rank {list(inner[0].shape)} → sum {list(
 claim("Split over the ranks, the MLP computes what it computed whole.", torch.allclose(summed, whole, atol=1e-4))
 
 # %% [markdown]
-# What else would be possible? Gather after each product: then the *inner* numbers are exchanged as well. Or begin by
-# rows: then SiLU would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not SiLU(a) + SiLU(b).
+# What else would be possible? Gather after each product: then the *inner* numbers are exchanged as well. (A ring sends
+# each number of a sum twice, and each number that is gathered once; exercise 4 shows how.) Or begin by rows: then SiLU
+# would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not SiLU(a) + SiLU(b).
 
 # %%
 tokens, hidden, width = len(x), config.hidden_size, config.intermediate_size
@@ -166,11 +167,9 @@ pieces = [part @ piece.T for part, piece in zip(x.chunk(SIZE, 1), gate.chunk(SIZ
 early = sum(torch.nn.functional.silu(piece) for piece in pieces)
 late = torch.nn.functional.silu(sum(pieces))
 print(f"columns, then rows:    1 sum of {hidden} numbers per token")
-print(
-    f"gather every product:  {2 * width + hidden} numbers per token, {(2 * width + hidden) / hidden:.1f} times as many"
-)
+print(f"gather every product:  {2 * width + hidden} numbers per token, gathered")
+print(f"so gathering sends {(2 * width + hidden) / (2 * hidden):.1f} times as much")
 claim("SiLU of a sum is not the sum of SiLUs.", not torch.allclose(early, late, atol=1e-2))
-claim("Exchanging only at the end moves less.", hidden < 2 * width + hidden)
 
 # %% [markdown]
 # ### Exercise 3: whose heads
@@ -252,7 +251,7 @@ steps = sum(isinstance(event, StepFinished) for event in trace)
 per_step = traffic.num_all_reduces / steps
 print(f"{steps} steps, {traffic.num_all_reduces} all-reduces, {traffic.num_all_gathers} all-gathers")
 print(f"per step: {per_step:g} all-reduces = 2 · {config.num_layers} layers + 1 for the embedding")
-reveal("l16.sums", 2)
+reveal("l16.sums", (per_step - 1) / config.num_layers)
 claim("Two processes write the tokens of one.", on_both == alone)
 claim("Two all-reduces per layer, and one for the embedding.", per_step == 2 * config.num_layers + 1)
 claim("One all-gather per step, for the logits.", traffic.num_all_gathers == steps)
@@ -348,6 +347,7 @@ def median_ms(seconds: list[float]) -> float:
 
 
 decode, waiting = {}, {}
+print(f"{free_processors():.1f} processors are free, for {SIZE} processes")
 for batch in (1, 8):
     decode[batch, 1] = median_ms(decode_seconds(llm, batch))
     traffic.clear()
@@ -355,7 +355,7 @@ for batch in (1, 8):
     decode[batch, SIZE] = median_ms(of_split)
     waiting[batch] = traffic.seconds / sum(of_split)
     print(
-        f"{batch} requests: one process {decode[batch, 1]:6.1f} ms a step, {SIZE} processes {decode[batch, SIZE]:6.1f} ms,"
+        f"{batch} request{' ' if batch == 1 else 's'}: one process {decode[batch, 1]:6.1f} ms a step, {SIZE} processes {decode[batch, SIZE]:6.1f} ms,"
         f" of which waiting {waiting[batch]:.0%}"
     )
 reveal("l16.waiting", round(100 * waiting[1]))
@@ -374,8 +374,8 @@ del split, traffic
 # Here splitting **does not pay**. Two processes share the memory and the caches of one machine, so the weights are not
 # read any faster than by one process with two threads, and a small model has little to compute between two sums. Your
 # formula has only the link in it. The rest of the waiting is for the other process: it was slower this time, or, where
-# fewer processors are free than there are processes, it was not running at all. A sum is as late as the latest rank. It
-# pays where each rank brings its *own* memory and processor, and where the links are fast: on GPUs.
+# fewer processors are free than there are processes, it was not running at all. A sum is as late as the latest rank.
+# Splitting pays where each rank brings its *own* memory and processor, and where the links are fast: on GPUs.
 #
 # ### A split model on GPUs, modelled
 #
@@ -589,7 +589,8 @@ claim(
 #
 # ### Your script on vLLM
 #
-# The options of this course are vLLM's. So this script runs on both, and only the name of the module differs. If vLLM is
+# The options of this course are vLLM's. So this script runs on both, and only the name of the module differs. (`model`,
+# `prompts` and `watch` are set before: `watch` is `LLM.trace` here, and `minillm.trace.of_vllm` for vLLM.) If vLLM is
 # installed here, it runs now. Otherwise you see a **recorded run** of vLLM 0.32 on a CPU: other prompts, and a version of
 # the bundled model that may be older than yours. What vLLM's scheduler did was turned into this project's events
 # (`minillm.trace.of_vllm`), so the pictures of lessons 0, 6 and 7 draw it.
@@ -636,7 +637,12 @@ TimelineView(theirs)
 kinds = {type(event).__name__ for event in ours}, {type(event).__name__ for event in theirs}
 print("events of both:", ", ".join(sorted(kinds[0] & kinds[1])))
 claim(
-    "Both traces start, run steps and finish with the same kinds of events.", "TokensCommitted" in kinds[0] & kinds[1]
+    "In both traces engines start, requests are added, run in steps, get tokens and finish, with the same kinds of events.",
+    kinds[0] & kinds[1]
+    >= {
+        *("EngineStarted", "RequestAdded", "StepStarted", "StepRan", "TokensCommitted"),
+        *("StepFinished", "RequestFinished"),
+    },
 )
 
 # %% [markdown]

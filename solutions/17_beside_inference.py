@@ -96,8 +96,9 @@ def tiled_lse(x: torch.Tensor, y: torch.Tensor, temperature: float, tile: int) -
     """Return log Σ_j exp(x_i · y_j / temperature) for each row of x: [n].
 
     x: [n, d]; y: [m, d]
-    Go through y in tiles of `tile` rows; the last may be shorter. No tensor with more than n · (tile + 1) numbers may be
-    made (except views of x and y), and no exponential may overflow.
+    Go through y in tiles of `tile` rows; the last may be shorter. No exponential may overflow. Make no tensor that is
+    larger than the largest of these: n · (tile + 1) numbers, x, a tile of y, one number for each row of x and each tile.
+    (Views of x and y may be larger.)
 
     Example: x [[1]], y [[2], [2]], temperature 1, tile 1: the tiles have 2 and 2, together 2 + log 2 = 2.693.
     """
@@ -376,8 +377,9 @@ check("l17.blast_apply")
 # %% [markdown]
 # ### Measure: error against parameters
 #
-# One matrix of the model: the down projection of a middle layer. BLAST is fitted by alternating least squares from the
-# SVD, so it can only improve on that. All get at most the same share of the numbers. A number counts 16 bits.
+# One matrix of the model: the down projection of a middle layer. BLAST is fitted by alternating least squares, and can
+# only improve on its start, an SVD of slightly lower rank. All get at most the same share of the numbers. A number
+# counts 16 bits.
 
 # %%
 my_blast = use("l17.blast_apply")
@@ -566,10 +568,11 @@ claim(
 claim("Exact weights help the model, too.", added["one bit, 5% exact"] < added["one bit"], of_model=True)
 
 # %% [markdown]
-# **Verdict, for both.** Bits go further than directions: at equal size, one bit *of every* number keeps more than all bits of
-# a few directions. The recipe of exact weights beside coarse ones is right, and the engine has it (dense and sparse, lesson 5).
-# But four bits and a scale per group are so much closer that nothing here competes without training. One bit is for models
-# that were **trained** in one bit. In a CPU engine a sign bit must also be unpacked, and the sparse part is a second product.
+# **Verdict, for both.** Fewer bits lose less than fewer directions: at equal size, one bit *of every* number keeps more
+# than all bits of a few directions. The recipe of exact weights beside coarse ones is right, and the engine has it
+# (dense and sparse, lesson 5). But four bits and a scale per group are so much closer that nothing here competes
+# without training. One bit is for models that were **trained** in one bit. In a CPU engine a sign bit must also be
+# unpacked, and the sparse part is a second product.
 #
 # ## 5. Codes for frequent tokens
 #
@@ -640,6 +643,7 @@ for name, (size, near) in tables.items():
     lost[name] = over_read, over_all, *added_by
     print(f"{name:18}{size:6.2f}{over_read:20.1%}{over_all:13.1%}{added_by[0]:+16.3f}{added_by[1]:+15.3f}")
 share = embeddings.numel() / model.num_parameters
+quoted("Qwen2.5-0.5B: a table of 151,936 rows of 896 numbers, of 494 million in all", "its config.json and model card")
 print(
     f"the table is {share:.0%} of the model's parameters, and {'is' if config.tie_word_embeddings else 'is not'} the output layer, too"
 )
@@ -656,10 +660,8 @@ claim("INT4 costs less than a fifth of that.", 5 * lost["INT4"][3] < fully[3], o
 # **Verdict.** The weighting holds, as the paper says: the error moves to rows that are not read. The codes take one to two
 # bits per number, but they do not pay here, for reasons that differ between the two kinds of models. A recommendation model may
 # have millions of rows, which are most of its bytes. Of a large language model the table
-# is a small part; of a small one it can be a quarter (Qwen2.5-0.5B: 151,936 rows of 896, of 494 million numbers). And where
-# it is *tied*,
-# it is also the output layer, which multiplies by **all** rows in every step. Four or eight bits per number are the better
-# offer (lesson 5).
+# is a small part; of a small one it can be a quarter (the quoted one). And where it is *tied*, it is also the output
+# layer, which multiplies by **all** rows in every step. Four or eight bits per number are the better offer (lesson 5).
 #
 # ## 6. Gathers as a product
 #
@@ -669,9 +671,12 @@ claim("INT4 costs less than a fifth of that.", 5 * lost["INT4"][3] < fully[3], o
 #
 # $$\text{head} + \text{relation} - \text{tail of all triples} \;=\; A\,E$$
 #
-# Nothing is copied first: each row of E is read where it is, and added to the result.
+# Nothing is copied first: each row of E is read where it is, and added to the result. A library may also have a **fused
+# gather**, which does just that without a matrix: PyTorch's is `embedding_bag`.
 
 # %%
+from torch.nn.functional import embedding_bag
+
 triples = torch.randint(len(embeddings), (2000, 3), generator=torch.Generator().manual_seed(0))
 signs = torch.tensor([1.0, 1.0, -1.0])
 matrix = incidence(triples, signs, len(embeddings))
@@ -679,10 +684,19 @@ with LargestTensor() as gathering:
     gathered = by_gather(embeddings, triples, signs)
 with LargestTensor() as multiplying:
     multiplied = by_product(embeddings, matrix)
+factors = signs.expand(len(triples), -1).contiguous()
+with LargestTensor() as fusing:
+    fused = embedding_bag(triples, embeddings, mode="sum", per_sample_weights=factors)
 print(f"A: {list(matrix.shape)}, {len(matrix.values()):,} entries; a small part of it:")
 print(incidence(torch.tensor([[0, 2, 3], [1, 4, 0]]), signs, 5).to_dense())
-print(f"largest tensor: {gathering.numbers:,} numbers by gathering, {multiplying.numbers:,} by the product")
-claim("Both are the same.", torch.allclose(gathered, multiplied, atol=1e-4))
+print(
+    f"largest tensor: {gathering.numbers:,} numbers by gathering, {multiplying.numbers:,} by the product, "
+    f"{fusing.numbers:,} by the fused gather"
+)
+claim(
+    "All three are the same.",
+    torch.allclose(gathered, multiplied, atol=1e-4) and torch.allclose(gathered, fused, atol=1e-4),
+)
 claim("Gathering makes a copy three times as large as the result.", gathering.numbers == 3 * multiplying.numbers)
 
 # %% tags=["nbval-ignore-output"]
@@ -691,6 +705,9 @@ as_matrix = incidence(singles, signs[:1], len(embeddings))
 taken = {
     "triples, gathered": seconds(lambda: by_gather(embeddings, triples, signs)),
     "triples, product": seconds(lambda: by_product(embeddings, matrix)),
+    "triples, fused gather": seconds(
+        lambda: embedding_bag(triples, embeddings, mode="sum", per_sample_weights=factors)
+    ),
     "single rows, gathered": seconds(lambda: embeddings[singles[:, 0]]),
     "single rows, product": seconds(lambda: by_product(embeddings, as_matrix)),
 }
@@ -698,13 +715,17 @@ for name, time in taken.items():
     print(f"{name:24} {1e3 * time:7.2f} ms")
 gains = [taken[f"{what}, gathered"] / taken[f"{what}, product"] for what in ("triples", "single rows")]
 print(f"the product is {gains[0]:.1f} times as fast for triples, {gains[1]:.1f} times for single rows")
-claim("For triples the product is faster.", gains[0] > 1.2, measured=True)
+fastest = taken["triples, product"] / taken["triples, fused gather"]
+print(f"the fused gather is {fastest:.1f} times as fast as the product")
+claim("For triples the product is faster than gather and sum.", gains[0] > 1.2, measured=True)
+claim("It is not faster than the fused gather.", fastest > 1, measured=True)
 claim("For single rows little of that is left.", gains[1] < gains[0] / 1.5, measured=True)
 
 # %% [markdown]
-# **Verdict.** It holds, and there is nothing in an engine to use it for. A language model looks up *one* row per token: a row of
-# A has a single 1, and nothing is added up. Where an engine does sum over gathered rows, in
-# attention, the factors are new for every query, and a fused kernel does gather and sum (lesson 9).
+# **Verdict.** It holds against gather and sum, and not against a fused gather: no copy is made there either, and no
+# matrix is read. And there is nothing in an engine to use it for. A language model looks up *one* row per token: a row
+# of A has a single 1, and nothing is added up. Where an engine does sum over gathered rows, in attention, the factors
+# are new for every query, and a fused kernel does gather and sum (lesson 9).
 #
 # ## Break it
 #
@@ -729,8 +750,7 @@ claim("With one chunk the gradients are the same, too.", found[CHUNK] < 1e-4)
 claim("With four they are not.", found[4 * CHUNK] > 0.05, of_model=True)
 
 # %% [markdown]
-# Only the gradients of a text with several chunks show it. The loss even falls in training, just less than it could: tokens
-# never learn to be useful to those a chunk later.
+# Only the gradients of a text with several chunks show it: tokens never learn to be useful to those a chunk later.
 #
 # ## In the field
 
@@ -764,7 +784,7 @@ quoted(
 # | Monarch | no better than an SVD on these matrices | the same |
 # | BiMaCoSR | exact weights help; far behind INT4 | its sparse part, yes: dense and sparse. One bit only for models trained with it |
 # | MEC | weighting by frequency helps what is read; the table is too small a part of the model | no |
-# | SparseTransX | faster and smaller for sums of rows | no: an engine looks up single rows |
+# | SparseTransX | faster and smaller than gather and sum, but not faster than a fused gather | no: an engine looks up single rows |
 #
 # | system | what of this it has |
 # |---|---|
@@ -782,7 +802,8 @@ quoted(
 # ## Recap
 #
 # 1. A log-sum-exp merges from tiles: no matrix of similarities or logits need exist, in a loss as in attention.
-# 2. Recompute a chunk, and bring what later chunks sent to its keys and values: equal gradients, activations of one chunk.
+# 2. Recompute a chunk, and add the gradients that later chunks computed for its keys and values: equal gradients,
+#    activations of one chunk.
 # 3. Trained matrices use all directions. A low rank, in blocks or not, loses much; fewer bits lose little.
 # 4. Weights by frequency move the error to where it is not read. Whether that pays depends on how much of the model is table.
 # 5. Ask of every idea: is there such a step in *my* system, what share of the bytes or the time is it, and what is the best

@@ -21,7 +21,7 @@ from minillm.ops.cpu.panels import pack
 from minillm.ops.cpu.simd import LANES
 from minillm.outputs import RequestOutput
 from minillm.sampling import SamplingParams
-from minillm.teaching.drives.l08_launch import interpreting
+from minillm.teaching.drives.triton_kernels import interpreting
 from minillm.trace import Event, StepRan
 
 Marks = list[tuple[float, str]]

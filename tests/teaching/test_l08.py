@@ -21,7 +21,9 @@ from minillm.ops.kv_quant import dequantize_symmetric, quantize_symmetric
 from minillm.ops.rms_norm import rms_norm
 from minillm.teaching.check_function import check_function
 from minillm.teaching.drives import l08_launch as launching
-from minillm.teaching.drives.l08_launch import Fence, KernelError, LazyKernel, interpreting, resolve, unmasked_loads
+from minillm.teaching.drives.kernel_source import loads_without_other, unmasked_loads
+from minillm.teaching.drives.l08_launch import Fence, LazyKernel, resolve
+from minillm.teaching.drives.triton_kernels import KernelError, interpreting
 from minillm.teaching.exercises.l08_triton_kernels import (
     EXERCISES,
     lanes,
@@ -163,6 +165,56 @@ def test_another_right_way_passes():
     assert result.passed, str(result)
 
 
+def test_a_product_with_a_condition_keeps_a_load_inside():
+    body = """
+        row = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        inside = column < columns
+        x = tl.load(x_ptr + row * columns + column * inside)
+        x = tl.where(inside, x, -float("inf"))
+        e = tl.exp(x - tl.max(x, 0))
+        tl.store(out_ptr + row * columns + column, e / tl.sum(e, 0), mask=inside)
+    """
+    result = check_function("l08.softmax_kernel", kernel_of(HEAD + textwrap.indent(textwrap.dedent(body), "    ")))
+    assert result.passed, str(result)
+
+
+def test_masked_lanes_without_other_are_undefined_but_may_be_ignored():
+    """The interpreter loads 0 there, which is right for a sum of squares, and wrong on a GPU."""
+    right = "x = tl.where(inside, x, 0.0)"
+    body = """
+        row, column = tl.program_id(0), tl.arange(0, BLOCK)
+        inside = column < columns
+        x = tl.load(x_ptr + row * columns + column, mask=inside).to(tl.float32)
+        x = tl.where(inside, x, 0.0)
+        weight = tl.load(weight_ptr + column, inside).to(tl.float32)
+        mean = tl.sum(x * x, 0) / columns
+        tl.store(out_ptr + row * columns + column, x / tl.sqrt(mean + eps) * weight, mask=inside)
+    """
+    head = "@triton.jit\ndef rms_norm_kernel(x_ptr, weight_ptr, out_ptr, columns, eps, BLOCK: tl.constexpr):\n"
+    source = head + textwrap.indent(textwrap.dedent(body), "    ")
+    assert check_function("l08.rms_norm_kernel", kernel_of(source)).passed
+    report = str(check_function("l08.rms_norm_kernel", kernel_of(source.replace(right, "pass"))))
+    assert "depends on masked lanes of `tl.load(x_ptr + row * columns + column, mask=inside)`" in report
+
+
+@pytest.mark.parametrize(
+    ("load", "count"),
+    [
+        ("tl.load(p + c, mask=c < n)", 1),
+        ("tl.load(p + c, c < n)", 1),
+        ("tl.load(p + c, mask=c < n, other=0.0)", 0),
+        ("tl.load(p + c, c < n, 0.0)", 0),
+        ("tl.load(p + c, mask=c < n, other=None)", 1),
+        ("tl.load(p + c)", 0),
+        ("tl.load(p + c, mask=None)", 0),
+    ],
+)
+def test_loads_without_other_are_found_in_the_source(load: str, count: int):
+    tree = ast.parse(f"def kernel(p, n):\n    x = {load}\n").body[0]
+    assert len(loads_without_other(tree)) == count
+
+
 @pytest.mark.parametrize(
     ("line", "count"),
     [
@@ -171,6 +223,9 @@ def test_another_right_way_passes():
         ("x = tl.load(p + c, c < n)", 0),
         ("x = tl.load(p + row)", 0),
         ("x = tl.load(p + c % n)", 0),
+        ("x = tl.load(p + c * (c < n))", 0),
+        ("on = (c < n) & (c > 1)\n    x = tl.load(p + on * c)", 0),
+        ("on = c < n\n    x = tl.load(p + on + c)", 1),
         ("x = tl.load(p + tl.load(q + row))", 0),
         ("at = p + row * n\n    at += c\n    x = tl.load(at)", 1),
         ("if n:\n        x = tl.load(p + c)", 1),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,13 @@ from minillm.ops.dispatch import has_triton
 from minillm.ops.paged_attention import paged_attention
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.check_function import check_function
-from minillm.teaching.drives.l09_launch import DEVICE, KernelByName, KernelError, launch
+from minillm.teaching.drives.l09_launch import DEVICE, KernelByName, launch, resolve
+from minillm.teaching.drives.triton_kernels import KernelError
 from minillm.teaching.exercise import Case
 from minillm.teaching.exercises.l09_paged_attention import EXERCISES, merge
 from minillm.teaching.result import Status
+from minillm.teaching.variants.draw import Draw
+from minillm.teaching.variants.l06_to_l09 import MAKERS
 from tests.ops.triton.steps import Step, step
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +157,44 @@ def test_a_function_without_the_decorator_is_told_so():
 
 
 @needs_triton
+def test_a_kernel_whose_stub_is_a_comment_is_no_stub():
+    change = (
+        "    row = tl.program_id(0)\n",
+        '    # raise NotImplementedError("write it here")\n    row = tl.program_id(0)\n',
+    )
+    assert check_function("l09.merge_kernel", KernelByName("merge_kernel", change)).passed
+
+
+def test_a_compiled_kernel_is_not_taken_for_a_planted_one():
+    """Triton's `JITFunction` has an attribute `kernel`, which is None."""
+    compiled = SimpleNamespace(fn=lambda: None, kernel=None)
+    assert resolve(compiled) is compiled
+
+
+@needs_triton
+def test_a_stub_below_the_given_lines_is_not_done_yet():
+    loop = "for first in range(begin, end, BLOCK_SIZE):"
+    stub = KernelByName("split_kernel", (loop, f'raise NotImplementedError("write it here")\n    {loop}'))
+    assert check_function("l09.split_kernel", stub).status is Status.NOT_DONE
+
+
+@needs_triton
+def test_masked_lanes_that_reach_no_result_need_no_other():
+    changes = "tl.load(k_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(k_ptr + at, mask=exists[:, None])"
+    assert check_function("l09.decode_kernel", KernelByName("decode_kernel", changes)).passed
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_hidden_cases_have_requests_of_more_than_two_blocks(number: int):
+    """Kernels passed once that read only two blocks."""
+    for name in ("l09.decode_kernel", "l09.split_kernel", "l09.int8_kernel"):
+        draw = Draw(b"secret", "student", name, number)
+        pools = 5 if name == "l09.int8_kernel" else 3
+        tables, lengths, size = MAKERS[name](draw).args[pools : pools + 3]
+        assert max(lengths) > 2 * size and max(lengths) <= tables.shape[1] * size
+
+
+@needs_triton
 def test_kernels_are_launched_with_a_grid():
     with pytest.raises(KernelError, match=r"merge_kernel\[grid\]"):
         KERNELS["merge_kernel"]()
@@ -186,6 +228,8 @@ import torch, triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from minillm.teaching.drives.triton_kernels import changed_kernel
+from minillm.teaching.drives.undefined_lanes import with_undefined_lanes
 from minillm.teaching.exercises import _l09_kernels as kernels
 from tests.ops.triton.compile_only import compile_instead
 
@@ -206,6 +250,13 @@ for architecture in (75, 90):
     kernels.split_kernel[(2, 2, 4)](q, pool, pool, table, lengths, part, lse, 2, 0.35, **sizes, SPLITS=4)
     kernels.merge_kernel[(12,)](part, lse, q, DIM=8, SPLITS=4)
     kernels.int8_kernel[(2, 2)](q, codes, scales, codes, scales, table, lengths, q, 2, 0.35, **sizes)
+    torch.cuda.is_available = lambda: True  # so that nothing is interpreted
+    without = ("other=0.0)", "other=None)")
+    int8 = changed_kernel(kernels.int8_kernel, [without, ("other=0)", "other=None)")], vars(kernels))
+    for load, variant in with_undefined_lanes(int8):
+        triton.JITFunction.run = compile_instead(target, set())  # which compiles each name once
+        variant[(2, 2)](q, codes, scales, codes, scales, table, lengths, q, 2, 0.35, **sizes)
+        print("undefined", load)
     for rows in (1, 4, 16):
         kinds = dict(a_ptr="*fp16", b_ptr="*fp16", c_ptr="*fp32", M="constexpr", N="constexpr", K="constexpr")
         made = triton.compile(ASTSource(dot_kernel, kinds, dict(M=rows, N=32, K=32)), target=target)
@@ -224,6 +275,8 @@ def test_the_kernels_compile_and_tl_dot_is_what_the_lesson_says(tmp_path: Path):
         pytest.skip("this Triton has no compiler for NVIDIA GPUs")
     assert made.returncode == 0, made.stderr[-2000:]
     for name in KERNELS:
-        assert name == "merge" or made.stdout.count(f" {name} ") == 2, (name, made.stdout)
+        times = 2 + 8 * (name == "int8_kernel")  # for two GPUs; with other masked lanes of each of its four loads
+        assert name == "merge" or made.stdout.count(f" {name} ") == times, (name, made.stdout)
+    assert made.stdout.count("undefined tl.load") == 8
     for rows in (1, 4, 16):
         assert f"dot 75 {rows} registers" in made.stdout and f"dot 90 {rows} mma" in made.stdout

@@ -24,6 +24,7 @@ from minillm.teaching.workshop.l10_engine import (
 )
 from minillm.teaching.workshop.l10_loop import Loop, pick
 from minillm.teaching.workshop.l10_words import DRAFT, TARGET, WORDS, enumerate_round, role, target_joint
+from minillm.trace import DraftProposed, TokensCommitted
 from tests.conftest import TinyPair
 
 PROMPT = "def add(a, b):"
@@ -126,6 +127,37 @@ def test_drafts_that_travel_as_text_are_compared_with_the_text_before_them(tiny:
     assert (trip.example is None) == (trip.changed == 0)
     if trip.example:
         assert trip.example[0] != trip.example[1]
+
+
+class CutWords:
+    """A tokenizer of the letters a and b that cuts "ab" as one token (3); 9 is special, and a decoded text hides it."""
+
+    special_ids = frozenset({9})
+
+    def encode(self, text: str) -> list[int]:
+        return [{"A": 3, "a": 1, "b": 2}[letter] for letter in text.replace("ab", "A")]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join({1: "a", 2: "b", 3: "ab", 9: ""}[token] for token in ids)
+
+    def token_text(self, token: int) -> str:
+        return self.decode([token])
+
+
+def test_a_round_is_changed_by_its_own_drafts_only_and_not_counted_with_special_tokens():
+    def committed(*tokens: int) -> TokensCommitted:
+        return TokensCommitted("r", [*tokens], [], [], 2, 1, 0)
+
+    events = [
+        DraftProposed("r", [2, 2], []),  # the text "bb" comes back as it was
+        committed(1, 2),  # as text these two are one token, which is not the drafts' fault
+        DraftProposed("r", [2, 1], []),
+        DraftProposed("r", [1, 2], []),  # comes back as token 3
+        committed(9),
+        DraftProposed("r", [2, 2], []),  # the text has a special token
+    ]
+    trip = through_text(events, CutWords(), ["b"])
+    assert (trip.num_rounds, trip.changed, trip.example) == (3, 1, (["a", "b", "a", "b"], ["ab", "ab"]))
 
 
 # --- the world of three words ---------------------------------------------------------------------------------------

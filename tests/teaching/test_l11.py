@@ -147,6 +147,10 @@ def test_a_run_leaves_the_engine_as_it_was_and_its_counts_agree(engine: LLM):
     assert plain.tokens_per_forward == 1 and plain.share_with_drafts == 0
     assert [step.drafts for step in plain.steps] == [0] * 8 and [s.requests for s in plain.steps] == [2] * 8
     assert sum(len(event.token_ids) for event in found.decoded) == 16
+    assert [len(found.rounds_with(n)) for n in range(4)] == [
+        sum(event.num_drafts == n for event in found.decoded) for n in range(4)
+    ]
+    assert len(found.rounds_with(3)) < len(found.decoded), "the last round of a request is cut short"
     assert found.share_with_drafts > 0.5 and found.acceptance.drafted == sum(step.drafts for step in found.steps)
 
 

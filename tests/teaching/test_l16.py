@@ -116,6 +116,12 @@ def test_an_all_reduce_between_two_processes_is_timed_by_size() -> None:
     assert latency == 1e-4 and bandwidth == pytest.approx(200 / 2e-3)
 
 
+def test_free_processors_are_those_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(l16_wire.psutil, "cpu_percent", lambda seconds, percpu: [100.0, 50.0, 0.0])
+    monkeypatch.setattr(l16_wire.os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    assert l16_wire.free_processors() == 0.5
+
+
 @pytest.fixture(scope="module")
 def engines(tiny: TinyPair) -> list[LLM]:
     return [LLM(str(tiny.target), block_size=4, num_kv_blocks=24, enforce_eager=True, device="cpu") for _ in range(2)]
@@ -167,6 +173,37 @@ def test_a_step_of_a_cluster_reads_or_computes_and_then_exchanges() -> None:
     assert cluster.tokens_per_second(4, 1) == 2.0
     assert one_shot_seconds(9.0, 1, 1.0, 1.0) == 0.0
     assert cluster.cache_tokens(1) == (4 * 4000 - 4 * 2000) / 5 and cluster.cache_tokens(4) == (16000 - 2000) / 5
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda x, w, b, rank, size: torch.nn.functional.linear(x, w.chunk(size)[rank], b.chunk(size)[rank]),
+        lambda x, w, b, rank, size: torch.einsum("ti,oi->to", x, w.chunk(size)[rank]) + b.chunk(size)[rank],
+        lambda x, w, b, rank, size: torch.addmm(b.chunk(size)[rank], x, w.T.contiguous().chunk(size, 1)[rank]),
+    ],
+)
+def test_other_split_products_pass(answer) -> None:
+    assert check_function("l16.column_parallel", answer).passed
+
+
+@pytest.mark.parametrize(
+    ("answer", "passes"),
+    [
+        (
+            lambda parts, w, b: (
+                torch.stack([p @ c.T for p, c in zip(parts, w.split(parts[0].shape[1], 1), strict=True)]).sum(0) + b
+            ),
+            1,
+        ),
+        (lambda parts, w, b: (torch.stack(parts) @ w.unflatten(1, (len(parts), -1)).permute(1, 2, 0)).sum(0) + b, 1),
+        (lambda parts, w, b: torch.nn.functional.linear(torch.cat(parts, 1), w, b), 0),
+        (lambda parts, w, b: torch.einsum("ti,oi->to", torch.cat(parts, 1), w) + b, 0),
+        (lambda parts, w, b: torch.addmm(b, torch.cat(parts, 1), w.T), 0),
+    ],
+)
+def test_products_of_all_inputs_are_not_split(answer, passes: int) -> None:
+    assert check_function("l16.row_parallel", answer).passed == bool(passes)
 
 
 @pytest.mark.parametrize("name", list(broken.MISTAKES))

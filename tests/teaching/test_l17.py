@@ -85,6 +85,27 @@ def test_what_is_too_large_is_seen() -> None:
     torch.testing.assert_close(right["log-sum-exp"], whole["log-sum-exp"])
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x, y, temperature, tile, i: (x / temperature) @ y[i : i + tile].T,
+        lambda x, y, temperature, tile, i: x @ (y[i : i + tile] / temperature).T,
+        lambda x, y, temperature, tile, i: (
+            torch.einsum("nd,md->nm", x, y.narrow(0, i, min(tile, len(y) - i))) / temperature
+        ),
+    ],
+)
+def test_other_ways_through_tiles_pass(part) -> None:
+    def stacked(x: Tensor, y: Tensor, temperature: float, tile: int) -> Tensor:
+        sums = [part(x, y, temperature, tile, i).logsumexp(1) for i in range(0, len(y), tile)]
+        total = sums[0]
+        for one in sums[1:]:
+            total = torch.logaddexp(total, one)
+        return total
+
+    assert check_function("l17.tiled_lse", stacked).passed
+
+
 def test_gradients_of_a_tiny_text_in_chunks_are_those_at_once_and_graphs_are_counted() -> None:
     tokens, weight = numbers(12, 3), numbers(3, 3, seed=1)
     parts = drive.gradients(backward_in_chunks, tokens, weight, [(0, 4), (4, 8), (8, 12)])
@@ -155,6 +176,11 @@ def test_int4_is_smaller_and_coarser_than_int8() -> None:
     [
         ("tiled_lse", lambda x, y, temperature, tile: x, "one number for each"),
         ("tiled_lse", lambda x, y, temperature, tile: (x @ y.T / temperature).logsumexp(1), "whole matrix"),
+        (
+            "tiled_lse",
+            lambda x, y, temperature, tile: (x[:, None] * y / temperature).sum(2).logsumexp(1),
+            "as large as all of y",
+        ),
         ("backward_in_chunks", lambda run, chunks, kept: torch.zeros_like(kept), "no gradient has arrived"),
         ("backward_in_chunks", lambda run, chunks, kept: 3, "return what was sent"),
         ("blast_apply", lambda x, u, s, v: x[:, :1], "a row of all outputs"),

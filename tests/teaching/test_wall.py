@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from minillm.teaching.drives.wall import check_against_walls, has_walls, stopped_by, walled
+from minillm.teaching.drives.wall import check_against_walls, check_between_walls, has_walls, stopped_by, walled
 from minillm.teaching.fence import OutOfBoundsError
 
 pytestmark = pytest.mark.skipif(not has_walls(), reason="no memory protection here, or the kernels run on a GPU")
@@ -27,6 +27,23 @@ def test_a_walled_copy_holds_the_same_numbers_and_ends_at_the_wall(dtype: torch.
     assert torch.equal(copy, x) and copy.dtype is dtype
     assert stopped_by(lambda: touch(copy, x.nbytes - 1)) == ""
     assert stopped_by(lambda: touch(copy, x.nbytes)) == "SIGSEGV"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_walled_copy_may_begin_at_the_wall(dtype: torch.dtype):
+    x = torch.arange(6).view(2, 3).to(dtype)
+    copy = walled(x, in_front=True)
+    assert torch.equal(copy, x)
+    assert stopped_by(lambda: touch(copy, 0)) == "" and stopped_by(lambda: touch(copy, x.nbytes)) == ""
+    assert stopped_by(lambda: touch(copy, -1)) == "SIGSEGV"
+
+
+@pytest.mark.parametrize(("byte", "where"), [(20, "beyond the end"), (-1, "before the beginning")])
+def test_both_ends_of_an_array_are_guarded(byte: int, where: str):
+    x = torch.zeros(5)
+    with pytest.raises(OutOfBoundsError, match=f"{where} of an array"):
+        check_between_walls(lambda wall: [wall(x)], lambda copies: touch(copies[0], byte))
+    check_between_walls(lambda wall: [wall(x)], lambda copies: touch(copies[0], 19))
 
 
 def test_touching_the_wall_is_an_error_and_staying_inside_is_none():

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.teaching.drives.l08_launch import KernelError, changed_kernel, interpreting, kernel_type
-from minillm.teaching.drives.wall import check_against_walls, has_walls, walled
+from minillm.teaching.drives.kernel_source import source_of, stub_message
+from minillm.teaching.drives.triton_kernels import KernelError, changed_kernel, interpreting, kernel_type
+from minillm.teaching.drives.undefined_lanes import check_undefined, with_undefined_lanes
+from minillm.teaching.drives.wall import check_between_walls
 from minillm.teaching.exercise import Function
 from minillm.teaching.fence import Fences
 
@@ -67,16 +69,22 @@ def _kernels() -> Any:
         return import_module("minillm.teaching.exercises._l09_kernels")
 
 
+def resolve(function: Any) -> Any:
+    """The Triton kernel of `function`: that of a `KernelByName`, or `function` itself. (A compiled kernel of Triton has
+    an attribute `kernel`, too.)"""
+    return function.kernel if isinstance(function, KernelByName) else function
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: int) -> None:
     """Launch a learner's kernel on `args`, which are on the GPU if there is one.
 
     Raises `NotImplementedError` for a stub, and `KernelError` if it is not a kernel or raises an error.
     """
-    kernel = getattr(kernel, "kernel", kernel)
+    kernel = resolve(kernel)
     plain = getattr(kernel, "fn", kernel)
     name = getattr(plain, "__name__", "this")
-    if "raise NotImplementedError" in _source_of(plain):
-        raise NotImplementedError(f"write {name} here, then run its check")
+    if (stub := stub_message(source_of(kernel))) is not None:
+        raise NotImplementedError(stub)
     if not hasattr(kernel, "fn"):
         raise KernelError(f"{name} is not a kernel: put @triton.jit on the line above its def")
     if type(kernel) is not kernel_type():
@@ -104,18 +112,27 @@ def run_fenced(
     """Launch on copies that are surrounded by poison; return the results by name.
 
     `inputs`: tensors, each with the poison around it (None: NaN). `results`: shapes of the float32 results, which are
-    the next arguments and hold NaN until they are written. With `against_wall` the kernel runs a second time, on
-    tensors that end where their memory ends. Raises `OutOfBoundsError` if the kernel wrote outside a result or accessed
-    a wall.
+    the next arguments and hold NaN until they are written. With `against_wall` the kernel runs twice more, on tensors
+    that end where their memory ends, and on tensors that begin where it begins. Raises `OutOfBoundsError` if the kernel
+    wrote outside a result or accessed a wall, and `KernelError` if the result depends on a masked lane that was loaded
+    without `other`.
     """
     fences = Fences(DEVICE)
     given = [fences.input(name, x.contiguous(), poison=poison) for name, (x, poison) in inputs.items()]
     made = [fences.output(name, shape, torch.float32) for name, shape in results.items()]
     launch(kernel, grid, *given, *made, *numbers, **constants)
     fences.check()
-    if against_wall and has_walls():
-        copies = [walled(x) for x in (*given, *made)]
-        check_against_walls(lambda: launch(kernel, grid, *copies, *numbers, **constants))
+    for load, variant in with_undefined_lanes(resolve(kernel)):
+        again = Fences(DEVICE)
+        same = [again.input(name, x.contiguous(), poison=poison) for name, (x, poison) in inputs.items()]
+        others = [again.output(name, shape, torch.float32) for name, shape in results.items()]
+        launch(variant, grid, *same, *others, *numbers, **constants)
+        check_undefined(load, zip(made, others, strict=True))
+    if against_wall:
+        check_between_walls(
+            lambda wall: [wall(x) for x in (*given, *made)],
+            lambda copies: launch(kernel, grid, *copies, *numbers, **constants),
+        )
     return {name: x.cpu().clone() for name, x in zip(results, made, strict=True)}
 
 
@@ -133,13 +150,6 @@ def remembering(run_case: Function) -> Function:
         return deepcopy(answers[key])
 
     return run
-
-
-def _source_of(function: Function) -> str:
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
 
 
 def _in_words(error: BaseException, name: str) -> str:

@@ -18,7 +18,7 @@ from minillm.errors import LessonError
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.panels import pack
 from minillm.ops.cpu.simd import LANES
-from minillm.teaching.drives.wall import check_against_walls, has_walls, walled
+from minillm.teaching.drives.wall import check_between_walls
 from minillm.teaching.fence import CANARY, Fences
 
 ANSWERS = "minillm.teaching.exercises."
@@ -59,9 +59,9 @@ def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, agains
     """Compute `x` Wᵀ with `function(panels, x, y)`: `weight` `[out, in]`, `x` `[rows, in]` → `[rows, out]`, float32.
 
     Every array is surrounded by poison, wide enough for one panel per output. `y` holds `HELD` before the call, and
-    unwritten elements are returned as NaN. With `against_wall` the function runs once more, on arrays that end where
-    their memory ends. Raises `LessonError` if numba cannot compile it, and `OutOfBoundsError` if it wrote outside `y`
-    or accessed a wall.
+    unwritten elements are returned as NaN. With `against_wall` the function runs twice more, on arrays that end where
+    their memory ends, and on arrays that begin where it begins. Raises `LessonError` if numba cannot compile it, and
+    `OutOfBoundsError` if it wrote outside `y` or accessed a wall.
     """
     plain = getattr(function, "py_func", function)
     if "NotImplementedError" in getattr(getattr(plain, "__code__", None), "co_names", ()):
@@ -78,9 +78,8 @@ def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, agains
         fences.check()
         y.view(torch.int32)[y == HELD] = CANARY[torch.float32]
         rows.append(y[:out].clone())
-    if against_wall and has_walls():
-        copies = [walled(each) for each in (*given, y)]
-        check_against_walls(lambda: _run(function, *copies))
+    if against_wall:
+        check_between_walls(lambda wall: [wall(each) for each in (*given, y)], lambda copies: _run(function, *copies))
     return torch.stack(rows)
 
 

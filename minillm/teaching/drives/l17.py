@@ -15,27 +15,32 @@ Function = Callable[..., Any]
 
 
 class LargestTensor(TorchFunctionMode):
-    """The most numbers in any tensor that a function of PyTorch returns. (A `TorchDispatchMode` would see more, but
-    imports PyTorch's compiler, and with it Triton.)"""
+    """The most numbers in any tensor that a function of PyTorch returns, views of `inputs` left out. (A
+    `TorchDispatchMode` would see more, but imports PyTorch's compiler, and with it Triton.)"""
 
-    def __init__(self) -> None:
+    def __init__(self, *inputs: Tensor) -> None:
         super().__init__()
         self.numbers = 0
+        self.memory = {_memory(x) for x in inputs}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if isinstance(found, Tensor):
+        if isinstance(found, Tensor) and not (self.memory and _memory(found) in self.memory):
             self.numbers = max(self.numbers, found.numel())
         return found
 
 
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
 def lse_of_tiles(function: Function, x: Tensor, y: Tensor, temperature: float, tile: int) -> dict[str, object]:
-    """The result, and whether no tensor was larger than a tile of similarities with one column more, one number for
-    each row and tile, or the inputs."""
-    with LargestTensor() as largest:
+    """The result, and whether no tensor but views of the inputs was larger than x, a tile of y, a tile of similarities
+    with one column more, or one number for each row of x and tile."""
+    with LargestTensor(x, y) as largest:
         found = function(x, y, temperature, tile)
     parts = len(x) * -(-len(y) // tile) if tile > 1 else 0  # tiles of one column are all similarities
-    room = max(len(x) * (tile + 1), parts, x.numel(), y.numel())
+    room = max(len(x) * (tile + 1), parts, x.numel(), tile * y.shape[1])
     return {"log-sum-exp": found, "one tile at a time": largest.numbers <= room}
 
 

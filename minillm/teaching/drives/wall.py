@@ -1,8 +1,9 @@
-"""Arrays that end at a protected page, a "wall", so that every access past their end is found.
+"""Arrays that end or begin at a protected page, a "wall", so that every access past that end is found.
 
-Poison around an array (`minillm.teaching.fence`) finds all writes past its end, but only those reads whose value
+Poison around an array (`minillm.teaching.fence`) finds all writes outside of it, but only those reads whose value
 reaches the result. A wall finds all reads too: accessing the protected page ends the process with SIGSEGV. So code runs
-against walls in a forked process, after it has run in poison.
+against walls in a forked process, after it has run in poison: once on arrays with a wall behind them, and once on
+arrays with a wall in front of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,7 +25,8 @@ from torch import Tensor
 from minillm.teaching.fence import OutOfBoundsError
 
 WALL_BYTES = 1 << 24
-"""Size of the protected address space behind an array; it takes no memory."""
+"""Size of the protected address space behind or in front of an array; it takes no memory."""
+Wall = Callable[[Tensor], Tensor]
 PROT_NONE = 0  # as in <sys/mman.h>
 TIMEOUT_S = 20.0
 
@@ -33,25 +36,38 @@ def has_walls() -> bool:
     return os.name == "posix" and not torch.cuda.is_available()
 
 
-def walled(x: Tensor) -> Tensor:
-    """A contiguous copy of `x` on the CPU. Any access behind its last element ends the process (SIGSEGV)."""
+def walled(x: Tensor, in_front: bool = False) -> Tensor:
+    """A contiguous copy of `x` on the CPU. Any access behind its last element, or with `in_front` before its first one,
+    ends the process (SIGSEGV)."""
     size = max(1, x.numel()) * x.dtype.itemsize
     room = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     region = mmap.mmap(-1, room + WALL_BYTES, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    wall = ctypes.c_void_p(np.frombuffer(region, np.uint8).ctypes.data + room)
+    wall = ctypes.c_void_p(np.frombuffer(region, np.uint8).ctypes.data + (0 if in_front else room))
     if ctypes.CDLL(None, use_errno=True).mprotect(wall, ctypes.c_size_t(WALL_BYTES), PROT_NONE):
         raise OSError(ctypes.get_errno(), "mprotect")
-    copy = torch.frombuffer(region, dtype=x.dtype, count=max(1, x.numel()), offset=room - size)
+    offset = WALL_BYTES if in_front else room - size
+    copy = torch.frombuffer(region, dtype=x.dtype, count=max(1, x.numel()), offset=offset)
     return copy[: x.numel()].view(x.shape).copy_(x)
 
 
-def check_against_walls(run: Callable[[], object]) -> None:
+def check_against_walls(run: Callable[[], object], in_front: bool = False) -> None:
     """Call `run`, which works on `walled` arrays, in a forked process; what it returns, raises or changes is lost.
 
     Raises `OutOfBoundsError` if it accessed a wall. Does nothing without `has_walls()`.
     """
     if has_walls() and stopped_by(run) in ("SIGSEGV", "SIGBUS"):
-        raise OutOfBoundsError("read or wrote beyond the end of an array, though its results are right")
+        where = "before the beginning" if in_front else "beyond the end"
+        raise OutOfBoundsError(f"read or wrote {where} of an array, though its results are right")
+
+
+def check_between_walls(copies: Callable[[Wall], Sequence[Tensor]], run: Callable[[Sequence[Tensor]], object]) -> None:
+    """Call `run` on `copies(walled)`, once with a wall behind every array and once with one in front of it.
+
+    Raises `OutOfBoundsError` if it accessed a wall. Does nothing without `has_walls()`.
+    """
+    for in_front in (False, True) if has_walls() else ():
+        arrays = copies(partial(walled, in_front=in_front))
+        check_against_walls(partial(run, arrays), in_front)
 
 
 def stopped_by(run: Callable[[], object], patience_s: float = TIMEOUT_S) -> str:

@@ -6,7 +6,6 @@ NOT_STORED = "the padding heads of a group are not stored"
 FORGOTTEN = "the first block multiplies the initial value by exp(-inf), which is 0"
 MASKED = "the scores of rows that do not exist become -inf, whatever their keys are"
 NO_WEIGHT = "rows that do not exist have the weight 0"
-LOADS_ZERO = "without `other` the interpreter loads 0 into masked lanes; on a GPU the value is undefined"
 CAST_ALIKE = "the other operand is float32, so the cast happens in any case"
 IS_FLOAT32 = "queries are float32 here"
 
@@ -27,10 +26,13 @@ def _without_cast(load: str) -> str:
     return f"[{load}.to(tl.float32) -> {load}]"
 
 
-def _loaded(name: str, load: str, others: tuple[str, ...], why: str) -> dict[str, str]:
-    """Mutants of `name = <load>.to(tl.float32)`: without the cast, without `other`, with another `other`."""
+def _loaded(name: str, load: str, others: tuple[str, ...], why: str, undefined: bool = True) -> dict[str, str]:
+    """Mutants of `name = <load>.to(tl.float32)`: without the cast, with another `other`, and if masked lanes may be
+    `undefined` (NaN) without any."""
     line = f"{name} = {load}.to(tl.float32)"
-    alike = {f"{line} {_without_cast(load)}": CAST_ALIKE, f"{line} {_without_other(load)}": LOADS_ZERO}
+    alike = {f"{line} {_without_cast(load)}": CAST_ALIKE}
+    if undefined:
+        alike[f"{line} {_without_other(load)}"] = why
     return alike | {f"{line} [{other}]": why for other in others}
 
 
@@ -43,13 +45,13 @@ EQUIVALENT = {
         "total = tl.full((PAD_GROUP,), 0.0, tl.float32) [0.0 -> 1.0]": FORGOTTEN,
         "out = tl.full((PAD_GROUP, DIM), 0.0, tl.float32) [0.0 -> 1.0]": FORGOTTEN,
         **_loaded("k", _K, _FLOAT, MASKED),
-        **_loaded("v", _V, _FLOAT, NO_WEIGHT),
+        **_loaded("v", _V, _FLOAT, NO_WEIGHT, undefined=False),
     },
     "l09.split_kernel": {
         "total = tl.full((PAD_GROUP,), 0.0, tl.float32) [0.0 -> 1.0]": f"{FORGOTTEN}; {NOTHING_SUMMED}",
         "divisor = tl.where(total == 0.0, 1.0, total) [1.0 -> 2.0]": NOTHING_SUMMED,
         **_loaded("k", _K, _FLOAT, MASKED),
-        **_loaded("v", _V, _FLOAT, NO_WEIGHT),
+        **_loaded("v", _V, _FLOAT, NO_WEIGHT, undefined=False),
     },
     "l09.int8_kernel": {
         "total = tl.full((PAD_GROUP,), 0.0, tl.float32) [0.0 -> 1.0]": FORGOTTEN,
@@ -57,7 +59,7 @@ EQUIVALENT = {
         **_loaded("k", _K8, _BYTE, MASKED),
         **_loaded("v", _V8, _BYTE, NO_WEIGHT),
         **_loaded("k_scale", _K_SCALE, _FLOAT, MASKED),
-        **_loaded("v_scale", _V_SCALE, _FLOAT, NO_WEIGHT),
+        **_loaded("v_scale", _V_SCALE, _FLOAT, NO_WEIGHT, undefined=False),
     },
     "l09.merge_kernel": {
         "weight = tl.exp(lse - tl.max(lse, 0)) [0 -> -1]": ONE_AXIS,

@@ -42,6 +42,20 @@ def _loop(begin: str, end: str) -> Edits:
     """Mistakes in the walk over the blocks, for a kernel whose loop is `range(begin, end, BLOCK_SIZE)`."""
     loop = f"range({begin}, {end}, BLOCK_SIZE)"
     return {
+        "walks over the last two blocks only": (
+            loop,
+            f"range(tl.maximum({begin}, ({end} - 1) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE), {end}, BLOCK_SIZE)",
+        ),
+        "stops after two blocks": (loop, f"range({begin}, tl.minimum({end}, {begin} + 2 * BLOCK_SIZE), BLOCK_SIZE)"),
+        "stops after eight keys": (loop, f"range({begin}, tl.minimum({end}, {begin} + 8), BLOCK_SIZE)"),
+        "divides by 4 for the number of the block; a block has BLOCK_SIZE rows": (
+            "first // BLOCK_SIZE)",
+            "first // 4)",
+        ),
+        "goes through the table in larger and larger steps from the third block on": (
+            "first // BLOCK_SIZE)",
+            "first // BLOCK_SIZE * (1 + first // (2 * BLOCK_SIZE) * 100))",
+        ),
         "leaves out a last block that holds one row (the end of the range is one too small)": (
             loop,
             f"range({begin}, {end} - 1, BLOCK_SIZE)",

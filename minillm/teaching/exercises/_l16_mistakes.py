@@ -37,7 +37,12 @@ def _padded(x: Tensor, weight: Tensor, bias: Tensor, rank: int, size: int) -> Te
     return out
 
 
+def _computes_all(x: Tensor, weight: Tensor, bias: Tensor, rank: int, size: int) -> Tensor:
+    return (x @ weight.T + bias).chunk(size, dim=1)[rank]
+
+
 COLUMN = (
+    WrongVersion("computes all outputs and then takes the rank's own: nothing is split", _computes_all),
     WrongVersion("splits the inputs; here every rank has all inputs and computes some of the outputs", _splits_inputs),
     WrongVersion("gives a rank every size-th output; its outputs stand side by side", _interleaved),
     WrongVersion("returns all outputs, with zeros for those of other ranks; return the rank's own only", _padded),
@@ -97,7 +102,12 @@ def _backwards(parts: Sequence[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
     return row_parallel(parts[::-1], weight, bias)
 
 
+def _side_by_side_first(parts: Sequence[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.cat(list(parts), dim=1) @ weight.T + bias
+
+
 ROW = (
+    WrongVersion("puts the parts together before the product: no rank has all inputs", _side_by_side_first),
     WrongVersion("adds the bias on every rank, so the sum has it as often as there are ranks", _bias_on_every_rank),
     WrongVersion("multiplies every part by the columns of rank 0", _same_columns),
     WrongVersion("puts the partial results side by side; they are parts of one sum", _side_by_side),

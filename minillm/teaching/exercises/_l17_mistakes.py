@@ -20,6 +20,14 @@ def _whole(x: Tensor, y: Tensor, temperature: float, tile: int) -> Tensor:
     return (x @ y.T / temperature).logsumexp(1)
 
 
+def _rows_of_x(x: Tensor, y: Tensor, temperature: float, tile: int) -> Tensor:
+    return torch.stack([(row @ y.T / temperature).logsumexp(0) for row in x])
+
+
+def _scaled_first(x: Tensor, y: Tensor, temperature: float, tile: int) -> Tensor:
+    return tiled_lse(x, y / temperature, 1.0, tile)
+
+
 def _overflowing(x: Tensor, y: Tensor, temperature: float, tile: int) -> Tensor:
     parts = [(x @ y[i : i + tile].T / temperature).exp().sum(1) for i in range(0, len(y), tile)]
     return torch.stack(parts).sum(0).log()
@@ -34,6 +42,8 @@ _MERGE = "lse = torch.logaddexp(lse, part)"
 
 LSE = (
     WrongVersion("makes the whole matrix of similarities; a tile of it is enough", _whole),
+    WrongVersion("goes through the rows of x, and makes a row of all similarities; tile is never used", _rows_of_x),
+    WrongVersion("makes a tensor as large as all of y; a tile of it is enough", _scaled_first),
     WrongVersion("sums exponentials without taking the maximum out: large similarities overflow", _overflowing),
     WrongVersion("leaves out the last rows of y if they do not fill a tile", _whole_tiles_only),
     *wrong_versions(

@@ -25,14 +25,14 @@ def _slips(kernel: str, edits: Mapping[str, tuple[str, str]]) -> tuple[WrongVers
 
 
 def loads_without_mask(attempt: Attempt) -> str | None:
-    """A message if the only mistake is a load without a mask, which reads past the end of its tensor; else None."""
+    """A message if the only mistake is a load without a mask; else None."""
     loads = attempt.got["blocks loaded without a mask"]
     rest = [key for key in attempt.got if key not in ("out", "blocks loaded without a mask")]
     if not loads or any(attempt.got[key] != attempt.expected[key] for key in rest):
         return None
     if not torch.allclose(attempt.got["out"], attempt.expected["out"], 1e-4, 1e-5, equal_nan=True):
         return None
-    return f"{loads[0]} has no mask: it reads beyond the end of the tensor, where a GPU may stop with an error"
+    return f"{loads[0]} has no mask: if a lane of it leaves the tensor, a GPU may stop with an error; use mask="
 
 
 def about_rows(attempt: Attempt) -> str | None:
@@ -154,9 +154,7 @@ _COPY = Exercise(
     ),
     wrong=(
         _planted("has no mask, so that the last block of a row goes past its end", "copy_without_mask"),
-        _planted(
-            "loads without a mask", "copy_loads_without_mask", expected_message="has no mask: it reads beyond the end"
-        ),
+        _planted("loads without a mask", "copy_loads_without_mask", expected_message="use mask="),
         _planted("leaves one lane too many on (<= instead of <)", "copy_one_too_many"),
         _planted("loads one lane too many (<= instead of <)", "copy_loads_one_too_many"),
         _planted("swaps the strides of x and out", "copy_swapped_strides"),
@@ -274,6 +272,13 @@ _RMS_NORM = Exercise(
         _planted("squares in float16, where 300² is infinite", "rms_squares_in_half"),
         _planted("loads without a mask, so that memory after the row counts in the sum", "rms_without_mask"),
         _planted("subtracts the mean first, as LayerNorm does", "rms_takes_mean_off"),
+        WrongVersion(
+            "loads x with a mask and without other, so that undefined lanes count in the sum",
+            LazyKernel(
+                "rms_norm_kernel", ("columns + column, mask=inside, other=0.0", "columns + column, mask=inside")
+            ),
+            "the result depends on masked lanes of",
+        ),
         *_slips("rms_norm_kernel", _l08_slips.RMS_NORM),
     ),
     diagnose=loads_without_mask,
@@ -349,7 +354,7 @@ _DEQUANTISE = Exercise(
         _planted(
             "loads scales without a mask",
             "dequantise_loads_without_mask",
-            expected_message="has no mask: it reads beyond",
+            expected_message="use mask=",
         ),
         *_slips("dequantise_kernel", _l08_slips.DEQUANTISE),
     ),

@@ -20,6 +20,7 @@ from minillm.teaching.exercises._facts import about_tensor
 from minillm.teaching.source import wrong_versions
 
 Decode = tuple[Tensor, Tensor, Tensor, Tensor, list[int], int]
+UNDEFINED = "the result depends on masked lanes of"
 
 # -------------------------------------------------------------------------------------------------------------- merge
 
@@ -216,6 +217,8 @@ def _decode_cases() -> list[Case]:
             "two requests share a block: one sees three rows of it, the other four",
             poisoned(9, [3, 4], [[1], [1]], 1, 1),
         ),
+        Case("four blocks of eight rows, three in the last one", _four_blocks(10, 1)),
+        Case("three blocks of two rows", poisoned(11, [6], [[2, 0, 1]], 1, 1, block_size=2)),
         Case("scores of several thousand", (large[0] * 4000, *large[1:])),
         Case("the second block's scores are hundreds below the first's", _falling(poisoned(6, [8], [[1, 0]], 1, 1))),
         Case(
@@ -224,6 +227,11 @@ def _decode_cases() -> list[Case]:
         ),
         Case("every tensor ends where its memory ends", (*_everything(), True)),
     ]
+
+
+def _four_blocks(seed: int, heads: int) -> Decode:
+    """A request whose blocks are more than two, larger than elsewhere, and in no order."""
+    return poisoned(seed, [27], [[5, 0, 3, 1]], heads, 1, block_size=8)
 
 
 def _everything() -> Decode:
@@ -344,6 +352,16 @@ _DECODE = Exercise(
             (", mask=is_head, other=0.0)", ")"),
             expected_message="beyond the end of",
         ),
+        _decode_wrong(
+            "loads values with a mask and without other; a weight of 0 does not help if the masked lane holds NaN",
+            ("tl.load(v_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(v_ptr + at, mask=exists[:, None])"),
+            expected_message=UNDEFINED,
+        ),
+        _decode_wrong(
+            "reads the rows before q as well, and does not use them",
+            ("is_head = head", "before = tl.load(q_ptr - 1 - channel)\n    is_head = head"),
+            expected_message="before the beginning of an array",
+        ),
         *_slips("decode_kernel", _l09_slips.DECODE),
     ),
     fallback_diagnosis=_about_heads,
@@ -376,6 +394,8 @@ _SPLIT = Exercise(
         Case("three blocks in two parts, one row in the last block", (*poisoned(2, [9], [[2, 0, 3]], 1, 1), 2)),
         Case("one block in two parts: the second has no keys", (*poisoned(3, [3], [[1]], 1, 1), 2)),
         Case("six blocks in four parts of two, two, two and no blocks", (*poisoned(6, [23], [[*range(6)]], 1, 1), 4)),
+        Case("four blocks of eight rows in one part", (*_four_blocks(7, 1), 1)),
+        Case("six blocks of two rows in two parts", (*poisoned(8, [11], [[3, 0, 4, 1, 5, 2]], 1, 1, block_size=2), 2)),
         Case(
             "two requests, three query heads of eight channels share a KV head",
             (*poisoned(4, [5, 3], [[4, 0], [1]], 3, 1, dim=8), 2),
@@ -443,6 +463,11 @@ _SPLIT = Exercise(
             (", mask=head[:, None] < GROUP)", ")"),
             (", mask=head < GROUP)", ")"),
             expected_message="beyond the end of",
+        ),
+        _split_wrong(
+            "loads values with a mask and without other; a weight of 0 does not help if the masked lane holds NaN",
+            ("tl.load(v_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(v_ptr + at, mask=exists[:, None])"),
+            expected_message=UNDEFINED,
         ),
         *_slips("split_kernel", _l09_slips.SPLIT),
     ),
@@ -533,8 +558,8 @@ def coded(case: Decode) -> tuple[object, ...]:
     return q, *k, *v, *rest
 
 
-def _int8_wrong(description: str, *changes: tuple[str, str]) -> WrongVersion:
-    return WrongVersion(description, KernelByName("int8_kernel", *changes))
+def _int8_wrong(description: str, *changes: tuple[str, str], expected_message: str = "") -> WrongVersion:
+    return WrongVersion(description, KernelByName("int8_kernel", *changes), expected_message)
 
 
 _K_SCALED, _V_SCALED = " * k_scale[None, :]", " * v_scale[:, None]"
@@ -547,6 +572,8 @@ _INT8 = Exercise(
         Case("the last block holds one of four", coded(poisoned(2, [5], [[2, 0]], 1, 1))),
         Case("two full blocks, in reverse order in memory", coded(poisoned(5, [8], [[1, 0]], 1, 1))),
         Case("two requests, two KV heads of eight channels", coded(poisoned(3, [3, 6], [[4], [2, 0]], 2, 2, dim=8))),
+        Case("four blocks of eight rows, three in the last one", coded(_four_blocks(11, 1))),
+        Case("three blocks of two rows", coded(poisoned(12, [6], [[2, 0, 1]], 1, 1, block_size=2))),
         Case("heads of one group with scores hundreds apart", coded(_far_apart(poisoned(7, [3], [[0]], 3, 1)))),
         Case("every tensor ends where its memory ends", (*coded(_everything()), True)),
     ],
@@ -597,6 +624,11 @@ _INT8 = Exercise(
         _int8_wrong(
             "reads the codes as unsigned, so that -1 becomes 255",
             (".to(tl.float32)\n", ".to(tl.uint8, bitcast=True).to(tl.float32)\n"),
+        ),
+        _int8_wrong(
+            "loads scales of values with a mask and without other; a weight of 0 does not help if the lane holds NaN",
+            ("tl.load(v_scale_ptr + slot, mask=exists, other=0.0)", "tl.load(v_scale_ptr + slot, mask=exists)"),
+            expected_message=UNDEFINED,
         ),
         *_slips("int8_kernel", _l09_slips.INT8),
     ),

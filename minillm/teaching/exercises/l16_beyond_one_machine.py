@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minillm.teaching.drives import l16 as drive
 from minillm.teaching.exercise import Attempt, Case, Exercise
 from minillm.teaching.exercises import _l16_mistakes as mistakes
 from minillm.teaching.exercises._facts import about_tensor
@@ -19,10 +20,15 @@ from minillm.teaching.exercises._solution import body
 
 
 def _about_outputs(attempt: Attempt) -> str | None:
-    got, expected = attempt.got, attempt.expected
+    got, expected = (part["outputs"] for part in (attempt.got, attempt.expected))  # type: ignore[index]
     if isinstance(got, Tensor) and got.dim() == 2 and got.shape != expected.shape:
         return f"rank {attempt.case.args[3]} of {attempt.case.args[4]} has {expected.shape[1]} of the outputs"
-    return about_tensor(expected, got, ("token", "output"))
+    return about_tensor(expected, got, ("token", "output")) or "a product has more results than the rank's own outputs"
+
+
+def _about_sums(attempt: Attempt) -> str | None:
+    got, expected = (part["outputs"] for part in (attempt.got, attempt.expected))  # type: ignore[index]
+    return about_tensor(expected, got, ("token", "output")) or "a product adds up the inputs of several ranks"
 
 
 def _column_cases() -> list[Case]:
@@ -57,6 +63,7 @@ _COLUMN = Exercise(
     ),
     wrong=mistakes.COLUMN,
     fallback_diagnosis=_about_outputs,
+    run_case=drive.own_outputs,
 )
 
 
@@ -92,7 +99,8 @@ _ROW = Exercise(
         body(row_parallel),
     ),
     wrong=mistakes.ROW,
-    fallback_diagnosis=lambda attempt: about_tensor(attempt.expected, attempt.got, ("token", "output")),
+    fallback_diagnosis=_about_sums,
+    run_case=drive.sums_of_parts,
 )
 
 

@@ -30,7 +30,7 @@ def _about_lse(attempt: Attempt) -> str | None:
     assert isinstance(expected, Tensor)
     if not isinstance(got, Tensor) or got.shape != expected.shape:
         return f"return one number for each of the {len(expected)} rows of x"
-    return about_tensor(expected, got, ("row",)) or "a tensor is larger than one tile of similarities"
+    return about_tensor(expected, got, ("row",)) or "a tensor is larger than x and than what a tile needs"
 
 
 def _lse_cases() -> list[Case]:
@@ -50,6 +50,8 @@ def _lse_cases() -> list[Case]:
         case("similarities in the hundreds", 3, 9, 4, 0.01, 4),
         case("large negative similarities", 2, 5, 2, 0.02, 2, 2.0),
         case("many rows, small tiles", 6, 40, 2, 0.5, 4),
+        case("one row, many tiles", 1, 40, 3, 0.5, 4),
+        case("one row of y more than a tile", 2, 5, 4, 0.8, 4),
         Case("similarities far below -100", (ones, torch.tensor([[-300.0], [-301.0], [-302.0]]), 1.0, 2)),
     ]
 

@@ -68,7 +68,7 @@ def _imports(source: Path) -> None:
 
     for name in DRIVES:
         __import__(f"minillm.teaching.drives.{name}")
-    from minillm.teaching.drives.l08_launch import kernel_type
+    from minillm.teaching.drives.triton_kernels import kernel_type
 
     with suppress(ValueError):
         kernel_type()  # imports Triton, if it is there

@@ -119,11 +119,12 @@ def _merge(d: Draw) -> Case:
 
 
 def _paged(d: Draw) -> tuple[object, ...]:
-    """Inputs of the paged kernels: one or two requests in scattered blocks."""
-    size, num_kv, requests = d.one_of(2, 4), d.int(1, 2), d.int(1, 2)
-    blocks = d.some(range(6), 2 * requests)
-    tables = [blocks[2 * i : 2 * i + 2] for i in range(requests)]
-    lengths = [d.int(size + 1, 2 * size) for _ in tables]
+    """Inputs of the paged kernels: a request of three or four scattered blocks, and perhaps one of one to four."""
+    size, num_kv = d.one_of(2, 4, 8), d.int(1, 2)
+    counts = [d.int(3, 4), *(d.int(1, 4) for _ in range(d.int(0, 1)))]
+    blocks = d.some(range(9), sum(counts))
+    tables = [[blocks.pop() for _ in range(count)] for count in counts]
+    lengths = [d.int(size * (len(table) - 1) + 1, size * len(table)) for table in tables]
     heads = num_kv * d.int(1, 3)
     return poisoned(d.int(0, 1 << 30), lengths, tables, heads, num_kv, size, d.one_of(4, 8))
 

@@ -7,7 +7,7 @@ from minillm.teaching.variants.draw import Draw, Maker
 
 
 def _lse(d: Draw) -> Case:
-    n, m, width, tile = d.int(1, 5), d.int(6, 24), d.int(2, 4), d.int(2, 5)
+    n, m, width, tile = d.int(1, 3), d.int(12, 24), d.int(2, 3), d.int(3, 4)
     return Case(f"{m} rows in tiles of {tile}", (d.normal(n, width), d.normal(m, width), d.float(0.1, 2), tile))
 
 

@@ -119,11 +119,12 @@ def sampled_texts(llm: LLM, prompt: str, params: Callable[[int], SamplingParams]
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """What becomes of drafts that are sent to the target as text."""
+    """What becomes of drafts that are sent to the target as text. Rounds with special tokens, which a decoded text does
+    not show, are left out."""
 
     num_rounds: int
     changed: int
-    """Rounds in which decoding and encoding again gives other tokens."""
+    """Rounds whose drafts are not the last tokens of the text that is decoded and encoded again."""
     example: tuple[list[str], list[str]] | None
     """The last tokens of one such round, before and after."""
 
@@ -139,9 +140,11 @@ def through_text(trace: Trace, tokenizer: Tokenizer, prompts: Sequence[str]) -> 
             texts[name] = tokenizer.encode(prompts[len(texts)])
         if isinstance(event, DraftProposed):
             before = [*texts[name], *event.token_ids]
+            if not event.token_ids or tokenizer.special_ids.intersection(before):
+                continue
             after = tokenizer.encode(tokenizer.decode(before))
             num_rounds += 1
-            if after != before:
+            if after[-len(event.token_ids) :] != event.token_ids:
                 changed += 1
                 example = example or _ends(before, after, tokenizer)
         if isinstance(event, TokensCommitted):
@@ -156,7 +159,7 @@ def _ends(before: list[int], after: list[int], tokenizer: Tokenizer) -> tuple[li
     return tuple([tokenizer.token_text(token) for token in tokens[first:]] for tokens in (before, after))
 
 
-def conditional_rate(rounds: Sequence[TokensCommitted]) -> float:
+def conditional_acceptance(rounds: Sequence[TokensCommitted]) -> float:
     """Accepted drafts, divided by those that were judged: the accepted ones and the first rejected one of a round."""
     judged = sum(event.num_accepted + (event.num_accepted < event.num_drafts) for event in rounds)
     return sum(event.num_accepted for event in rounds) / judged

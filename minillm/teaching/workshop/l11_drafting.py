@@ -84,6 +84,10 @@ class DraftRun:
         """Tokens per request and forward of the target, prompts excluded."""
         return sum(len(event.token_ids) for event in self.decoded) / len(self.decoded)
 
+    def rounds_with(self, num_drafts: int) -> list[TokensCommitted]:
+        """The rounds after the prompt that had exactly so many drafts; the end of a request cuts the others short."""
+        return [event for event in self.decoded if event.num_drafts == num_drafts]
+
     @property
     def share_with_drafts(self) -> float:
         """Of a request's steps after its prompt, the share with at least one draft."""

@@ -20,6 +20,8 @@ class Shape:
     """Keys and values of one token, over all layers."""
     attention_flops: float
     """Operations of one query over one cached token, over all layers and heads."""
+    embedding_bytes: float = 0.0
+    """The input embedding, if it is a matrix of its own: stored, but a step reads a few rows of it only."""
 
     @classmethod
     def of(cls, config: ModelConfig, bytes_per_number: float = 4) -> Shape:
@@ -48,8 +50,11 @@ class Machine:
     """Bytes."""
 
 
-LLAMA_8B = Shape(8.03e9, 16.06e9, 2 * 32 * 8 * 128 * 2, 4 * 32 * 32 * 128)
-"""Llama-3.1-8B in bfloat16: 32 layers, 32 query heads, 8 KV heads of 128."""
+EMBEDDING = 128_256 * 4096
+"""Numbers in the input embedding of Llama-3.1-8B; the unembedding is as large."""
+LLAMA_8B = Shape(8.03e9 - EMBEDDING, 2 * (8.03e9 - EMBEDDING), 2 * 32 * 8 * 128 * 2, 4 * 32 * 32 * 128, 2 * EMBEDDING)
+"""Llama-3.1-8B in bfloat16: 32 layers, 32 query heads, 8 KV heads of 128. As in `Shape.of`, the parameters are those of
+the layers and of the unembedding."""
 H100 = Machine(989e12, 3.35e12, 80e9)
 """NVIDIA H100 SXM, data sheet: dense bfloat16, HBM3."""
 
@@ -79,7 +84,8 @@ def speed_up(
 
 def most_context(batch: int, shape: Shape, machine: Machine) -> int:
     """The longest context whose cache fits beside the weights, for all requests of the batch."""
-    return int((machine.memory - shape.weight_bytes) / (batch * shape.kv_bytes))
+    free = machine.memory - shape.weight_bytes - shape.embedding_bytes
+    return int(free / (batch * shape.kv_bytes))
 
 
 @dataclass(frozen=True)
@@ -96,9 +102,9 @@ class DraftKind:
         return shape.weight_bytes * self.weights + batch * shape.kv_bytes * self.tokens(context)
 
 
-EMBEDDING_SHARE = 128_256 * 4096 / 8.03e9
-"""Of Llama-3.1-8B's weights, the input embedding, of which a step reads a few rows; the unembedding is as large."""
-LAYER_SHARE = (1 - 2 * EMBEDDING_SHARE) / 32
+UNEMBEDDING_SHARE = EMBEDDING / LLAMA_8B.parameters
+"""Of the weights that a step of Llama-3.1-8B reads."""
+LAYER_SHARE = (1 - UNEMBEDDING_SHARE) / 32
 FOUR_BITS = (4 + 32 / 128) / 16
 """Codes of four bits and a scale and zero point in float16 per 128 numbers, over 16 bits."""
 
@@ -108,12 +114,12 @@ DRAFT_KINDS = (
     DraftKind("4-bit weights, upper nibbles (QuantSpec)", FOUR_BITS, lambda context: FOUR_BITS * context),
     DraftKind(
         "a quarter of the layers, 65 tokens (SPIRe)",
-        8 * LAYER_SHARE + EMBEDDING_SHARE,
+        8 * LAYER_SHARE + UNEMBEDDING_SHARE,
         lambda context: min(65, context) / 4,
     ),
     DraftKind(
         "one layer, and the last layer's cache (LongSpec)",
-        LAYER_SHARE + EMBEDDING_SHARE,
+        LAYER_SHARE + UNEMBEDDING_SHARE,
         lambda context: (min(512, context) + context) / 32,
     ),
 )

@@ -109,8 +109,13 @@ class Accepted:
     @property
     def alpha(self) -> float:
         """Accepted / judged, of all prompts together."""
-        acceptance = self.run.acceptance
-        return sum(acceptance.accepted) / sum(acceptance.judged)
+        accepted, judged = self.counts
+        return accepted / judged
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Accepted drafts and judged drafts, of all prompts together."""
+        return sum(self.run.acceptance.accepted), sum(self.run.acceptance.judged)
 
     @property
     def first_draft(self) -> list[int]:

@@ -58,5 +58,5 @@ class Cluster:
 
     def cache_tokens(self, size: int) -> int:
         """Tokens whose keys and values fit beside the weights, which each group has once."""
-        free = self.num_gpus * self.gpu.memory - self.num_gpus / size * self.shape.weight_bytes
-        return int(free / self.shape.kv_bytes)
+        weights = self.num_gpus / size * (self.shape.weight_bytes + self.shape.embedding_bytes)
+        return int((self.num_gpus * self.gpu.memory - weights) / self.shape.kv_bytes)

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -29,6 +31,13 @@ def measured_seconds(sizes: Sequence[int], rounds: int = ROUNDS) -> list[float]:
             return _run(0, store, sizes, rounds)
         finally:
             other.terminate()
+
+
+def free_processors(seconds: float = 0.5) -> float:
+    """How many of the processors that this process may use were idle in the next `seconds`."""
+    busy = psutil.cpu_percent(seconds, percpu=True)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(busy))
+    return sum(1 - busy[i] / 100 for i in usable if i < len(busy))
 
 
 def latency_and_bandwidth(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

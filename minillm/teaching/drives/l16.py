@@ -1,0 +1,64 @@
+"""What the cases of lesson 16 do with a function: call it, and watch the products that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Function = Callable[..., Any]
+PRODUCTS = {"matmul", "__matmul__", "mm", "bmm", "mv", "dot", "linear"}
+ADDED_PRODUCTS = {"addmm", "addmv", "addbmm", "baddbmm"}
+
+
+class Products(TorchFunctionMode):
+    """The matrix products that PyTorch computes: the most results of one, and the most inputs of one result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results = self.inputs = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in PRODUCTS:
+            self._count(found, args[0].shape[-1])
+        elif name in ADDED_PRODUCTS:
+            self._count(found, args[1].shape[-1])
+        elif name == "einsum" and isinstance(args[0], str):
+            self._count(found, _summed(args[0], args[1:]))
+        return found
+
+    def _count(self, found: Tensor, inputs: int) -> None:
+        self.results, self.inputs = max(self.results, found.numel()), max(self.inputs, inputs)
+
+
+def _summed(equation: str, operands: Sequence[Any]) -> int:
+    """How many products are added for one result of an einsum; 0 if the equation leaves letters out."""
+    names, _, out = equation.replace(" ", "").partition("->")
+    tensors = operands[0] if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
+    if "." in names:
+        return 0
+    sizes = {
+        letter: size
+        for word, x in zip(names.split(","), tensors, strict=True)
+        for letter, size in zip(word, x.shape, strict=True)
+    }
+    return prod(size for letter, size in sizes.items() if letter not in out)
+
+
+def own_outputs(function: Function, x: Tensor, weight: Tensor, bias: Tensor, rank: int, size: int) -> dict[str, object]:
+    """The outputs of a rank, and whether no product had more results than these."""
+    with Products() as products:
+        found = function(x, weight, bias, rank, size)
+    return {"outputs": found, "own outputs only": products.results <= len(x) * len(weight) // size}
+
+
+def sums_of_parts(function: Function, parts: Sequence[Tensor], weight: Tensor, bias: Tensor) -> dict[str, object]:
+    """The outputs, and whether each product added up the inputs of one rank only."""
+    with Products() as products:
+        found = function(parts, weight, bias)
+    return {"outputs": found, "a product for each rank": products.inputs <= parts[0].shape[1]}
