@@ -111,6 +111,7 @@ def run(
         peer.close()
     config = {
         "model": shape or model,
+        "draft": draft_for(model, None) if CONTINUOUS_DRAFTED in names else None,
         "requests": REQUESTS,
         "max_num_seqs": MAX_NUM_SEQS,
         "prompt_tokens": [len(ids) for ids in _prompts()],

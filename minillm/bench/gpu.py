@@ -40,7 +40,8 @@ def run(stages: Sequence[str] | None = None, rehearse: bool = False, save_to: Pa
     chosen = _chosen(stages)
     _check_machine(rehearse)
     began = time.monotonic()
-    outcome = result("gpu", {"rehearsal": rehearse, "stages": [stage.name for stage in chosen]}, [])
+    models = {"model": "minicoder", "draft": "minicoder-draft"}  # of the stage with the bundled pair
+    outcome = result("gpu", {"rehearsal": rehearse, "stages": [stage.name for stage in chosen], **models}, [])
     outcome["stages"] = []
 
     def one(stage: Stage) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def run(
 
 def table(outcome: dict[str, Any]) -> Table:
     """The rows for the terminal, with the 90th percentile and the number of cached prompt tokens."""
-    return speed_table(outcome, {"p90_ms": "p90 ms", "cached_tokens": "cached"}, unit="completion")
+    return speed_table(outcome, {"p90_ms": "p90 ms", "cached_tokens": "cached"}, unit="completion", rate="tokens/s")
 
 
 def measure(engines: Sequence[Engine], prompts: Sequence[list[int]], rounds: int, new_tokens: int) -> None:

@@ -110,6 +110,7 @@ def run(
     config = {
         "model": shape or model,
         "draft": draft,
+        "drafters": [f"{model}-{name}" for name in chosen if name in TRAINED and drafters is None],
         "num_speculative_tokens": drafts,
         "block_size": block_size,
         "prompts_per_slice": prompts,

@@ -9,16 +9,19 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def speed_table(result: dict[str, Any], also: Mapping[str, str] | None = None, unit: str = "token") -> Table:
+def speed_table(
+    result: dict[str, Any], also: Mapping[str, str] | None = None, unit: str = "token", rate: str | None = None
+) -> Table:
     """A table with a row for each system and baseline: the ratio of their speeds and the system's own figures.
 
-    `also` adds columns: key of a row's `config` → heading. `unit` is what `p50_ms` and `tokens_per_s` count.
+    `also` adds columns: key of a row's `config` → heading. `unit` is what `p50_ms` is the time of, `rate` the unit of
+    `tokens_per_s`; by default, as many of the former as there are in a second.
     """
     from rich.table import Table
 
     also = also or {}
     table = Table(title=f"{result['name']} on {result['hardware']['cpu']['name']}")
-    headings = ("ratio", "spread", f"{unit}s/s", f"ms per {unit}", "peak MB", "same tokens")
+    headings = ("ratio", "spread", rate or f"{unit}s/s", f"ms per {unit}", "peak MB", "same tokens")
     for heading in ("system", *also.values(), "baseline", *headings):
         table.add_column(heading, justify="left" if heading in ("system", "baseline") else "right")
     before: list[str] | None = None

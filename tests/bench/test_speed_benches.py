@@ -64,7 +64,10 @@ def test_latency_is_cold_then_warm(tiny: TinyPair, capsys: pytest.CaptureFixture
     assert rows["warm"]["config"]["cached_tokens"] == 192  # of 200: whole blocks of 16
     assert rows["warm"]["config"]["p90_ms"] >= rows["warm"]["p50_ms"]
     assert outcome["config"]["completions"] == 20 and rows["cold"]["peak_memory_bytes"] == 7
-    assert "p90 ms" in printed(outcome, capsys)
+    table = printed(outcome, capsys)
+    assert "p90 ms" in table and "ms per completion" in table
+    assert "tokens/s" in table and "completions/s" not in table  # 3 new tokens over the time of a completion
+    assert rows["cold"]["tokens_per_s"] == pytest.approx(3 / rows["cold"]["p50_ms"] * 1000)
 
 
 def test_too_few_completions_have_no_percentile(tiny: TinyPair) -> None:
