@@ -111,8 +111,8 @@ SECTIONS = (
         "ladder",
         "The ladder of one article",
         'The claims of "Mastering KV Cache Compression and Speculative Decoding", with every setting declared '
-        "(`minillm/bench/ladder.py`): one technique at a time added to `plain`, and all of them. 16 requests, one after "
-        "the other where they are not batched, prefill included.",
+        "(`minillm/bench/ladder.py`): one technique at a time added to `plain`, and all of them. 16 requests, one "
+        "after the other where they are not batched, prefill included.",
         derived=claims,
     ),
     Section(
