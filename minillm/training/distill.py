@@ -29,7 +29,7 @@ from minillm.training.data import Batches
 from minillm.training.pretrain import dense_logits
 
 KL_WEIGHT, TV_WEIGHT, TEXT_WEIGHT = 1.0, 1.0, 0.1
-LOSS_WORDS = f"{KL_WEIGHT:g} · KL(p‖q) + {TV_WEIGHT:g} · TV(p, q) + {TEXT_WEIGHT:g} · cross-entropy"
+LOSS_FORMULA = f"{KL_WEIGHT:g} · KL(p‖q) + {TV_WEIGHT:g} · TV(p, q) + {TEXT_WEIGHT:g} · cross-entropy"
 
 
 class HalfAndHalf:

@@ -30,7 +30,7 @@ from minillm.training.target_states import Targets
 
 STEPS = 4
 """Tokens of a rollout: SPIRe's k."""
-LOSS_WORDS = "0.5 · KL(p‖q) + 0.5 · (1 − Σ min(p, q))"
+LOSS_FORMULA = "0.5 · KL(p‖q) + 0.5 · (1 − Σ min(p, q))"
 
 
 class RecordingAttention(CausalAttention):
