@@ -114,7 +114,7 @@ def test_half_of_a_batch_is_the_models_own_text() -> None:
 @pytest.mark.parametrize("stop", [3, 4, 9])
 def test_an_interrupted_run_goes_on_to_the_bit(stop: int, corpus: Path, tmp_path: Path) -> None:
     """The texts of a writing serve eight steps. The run stops between two of them, and inside a writing."""
-    recipe = Recipe(tokens=12 * 144, tokens_per_step=144, lengths=(72,), warmup_steps=1, muon_lr=0.5, save_every=3)
+    recipe = Recipe(tokens=12 * 384, tokens_per_step=384, lengths=(96,), warmup_steps=1, adam_lr=0.1, save_every=3)
 
     def trainer(folder: str, loss: Loss) -> Trainer:
         model = new_model(config())
