@@ -38,7 +38,7 @@ from minillm.bench.harness import Row, System, compare, peak_memory_of, result
 from minillm.bench.own_engine import DRAFT_FREE_METHODS, QUANTIZED
 from minillm.bench.shapes import shape_folder
 from minillm.bench.systems import choose, draft_for
-from minillm.bench.vllm_peer import INTERPRETER, VllmPeer
+from minillm.bench.vllm_peer import INTERPRETER, NO_VLLM, VllmPeer
 from minillm.models.held_out import held_out_prompts
 from minillm.trace import Event, RequestAdded, RequestFinished, StepRan
 from minillm.trace.step_metrics import step_metrics, summarise
@@ -58,6 +58,7 @@ PADDED, GENERATE_BATCH = "transformers padded batch", "transformers generate_bat
 STATIC, CONTINUOUS, VLLM = "minillm static", "minillm continuous", "vLLM CPU"
 ALL, DRAFTED, SUFFIX = f", {REQUESTS} seats", " + draft", " + suffix"
 PADDED_ALL, CONTINUOUS_ALL, CONTINUOUS_DRAFTED = PADDED + ALL, CONTINUOUS + ALL, CONTINUOUS + DRAFTED
+VLLM_ALL = VLLM + ALL
 CONTINUOUS_SUFFIX = CONTINUOUS + SUFFIX
 TRANSFORMERS = (PADDED, PADDED_ALL, GENERATE_BATCH)
 
@@ -66,9 +67,10 @@ BASELINES: dict[str, tuple[str, ...]] = {
     PADDED_ALL: (PADDED,),
     GENERATE_BATCH: (PADDED,),
     VLLM: (PADDED,),
+    VLLM_ALL: (PADDED_ALL, VLLM),
     STATIC: (PADDED,),
     CONTINUOUS: (*TRANSFORMERS, VLLM, STATIC),
-    CONTINUOUS_ALL: (*TRANSFORMERS, VLLM, CONTINUOUS),
+    CONTINUOUS_ALL: (*TRANSFORMERS, VLLM_ALL, CONTINUOUS),
     CONTINUOUS_DRAFTED: (*TRANSFORMERS, VLLM, CONTINUOUS),
     CONTINUOUS_SUFFIX: (*TRANSFORMERS, VLLM, CONTINUOUS),
 }
@@ -96,19 +98,31 @@ def run(
 
     table = SHAPE_BASELINES if shape else BASELINES
     interpreter = os.environ.get(INTERPRETER)
-    absent = {VLLM: not interpreter, CONTINUOUS_DRAFTED: draft_for(model, None) is None}
-    names = [name for name in choose(list(table), systems) if not absent.get(name)]
+    chosen = choose(list(table), systems)
+    missing = {name: NO_VLLM for name in chosen if name.startswith(VLLM) and not interpreter}
+    if CONTINUOUS_DRAFTED in chosen and draft_for(model, None) is None:
+        missing[CONTINUOUS_DRAFTED] = "there is no draft model for it"
+    names = [name for name in chosen if name not in missing]
     place = str(shape_folder(shape)) if shape else model
-    peer = _vllm(str(interpreter), place, "bfloat16" if shape else "float32") if VLLM in names else None
-    systems_to_compare = []
-    for name in names:
-        made = (peer.run, partial(getattr, peer, "details")) if name == VLLM else _system(name, place)
-        systems_to_compare.append(System(name, made[0], tuple(b for b in table[name] if b in names) or None, made[1]))
-    rows = compare(
-        systems_to_compare, rounds, lambda name: peer.peak_memory if name == VLLM else _peak_memory(name, place)
-    )
-    if peer is not None:
-        peer.close()
+    peers: dict[str, VllmPeer] = {}
+    try:
+        systems_to_compare = []
+        for name in names:
+            if name.startswith(VLLM):
+                peers[name] = _vllm(str(interpreter), place, "bfloat16" if shape else "float32", _num_seqs(name))
+                made = (peers[name].run, partial(getattr, peers[name], "details"))
+            else:
+                made = _system(name, place)
+            bases = tuple(b for b in table[name] if b in names) or None
+            systems_to_compare.append(System(name, made[0], bases, made[1]))
+        rows = compare(
+            systems_to_compare,
+            rounds,
+            lambda name: peers[name].peak_memory if name in peers else _peak_memory(name, place),
+        )
+    finally:
+        for peer in peers.values():
+            peer.close()
     config = {
         "model": shape or model,
         "draft": draft_for(model, None) if CONTINUOUS_DRAFTED in names else None,
@@ -118,9 +132,11 @@ def run(
         "new_tokens": output_lengths(),
         "sampling": "greedy",
         "dtype": "bfloat16 weights; vLLM computes in bfloat16, minillm in float32" if shape else "float32",
+        "not_tried": "padded batches of transformers with its preallocated cache",
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "rounds": rounds,
+        "left_out": missing,
         **over_best_transformers(rows),
     }
     return result("batch", config, rows)
@@ -179,8 +195,13 @@ def _prompts() -> list[list[int]]:
     return [tokenizer.encode(prompt.prompt) for prompt in held_out_prompts(REQUESTS)]
 
 
+def _num_seqs(name: str) -> int:
+    """Most requests that run at a time."""
+    return REQUESTS if name.endswith(ALL) else MAX_NUM_SEQS
+
+
 def _system(name: str, model: str) -> tuple[Run, Extra]:
-    max_num_seqs = REQUESTS if name.endswith(ALL) else MAX_NUM_SEQS
+    max_num_seqs = _num_seqs(name)
     if name.startswith("minillm"):
         return _minillm(model, max_num_seqs, name.removesuffix(ALL))
     make = {PADDED: _padded, GENERATE_BATCH: _generate_batch}
@@ -292,7 +313,7 @@ def _generate_batch(model: str, max_num_seqs: int) -> tuple[Run, Extra]:
     return run_once, lambda: dict(options)
 
 
-def _vllm(interpreter: str, model: str, dtype: str) -> VllmPeer:
+def _vllm(interpreter: str, model: str, dtype: str, max_num_seqs: int) -> VllmPeer:
     import torch
 
     from minillm.models.loading import resolve
@@ -304,7 +325,7 @@ def _vllm(interpreter: str, model: str, dtype: str) -> VllmPeer:
         dtype=dtype,
         prompts=_prompts(),
         lengths=output_lengths(),
-        max_num_seqs=MAX_NUM_SEQS,
+        max_num_seqs=max_num_seqs,
     )
 
 

@@ -133,7 +133,9 @@ class Timing:
         return statistics.median(self.seconds)
 
 
-def time_in_turn(clock: Clock, functions: Sequence[TimedFunction], rounds: int, seconds: float) -> dict[str, Timing]:
+def time_calls_in_turn(
+    clock: Clock, functions: Sequence[TimedFunction], rounds: int, seconds: float
+) -> dict[str, Timing]:
     """Time all functions in turn, `rounds` times (A B C A B C …), in runs of about `seconds` each. Returns name →
     `Timing`.
 

@@ -33,7 +33,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minillm.bench.device_clock import Clock, TimedFunction, Timing, clock_for, last_cache_bytes, ratios, time_in_turn
+from minillm.bench.device_clock import (
+    Clock,
+    TimedFunction,
+    Timing,
+    clock_for,
+    last_cache_bytes,
+    ratios,
+    time_calls_in_turn,
+)
 from minillm.bench.harness import Row, result
 from minillm.bench.kernel_cases import KNOWN, REFERENCE, Case, Implementation, Maker, Setting, small_cases
 from minillm.bench.kernel_report import COLD, WARM, chart, table
@@ -137,7 +145,7 @@ def case_rows(
             position = _Position()
             functions = [_timed_function(name, one, copies, position, clock) for name, one in chosen.items()]
             recorded |= {function.name for function in functions if function.is_recorded}
-            timings[kind] = time_in_turn(clock, functions, rounds, seconds or RUN_S)
+            timings[kind] = time_calls_in_turn(clock, functions, rounds, seconds or RUN_S)
     clock.free()
     counted = timings.get(COLD, timings[WARM])
     limit = CLOSE.get(case.touched[0].dtype if case.touched[0].is_floating_point() else expected.dtype, CLOSE_16)
@@ -163,6 +171,11 @@ def case_rows(
             )
         )
     return rows
+
+
+def timed_implementation(case: Case, implementation: str, name: str, clock: Clock) -> TimedFunction:
+    """One implementation of a case, under the name `name`, to be timed in turn with those of other cases."""
+    return _timed_function(name, case.implementations[implementation], case.copies, _Position(), clock)
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:

@@ -40,6 +40,8 @@ def speed_table(
 
 def same_tokens(row: Mapping[str, Any]) -> str:
     """Whether a row's system gave the baseline's tokens; if not, the share of them before the first difference."""
+    if row["outputs_equal"] is None:
+        return ""
     if row["outputs_equal"]:
         return "yes"
     return "no" if row.get("same_start") is None else f"no, first {row['same_start']:.0%}"

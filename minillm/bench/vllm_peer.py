@@ -16,6 +16,7 @@ from typing import Any
 
 INTERPRETER = "MINILLM_VLLM_PYTHON"
 """Environment variable with the path of a Python interpreter that has vLLM."""
+NO_VLLM = f"{INTERPRETER} does not name an interpreter with vLLM"
 SCRIPT = Path(__file__)
 """Run with `runpy` instead of as a script, because the files in this folder would shadow packages (`kernels`)."""
 

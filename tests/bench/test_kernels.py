@@ -12,7 +12,7 @@ import torch
 
 from minillm.bench import kernels
 from minillm.bench.benchmarks import find, find_table
-from minillm.bench.device_clock import CpuClock, TimedFunction, last_cache_bytes, ratios, time_in_turn
+from minillm.bench.device_clock import CpuClock, TimedFunction, last_cache_bytes, ratios, time_calls_in_turn
 from minillm.bench.kernel_attention import Pools, attention_cases
 from minillm.bench.kernel_cases import COMPILED, PREFILL, REFERENCE, Case, Implementation, Setting
 from minillm.bench.kernel_products import SCHEMES, Weights, _compiled
@@ -164,7 +164,7 @@ def test_ways_take_turns_in_runs_of_about_one_length() -> None:
         TimedFunction("slow", partial(run, "slow", 2e-3)),
         TimedFunction("fast", partial(run, "fast", 1e-4), multiple=3),
     ]
-    timings = time_in_turn(clock, ways, rounds=4, seconds=1e-3)
+    timings = time_calls_in_turn(clock, ways, rounds=4, seconds=1e-3)
     assert order[-8:] == [("slow", 1), ("fast", 9)] * 4
     assert ratios(timings, "fast", "slow") == pytest.approx([20.0] * 4)
     assert timings["fast"].median == pytest.approx(1e-4) and timings["fast"].calls == 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -82,12 +83,24 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert latency.percentile(values, 1.0) == 20.0
 
 
-def test_verify_runs_both_forwards_on_the_same_past(tiny: TinyPair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_runs_both_forwards_on_the_same_past(
+    tiny: TinyPair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: dict[str, str | None] = {}
+
+    def load(model: str, **options: Any) -> LLM:
+        loaded[model] = options["quantization"]
+        return LLM(model, **options)
+
+    monkeypatch.setattr("minillm.LLM", load)
     outcome = verify.run(str(tiny.target), str(tiny.draft), systems=["minillm fp32"], rounds=2, drafts=3)
     decode, verified, draft = outcome["rows"]
     assert decode["system"] == "minillm fp32 decode 1" and decode["config"]["tokens"] == 1
     assert verified["system"] == "minillm fp32 verify 4" and verified["config"]["tokens"] == 4
     assert verified["outputs_equal"] and verified["config"]["verify_over_decode"] == 1 / verified["ratio"]
+    assert draft["outputs_equal"] is None and draft["same_start"] is None, "another model's tokens say nothing"
+    assert outcome["config"]["draft_quantization"] == "w8a8" == loaded[str(tiny.draft)]
+    assert loaded[str(tiny.target)] is None
     assert draft["baseline"] == decode["system"] and draft["config"]["draft_over_target"] == 1 / draft["ratio"]
     assert outcome["config"]["verified_tokens"] == 4 and "forwards/s" in printed(outcome, capsys)
 
