@@ -80,16 +80,6 @@ def table(outcome: dict[str, Any]) -> Table:
     return table
 
 
-def promises(outcome: dict[str, Any]) -> dict[str, bool | None]:
-    """Figure with a target → whether the target is met; None if a rehearsal has no value."""
-    return {
-        f"{stage['name']}: {figure['name']}": figure["met"]
-        for stage in outcome["stages"]
-        for figure in stage["figures"]
-        if figure["target"] is not None
-    }
-
-
 def _ending(stage: dict[str, Any]) -> list[str]:
     error = (stage["error"] or "").splitlines()
     return [stage["what"], f"{stage['seconds']:.0f} s", "", stage["status"], "", "", error[-1][:100] if error else ""]
@@ -130,4 +120,4 @@ def _check_machine(rehearse: bool) -> None:
         raise UnsupportedError("TRITON_INTERPRET is set: an interpreted kernel's time means nothing; unset it")
 
 
-__all__ = ["DONE", "promises", "run", "table"]
+__all__ = ["DONE", "run", "table"]

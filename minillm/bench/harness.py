@@ -159,16 +159,7 @@ def save(outcome: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
 
 
-REPORT_PEAK = """
-import pathlib, sys
-status = pathlib.Path("/proc/self/status")
-if status.exists():
-    print(int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024)
-else:
-    import resource
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-"""
-"""Linux needs `VmHWM`, because there a process inherits `ru_maxrss` from its parent."""
+REPORT_PEAK = "\nfrom minillm.bench.processes import own_peak_memory\nprint(own_peak_memory())"
 
 
 def peak_memory_of(code: str) -> int | None:

@@ -83,7 +83,7 @@ def run(
         "requests": prompts,
         "prompt_tokens": [len(ids) for ids in requests],
         "new_tokens": new_tokens,
-        "seats": {name: prompts if "paged batching" in RUNGS[name] else 1 for name in names},
+        "requests_at_a_time": {name: prompts if "paged batching" in RUNGS[name] else 1 for name in names},
         "num_speculative_tokens": drafts,
         "sampling": "greedy",
         "dtype": "float32",

@@ -25,6 +25,7 @@ from minillm.bench.systems import choose, prompt_ids
 from minillm.bench.tables import speed_table
 from minillm.bench.vllm_peer import INTERPRETER, NO_VLLM
 from minillm.errors import ConfigError
+from minillm.hardware import usable_processors
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -100,7 +101,7 @@ def run(
         "sampling": "greedy",
         "device": "cpu",
         "threads": torch.get_num_threads(),
-        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processors": usable_processors(),
         "load": os.getloadavg() if hasattr(os, "getloadavg") else None,
         "rounds": rounds,
         "left_out": missing,

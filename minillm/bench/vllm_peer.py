@@ -50,8 +50,9 @@ class VllmPeer:
     @property
     def peak_memory(self) -> int | None:
         """Peak resident bytes of the process; None without `/proc`."""
-        status = Path(f"/proc/{self.process.pid}/status")
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else None
+        from minillm.bench.processes import peak_memory_of_process  # not at module level, as in `_no_answer`
+
+        return peak_memory_of_process(self.process.pid)
 
     def close(self) -> None:
         """End the process."""

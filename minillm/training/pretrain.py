@@ -27,7 +27,7 @@ from minillm.errors import TrainingError
 from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.training.data import Batches, Windows
+from minillm.training.data import Batches
 from minillm.training.optimizers import optimizers
 from minillm.training.state_files import read_state, write_state
 
@@ -250,15 +250,3 @@ def new_model(config: ModelConfig, seed: int = 0) -> Decoder:
     model = Decoder(config)
     initialise(model)
     return model
-
-
-@torch.no_grad()
-def bits_per_byte(model: Decoder, windows: Windows, num_bytes: int, length: int = 1024) -> float:
-    """Cross-entropy over a whole split in bits, divided by the bytes of its text."""
-    total = count = 0.0
-    for inputs, targets in tqdm(windows.in_order(4, length), desc="evaluating", leave=False):
-        loss = F.cross_entropy(dense_logits(model, inputs).float(), targets.flatten(), reduction="sum")
-        total += loss.item()
-        count += targets.numel()
-    bytes_per_token = num_bytes / windows.tokens.size
-    return total / count / math.log(2) / bytes_per_token

@@ -24,7 +24,7 @@ def test_lengths_are_fixed_and_have_a_heavy_tail() -> None:
 
 
 def test_utilisation_is_counted_from_the_steps(tiny: TinyPair) -> None:
-    """Three requests of 2, 4 and 6 tokens on two seats: 12 request-steps. The third joins in step 3, and ends in 8."""
+    """Three requests of 2, 4 and 6 tokens, two at a time: 12 request-steps. The third joins in step 3, ends in 8."""
     llm = LLM(str(tiny.target), max_num_seqs=2, block_size=4, enable_prefix_caching=False)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 4, 6)]
     with llm.trace() as trace:
@@ -37,7 +37,7 @@ def test_utilisation_is_counted_from_the_steps(tiny: TinyPair) -> None:
 
 
 def test_requests_that_the_engine_does_not_know_yet_wait_all_the_same(tiny: TinyPair) -> None:
-    """Static batches of 2: the third request waits outside for the 4 steps of the first, which use 6 of 8 seats."""
+    """Static batches of 2: the third request waits outside for the 4 steps of the first, which use 6 of 8 slots."""
     llm = LLM(str(tiny.target), max_num_seqs=2, block_size=4, enable_prefix_caching=False)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 4, 6)]
     with llm.trace() as trace:

@@ -133,7 +133,10 @@ def test_every_rung_gives_the_same_requests_and_says_what_is_in_it(
     kv = {name: row["config"].get("kv_bytes_per_token") for (name, _), row in rows.items()}
     assert kv["plain"] == 2 * 2 * 2 * 16 * 4 and kv["INT8 KV"] == 2 * 2 * 2 * (16 + 2)
     assert kv["speculation"] == 2 * kv["plain"] and kv["all"] == 2 * kv["INT8 KV"]
-    assert outcome["config"]["seats"]["all"] == 3 and outcome["config"]["seats"]["speculation"] == 1
+    assert (
+        outcome["config"]["requests_at_a_time"]["all"] == 3
+        and outcome["config"]["requests_at_a_time"]["speculation"] == 1
+    )
     steps = {name: row["config"].get("steps") for (name, _), row in rows.items()}
     assert steps["plain"] == 3 * 5 and steps["paged batching"] == 5 and steps["all"] <= 5
     assert rows["speculation", "plain"]["config"]["tokens_per_forward"] > 1

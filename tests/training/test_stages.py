@@ -13,7 +13,7 @@ from minillm import LLM, SamplingParams
 from minillm.errors import TrainingError
 from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import Pair
-from minillm.training.pretrain import Recipe, Trainer, bits_per_byte
+from minillm.training.pretrain import Recipe, Trainer
 from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, SHARES
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import add_arguments, run_from_args, train
@@ -21,7 +21,7 @@ from minillm.training.stages import STAGES, run_stages
 from minillm.training.target_evaluation import Amount
 from minillm.training.trained_drafters import TRAINED
 
-from .conftest import config
+from .conftest import bits_per_byte, config
 
 
 def recipe(steps: int) -> Recipe:

@@ -9,9 +9,9 @@ import torch
 from minillm.errors import TrainingError
 from minillm.models.causal import CausalAttention
 from minillm.training.data import Passes, Windows
-from minillm.training.pretrain import Recipe, Trainer, bits_per_byte, new_model, next_token_loss
+from minillm.training.pretrain import Recipe, Trainer, new_model, next_token_loss
 
-from .conftest import config
+from .conftest import bits_per_byte, config
 
 # Minutes without end: progress, and with it the learning rate, follows the tokens, so runs can be compared exactly.
 RECIPE = Recipe(tokens=16 * 256, tokens_per_step=256, lengths=(32, 64), warmup_steps=4, save_every=1000)

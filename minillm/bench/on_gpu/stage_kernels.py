@@ -17,7 +17,8 @@ from minillm.bench.device_clock import TimedFunction, last_cache_bytes, ratios
 from minillm.bench.harness import Row
 from minillm.bench.kernel_attention import attention_cases
 from minillm.bench.kernel_cases import PREFILL, REFERENCE, TRITON, Case, Maker, Setting
-from minillm.bench.kernels import case_rows, makers, timed_implementation
+from minillm.bench.kernel_timing import timed_implementation
+from minillm.bench.kernels import case_rows, makers
 from minillm.bench.on_gpu.findings import Report, Target
 from minillm.bench.on_gpu.random_models import CONFIGS, LARGE
 from minillm.bench.on_gpu.stage_setup import StageSetup
