@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from minillm.cache.prefix import extend_block_hashes
 from minillm.outputs import Logprob
@@ -125,8 +128,12 @@ class Request:
         forbidden = tuple(self.stop_ids | self.eos_ids) if ends_early else ()
         if not params.has_penalties:
             return SamplingRow(params, forbidden_token_ids=forbidden)
-        prompt = self.token_ids[: self.num_prompt_tokens]
-        return SamplingRow(params, prompt, [*self.output_token_ids, *drafts], forbidden)
+        return SamplingRow(params, self.distinct_prompt_tokens, [*self.output_token_ids, *drafts], forbidden)
+
+    @cached_property
+    def distinct_prompt_tokens(self) -> np.ndarray:
+        """The different tokens of the prompt, sorted, `[num_distinct]` int64."""
+        return np.unique(np.array(self.token_ids[: self.num_prompt_tokens], np.int64))
 
     def block_hashes(self, block_size: int) -> list[bytes]:
         """Hashes of all full blocks of `token_ids`, in order (see `minillm.cache.prefix`). Do not change the list."""

@@ -22,13 +22,16 @@ settings.load_profile("no clock")
 
 SLOW_S = 60
 LONGEST_FILES = (
+    "teaching/grading/test_grading.py",
     "runtime/test_cpu_executor.py",
     "teaching/test_exercises.py",
-    "ops/triton/test_compile.py",
     "engine/test_same_tokens.py",
-    "bench/test_gpu.py",
-    "teaching/test_notebooks_with_nbval.py",
-    "engine/test_engine_machine.py",
+    "browser/test_book.py",
+    "engine/test_memory_of_requests.py",
+    "cache/test_measured_bytes.py",
+    "runtime/test_gpu_graphs.py",
+    "parallel/test_engine.py",
+    "browser/test_lesson_00.py",
 )
 
 
@@ -100,21 +103,19 @@ def random_model(
     return model
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep the garbage collector away from thousands of tests and the modules they import: a collection would take a
+    second each time, and in a forked process copy their memory."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def every_draft() -> Iterator[None]:
     """Engines draft whatever it costs: their tests want drafts. Tests of adapting ask for it with `adaptive`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minillm.speculative.config.ADAPTIVE", False)
         yield
-
-
-@pytest.fixture
-def quick_gc() -> Iterator[None]:
-    """What is alive now is nothing for the garbage collector to look at, which takes it a second otherwise."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -66,8 +66,8 @@ def _edit_columns(rows: Sequence[SamplingRow], vocab: int) -> dict[str, np.ndarr
     for i, row in enumerate(rows):
         if row.params.has_penalties:
             used, count = used_tokens(row)
-            positions.append(np.array(used, np.int64) + i * vocab)
-            counts.append(np.array(count, np.float64))
+            positions.append(used + i * vocab)
+            counts.append(count.astype(np.float64))
     if positions:
         columns["used"], columns["count"] = np.concatenate(positions), np.concatenate(counts)
         for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):

@@ -12,7 +12,6 @@ on a GPU, where such a read waits for all kernels. The user's options are in `mi
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -75,7 +74,8 @@ class SamplingRow:
     """What `probs_from_logits` needs to know about the request of one row of logits."""
 
     params: SamplingParams
-    prompt_token_ids: Sequence[int] = ()
+    prompt_token_ids: Sequence[int] | np.ndarray = ()
+    """The tokens of the prompt, in any order, each at least once."""
     output_token_ids: Sequence[int] = ()
     """All tokens after the prompt and before the one to be chosen, drafts included."""
     forbidden_token_ids: Sequence[int] = ()
@@ -192,18 +192,21 @@ def _with_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def _penalise(logits: Tensor, row: SamplingRow) -> None:
     """Penalise `[vocab]` logits in place: only those of the tokens that the request has used so far."""
     params, (used, counts) = row.params, used_tokens(row)
-    index = torch.tensor(used, dtype=torch.int64, device=logits.device)
-    count = torch.tensor(counts, dtype=torch.float32, device=logits.device)
+    index = torch.from_numpy(used).to(logits.device)
+    count = torch.from_numpy(counts).to(logits.device, torch.float32)
     logits[index] = penalised(
         logits[index], count, params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     )
 
 
-def used_tokens(row: SamplingRow) -> tuple[list[int], list[int]]:
-    """The tokens that penalties apply to (those of prompt and output), sorted, and how often each is in the output."""
-    counts = Counter(row.output_token_ids)
-    used = sorted({*row.prompt_token_ids, *counts})
-    return used, [counts[token] for token in used]
+def used_tokens(row: SamplingRow) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that penalties apply to (those of prompt and output), sorted, and how often each is in the output,
+    both `[num_used]` int64."""
+    written, times = np.unique(np.array(row.output_token_ids, np.int64), return_counts=True)
+    used = np.union1d(np.asarray(row.prompt_token_ids, np.int64), written)
+    counts = np.zeros(len(used), np.int64)
+    counts[np.searchsorted(used, written)] = times
+    return used, counts
 
 
 def _softmax(logits: Tensor, peak: Tensor, temperatures: list[float]) -> Tensor:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from minillm.errors import TrainingError
 from minillm.fill_in_the_middle import FIM_PREFIX
 from minillm.training.corpus import Document, documents, sources
-from minillm.training.fim_documents import training_document
+from minillm.training.fim_documents import PRETRAINING, GapShares, training_document
 from minillm.training.state_files import copy_whole, replacing, write_array, write_json
 from minillm.training.train_tokenizer import END_OF_TEXT, END_OF_TEXT_ID, train_tokenizer
 
@@ -124,11 +124,15 @@ class Passes:
     and as much not at all (with three steps of 256 to one of 1,024: about a fifth each).
 
     Each pass has a new order of files and new gaps (`fim_documents`), if the tokenizer has tokens for gaps. It is
-    encoded when it is first needed and stored in `passes/`. The same arguments always give the same batch.
+    encoded when it is first needed and stored in `passes/`, or with other `shares` of gaps than those of pretraining in
+    a folder of its own. The same arguments always give the same batch.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, shares: GapShares = PRETRAINING) -> None:
+        self.folder, self.shares = folder, shares
+        own = "" if shares == PRETRAINING else f"-files{shares.files:g}-lines{shares.lines:g}"
+        self.encoded = folder / f"passes{own}"
+        """Where the encoded passes are stored."""
         self._tokens: dict[int, np.ndarray] = {}
         self._order: dict[tuple[int, int], np.ndarray] = {}
 
@@ -154,7 +158,7 @@ class Passes:
 
     def _pass(self, number: int) -> np.ndarray:
         if number not in self._tokens:
-            file = self.folder / "passes" / f"{number}.npy"
+            file = self.encoded / f"{number}.npy"
             if not file.exists():
                 file.parent.mkdir(exist_ok=True)
                 self._write_pass(file, number)
@@ -170,7 +174,9 @@ class Passes:
         texts = [
             part
             for i in order
-            for part in (training_document(docs[i].text, rng) if has_gaps else [docs[i].text + END_OF_TEXT])
+            for part in (
+                training_document(docs[i].text, rng, self.shares) if has_gaps else [docs[i].text + END_OF_TEXT]
+            )
         ]
         write_array(file, encode_all(tokenizer, texts, f"pass {number + 1}"))
 

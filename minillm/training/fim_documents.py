@@ -1,38 +1,53 @@
-"""Training documents for fill in the middle: half of the files, cut into pieces, each with a gap.
+"""Training documents for fill in the middle: some files are cut into pieces, each with a gap.
 
 Such a file is cut at line ends into pieces of 200 to 2,500 characters, so that both sides of a gap can be in one
-training row. Half of the gaps end at the end of their line or a few lines later, as in an editor; the others lie
+training row. Some of the gaps end at the end of their line or a few lines later, as in an editor; the others lie
 between two random characters. Half have the prefix first, half the suffix (Bavarian et al. 2022, section 3). The text
 is cut before it is tokenised, so the tokens at the cuts are the same as in a prompt.
+
+Pretraining has both kinds of gaps in equal parts. Three of four of its rows are too short for most pieces, so the later
+stages, whose rows are longer, have more gaps, and those of an editor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from minillm.fill_in_the_middle import prefix_first, suffix_first
 from minillm.training.train_tokenizer import END_OF_TEXT
 
-FIM_RATE = 0.5
-"""Share of the files that get gaps."""
-LINE_RATE = 0.5
-"""Share of the gaps that end with a line."""
 SUFFIX_FIRST_RATE = 0.5
 """Share of the gaps whose suffix comes first."""
 PIECE_CHARACTERS = (200, 2500)
 """Minimum and maximum length of a piece; the distribution is log-uniform."""
 
 
-def training_document(text: str, rng: np.random.Generator) -> list[str]:
+@dataclass(frozen=True)
+class GapShares:
+    """How much of the text has gaps, and which."""
+
+    files: float = 0.5
+    """Share of the files that get gaps."""
+    lines: float = 0.5
+    """Share of the gaps that end with a line."""
+
+
+PRETRAINING = GapShares()
+LATER = GapShares(files=0.6, lines=0.9)
+"""Of the decay and of the stage after it."""
+
+
+def training_document(text: str, rng: np.random.Generator, shares: GapShares = PRETRAINING) -> list[str]:
     """`text` as a training document: whole, or in pieces with gaps. End of text follows each.
 
     The strings of the list are tokenised one by one, so that no token reaches across the start of a gap.
     """
-    if rng.random() >= FIM_RATE:
+    if rng.random() >= shares.files:
         return [text + END_OF_TEXT]
-    return [part for piece in pieces(text, rng) for part in with_gap(piece, rng)]
+    return [part for piece in pieces(text, rng) for part in with_gap(piece, rng, shares.lines)]
 
 
 def pieces(text: str, rng: np.random.Generator) -> Iterator[str]:
@@ -46,9 +61,9 @@ def pieces(text: str, rng: np.random.Generator) -> Iterator[str]:
         at = end
 
 
-def with_gap(piece: str, rng: np.random.Generator) -> tuple[str, str]:
-    """`piece` with a random gap: the prompt, and the text of the gap with end of text."""
-    if rng.random() < LINE_RATE:
+def with_gap(piece: str, rng: np.random.Generator, lines: float = PRETRAINING.lines) -> tuple[str, str]:
+    """`piece` with a random gap: the prompt, and the text of the gap with end of text. `lines`: see `GapShares`."""
+    if rng.random() < lines:
         begin = int(rng.integers(len(piece) + 1))
         end = begin
         for _ in range(int(rng.geometric(0.6))):

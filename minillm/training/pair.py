@@ -11,6 +11,7 @@ from minillm.errors import TrainingError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.training.data import Passes, Windows
+from minillm.training.fim_documents import PRETRAINING, GapShares
 from minillm.training.pretrain import Recipe, new_model
 from minillm.training.recipes import DECAY_LENGTHS, DRAFT, TARGET, decay_recipe, unlikelihood_recipe
 from minillm.training.stage_inputs import BUDGET, FILE, read_inputs
@@ -56,10 +57,10 @@ class Pair:
         """The folder with tokens, tokenizer and the list of sources."""
         return self.folder / "corpus"
 
-    def training_text(self) -> Passes:
-        """The training files, in passes. Raises `TrainingError` without a corpus."""
+    def training_text(self, shares: GapShares = PRETRAINING) -> Passes:
+        """The training files, in passes, with gaps in `shares`. Raises `TrainingError` without a corpus."""
         self._require_corpus()
-        return Passes(self.corpus)
+        return Passes(self.corpus, shares)
 
     def held_out(self) -> Windows:
         """The held-out files. Raises `TrainingError` without a corpus."""

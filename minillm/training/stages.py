@@ -24,6 +24,7 @@ from minillm.training.distill import LOSS_FORMULA, DistillationLoss, HalfAndHalf
 from minillm.training.drafter_stages import train_drafter
 from minillm.training.evaluate import Agreement, Evaluation, evaluate
 from minillm.training.export import export
+from minillm.training.fim_documents import LATER
 from minillm.training.pair import TARGET_NAME, TARGET_STAGES, Pair
 from minillm.training.plot import Curve, loss_svg
 from minillm.training.pretrain import Loss, Trainer, next_token_loss
@@ -61,7 +62,7 @@ def train_target(pair: Pair) -> None:
 def decay_target(pair: Pair) -> None:
     """Stage `decay`: a branch of the stable run that decays the learning rate to zero. The stable run may continue; a
     finished branch stays as it is then."""
-    text, stable = pair.training_text(), pair.state_file("target")
+    text, stable = pair.training_text(LATER), pair.state_file("target")
     folder, now = pair.folder / "decay", _tokens_seen(pair, "target")
     if (folder / "state.pt").exists() and pair.is_finished("decay"):
         began = pair.input_tokens("decay")["target"]
@@ -74,7 +75,7 @@ def decay_target(pair: Pair) -> None:
 
 def unlearn_repetition(pair: Pair) -> None:
     """Stage `unlikelihood`: the decayed target unlearns to repeat itself."""
-    text = pair.training_text()
+    text = pair.training_text(LATER)
     model = pair.trained("decay")
     check_inputs(pair.folder / "unlikelihood", {"decay": _tokens_seen(pair, "decay")})
     batches = OwnText(text, model, pair.folder / "unlikelihood" / "writings")

@@ -57,7 +57,6 @@ def objects() -> Counter[type]:
     return Counter(kind for kind in kinds if kind in (list, dict, set) or str(kind.__module__).startswith("minillm"))
 
 
-@pytest.mark.usefixtures("quick_gc")
 @pytest.mark.parametrize(
     ("way", "traced"), [*((way, False) for way in WAYS), ("no draft", True), ("draft model", True)]
 )

@@ -62,7 +62,6 @@ def test_a_weight_is_quantised_a_piece_at_a_time(load: Load, monkeypatch: pytest
         assert torch.equal(tensor, right.state_dict()[name]), name
 
 
-@pytest.mark.usefixtures("quick_gc")
 def test_no_two_layers_have_linears_in_full_precision_at_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four linears of the layer that is being built, and the unembedding."""
     built: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -7,13 +7,14 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from minillm.errors import TrainingError
 from minillm.fill_in_the_middle import FIM_MIDDLE, FIM_PREFIX, FIM_SUFFIX
 from minillm.training import data
 from minillm.training.data import Passes
-from minillm.training.fim_documents import pieces, training_document, with_gap
+from minillm.training.fim_documents import LATER, PRETRAINING, GapShares, pieces, training_document, with_gap
 from minillm.training.near_duplicates import without_near_duplicates
 from minillm.training.train_tokenizer import END_OF_TEXT
 
@@ -61,12 +62,28 @@ def test_a_gap_is_moved_to_the_end_and_nothing_is_lost():
     assert kinds == set(product((True, False), repeat=3))
 
 
-def test_half_of_the_files_are_shown_whole():
-    """Of 2,000 fair choices the share lies outside 0.45 to 0.55 once in 10⁵."""
+@pytest.mark.parametrize("shares", [PRETRAINING, LATER])
+def test_as_many_files_have_gaps_and_as_many_gaps_end_with_a_line_as_the_shares_say(shares: GapShares):
+    """Of 2,000 choices a share is off by more than 0.05 once in 10⁵."""
     rng = np.random.default_rng(0)
     text = source_file(1)
-    whole = sum(training_document(text, rng) == [text + END_OF_TEXT] for _ in range(2000))
-    assert 900 < whole < 1100
+    whole = sum(training_document(text, rng, shares) == [text + END_OF_TEXT] for _ in range(2000))
+    assert whole / 2000 == pytest.approx(1 - shares.files, abs=0.05)
+    ends = 0
+    for _ in range(2000):  # a gap between two random characters ends with a line in about one of thirty
+        prompt, _ = with_gap(text, rng, shares.lines)
+        suffix = prompt.split(FIM_SUFFIX)[1].split(FIM_MIDDLE)[0]
+        ends += suffix[:1] in ("", "\n")
+    assert ends / 2000 == pytest.approx(shares.lines + (1 - shares.lines) / 30, abs=0.05)
+
+
+def test_other_shares_of_gaps_are_other_passes(corpus, tmp_path):
+    for name in ("tokenizer.json", "train.jsonl.gz"):
+        shutil.copy(corpus / name, tmp_path)
+    early, _ = Passes(tmp_path).batch(0, 2, 32)
+    later, _ = Passes(tmp_path, LATER).batch(0, 2, 32)
+    again, _ = Passes(tmp_path).batch(0, 2, 32)
+    assert not torch.equal(early, later) and torch.equal(early, again)
 
 
 def test_markers_are_one_token_each(corpus):
@@ -79,7 +96,7 @@ def test_no_token_reaches_across_the_start_of_a_gap(corpus, tmp_path, monkeypatc
     """Otherwise no training document would have what a cursor inside a word gives."""
     for name in ("tokenizer.json", "train.jsonl.gz"):
         shutil.copy(corpus / name, tmp_path)
-    monkeypatch.setattr(data, "training_document", lambda text, rng: ["(se", "lf, "])
+    monkeypatch.setattr(data, "training_document", lambda text, rng, shares: ["(se", "lf, "])
     inputs, _ = Passes(tmp_path).batch(0, 1, 64)
     tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
     before, after, joined = (tokenizer.encode(text).ids for text in ("(se", "lf, ", "(self, "))
