@@ -38,7 +38,8 @@ class Row:
 def ratio(file: str, system: str, baseline: str) -> str:
     """The speed of one system over another, in a committed result."""
     row = row_of(file, system, baseline)
-    return f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
+    rounds = load(file)["config"]["rounds"]
+    return f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f} in {rounds} rounds)"
 
 
 def counted_steps(system: str) -> int:

@@ -71,13 +71,13 @@ def drafter_target(pair: Pair) -> DrafterTarget:
 
 
 def _check_unrecorded_continuations(pair: Pair, folder: Path) -> None:
-    """Refuse the texts that another target wrote, for a run of an earlier version, which recorded of its texts only
-    how many tokens the target of the stage `distill` had seen."""
+    """Refuse the texts that another target wrote, for a run of an earlier version: it recorded only how many tokens the
+    target of the stage `distill` had seen, and nothing without that stage."""
     if not folder.exists() or read_inputs(folder):
         return
     seen = read_inputs(pair.folder / "distill").get(TARGET_STAGES[-1])
     now = RunRecord.load(pair.folder / TARGET_STAGES[-1]).tokens
-    if seen != now:
+    if seen not in (None, now):
         raise TrainingError(f"{folder} has texts of a target of {seen} tokens, now it has {now}; remove it to go on")
 
 
