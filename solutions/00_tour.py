@@ -50,8 +50,8 @@ greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 #    **how many new tokens does each forward of the target yield** on average? (1 means that the drafts are useless, 5
 #    that they are always accepted.)
 # 2. The memory for **[keys and values](glossary.md#kv-cache)** (what attention needs of past tokens) is allocated in
-#    pages of 16 **slots**, one slot per token. When most pages are in use, **what share of the slots in these pages is
-#    empty**, in percent?
+#    pages of 16 **slots**, one slot per token. At the end of the step with the most pages in use, **what share of the
+#    slots in these pages is empty**, in percent?
 
 # %%
 predict("l00.tokens_per_forward", None, unit="tokens")
@@ -97,11 +97,13 @@ with (
     outputs = llm.generate(prompts[:3], greedy, use_tqdm=False)
 
 # %% [markdown]
-# This is the generated text. The model has 12 million parameters and was trained on nothing but Python source. Expect
-# code that looks right, not code that is right.
+# These are the three texts. The model has 12 million parameters and was trained on nothing but Python source. Expect
+# code that looks right, not code that is right. A small model that always takes its most probable token often falls
+# into loops: look for lines that come again.
 
 # %%
-print(outputs[0].prompt + outputs[0].outputs[0].text)
+for letter, output in zip("ABC", outputs, strict=True):
+    print(f"--- request {letter}", output.prompt + output.outputs[0].text, sep="\n")
 
 # %% [markdown]
 # ## Look closer: four moments
@@ -161,11 +163,36 @@ print(f"{accepted} accepted + {generated - accepted} added by the target = {gene
 print(f"{generated} / {len(rounds)} = {per_forward:.2f} tokens per forward")
 reveal("l00.tokens_per_forward", per_forward)
 
+# %% [markdown]
+# This is the mean of three texts. How does it differ between them?
+
+# %%
+from minillm.outputs import tokens_per_forward
+
+gains = {letter: tokens_per_forward([output]) for letter, output in zip("ABC", outputs, strict=True)}
+variety = {letter: len({*output.outputs[0].token_ids}) for letter, output in zip("ABC", outputs, strict=True)}
+for letter, gain in gains.items():
+    print(f"request {letter}: {gain:.2f} tokens per forward, {variety[letter]} different tokens among 48")
+claim(
+    "The text with the fewest different tokens gains the most.",
+    min(variety, key=variety.get) == max(gains, key=gains.get),
+    of_model=True,
+)
+
+# %% [markdown]
+# **Text that repeats itself is easy to draft**, and a small model repeats itself often. The number of tokens per
+# forward is a property of the texts as much as of the two models, so a figure from other prompts says little about
+# yours.
+#
+# Now the memory. The engine counts the pages at the end of each step, when finished requests have freed theirs.
+
 # %%
 busiest = max(state.history, key=lambda step: step.used_blocks)
 slots = busiest.used_blocks * state.block_size
+print(f"at the end of step {busiest.step} {busiest.used_blocks} pages = {slots} slots were in use, ", end="")
+print(f"{busiest.waste_slots} of them empty")
 print(
-    f"at the busiest step {busiest.used_blocks} pages = {slots} slots were in use, {busiest.waste_slots} of them empty"
+    f"within a step, before finished requests freed theirs: up to {state.totals.peak_blocks} pages (the picture's peak)"
 )
 reveal("l00.waste", 100 * busiest.waste_slots / slots)
 
@@ -230,7 +257,6 @@ claim("A request on its own gains more from drafts than three together.", alone 
 
 # %% tags=["expected"] alt="A line of tokens per target forward against γ = 1, 2, 4 and 8. It rises, each time by less than the number of drafts added, and stays far below the dashed line for drafts that are always accepted."
 from minillm.viz.charts import Axis, LineChart, Series
-from minillm.outputs import tokens_per_forward
 
 gammas = (1, 2, 4, 8)
 yields = [tokens_per_forward(engine(drafts=g).generate(prompts, greedy, use_tqdm=False)) for g in gammas]
@@ -260,6 +286,7 @@ taus = []
 for temperature in temperatures:
     params = SamplingParams(temperature=temperature, max_tokens=48, seed=1, ignore_eos=True)
     taus.append(tokens_per_forward(llm.generate(prompts, params, use_tqdm=False)))
+print({t: round(tau, 2) for t, tau in zip(temperatures, taus, strict=True)})
 claim("At temperature 1.5 a forward yields fewer tokens than at 0.", taus[-1] < taus[0], of_model=True)
 LineChart(
     "Tokens per target forward, four drafts a round",
@@ -326,8 +353,8 @@ claim("Commas as drafts change no token.", tokens_of(comma_outputs) == expected)
 # %% [markdown]
 # A bad drafter costs time and nothing else, because the target decides which drafts are accepted.
 #
-# **A pool that is too small.** Three requests need twelve pages, and the pool has ten. At least one request will lose
-# its pages. Does its text change?
+# **A pool that is too small.** When they end, the three requests together need more pages than the ten of this
+# pool. At least one request will lose its pages. Does its text change?
 
 # %% tags=["expected"] alt="A pool of ten pages in use by two requests, while a third has been preempted and waits for its turn."
 from minillm.trace import RequestPreempted
@@ -336,6 +363,10 @@ tight = engine(drafts=0, pool_tokens=160)
 with tight.trace() as tight_trace:
     tight_outputs = tight.generate(prompts[:3], greedy, use_tqdm=False)
 preempted = tight_trace.of(RequestPreempted)
+stored = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs]  # the last token is never stored
+needed = sum(-(-count // state.block_size) for count in stored)
+print(f"when they end, the requests store {stored} tokens: {needed} pages; the pool has 10")
+claim("That is more than the pool has.", needed > 10)
 print(f"preemptions: {len(preempted)}, tokens that lost their pages: {sum(e.num_computed_tokens for e in preempted)}")
 claim("A preemption changes no token.", bool(preempted) and tokens_of(tight_outputs) == expected)
 show(CachePagesView(tight_trace), step=first_preemption(tight_trace).step)

@@ -127,11 +127,13 @@ claim("The model is more certain after the docstring than after 'for i in'.", mo
 # %% [markdown]
 # **Entropy** measures the model's uncertainty in bits: $b$ bits are the uncertainty among $2^b$ equally probable
 # tokens. After a docstring it is nearly certain of an indent (of four spaces: this vocabulary has a token for three,
-# and the word after it begins with the fourth). After `for i in` many names are possible.
+# and the word after it begins with the fourth). After `for i in` many names are possible. A token between bars, such
+# as `<|fim_middle|>`, is a special one: it stands for no text, and this model learned with it to fill a gap in the
+# middle of a file.
 #
 # **[Temperature](glossary.md#temperature)** $T$ divides the logits before the softmax. Below 1 it enlarges the
-# differences, so that the most probable token gets nearly all of the probability; above 1 it shrinks them, until every
-# token of the vocabulary gets a share. The order of the tokens never changes.
+# differences, so that the most probable token gets nearly all of the probability; above 1 it shrinks them, and the
+# probabilities approach equal shares. The order of the tokens never changes.
 
 # %% tags=["expected"] alt="Probability of the five most probable tokens after import os, newline, import, against the temperature: near 0 the first has everything; it falls steadily; at temperature 2 the five together have little."
 from minillm.viz.charts import Axis, LineChart, Series
@@ -244,7 +246,8 @@ print(f"same most probable next token at {int((mine.argmax(-1) == theirs.argmax(
 # $$\text{angle} = \text{position} \times \text{frequency of the pair}$$
 #
 # Rotating $(a, b)$ by $\varphi$ gives $(a\cos\varphi - b\sin\varphi,\; b\cos\varphi + a\sin\varphi)$. The first pair
-# rotates by one radian per position, the last by about one in ten thousand, like the hands of a clock.
+# rotates by one radian per position, each further pair more slowly, like the hands of a clock; the cell after the
+# exercise prints the frequencies.
 #
 # *Which channels are a pair?* There are two incompatible conventions. Here, as in all Llama checkpoints in Hugging Face
 # format, pair $i$ is channel $i$ and channel $i + d/2$: the first half holds all $a$'s, the second all $b$'s.
@@ -356,7 +359,8 @@ claim("All of them are within 0.001 of those of minillm's own decoder.", bool(di
 # probability. Three settings change the probabilities, in this order:
 #
 # 1. **temperature**: divide the logits; 0 means greedy.
-# 2. **[top-k](glossary.md#top-k-top-p)**: keep the `k` most probable tokens.
+# 2. **[top-k](glossary.md#top-k-top-p)**: keep the `k` most probable tokens, and those that are as probable as the
+#    `k`-th.
 # 3. **top-p** (nucleus sampling, Holtzman et al. 2020): of these, keep the most probable tokens until their sum
 #    *reaches* `p`. The token that makes the sum reach `p` is kept.
 #
@@ -371,7 +375,8 @@ def sample_next(logits: Tensor, uniform: float, temperature: float = 1.0, top_k:
 
     logits:      [vocab]; not changed
     temperature: 0 takes the largest logit
-    top_k:       0, or the size of the vocabulary or more, keeps all tokens; the kept ones are divided by their sum
+    top_k:       0, or the size of the vocabulary or more, keeps all tokens; tokens as probable as the k-th are kept
+                 too; the kept ones are divided by their sum
     top_p:       1 keeps all tokens; of equally probable tokens the lower id comes first
 
     Example: logits = log([0.1, 0.6, 0.3]). uniform 0.05 gives token 0, 0.5 gives 1, 0.95 gives 2.
@@ -676,7 +681,7 @@ print(f"your loop takes {gain} times as long as the engine")
 claim("Without a cache the same tokens take longer.", gain.median > 1, measured=True)
 
 # %% [markdown]
-# The gain grows with every token of the text: that is the first chart of lesson 2.
+# The gain grows with every token of the text: that is the first measured chart of lesson 2.
 #
 # ## Stay in tokens
 #
@@ -705,25 +710,43 @@ number, written, returned = (greedy_drift or sampled_drift)[0]
 split = common_prefix_length(written, returned)
 print("\nthe model generated    ", [tokenizer.token_text(i) for i in written[split:]])
 print("after decode and encode", [tokenizer.token_text(i) for i in returned[split:]])
+claim("Both lists decode to the same text.", tokenizer.decode(written) == tokenizer.decode(returned))
 
 # %% [markdown]
 # The prompts keep their ids because `encode` made them. The tokens that a *model* generates may change. How often they
-# do depends on the model, and this one is small; *In the field* below shows that it happens with large ones too. Now
-# let two loops continue that text, one over ids and one through text:
+# do depends on the model, and this one is small; *In the field* below shows that it happens with large ones too.
+#
+# Does the difference matter to the model? The next cell gives it both lists and compares what it expects next. Then two
+# loops continue this text, one over the ids that the model generated and one through text:
 
 # %%
-by_ids = generate(forward, tokenizer.encode(held_out[number]), 16, eos_id)
-made = held_out[number]
-for _ in range(16):
+for label, ids in (("generated ids", written), ("ids after encode", returned)):
+    probs = forward(ids)[-1].softmax(-1)
+    top = "  ".join(f"{p:.0%} {tokenizer.token_text(int(i))!r}" for p, i in zip(*probs.topk(4), strict=True))
+    print(f"next token after the {label + ':':18} {top}")
+
+made = tokenizer.decode(written)
+for _ in range(12):
     made += tokenizer.decode([int(forward(tokenizer.encode(made))[-1].argmax())])
-print("loop over ids:      ", repr(tokenizer.decode(by_ids)))
-print("loop through text:  ", repr(made[len(held_out[number]) :]))
+print("\nloop over ids:      ", repr(tokenizer.decode(generate(forward, written, 12, eos_id))))
+print("loop through text:  ", repr(made[len(tokenizer.decode(written)) :]), "\n")
+
+drifted = [(forward(ids)[-1], forward(back)[-1]) for _, ids, back in greedy_drift + sampled_drift]
+other = sum(int(one.argmax() != two.argmax()) for one, two in drifted)
+moved = [float((one.softmax(-1) - two.softmax(-1)).abs().sum() / 2) for one, two in drifted]
+print(f"another most probable next token after {other} of {len(drifted)} changed completions")
+print(f"share of the probability that moves to other tokens: {sum(moved) / len(moved):.0%} on average")
+claim(
+    "After most of the changed completions the model expects another next token.",
+    2 * other > len(drifted),
+    of_model=True,
+)
 
 # %% [markdown]
-# The same characters can be another list of ids. The model sees only the ids, so from there on it may write something
-# else. Everything that depends on the ids goes wrong too: a cache holds rows of other tokens, draft probabilities
-# belong to tokens that are no longer in the text, and token counts do not add up. An incomplete character (as with the
-# emoji above) is replaced by a replacement character.
+# The same characters can be another list of ids. The model sees only the ids, and what it expects next can be very
+# different, as printed above. Everything that depends on the ids goes wrong too: a cache holds rows of other tokens,
+# draft probabilities belong to tokens that are no longer in the text, and token counts do not add up. An incomplete
+# character (as with the emoji above) is replaced by a replacement character.
 #
 # **Rule: encode the prompt once, stay in ids, decode for the reader only.**
 #
@@ -817,17 +840,15 @@ claim(
 # * **No scale** passes both properties as well, and makes the loss only a little worse here. Only a comparison with a
 #   right decoder shows it.
 #
-# Choose one and read what it writes:
+# Now read what each of them writes:
 
 # %%
-BROKEN = "hidden scores are 0"  # or any other name in the table
-
-print(f"{'right':22}", repr(tokenizer.decode(want)))
-print(f"{BROKEN:22}", repr(tokenizer.decode(generate(decoders[BROKEN], prompt_ids, 12, eos_id))))
+for label, each in found.items():
+    print(f"{label:22}", repr(tokenizer.decode(each.tokens)))
 
 # %% [markdown]
-# Most of them write something that looks like Python. The text does not show that a model is broken. A comparison shows
-# that it is not the same model.
+# Some of these lines are nonsense, others look like Python, as does the right one. Text that looks right does not show
+# that a model is right. A comparison shows whether it is the same model.
 #
 # ## In the field
 #

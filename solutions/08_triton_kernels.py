@@ -66,7 +66,8 @@ print("kernels are", "compiled for the GPU" if DEVICE == "cuda" else "interprete
 # 2. Softmax can be five PyTorch operations (maximum, difference, exponential, sum, quotient) or one kernel. How many times
 #    as many bytes do the five operations move?
 # 3. Four kernels have one mistake each, and are right whenever the block size divides the row length. A test compares
-#    their results on a row that does *not* fill its block. In how many of the four does it find the mistake?
+#    their results on a row that does *not* fill its block; the memory around the row holds zeros. In how many of the
+#    four does it find the mistake?
 
 # %%
 predict("l08.idle", None, unit="%")
@@ -382,7 +383,7 @@ def dequantise_kernel(codes_ptr, scale_ptr, out_ptr, rows, columns, ROWS: tl.con
     """Dequantise: out = code · scale of its row, in float32. Program i handles ROWS rows, from row i · ROWS on.
 
     codes_ptr: [rows, columns] int8, contiguous
-    scale_ptr: [rows] float32 or bfloat16
+    scale_ptr: [rows] float32 or bfloat16; the product is computed in float32 with both
     out_ptr:   [rows, columns] float32, contiguous
     grid:      (⌈rows / ROWS⌉,); columns is at most BLOCK
     Example: codes 1, -2 with scale 0.5 and codes 3, 4 with scale 2 give 0.5, -1 and 6, 8.
@@ -724,7 +725,7 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | "use optimised kernels to reduce memory bandwidth" (quoted from an article on caches) | fewer *bytes* is right, by the factors in the table. But PyTorch's own softmax is such a kernel already | bytes and launches |
+# | an article on caches: optimised CUDA kernels reduce the use of memory bandwidth | fewer *bytes* is right, by the factors in the table. But PyTorch's own softmax is such a kernel already | bytes and launches |
 # | a fused kernel is faster | only where the bytes take most of the time. For the norm of one token the launch does | where it loses (modelled) |
 # | it passes the tests, so it is right | right for multiples of the block; two of four mistakes pass a test with a remainder too | break it |
 # | tested in the interpreter, so it runs on a GPU | its results are tested; races, undefined values in masked lanes and illegal reads do not show there | exercises 2 and 3 explain it |

@@ -42,6 +42,8 @@ def _differ(one: Exercise, a: Outcome, b: Outcome) -> bool:
 LEARNERS = {  # answers that passed once, or were told a wrong cause
     "l01.causal_attention": {
         ("-torch.inf", "-100.0"): "a number such as -100",
+        ("-torch.inf", "-1000.0"): "a number such as -100",
+        ("-torch.inf", "-10000.0"): "a number such as -100",
         ("head_dim**0.5", "head_dim**0.25"): None,
         ("/ head_dim**0.5", "/ 0.5"): None,
     },

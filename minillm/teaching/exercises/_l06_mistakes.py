@@ -242,6 +242,14 @@ def _blocks_for_slots(
     return gather_attention(q, keys[rows], values[rows], list(range(seq_len)), seq_len, 1)
 
 
+def _alternate_heads(
+    q: Tensor, keys: Tensor, values: Tensor, block_table: list[int], seq_len: int, block_size: int
+) -> Tensor:
+    group = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat(1, group, 1), values.repeat(1, group, 1)
+    return gather_attention(q, keys, values, block_table, seq_len, block_size)
+
+
 ATTENTION = (
     WrongVersion("attends over whole blocks, including unwritten slots", _whole_blocks),
     WrongVersion(
@@ -271,6 +279,10 @@ ATTENTION = (
     ),
     WrongVersion("reads the blocks in the order of their ids", _other_table(sorted)),
     WrongVersion("reads the blocks of the table from last to first", _other_table(lambda table: table[::-1])),
+    WrongVersion(
+        "lets query heads read KV heads alternately (repeat); neighbours must share one (repeat_interleave)",
+        _alternate_heads,
+    ),
     WrongVersion("gathers the keys and forgets the values", _values_not_gathered),
     WrongVersion("uses block ids as if they were slots", _blocks_for_slots),
     WrongVersion(

@@ -76,6 +76,7 @@ SOFTMAX: Edits = {
     "uses program_id(1) as the row, which is 0 in all programs": ("program_id(0)", "program_id(1)"),
     "loads +inf for masked lanes; they must be -inf": ('-float("inf")', 'float("inf")'),
     "loads -100 for masked lanes, which is more than low scores; they must be -inf": ('float("inf")', "100.0"),
+    "loads -1000 for masked lanes, which low scores reach; they must be -inf": ('float("inf")', "1000.0"),
     "forgets the exponential": ("tl.exp(x - tl.max(x, 0))", "x - tl.max(x, 0)"),
     "subtracts the scores from the maximum; it must be the other way round": ("x - tl.max(x, 0)", "tl.max(x, 0) - x"),
     "subtracts every score from itself: the maximum is missing": ("x - tl.max(x, 0)", "x - x"),
@@ -122,6 +123,10 @@ RMS_NORM: Edits = {
 
 DEQUANTISE: Edits = {
     **MASKS,
+    "multiplies in the type of the scale: with bfloat16 scales the product must be computed in float32": (
+        "codes.to(tl.float32) * scale.to(tl.float32)[:, None]",
+        "codes.to(scale.dtype) * scale[:, None]",
+    ),
     "masks the rows that exist, and leaves the others on": ("(row < rows)[", "(row >= rows)["),
     "leaves one row too many on (<= instead of <)": ("(row < rows)[", "(row <= rows)["),
     "leaves lanes on that are outside the tensor: | instead of &, or no mask in the store": (

@@ -50,7 +50,7 @@ def _attention_cases() -> list[Case]:
         Case("scores in the hundreds", (rows(20, 40), rows(10, 11), rows(1, 2))),
         Case(
             "scores far below zero: hidden tokens must still get no weight",
-            (rows(40, 40), rows(-10, -11), rows(1, 2)),
+            (rows(40_000, 40_000), rows(-10, -11), rows(1, 2)),
         ),
         Case("three tokens, six query heads, two KV heads", tuple(shared)),
     ]
@@ -290,10 +290,10 @@ def sample_next(logits: Tensor, uniform: float, temperature: float = 1.0, top_k:
     """Return the token that `uniform`, a random number from [0, 1), selects.
 
     `logits`: `[vocab]`. `temperature` 0 takes the largest logit. `top_k` 0, or the size of the vocabulary or more,
-    keeps all tokens, as does `top_p` 1. The order is: temperature, top-k, renormalise, top-p, draw. `top_p` keeps the
-    most probable tokens, of equal ones the lower id first, up to and including the one with which their sum reaches it
-    (Holtzman et al. 2020). The draw takes the lowest id whose cumulative probability is above `uniform`, as
-    `minillm.sampling.sample` does.
+    keeps all tokens, as does `top_p` 1. The order is: temperature, top-k, renormalise, top-p, draw. `top_k` also keeps
+    tokens that are as probable as the k-th. `top_p` keeps the most probable tokens, of equal ones the lower id first,
+    up to and including the one with which their sum reaches it (Holtzman et al. 2020). The draw takes the lowest id
+    whose cumulative probability is above `uniform`, as `minillm.sampling.sample` does.
     """
     if temperature == 0:
         return int(logits.argmax())
@@ -327,7 +327,7 @@ UNIFORMS = (0.0, 0.04, 0.12, 0.3, 0.5, 0.7, 0.88, 0.99)
 
 
 def _sampling_cases() -> list[Case]:
-    """Five tokens with probabilities 0.10, 0.45, 0.05, 0.25 and 0.15 at temperature 1; four equal ones in the last."""
+    """Five tokens with probabilities 0.10, 0.45, 0.05, 0.25 and 0.15 at temperature 1; equal ones in the last two."""
     logits = torch.tensor([0.10, 0.45, 0.05, 0.25, 0.15]).log() + 3.0
 
     def case(label: str, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Case:
@@ -347,6 +347,10 @@ def _sampling_cases() -> list[Case]:
         case("top_k = 3, then top_p = 0.8 of what is left", top_k=3, top_p=0.8),
         case("temperature 2, then top_p = 0.5", temperature=2.0, top_p=0.5),
         Case("four equal tokens, top_p = 0.5: two of them reach it exactly", (torch.zeros(4), UNIFORMS, 1.0, 0, 0.5)),
+        Case(
+            "probabilities 0.4, 0.2, 0.2, 0.2: top_k = 2 keeps all tokens that are as probable as the second",
+            (torch.tensor([2.0, 1.0, 1.0, 1.0]).log(), UNIFORMS, 1.0, 2, 1.0),
+        ),
     ]
 
 
@@ -404,6 +408,10 @@ _SAMPLE = Exercise(
                 "takes the smallest logit at temperature 0": ("logits.argmax", "logits.argmin"),
                 "ignores top_k": ("0 < top_k", "0 > top_k"),
                 "ignores top_k = 1, as if it meant all tokens": ("0 < top_k", "1 < top_k"),
+                "drops tokens that are as probable as the top_k-th": (
+                    "probs[probs < probs.topk(top_k).values[-1]]",
+                    "probs[probs.argsort(descending=True, stable=True)[top_k:]]",
+                ),
                 "keeps one token fewer than top_k": ("< probs.topk", "<= probs.topk"),
                 "keeps one token more than top_k": ("topk(top_k)", "topk(top_k + 1)"),
                 "drops the top_k most probable tokens instead of keeping them": (

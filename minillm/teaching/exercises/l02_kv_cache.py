@@ -19,7 +19,8 @@ def append_kv(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v:
     """Write new rows after the first `past` rows, in place, and return views of all valid rows.
 
     `cache_k`, `cache_v`: `[capacity, num_kv_heads, head_dim]`; `new_k`, `new_v`: `[num_new, num_kv_heads, head_dim]`.
-    Returns two views `[past + num_new, num_kv_heads, head_dim]`. Raises `ValueError` if the rows do not fit.
+    Returns two views `[past + num_new, num_kv_heads, head_dim]`. Raises `ValueError` if not all new rows fit, and then
+    leaves both caches as they were.
     """
     end = past + new_k.shape[0]
     if end > cache_k.shape[0]:
@@ -31,6 +32,15 @@ def append_kv(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v:
 
 def _concatenates(cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((cache_k[:past], new_k)), torch.cat((cache_v[:past], new_v))
+
+
+def _writes_what_fits(
+    cache_k: Tensor, cache_v: Tensor, past: int, new_k: Tensor, new_v: Tensor
+) -> tuple[Tensor, Tensor]:
+    room = max(0, len(cache_k) - past)
+    cache_k[past : past + room][: len(new_k)] = new_k[:room]
+    cache_v[past : past + room][: len(new_v)] = new_v[:room]
+    return append_kv(cache_k, cache_v, past, new_k, new_v)
 
 
 def _diagnose_append(attempt: Attempt) -> str | None:
@@ -55,6 +65,7 @@ _APPEND = Exercise(
         Case("a prompt of three tokens", (4, 0, 3)),
         Case("two tokens at once after one, filling the cache", (3, 1, 2)),
         Case("one token more than fits", (2, 2, 1)),
+        Case("two tokens, of which one fits: neither may be written", (3, 2, 2)),
     ],
     run_case=use_append,
     hints=(
@@ -95,6 +106,10 @@ _APPEND = Exercise(
                     "new_k, new_v = new_k[-1:], new_v[-1:]; end = past + 1",
                 ),
                 "loses a row without an error when the cache is full": ("if end > cache_k.shape[0]:", "if False:"),
+                "checks only whether the cache is full already, not whether all new rows fit": (
+                    "if end > cache_k.shape[0]:",
+                    "if past >= cache_k.shape[0]:",
+                ),
                 "raises an error when the last row of the cache would be filled": ("end > cache_k", "end >= cache_k"),
                 "writes at row 0 instead of after the first past rows": (
                     "cache_k[past:end] = new_k\n    cache_v[past:end] = new_v",
@@ -113,6 +128,7 @@ _APPEND = Exercise(
             },
         ),
         WrongVersion("builds a new tensor (torch.cat) and leaves the cache as it was", _concatenates),
+        WrongVersion("writes the rows that fit before it raises the error", _writes_what_fits),
     ),
 )
 

@@ -281,10 +281,11 @@ _ATTAINABLE = Exercise(
 def mbu(
     weight_bytes: float, kv_bytes_per_request: float, batch: int, seconds_per_step: float, bandwidth: float
 ) -> float:
-    """Return the model bandwidth utilisation of a decode step, 0 to 1: bytes it must read / bytes its time allows.
+    """Return the model bandwidth utilisation of a decode step: bytes it must read / bytes its time allows.
 
-    A step reads the weights once for the whole batch, and the cache of every request. The definition is
-    MosaicML's (Agarwal et al. 2023), with a measured bandwidth in place of the data sheet's.
+    It is a share: 0.4 means 40%. It is above 1 if bytes came from elsewhere, such as the processor's cache. A step
+    reads the weights once for the whole batch, and the cache of every request. The definition is MosaicML's (Agarwal et
+    al. 2023), with a measured bandwidth in place of the data sheet's.
     """
     must_read = weight_bytes + batch * kv_bytes_per_request
     return must_read / (seconds_per_step * bandwidth)
@@ -301,6 +302,7 @@ _MBU = Exercise(
             "Llama-3-8B in bf16, 16 requests of 2048 tokens, 10 ms per step, 3.35 TB/s",
             (16e9, 2048 * 131_072.0, 16, 0.010, 3.35e12),
         ),
+        Case("a model that stays in the processor's cache, faster than the memory allows", (90.0, 10.0, 3, 0.5, 100.0)),
     ],
     hints=(
         "The numerator: what must this step read? The denominator: what could have been read in the same time?",
@@ -331,7 +333,11 @@ _MBU = Exercise(
                 "must_read / (seconds_per_step * bandwidth)",
                 "(seconds_per_step * bandwidth) / must_read",
             ),
-            "returns percent instead of a share between 0 and 1": ("return must_read", "return 100 * must_read"),
+            "cuts the share off at 1, though bytes from a processor's cache can make it larger": (
+                "return must_read / (seconds_per_step * bandwidth)",
+                "return min(1.0, must_read / (seconds_per_step * bandwidth))",
+            ),
+            "returns percent instead of a share": ("return must_read", "return 100 * must_read"),
             "returns bytes per second: it does not divide by the bandwidth": (
                 "(seconds_per_step * bandwidth)",
                 "seconds_per_step",

@@ -90,6 +90,7 @@ def _attention_cases() -> list[Case]:
     written = torch.zeros(16, dtype=torch.bool)
     written[[4, 5, 12, 13, 14, 15]] = True  # six tokens in the blocks 3 and 1
     unwritten = ~written[:, None, None]
+    two_heads = torch.randn(2, 16, 2, 2)
     holes = [x.masked_fill(unwritten, float("nan")) for x in (keys, values)]
     return [
         Case("one new token, two scattered blocks", (torch.randn(1, 1, 2), keys, values, [3, 1], 6, 4)),
@@ -97,6 +98,10 @@ def _attention_cases() -> list[Case]:
         Case("two new tokens after five", (torch.randn(2, 1, 2), keys, values, [1, 0], 7, 4)),
         Case("two query heads share one KV head", (torch.randn(1, 2, 2), keys, values, [2, 3], 7, 4)),
         Case("unwritten slots hold NaN", (torch.randn(2, 1, 2), *holes, [3, 1], 6, 4)),
+        Case(
+            "four query heads, two KV heads: the first two read the first",
+            (torch.randn(2, 4, 2), *two_heads, [1, 3], 6, 4),
+        ),
     ]
 
 

@@ -183,7 +183,7 @@ _SOFTMAX = Exercise(
         Case("three rows of five columns", (_grid_of(3, 5) * torch.tensor([1.0, -2.0, 3.0, 1.0, -1.0]), 8)),
         Case("large scores: e^1000 is infinite", (torch.tensor([[1000.0, 999.0, 998.0]]), 4)),
         Case("large scores in a block that is full", (torch.tensor([[1000.0, 0.0, 999.0, 998.0]]), 4)),
-        Case("scores far below zero: e^-200 is zero", (torch.tensor([[-200.0, -201.0, -200.5]]), 4)),
+        Case("scores near -1000: e^-1000 is zero", (torch.tensor([[-1000.0, -1001.0, -1000.5]]), 4)),
         Case("a key with the score -inf", (torch.tensor([[0.5, -float("inf"), 1.5]]), 4)),
         Case("every tensor ends where its memory ends", (_grid_of(2, 5), 8, True)),
     ],
@@ -295,6 +295,15 @@ def _dequantise_cases() -> list[Case]:
         Case("five rows in tiles of two", (codes, scale, 2, 4)),
         Case("six columns in a block of eight", (six, scale[:2], 2, 8)),
         Case("large codes and a scale of 2", (torch.tensor([[127, -127, 100]]).to(torch.int8), scale[2:3], 1, 4)),
+        Case(
+            "scales in bfloat16: 101 · 0.3 has more digits than bfloat16 can hold",
+            (
+                torch.tensor([[101, -57, 3], [11, 97, -119]], dtype=torch.int8),
+                torch.tensor([0.3, 0.7]).bfloat16(),
+                2,
+                4,
+            ),
+        ),
         Case("every tensor ends where its memory ends", (codes[:3, :3], scale[:3], 2, 4, True)),
     ]
 

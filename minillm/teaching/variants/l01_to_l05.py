@@ -28,7 +28,10 @@ def _sampling(d: Draw) -> Case:
     uniforms = tuple(d.float(0.001, 0.999) for _ in range(8))
     temperature, top_k, top_p = d.one_of(0.0, 0.7, 1.3), d.one_of(0, 2, 3), d.one_of(1.0, 0.91, 0.57)
     label = f"temperature {temperature}, top_k = {top_k}, top_p = {top_p}"
-    return Case(label, (d.normal(d.int(5, 8)), uniforms, temperature, top_k, top_p))
+    logits = d.normal(d.int(5, 8))
+    if temperature and top_k and d.one_of(True, False):
+        logits, label = logits.round(), label + ", some tokens equally probable"
+    return Case(label, (logits, uniforms, temperature, top_k, top_p))
 
 
 def _generate(d: Draw) -> Case:
@@ -44,7 +47,7 @@ def _work(d: Draw) -> Case:
 def _append(d: Draw) -> Case:
     capacity = d.int(4, 9)
     past = d.int(0, capacity - 1)
-    new = d.int(1, capacity - past)
+    new = d.int(1, capacity - past + d.one_of(0, 0, 1))
     return Case(f"{new} tokens after {past}, room for {capacity}", (capacity, past, new))
 
 

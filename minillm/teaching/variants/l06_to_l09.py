@@ -34,14 +34,15 @@ def _slots(d: Draw) -> Case:
 
 
 def _gather(d: Draw) -> Case:
-    size, group = d.int(2, 5), d.int(1, 2)
+    size, group, kv_heads = d.int(2, 5), d.int(1, 2), d.int(1, 2)
     table = d.some(range(5), d.int(1, 3))
     length = d.int(size * (len(table) - 1) + 1, size * len(table))
-    pools = torch.full((2, 5 * size, 1, 2), float("nan"))
+    pools = torch.full((2, 5 * size, kv_heads, 2), float("nan"))
     slots = [table[i // size] * size + i % size for i in range(length)]
-    pools[:, slots] = d.normal(2, length, 1, 2)
-    q = d.normal(d.int(1, min(3, length)), group, 2)
-    return Case(f"{length} tokens in blocks of {size}", (q, *pools, table, length, size))
+    pools[:, slots] = d.normal(2, length, kv_heads, 2)
+    q = d.normal(d.int(1, min(3, length)), kv_heads * group, 2)
+    label = f"{length} tokens in blocks of {size}, {kv_heads * group} query heads, {kv_heads} KV heads"
+    return Case(label, (q, *pools, table, length, size))
 
 
 def _find(d: Draw) -> Case:
@@ -94,7 +95,8 @@ def _copy(d: Draw) -> Case:
 
 def _softmax(d: Draw) -> Case:
     columns = d.int(3, 9)
-    return Case(f"{columns} columns", (5 * d.normal(d.int(1, 3), columns), _power(columns)))
+    scores = 5 * d.normal(d.int(1, 3), columns) + d.one_of(-1000, 0, 1000)
+    return Case(f"{columns} columns", (scores, _power(columns)))
 
 
 def _rms(d: Draw) -> Case:
@@ -105,7 +107,9 @@ def _rms(d: Draw) -> Case:
 def _dequantise(d: Draw) -> Case:
     rows, columns = d.int(2, 5), d.int(3, 7)
     codes, scale = d.integers(-127, 127, rows, columns, dtype=torch.int8), d.normal(rows).abs() + 0.01
-    return Case(f"{rows} rows of {columns}", (codes, scale, d.one_of(1, 2, 4), _power(columns)))
+    dtype = d.one_of(torch.float32, torch.bfloat16)
+    label = f"{rows} rows of {columns}, scales in {str(dtype).removeprefix('torch.')}"
+    return Case(label, (codes, scale.to(dtype), d.one_of(1, 2, 4), _power(columns)))
 
 
 def _merge(d: Draw) -> Case:
