@@ -1,94 +1,31 @@
 """Writes every measured figure of the documentation from `benchmarks/*.json`: `python docs/figures.py`.
 
-`docs/measured.md` gets a table for each benchmark, the README a short one between its two marks, and `docs/ray.md` what
-a cluster costs, measured and modelled. No such figure is typed by hand, and `tests/test_figures.py` fails where a file
-differs from what its results say.
+`docs/measured.md` gets a table for each benchmark (`measured_page.py`), the README a short one between its two marks,
+`docs/ray.md` what a cluster costs, measured and modelled (`ray_page.py`), `docs/completion.md` how long a suggestion
+takes. None of these figures is typed by hand, and `tests/test_figures.py` fails where a file differs from what its
+results say.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
+import measured_page
+from measured_page import PRECISIONS
+from ray_page import cluster_tables
+from results import EARLIER, ROOT, is_of_bundled_weights, load, number, ratio, row_of
+
 README, MEASURED, RAY = ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "ray.md"
+COMPLETION, PROCESSORS = ROOT / "docs" / "completion.md", ROOT / "docs" / "processors.md"
 BEGIN, END = "<!-- written by docs/figures.py -->\n", "<!-- end -->\n"
-
-BLOCKS_PER_REPLICA = 1 << 16
-"""That the router remembers, unless it is told otherwise (`minillm.cluster.prefix_table`)."""
-REQUESTS_PER_REPLICA = 1
-
-Result = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Section:
-    """One benchmark in `docs/measured.md`."""
-
-    file: str
-    title: str
-    text: str
-
-
-SECTIONS = (
-    Section(
-        "decode",
-        "Decoding, batch 1",
-        "Greedy, the bundled model, held-out prompts. `int8` quantises the weights of the layers and of the "
-        "unembedding, `w8a8` also the inputs of the layers' linears, llama.cpp's Q8_0 all weights and inputs, and "
-        "`int4` only the layers' weights. `+ draft` is the draft model, quantised to w8a8, with four drafts per round; "
-        "`+ suffix` drafts up to eight tokens from earlier text and so needs repetitive text.",
-    ),
-    Section(
-        "verify",
-        "What verifying and drafting cost",
-        "A forward over five tokens, and one of the draft model, against one of the target over a single token. With "
-        "8-bit weights, reading the weights no longer hides the arithmetic, so a verified token costs more.",
-    ),
-    Section(
-        "batch",
-        "32 requests at once",
-        "Outputs of 8 to 256 tokens with a heavy tail, greedy, float32, prefill included. At most 8 requests run at a "
-        "time where the name does not say otherwise.",
-    ),
-    Section(
-        "serve",
-        "The HTTP server with 32 clients",
-        "64 requests of up to 192 prompt tokens and 128 new ones, greedy, float32, without prefix caching. Server and "
-        "client share one core; vLLM's server answers the same client.",
-    ),
-    Section("prefill", "Prefill", "Prompt tokens until the first new token."),
-    Section(
-        "latency",
-        "A completion in an editor",
-        "24 tokens of code after a prompt of 200. `warm` finds the prompt in the prefix cache.",
-    ),
-    Section(
-        "decode_0.4b",
-        "Decoding at 0.4 billion parameters",
-        "24 layers of 896, random weights in bf16. At this size reading the weights from memory dominates.",
-    ),
-    Section("verify_0.4b", "Verifying at 0.4 billion parameters", "As above."),
-    Section("batch_0.4b", "32 requests at 0.4 billion parameters", "vLLM computes in bf16."),
-    Section(
-        "decode_0.4b_xeon",
-        "Decoding at 0.4 billion parameters, with AMX",
-        "Unquantised bf16 weights, everything else of minillm in float32. A virtual machine whose speed changed during "
-        "the measurement.",
-    ),
-    Section(
-        "prefill_0.4b_xeon",
-        "Prefill at 0.4 billion parameters, with AMX",
-        "transformers rounds activations to bf16 and multiplies once, where float32 takes three products "
-        "(`minillm/ops/cpu/amx_products.py`), so it is the faster one here.",
-    ),
-    Section("batch_0.4b_xeon", "32 requests at 0.4 billion parameters, with AMX", "vLLM computes in bf16."),
-)
+KEYS = {
+    "first key": "first: nothing cached",
+    "next key": "next: the key before is cached",
+    "last of a burst": "last of eight keys, 60 ms apart, each aborting the one before",
+}
 
 
 @dataclass(frozen=True)
@@ -133,14 +70,9 @@ HEADLINES = (
 )
 
 
-def load(file: str) -> Result:
-    """A committed result of `minillm bench`."""
-    return json.loads((BENCHMARKS / f"{file}.json").read_text(encoding="utf-8"))
-
-
 def headline_table() -> str:
     """The README's table."""
-    lines = ["| measured | tokens/s | speed over others |", "|---|---|---|"]
+    lines = ["| measured | rounds | tokens/s | speed over others |", "|---|---|---|---|"]
     for headline in HEADLINES:
         found = {
             row["baseline"]: row
@@ -148,134 +80,113 @@ def headline_table() -> str:
             if row["system"] == headline.system and headline.prompt_tokens in (None, row["config"].get("prompt_tokens"))
         }
         rows = [found[baseline] for baseline in headline.baselines]
-        lines.append(f"| {headline.words} | {_number(rows[0]['tokens_per_s'])} | {'; '.join(map(_ratio, rows))} |")
+        words = headline.words + ("" if is_of_bundled_weights(headline.file) else " (earlier weights)")
+        rounds, speed = load(headline.file)["config"]["rounds"], number(rows[0]["tokens_per_s"])
+        ratios = "; ".join(f"{ratio(row)} {row['baseline']}" for row in rows)
+        lines.append(f"| {words} | {rounds} | {speed} | {ratios} |")
     return "\n".join(lines) + "\n"
 
 
-def section(part: Section) -> str:
-    """A section of `docs/measured.md`."""
-    result = load(part.file)
-    hardware, versions, config = result["hardware"]["cpu"], result["versions"], result["config"]
-    machine = f"{config['threads']} threads on {hardware['name']} ({', '.join(hardware['simd'])})"
-    used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    how = f"{config['rounds']} rounds, {machine}. {used}. Results: `benchmarks/{part.file}.json`."
-    return f"## {part.title}\n\n{part.text}\n\n{how}\n\n{_table(result)}"
+def headline_words() -> str:
+    """What follows from the README's table. Raises `ValueError` if the results no longer say so."""
+    gains = {name: row_of("decode", f"minillm {name} + draft", f"minillm {name}") for name in PRECISIONS}
+    tokens = {name: row["config"]["tokens_per_forward"] for name, row in gains.items()}
+    full = [row for row in load("decode")["rows"] if re.search(r"\bf(p)?32\b", row["system"]) and row["baseline"]]
+    amx = [
+        r for r in load("prefill_0.4b_xeon")["rows"] if r["baseline"] == "transformers bf16" and "mini" in r["system"]
+    ]
+    _require("all systems in float32 give the same tokens", all(row["outputs_equal"] for row in full))
+    _require("verification costs", all(tokens[name] > row["ratio"] > 1 for name, row in gains.items()))
+    _require("less is gained with 8 bits", max(gains[n]["ratio"] for n in ("int8", "w8a8")) < gains["fp32"]["ratio"])
+    _require("transformers in bf16 prefills faster with AMX", all(row["ratio"] < 1 for row in amx))
+    drafted = ", ".join(f"{tokens[name]:.2f} and {row['ratio']:.2f}× ({name})" for name, row in gains.items())
+    earlier = f" Lines with `(earlier weights)` were measured {EARLIER}." if "(earlier" in headline_table() else ""
+    text = (
+        "In float32 all systems gave the same tokens. The speed-up by speculation is below the tokens per forward, "
+        "because drafts cost time and verifying costs more than decoding. With four drafts of the model in every round "
+        f"the tokens per forward and the speed-up are {drafted}. With 8-bit weights a step is shorter, so saving one "
+        "gains less. These lines have fixed numbers; by default the engine drafts only as many as pay (lesson 11). "
+        "`suffix` drafts need repetitive text. transformers in bf16 prefills faster where the processor has AMX: it "
+        f"rounds activations to bf16 and multiplies once, where float32 takes three products.{earlier}"
+    )
+    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 
-def _table(result: Result) -> str:
-    """One row per system and prompt length; what it is compared with stands in the last column."""
-    counted = ("prompt_tokens", "steps", "tokens_per_forward")
-    also = [key for key in counted if any(key in row["config"] for row in result["rows"])]
-    heads = ["system", *(key.replace("_", " ") for key in also), "tokens/s", "ms per token", "peak MB", "speed over"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    systems: dict[tuple[Any, ...], list[Result]] = {}
+def _require(statement: str, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"the README states what the results no longer say: {statement}")
+
+
+def completion_table() -> str:
+    """What `docs/completion.md` says about the time of a suggestion."""
+    result = load("completion")
+    load_average = result["config"]["load"][0]
+    lines = [
+        "| key | p50 | p90 | under 100 ms | processor time | prompt tokens, cached | new tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in result["rows"]:
-        systems.setdefault((row["system"], row["config"].get("prompt_tokens")), []).append(row)
-    for rows in systems.values():
-        first = rows[0]
-        cells = [first["system"], *(_number(first["config"].get(key)) for key in also)]
-        peak = first["peak_memory_bytes"]
-        cells += [_number(first["tokens_per_s"]), f"{first['p50_ms']:.3g}", _number(peak and peak / 1e6)]
-        cells.append("<br>".join(_ratio(row) for row in rows if row["baseline"]))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        at = row["config"]
+        times = f"{row['p50_ms']:.0f} ms | {at['p90_ms']:.0f} ms | {at['under_goal']:.0%} | {at['cpu_ms']:.0f} ms"
+        times += " for all eight" * (row["system"] == "last of a burst")
+        tokens = f"{at['prompt_tokens']:.0f}, {at['cached_tokens']:.0f} | {at['generated_tokens']:.0f}"
+        lines.append(f"| {KEYS[row['system']]} | {times} | {tokens} |")
+    goal_ms = result["config"]["goal_ms"]
+    met = row_of("completion", "next key")["p50_ms"] < goal_ms
+    machine = f"{result['hardware']['cpu']['name']}, processors used: {result['config']['processors']}"
+    weights = "" if is_of_bundled_weights("completion") else f", {EARLIER}"
+    table = "\n".join(lines)
+    return f"""{machine}, load of the machine {load_average:.1f}{weights} (`benchmarks/completion.json`):
+
+{table}
+
+The goal is a p50 below {goal_ms:.0f} ms from the next key on, and here it is {"met" if met else "missed"}.
+"""
 
 
-def _ratio(row: Result) -> str:
-    median, low, high = (f"{row[key]:.{1 if row[key] >= 10 else 2}f}" for key in ("ratio", "ratio_min", "ratio_max"))
-    return f"{median}× ({low} to {high}) {row['baseline']}"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.2f}"
+def processors_words() -> str:
+    """Which weights the table of `docs/processors.md` was measured with."""
+    return f"Measured {'with the bundled weights' if is_of_bundled_weights('processors') else EARLIER}.\n"
 
 
 def with_table(readme: str) -> str:
-    """`readme` with the table between its marks written anew."""
-    return _between_marks(readme, headline_table())
+    """`readme` with what is between its marks written anew."""
+    return between_marks(readme, headline_table() + "\n" + headline_words())
 
 
 def with_cluster_tables(page: str) -> str:
     """`docs/ray.md` with what is between its marks written anew."""
-    return _between_marks(page, cluster_tables())
+    return between_marks(page, cluster_tables())
 
 
-def _between_marks(page: str, text: str) -> str:
+def between_marks(page: str, text: str) -> str:
+    """`page` with `text` between its marks. Raises `ValueError` if it does not have them once."""
     found = re.findall(f"{BEGIN}.*?{END}", page, re.DOTALL)
     if len(found) != 1:
         raise ValueError(f"the page needs {BEGIN.strip()} and {END.strip()} once, in this order")
     return page.replace(found[0], f"{BEGIN}{text}{END}")
 
 
-def cluster_tables() -> str:
-    """What `minillm cluster failover` counted and measured, and what follows from it for a thousand replicas."""
-    found, replica = load("failover"), _row(load("batch"), "minillm continuous")
-    rows, routing = found["rows"], {cost["replicas"]: cost for cost in found["routing"]}
-    lines = ["| counted | " + " | ".join(row["router"] for row in rows) + " |", "|---|" + "---|" * len(rows)]
-
-    def line(what: str, values: Iterable[str]) -> None:
-        lines.append(f"| {what} | " + " | ".join(values) + " |")
-
-    line("requests, answered once, with the tokens of one engine", (_of_requests(row) for row in rows))
-    line("of them sent to a second replica", (str(row["sent_again"]) for row in rows))
-    line("requests per replica, the killed one first", (_per_replica(row) for row in rows))
-    line("prompt tokens from prefix caches", (f"{row['cached_share']:.1%}" for row in rows))
-    spent = rows[-1]["processor_ms_per_request"]
-    http_ms, choice_ms = spent["proxy"] + spent["gateway"], routing[1000]["microseconds"] / 1000
-    table_bytes = routing[1000]["bytes_per_block"] * BLOCKS_PER_REPLICA
-    lines += ["", "| measured, router `prefix` | |", "|---|---|"]
-    line("processor time per request in Serve's proxy", [f"{spent['proxy']:.1f} ms"])
-    line("processor time per request in the gateway: tokenising, hashing, routing", [f"{spent['gateway']:.1f} ms"])
-    line("memory of a replica of the bundled model", [f"{rows[-1]['replica_bytes'] / 2**20:,.0f} MiB"])
-    line("tokens/s of an engine, 32 requests at once (`benchmarks/batch.json`)", [f"{replica['tokens_per_s']:,.0f}"])
-    for count, cost in routing.items():
-        line(f"processor time of a choice among {count:,} replicas", [f"{cost['microseconds']:,.0f} µs"])
-    line("memory of the router's table per block and replica", [f"{routing[1000]['bytes_per_block']:.0f} bytes"])
-    lines += ["", "| modelled from these, 1,000 replicas | |", "|---|---|"]
-    line("tokens/s, if nothing else is a limit", [f"{replica['tokens_per_s'] / 1000:.1f} million"])
-    line("requests/s of one gateway and proxy, a processor each", [f"{1000 / (max(spent.values()) + choice_ms):,.0f}"])
-    needed = REQUESTS_PER_REPLICA * 1000 * (http_ms + choice_ms) / 1000
-    line(f"processors for gateways and proxies at {REQUESTS_PER_REPLICA} request/s per replica", [f"{needed:,.0f}"])
-    share = f"memory of a gateway's table, {BLOCKS_PER_REPLICA:,} blocks per replica"
-    line(share, [f"{1000 * table_bytes / 2**30:.1f} GiB"])
-    line("memory of the replicas together", [f"{1000 * rows[-1]['replica_bytes'] / 2**30:,.0f} GiB"])
-    machine = found["hardware"]["cpu"]["name"]
-    return "\n".join(lines) + f"\n\nRay {found['versions']['ray']}, one run, {machine}. `benchmarks/failover.json`.\n"
-
-
-def _of_requests(row: Result) -> str:
-    return f"{row['requests']}, {row['answered_once']}, {row['same_tokens']}"
-
-
-def _per_replica(row: Result) -> str:
-    counts = dict(row["requests_per_replica"])
-    return ", ".join(map(str, [counts.pop(row["killed"]), *counts.values()]))
-
-
-def _row(result: Result, system: str) -> Result:
-    return next(row for row in result["rows"] if row["system"] == system)
-
-
-def measured(parts: Iterable[Section] = SECTIONS) -> str:
+def measured() -> str:
     """The text of `docs/measured.md`."""
-    head = f"""# Measured
+    return measured_page.measured(BEGIN)
 
-{BEGIN.strip()}
 
-`minillm bench` alternates between the systems within one run, with the same weights, prompts and threads. A ratio is
-the median over pairs of neighbouring runs, with the lowest and highest in brackets. An absolute number holds only for
-its machine, and other work shared these machines, so the spreads are wide. A system has a line for each prompt length.
-"""
-    return "\n".join([head, *map(section, parts)])
+def pages() -> dict[Path, str]:
+    """Each file with measured figures → what it should be."""
+    return {
+        MEASURED: measured(),
+        README: with_table(README.read_text(encoding="utf-8")),
+        RAY: with_cluster_tables(RAY.read_text(encoding="utf-8")),
+        COMPLETION: between_marks(COMPLETION.read_text(encoding="utf-8"), completion_table()),
+        PROCESSORS: between_marks(PROCESSORS.read_text(encoding="utf-8"), processors_words()),
+    }
 
 
 def main() -> None:
-    """Write all three files."""
-    MEASURED.write_text(measured(), encoding="utf-8")
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
-    RAY.write_text(with_cluster_tables(RAY.read_text(encoding="utf-8")), encoding="utf-8")
+    """Write all files."""
+    for file, text in pages().items():
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import copy
+import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-def script(name: str) -> ModuleType:
-    """A script of `docs/`, which is in no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    return script("figures")
+@pytest.fixture(scope="module", autouse=True)
+def scripts() -> Iterator[None]:
+    """The scripts of `docs/`, which is no package, find each other as when they are run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(DOCS))
+        yield
 
 
 @pytest.fixture(scope="module")
-def techniques() -> ModuleType:
-    return script("techniques")
+def figures(scripts: None) -> ModuleType:
+    return importlib.import_module("figures")
 
 
-def test_the_readme_shows_what_was_measured(figures: ModuleType) -> None:
-    readme = figures.README.read_text(encoding="utf-8")
-    assert figures.with_table(readme) == readme, "run `python docs/figures.py`"
+@pytest.fixture(scope="module")
+def techniques(scripts: None) -> ModuleType:
+    return importlib.import_module("techniques")
 
 
-def test_the_page_of_measurements_is_written_from_the_results(figures: ModuleType) -> None:
-    assert figures.MEASURED.read_text(encoding="utf-8") == figures.measured(), "run `python docs/figures.py`"
+@pytest.fixture(scope="module")
+def results(scripts: None) -> ModuleType:
+    return importlib.import_module("results")
 
 
-def test_the_page_of_clusters_shows_what_was_measured(figures: ModuleType) -> None:
-    page = figures.RAY.read_text(encoding="utf-8")
-    assert figures.with_cluster_tables(page) == page, "run `python docs/figures.py`"
+def test_every_page_is_written_from_the_results(figures: ModuleType) -> None:
+    for file, text in figures.pages().items():
+        assert file.read_text(encoding="utf-8") == text, f"{file.name}: run `python docs/figures.py`"
 
 
 def test_a_readme_without_its_marks_is_refused(figures: ModuleType) -> None:
@@ -57,6 +53,61 @@ def test_a_figure_is_taken_from_its_own_row(figures: ModuleType) -> None:
     [row] = [row for row in rows if (row["system"], row["baseline"]) == ("minillm fp32", "llama.cpp f32")]
     [line] = [line for line in figures.headline_table().splitlines() if line.startswith("| decoding, fp32 |")]
     assert f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f}) llama.cpp f32" in line
+    assert line.startswith(f"| decoding, fp32 | {figures.load('decode')['config']['rounds']} |")
+
+
+@pytest.mark.parametrize(
+    ("title", "rate", "time"),
+    [
+        ("A completion in an editor", "tokens/s", "ms per completion"),
+        ("What verifying and drafting cost", "forwards/s", "ms per forward"),
+        ("Verifying at 0.4 billion parameters", "forwards/s", "ms per forward"),
+        ("Prefill", "prompt tokens/s", "ms per prompt token"),
+        ("Decoding, batch 1", "tokens/s", "ms per token"),
+    ],
+)
+def test_a_table_says_what_was_counted(figures: ModuleType, title: str, rate: str, time: str) -> None:
+    section = figures.measured().split(f"## {title}\n")[1].split("\n## ")[0]
+    [heads] = [line for line in section.splitlines() if line.startswith("| system |")]
+    assert f"| {rate} | {time} |" in heads
+
+
+def test_eight_requests_at_a_time_are_not_compared_with_thirty_two(figures: ModuleType) -> None:
+    lines = [line for line in figures.measured().splitlines() if line.startswith("| minillm continuous, 32 seats |")]
+    assert len(lines) == 1 and "vLLM" not in lines[0]
+
+
+def test_a_result_of_other_weights_is_marked(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def marked() -> bool:
+        return any("(earlier weights)" in line for line in figures.headline_table().splitlines() if "decoding" in line)
+
+    assert not marked()
+    monkeypatch.setattr(figures, "is_of_bundled_weights", lambda file: file != "decode")
+    assert marked() and "earlier version of the model's weights" in " ".join(figures.headline_words().split())
+
+
+def test_which_weights_a_result_is_of(results: ModuleType) -> None:
+    """Recorded ones are compared; without a record only a result of random weights, or one that was committed with the
+    bundled ones, is of them."""
+    bundled = results.weights_of(["minicoder"])
+    assert results.is_of_bundled_weights("any", {"weights": bundled})
+    assert not results.is_of_bundled_weights("any", {"weights": {"minicoder": "0"}})
+    assert results.is_of_bundled_weights("any", {"config": {"model": "0.4b"}})
+    assert not results.is_of_bundled_weights("any", {"config": {"model": "minicoder"}})
+
+
+def test_a_sentence_of_the_readme_that_no_longer_holds_is_not_written(
+    figures: ModuleType, results: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model gains more with 8-bit weights than without."""
+    changed = copy.deepcopy(results.load("decode"))
+    for row in changed["rows"]:
+        if row["system"] == "minillm int8 + draft":
+            row["ratio"] = 2.0
+    real: Callable[[str], dict[str, Any]] = results.load
+    monkeypatch.setattr(results, "load", lambda file: changed if file == "decode" else real(file))
+    with pytest.raises(ValueError, match="less is gained with 8 bits"):
+        figures.headline_words()
 
 
 def test_the_page_of_techniques_is_written_from_results_cards_and_lessons(techniques: ModuleType) -> None:
@@ -71,6 +122,15 @@ def test_no_technique_lacks_a_command_a_figure_or_a_verdict(techniques: ModuleTy
 def test_a_verdict_that_no_longer_holds_is_not_written(techniques: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(techniques, "kl", lambda technique, budget: 1.0)
     with pytest.raises(ValueError, match="verdict on ThinK is no longer true"):
+        techniques.page()
+
+
+def test_a_verdict_on_a_lesson_depends_on_what_it_printed(
+    techniques: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = techniques.printed
+    monkeypatch.setattr(techniques, "printed", lambda number: real(number).replace("KL     38", "KL     30"))
+    with pytest.raises(ValueError, match="verdict on SqueezeLLM is no longer true"):
         techniques.page()
 
 

@@ -1,9 +1,10 @@
 """Static and continuous batching of 32 greedy requests that arrive at once and have very different lengths.
 
 Output lengths are heavy-tailed like those of real answers: most are short, a few reach the limit. A static batch runs
-until its longest request ends, and the batch slots ("seats") of finished requests stay empty. Continuous batching gives
-them to waiting requests. Every system runs 8 requests at a time. Because more seats can help on a CPU, the padded batch
-and minillm also run with a seat for each request. (transformers' continuous batching did not gain by more seats.)
+until its longest request ends, and the batch slots of finished requests stay empty. Continuous batching gives them to
+waiting requests. Every system runs 8 requests at a time (`max_num_seqs`). Because more can help on a CPU, the padded
+batch, vLLM and minillm also run all 32 at a time, which their names call `32 seats`. (transformers' continuous batching
+did not gain by more.)
 
 The systems, all of which must give the same tokens, in fp32:
 
@@ -30,15 +31,16 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from minillm.bench.batch_transformers import Extra, Run, generate_batch, padded
 from minillm.bench.harness import Row, System, compare, peak_memory_of, result
 from minillm.bench.own_engine import DRAFT_FREE_METHODS, QUANTIZED
 from minillm.bench.shapes import shape_folder
 from minillm.bench.systems import choose, draft_for
-from minillm.bench.vllm_peer import INTERPRETER, VllmPeer
+from minillm.bench.vllm_peer import INTERPRETER, NO_VLLM, VllmPeer
 from minillm.models.held_out import held_out_prompts
 from minillm.trace import Event, RequestAdded, RequestFinished, StepRan
 from minillm.trace.step_metrics import step_metrics, summarise
@@ -58,6 +60,7 @@ PADDED, GENERATE_BATCH = "transformers padded batch", "transformers generate_bat
 STATIC, CONTINUOUS, VLLM = "minillm static", "minillm continuous", "vLLM CPU"
 ALL, DRAFTED, SUFFIX = f", {REQUESTS} seats", " + draft", " + suffix"
 PADDED_ALL, CONTINUOUS_ALL, CONTINUOUS_DRAFTED = PADDED + ALL, CONTINUOUS + ALL, CONTINUOUS + DRAFTED
+VLLM_ALL = VLLM + ALL
 CONTINUOUS_SUFFIX = CONTINUOUS + SUFFIX
 TRANSFORMERS = (PADDED, PADDED_ALL, GENERATE_BATCH)
 
@@ -66,9 +69,10 @@ BASELINES: dict[str, tuple[str, ...]] = {
     PADDED_ALL: (PADDED,),
     GENERATE_BATCH: (PADDED,),
     VLLM: (PADDED,),
+    VLLM_ALL: (PADDED_ALL, VLLM),
     STATIC: (PADDED,),
     CONTINUOUS: (*TRANSFORMERS, VLLM, STATIC),
-    CONTINUOUS_ALL: (*TRANSFORMERS, VLLM, CONTINUOUS),
+    CONTINUOUS_ALL: (*TRANSFORMERS, VLLM_ALL, CONTINUOUS),
     CONTINUOUS_DRAFTED: (*TRANSFORMERS, VLLM, CONTINUOUS),
     CONTINUOUS_SUFFIX: (*TRANSFORMERS, VLLM, CONTINUOUS),
 }
@@ -80,9 +84,6 @@ SHAPE_BASELINES: dict[str, tuple[str, ...]] = {
     f"{CONTINUOUS} w8a8": (VLLM, CONTINUOUS),
 }
 """The same with `--shape`."""
-
-Run = Callable[[], list[list[int]]]
-Extra = Callable[[], dict[str, Any]]
 
 
 def run(
@@ -96,30 +97,45 @@ def run(
 
     table = SHAPE_BASELINES if shape else BASELINES
     interpreter = os.environ.get(INTERPRETER)
-    absent = {VLLM: not interpreter, CONTINUOUS_DRAFTED: draft_for(model, None) is None}
-    names = [name for name in choose(list(table), systems) if not absent.get(name)]
+    chosen = choose(list(table), systems)
+    missing = {name: NO_VLLM for name in chosen if name.startswith(VLLM) and not interpreter}
+    if CONTINUOUS_DRAFTED in chosen and draft_for(model, None) is None:
+        missing[CONTINUOUS_DRAFTED] = "there is no draft model for it"
+    names = [name for name in chosen if name not in missing]
     place = str(shape_folder(shape)) if shape else model
-    peer = _vllm(str(interpreter), place, "bfloat16" if shape else "float32") if VLLM in names else None
-    systems_to_compare = []
-    for name in names:
-        made = (peer.run, partial(getattr, peer, "details")) if name == VLLM else _system(name, place)
-        systems_to_compare.append(System(name, made[0], tuple(b for b in table[name] if b in names) or None, made[1]))
-    rows = compare(
-        systems_to_compare, rounds, lambda name: peer.peak_memory if name == VLLM else _peak_memory(name, place)
-    )
-    if peer is not None:
-        peer.close()
+    peers: dict[str, VllmPeer] = {}
+    try:
+        systems_to_compare = []
+        for name in names:
+            if name.startswith(VLLM):
+                peers[name] = _vllm(str(interpreter), place, "bfloat16" if shape else "float32", _num_seqs(name))
+                made = (peers[name].run, partial(getattr, peers[name], "details"))
+            else:
+                made = _system(name, place)
+            bases = tuple(b for b in table[name] if b in names) or None
+            systems_to_compare.append(System(name, made[0], bases, made[1]))
+        rows = compare(
+            systems_to_compare,
+            rounds,
+            lambda name: peers[name].peak_memory if name in peers else _peak_memory(name, place),
+        )
+    finally:
+        for peer in peers.values():
+            peer.close()
     config = {
         "model": shape or model,
+        "draft": draft_for(model, None) if CONTINUOUS_DRAFTED in names else None,
         "requests": REQUESTS,
         "max_num_seqs": MAX_NUM_SEQS,
         "prompt_tokens": [len(ids) for ids in _prompts()],
         "new_tokens": output_lengths(),
         "sampling": "greedy",
         "dtype": "bfloat16 weights; vLLM computes in bfloat16, minillm in float32" if shape else "float32",
+        "not_tried": "padded batches of transformers with its preallocated cache",
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "rounds": rounds,
+        "left_out": missing,
         **over_best_transformers(rows),
     }
     return result("batch", config, rows)
@@ -178,12 +194,17 @@ def _prompts() -> list[list[int]]:
     return [tokenizer.encode(prompt.prompt) for prompt in held_out_prompts(REQUESTS)]
 
 
+def _num_seqs(name: str) -> int:
+    """Most requests that run at a time."""
+    return REQUESTS if name.endswith(ALL) else MAX_NUM_SEQS
+
+
 def _system(name: str, model: str) -> tuple[Run, Extra]:
-    max_num_seqs = REQUESTS if name.endswith(ALL) else MAX_NUM_SEQS
+    max_num_seqs = _num_seqs(name)
     if name.startswith("minillm"):
         return _minillm(model, max_num_seqs, name.removesuffix(ALL))
-    make = {PADDED: _padded, GENERATE_BATCH: _generate_batch}
-    return make[name.removesuffix(ALL)](model, max_num_seqs)
+    make = {PADDED: padded, GENERATE_BATCH: generate_batch}
+    return make[name.removesuffix(ALL)](model, _prompts(), output_lengths(), max_num_seqs)
 
 
 def _minillm(model: str, max_num_seqs: int, name: str) -> tuple[Run, Extra]:
@@ -224,74 +245,7 @@ def _minillm(model: str, max_num_seqs: int, name: str) -> tuple[Run, Extra]:
     return run_once, extra
 
 
-def _transformers(model: str) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from minillm.models.loading import resolve
-
-    peer = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32).eval()
-    peer.generation_config.eos_token_id = None  # end of text does not stop it: all run to their full length
-    return peer
-
-
-def _padded(model: str, max_num_seqs: int) -> tuple[Run, Extra]:
-    import torch
-
-    peer, prompts, lengths = _transformers(model), _prompts(), output_lengths()
-
-    @torch.inference_mode()
-    def run_batch(prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        tokens = peer.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max(lengths), pad_token_id=0)
-        return [row[width : width + length] for row, length in zip(tokens.tolist(), lengths, strict=True)]
-
-    starts = range(0, REQUESTS, max_num_seqs)
-
-    def run_once() -> list[list[int]]:
-        return [row for i in starts for row in run_batch(prompts[i : i + max_num_seqs], lengths[i : i + max_num_seqs])]
-
-    steps, useful = sum(max(lengths[i : i + max_num_seqs]) for i in starts), sum(lengths)
-    return run_once, lambda: {
-        "batch": max_num_seqs,
-        "steps": steps,
-        "batch_slot_utilisation": useful / (max_num_seqs * steps),
-    }
-
-
-def _generate_batch(model: str, max_num_seqs: int) -> tuple[Run, Extra]:
-    import torch
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    peer, requests = _transformers(model), list(zip(_prompts(), output_lengths(), strict=True))
-    greedy = GenerationConfig(do_sample=False, max_new_tokens=LONGEST, eos_token_id=-1, pad_token_id=0)
-    # The fastest settings found. With the defaults it took three times as long.
-    options = {
-        "page_size": 32,
-        "num_blocks": 16 * max_num_seqs,
-        "max_batch_tokens": 512,
-        "max_requests_per_batch": max_num_seqs,
-    }
-
-    @torch.inference_mode()
-    def run_once() -> list[list[int]]:
-        found: dict[str, list[int]] = {}
-        with peer.continuous_batching_context_manager(
-            generation_config=greedy, continuous_batching_config=ContinuousBatchingConfig(**options), warmup=False
-        ) as manager:
-            names = [manager.add_request(ids, max_new_tokens=length, eos_token_id=-1) for ids, length in requests]
-            while len(found) < len(names):
-                answer = manager.get_result(timeout=1)
-                if answer is not None and answer.is_finished():
-                    found[answer.request_id] = list(answer.generated_tokens)
-        return [found[name] for name in names]
-
-    return run_once, lambda: dict(options)
-
-
-def _vllm(interpreter: str, model: str, dtype: str) -> VllmPeer:
+def _vllm(interpreter: str, model: str, dtype: str, max_num_seqs: int) -> VllmPeer:
     import torch
 
     from minillm.models.loading import resolve
@@ -303,7 +257,7 @@ def _vllm(interpreter: str, model: str, dtype: str) -> VllmPeer:
         dtype=dtype,
         prompts=_prompts(),
         lengths=output_lengths(),
-        max_num_seqs=MAX_NUM_SEQS,
+        max_num_seqs=max_num_seqs,
     )
 
 

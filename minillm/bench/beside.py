@@ -1,12 +1,13 @@
 """The ideas from training and from other layers, `minillm.beside`, measured on this project's own model and texts.
 
-Each line compares an idea with the plain way: bytes and errors are counted and depend on nothing but the weights;
-`seconds` are of this machine. Texts are held-out prompts; what is fitted to text is measured on other files.
+Each line compares an idea with a plain way: bytes and errors are counted and depend on nothing but the weights; times
+are of this machine, both measured in turn. Texts are held-out prompts; what is fitted to text is measured on other
+files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,12 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from minillm.bench.harness import result
+from minillm.bench.timing import medians, ratio, time_in_turn
 from minillm.beside.binary_linear import BinaryLinear
 from minillm.beside.chunked_training import SavedBytes, chunked_backward, whole_backward
 from minillm.beside.contrastive import dense_contrastive_loss, tiled_contrastive_loss
 from minillm.beside.embedding_codes import EmbeddingCodes
-from minillm.beside.sparse_gather import by_gather, by_product, incidence, seconds
+from minillm.beside.sparse_gather import by_bag, by_gather, by_product, incidence
 from minillm.beside.structured_linear import compare
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import calibration_prompts, evaluation_prompts
@@ -35,6 +37,8 @@ LENGTHS = (512, 1024)
 BLOCKS = 16
 BATCH, WIDTH = 2048, 384
 TRIPLES = 20_000
+ROUNDS = 15
+"""Of times."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,10 @@ class BesideRow:
     plain: float
     plain_way: str
     unit: str
+    speed: float | None = None
+    """Of a time: how many times as fast as the plain way, the median of the rounds."""
+    speed_min: float | None = None
+    speed_max: float | None = None
 
 
 def run(model: str = "minicoder") -> dict[str, Any]:
@@ -116,8 +124,9 @@ def contrastive_loss() -> Iterator[BesideRow]:
             way().backward()
         peaks.append(saved.peak / 1e6)
     yield BesideRow("tiled contrastive loss", f"kept for the backward pass, batch {BATCH:,}", *peaks, "dense", "MB")
-    times = [1e3 * seconds(lambda way=way: way().backward(), rounds=5) for way in ways]  # type: ignore[misc]
-    yield BesideRow("tiled contrastive loss", "forward and backward", *times, "dense", "ms")
+    tiled, dense = ways
+    runs = {"": lambda: tiled().backward(), "dense": lambda: dense().backward()}
+    yield from _times("tiled contrastive loss", "forward and backward", runs)
 
 
 def binary_weights(model: Decoder) -> Iterator[BesideRow]:
@@ -143,14 +152,38 @@ def embedding_codes(model: Decoder, fitted: Tensor, read: Tensor) -> Iterator[Be
 
 
 def sparse_gather(model: Decoder) -> Iterator[BesideRow]:
-    """SparseTransX: gathers as one sparse product, on the embedding table."""
+    """SparseTransX: sums of gathered rows as one sparse product, on the embedding table. Beside it the sum as one
+    writes it, and PyTorch's own function for it."""
     table = model.embed_tokens.weight.detach()
     rows = torch.randint(len(table), (TRIPLES, 3), generator=torch.Generator().manual_seed(0))
     signs = torch.tensor([1.0, 1.0, -1.0])
     matrix = incidence(rows, signs, len(table))
-    ways = (lambda: by_product(table, matrix), lambda: by_gather(table, rows, signs))
-    times = [1e3 * seconds(way, rounds=10) for way in ways]
-    yield BesideRow("SparseTransX", f"{TRIPLES:,} triples", *times, "gather", "ms")
+    runs = {
+        "": lambda: by_product(table, matrix),
+        "gather": lambda: by_gather(table, rows, signs),
+        "embedding_bag": lambda: by_bag(table, rows, signs),
+    }
+    yield from _times("SparseTransX", f"{TRIPLES:,} triples", runs)
+
+
+def _times(technique: str, measure: str, runs: Mapping[str, Callable[[], object]]) -> Iterator[BesideRow]:
+    """Time the idea, which is the run without a name, and its plain ways in turn. A row for each plain way."""
+    seconds = time_in_turn(runs, ROUNDS, torch.get_num_threads())
+    median = medians(seconds)
+    for plain_way in runs:
+        if plain_way:
+            speed = ratio(seconds[plain_way], seconds[""])
+            times = (1e3 * median[""], 1e3 * median[plain_way])
+            yield BesideRow(
+                technique,
+                measure,
+                *times,
+                plain_way,
+                "ms",
+                speed=speed.median,
+                speed_min=speed.low,
+                speed_max=speed.high,
+            )
 
 
 def table(outcome: dict[str, Any]) -> Table:
@@ -158,9 +191,11 @@ def table(outcome: dict[str, Any]) -> Table:
     from rich.table import Table
 
     made = Table(title=f"Beside inference, on {outcome['config']['model']}")
-    for heading in ("technique", "measured", "value", "plain", "plain way"):
-        made.add_column(heading, justify="right" if heading in ("value", "plain") else "left")
+    for heading in ("technique", "measured", "value", "plain", "speed over", "plain way"):
+        made.add_column(heading, justify="right" if heading in ("value", "plain", "speed over") else "left")
     for row in outcome["rows"]:
         value, plain = (f"{row[key]:.4g} {row['unit']}".strip() for key in ("value", "plain"))
-        made.add_row(row["technique"], row["measure"], value, plain, row["plain_way"])
+        speed = row.get("speed")
+        spread = "" if speed is None else f"{speed:.2f}× ({row['speed_min']:.2f} to {row['speed_max']:.2f})"
+        made.add_row(row["technique"], row["measure"], value, plain, spread, row["plain_way"])
     return made

@@ -26,8 +26,9 @@ from minillm.bench.systems import (
     peak_memory,
     prepared,
     prompt_ids,
+    room_for_prompt,
 )
-from minillm.models.loading import load_config, resolve
+from minillm.errors import ConfigError
 
 FP32, COMPILED, ASSISTED = "transformers fp32", "transformers fp32 compiled", "transformers fp32 assisted"
 BUNDLED: dict[str, tuple[str, ...]] = {
@@ -74,6 +75,7 @@ class Size:
     new_tokens: int
 
 
+LARGEST = "0.4b"
 SIZES = {None: Size(8, 256, 128), "0.4b": Size(2, 128, 32)}
 SHORTEST_PROMPT = 65
 ROUNDS = 5
@@ -92,16 +94,19 @@ def run(
     """Run every system in turn, `rounds` times. Returns the result as JSON values.
 
     `shape` runs a random checkpoint of that shape (see `shapes`) in place of the model, without drafts. `systems`
-    restricts the run to these systems. Raises `ConfigError` for an unknown system or shape.
+    restricts the run to these systems. Raises `ConfigError` for an unknown system or shape, and for fewer than two new
+    tokens or more than the model has room for.
     """
-    known, size = (LARGE, SIZES[shape]) if shape in SHAPES else (BUNDLED, SIZES[None])
+    if new_tokens is not None and new_tokens < 2:
+        raise ConfigError(f"--new-tokens {new_tokens} must be at least 2: the time after the first token is measured")
+    known, size = (LARGE, SIZES.get(shape, SIZES[LARGEST])) if shape in SHAPES else (BUNDLED, SIZES[None])
     names = choose(list(known), systems)
     model = model if shape is None else str(shape_folder(shape))
     draft = draft_for(model, draft)
     missing = left_out(names, draft)
     names = [name for name in names if name not in missing]
     new_tokens = new_tokens or size.new_tokens
-    longest = min(size.longest_prompt, load_config(resolve(model)).max_position_embeddings - new_tokens)
+    longest = min(size.longest_prompt, room_for_prompt(model, new_tokens, SHORTEST_PROMPT))
     workload = Workload(
         model=model,
         draft=draft,

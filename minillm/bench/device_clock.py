@@ -10,9 +10,7 @@ less. The measured work is therefore recorded once as a CUDA graph and replayed,
 
 from __future__ import annotations
 
-import os
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from minillm.bench.timing import clock_for_threads
 
 WARM_UPS = 2
 MOST_CALLS = 100_000
@@ -50,9 +50,7 @@ class CpuClock:
 
     def seconds(self, run: Callable[[], Any]) -> float:
         """See `Clock.seconds`."""
-        # Windows counts CPU time in steps of 16 ms, which is too coarse.
-        one_thread = torch.get_num_threads() == 1 and os.name == "posix"
-        clock = time.thread_time if one_thread else time.perf_counter
+        clock = clock_for_threads(torch.get_num_threads())
         began = clock()
         run()
         return clock() - began
@@ -135,7 +133,9 @@ class Timing:
         return statistics.median(self.seconds)
 
 
-def time_in_turn(clock: Clock, functions: Sequence[TimedFunction], rounds: int, seconds: float) -> dict[str, Timing]:
+def time_calls_in_turn(
+    clock: Clock, functions: Sequence[TimedFunction], rounds: int, seconds: float
+) -> dict[str, Timing]:
     """Time all functions in turn, `rounds` times (A B C A B C …), in runs of about `seconds` each. Returns name →
     `Timing`.
 

@@ -1,4 +1,4 @@
-"""How minillm measures: systems in turn within one process, median ratios of adjacent runs, with their spread.
+"""How minillm measures: systems in turn within one process, median ratios of runs of the same round, with their spread.
 
 A ratio compares two runs of the same round, so a temporary slowdown of the machine affects both. The compared systems
 should give the same tokens; if they do not, the result says so.
@@ -11,15 +11,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from minillm import hardware
+from minillm.bench import provenance
 
 SCHEMA = 1
 LIBRARIES = ("torch", "transformers", "llama-cpp-python", "numba", "triton", "numpy")
@@ -133,18 +133,24 @@ def common_prefix_share(tokens: Sequence[Sequence[int]], others: Sequence[Sequen
 
 
 def result(name: str, config: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """The JSON of a benchmark: its rows with its configuration, the hardware, the versions and the git revision."""
-    return {**describe_run(name), "config": config, "rows": [asdict(row) for row in rows]}
+    """The JSON of a benchmark: its rows and its configuration, and what `describe_run` says."""
+    return {**describe_run(name, config), "config": config, "rows": [asdict(row) for row in rows]}
 
 
-def describe_run(name: str, libraries: Sequence[str] = LIBRARIES) -> dict[str, Any]:
-    """Where a benchmark runs: the hardware, the versions and the git revision, as JSON values."""
+def describe_run(name: str, config: Mapping[str, Any], libraries: Sequence[str] = LIBRARIES) -> dict[str, Any]:
+    """Where and with what a benchmark runs, as JSON values: the hardware, the versions, the git revision and whether
+    the package's files differ from it, and the weights of the bundled models that `config` names."""
     return {
         "schema": SCHEMA,
         "name": name,
-        "revision": _revision(),
+        "revision": provenance.revision(),
+        "dirty": provenance.is_dirty(),
+        "weights": provenance.weights_of_config(config),
         "hardware": hardware.describe(),
-        "versions": {"python": sys.version.split()[0], **{library: _version(library) for library in libraries}},
+        "versions": {
+            "python": sys.version.split()[0],
+            **{library: provenance.version(library) for library in libraries},
+        },
     }
 
 
@@ -153,16 +159,7 @@ def save(outcome: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
 
 
-REPORT_PEAK = """
-import pathlib, sys
-status = pathlib.Path("/proc/self/status")
-if status.exists():
-    print(int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024)
-else:
-    import resource
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
-"""
-"""Linux needs `VmHWM`, because there a process inherits `ru_maxrss` from its parent."""
+REPORT_PEAK = "\nfrom minillm.bench.processes import own_peak_memory\nprint(own_peak_memory())"
 
 
 def peak_memory_of(code: str) -> int | None:
@@ -170,19 +167,3 @@ def peak_memory_of(code: str) -> int | None:
     command = [sys.executable, "-c", code + REPORT_PEAK]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return int(done.stdout.split()[-1]) if done.returncode == 0 else None
-
-
-def _version(library: str) -> str | None:
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _revision() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping
-from pathlib import Path
 
 import psutil
 
+from minillm.bench.processes import free_port, peak_memory_of_process
 from minillm.complete import EXTENSION
 from minillm.errors import ConfigError
 
@@ -28,9 +27,7 @@ class JupyterProcess:
         """Start it with these variables and wait until it answers. Raises `ConfigError` if it does not."""
         self.token = secrets.token_hex(16)
         self._folder = tempfile.TemporaryDirectory()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-m", "jupyter_server", f"--port={self.port}", "--ServerApp.port_retries=0"]
         command += ["--no-browser", "--allow-root", "--ip=127.0.0.1", f"--ServerApp.root_dir={self._folder.name}"]
         command += [f"--ServerApp.jpserver_extensions={EXTENSION}=True", "--Application.log_level=40"]
@@ -47,8 +44,7 @@ class JupyterProcess:
     @property
     def peak_memory(self) -> int | None:
         """Peak resident bytes; None without `/proc`."""
-        status = Path(f"/proc/{self.process.pid}/status")
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else None
+        return peak_memory_of_process(self.process.pid)
 
     def close(self) -> None:
         """Tell it to end, and wait for it."""

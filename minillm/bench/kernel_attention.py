@@ -126,7 +126,7 @@ def _arrays(pools: list[Tensor]) -> tuple[Any, ...]:
 
 
 def _case(
-    s: Setting, name: str, kind: str, tokens: int, context: int, p: Pools, ways: dict[str, Implementation]
+    s: Setting, name: str, kind: str, tokens: int, context: int, p: Pools, implementations: dict[str, Implementation]
 ) -> Case:
     c, length = s.config, context + tokens
     kv = 2 * length * c.num_kv_heads * p.row_bytes
@@ -141,7 +141,7 @@ def _case(
         num_bytes=kv + 2 * q.nbytes,
         operations=4 * c.num_heads * c.head_dim * seen,
         copies=p.copies(tokens, context),
-        implementations=ways,
+        implementations=implementations,
         touched=(*(pool[:length] for pools in p.pools for pool in pools), q, q),
     )
 
@@ -150,18 +150,20 @@ def _attention(s: Setting, kind: str, tokens: int, context: int, made: list[Pool
     p = _pools(s, kind, made)
     q = s.random(tokens, s.config.num_heads, s.config.head_dim)
     batches = p.batches(tokens, context, p.copies(tokens, context))
-    ways = from_dispatch("paged_attention", s.device, lambda f, copy: f(q, p.keys, p.values, batches[copy]))
+    implementations = from_dispatch("paged_attention", s.device, lambda f, copy: f(q, p.keys, p.values, batches[copy]))
     if s.on_cpu:
-        ways[COMPILED] = _compiled(p, q, context, len(batches))
-    return _case(s, "paged_attention", kind, tokens, context, p, ways)
+        implementations[COMPILED] = _compiled(p, q, context, len(batches))
+    return _case(s, "paged_attention", kind, tokens, context, p, implementations)
 
 
 def _tree(s: Setting, kind: str, context: int, made: list[Pools]) -> Case:
     p, tree = _pools(s, kind, made), chain(VERIFY, s.device)
     q = s.random(VERIFY, s.config.num_heads, s.config.head_dim)
     batches = p.batches(VERIFY, context, p.copies(VERIFY, context))
-    ways = from_dispatch("tree_attention", s.device, lambda f, copy: f(q, p.keys, p.values, batches[copy], tree=tree))
-    return _case(s, "tree_attention", kind, VERIFY, context, p, ways)
+    implementations = from_dispatch(
+        "tree_attention", s.device, lambda f, copy: f(q, p.keys, p.values, batches[copy], tree=tree)
+    )
+    return _case(s, "tree_attention", kind, VERIFY, context, p, implementations)
 
 
 def _compiled(p: Pools, q: Tensor, context: int, copies: int) -> Implementation:
@@ -193,17 +195,17 @@ def _store(s: Setting, kind: str, tokens: int, made: list[Pools]) -> Case:
         p.pools[0][0][slots] = 0
         return found
 
-    ways = from_dispatch("store_kv", s.device, lambda f, copy: f(k, v, *p.pools, slots), result=written)
+    implementations = from_dispatch("store_kv", s.device, lambda f, copy: f(k, v, *p.pools, slots), result=written)
     if s.on_cpu:
         arguments = (
             k.numpy().reshape(-1), v.numpy().reshape(-1), slots.numpy(), c.num_kv_heads, c.head_dim, *p.arrays
         )  # fmt: skip
-        ways[COMPILED] = Implementation(
+        implementations[COMPILED] = Implementation(
             loop=lambda count, first, copies: kernels_cpu.store_loop(count, *arguments), result=written
         )
     stored = [pool[slots] for pools in p.pools for pool in pools]
     num_bytes = 2 * k.nbytes + 2 * tokens * c.num_kv_heads * p.row_bytes + slots.nbytes
-    return Case("store_kv", kind, s.shape, tokens, None, num_bytes, None, 1, ways, (k, v, slots, *stored))
+    return Case("store_kv", kind, s.shape, tokens, None, num_bytes, None, 1, implementations, (k, v, slots, *stored))
 
 
 def _pools(s: Setting, kind: str, made: list[Pools]) -> Pools:

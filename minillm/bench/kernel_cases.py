@@ -18,7 +18,8 @@ from torch import Tensor
 from minillm.batch import Segment, tree_masks
 from minillm.bench import kernels_cpu
 from minillm.models.config import ModelConfig
-from minillm.ops.dispatch import implementations, interpreted, op
+from minillm.ops import dispatch
+from minillm.ops.dispatch import interpreted, op
 
 REFERENCE, PYTORCH, COMPILED, TRITON = "reference", "pytorch", "compiled", "triton"
 KNOWN = (REFERENCE, PYTORCH, COMPILED, TRITON)
@@ -132,14 +133,15 @@ def from_dispatch(
 
     On a CPU with `TRITON_INTERPRET` set, the kernel runs in Triton's interpreter. That is for checks, not for timing.
     """
-    available = [way for way in (REFERENCE, TRITON) if way in implementations(name, device)]
+    known = dispatch.implementations(name, device)
     return {
-        way: Implementation(
-            partial(call, op(name, device, way)),
+        which: Implementation(
+            partial(call, op(name, device, which)),
             result=result,
-            can_be_captured=way != REFERENCE or name not in HOST_SYNC_OPS,
+            can_be_captured=which != REFERENCE or name not in HOST_SYNC_OPS,
         )
-        for way in available
+        for which in (REFERENCE, TRITON)
+        if which in known
     }
 
 
@@ -158,20 +160,20 @@ def small_cases(s: Setting) -> list[Maker]:
 def rms_norm(s: Setting, tokens: int) -> Case:
     """Moves rows of the hidden size: reads x and the weight, writes y."""
     x, weight = s.random(tokens, s.config.hidden_size), s.random(s.config.hidden_size)
-    ways = from_dispatch("rms_norm", s.device, lambda f, copy: f(x, weight, 1e-5))
+    implementations = from_dispatch("rms_norm", s.device, lambda f, copy: f(x, weight, 1e-5))
     if s.on_cpu:
         out = torch.empty_like(x)
         arrays = (_flat(x), *x.shape, _flat(weight), np.float32(1e-5), _flat(out))
-        ways[COMPILED] = _looped(lambda n: kernels_cpu.rms_norm_loop(n, *arrays), out)
-    return _small(s, "rms_norm", tokens, 2 * x.nbytes + weight.nbytes, ways, (x, weight, x))
+        implementations[COMPILED] = _looped(lambda n: kernels_cpu.rms_norm_loop(n, *arrays), out)
+    return _small(s, "rms_norm", tokens, 2 * x.nbytes + weight.nbytes, implementations, (x, weight, x))
 
 
 def add_rms_norm(s: Setting, tokens: int) -> Case:
     """Reads x, the residual and the weight, writes two tensors. (The compiled step fuses the add into the product.)"""
     x, residual = (s.random(tokens, s.config.hidden_size) for _ in range(2))
     weight = s.random(s.config.hidden_size)
-    ways = from_dispatch("add_rms_norm", s.device, lambda f, copy: f(x, residual, weight, 1e-5))
-    return _small(s, "add_rms_norm", tokens, 4 * x.nbytes + weight.nbytes, ways, (x, x, x, x, weight))
+    implementations = from_dispatch("add_rms_norm", s.device, lambda f, copy: f(x, residual, weight, 1e-5))
+    return _small(s, "add_rms_norm", tokens, 4 * x.nbytes + weight.nbytes, implementations, (x, x, x, x, weight))
 
 
 def rope(s: Setting, tokens: int) -> Case:
@@ -181,56 +183,56 @@ def rope(s: Setting, tokens: int) -> Case:
     angles = torch.rand(tokens, 1, c.head_dim // 2, device=s.device) * 6
     cos = torch.cat((angles.cos(), angles.cos()), -1).to(s.dtype)
     sin = torch.cat((-angles.sin(), angles.sin()), -1).to(s.dtype)
-    ways = from_dispatch("rope", s.device, lambda f, copy: f(x, cos, sin))
+    implementations = from_dispatch("rope", s.device, lambda f, copy: f(x, cos, sin))
     if s.on_cpu:
         rotated = x.clone()  # the loop rotates in place
         arrays = (_flat(rotated), *x.shape, _flat(cos), _flat(sin))
-        ways[COMPILED] = _looped(lambda n: kernels_cpu.rope_loop(n, *arrays), rotated)
-    return _small(s, "rope", tokens, 2 * x.nbytes + cos.nbytes + sin.nbytes, ways, (x, x, cos, sin))
+        implementations[COMPILED] = _looped(lambda n: kernels_cpu.rope_loop(n, *arrays), rotated)
+    return _small(s, "rope", tokens, 2 * x.nbytes + cos.nbytes + sin.nbytes, implementations, (x, x, cos, sin))
 
 
 def silu_gate(s: Setting, tokens: int) -> Case:
     """Reads two values for each value that it writes."""
     x, out = s.random(tokens, 2 * s.config.intermediate_size), s.random(tokens, s.config.intermediate_size)
-    ways = from_dispatch("silu_gate", s.device, lambda f, copy: f(x))
+    implementations = from_dispatch("silu_gate", s.device, lambda f, copy: f(x))
     if s.on_cpu:
         arrays = (_flat(x), *out.shape, _flat(out))
-        ways[COMPILED] = _looped(lambda n: kernels_cpu.silu_gate_loop(n, *arrays), out)
-    return _small(s, "silu_gate", tokens, x.nbytes + out.nbytes, ways, (x, out))
+        implementations[COMPILED] = _looped(lambda n: kernels_cpu.silu_gate_loop(n, *arrays), out)
+    return _small(s, "silu_gate", tokens, x.nbytes + out.nbytes, implementations, (x, out))
 
 
 def argmax(s: Setting, tokens: int) -> Case:
     """Reads the logits once."""
     logits = s.random(tokens, s.config.vocab_size)
-    ways = from_dispatch("argmax", s.device, lambda f, copy: f(logits))
+    implementations = from_dispatch("argmax", s.device, lambda f, copy: f(logits))
     if s.on_cpu:
         out = torch.empty(tokens, dtype=torch.int64)
         arrays = (_flat(logits), *logits.shape, _flat(out))
-        ways[COMPILED] = _looped(lambda n: kernels_cpu.argmax_loop(n, *arrays), out)
-    return _small(s, "argmax", tokens, logits.nbytes, ways, (logits,))
+        implementations[COMPILED] = _looped(lambda n: kernels_cpu.argmax_loop(n, *arrays), out)
+    return _small(s, "argmax", tokens, logits.nbytes, implementations, (logits,))
 
 
 def all_finite(s: Setting, tokens: int) -> Case:
     """Reads the logits once."""
     logits = s.random(tokens, s.config.vocab_size)
-    ways = from_dispatch("all_finite", s.device, lambda f, copy: f(logits))
-    return _small(s, "all_finite", tokens, logits.nbytes, ways, (logits,))
+    implementations = from_dispatch("all_finite", s.device, lambda f, copy: f(logits))
+    return _small(s, "all_finite", tokens, logits.nbytes, implementations, (logits,))
 
 
 def advance(s: Setting, tokens: int) -> Case:
     """`tokens` requests with one token each: reads a length and a block-table entry, writes the length and a slot."""
     lengths = torch.arange(100, 100 + tokens, device=s.device)
     tables = torch.arange(tokens * 64, device=s.device).view(tokens, 64)
-    ways = from_dispatch("advance", s.device, lambda f, copy: f(lengths, tables, 16))
-    return _small(s, "advance", tokens, 4 * lengths.nbytes, ways, (lengths, lengths, lengths, tables[:, 0]))
+    implementations = from_dispatch("advance", s.device, lambda f, copy: f(lengths, tables, 16))
+    return _small(s, "advance", tokens, 4 * lengths.nbytes, implementations, (lengths, lengths, lengths, tables[:, 0]))
 
 
 def sample(s: Setting, tokens: int) -> Case:
     """Reads the probabilities once. The kernel reads them again up to the chosen token, which is not counted."""
     probs = torch.rand(tokens, s.config.vocab_size, device=s.device)
     uniforms = torch.rand(tokens, dtype=torch.float64, device=s.device)
-    ways = from_dispatch("sample", s.device, lambda f, copy: f(probs, uniforms))
-    return _small(s, "sample", tokens, probs.nbytes, ways, (probs,))
+    implementations = from_dispatch("sample", s.device, lambda f, copy: f(probs, uniforms))
+    return _small(s, "sample", tokens, probs.nbytes, implementations, (probs,))
 
 
 def rejection(s: Setting, tokens: int) -> Case:
@@ -243,8 +245,8 @@ def rejection(s: Setting, tokens: int) -> Case:
     ids = torch.arange(drafts, device=s.device)
     uniforms[0, :drafts] = torch.tensor([0.0] * (drafts - 1) + [1.0], device=s.device)  # the last one is rejected
     arguments = (ids, start, q, probs, uniforms[0, :drafts], uniforms[1])
-    ways = from_dispatch("rejection", s.device, lambda f, copy: f(*arguments))
-    return _small(s, "rejection", tokens, 2 * probs[0].nbytes, ways, (probs[0], q[0]))
+    implementations = from_dispatch("rejection", s.device, lambda f, copy: f(*arguments))
+    return _small(s, "rejection", tokens, 2 * probs[0].nbytes, implementations, (probs[0], q[0]))
 
 
 def chain(tokens: int, device: str) -> Tensor:
@@ -254,9 +256,14 @@ def chain(tokens: int, device: str) -> Tensor:
 
 
 def _small(
-    s: Setting, name: str, tokens: int, num_bytes: int, ways: dict[str, Implementation], touched: tuple[Tensor, ...]
+    s: Setting,
+    name: str,
+    tokens: int,
+    num_bytes: int,
+    implementations: dict[str, Implementation],
+    touched: tuple[Tensor, ...],
 ) -> Case:
-    return Case(name, "", s.shape, tokens, None, num_bytes, None, 1, ways, touched)
+    return Case(name, "", s.shape, tokens, None, num_bytes, None, 1, implementations, touched)
 
 
 def _looped(run: Callable[[int], Any], out: Tensor) -> Implementation:

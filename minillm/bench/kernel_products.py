@@ -128,9 +128,11 @@ def _case(s: Setting, kind: str, tokens: int, made: list[Weights]) -> Case:
     w = made[0]
     x = s.random(tokens, w.columns)
     activations = tokens * (w.columns + w.outputs) * s.dtype.itemsize
-    ways = _plain_ways(w, x, w.wide_bytes + activations) if w.scheme is None else _quantised_ways(w, x)
+    implementations = (
+        _plain_implementations(w, x, w.wide_bytes + activations) if w.scheme is None else _quantised_ways(w, x)
+    )
     if w.panels is not None:
-        ways[COMPILED] = _compiled(w, x)
+        implementations[COMPILED] = _compiled(w, x)
     name = "linear" if w.scheme is None else kind
     return Case(
         op=name,
@@ -141,16 +143,18 @@ def _case(s: Setting, kind: str, tokens: int, made: list[Weights]) -> Case:
         num_bytes=w.num_bytes + activations,
         operations=2 * tokens * w.columns * w.outputs,
         copies=w.num_copies if tokens < PREFILL else 1,
-        implementations=ways,
+        implementations=implementations,
         touched=(*w.tensors.values(), x, s.random(tokens, w.outputs)),
     )
 
 
-def _plain_ways(w: Weights, x: Tensor, num_bytes: int) -> dict[str, Implementation]:
-    ways = {REFERENCE: Implementation(lambda copy: F.linear(x, w.copies[copy]["weight"]), num_bytes=num_bytes)}
+def _plain_implementations(w: Weights, x: Tensor, num_bytes: int) -> dict[str, Implementation]:
+    implementations = {
+        REFERENCE: Implementation(lambda copy: F.linear(x, w.copies[copy]["weight"]), num_bytes=num_bytes)
+    }
     if w.modules:
-        ways[PYTORCH] = Implementation(lambda copy: w.modules[copy](x), num_bytes=num_bytes)
-    return ways
+        implementations[PYTORCH] = Implementation(lambda copy: w.modules[copy](x), num_bytes=num_bytes)
+    return implementations
 
 
 def _quantised_ways(w: Weights, x: Tensor) -> dict[str, Implementation]:
@@ -160,7 +164,7 @@ def _quantised_ways(w: Weights, x: Tensor) -> dict[str, Implementation]:
     def call(function: Any, copy: int) -> Tensor:
         return function(x, *(w.copies[copy][name] for name in names), *group)
 
-    ways = from_dispatch(w.kind, w.setting.device, call)
+    implementations = from_dispatch(w.kind, w.setting.device, call)
     if w.kind == "w8a8_linear":
 
         def integers(copy: int) -> Tensor:
@@ -168,8 +172,8 @@ def _quantised_ways(w: Weights, x: Tensor) -> dict[str, Implementation]:
             kept = w.copies[copy]
             return (integer_product(codes, kept["qweight"]) * scales[:, None] * kept["scales"]).to(x.dtype)
 
-        ways[PYTORCH] = Implementation(integers)
-    return ways
+        implementations[PYTORCH] = Implementation(integers)
+    return implementations
 
 
 def _compiled(w: Weights, x: Tensor) -> Implementation:

@@ -1,16 +1,12 @@
-"""The result of `bench kernels` as a table for the terminal and as a bar chart."""
+"""The result of `bench kernels` as a table for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from minillm.errors import ConfigError
-
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from minillm.viz.charts.bench_chart import BarChart
 
 COLD, WARM = "cold", "warm"
 
@@ -48,34 +44,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         "" if row["ratio"] is None else f"{row['ratio']:.2f}×",
         "" if row["outputs_equal"] is None else "yes" if row["outputs_equal"] else f"no, {c['error']:.1g}",
     ]
-
-
-def chart(outcome: dict[str, Any], op: str, shape: str, tokens: int = 1) -> BarChart:
-    """A bar chart for one op, shape and number of tokens: how many times as fast as the reference.
-
-    Raises `ConfigError` if only the reference was measured for them.
-    """
-    from minillm.viz.charts.bench_chart import Bar, BarChart
-
-    found = [
-        row
-        for row in outcome["rows"]
-        if row["ratio"]
-        and (row["config"]["op"], row["config"]["shape"], row["config"]["tokens"]) == (op, shape, tokens)
-    ]
-    if not found:
-        raise ConfigError(f"no {op!r} of shape {shape!r} with {tokens} tokens was compared with the reference")
-    bars = [Bar(_bar_name(row["config"]), row["ratio"], row["ratio_min"], row["ratio_max"]) for row in found]
-    summary = "; ".join(f"{bar.name}: {bar.ratio:.2f} times ({bar.low:.2f} to {bar.high:.2f})" for bar in bars)
-    device = outcome["hardware"]["gpu"] or outcome["hardware"]["cpu"]
-    title = f"{op}, {tokens} new token{'s' if tokens != 1 else ''}, {shape}: {device['name']}"
-    return BarChart(title, "times as fast as the reference in PyTorch", bars, f"Against the reference: {summary}.")
-
-
-def _bar_name(config: Mapping[str, Any]) -> str:
-    past = "" if config["context"] is None else f" after {config['context']}"
-    ours = "minillm " if config["implementation"] != "pytorch" else ""
-    return f"{ours}{config['implementation']} {config['kind']}{past}".replace("  ", " ").strip()
 
 
 def _short(value: float) -> str:

@@ -33,10 +33,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minillm.bench.device_clock import Clock, TimedFunction, Timing, clock_for, last_cache_bytes, ratios, time_in_turn
+from minillm.bench.device_clock import (
+    Clock,
+    Timing,
+    clock_for,
+    last_cache_bytes,
+    ratios,
+    time_calls_in_turn,
+)
 from minillm.bench.harness import Row, result
 from minillm.bench.kernel_cases import KNOWN, REFERENCE, Case, Implementation, Maker, Setting, small_cases
-from minillm.bench.kernel_report import COLD, WARM, chart, table
+from minillm.bench.kernel_report import COLD, WARM, table
+from minillm.bench.kernel_timing import Position, timed_function
 from minillm.bench.systems import choose
 from minillm.doctor.machine_limits import MachineLimit, copy_bandwidth, matmul_rate
 from minillm.errors import ConfigError, UnsupportedError
@@ -46,7 +54,7 @@ from minillm.ops.dispatch import OPS, interpreted
 if TYPE_CHECKING:
     from minillm.models.config import ModelConfig
 
-__all__ = ["chart", "run", "table"]
+__all__ = ["run", "table"]
 
 ROUNDS = 5
 RUN_S = 1e-3
@@ -127,22 +135,22 @@ def case_rows(
 
     `seconds`: approximate length of a run, in place of `RUN_S`.
     """
-    chosen = {name: way for name, way in case.implementations.items() if name in names}
+    chosen = {name: implementation for name, implementation in case.implementations.items() if name in names}
     expected = chosen[REFERENCE].once()
-    errors = {name: relative_error(way.once(), expected) for name, way in chosen.items()}
+    errors = {name: relative_error(implementation.once(), expected) for name, implementation in chosen.items()}
     timings: dict[str, dict[str, Timing]] = {}
     recorded: set[str] = set()
     for kind, copies in ((WARM, 1), (COLD, case.copies)):
         if kind == WARM or copies > 1:
-            position = _Position()
-            functions = [_timed_function(name, one, copies, position, clock) for name, one in chosen.items()]
+            position = Position()
+            functions = [timed_function(name, one, copies, position, clock) for name, one in chosen.items()]
             recorded |= {function.name for function in functions if function.is_recorded}
-            timings[kind] = time_in_turn(clock, functions, rounds, seconds or RUN_S)
+            timings[kind] = time_calls_in_turn(clock, functions, rounds, seconds or RUN_S)
     clock.free()
     counted = timings.get(COLD, timings[WARM])
     limit = CLOSE.get(case.touched[0].dtype if case.touched[0].is_floating_point() else expected.dtype, CLOSE_16)
     rows = []
-    for name, way in chosen.items():
+    for name, implementation in chosen.items():
         found = [] if name == REFERENCE else ratios(counted, name, REFERENCE)
         median = counted[name].median
         rows.append(
@@ -155,9 +163,9 @@ def case_rows(
                 tokens_per_s=1 / median,
                 p50_ms=1000 * median,
                 peak_memory_bytes=None,
-                outputs_equal=None if name == REFERENCE else errors[name] <= (way.limit or limit),
+                outputs_equal=None if name == REFERENCE else errors[name] <= (implementation.limit or limit),
                 config={
-                    **_figures(case, name, way, timings, limits, errors[name]),
+                    **_figures(case, name, implementation, timings, limits, errors[name]),
                     "recorded": name in recorded,
                 },
             )
@@ -194,61 +202,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Position:
-    """The copy to read next. All implementations of a case share it, because a copy just read is in the caches."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def take(self, count: int, copies: int) -> int:
-        first, self.next = self.next, (self.next + count) % copies
-        return first
-
-
-def _timed_function(name: str, one: Implementation, copies: int, position: _Position, clock: Clock) -> TimedFunction:
-    """A `TimedFunction` that runs an implementation `count` times, on the copies in turn."""
-    if one.loop is not None:
-        loop = one.loop
-        return TimedFunction(name, lambda count: loop(count, position.take(count, copies), copies))
-    assert one.call is not None
-    call = one.call
-    if clock.device != "cpu" and one.can_be_captured:
-        calls_per_replay = max(copies, RECORDED_CALLS)
-
-        def all_copies() -> None:
-            for i in range(calls_per_replay):
-                call(i % copies)
-
-        try:
-            replay = clock.recorded(all_copies)
-        except RuntimeError:  # it waits for the device, so no graph can record it: call it from Python
-            pass
-        else:
-            return TimedFunction(
-                name, lambda count: [replay() for _ in range(count // calls_per_replay)], calls_per_replay, True
-            )
-
-    def calls(count: int) -> None:
-        first = position.take(count, copies)
-        for i in range(first, first + count):
-            call(i % copies)
-
-    return TimedFunction(name, calls)
-
-
-RECORDED_CALLS = 20
-"""Minimum number of calls in a graph, because a replay costs the host some 10 µs."""
-
-
 def _figures(
     case: Case,
     name: str,
-    way: Implementation,
+    implementation: Implementation,
     timings: Mapping[str, Mapping[str, Timing]],
     limits: Sequence[MachineLimit],
     error: float,
 ) -> dict[str, Any]:
-    num_bytes = way.num_bytes or case.num_bytes
+    num_bytes = implementation.num_bytes or case.num_bytes
     figures: dict[str, Any] = {
         "op": case.op,
         "kind": case.kind,

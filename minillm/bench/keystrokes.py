@@ -31,6 +31,7 @@ from minillm.bench.latency import FEWEST, percentile
 from minillm.bench.systems import draft_for
 from minillm.complete.engine import DRAFT, MODEL
 from minillm.errors import ConfigError, MinillmError
+from minillm.hardware import usable_processors
 from minillm.models.held_out import held_out_prompts
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def run(
         "context_tokens": CONTEXT_TOKENS,
         "new_tokens": new_tokens,
         "goal_ms": GOAL_MS,
-        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processors": usable_processors(),
         "load": os.getloadavg() if hasattr(os, "getloadavg") else None,
     }
     return result("completion", config, rows)

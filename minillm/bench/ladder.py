@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.bench.harness import System, compare, peak_memory_of, result
 from minillm.bench.own_engine import options
-from minillm.bench.systems import choose, draft_for, prompt_ids
+from minillm.bench.systems import choose, draft_for, prompt_ids, room_for_prompt
 from minillm.bench.tables import same_tokens
 from minillm.bench.transformers_peers import Transformers
-from minillm.models.loading import load_config, resolve
+from minillm.models.loading import resolve
 from minillm.outputs import tokens_per_forward
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def run(
     drafted = [name for name in names if "speculation" in RUNGS[name]]
     missing = {} if draft else dict.fromkeys(drafted, "there is no draft model for it")
     names = [name for name in names if name not in missing]
-    longest = min(LONGEST_PROMPT, load_config(resolve(model)).max_position_embeddings - new_tokens)
+    longest = min(LONGEST_PROMPT, room_for_prompt(model, new_tokens, SHORTEST_PROMPT))
     requests = prompt_ids(model, prompts, SHORTEST_PROMPT, longest)
     spec = (model, draft, drafts, requests, new_tokens)
     systems_to_compare = [
@@ -83,7 +83,7 @@ def run(
         "requests": prompts,
         "prompt_tokens": [len(ids) for ids in requests],
         "new_tokens": new_tokens,
-        "seats": {name: prompts if "paged batching" in RUNGS[name] else 1 for name in names},
+        "requests_at_a_time": {name: prompts if "paged batching" in RUNGS[name] else 1 for name in names},
         "num_speculative_tokens": drafts,
         "sampling": "greedy",
         "dtype": "float32",

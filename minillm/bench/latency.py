@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from minillm.bench.harness import Row, common_prefix_share, peak_memory_of, result
 from minillm.bench.own_engine import options
-from minillm.bench.systems import choose, draft_for, left_out, prompt_ids
+from minillm.bench.systems import choose, draft_for, left_out, prompt_ids, room_for_prompt
 from minillm.bench.tables import speed_table
 from minillm.errors import ConfigError
 
@@ -79,8 +79,8 @@ def run(
 ) -> dict[str, Any]:
     """Run every engine on every prompt, cold then warm, `rounds` times. Returns the result as JSON values.
 
-    `systems` are engines, such as `minillm int8 + draft`. Raises `ConfigError` for an unknown one, and for fewer than
-    20 completions, which are too few for a percentile.
+    `systems` are engines, such as `minillm int8 + draft`. Raises `ConfigError` for an unknown one, for fewer than 20
+    completions, which are too few for a percentile, and for more new tokens than there is room for.
     """
     import torch
 
@@ -91,6 +91,7 @@ def run(
     draft = draft_for(model, draft)
     names = choose(ENGINES, systems)
     missing = left_out(names, draft)
+    room_for_prompt(model, new_tokens, PROMPT_TOKENS)
     ids = prompt_ids(model, prompts, PROMPT_TOKENS, PROMPT_TOKENS)
     engines = [Engine(name, model, draft, drafts) for name in names if name not in missing]
     measure(engines, ids, rounds, new_tokens)
@@ -119,7 +120,7 @@ def run(
 
 def table(outcome: dict[str, Any]) -> Table:
     """The rows for the terminal, with the 90th percentile and the number of cached prompt tokens."""
-    return speed_table(outcome, {"p90_ms": "p90 ms", "cached_tokens": "cached"}, unit="completion")
+    return speed_table(outcome, {"p90_ms": "p90 ms", "cached_tokens": "cached"}, unit="completion", rate="tokens/s")
 
 
 def measure(engines: Sequence[Engine], prompts: Sequence[list[int]], rounds: int, new_tokens: int) -> None:

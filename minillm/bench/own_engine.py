@@ -11,6 +11,8 @@ from minillm.bench.completion import Completion
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTIZED = ("int8", "w8a8", "int4")
+DRAFT_QUANTIZATION = "w8a8"
+"""Of the draft model beside the compiled step. Still lossless: the target verifies every draft."""
 DRAFT_FREE_METHODS: dict[str, dict[str, Any]] = {
     "ngram": {
         "method": "ngram",
@@ -47,8 +49,7 @@ def options(name: str, draft: str | None, num_drafts: int, dtype: str) -> dict[s
         found["speculative_config"] = {
             "method": "draft_model",
             "model": draft,
-            # Still lossless: the target verifies every draft.
-            "quantization": "w8a8" if words == precision else None,
+            "quantization": DRAFT_QUANTIZATION if words == precision else None,
             "num_speculative_tokens": num_drafts,
             "adaptive": False,
         }

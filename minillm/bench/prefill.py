@@ -86,7 +86,7 @@ def run(
 
 def table(outcome: dict[str, Any]) -> Table:
     """The rows for the terminal, with the prompt length."""
-    return speed_table(outcome, {"prompt_tokens": "prompt"})
+    return speed_table(outcome, {"prompt_tokens": "prompt"}, unit="prompt token")
 
 
 def joined_prompt(model: str, length: int) -> list[int]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
 
+from minillm.bench.processes import free_port, peak_memory_of_process
 from minillm.errors import ConfigError
 
 START_SECONDS = 300
@@ -50,10 +49,8 @@ class ServerProcess:
     @property
     def peak_memory(self) -> int | None:
         """Peak resident bytes, summed over its processes; None without `/proc`."""
-        files = [Path(f"/proc/{process.pid}/status") for process in self.processes]
-        if not files[0].exists():
-            return None
-        return sum(int(file.read_text().split("VmHWM:")[1].split()[0]) * 1024 for file in files)
+        peaks = [peak_memory_of_process(process.pid) for process in self.processes]
+        return None if peaks[0] is None else sum(peak or 0 for peak in peaks)
 
     def close(self) -> None:
         """Tell it to end, and wait for it."""
@@ -82,12 +79,6 @@ class VllmServerProcess(ServerProcess):
                 self.close()
                 raise ConfigError(f"vLLM's server under {interpreter} did not start; its error is above")
             time.sleep(0.5)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def _is_healthy(url: str) -> bool:

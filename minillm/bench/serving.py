@@ -23,8 +23,9 @@ from minillm.bench.load_client import Answer, LoadClient
 from minillm.bench.server_process import ServerProcess, VllmServerProcess
 from minillm.bench.systems import choose, prompt_ids
 from minillm.bench.tables import speed_table
-from minillm.bench.vllm_peer import INTERPRETER
+from minillm.bench.vllm_peer import INTERPRETER, NO_VLLM
 from minillm.errors import ConfigError
+from minillm.hardware import usable_processors
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -58,7 +59,9 @@ def run(
     if prompts < CONCURRENT:
         raise ConfigError(f"{prompts} prompts are fewer than the {CONCURRENT} clients; take {CONCURRENT} or more")
     interpreter = os.environ.get(INTERPRETER)
-    names = [name for name in choose([OFFLINE, SERVER, STREAMED, VLLM], systems) if name != VLLM or interpreter]
+    chosen = choose([OFFLINE, SERVER, STREAMED, VLLM], systems)
+    missing = {VLLM: NO_VLLM} if VLLM in chosen and not interpreter else {}
+    names = [name for name in chosen if name not in missing]
     ids = prompt_ids(model, prompts, 1, LONGEST)
     offline = Offline(model, ids, new_tokens)
     servers: dict[str, ServerProcess] = {}
@@ -98,9 +101,10 @@ def run(
         "sampling": "greedy",
         "device": "cpu",
         "threads": torch.get_num_threads(),
-        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processors": usable_processors(),
         "load": os.getloadavg() if hasattr(os, "getloadavg") else None,
         "rounds": rounds,
+        "left_out": missing,
     }
     return result("serve", config, _with_cpu_ratio(rows))
 

@@ -20,13 +20,13 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.bench.draft_counts import Counts
 from minillm.bench.harness import Row, System, compare, result
 from minillm.bench.shapes import shape_folder
-from minillm.bench.systems import draft_for
+from minillm.bench.systems import draft_for, room_for_prompt
 from minillm.errors import ConfigError
 from minillm.speculative.trained_drafter import bundled_drafter, has_bundled_drafter
 
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from minillm import LLM
-    from minillm.trace import Event
 
 ROUNDS, PROMPTS, NEW_TOKENS = 5, 4, 64
+SHORTEST_PROMPT = 16
+"""The last tokens of a prompt of which a run leaves at least so many, if the completion needs the room."""
 WEIGHTS = {"fp32": None, "int8": "int8", "w8a8": "w8a8"}
 BATCHES = (1, 4, 16)
 PLAIN = "plain"
@@ -88,8 +89,11 @@ def run(
     """Measure every method, fixed and adaptive, on every slice. Returns the result as JSON values.
 
     `drafters`: the folder that `minillm train --export-to` wrote trained drafters to; None: the bundled ones. A trained
-    method without weights for this model is left out, or, if it was asked for, raises `ConfigError`.
+    method without weights for this model is left out, or, if it was asked for, raises `ConfigError`. So do fewer than
+    two new tokens, and more than the model has room for.
     """
+    if new_tokens < 2:
+        raise ConfigError(f"--new-tokens {new_tokens} must be at least 2: the first comes with the prompt")
     given = slice_prompts()
     known = METHODS if shape is None else SYNTHETIC
     chosen = {name: known[name] for name in _choose("method", list(known), methods)}
@@ -99,6 +103,7 @@ def run(
         chosen = _with_weights(chosen, model, drafters, must=methods or ())
     else:
         model, draft = str(shape_folder(shape)), draft or str(shape_folder(f"{shape}-draft"))
+    room_for_prompt(model, new_tokens, SHORTEST_PROMPT)
     rows: list[Row] = []
     for kind in kinds:
         for batch in batches:
@@ -110,6 +115,7 @@ def run(
     config = {
         "model": shape or model,
         "draft": draft,
+        "drafters": [f"{model}-{name}" for name in chosen if name in TRAINED and drafters is None],
         "num_speculative_tokens": drafts,
         "block_size": block_size,
         "prompts_per_slice": prompts,
@@ -192,54 +198,6 @@ def _with_draft(options: Mapping[str, Any], draft: str | None, quantization: str
     if "fallback" in options:
         found["fallback"] = _with_draft(options["fallback"], draft, quantization)
     return found
-
-
-@dataclass
-class Counts:
-    """What the rounds of one run did."""
-
-    tokens: int = 0
-    forwards: int = 0
-    """Requests, summed over the steps that gained tokens."""
-    judged: list[int] = field(default_factory=list)
-    """By position: drafts whose predecessors were all accepted."""
-    accepted: list[int] = field(default_factory=list)
-    draft_s: list[float] = field(default_factory=list)
-    """Per step with drafts: seconds of drafting."""
-    verify_s: list[float] = field(default_factory=list)
-    plain_s: list[float] = field(default_factory=list)
-    """Per step without drafts: seconds of the forward and its sampling."""
-
-    @classmethod
-    def of(cls, events: Sequence[Event]) -> Counts:
-        """Count the steps in which every request decodes."""
-        from minillm.trace import StepFinished, StepRan, TokensCommitted
-
-        counts, kinds, committed = cls(), set(), []
-        for event in events:
-            if isinstance(event, StepRan):
-                kinds, committed = {work.kind for work in event.work}, []
-            elif isinstance(event, TokensCommitted):
-                committed.append(event)
-            elif isinstance(event, StepFinished) and "prefill" not in kinds:
-                counts._add(event, committed, "verify" in kinds)
-        return counts
-
-    def _add(self, step: Any, committed: Sequence[Any], has_drafts: bool) -> None:
-        if has_drafts:
-            self.draft_s.append(step.draft_seconds)
-            self.verify_s.append(step.target_seconds)
-        else:
-            self.plain_s.append(step.target_seconds)
-        for event in committed:
-            self.tokens += len(event.token_ids)
-            self.forwards += 1
-            for i in range(min(event.num_drafts, event.num_accepted + 1)):
-                if i == len(self.judged):
-                    self.judged.append(0)
-                    self.accepted.append(0)
-                self.judged[i] += 1
-                self.accepted[i] += i < event.num_accepted
 
 
 class SliceRun:

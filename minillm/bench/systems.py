@@ -23,6 +23,7 @@ from minillm.bench.completion import Completer, Completion, completion_metrics
 from minillm.bench.harness import Counted, System, peak_memory_of
 from minillm.errors import ConfigError
 from minillm.models.held_out import held_out_prompts
+from minillm.training.compiling import has_compiler
 
 GGUF_TYPES = {"llama.cpp f32": "f32", "llama.cpp bf16": "bf16", "llama.cpp Q8_0": "q8_0"}
 TRIAL_TOKENS = 32
@@ -76,7 +77,7 @@ def left_out(names: Iterable[str], draft: str | None) -> dict[str, str]:
             reasons[name] = llama_cpp.NOT_INSTALLED
         elif name.endswith(("+ draft", "assisted")) and draft is None:
             reasons[name] = "there is no draft model for it"
-        elif name.endswith("compiled") and not transformers_peers.can_compile():
+        elif name.endswith("compiled") and not has_compiler():
             reasons[name] = "there is no C++ compiler"
     return reasons
 
@@ -84,8 +85,10 @@ def left_out(names: Iterable[str], draft: str | None) -> dict[str, str]:
 def prompt_ids(model: str, count: int, shortest: int, longest: int) -> list[list[int]]:
     """Token ids of the first `count` held-out prompts with at least `shortest` tokens, cut off after `longest`.
 
-    Raises `ConfigError` if there are fewer.
+    Raises `ConfigError` if there are fewer, or if `longest` is less than `shortest`.
     """
+    if not 1 <= shortest <= longest:
+        raise ConfigError(f"prompts of {shortest} to {longest} tokens were requested; the former must be 1 or more")
     from minillm.models.loading import resolve
     from minillm.tokenizer import Tokenizer
 
@@ -95,6 +98,19 @@ def prompt_ids(model: str, count: int, shortest: int, longest: int) -> list[list
     if not 1 <= count <= len(found):
         raise ConfigError(f"{count} prompts of {shortest} tokens or more were requested; there are 1 to {len(found)}")
     return found[:count]
+
+
+def room_for_prompt(model: str, new_tokens: int, shortest: int) -> int:
+    """Most prompt tokens that leave room for `new_tokens`. Raises `ConfigError` if these are fewer than `shortest`."""
+    from minillm.models.loading import load_config, resolve
+
+    context = load_config(resolve(model)).max_position_embeddings
+    if context - new_tokens < shortest:
+        raise ConfigError(
+            f"--new-tokens {new_tokens} leaves {max(0, context - new_tokens)} of {context} tokens for a prompt of "
+            f"{shortest}; give at most {context - shortest}"
+        )
+    return context - new_tokens
 
 
 @contextmanager
@@ -107,7 +123,8 @@ def prepared(workload: Workload, names: Sequence[str]) -> Iterator[Workload]:
         for kind, file in gguf.items():
             export_gguf(workload.model, Path(file), kind)
         workload = replace(workload, gguf=gguf)
-        tried = {name: _try_settings(name, workload) for name in names if _settings(name)}
+        peers = {name: _settings(name, workload) for name in names if _settings(name, workload)}
+        tried = {name: _try_settings(name, workload, settings) for name, settings in peers.items()}
         settings = {name: min(times, key=lambda setting: times[setting]) for name, times in tried.items()}
         yield replace(workload, tried=tried, settings=settings)
 
@@ -145,10 +162,10 @@ def peak_memory(name: str, workload: Workload) -> int | None:
     return peak_memory_of(f"from {module} import Workload, decode_system; decode_system({name!r}, {workload!r}).run()")
 
 
-def _try_settings(name: str, workload: Workload) -> dict[str, float]:
+def _try_settings(name: str, workload: Workload, settings: Iterable[str]) -> dict[str, float]:
     """Setting → milliseconds per token, after a warm-up, of a short completion of the first prompt."""
     tried = {}
-    for setting in _settings(name):
+    for setting in settings:
         peer = _load_peer(name, workload, setting)
         for _ in range(2):
             found = peer.complete(workload.prompts[0], min(workload.new_tokens, TRIAL_TOKENS))
@@ -156,13 +173,16 @@ def _try_settings(name: str, workload: Workload) -> dict[str, float]:
     return tried
 
 
-def _settings(name: str) -> Iterable[str]:
+def _settings(name: str, workload: Workload) -> Sequence[str]:
+    """The settings to try for a peer; none for a system of minillm."""
     if name in GGUF_TYPES:
-        return llama_cpp.SETTINGS
+        return tuple(llama_cpp.SETTINGS)
     if not name.startswith("transformers"):
         return ()
+    if workload.new_tokens == 1:
+        return transformers_peers.PREFILL
     special = {"assisted": transformers_peers.ASSISTED, "compiled": transformers_peers.COMPILED}
-    return special.get(name.split()[-1], transformers_peers.PLAIN)
+    return tuple(special.get(name.split()[-1], transformers_peers.PLAIN))
 
 
 def _load_peer(name: str, workload: Workload, setting: str) -> Completer:

@@ -9,16 +9,19 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def speed_table(result: dict[str, Any], also: Mapping[str, str] | None = None, unit: str = "token") -> Table:
+def speed_table(
+    result: dict[str, Any], also: Mapping[str, str] | None = None, unit: str = "token", rate: str | None = None
+) -> Table:
     """A table with a row for each system and baseline: the ratio of their speeds and the system's own figures.
 
-    `also` adds columns: key of a row's `config` → heading. `unit` is what `p50_ms` and `tokens_per_s` count.
+    `also` adds columns: key of a row's `config` → heading. `unit` is what `p50_ms` is the time of, `rate` the unit of
+    `tokens_per_s`; by default, as many of the former as there are in a second.
     """
     from rich.table import Table
 
     also = also or {}
     table = Table(title=f"{result['name']} on {result['hardware']['cpu']['name']}")
-    headings = ("ratio", "spread", f"{unit}s/s", f"ms per {unit}", "peak MB", "same tokens")
+    headings = ("ratio", "spread", rate or f"{unit}s/s", f"ms per {unit}", "peak MB", "same tokens")
     for heading in ("system", *also.values(), "baseline", *headings):
         table.add_column(heading, justify="left" if heading in ("system", "baseline") else "right")
     before: list[str] | None = None
@@ -37,6 +40,8 @@ def speed_table(result: dict[str, Any], also: Mapping[str, str] | None = None, u
 
 def same_tokens(row: Mapping[str, Any]) -> str:
     """Whether a row's system gave the baseline's tokens; if not, the share of them before the first difference."""
+    if row["outputs_equal"] is None:
+        return ""
     if row["outputs_equal"]:
         return "yes"
     return "no" if row.get("same_start") is None else f"no, first {row['same_start']:.0%}"

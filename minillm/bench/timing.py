@@ -1,7 +1,7 @@
 """Time several functions in turn and compare them round by round. The lessons measure with these functions.
 
-The order A B C A B C … lets a temporary slowdown of the machine affect all of them. Results are ratios of adjacent runs
-rather than seconds.
+The order A B C A B C … lets a temporary slowdown of the machine affect all of them. Results are ratios of runs of the
+same round rather than seconds.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ clock: Callable[[], float] = time.thread_time if os.name == "posix" else time.pe
 (`torch.set_num_threads(1)`). On Windows, which counts CPU time in steps of 16 ms, it is wall time."""
 
 
+def clock_for_threads(num_threads: int) -> Callable[[], float]:
+    """The clock for work on so many threads: CPU time of this thread for one, wall time for more."""
+    return clock if num_threads == 1 else time.perf_counter
+
+
 @dataclass(frozen=True)
 class Spread:
     """The median and range of several measurements."""
@@ -43,15 +48,20 @@ class Spread:
         return f"{self.median:.1f} ({self.low:.1f} to {self.high:.1f})"
 
 
-def time_in_turn(runs: Mapping[Key, Callable[[], Any]], rounds: int = 5) -> dict[Key, list[float]]:
-    """Time every run once per round. Returns the seconds of `rounds` rounds, without a warm-up round before them."""
+def time_in_turn(
+    runs: Mapping[Key, Callable[[], Any]], rounds: int = 5, num_threads: int = 1
+) -> dict[Key, list[float]]:
+    """Time every run once per round. Returns the seconds of `rounds` rounds, without a warm-up round before them.
+
+    `num_threads`: on how many threads the runs work; it decides the clock (`clock_for_threads`)."""
+    now = clock_for_threads(num_threads)
     seconds: dict[Key, list[float]] = {key: [] for key in runs}
     for turn in range(rounds + 1):
         for key, run in runs.items():
-            began = clock()
+            began = now()
             run()
             if turn:
-                seconds[key].append(clock() - began)
+                seconds[key].append(now() - began)
     return seconds
 
 

@@ -8,8 +8,6 @@ a minute before the first token.
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,8 @@ from typing import Any
 from minillm.bench.completion import Completion
 
 PLAIN = ("dynamic", "static")
+PREFILL = ("forward",)
+"""The one setting for a single new token: a forward without `generate`, with a new growing cache."""
 COMPILED = ("compiled",)
 ASSISTED: dict[str, dict[str, Any]] = {
     "its own number of drafts": {},
@@ -50,7 +50,8 @@ class Transformers:
     def __init__(
         self, folder: Path, dtype: str, setting: str, context: int, draft: Path | None = None, drafts: int = 4
     ) -> None:
-        """`setting`: one of `PLAIN` or `COMPILED`, or of `ASSISTED` if there is a draft. `dtype` is torch's name.
+        """`setting`: one of `PLAIN`, `PREFILL` or `COMPILED`, or of `ASSISTED` if there is a draft. `dtype` is torch's
+        name.
 
         `context`: size of the preallocated cache in tokens. All completions share one cache, because another size would
         trigger a recompilation.
@@ -71,10 +72,10 @@ class Transformers:
             self.options["assistant_model"] = _assistant(draft, dtype, setting, drafts)
 
     def complete(self, prompt: Sequence[int], new_tokens: int) -> Completion:
-        """See `Completer`."""
+        """See `Completer`. With the setting of `PREFILL`, it generates one token, whatever is asked for."""
         import torch
 
-        if new_tokens == 1:
+        if self.details["setting"] in PREFILL:
             return self._first_token(prompt)
         ids = torch.tensor([list(prompt)])
         first = FirstTokens()
@@ -127,8 +128,3 @@ def _compile_config() -> Any:
     config = CompileConfig(fullgraph=False, mode="default", dynamic=False)
     config._compile_all_devices = True  # without it `generate` compiles for GPUs only
     return config
-
-
-def can_compile() -> bool:
-    """Whether there is a C++ compiler, which torch.compile needs on a CPU."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))

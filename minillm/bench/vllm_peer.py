@@ -16,6 +16,7 @@ from typing import Any
 
 INTERPRETER = "MINILLM_VLLM_PYTHON"
 """Environment variable with the path of a Python interpreter that has vLLM."""
+NO_VLLM = f"{INTERPRETER} does not name an interpreter with vLLM"
 SCRIPT = Path(__file__)
 """Run with `runpy` instead of as a script, because the files in this folder would shadow packages (`kernels`)."""
 
@@ -49,8 +50,9 @@ class VllmPeer:
     @property
     def peak_memory(self) -> int | None:
         """Peak resident bytes of the process; None without `/proc`."""
-        status = Path(f"/proc/{self.process.pid}/status")
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 if status.exists() else None
+        from minillm.bench.processes import peak_memory_of_process  # not at module level, as in `_no_answer`
+
+        return peak_memory_of_process(self.process.pid)
 
     def close(self) -> None:
         """End the process."""

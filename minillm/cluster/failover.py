@@ -130,8 +130,9 @@ def measure(settings: FailoverSettings) -> dict[str, Any]:
     expected = expected_tokens(settings, prompts)
     rows = [_with_router(settings, router, prompts, expected) for router in settings.routers]
     routing = [costs.routing_costs(count) for count in ROUTED]
-    about = describe_run("failover", (*LIBRARIES, "ray"))
-    return {**about, "config": asdict(settings), "rows": rows, "routing": routing}
+    config = asdict(settings)
+    about = describe_run("failover", config, (*LIBRARIES, "ray"))
+    return {**about, "config": config, "rows": rows, "routing": routing}
 
 
 def _with_router(

@@ -5,7 +5,6 @@ Every variant of a method sees the same tokens in the same order, and is measure
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,9 @@ from minillm.training.drafter_stages import DrafterTarget, drafter_target
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Loss, Trainer
 from minillm.training.rollouts import LongLoss, SpireLoss, long_guesses, spire_guesses
-from minillm.training.stage_runs import as_shipped, check_inputs, run_to_the_end
+from minillm.training.stage_inputs import check_inputs
+from minillm.training.stage_runs import as_shipped, run_to_the_end
+from minillm.training.state_files import write_json
 from minillm.training.trained_drafters import TRAINED, new_long, new_spire
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def run_ablations(pair: Pair, method: str, tokens: float = TOKENS, rows: int = C
     for name, variant in VARIANTS[method].items():
         found += _measured(pair, method, target, name, variant, tokens, rows)
     file = pair.folder / f"ablations-{method}{target.suffix}.json"
-    file.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n", encoding="utf-8")
+    write_json(file, [asdict(row) for row in found])
     return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from minillm.models.decoder import Decoder
-from minillm.training.distill import LOSS_WORDS
+from minillm.training.distill import LOSS_FORMULA
 from minillm.training.evaluate import Evaluation
 from minillm.training.pretrain import Recipe
 from minillm.training.record import RunRecord
@@ -121,27 +121,31 @@ def _training(facts: Facts) -> str:
     corpus_tokens = facts["corpus"]["train"]["tokens"]
     rows = []
     for stage, run in facts["runs"].items():
-        passes = f"{run['tokens'] / corpus_tokens:.2f}" if stage == "pretraining" else "–"
+        corpora = f"{run['tokens'] / corpus_tokens:.2f}" if stage == "pretraining" else "–"
         machine = ", then ".join(
             f"{hw['cpu']} ({hw['threads']} of {hw['cores']} cores, PyTorch {hw['torch']})" for hw in run["hardware"]
         )
-        rows.append((stage, f"{run['tokens']:,}", passes, f"{run['steps']:,}", f"{run['minutes']:g}", machine))
-    header = ("Stage", "Tokens in all", "Passes over the corpus", "Steps", "Minutes", "Hardware")
+        rows.append((stage, f"{run['tokens']:,}", corpora, f"{run['steps']:,}", f"{run['minutes']:g}", machine))
+    header = ("Stage", "Tokens in all", "Tokens / corpus", "Steps", "Minutes", "Hardware")
     recipes = "\n".join(f"- {stage}: {_recipe_words(run['recipe'])}" for stage, run in facts["runs"].items())
     distilled = f"""
-Distillation minimises {LOSS_WORDS}
+Distillation minimises {LOSS_FORMULA}
 over the whole vocabulary, p being the target and q the draft, half of each batch on corpus windows and half on texts
 that the target wrote after corpus prompts.
 """
     earlier = facts["runs"]["pretraining"].get("earlier_tokens", 0)
-    began = f"""
+    warm_start = f"""
 Pretraining did not start from scratch: its first {earlier:,} tokens are those of an earlier version, with whose weights
 it began. The minutes of that version are included.
+"""
+    lengths = facts["runs"]["pretraining"]["recipe"]["lengths"]
+    mixed = """
+Rows of each length have an order of their own, so in pretraining some text comes twice before other text comes once.
 """
     return f"""## Training
 
 {table(header, rows)}
-{began if earlier else ""}
+{warm_start if earlier else ""}{"" if len(set(lengths)) == 1 else mixed}
 
 ![Training loss](loss.svg)
 
@@ -158,12 +162,12 @@ def _recipe_words(recipe: Facts) -> str:
     shares = [f"{lengths.count(length) / len(lengths):.0%} of {length:,}" for length in sorted(set(lengths))]
     decay = recipe["decay_from"]
     end = f"{recipe['decay_to']:.0%} of them" if recipe.get("decay_to") else "zero"
-    fate = "no decay" if decay >= 1 else f"linear decay to {end} from {decay:.0%} of the budget"
+    schedule = "no decay" if decay >= 1 else f"linear decay to {end} from {decay:.0%} of the budget"
     return (
         f"{recipe['tokens_per_step']:,} tokens per step, rows of {lengths[0]:,} tokens"
         if len(set(lengths)) == 1
         else f"{recipe['tokens_per_step']:,} tokens per step, its rows in " + " and ".join(shares) + " tokens"
-    ) + f", peak rates {recipe['muon_lr']:g} (Muon) and {recipe['adam_lr']:g} (AdamW), {fate}"
+    ) + f", peak rates {recipe['muon_lr']:g} (Muon) and {recipe['adam_lr']:g} (AdamW), {schedule}"
 
 
 def _quality(facts: Facts) -> str:

@@ -7,15 +7,16 @@ row.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.errors import TrainingError
+from minillm.training.state_files import copy_whole, read_state, replacing, write_state
 
 WEIGHTS, TOKENIZER, LOGS = "stable.safetensors", "tokenizer.json", ("log.jsonl", "hardware.json")
 COUNTERS = ("step", "tokens_seen", "tokens_before", "seconds")
@@ -27,7 +28,7 @@ def pack_run(runs: Path, folder: Path) -> None:
     state_file = runs / "target" / "state.pt"
     if not state_file.exists():
         raise TrainingError(f"{state_file} is missing; run the stage `target` first")
-    state = torch.load(state_file, weights_only=True, mmap=True)
+    state = read_state(state_file, "cpu", mmap=True)
     tensors: dict[str, Tensor] = {}
     for name, weight in state["model"].items():
         if weight.ndim == 2 and not name.startswith("lm_head"):  # tied to the embedding
@@ -37,33 +38,46 @@ def pack_run(runs: Path, folder: Path) -> None:
         elif weight.ndim == 1:
             tensors[name] = weight.clone()
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, {key: json.dumps(state[key]) for key in COUNTERS})
-    shutil.copy(runs / "corpus" / TOKENIZER, folder / TOKENIZER)
+    copy_whole(runs / "corpus" / TOKENIZER, folder / TOKENIZER)
     for log in LOGS:
-        shutil.copy(runs / "target" / log, folder / log)
+        copy_whole(runs / "target" / log, folder / log)
+    with replacing(folder / WEIGHTS) as fresh:  # last: a folder with weights is complete
+        save_file(tensors, fresh, {key: json.dumps(state[key]) for key in COUNTERS})
 
 
 def unpack_run(folder: Path, runs: Path) -> None:
     """Unpack a checkpoint of `pack_run` into `runs`, where `minillm train` continues from it.
 
-    Raises `TrainingError` if there is no checkpoint, or if `runs` already has a stable run, which would be lost.
+    Raises `TrainingError` if there is no whole checkpoint, or if `runs` already has a stable run, which would be lost;
+    then nothing is written.
     """
-    if not (folder / WEIGHTS).exists():
-        raise TrainingError(f"there is no {WEIGHTS} in {folder}")
+    for name in (WEIGHTS, TOKENIZER, *LOGS):
+        if not (folder / name).exists():
+            raise TrainingError(f"there is no {name} in {folder}")
     target = runs / "target"
     if (target / "state.pt").exists():
         raise TrainingError(f"{target} has a run already; name another folder with --folder")
+    state = _packed_state(folder / WEIGHTS)
     target.mkdir(parents=True, exist_ok=True)
     (runs / "corpus").mkdir(exist_ok=True)
-    shutil.copy(folder / TOKENIZER, runs / "corpus" / TOKENIZER)
+    copy_whole(folder / TOKENIZER, runs / "corpus" / TOKENIZER)
     for log in LOGS:
-        shutil.copy(folder / log, target / log)
+        copy_whole(folder / log, target / log)
+    write_state(target / "state.pt", state)  # last: a folder with a state is complete
+
+
+def _packed_state(file: Path) -> dict[str, Any]:
+    """The state that `pack_run` wrote. Raises `TrainingError` for a file that is cut off or has something else."""
     model: dict[str, Tensor] = {}
-    with safe_open(folder / WEIGHTS, "pt") as file:
-        for name in file.keys():  # noqa: SIM118 - no dict
-            if not name.endswith(".scale"):
-                tensor = file.get_tensor(name)
-                model[name] = tensor if tensor.ndim == 1 else tensor.float() * file.get_tensor(f"{name}.scale")
-        counters = {key: json.loads(file.metadata()[key]) for key in COUNTERS}
-    model["lm_head.weight"] = model["embed_tokens.weight"]
-    torch.save({"model": model, "optimizers": None, **counters}, target / "state.pt")
+    try:
+        with safe_open(file, "pt") as packed:
+            for name in packed.keys():  # noqa: SIM118 - no dict
+                if not name.endswith(".scale"):
+                    tensor = packed.get_tensor(name)
+                    model[name] = tensor if tensor.ndim == 1 else tensor.float() * packed.get_tensor(f"{name}.scale")
+            counters = {key: json.loads((packed.metadata() or {})[key]) for key in COUNTERS}
+        model["lm_head.weight"] = model["embed_tokens.weight"]
+    except (SafetensorError, OSError, KeyError, ValueError) as problem:
+        reason = " ".join(str(problem).split())[:200]
+        raise TrainingError(f"{file} is cut off or no checkpoint of `minillm train --pack` ({reason})") from None
+    return {"model": model, "optimizers": None, **counters}

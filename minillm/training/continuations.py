@@ -17,7 +17,11 @@ from tqdm import tqdm
 
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
+from minillm.models.fingerprint import fingerprint_of_model
 from minillm.training.data import Batches
+from minillm.training.export import EXPORTED
+from minillm.training.stage_inputs import check_inputs
+from minillm.training.state_files import write_array
 from minillm.training.train_tokenizer import END_OF_TEXT_ID
 
 PROMPT_LENGTH = 64
@@ -103,10 +107,11 @@ def write_continuations(model: Decoder, text: Batches, folder: Path, parts: int,
 
     Duplicate texts are dropped, loops are cut off (`until_loop`), and an end-of-text token follows each text, as in the
     corpus, so `Windows(folder, "continuations")` can read it. Finished parts are kept; a later call continues there.
+    Raises `TrainingError` if `folder` has the texts of another model.
     """
+    check_inputs(folder, {"target": fingerprint_of_model(model, EXPORTED)})
     if (folder / "continuations.npy").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
     writer = bf16_copy(model)
     temperatures = torch.tensor(TEMPERATURES).repeat(rows // len(TEMPERATURES) + 1)[:rows]
     files = [folder / f"part{number:03d}.npy" for number in range(parts)]
@@ -115,12 +120,5 @@ def write_continuations(model: Decoder, text: Batches, folder: Path, parts: int,
             prompts, _ = text.batch(number, rows, PROMPT_LENGTH)
             written = continue_rows(writer, prompts, length, temperatures, seed=number)
             texts = dict.fromkeys(tuple(until_loop(row)) for row in written.tolist())
-            _save(file, np.array([token for text in texts for token in (*text, END_OF_TEXT_ID)], dtype=np.uint16))
-    _save(folder / "continuations.npy", np.concatenate([np.load(file) for file in files]))
-
-
-def _save(file: Path, tokens: np.ndarray) -> None:
-    fresh = file.with_suffix(".new")
-    with fresh.open("wb") as out:
-        np.save(out, tokens)
-    fresh.replace(file)
+            write_array(file, np.array([token for text in texts for token in (*text, END_OF_TEXT_ID)], dtype=np.uint16))
+    write_array(folder / "continuations.npy", np.concatenate([np.load(file) for file in files]))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +18,7 @@ from minillm.errors import TrainingError
 from minillm.fill_in_the_middle import FIM_PREFIX
 from minillm.training.corpus import Document, documents, sources
 from minillm.training.fim_documents import PRETRAINING, GapShares, training_document
+from minillm.training.state_files import copy_whole, replacing, write_array, write_json
 from minillm.training.train_tokenizer import END_OF_TEXT, END_OF_TEXT_ID, train_tokenizer
 
 MAX_VOCABULARY = 2**16
@@ -53,7 +52,7 @@ def prepare(folder: Path, vocab_size: int) -> None:
     tokens = {"train": sum(part.size for part in _encoded(tokenizer, [d.text for d in train], "train"))}
     ids = encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out")
     tokens["held_out"] = int(ids.size)
-    np.save(folder / "held_out.npy", ids)
+    write_array(folder / "held_out.npy", ids)
     summary: dict[str, object] = {"near_duplicates": len(every) - len(docs)}
     for split, chosen in (("train", train), ("held_out", held_out)):
         write_documents(folder / f"{split}.jsonl.gz", chosen)
@@ -62,7 +61,7 @@ def prepare(folder: Path, vocab_size: int) -> None:
     summary["held_out_files"] = [d.name for d in held_out]
     names = {d.name.split("/")[0] for d in docs}
     summary["sources"] = [[s.name, s.version, s.licence] for s in found if s.name in names]
-    (folder / "corpus.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_json(folder / "corpus.json", summary)
 
 
 def retokenise(corpus: Path, tokenizer_file: Path, folder: Path) -> None:
@@ -78,17 +77,17 @@ def retokenise(corpus: Path, tokenizer_file: Path, folder: Path) -> None:
     if (size := tokenizer.get_vocab_size()) > MAX_VOCABULARY:
         raise TrainingError(f"{tokenizer_file} has {size:,} tokens, at most {MAX_VOCABULARY:,} are supported")
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(tokenizer_file, folder / "tokenizer.json")
+    copy_whole(tokenizer_file, folder / "tokenizer.json")
     for split in ("train", "held_out"):
-        shutil.copy(corpus / f"{split}.jsonl.gz", folder)
+        copy_whole(corpus / f"{split}.jsonl.gz", folder / f"{split}.jsonl.gz")
     held_out = read_documents(folder / "held_out.jsonl.gz")
-    np.save(folder / "held_out.npy", encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out"))
-    shutil.copy(corpus / "corpus.json", folder)
+    write_array(folder / "held_out.npy", encode_all(tokenizer, [d.text + END_OF_TEXT for d in held_out], "held_out"))
+    copy_whole(corpus / "corpus.json", folder / "corpus.json")
 
 
 def write_documents(file: Path, docs: list[Document]) -> None:
     """Write name and text of each document as a line of JSON, compressed."""
-    with gzip.open(file, "wt", encoding="utf-8") as lines:
+    with replacing(file) as fresh, gzip.open(fresh, "wt", encoding="utf-8") as lines:
         for document in docs:
             lines.write(json.dumps({"name": document.name, "text": document.text}) + "\n")
 
@@ -118,7 +117,11 @@ class Batches(Protocol):
 
 
 class Passes:
-    """The training files in passes (epochs). A pass contains every window once, in a random order of its own.
+    """The training files in passes (epochs). A pass is cut into windows of one length, in a random order of its own.
+
+    If all rows have the same length, a pass contains every window once. Each length has its own windows and its own
+    order, but all count the same steps. So where the length changes from step to step, some text of a pass comes twice
+    and as much not at all (with three steps of 256 to one of 1,024: about a fifth each).
 
     Each pass has a new order of files and new gaps (`fim_documents`), if the tokenizer has tokens for gaps. It is
     encoded when it is first needed and stored in `passes/`, or with other `shares` of gaps than those of pretraining in
@@ -175,9 +178,7 @@ class Passes:
                 training_document(docs[i].text, rng, self.shares) if has_gaps else [docs[i].text + END_OF_TEXT]
             )
         ]
-        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".npy", delete=False) as fresh:
-            np.save(fresh, encode_all(tokenizer, texts, f"pass {number + 1}"))
-        Path(fresh.name).replace(file)
+        write_array(file, encode_all(tokenizer, texts, f"pass {number + 1}"))
 
 
 class Windows:

@@ -26,10 +26,11 @@ from torch.nn import functional as F
 from minillm.models.decoder import Decoder
 from minillm.training.compiling import Compiled
 from minillm.training.data import Batches
+from minillm.training.divergence import kl_and_rejection
 from minillm.training.pretrain import dense_logits
 
 KL_WEIGHT, TV_WEIGHT, TEXT_WEIGHT = 1.0, 1.0, 0.1
-LOSS_WORDS = f"{KL_WEIGHT:g} · KL(p‖q) + {TV_WEIGHT:g} · TV(p, q) + {TEXT_WEIGHT:g} · cross-entropy"
+LOSS_FORMULA = f"{KL_WEIGHT:g} · KL(p‖q) + {TV_WEIGHT:g} · TV(p, q) + {TEXT_WEIGHT:g} · cross-entropy"
 
 
 class HalfAndHalf:
@@ -70,8 +71,6 @@ def distillation_loss(draft: Decoder, inputs: Tensor, targets: Tensor, target_lo
     """Weighted sum of KL(p‖q), TV(p, q) and cross-entropy, each averaged over the tokens (see the module docstring)."""
     log_q = F.log_softmax(autocast_logits(draft, inputs).float(), dim=-1)
     log_p = F.log_softmax(target_logits.float(), dim=-1)
-    p = log_p.exp()
-    kl = (p * (log_p - log_q)).sum(-1).mean()
-    rejected = 1 - torch.minimum(p, log_q.exp()).sum(-1).mean()
+    kl, rejected = kl_and_rejection(log_p, log_q)
     text = F.nll_loss(log_q, targets.flatten())
     return KL_WEIGHT * kl + TV_WEIGHT * rejected + TEXT_WEIGHT * text

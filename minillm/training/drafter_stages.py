@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from minillm.errors import TrainingError
 from minillm.models.decoder import Decoder
 from minillm.models.fingerprint import fingerprint_of_folder, fingerprint_of_model
 from minillm.models.hub import resolve
@@ -22,14 +24,14 @@ from minillm.training.distill import HalfAndHalf
 from minillm.training.drafter_card import drafter_card
 from minillm.training.drafter_evaluation import evaluate_drafter
 from minillm.training.export import EXPORTED
-from minillm.training.pair import Pair
+from minillm.training.pair import TARGET_NAME, TARGET_STAGES, Pair
 from minillm.training.plot import Curve, loss_svg
 from minillm.training.pretrain import Trainer
 from minillm.training.record import RunRecord
-from minillm.training.stage_runs import as_shipped, check_inputs, run_to_the_end
+from minillm.training.stage_inputs import check_inputs, read_inputs
+from minillm.training.stage_runs import as_shipped, run_to_the_end
+from minillm.training.state_files import read_json, write_json
 from minillm.training.trained_drafters import TRAINED
-
-PAIR_TARGET = "minicoder"
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,35 @@ def drafter_target(pair: Pair) -> DrafterTarget:
     if pair.drafters_for is None:
         model = as_shipped(pair.trained_target())
         fingerprint = fingerprint_of_model(model, EXPORTED)
-        return DrafterTarget(
-            PAIR_TARGET, model, fingerprint, pair.corpus, pair.folder / "distill" / "continuations", ""
-        )
+        continuations = pair.folder / "distill" / "continuations"
+        _check_unrecorded_continuations(pair, continuations)
+        return DrafterTarget(TARGET_NAME, model, fingerprint, pair.corpus, continuations, "")
     folder = resolve(pair.drafters_for)
-    name = folder.name
-    text = pair.folder / f"text-{name}"
-    retokenise(pair.corpus, folder / "tokenizer.json", text)
+    name, fingerprint = folder.name, fingerprint_of_folder(folder)
+    text, tokenizer = pair.folder / f"text-{name}", folder / "tokenizer.json"
+    _check_unrecorded_tokenizer(text, tokenizer)
+    check_inputs(text, {"target": fingerprint, "tokenizer": sha256(tokenizer.read_bytes()).hexdigest()})
+    retokenise(pair.corpus, tokenizer, text)
     model = load_model(folder, torch.float32, pair.device)
-    return DrafterTarget(name, model, fingerprint_of_folder(folder), text, text / "continuations", f"-{name}")
+    return DrafterTarget(name, model, fingerprint, text, text / "continuations", f"-{name}")
+
+
+def _check_unrecorded_continuations(pair: Pair, folder: Path) -> None:
+    """Refuse the texts that another target wrote, for a run of an earlier version: it recorded only how many tokens the
+    target of the stage `distill` had seen, and nothing without that stage."""
+    if not folder.exists() or read_inputs(folder):
+        return
+    seen = read_inputs(pair.folder / "distill").get(TARGET_STAGES[-1])
+    now = RunRecord.load(pair.folder / TARGET_STAGES[-1]).tokens
+    if seen not in (None, now):
+        raise TrainingError(f"{folder} has texts of a target of {seen} tokens, now it has {now}; remove it to go on")
+
+
+def _check_unrecorded_tokenizer(text: Path, tokenizer: Path) -> None:
+    """Refuse the tokens of another tokenizer, for a run of an earlier version, which recorded nothing of them."""
+    kept = text / "tokenizer.json"
+    if kept.exists() and not read_inputs(text) and kept.read_bytes() != tokenizer.read_bytes():
+        raise TrainingError(f"{text} has the tokens of another tokenizer than {tokenizer}; remove it to go on")
 
 
 def train_drafter(pair: Pair, method: str) -> None:
@@ -96,7 +118,7 @@ def export_drafter(pair: Pair, method: str, target: DrafterTarget, trainer: Trai
         "target": target.name,
         "parameters": sum(p.numel() for p in module.parameters()),
         "shape": asdict(module.shape),
-        "loss": drafter.loss_words,
+        "loss": drafter.loss_formula,
         "run": record.summary(),
         "sure_drafts": drafter.sure_drafts,
         "acceptance": _acceptance(pair, method, target, trainer.folder, record.tokens, module),
@@ -106,7 +128,7 @@ def export_drafter(pair: Pair, method: str, target: DrafterTarget, trainer: Trai
     save_drafter(to, config, module)
     (to / "training.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     (to / "README.md").write_text(drafter_card(name, facts), encoding="utf-8")
-    curve = Curve("Training", drafter.loss_words, record.log)
+    curve = Curve("Training", drafter.loss_formula, record.log)
     (to / "loss.svg").write_text(loss_svg(f"Training loss of {name}", [curve]), encoding="utf-8")
     tqdm.write(f"wrote {to}")
 
@@ -116,9 +138,9 @@ def _acceptance(
 ) -> dict[str, Any]:
     """`evaluate_drafter` of a module that has seen so many tokens. The result is cached in `acceptance.json`."""
     file = folder / "acceptance.json"
-    if file.exists() and (kept := json.loads(file.read_text(encoding="utf-8")))["tokens"] == tokens:
+    if file.exists() and (kept := read_json(file))["tokens"] == tokens:
         return kept["acceptance"]
     held_out = Windows(target.corpus, "held_out")
     found = evaluate_drafter(TRAINED[method].guesses, module, target.model, held_out, pair.evaluation_rows)
-    file.write_text(json.dumps({"tokens": tokens, "acceptance": found}, indent=1) + "\n", encoding="utf-8")
+    write_json(file, {"tokens": tokens, "acceptance": found})
     return found

@@ -28,7 +28,7 @@ from minillm.training.target_states import FrozenTarget, Targets, TargetStates, 
 POSITION_WEIGHT = 0.8
 SMALLEST_ALPHA = 1e-4
 """−log α is cut off here: a single hopeless token must not dominate a batch."""
-LOSS_WORDS = "0.8^i · [λ · KL(p‖q) − (1 − λ) · log Σ min(p, q)]"
+LOSS_FORMULA = "0.8^i · [λ · KL(p‖q) − (1 − λ) · log Σ min(p, q)]"
 
 
 class HeadsLoss:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from minillm.errors import TrainingError
 from minillm.models.config import ModelConfig
@@ -16,12 +14,14 @@ from minillm.training.data import Passes, Windows
 from minillm.training.fim_documents import PRETRAINING, GapShares
 from minillm.training.pretrain import Recipe, new_model
 from minillm.training.recipes import DECAY_LENGTHS, DRAFT, TARGET, decay_recipe, unlikelihood_recipe
+from minillm.training.stage_inputs import BUDGET, FILE, read_inputs
+from minillm.training.state_files import read_state
 from minillm.training.target_evaluation import Amount
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "models" / "weights"
 """The folder of the bundled models."""
 
-
+TARGET_NAME = "minicoder"
 TARGET_STAGES = ("target", "decay", "unlikelihood")
 """The stages that train the target; the last one's model is the finished target."""
 
@@ -77,10 +77,11 @@ class Pair:
 
     def input_tokens(self, stage: str) -> dict[str, int]:
         """For each input model of a stage, the tokens that it had seen when the stage started."""
-        file = self.folder / stage / "inputs.json"
-        if not file.exists():
-            raise TrainingError(f"{file} is missing; run the stage `{stage}` first")
-        return json.loads(file.read_text(encoding="utf-8"))
+        found = read_inputs(self.folder / stage)
+        tokens = {name: value for name, value in found.items() if name != BUDGET}
+        if not tokens:
+            raise TrainingError(f"{self.folder / stage / FILE} is missing; run the stage `{stage}` first")
+        return tokens
 
     def state_file(self, stage: str) -> Path:
         """The state file of a stage. Raises `TrainingError` if there is none."""
@@ -99,18 +100,36 @@ class Pair:
 
     def trained(self, stage: str) -> Decoder:
         """The finished model of a stage. Raises `TrainingError` if the stage is not finished."""
-        state = torch.load(self.state_file(stage), weights_only=True, mmap=True, map_location=self.device)
-        recipe = self.recipe(stage)
-        minutes, tokens = state["seconds"] / 60, state["tokens_seen"] - state["tokens_before"]
-        if minutes < recipe.minutes and tokens < recipe.tokens:
+        state, recipe = read_state(self.state_file(stage), self.device, mmap=True), self.recipe(stage)
+        if not _has_used(state, recipe):
+            minutes, tokens = _used(state)
             raise TrainingError(
                 f"the stage `{stage}` has run {minutes:.1f} of {recipe.minutes:g} minutes and {tokens:,} of "
                 f"{recipe.tokens:,.0f} tokens; finish it first"
             )
         model = self.new_model(stage)
-        model.load_state_dict(state["model"])
+        try:
+            model.load_state_dict(state["model"])
+        except (RuntimeError, KeyError) as problem:
+            reason = str(problem).splitlines()[0][:200]
+            raise TrainingError(f"{self.state_file(stage)} is the state of another model ({reason})") from None
         return model
+
+    def is_finished(self, stage: str) -> bool:
+        """Whether a stage has used up its budget. Raises `TrainingError` if it has no state."""
+        return _has_used(read_state(self.state_file(stage), self.device, mmap=True), self.recipe(stage))
 
     def _require_corpus(self) -> None:
         if not (self.corpus / "corpus.json").exists():
             raise TrainingError(f"there is no corpus in {self.corpus}; run the stage `corpus` first")
+
+
+def _used(state: Mapping[str, Any]) -> tuple[float, int]:
+    """Minutes and tokens of a run, those before its branch left out."""
+    return state["seconds"] / 60, state["tokens_seen"] - state["tokens_before"]
+
+
+def _has_used(state: Mapping[str, Any], recipe: Recipe) -> bool:
+    """Whether one of the budgets is used up."""
+    minutes, tokens = _used(state)
+    return minutes >= recipe.minutes or tokens >= recipe.tokens

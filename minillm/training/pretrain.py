@@ -27,8 +27,9 @@ from minillm.errors import TrainingError
 from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
-from minillm.training.data import Batches, Windows
+from minillm.training.data import Batches
 from minillm.training.optimizers import optimizers
+from minillm.training.state_files import read_state, write_state
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
 """`loss(module, inputs, targets)`: the mean loss of a batch, inputs and targets `[rows, length]`."""
@@ -89,7 +90,8 @@ class Trainer:
         self.tokens_before = 0
         """Tokens seen when this run branched off."""
         self.seconds = 0.0
-        self._updating = False
+        self._is_whole = True
+        """Whether the state in memory may replace the saved one."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.state_file.exists():
             self._load(self.state_file)
@@ -125,7 +127,8 @@ class Trainer:
         """Train until the budget is used up. An interrupt saves the state and stops.
 
         An interrupt during an optimiser update does not save, because the state would be inconsistent; then the last
-        saved state remains.
+        saved state remains. So it does after a loss that is no number, for which this raises `TrainingError`: the
+        weights that gave it are of no use.
         """
         endless = math.isinf(self.recipe.tokens) and math.isinf(self.recipe.minutes)
         done = round(100 * self.progress, 1)
@@ -143,7 +146,7 @@ class Trainer:
                     self.save()
         finally:
             bar.close()
-            if not self._updating:
+            if self._is_whole:
                 self.save()
 
     def _wait_while_paused(self) -> None:
@@ -162,16 +165,20 @@ class Trainer:
             "tokens_before": self.tokens_before,
             "seconds": self.seconds,
         }
-        fresh = self.state_file.with_suffix(".new")
-        torch.save(state, fresh)
-        fresh.replace(self.state_file)
+        write_state(self.state_file, state)
 
     def _load(self, file: Path) -> None:
-        state = torch.load(file, weights_only=True, map_location=self.device)
-        self.model.load_state_dict(state["model"])
-        if state["optimizers"] is not None:  # a checkpoint from `pack_run` has none
-            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
+        state = read_state(file, self.device)
+        try:
+            self.model.load_state_dict(state["model"])
+            if state["optimizers"] is not None:  # a checkpoint from `pack_run` has none
+                for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                    optimizer.load_state_dict(saved)
+        except (RuntimeError, ValueError, KeyError) as problem:
+            raise TrainingError(
+                f"{file} is the state of another model ({str(problem).splitlines()[0][:200]}); name another folder, or "
+                f"remove {file.parent} to start again"
+            ) from None
         self.step, self.tokens_seen, self.seconds = state["step"], state["tokens_seen"], state["seconds"]
         self.tokens_before = state["tokens_before"]
 
@@ -184,16 +191,18 @@ class Trainer:
             optimizer.param_groups[0]["lr"] = rate * factor
             optimizer.zero_grad(set_to_none=True)
         value = self._gradients(inputs, targets, rows=max(1, recipe.tokens_at_once // length))
+        self._is_whole = False
         if not math.isfinite(value):
+            kept = "the last saved state remains" if self.state_file.exists() else "no state was saved"
             raise TrainingError(
-                f"the loss became {value} at step {self.step + 1}; remove {self.folder} and train with a lower rate"
+                f"the loss became {value} at step {self.step + 1}; {kept}. To train with a lower rate, remove "
+                f"{self.folder}"
             )
-        self._updating = True
         for optimizer in self.optimizers:
             optimizer.step()
         self.step += 1
         self.tokens_seen += inputs.numel()
-        self._updating = False
+        self._is_whole = True
         return value
 
     def _gradients(self, inputs: Tensor, targets: Tensor, rows: int) -> float:
@@ -241,15 +250,3 @@ def new_model(config: ModelConfig, seed: int = 0) -> Decoder:
     model = Decoder(config)
     initialise(model)
     return model
-
-
-@torch.no_grad()
-def bits_per_byte(model: Decoder, windows: Windows, num_bytes: int, length: int = 1024) -> float:
-    """Cross-entropy over a whole split in bits, divided by the bytes of its text."""
-    total = count = 0.0
-    for inputs, targets in tqdm(windows.in_order(4, length), desc="evaluating", leave=False):
-        loss = F.cross_entropy(dense_logits(model, inputs).float(), targets.flatten(), reduction="sum")
-        total += loss.item()
-        count += targets.numel()
-    bytes_per_token = num_bytes / windows.tokens.size
-    return total / count / math.log(2) / bytes_per_token

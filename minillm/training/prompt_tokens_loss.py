@@ -19,7 +19,7 @@ from minillm.speculative.prompt_tokens import PromptTokens
 from minillm.training.target_states import TargetStates, num_roots, targets_of_roots
 
 POSITION_WEIGHT = 0.8
-LOSS_WORDS = "0.8^i · KL(p‖q)"
+LOSS_FORMULA = "0.8^i · KL(p‖q)"
 
 
 class PromptAttention:

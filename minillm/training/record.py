@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from minillm.errors import TrainingError
+from minillm.training.state_files import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,22 @@ class Hardware:
         """Append it to `folder/hardware.json`, unless the previous session ran on the same hardware."""
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "hardware.json"
-        noted = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+        noted = read_json(file) if file.exists() else []
         if noted[-1:] != [asdict(self)]:
-            file.write_text(json.dumps([*noted, asdict(self)], indent=1) + "\n", encoding="utf-8")
+            write_json(file, [*noted, asdict(self)])
 
     @classmethod
     def load(cls, folder: Path) -> tuple[Hardware, ...]:
-        """Read the entries that `append_to` wrote, in order. Raises `TrainingError` if there are none."""
+        """Read the entries that `append_to` wrote, in order. Raises `TrainingError` if there are none, or others."""
         file = folder / "hardware.json"
         if not file.exists():
             raise TrainingError(
                 f"{file} is missing; run the stage that writes it, or Hardware.here().append_to(folder)"
             )
-        return tuple(cls(**values) for values in json.loads(file.read_text(encoding="utf-8")))
+        try:
+            return tuple(cls(**values) for values in read_json(file))
+        except TypeError as problem:
+            raise TrainingError(f"{file} does not list hardware ({problem}); restore it") from None
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,17 @@ class RunRecord:
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
-        """Read `folder`. Raises `TrainingError` if there was no run.
+        """Read `folder`. Raises `TrainingError` if there was no run, or its log is damaged.
 
-        Steps that were lost in a crash and repeated later are in the log twice; the later entries are used.
+        Steps that were lost in a crash and repeated later are in the log twice; the later entries are used. A last line
+        that was cut off in a crash is left out.
         """
         file = folder / "log.jsonl"
         if not file.exists():
             raise TrainingError(f"{folder} has no log.jsonl, so nothing was trained there; run that stage first")
-        rows = [LogRow(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = list(_log_rows(file))
+        if not rows:
+            raise TrainingError(f"{file} has no step, so nothing was trained there; run that stage first")
         by_step = {row.step: row for row in rows if row.step <= rows[-1].step}
         return cls(tuple(by_step[step] for step in sorted(by_step)), Hardware.load(folder))
 
@@ -104,6 +112,18 @@ class RunRecord:
             "minutes": round(self.minutes, 1),
             "hardware": [asdict(hardware) for hardware in self.hardware],
         }
+
+
+def _log_rows(file: Path) -> Iterator[LogRow]:
+    """The lines of a log, without a last one that is incomplete."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            yield LogRow(**json.loads(line))
+        except (ValueError, TypeError):
+            if number == len(lines) and not line.endswith("\n"):
+                return
+            raise TrainingError(f"line {number} of {file} is no step of a run: {line.strip()[:80]!r}") from None
 
 
 def _cpu_name() -> str:

@@ -26,11 +26,12 @@ from minillm.models.causal import CausalAttention
 from minillm.models.decoder import Decoder
 from minillm.speculative.long_model import NUM_ANCHORS, LongModel
 from minillm.speculative.spire_model import Context, Rollout, Rows, SpireModel
+from minillm.training.divergence import kl_and_rejection
 from minillm.training.target_states import Targets
 
 STEPS = 4
 """Tokens of a rollout: SPIRe's k."""
-LOSS_WORDS = "0.5 · KL(p‖q) + 0.5 · (1 − Σ min(p, q))"
+LOSS_FORMULA = "0.5 · KL(p‖q) + 0.5 · (1 − Σ min(p, q))"
 
 
 class RecordingAttention(CausalAttention):
@@ -51,7 +52,7 @@ class RecordingAttention(CausalAttention):
 
 @dataclass(frozen=True)
 class TargetPass:
-    """What the target says about a batch."""
+    """What the target computes of a batch."""
 
     logits: Tensor
     """`[rows, length, vocab]`."""
@@ -85,9 +86,7 @@ def num_rollouts(length: int, first: int, steps: int) -> int:
 def draft_loss(logits: Tensor, target_logits: Tensor) -> Tensor:
     """½ KL(p‖q) + ½ (1 − Σ min(p, q)), averaged over the tokens; `[…, vocab]` each."""
     log_q, log_p = F.log_softmax(logits.float(), dim=-1), F.log_softmax(target_logits.float(), dim=-1)
-    p = log_p.exp()
-    kl = (p * (log_p - log_q)).sum(-1).mean()
-    rejected = 1 - torch.minimum(p, log_q.exp()).sum(-1).mean()
+    kl, rejected = kl_and_rejection(log_p, log_q)
     return 0.5 * kl + 0.5 * rejected
 
 
@@ -121,20 +120,20 @@ def rollout_targets(logits: Tensor, first: int, steps: int) -> Tensor:
 
 def spire_guesses(model: SpireModel, target: Decoder, inputs: Tensor, targets: Tensor) -> tuple[Targets, Tensor]:
     """See `drafter_evaluation.Guesses`."""
-    said, logits = _spire_pass(model, target, inputs, 1, STEPS)
-    return _compared(said, logits, inputs, targets)
+    of_target, logits = _spire_pass(model, target, inputs, 1, STEPS)
+    return _compared(of_target, logits, inputs, targets)
 
 
 def long_guesses(
     model: LongModel, target: Decoder, inputs: Tensor, targets: Tensor, offsets: bool = False
 ) -> tuple[Targets, Tensor]:
     """See `drafter_evaluation.Guesses`. `offsets`: as if the texts were the ends of longer ones."""
-    said, logits = _long_pass(model, target, inputs, 1, STEPS, offsets)
-    return _compared(said, logits, inputs, targets)
+    of_target, logits = _long_pass(model, target, inputs, 1, STEPS, offsets)
+    return _compared(of_target, logits, inputs, targets)
 
 
-def _compared(said: TargetPass, logits: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Targets, Tensor]:
-    log_p = F.log_softmax(rollout_targets(said.logits, 1, STEPS).float(), dim=-1)
+def _compared(of_target: TargetPass, logits: Tensor, inputs: Tensor, targets: Tensor) -> tuple[Targets, Tensor]:
+    log_p = F.log_softmax(rollout_targets(of_target.logits, 1, STEPS).float(), dim=-1)
     given, text = (rollout_targets(part.unsqueeze(-1), 1, STEPS).squeeze(-1) for part in (inputs, targets))
     return Targets(given, text, log_p), F.log_softmax(logits.float(), dim=-1)
 
@@ -144,8 +143,8 @@ def _spire_pass(
 ) -> tuple[TargetPass, Tensor]:
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     with torch.autocast(inputs.device.type, torch.bfloat16):
-        said = target_pass(target, inputs, positions, [layer.layer for layer in model.layers])
-        return said, spire_logits(model, inputs, said.rows, first, steps)
+        of_target = target_pass(target, inputs, positions, [layer.layer for layer in model.layers])
+        return of_target, spire_logits(model, inputs, of_target.rows, first, steps)
 
 
 def _long_pass(
@@ -155,8 +154,8 @@ def _long_pass(
     if offsets:
         positions = with_offsets(inputs, target.config.max_position_embeddings)
     with torch.autocast(inputs.device.type, torch.bfloat16):
-        said = target_pass(target, inputs, positions, [target.config.num_layers - 1])
-        return said, long_logits(model, inputs, positions, said.rows[0], first, steps)
+        of_target = target_pass(target, inputs, positions, [target.config.num_layers - 1])
+        return of_target, long_logits(model, inputs, positions, of_target.rows[0], first, steps)
 
 
 class SpireLoss:
@@ -168,8 +167,8 @@ class SpireLoss:
     def __call__(self, model: SpireModel, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of a batch; `inputs`: `[rows, length]`; `targets` are not used, the target's distribution is."""
         first = first_start(inputs, self.steps)
-        said, logits = _spire_pass(model, self.target, inputs, first, self.steps)
-        return draft_loss(logits, rollout_targets(said.logits, first, self.steps))
+        of_target, logits = _spire_pass(model, self.target, inputs, first, self.steps)
+        return draft_loss(logits, rollout_targets(of_target.logits, first, self.steps))
 
 
 class LongLoss:
@@ -186,8 +185,8 @@ class LongLoss:
     def __call__(self, model: LongModel, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of a batch; `inputs`: `[rows, length]`; `targets` are not used, the target's distribution is."""
         first = first_start(inputs, self.steps)
-        said, logits = _long_pass(model, self.target, inputs, first, self.steps, self.offsets)
-        return draft_loss(logits, rollout_targets(said.logits, first, self.steps))
+        of_target, logits = _long_pass(model, self.target, inputs, first, self.steps, self.offsets)
+        return draft_loss(logits, rollout_targets(of_target.logits, first, self.steps))
 
 
 def with_offsets(inputs: Tensor, max_positions: int) -> Tensor:

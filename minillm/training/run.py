@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from minillm.errors import TrainingError
 from minillm.training.ablations import TOKENS as ABLATION_TOKENS
 from minillm.training.ablations import VARIANTS, print_ablations
 from minillm.training.checkpoint import pack_run, unpack_run
@@ -26,6 +27,8 @@ from minillm.training.recipes import (
 )
 from minillm.training.stages import STAGES, run_stages
 from minillm.training.trained_drafters import TRAINED
+
+DEVICES = ("cpu", "cuda")
 
 
 def train(
@@ -53,9 +56,12 @@ def train(
     folder, instead of the pair's target. `drafter_minutes`: by method. `ablations`: instead of all this, train each of
     these drafters with one of its ideas left out, on `ablation_tokens` tokens, and print a table.
 
-    Raises `TrainingError` if the input of a stage is missing or unfinished.
+    Raises `TrainingError` if the input of a stage is missing or unfinished, or this machine has no such `device`.
     """
+    _check_device(device)
     if threads is not None:
+        if threads < 1:
+            raise TrainingError(f"--threads {threads} must be at least 1")
         torch.set_num_threads(threads)
     if begin_with is not None:
         unpack_run(Path(begin_with), Path(folder))
@@ -102,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = "training tokens of each of these (default: %(default)g)"
     parser.add_argument("--ablation-tokens", type=_positive, default=ABLATION_TOKENS, metavar="N", help=help_text)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: PyTorch's choice)")
+    parser.add_argument("--threads", type=_count, default=None, help="CPU threads (default: PyTorch's choice)")
     help_text = "start from a checkpoint of the stable run (default: from scratch, or from the state in --folder)"
     parser.add_argument("--begin-with", type=Path, default=None, metavar="FOLDER", help=help_text)
     help_text = "do not train: write the stable run in --folder as such a checkpoint"
@@ -113,10 +119,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_from_args(args: argparse.Namespace) -> int:
     """Train with the options of `add_arguments`. Returns the exit code: 0, or 130 after an interrupt or SIGTERM, which
     save the state."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     if args.pack is not None:
         pack_run(args.folder, args.pack)
         return 0
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         train(
             folder=args.folder,
@@ -140,6 +146,24 @@ def run_from_args(args: argparse.Namespace) -> int:
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = device
+    if kind not in DEVICES:
+        raise TrainingError(f"--device {device} is not supported; there are {' and '.join(DEVICES)}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise TrainingError(f"--device {device} needs a GPU and a build of PyTorch for it; this machine has none")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
 
 
 def _positive(text: str) -> float:

@@ -1,6 +1,7 @@
 """The stages of training: corpus, target, its decay, unlearning of repetition, draft, distillation, export, drafters.
 
-Finished stages are skipped.
+Finished stages are skipped. A stage whose inputs have changed since it was started is refused, but not the finished
+decay: the stable run that it branched from may go on.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ from minillm.training.card import card, training_facts
 from minillm.training.compiling import Compiled
 from minillm.training.continuations import write_continuations
 from minillm.training.data import Batches, Windows, prepare
-from minillm.training.distill import LOSS_WORDS, DistillationLoss, HalfAndHalf
+from minillm.training.distill import LOSS_FORMULA, DistillationLoss, HalfAndHalf
 from minillm.training.drafter_stages import train_drafter
 from minillm.training.evaluate import Agreement, Evaluation, evaluate
 from minillm.training.export import export
 from minillm.training.fim_documents import LATER
-from minillm.training.pair import TARGET_STAGES, Pair
+from minillm.training.pair import TARGET_NAME, TARGET_STAGES, Pair
 from minillm.training.plot import Curve, loss_svg
 from minillm.training.pretrain import Loss, Trainer, next_token_loss
 from minillm.training.record import RunRecord
-from minillm.training.stage_runs import as_shipped, check_inputs, run_to_the_end
+from minillm.training.stage_inputs import check_inputs
+from minillm.training.stage_runs import as_shipped, run_to_the_end
+from minillm.training.state_files import read_json, write_json
 from minillm.training.target_evaluation import evaluate_target
 from minillm.training.trained_drafters import TRAINED
 from minillm.training.unlikelihood import OwnText, UnlikelihoodLoss
 
-TARGET_NAME, DRAFT_NAME = "minicoder", "minicoder-draft"
+DRAFT_NAME = "minicoder-draft"
 
 
 def run_stages(pair: Pair, stages: Iterable[str]) -> None:
@@ -57,9 +60,16 @@ def train_target(pair: Pair) -> None:
 
 
 def decay_target(pair: Pair) -> None:
-    """Stage `decay`: a branch of the stable run that decays the learning rate to zero. The stable run may continue."""
+    """Stage `decay`: a branch of the stable run that decays the learning rate to zero. The stable run may continue; a
+    finished branch stays as it is then."""
     text, stable = pair.training_text(LATER), pair.state_file("target")
-    check_inputs(pair.folder / "decay", {"target": _tokens_seen(pair, "target")})
+    folder, now = pair.folder / "decay", _tokens_seen(pair, "target")
+    if (folder / "state.pt").exists() and pair.is_finished("decay"):
+        began = pair.input_tokens("decay")["target"]
+        later = f"; the stable run has {now:,} now: to branch again, remove {folder}" if now != began else ""
+        tqdm.write(f"decay: done, from the stable run at {began:,} tokens{later}")
+        return
+    check_inputs(folder, {"target": now})
     _run(pair, "decay", text, Compiled(next_token_loss), branch_of=stable)
 
 
@@ -68,7 +78,7 @@ def unlearn_repetition(pair: Pair) -> None:
     text = pair.training_text(LATER)
     model = pair.trained("decay")
     check_inputs(pair.folder / "unlikelihood", {"decay": _tokens_seen(pair, "decay")})
-    batches = OwnText(text, model)
+    batches = OwnText(text, model, pair.folder / "unlikelihood" / "writings")
     _run(pair, "unlikelihood", batches, UnlikelihoodLoss(), model=model, branch_of=pair.state_file("decay"))
 
 
@@ -99,7 +109,7 @@ def export_pair(pair: Pair) -> None:
     target, draft = as_shipped(pair.trained_target()), as_shipped(pair.trained("distill"))
     evaluations = _evaluate(pair, target, draft)
     alone = evaluate_target(target, pair.corpus, pair.alone)
-    corpus = json.loads((pair.corpus / "corpus.json").read_text(encoding="utf-8"))
+    corpus = read_json(pair.corpus / "corpus.json")
     runs = {stage: RunRecord.load(pair.folder / stage) for stage in (*TARGET_STAGES, "draft", "distill")}
     made = (
         (
@@ -149,7 +159,7 @@ _UNITS = {
     "pretraining": "nats per token",
     "decay": "nats per token",
     "unlikelihood": "mixed loss",
-    "distillation": LOSS_WORDS,
+    "distillation": LOSS_FORMULA,
 }
 
 
@@ -175,18 +185,18 @@ def _evaluate(pair: Pair, target: Decoder, draft: Decoder) -> dict[str, Evaluati
     file = pair.folder / "evaluation.json"
     inputs = {stage: _tokens_seen(pair, stage) for stage in ("unlikelihood", "draft", "distill")}
     if file.exists():
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = read_json(file)
         if kept["inputs"] == inputs:
             return {name: _evaluation(values) for name, values in kept["evaluations"].items()}
     held_out = pair.held_out()
-    summary = json.loads((pair.corpus / "corpus.json").read_text(encoding="utf-8"))["held_out"]
+    summary = read_json(pair.corpus / "corpus.json")["held_out"]
     drafts = {"distilled": draft, "undistilled": as_shipped(pair.trained("draft"))}
     found = {
         name: evaluate(target, model, held_out, summary["bytes"] / summary["tokens"], rows=pair.evaluation_rows)
         for name, model in drafts.items()
     }
     kept = {"inputs": inputs, "evaluations": {name: asdict(values) for name, values in found.items()}}
-    file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    write_json(file, kept)
     return found
 
 

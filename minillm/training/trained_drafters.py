@@ -37,7 +37,7 @@ class TrainedDrafter:
     """Target → a newly initialised module."""
     loss: Callable[[Decoder], Loss]
     """Target → the loss for `Trainer`."""
-    loss_words: str
+    loss_formula: str
     guesses: Guesses
     """What it drafts on given text, for evaluation."""
     sure_drafts: int = 0
@@ -118,17 +118,17 @@ def _guesses_of_prompts(
 
 
 TRAINED: dict[str, TrainedDrafter] = {
-    "heads": TrainedDrafter(20.0, _drafter_recipe, new_heads, HeadsLoss, heads_loss.LOSS_WORDS, _guesses_of_heads),
+    "heads": TrainedDrafter(20.0, _drafter_recipe, new_heads, HeadsLoss, heads_loss.LOSS_FORMULA, _guesses_of_heads),
     "prompt_tokens": TrainedDrafter(
         10.0,
         _prompt_tokens_recipe,
         new_prompt_tokens,
         PromptTokensLoss,
-        prompt_tokens_loss.LOSS_WORDS,
+        prompt_tokens_loss.LOSS_FORMULA,
         _guesses_of_prompts,
         sure_drafts=1,
     ),
-    "spire": TrainedDrafter(20.0, _copied_recipe, new_spire, SpireLoss, rollouts.LOSS_WORDS, spire_guesses),
-    "long": TrainedDrafter(20.0, _copied_recipe, new_long, LongLoss, rollouts.LOSS_WORDS, long_guesses),
+    "spire": TrainedDrafter(20.0, _copied_recipe, new_spire, SpireLoss, rollouts.LOSS_FORMULA, spire_guesses),
+    "long": TrainedDrafter(20.0, _copied_recipe, new_long, LongLoss, rollouts.LOSS_FORMULA, long_guesses),
 }
 """Method → how its weights are trained."""

@@ -33,7 +33,9 @@ Tried on the decayed model of 60.6M tokens (64 greedy continuations of 128 token
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,11 +45,14 @@ from minillm.training.compiling import Compiled
 from minillm.training.continuations import PROMPT_LENGTH, bf16_copy, continue_rows
 from minillm.training.data import Batches
 from minillm.training.pretrain import dense_logits
+from minillm.training.state_files import write_array
 
 SPAN = 8
 """Tokens of a span that must not be repeated."""
 STEPS_PER_WRITING = 8
 """Steps that share the texts of one writing."""
+WRITINGS_KEPT = 16
+"""The last writings that stay on disk: more steps than lie between two saved states."""
 SHORT = 40
 """Tokens of a round that is unlearned when it comes for the second time. A longer one is unlearned from its third time
 on, if nothing came in between."""
@@ -65,10 +70,13 @@ NO_LOSS = torch.iinfo(torch.int64).min
 class OwnText:
     """Batches with rows of `text` in the first half and the model's own text in the second.
 
-    A negative target -1 - x says that token x should be less likely there."""
+    A negative target -1 - x says that token x should be less likely there.
 
-    def __init__(self, text: Batches, model: Decoder) -> None:
-        self.text, self.model = text, model
+    The texts of a writing serve several steps, in which the model changes. They are therefore kept in `folder`, where
+    an interrupted run finds them again; without a folder, only in memory."""
+
+    def __init__(self, text: Batches, model: Decoder, folder: Path | None = None) -> None:
+        self.text, self.model, self.folder = text, model, folder
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
         """The texts of one writing and what is unlearned of them, by the number of the writing."""
 
@@ -85,11 +93,30 @@ class OwnText:
 
     def _texts(self, number: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         if number not in self._written or self._written[number][0].shape != (rows, length):
-            writer = bf16_copy(self.model)
-            prompts, _ = self.text.batch(number, rows, PROMPT_LENGTH)
-            texts = continue_rows(writer, prompts, length, torch.zeros(rows), seed=number)
-            self._written = {number: (texts, unlearned(texts, chosen(writer, texts)))}
+            self._written = {number: self._kept(number, rows, length) or self._write(number, rows, length)}
         return self._written[number]
+
+    def _write(self, number: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        writer = bf16_copy(self.model)
+        prompts, _ = self.text.batch(number, rows, PROMPT_LENGTH)
+        texts = continue_rows(writer, prompts, length, torch.zeros(rows), seed=number)
+        found = texts, unlearned(texts, chosen(writer, texts))
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_array(self._file(number), torch.stack(found).numpy())
+            self._file(number - WRITINGS_KEPT).unlink(missing_ok=True)
+        return found
+
+    def _kept(self, number: int, rows: int, length: int) -> tuple[Tensor, Tensor] | None:
+        """The texts of a writing that an interrupted run has left, if there are any of this shape."""
+        if self.folder is None or not self._file(number).exists():
+            return None
+        both = torch.from_numpy(np.load(self._file(number)))
+        return (both[0], both[1]) if both.shape == (2, rows, length) else None
+
+    def _file(self, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{number}.npy"
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_lengths_are_fixed_and_have_a_heavy_tail() -> None:
 
 
 def test_utilisation_is_counted_from_the_steps(tiny: TinyPair) -> None:
-    """Three requests of 2, 4 and 6 tokens on two seats: 12 request-steps. The third joins in step 3, and ends in 8."""
+    """Three requests of 2, 4 and 6 tokens, two at a time: 12 request-steps. The third joins in step 3, ends in 8."""
     llm = LLM(str(tiny.target), max_num_seqs=2, block_size=4, enable_prefix_caching=False)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 4, 6)]
     with llm.trace() as trace:
@@ -36,7 +37,7 @@ def test_utilisation_is_counted_from_the_steps(tiny: TinyPair) -> None:
 
 
 def test_requests_that_the_engine_does_not_know_yet_wait_all_the_same(tiny: TinyPair) -> None:
-    """Static batches of 2: the third request waits outside for the 4 steps of the first, which use 6 of 8 seats."""
+    """Static batches of 2: the third request waits outside for the 4 steps of the first, which use 6 of 8 slots."""
     llm = LLM(str(tiny.target), max_num_seqs=2, block_size=4, enable_prefix_caching=False)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 4, 6)]
     with llm.trace() as trace:
@@ -69,6 +70,44 @@ def test_the_benchmark_is_registered_and_compares_with_every_way_of_transformers
         assert set(batching.TRANSFORMERS) < set(batching.BASELINES[name])
     for table in (batching.BASELINES, batching.SHAPE_BASELINES):
         assert all(base in table for bases in table.values() for base in bases)
+
+
+def test_vllm_runs_as_many_requests_at_a_time_as_what_it_is_compared_with(
+    monkeypatch: pytest.MonkeyPatch, tiny: TinyPair
+) -> None:
+    made: list[int] = []
+
+    class Peer:
+        details: ClassVar[dict[str, str]] = {"vllm": "0"}
+        peak_memory = None
+
+        def __init__(self, interpreter: str, threads: int, **spec: Any) -> None:
+            made.append(spec["max_num_seqs"])
+
+        def run(self) -> list[list[int]]:
+            return [[1]]
+
+        def close(self) -> None:
+            made.append(0)
+
+    monkeypatch.setenv(vllm_peer.INTERPRETER, "python")
+    monkeypatch.setattr(batching, "VllmPeer", Peer)
+    outcome = batching.run(str(tiny.target), systems=[batching.VLLM, batching.VLLM_ALL], rounds=1)
+    assert made == [8, 32, 0, 0] and [row["system"] for row in outcome["rows"]] == ["vLLM CPU", "vLLM CPU, 32 seats"]
+    for name, bases in batching.BASELINES.items():
+        vllm = [base for base in bases if base.startswith(batching.VLLM)]
+        if name.startswith(batching.CONTINUOUS):
+            assert vllm == [batching.VLLM_ALL if name.endswith(batching.ALL) else batching.VLLM]
+
+
+def test_a_system_that_cannot_run_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch, tiny: TinyPair) -> None:
+    monkeypatch.delenv(vllm_peer.INTERPRETER, raising=False)
+    outcome = batching.run(str(tiny.target), systems=[batching.VLLM, batching.CONTINUOUS_DRAFTED], rounds=1)
+    assert outcome["rows"] == []
+    assert outcome["config"]["left_out"] == {
+        batching.VLLM: "MINILLM_VLLM_PYTHON does not name an interpreter with vLLM",
+        batching.CONTINUOUS_DRAFTED: "there is no draft model for it",
+    }
 
 
 def test_the_draft_changes_no_token_and_is_there_for_the_longest_answers_only(

@@ -15,7 +15,14 @@ def rows() -> dict[str, list[dict[str, Any]]]:
     """The rows by technique, of smaller sizes than the command's."""
     found = defaultdict(list)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"CHUNK": 32, "LENGTHS": (96,), "BLOCKS": 4, "BATCH": 300, "TRIPLES": 50}.items():
+        for name, value in {
+            "CHUNK": 32,
+            "LENGTHS": (96,),
+            "BLOCKS": 4,
+            "BATCH": 300,
+            "TRIPLES": 50,
+            "ROUNDS": 2,
+        }.items():
             patch.setattr(beside, name, value)
         for row in beside.run()["rows"]:
             found[row["technique"]].append(row)
@@ -41,6 +48,16 @@ def test_each_figure_stands_beside_its_own_plain_way(rows: dict[str, list[dict[s
     [kept, _] = rows["tiled contrastive loss"]
     assert kept["value"] < kept["plain"]
     assert rows["BLAST"][0]["plain"] == rows["Monarch"][0]["plain"] < 1
+
+
+def test_a_sparse_product_is_compared_with_the_strongest_plain_way_too(rows: dict[str, list[dict[str, Any]]]) -> None:
+    assert [row["plain_way"] for row in rows["SparseTransX"]] == ["gather", "embedding_bag"]
+
+
+def test_every_time_has_its_ratio_of_runs_in_turn(rows: dict[str, list[dict[str, Any]]]) -> None:
+    every = [row for some in rows.values() for row in some]
+    assert [row["unit"] == "ms" for row in every] == [row["speed"] is not None for row in every]
+    assert all(row["speed_min"] <= row["speed"] <= row["speed_max"] for row in every if row["unit"] == "ms")
 
 
 def test_the_table_has_a_line_for_each_figure(rows: dict[str, list[dict[str, Any]]]) -> None:

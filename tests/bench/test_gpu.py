@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from minillm import cli
-from minillm.bench import device_clock, gpu, kernels
-from minillm.bench.device_clock import CpuClock, CudaClock
+from minillm.bench import device_clock, gpu, kernel_timing, kernels
+from minillm.bench.device_clock import CpuClock, CudaClock, Timing
 from minillm.bench.kernel_cases import REFERENCE, Case, Implementation
 from minillm.bench.on_gpu import random_models as gpu_models
 from minillm.bench.on_gpu import stage_check as gpu_check
+from minillm.bench.on_gpu import stage_kernels
 from minillm.bench.on_gpu import stage_runner as gpu_stages
 from minillm.bench.on_gpu.findings import Findings, Report, Target
 from minillm.bench.on_gpu.stage_runner import STAGES, Stage, run_stage
@@ -63,7 +64,7 @@ def test_a_rehearsal_runs_every_stage_and_tells_no_time(tmp_path: Path, capsys: 
     assert all((figure["value"] is None) == (figure["kind"] != "counted") for figure in figures)
     assert all(figure["rehearsed"] and figure["low"] is None for figure in figures if figure["kind"] != "counted")
     assert not any(stage["rows"] for stage in outcome["stages"])
-    told = gpu.promises(outcome)
+    told = {f"{s['name']}: {f['name']}": f["met"] for s in outcome["stages"] for f in s["figures"] if f["target"]}
     targets = {f"{s['name']}: {f['name']}": f["target"] for s in outcome["stages"] for f in s["figures"] if f["target"]}
     assert {name: targets[name] for name in PROMISED} == PROMISED
     assert {name for name, met in told.items() if met is None} == set(PROMISED)
@@ -432,5 +433,15 @@ def test_on_a_gpu_calls_are_recorded_unless_they_cannot_be(monkeypatch: pytest.M
     [row] = kernels.case_rows(case, GraphClock(refuses), [SimpleNamespace(median=1.0)], 3, {REFERENCE})  # type: ignore
     assert row.config["recorded"] is (not refuses)
     if not refuses:
-        assert row.config["warm_calls"] % kernels.RECORDED_CALLS == 0
-        assert (len(read) - 2) % kernels.RECORDED_CALLS == 0  # two to compare
+        assert row.config["warm_calls"] % kernel_timing.RECORDED_CALLS == 0
+        assert (len(read) - 2) % kernel_timing.RECORDED_CALLS == 0  # two to compare
+
+
+def test_gains_of_caches_are_ratios_of_runs_of_the_same_round() -> None:
+    """A slow second round hits all of them. Ratios of medians, lowest and highest would not show it."""
+    seconds = {"half": [2.0, 30.0, 4.0], "int8": [1.0, 10.0, 4.0], "int4": [4.0, 60.0, 8.0]}
+    found: dict[str, list[float]] = {}
+    setup = SimpleNamespace(time=lambda *functions: {name: Timing(1, each) for name, each in seconds.items()})
+    report = SimpleNamespace(measured=lambda name, values, unit, target=None: found.update({name: list(values)}))
+    stage_kernels._gains(setup, report, [])  # type: ignore[arg-type]
+    assert found == {"int8 KV over half": [2.0, 3.0, 1.0], "int4 KV over half": [0.5, 0.5, 0.5]}

@@ -97,3 +97,9 @@ def test_what_cannot_be_measured_is_refused(tmp_path, capfd: pytest.CaptureFixtu
     with pytest.raises(ConfigError, match="its error is above"):
         ServerProcess(str(tmp_path / "nothing"))
     assert "nothing" in capfd.readouterr().err
+
+
+def test_a_server_that_is_not_there_is_listed_with_the_reason(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINILLM_VLLM_PYTHON", raising=False)
+    outcome = serving.run(str(tiny.target), systems=[serving.VLLM], rounds=1, prompts=32, new_tokens=2)
+    assert outcome["rows"] == [] and "MINILLM_VLLM_PYTHON" in outcome["config"]["left_out"][serving.VLLM]

@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from minillm.bench import shapes
-from minillm.bench.speculation import PLAIN, Counts, run, slice_prompts, table
+from minillm.bench.draft_counts import Counts
+from minillm.bench.speculation import PLAIN, run, slice_prompts, table
 from minillm.errors import ConfigError
-from minillm.trace import StepFinished, StepRan, TokensCommitted, Work
+from minillm.trace import DraftProposed, StepFinished, StepRan, TokensCommitted, Work
 from minillm.training.slice_prompts import SLICES
 from tests.conftest import TinyPair
 from tests.speculative.test_reading_drafter import saved
@@ -76,6 +77,24 @@ def test_counts_are_those_of_the_trace() -> None:
     assert (counts.tokens, counts.forwards) == (5, 3)
     assert (counts.judged, counts.accepted) == ([2, 1, 1], [1, 1, 0])
     assert (counts.draft_s, counts.verify_s, counts.plain_s) == ([0.75, 0.5], [2.0, 2.0], [2.0])
+
+
+@pytest.mark.parametrize(
+    ("path", "judged", "accepted"),
+    [
+        ([], [1], [0]),
+        ([0], [1, 1], [1, 0]),
+        ([0, 2], [1, 1], [1, 1]),  # a leaf: there is no third position
+        ([1], [1], [1]),  # a leaf, too, beside a longer branch
+    ],
+)
+def test_a_tree_has_as_many_positions_as_its_branch(path: list[int], judged: list[int], accepted: list[int]) -> None:
+    """Drafts 0 and 1 follow the root, 2 and 3 follow 0."""
+    proposed = DraftProposed("a", [5, 6, 7, 8], [""] * 4, [-1, -1, 0, 0])
+    committed = TokensCommitted("a", [1] * (len(path) + 1), [], [], 4, len(path), 0, path)
+    events = [proposed, StepRan(1, [Work("a", "verify", 0, 5)]), committed, StepFinished(1, 1.0, 0.5, 2.0, 0)]
+    counts = Counts.of(events)
+    assert (counts.judged, counts.accepted) == (judged, accepted)
 
 
 def test_an_unknown_name_is_refused_before_a_model_is_loaded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,10 @@ def test_latency_is_cold_then_warm(tiny: TinyPair, capsys: pytest.CaptureFixture
     assert rows["warm"]["config"]["cached_tokens"] == 192  # of 200: whole blocks of 16
     assert rows["warm"]["config"]["p90_ms"] >= rows["warm"]["p50_ms"]
     assert outcome["config"]["completions"] == 20 and rows["cold"]["peak_memory_bytes"] == 7
-    assert "p90 ms" in printed(outcome, capsys)
+    table = printed(outcome, capsys)
+    assert "p90 ms" in table and "ms per completion" in table
+    assert "tokens/s" in table and "completions/s" not in table  # 3 new tokens over the time of a completion
+    assert rows["cold"]["tokens_per_s"] == pytest.approx(3 / rows["cold"]["p50_ms"] * 1000)
 
 
 def test_too_few_completions_have_no_percentile(tiny: TinyPair) -> None:
@@ -79,12 +83,24 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert latency.percentile(values, 1.0) == 20.0
 
 
-def test_verify_runs_both_forwards_on_the_same_past(tiny: TinyPair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_runs_both_forwards_on_the_same_past(
+    tiny: TinyPair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: dict[str, str | None] = {}
+
+    def load(model: str, **options: Any) -> LLM:
+        loaded[model] = options["quantization"]
+        return LLM(model, **options)
+
+    monkeypatch.setattr("minillm.LLM", load)
     outcome = verify.run(str(tiny.target), str(tiny.draft), systems=["minillm fp32"], rounds=2, drafts=3)
     decode, verified, draft = outcome["rows"]
     assert decode["system"] == "minillm fp32 decode 1" and decode["config"]["tokens"] == 1
     assert verified["system"] == "minillm fp32 verify 4" and verified["config"]["tokens"] == 4
     assert verified["outputs_equal"] and verified["config"]["verify_over_decode"] == 1 / verified["ratio"]
+    assert draft["outputs_equal"] is None and draft["same_start"] is None, "another model's tokens say nothing"
+    assert outcome["config"]["draft_quantization"] == "w8a8" == loaded[str(tiny.draft)]
+    assert loaded[str(tiny.target)] is None
     assert draft["baseline"] == decode["system"] and draft["config"]["draft_over_target"] == 1 / draft["ratio"]
     assert outcome["config"]["verified_tokens"] == 4 and "forwards/s" in printed(outcome, capsys)
 
@@ -117,7 +133,10 @@ def test_every_rung_gives_the_same_requests_and_says_what_is_in_it(
     kv = {name: row["config"].get("kv_bytes_per_token") for (name, _), row in rows.items()}
     assert kv["plain"] == 2 * 2 * 2 * 16 * 4 and kv["INT8 KV"] == 2 * 2 * 2 * (16 + 2)
     assert kv["speculation"] == 2 * kv["plain"] and kv["all"] == 2 * kv["INT8 KV"]
-    assert outcome["config"]["seats"]["all"] == 3 and outcome["config"]["seats"]["speculation"] == 1
+    assert (
+        outcome["config"]["requests_at_a_time"]["all"] == 3
+        and outcome["config"]["requests_at_a_time"]["speculation"] == 1
+    )
     steps = {name: row["config"].get("steps") for (name, _), row in rows.items()}
     assert steps["plain"] == 3 * 5 and steps["paged batching"] == 5 and steps["all"] <= 5
     assert rows["speculation", "plain"]["config"]["tokens_per_forward"] > 1

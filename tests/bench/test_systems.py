@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from minillm import cli
-from minillm.bench import decode, llama_cpp, own_engine, systems, transformers_peers
+from minillm.bench import decode, ladder, latency, llama_cpp, own_engine, speculation, systems, transformers_peers
 from minillm.bench.benchmarks import BENCHMARKS, find
 from minillm.bench.completion import Completion, completion_metrics
 from minillm.bench.systems import Workload, choose, decode_system, draft_for, left_out, load, prepared, prompt_ids
@@ -78,7 +79,7 @@ def test_systems_keep_their_order_and_unknown_ones_are_refused() -> None:
 
 def test_who_cannot_take_part_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama_cpp.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(transformers_peers.shutil, "which", lambda name: None)
+    monkeypatch.setattr(systems, "has_compiler", lambda: False)
     reasons = left_out(decode.BUNDLED, None)
     assert set(reasons) == {n for n in decode.BUNDLED if any(w in n for w in ("llama", "draft", "assist", "compiled"))}
     assert reasons["llama.cpp Q8_0"] == "not installed: pip install 'minillm-lessons[peers]'"
@@ -175,14 +176,16 @@ def test_all_systems_in_full_precision_give_the_same_tokens(workload: Workload) 
 
 def test_the_fastest_way_of_a_peer_is_measured(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = {"dynamic": 3.0, "static": 2.0}
-    monkeypatch.setattr(systems, "_try_settings", lambda name, workload: tried)
+    monkeypatch.setattr(systems, "_try_settings", lambda name, workload, settings: tried)
     with prepared(workload, ["transformers fp32", "minillm fp32"]) as ready:
         assert ready.settings == {"transformers fp32": "static"} and ready.tried == {"transformers fp32": tried}
 
 
 def test_one_token_needs_no_generate_and_is_the_same(workload: Workload) -> None:
+    """So there is one setting of transformers, and its name says so."""
     names = [name for name in FULL_PRECISION if "draft" not in name and "assisted" not in name]
-    with prepared(workload, names) as ready:
+    with prepared(replace(workload, new_tokens=1), names) as ready:
+        assert list(ready.tried["transformers fp32"]) == ["forward"]
         for prompt in ready.prompts:
             found = {name: load(name, ready).complete(prompt, 1) for name in names}
             assert len({tuple(completion.token_ids) for completion in found.values()}) == 1
@@ -220,6 +223,46 @@ def test_run_gives_rows_for_each_baseline_that_took_part(tiny: TinyPair, monkeyp
     assert outcome["rows"][0]["peak_memory_bytes"] == 7
     assert outcome["config"]["left_out"] == {} and outcome["config"]["num_speculative_tokens"] == 4
     json.dumps(outcome)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"new_tokens": 1}, "--new-tokens 1 must be at least 2"),
+        ({"new_tokens": 192}, r"--new-tokens 192 leaves 64 of 256 tokens for a prompt of 65; give at most 191"),
+        ({"new_tokens": 5000}, r"leaves 0 of 256 tokens"),
+    ],
+)
+def test_new_tokens_that_leave_nothing_to_measure_are_refused(
+    tiny: TinyPair, options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        decode.run(str(tiny.target), None, systems=["minillm fp32"], **options)
+
+
+def test_other_benchmarks_leave_room_for_a_prompt_too(tiny: TinyPair) -> None:
+    for run in (latency.run, ladder.run, speculation.run):
+        with pytest.raises(ConfigError, match="leaves 0 of 256 tokens for a prompt"):
+            run(str(tiny.target), str(tiny.draft), new_tokens=256)
+    with pytest.raises(ConfigError, match="--new-tokens 1 must be at least 2"):
+        speculation.run(str(tiny.target), str(tiny.draft), new_tokens=1)
+    with pytest.raises(ConfigError, match="prompts of 5 to -1 tokens"):
+        prompt_ids(str(tiny.target), 1, 5, -1)
+
+
+def test_a_draft_of_a_shape_is_measured_like_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no default sizes of its own."""
+    seen: list[int] = []
+
+    def prompts(model: str, count: int, shortest: int, longest: int) -> list[list[int]]:
+        seen.append(count)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(decode, "shape_folder", lambda shape: resolve("minicoder"))
+    monkeypatch.setattr(decode, "prompt_ids", prompts)
+    with pytest.raises(ConfigError, match="far enough"):
+        decode.run(shape="0.4b-draft", systems=["minillm fp32"])
+    assert seen == [decode.SIZES["0.4b"].prompts]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -24,3 +24,9 @@ def test_a_slow_round_that_hits_both_does_not_change_the_ratio():
 def test_spread_and_medians_of_uneven_rounds():
     assert str(Spread.of([1.0, 3.0, 2.0])) == "2.0 (1.0 to 3.0)"
     assert medians({8: [1.0, 9.0, 2.0]}) == {8: 2.0}
+
+
+def test_work_on_several_threads_is_measured_in_wall_time(monkeypatch):
+    """The CPU time of one thread would leave out what the others do."""
+    monkeypatch.setattr(timing.time, "perf_counter", itertools.count(0, 5).__next__)
+    assert time_in_turn({"a": lambda: None}, rounds=2, num_threads=2) == {"a": [5, 5]}

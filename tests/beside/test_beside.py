@@ -13,7 +13,7 @@ from minillm.beside.binary_linear import BinaryLinear
 from minillm.beside.chunked_training import SavedBytes, chunked_backward, whole_backward
 from minillm.beside.contrastive import dense_contrastive_loss, tiled_contrastive_loss
 from minillm.beside.embedding_codes import EmbeddingCodes, kmeans, nearest
-from minillm.beside.sparse_gather import by_gather, by_product, incidence
+from minillm.beside.sparse_gather import by_bag, by_gather, by_product, incidence
 from minillm.beside.structured_linear import Blast, LowRank, Monarch, compare, relative_error
 from minillm.errors import ConfigError, TrainingError
 from minillm.models.config import ModelConfig
@@ -272,14 +272,20 @@ def test_codes_that_do_not_fit_are_refused() -> None:
 # --- gathering as a product ------------------------------------------------------------------------------------------
 
 
-def test_the_product_gathers_and_sends_the_same_gradients() -> None:
+def test_three_ways_to_sum_gathered_rows_agree_and_send_the_same_gradients() -> None:
     torch.manual_seed(0)
-    rows, signs = torch.randint(0, 20, (11, 3)), torch.tensor([1.0, 1.0, -1.0])
+    signs = torch.tensor([1.0, 1.0, -1.0])
     rows = torch.stack([torch.randperm(20)[:3] for _ in range(11)])
+    ways = {
+        "gather": lambda table: by_gather(table, rows, signs),
+        "bag": lambda table: by_bag(table, rows, signs),
+        "product": lambda table: by_product(table, incidence(rows, signs, 20)),
+    }
     grads = []
-    for way in ("gather", "product"):
+    for way in ways.values():
         table = torch.randn(20, 6, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        found = by_gather(table, rows, signs) if way == "gather" else by_product(table, incidence(rows, signs, 20))
+        found = way(table)
         found.square().sum().backward()
         grads.append((found.detach(), table.grad))
     torch.testing.assert_close(grads[0], grads[1])
+    torch.testing.assert_close(grads[0], grads[2])

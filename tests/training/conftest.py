@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
 from minillm.training import compiling, data
 from minillm.training.corpus import Source
+from minillm.training.data import Windows
+from minillm.training.pretrain import dense_logits
 
 NAMES = ("cache", "block", "token", "page", "draft", "target", "batch", "layer", "query", "value", "head", "slot")
 
@@ -39,6 +44,18 @@ def config(layers: int = 2, hidden: int = 32) -> ModelConfig:
         tie_word_embeddings=True,
         eos_token_ids=(0,),
     )
+
+
+@torch.no_grad()
+def bits_per_byte(model: Decoder, windows: Windows, num_bytes: int, length: int = 1024) -> float:
+    """Cross-entropy over a whole split in bits, divided by the bytes of its text."""
+    total = count = 0.0
+    for inputs, targets in windows.in_order(4, length):
+        loss = F.cross_entropy(dense_logits(model, inputs).float(), targets.flatten(), reduction="sum")
+        total += loss.item()
+        count += targets.numel()
+    bytes_per_token = num_bytes / windows.tokens.size
+    return total / count / math.log(2) / bytes_per_token
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,9 @@ import torch
 from minillm.errors import TrainingError
 from minillm.training.data import Windows
 from minillm.training.evaluate import compare, evaluate, repetition, tokens_per_forward
-from minillm.training.pretrain import bits_per_byte, dense_logits, new_model
+from minillm.training.pretrain import dense_logits, new_model
 
-from .conftest import config
+from .conftest import bits_per_byte, config
 
 
 def test_a_model_agrees_with_itself(corpus):

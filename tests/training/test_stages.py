@@ -7,12 +7,13 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 
 from minillm import LLM, SamplingParams
 from minillm.errors import TrainingError
 from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import Pair
-from minillm.training.pretrain import Recipe, Trainer, bits_per_byte
+from minillm.training.pretrain import Recipe, Trainer
 from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, SHARES
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import add_arguments, run_from_args, train
@@ -20,7 +21,7 @@ from minillm.training.stages import STAGES, run_stages
 from minillm.training.target_evaluation import Amount
 from minillm.training.trained_drafters import TRAINED
 
-from .conftest import config
+from .conftest import bits_per_byte, config
 
 
 def recipe(steps: int) -> Recipe:
@@ -135,13 +136,81 @@ def test_draft_is_not_distilled_further_from_another_target(made, tmp_path):
         run_stages(other, ["distill"])
 
 
-def test_stable_run_goes_on_after_a_branch_and_a_new_branch_must_be_asked_for(made, tmp_path):
+def test_stable_run_goes_on_after_a_branch_which_stays_as_it_is(made, tmp_path, capsys):
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
     longer = replace(made, folder=tmp_path, target_recipe=replace(recipe(40), decay_from=1.0))
     run_stages(longer, ["target"])
     assert RunRecord.load(tmp_path / "target").tokens == 40 * 256
+    state = (tmp_path / "decay" / "state.pt").read_bytes()
+    capsys.readouterr()
+    run_stages(longer, ["decay"])
+    assert "from the stable run at 7,680 tokens; the stable run has 10,240 now" in capsys.readouterr().out
+    assert (tmp_path / "decay" / "state.pt").read_bytes() == state
+
+
+def test_an_unfinished_branch_does_not_go_on_from_a_later_state(made, tmp_path):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "decay" / "inputs.json").write_text(json.dumps({"target": 31_000_000}))
     with pytest.raises(TrainingError, match="remove it to start again"):
-        run_stages(longer, ["decay"])
+        run_stages(replace(made, folder=tmp_path), ["decay"])
+
+
+def test_drafters_do_not_learn_from_texts_of_an_earlier_target(made, tmp_path):
+    """The target has unlearned repetition once more; its old continuations are still there."""
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    again = replace(made, folder=tmp_path)
+    for folder in ("heads", "unlikelihood"):
+        shutil.rmtree(tmp_path / folder)
+    longer = replace(again, unlikelihood_recipe=replace(made.unlikelihood_recipe, tokens=4 * 512))
+    run_stages(longer, ["unlikelihood"])
+    with pytest.raises(TrainingError, match=r"continuations was started with .*remove it to start again"):
+        run_stages(longer, ["heads"])
+    inputs = tmp_path / "distill" / "continuations" / "inputs.json"
+    inputs.unlink()  # as an earlier version left it, which recorded the target in the folder of the stage only
+    with pytest.raises(TrainingError, match=r"has texts of a target of .* remove it"):
+        run_stages(longer, ["heads"])
+
+
+def test_runs_of_an_earlier_version_go_on(made, tmp_path):
+    """It recorded no budget, nor whose continuations there are."""
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "distill" / "continuations" / "inputs.json").unlink()
+    (tmp_path / "draft" / "inputs.json").unlink()
+    for stage in ("decay", "unlikelihood", "distill", "heads"):
+        inputs = json.loads((tmp_path / stage / "inputs.json").read_text())
+        assert inputs.pop("budget")
+        (tmp_path / stage / "inputs.json").write_text(json.dumps(inputs) + "\n")
+    longer = replace(made, folder=tmp_path, distill_recipe=recipe(11), drafters=dict.fromkeys(TRAINED, recipe(4)))
+    run_stages(longer, ["decay", "unlikelihood", "draft", "distill", "heads"])
+    assert RunRecord.load(tmp_path / "distill").tokens == 11 * 256
+    assert RunRecord.load(tmp_path / "heads").tokens == 4 * 256
+
+
+def test_two_targets_of_one_name_do_not_share_their_text(made, tmp_path):
+    shutil.copytree(made.folder, tmp_path / "runs")
+    for owner in "ab":
+        shutil.copytree(made.export_to / f"minicoder{'-draft' * (owner == 'b')}", tmp_path / owner / "m")
+    here = replace(made, folder=tmp_path / "runs", export_to=tmp_path / "weights")
+    one, other = (
+        replace(here, drafters_for=str(tmp_path / owner / "m"), drafters=dict.fromkeys(TRAINED, recipe(1)))
+        for owner in "ab"
+    )
+    run_stages(one, ["prompt_tokens"])
+    with pytest.raises(TrainingError, match=r"text-m was started with .*remove it to start again"):
+        run_stages(other, ["heads"])
+    (tmp_path / "runs" / "text-m" / "inputs.json").unlink()  # as an earlier version left it
+    tokenizer = tmp_path / "b" / "m" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    with pytest.raises(TrainingError, match="tokens of another tokenizer"):
+        run_stages(other, ["heads"])
+
+
+def test_a_run_does_not_go_on_with_another_budget(made, tmp_path):
+    """Its learning rate would jump from zero to a higher one."""
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(TrainingError, match=r"draft was started with a budget of 2,560 tokens, now it is 5,120 tokens"):
+        run_stages(replace(made, folder=tmp_path, draft_recipe=recipe(20)), ["draft"])
+    run_stages(replace(made, folder=tmp_path, draft_recipe=recipe(5)), ["draft"])  # is done by this budget, too
 
 
 @pytest.mark.parametrize(
@@ -221,6 +290,81 @@ def test_stable_run_that_travelled_goes_on_elsewhere(made, tmp_path):
     assert after == pytest.approx(before, rel=0.01), "rounding to 8 bits is hardly seen"
     run_stages(here, ["target", "decay"])
     assert RunRecord.load(tmp_path / "runs" / "target").tokens == 40 * 256
+
+
+def test_packing_leaves_the_signals_as_they_are(made, tmp_path):
+    parser, before = argparse.ArgumentParser(), signal.getsignal(signal.SIGTERM)
+    add_arguments(parser)
+    assert run_from_args(parser.parse_args(["--folder", str(made.folder), "--pack", str(tmp_path / "packed")])) == 0
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threads": 0}, "--threads 0 must be at least 1"),
+        ({"device": "tpu"}, "--device tpu is not supported; there are cpu and cuda"),
+        ({"device": "cuda"}, "--device cuda needs a GPU"),
+    ],
+)
+def test_an_option_that_this_machine_cannot_have_is_refused(tmp_path, monkeypatch, options, message):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(TrainingError, match=message):
+        train(folder=tmp_path, stages=["corpus"], **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["cut off", "of something else"])
+def test_a_damaged_checkpoint_leaves_nothing_behind(made, tmp_path, damage):
+    from safetensors.torch import save_file
+
+    pack_run(made.folder, tmp_path / "packed")
+    weights = tmp_path / "packed" / "stable.safetensors"
+    if damage == "cut off":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    else:
+        save_file({"x": torch.zeros(2)}, weights)
+    with pytest.raises(TrainingError, match=r"stable.safetensors is cut off or no checkpoint"):
+        unpack_run(tmp_path / "packed", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_damaged_state_is_named(made, tmp_path):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    here = replace(made, folder=tmp_path)
+    state = tmp_path / "unlikelihood" / "state.pt"
+    state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])
+    for stages in (["unlikelihood"], ["distill"], ["heads"]):
+        with pytest.raises(TrainingError, match=r"unlikelihood/state.pt is cut off or no state"):
+            run_stages(here, stages)
+    torch.save({"model": {}}, state)
+    with pytest.raises(TrainingError, match=r"is no state of a run: it has no optimizers"):
+        run_stages(here, ["distill"])
+    shutil.copy(tmp_path / "draft" / "state.pt", state)
+    with pytest.raises(TrainingError, match=r"state of another model"):
+        run_stages(replace(here, unlikelihood_recipe=recipe(1)), ["distill"])
+
+
+def test_a_log_that_was_cut_off_in_a_crash_is_read_to_its_last_step(made, tmp_path):
+    shutil.copytree(made.folder / "draft", tmp_path, dirs_exist_ok=True)
+    log = tmp_path / "log.jsonl"
+    log.write_text(log.read_text()[:-9])
+    assert [row.step for row in RunRecord.load(tmp_path).log] == list(range(1, 10))
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([lines[0], "{\n", *lines[2:9]]))
+    with pytest.raises(TrainingError, match=r"line 2 of .*log.jsonl is no step of a run: '{'"):
+        RunRecord.load(tmp_path)
+    (tmp_path / "hardware.json").write_text("[")
+    log.write_text(lines[0])
+    with pytest.raises(TrainingError, match=r"hardware.json is cut off or no JSON"):
+        RunRecord.load(tmp_path)
+
+
+def test_damaged_inputs_are_named(made, tmp_path):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "decay" / "inputs.json").write_text('{"target"')
+    with pytest.raises(TrainingError, match=r"decay/inputs.json is cut off or no JSON"):
+        run_stages(replace(made, folder=tmp_path), ["unlikelihood"])
 
 
 def test_checkpoint_never_replaces_a_run(made, tmp_path):

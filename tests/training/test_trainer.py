@@ -9,9 +9,9 @@ import torch
 from minillm.errors import TrainingError
 from minillm.models.causal import CausalAttention
 from minillm.training.data import Passes, Windows
-from minillm.training.pretrain import Recipe, Trainer, bits_per_byte, new_model, next_token_loss
+from minillm.training.pretrain import Recipe, Trainer, new_model, next_token_loss
 
-from .conftest import config
+from .conftest import bits_per_byte, config
 
 # Minutes without end: progress, and with it the learning rate, follows the tokens, so runs can be compared exactly.
 RECIPE = Recipe(tokens=16 * 256, tokens_per_step=256, lengths=(32, 64), warmup_steps=4, save_every=1000)
@@ -83,9 +83,20 @@ def test_loss_that_is_no_number_stops_before_it_spoils_the_weights(corpus, tmp_p
         return next_token_loss(model, inputs, targets) * float("nan")
 
     trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path, poisoned)
-    with pytest.raises(TrainingError, match="nan at step 1"):
+    with pytest.raises(TrainingError, match="nan at step 1; no state was saved"):
         trainer.run()
     assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_weights_that_gave_no_number_do_not_replace_the_last_good_state(corpus, tmp_path):
+    trainer = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path)
+    trainer.save()
+    with torch.no_grad():
+        trainer.model.embed_tokens.weight[:] = float("nan")
+    with pytest.raises(TrainingError, match="nan at step 1; the last saved state remains"):
+        trainer.run()
+    kept = torch.load(tmp_path / "state.pt", weights_only=True)["model"]
+    assert all(tensor.isfinite().all() for tensor in kept.values())
 
 
 def test_learning_rate_warms_up_stays_and_decays_to_zero(corpus, tmp_path):

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from minillm.models.decoder import Decoder
 from minillm.training import unlikelihood
 from minillm.training.continuations import PROMPT_LENGTH, bf16_copy
-from minillm.training.pretrain import dense_logits, new_model
+from minillm.training.data import Passes
+from minillm.training.pretrain import Loss, Recipe, Trainer, dense_logits, new_model
 from minillm.training.unlikelihood import NO_LOSS, SHORT, SPAN, OwnText, chosen, unlearned, unlikelihood_loss
 
 from .conftest import config
@@ -105,6 +109,43 @@ def test_half_of_a_batch_is_the_models_own_text() -> None:
     assert (targets[2:] < 0).all()
     others = batches.batch(6, 4, length)[0]
     assert not torch.equal(others[2:], inputs[2:])  # other rows of the same writing
+
+
+@pytest.mark.parametrize("stop", [3, 4, 9])
+def test_an_interrupted_run_goes_on_to_the_bit(stop: int, corpus: Path, tmp_path: Path) -> None:
+    """The texts of a writing serve eight steps. The run stops between two of them, and inside a writing."""
+    recipe = Recipe(tokens=12 * 384, tokens_per_step=384, lengths=(96,), warmup_steps=1, adam_lr=0.1, save_every=3)
+
+    def trainer(folder: str, loss: Loss) -> Trainer:
+        model = new_model(config())
+        return Trainer(
+            model, OwnText(Passes(corpus), model, tmp_path / folder / "writings"), recipe, tmp_path / folder, loss
+        )
+
+    calls = itertools.count()
+
+    def interrupted(model: Decoder, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if next(calls) == stop:
+            raise KeyboardInterrupt
+        return unlikelihood_loss(model, inputs, targets)
+
+    whole = trainer("whole", unlikelihood_loss)
+    whole.run()
+    with pytest.raises(KeyboardInterrupt):
+        trainer("parts", interrupted).run()
+    resumed = trainer("parts", unlikelihood_loss)
+    assert resumed.step == stop
+    resumed.run()
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_only_the_last_writings_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unlikelihood, "WRITINGS_KEPT", 2)
+    batches = OwnText(Counting(), new_model(config()), tmp_path)
+    for step in range(0, 5 * unlikelihood.STEPS_PER_WRITING, unlikelihood.STEPS_PER_WRITING):
+        batches.batch(step, 2, PROMPT_LENGTH + 2)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["3.npy", "4.npy"]
 
 
 def test_the_loss_is_the_formula_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:

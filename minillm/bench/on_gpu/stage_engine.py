@@ -60,14 +60,16 @@ def _one_kind(setup: StageSetup, report: Report, kind: Kind, target: str, draft:
     options: dict[str, Any] = {"dtype": "float32", "device": setup.clock.device, **kind.options}
     if kind.drafts:
         options["speculative_config"] = {"model": draft, "num_speculative_tokens": DRAFTS, "adaptive": False}
-    ways = {way: _generate(setup, way, target, options, prompts, new_tokens) for way in ("graphs", "kernels", "eager")}
-    count = sum(map(len, ways["eager"]))
-    on_off = common_prefix_share(ways["graphs"], ways["kernels"])
+    tokens = {
+        way: _generate(setup, way, target, options, prompts, new_tokens) for way in ("graphs", "kernels", "eager")
+    }
+    count = sum(map(len, tokens["eager"]))
+    on_off = common_prefix_share(tokens["graphs"], tokens["kernels"])
     report.counted(f"{kind.name}: graphs on = off", on_off, "of all tokens", ALL, tokens=count)
-    same = common_prefix_share(ways["graphs"], ways["eager"])
+    same = common_prefix_share(tokens["graphs"], tokens["eager"])
     target_same = ALL if kind.is_exact else None
     report.counted(f"{kind.name}: kernels = PyTorch", same, "of tokens before the first difference", target_same)
-    report.note(f"{kind.name}: some tokens", ways["graphs"][0][:8])
+    report.note(f"{kind.name}: some tokens", tokens["graphs"][0][:8])
 
 
 def _generate(

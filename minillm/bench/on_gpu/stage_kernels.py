@@ -8,20 +8,23 @@ kernels` in that shape, as many as there is time for.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import torch
 
-from minillm.bench.device_clock import last_cache_bytes
+from minillm.bench.device_clock import TimedFunction, last_cache_bytes, ratios
 from minillm.bench.harness import Row
 from minillm.bench.kernel_attention import attention_cases
 from minillm.bench.kernel_cases import PREFILL, REFERENCE, TRITON, Case, Maker, Setting
+from minillm.bench.kernel_timing import timed_implementation
 from minillm.bench.kernels import case_rows, makers
 from minillm.bench.on_gpu.findings import Report, Target
 from minillm.bench.on_gpu.random_models import CONFIGS, LARGE
 from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.doctor.machine_limits import MachineLimit
 
+HALF = "half"
 BANDWIDTH, INT8_GAIN = Target(at_least=0.85), Target(at_least=1.7)
 KERNELS_S = 35.0
 """Seconds for the cases of `bench kernels`."""
@@ -46,7 +49,7 @@ def kernels(setup: StageSetup, report: Report) -> None:
 
 
 def _long_context(setup: StageSetup, report: Report, setting: Setting, limits: list[MachineLimit]) -> None:
-    found: dict[str, list[float]] = {}
+    functions: list[TimedFunction] = []
     for maker in attention_cases(setting):
         if maker.op != "paged_attention":
             continue
@@ -54,17 +57,22 @@ def _long_context(setup: StageSetup, report: Report, setting: Setting, limits: l
         row = next(row for row in _rows(setup, case, limits) if row.config["implementation"] == TRITON)
         spread = row.config.get("cold_us_spread", row.config["warm_us_spread"])
         times = [min(spread), 1000 * row.p50_ms, max(spread)]  # µs
-        found[case.kind] = times
-        name = f"decode after {case.context}, {case.kind or 'half'} KV"
+        functions.append(timed_implementation(case, TRITON, case.kind or HALF, setup.clock))
+        name = f"decode after {case.context}, {case.kind or HALF} KV"
         report.measured(name, times, "µs", bound=f"{1e6 * case.num_bytes / limits[0].median:.3g} µs at a copy's rate")
         shares = [case.num_bytes / (us * 1e-6 * limits[0].median) for us in times]
         target = None if case.kind else BANDWIDTH
         report.measured(f"{name}, bandwidth", shares, "of a copy's", target, modelled_bytes=case.num_bytes)
         if not row.outputs_equal:
             report.note(f"{name} is wrong", row.config["error"])
+    _gains(setup, report, functions)
+
+
+def _gains(setup: StageSetup, report: Report, functions: Sequence[TimedFunction]) -> None:
+    """The speed of the quantised caches over half precision, all of them timed in turn."""
+    timings = setup.time(*functions)
     for kind, target in (("int8", INT8_GAIN), ("int4", None)):
-        gains = [base / own for base, own in zip(found[""], found[kind], strict=True)]
-        report.measured(f"{kind} KV over half", gains, "times", target)
+        report.measured(f"{kind} KV over {HALF}", ratios(timings, kind, HALF), "times", target)
 
 
 def _every_op(setup: StageSetup, report: Report, cases: list[Maker], limits: list[MachineLimit]) -> None:

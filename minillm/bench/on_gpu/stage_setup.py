@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from minillm.bench.device_clock import Clock, TimedFunction, Timing, clock_for, time_in_turn
+from minillm.bench.device_clock import Clock, TimedFunction, Timing, clock_for, time_calls_in_turn
 from minillm.doctor.machine_limits import copy_bandwidth, matmul_rate
 
 T = TypeVar("T")
@@ -50,8 +50,8 @@ class StageSetup:
         return 1.0 if self.is_rehearsal else matmul_rate("cuda", self.half).median
 
     def time(self, *functions: TimedFunction, seconds: float = 0.05, rounds: int = 7) -> dict[str, Timing]:
-        """Time functions in turn (see `time_in_turn`); a rehearsal runs each a few times."""
-        return time_in_turn(self.clock, functions, self.size_for(rounds, 1), self.size_for(seconds, 1e-9))
+        """Time functions in turn (see `time_calls_in_turn`); a rehearsal runs each a few times."""
+        return time_calls_in_turn(self.clock, functions, self.size_for(rounds, 1), self.size_for(seconds, 1e-9))
 
     def free_bytes(self) -> int:
         """Return the bytes that can be allocated; in a rehearsal more than enough."""

@@ -1,0 +1,214 @@
+"""The text of `docs/measured.md`: a table for each benchmark, with what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from results import EARLIER, Result, is_of_bundled_weights, load, number, ratio, row_of
+
+COLUMNS = ("prompt_tokens", "condition", "steps", "tokens_per_forward", "kv_bytes_per_token")
+"""Values of a row's `config` that have a column of their own, if they are there."""
+UNLIKE = {("batch", "minillm continuous, 32 seats", "vLLM CPU")}
+"""Pairs of a result that are not printed, (file, system, baseline): vLLM ran 8 requests at a time, minillm 32."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One benchmark in `docs/measured.md`."""
+
+    file: str
+    title: str
+    text: str
+    unit: str = "token"
+    """What "ms per" is the time of."""
+    rate: str = "tokens/s"
+    derived: Callable[[], str] = str
+    """Further sentences, which depend on the figures."""
+
+
+def verification() -> str:
+    """What a forward over five tokens costs, and with which draft it is compared."""
+    cost = {name: row_of("verify", f"minillm {name} verify 5")["config"]["verify_over_decode"] for name in PRECISIONS}
+    quantization = load("verify")["config"].get("draft_quantization")
+    return (
+        f"The five tokens cost {', '.join(f'{value:.2f} times one ({name})' for name, value in cost.items())}. "
+        f"The draft model is {'in float32 in every line' if quantization is None else f'quantised to {quantization}'}."
+    )
+
+
+def claims() -> str:
+    """What the article of the ladder claims about speed."""
+    claimed = load("ladder")["config"]["claimed"]
+    speeds = ", ".join(f"{name} {claimed[name]['speed']:.2f}×" for name in RUNGS)
+    return f"Claimed, over its baseline without any of them: {speeds}."
+
+
+PRECISIONS = ("fp32", "int8", "w8a8")
+RUNGS = ("INT8 KV", "speculation", "paged batching", "all")
+
+PROMPT = ("prompt token", "prompt tokens/s")
+SECTIONS = (
+    Section(
+        "decode",
+        "Decoding, batch 1",
+        "Greedy, the bundled model, held-out prompts. `int8` quantises the weights of the layers and of the "
+        "unembedding, `w8a8` also the inputs of the layers' linears, llama.cpp's Q8_0 all weights and inputs, and "
+        "`int4` only the layers' weights. `+ draft` is the draft model, quantised to w8a8, with four drafts per round; "
+        "`+ suffix` drafts up to eight tokens from earlier text and so needs repetitive text.",
+    ),
+    Section(
+        "verify",
+        "What verifying and drafting cost",
+        "A forward over five tokens, and one of the draft model, against one of the target over a single token.",
+        "forward",
+        "forwards/s",
+        verification,
+    ),
+    Section(
+        "batch",
+        "32 requests at once",
+        "Outputs of 8 to 256 tokens with a heavy tail, greedy, float32, prefill included. At most 8 requests run at a "
+        "time, with `32 seats` 32. transformers' padded batches use its growing cache; its preallocated one was not "
+        "tried.",
+    ),
+    Section(
+        "serve",
+        "The HTTP server with 32 clients",
+        "64 requests of up to 192 prompt tokens and 128 new ones, greedy, float32, without prefix caching. Server and "
+        "client share one core; vLLM's server answers the same client.",
+    ),
+    Section("prefill", "Prefill", "Prompt tokens until the first new token.", *PROMPT),
+    Section(
+        "latency",
+        "A completion in an editor",
+        "24 tokens of code after a prompt of 200. `warm` finds the prompt in the prefix cache.",
+        "completion",
+    ),
+    Section(
+        "decode_0.4b",
+        "Decoding at 0.4 billion parameters",
+        "24 layers of 896, random weights in bf16. At this size reading the weights from memory dominates.",
+    ),
+    Section("verify_0.4b", "Verifying at 0.4 billion parameters", "As above.", "forward", "forwards/s"),
+    Section("batch_0.4b", "32 requests at 0.4 billion parameters", "vLLM computes in bf16."),
+    Section(
+        "decode_0.4b_xeon",
+        "Decoding at 0.4 billion parameters, with AMX",
+        "Unquantised bf16 weights, everything else of minillm in float32. A virtual machine whose speed changed during "
+        "the measurement.",
+    ),
+    Section(
+        "prefill_0.4b_xeon",
+        "Prefill at 0.4 billion parameters, with AMX",
+        "transformers rounds activations to bf16 and multiplies once, where float32 takes three products "
+        "(`minillm/ops/cpu/amx_products.py`), so it is the faster one here.",
+        *PROMPT,
+    ),
+    Section("batch_0.4b_xeon", "32 requests at 0.4 billion parameters, with AMX", "vLLM computes in bf16."),
+    Section(
+        "ladder",
+        "The ladder of one article",
+        'The claims of "Mastering KV Cache Compression and Speculative Decoding", with every setting declared '
+        "(`minillm/bench/ladder.py`): one technique at a time added to `plain`, and all of them. 16 requests, one "
+        "after the other where they are not batched, prefill included.",
+        derived=claims,
+    ),
+    Section(
+        "threads",
+        "Threads",
+        "Whole completions of one request with more threads than processors, on a machine as it is, beside busy "
+        "processes, and with a CPU quota.",
+    ),
+)
+
+
+def section(part: Section) -> str:
+    """A section of `docs/measured.md`."""
+    result = load(part.file)
+    text = " ".join(filter(None, (part.text, part.derived())))
+    return f"## {part.title}\n\n{text}\n\n{_how(part.file, result)}\n\n{_table(part, result)}"
+
+
+def _how(file: str, result: Result) -> str:
+    """Rounds, machine, versions and weights of a result."""
+    hardware, versions, config = result["hardware"]["cpu"], result["versions"], result["config"]
+    threads = f"{config['threads']} thread{'s' * (config['threads'] != 1)} on " if "threads" in config else ""
+    used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    weights = "" if is_of_bundled_weights(file) else f" Measured {EARLIER}."
+    machine = f"{threads}{hardware['name']} ({', '.join(hardware['simd'])})"
+    return f"{config['rounds']} rounds, {machine}. {used}.{weights} Results: `benchmarks/{file}.json`."
+
+
+def _table(part: Section, result: Result) -> str:
+    """One row per system, prompt length and condition; what it is compared with stands in the last column."""
+    also = [key for key in COLUMNS if any(key in row["config"] for row in result["rows"])]
+    heads = ["system", *(key.replace("_", " ") for key in also), part.rate, f"ms per {part.unit}"]
+    lines = [*_head([*heads, "peak MB", "speed over"])]
+    systems: dict[tuple[Any, ...], list[Result]] = {}
+    for row in result["rows"]:
+        key = (row["system"], row["config"].get("prompt_tokens"), row["config"].get("condition"))
+        systems.setdefault(key, []).append(row)
+    for rows in systems.values():
+        first = rows[0]
+        peak = first["peak_memory_bytes"]
+        cells = [first["system"], *(_cell(first["config"].get(key)) for key in also)]
+        cells += [number(first["tokens_per_s"]), f"{first['p50_ms']:.3g}", number(peak and peak / 1e6)]
+        pairs = [r for r in rows if r["baseline"] and (part.file, r["system"], r["baseline"]) not in UNLIKE]
+        cells.append("<br>".join(f"{ratio(row)} {row['baseline']}" for row in pairs))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def kernels() -> str:
+    """The section on single ops: the compiled ones for one token, at the larger of both shapes."""
+    result = load("kernels")
+    lines = _head(["op", "tokens in the cache", "µs", "of a copy's bandwidth", "speed over the reference"])
+    for row in result["rows"]:
+        at = row["config"]
+        if (at["implementation"], at["shape"], at["tokens"]) == ("compiled", "0.4b", 1):
+            kind = "cold" if "cold_us" in at else "warm"
+            share = f"{at['cold_of_copy']:.0%}" if kind == "cold" else "in cache"
+            name = f"{at['op']} {at['kind']}".strip()
+            lines.append(f"| {name} | {_cell(at['context'])} | {_short(at[f'{kind}_us'])} | {share} | {ratio(row)} |")
+    return (
+        f"""## Single ops
+
+Every op of the compiled step by itself, for one token at the shape of 0.4 billion parameters, on inputs that are not in
+the processor's cache unless that is said. Bytes are modelled: the least that the op can move. `minillm bench kernels`
+has the other shapes and numbers of tokens. The reference is the op written plainly in PyTorch, not the fastest way to
+write it there.
+
+{_how("kernels", result)}
+
+"""
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def _head(names: list[str]) -> list[str]:
+    return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, str) else number(value)
+
+
+def measured(begin: str, parts: Iterable[Section] = SECTIONS) -> str:
+    """The text of `docs/measured.md`. `begin`: its first mark."""
+    head = f"""# Measured
+
+{begin.strip()}
+
+`minillm bench` alternates between the systems within one run, with the same weights, prompts and threads. A ratio is
+the median over pairs of runs of the same round, with the lowest and highest in brackets. An absolute number holds only
+for its machine, and other work shared these machines, so the spreads are wide. A system has a line for each prompt
+length.
+"""
+    return "\n".join([head, *map(section, parts), kernels()])

@@ -1,0 +1,58 @@
+"""The tables of `docs/ray.md`: what `minillm cluster failover` counted and measured, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from results import EARLIER, Result, is_of_bundled_weights, load, row_of
+
+BLOCKS_PER_REPLICA = 1 << 16
+"""That the router remembers, unless it is told otherwise (`minillm.cluster.prefix_table`)."""
+REQUESTS_PER_REPLICA = 1
+
+
+def cluster_tables() -> str:
+    """What `minillm cluster failover` counted and measured, and what follows from it for a thousand replicas."""
+    found, replica = load("failover"), row_of("batch", "minillm continuous")
+    rows, routing = found["rows"], {cost["replicas"]: cost for cost in found["routing"]}
+    lines = ["| counted | " + " | ".join(row["router"] for row in rows) + " |", "|---|" + "---|" * len(rows)]
+
+    def line(what: str, values: Iterable[str]) -> None:
+        lines.append(f"| {what} | " + " | ".join(values) + " |")
+
+    line("requests, answered once, with the tokens of one engine", (_of_requests(row) for row in rows))
+    line("of them sent to a second replica", (str(row["sent_again"]) for row in rows))
+    line("requests per replica, the killed one first", (_per_replica(row) for row in rows))
+    line("prompt tokens from prefix caches", (f"{row['cached_share']:.1%}" for row in rows))
+    spent = rows[-1]["processor_ms_per_request"]
+    http_ms, choice_ms = spent["proxy"] + spent["gateway"], routing[1000]["microseconds"] / 1000
+    table_bytes = routing[1000]["bytes_per_block"] * BLOCKS_PER_REPLICA
+    lines += ["", "| measured, router `prefix` | |", "|---|---|"]
+    line("processor time per request in Serve's proxy", [f"{spent['proxy']:.1f} ms"])
+    line("processor time per request in the gateway: tokenising, hashing, routing", [f"{spent['gateway']:.1f} ms"])
+    line("memory of a replica of the bundled model", [f"{rows[-1]['replica_bytes'] / 2**20:,.0f} MiB"])
+    line("tokens/s of an engine, 32 requests at once (`benchmarks/batch.json`)", [f"{replica['tokens_per_s']:,.0f}"])
+    for count, cost in routing.items():
+        line(f"processor time of a choice among {count:,} replicas", [f"{cost['microseconds']:,.0f} µs"])
+    line("memory of the router's table per block and replica", [f"{routing[1000]['bytes_per_block']:.0f} bytes"])
+    lines += ["", "| modelled from these, 1,000 replicas | |", "|---|---|"]
+    line("tokens/s, if nothing else is a limit", [f"{replica['tokens_per_s'] / 1000:.1f} million"])
+    line("requests/s of one gateway and proxy, a processor each", [f"{1000 / (max(spent.values()) + choice_ms):,.0f}"])
+    needed = REQUESTS_PER_REPLICA * 1000 * (http_ms + choice_ms) / 1000
+    line(f"processors for gateways and proxies at {REQUESTS_PER_REPLICA} request/s per replica", [f"{needed:,.0f}"])
+    share = f"memory of a gateway's table, {BLOCKS_PER_REPLICA:,} blocks per replica"
+    line(share, [f"{1000 * table_bytes / 2**30:.1f} GiB"])
+    line("memory of the replicas together", [f"{1000 * rows[-1]['replica_bytes'] / 2**30:,.0f} GiB"])
+    machine = found["hardware"]["cpu"]["name"]
+    weights = "" if is_of_bundled_weights("failover") else f", {EARLIER}"
+    about = f"Ray {found['versions']['ray']}, one run, {machine}{weights}. `benchmarks/failover.json`."
+    return "\n".join(lines) + f"\n\n{about}\n"
+
+
+def _of_requests(row: Result) -> str:
+    return f"{row['requests']}, {row['answered_once']}, {row['same_tokens']}"
+
+
+def _per_replica(row: Result) -> str:
+    counts = dict(row["requests_per_replica"])
+    return ", ".join(map(str, [counts.pop(row["killed"]), *counts.values()]))

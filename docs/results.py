@@ -1,0 +1,62 @@
+"""Committed results of `minillm bench`, as the other scripts of this folder print them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from minillm.bench.provenance import weights_of
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+Result = dict[str, Any]
+
+EARLIER = "with an earlier version of the model's weights"
+COMMITTED_WITH = {
+    "d404012913b47c3d6a24417106b49b21b26fd57f1e2427f31f9441fe6d204a45": (
+        *("batch", "decode", "drafter_long", "drafter_spire", "latency", "quality", "verify"),
+    )
+}
+"""SHA-256 of weights of `minicoder` → the results without a fingerprint that were measured with them, as the history
+says: they were committed together. A result that is measured again records its weights itself."""
+
+
+@cache
+def load(file: str) -> Result:
+    """A committed result of `minillm bench`."""
+    return json.loads((BENCHMARKS / f"{file}.json").read_text(encoding="utf-8"))
+
+
+def is_of_bundled_weights(file: str, result: Result | None = None) -> bool:
+    """Whether a result was measured with the weights that are bundled now, or with none of a bundled model."""
+    result = load(file) if result is None else result
+    if "weights" in result:
+        return bool(result["weights"] == weights_of(result["weights"]))
+    model = result.get("config", {}).get("model", result.get("target"))
+    if not weights_of([model]):  # a shape with random weights
+        return True
+    return file in COMMITTED_WITH.get(weights_of(["minicoder"])["minicoder"], ())
+
+
+def ratio(row: Result) -> str:
+    """The speed over the baseline, with its spread."""
+    median, low, high = (f"{row[key]:.{1 if row[key] >= 10 else 2}f}" for key in ("ratio", "ratio_min", "ratio_max"))
+    return f"{median}× ({low} to {high})"
+
+
+def number(value: float | None) -> str:
+    """A number for a table, empty for None."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.2f}"
+
+
+def row_of(file: str, system: str, baseline: str | None = None) -> Result:
+    """The row of a system, with this baseline if one is given."""
+    rows = [r for r in load(file)["rows"] if r["system"] == system and baseline in (None, r["baseline"])]
+    if not rows:
+        raise ValueError(f"{file}.json has no row of {system!r} over {baseline!r}")
+    return rows[0]

@@ -1,0 +1,80 @@
+"""Files of a training run on disk: written whole or not at all, and read with an error that names the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minillm.errors import TrainingError
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """A path to write to. At the end of the block it takes the place of `file`; until then, and if the block fails, the
+    old file stays."""
+    fresh = file.with_name(f"{file.name}.new")
+    try:
+        yield fresh
+        fresh.replace(file)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def write_json(file: Path, values: Any, indent: int | None = 1) -> None:
+    """Write `values` as one whole file."""
+    with replacing(file) as fresh:
+        fresh.write_text(json.dumps(values, indent=indent) + "\n", encoding="utf-8")
+
+
+def write_array(file: Path, array: np.ndarray) -> None:
+    """Write an array as one whole `.npy` file."""
+    with replacing(file) as fresh, fresh.open("wb") as out:
+        np.save(out, array)
+
+
+def write_state(file: Path, state: Any) -> None:
+    """Write a state of `torch.save` as one whole file."""
+    with replacing(file) as fresh:
+        torch.save(state, fresh)
+
+
+def copy_whole(source: Path, file: Path) -> None:
+    """Copy `source` to `file`, as one whole file."""
+    with replacing(file) as fresh:
+        shutil.copy(source, fresh)
+
+
+def read_json(file: Path) -> Any:
+    """Read a JSON file of a run. Raises `TrainingError` if it is cut off or no JSON."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as problem:  # UnicodeDecodeError is a ValueError
+        raise TrainingError(
+            f"{file} is cut off or no JSON ({problem}); restore it, or remove {file.parent} to start again"
+        ) from None
+
+
+def read_state(file: Path, device: str | torch.device, mmap: bool = False) -> dict[str, Any]:
+    """Read a state that `write_state` wrote. Raises `TrainingError` if it is cut off or of something else."""
+    try:
+        state = torch.load(file, weights_only=True, mmap=mmap, map_location=device)
+    except Exception as problem:  # what PyTorch raises depends on where the file ends
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+        raise TrainingError(
+            f"{file} is cut off or no state of a run ({reason}); restore it, or remove {file.parent} to start again"
+        ) from None
+    missing = STATE_KEYS - set(state if isinstance(state, dict) else ())
+    if missing:
+        raise TrainingError(f"{file} is no state of a run: it has no {', '.join(sorted(missing))}")
+    return state
+
+
+STATE_KEYS = frozenset({"model", "optimizers", "step", "tokens_seen", "tokens_before", "seconds"})
+"""What a state of `Trainer` consists of."""

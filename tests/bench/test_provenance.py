@@ -1,0 +1,65 @@
+"""A result says which weights and which files it was measured with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minillm.bench import provenance
+from minillm.bench.harness import describe_run
+from minillm.models.bundled import WEIGHTS
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+MEASURED_BEFORE_FINGERPRINTS = {
+    *("batch", "batch_0.4b", "batch_0.4b_xeon", "completion", "decode", "decode_0.4b", "decode_0.4b_xeon"),
+    *("drafter_long", "drafter_spire", "failover", "kernels", "ladder", "latency", "prefill", "prefill_0.4b_xeon"),
+    *("processors", "quality", "serve", "threads", "verify", "verify_0.4b", "zoo"),
+}
+"""Results that do not record their weights. None may be added: measure again, and remove the name."""
+
+
+def weights(folder: Path, **contents: bytes) -> None:
+    for name, data in contents.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "model.safetensors").write_bytes(data)
+
+
+def test_other_weights_have_another_fingerprint(tmp_path: Path) -> None:
+    weights(tmp_path, one=b"1", two=b"2")
+    before = provenance.weights_of(["one", "two"], tmp_path)
+    weights(tmp_path, two=b"3")
+    after = provenance.weights_of(["one", "two"], tmp_path)
+    assert before["one"] == after["one"] and before["two"] != after["two"]
+
+
+def test_only_bundled_weights_are_named(tmp_path: Path) -> None:
+    """A folder of the user that has the name of a bundled model is not the bundled model."""
+    weights(tmp_path, one=b"1")
+    assert list(provenance.weights_of(["one", "/elsewhere/one", "0.4b", "", None], tmp_path)) == ["one"]
+    config = {"model": "one", "draft": None, "drafters": ["one"]}
+    assert list(provenance.weights_of_config(config, tmp_path)) == ["one"]
+
+
+def test_a_run_records_its_weights_and_whether_files_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = describe_run("decode", {"model": "minicoder", "draft": "minicoder-draft"})
+    assert set(about["weights"]) == {"minicoder", "minicoder-draft"}
+    assert about["weights"]["minicoder"] == provenance.sha256_of_weights(WEIGHTS / "minicoder")
+    monkeypatch.setattr(provenance, "_git", lambda *arguments: " M minillm/llm.py" if "status" in arguments else "")
+    assert provenance.is_dirty() is True
+    monkeypatch.setattr(provenance, "_git", lambda *arguments: "")
+    assert provenance.is_dirty() is False and provenance.revision() is None
+    monkeypatch.setattr(provenance, "_git", lambda *arguments: None)
+    assert provenance.is_dirty() is None
+
+
+@pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.json")), ids=lambda file: file.stem)
+def test_a_committed_result_is_of_the_bundled_weights(file: Path) -> None:
+    result = json.loads(file.read_text(encoding="utf-8"))
+    if file.stem in MEASURED_BEFORE_FINGERPRINTS:
+        assert "weights" not in result, f"{file.stem} records its weights: remove it from the list"
+    else:
+        assert result["weights"] == provenance.weights_of(result["weights"])
+        assert result["weights"] == provenance.weights_of_config(result["config"])
