@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from instructors.exam import l01_to_l03, l04_to_l05, l06_to_l09, l10_to_l11, l12_to_l17
-from instructors.exam.question import TOLERANCE, Question, Variant, shown, shown_answer, variant
+from instructors.exam.question import TOLERANCE, Question, Variant, plain, shown, shown_answer, variant
 from minillm.errors import ConfigError
 
 LESSONS = (l01_to_l03, l04_to_l05, l06_to_l09, l10_to_l11, l12_to_l17)
@@ -92,7 +92,7 @@ def write_class(
                 written.append(folder / name / f"{student}.md")
                 written[-1].write_text(text, encoding="utf-8")
             for one in chosen:
-                rows.writerows([student, one.question.name, part, shown(value)] for part, value in one.answer.items())
+                rows.writerows([student, one.question.name, part, plain(value)] for part, value in one.answer.items())
     return [*written, folder / "answers.csv"]
 
 

@@ -92,6 +92,11 @@ def variant(question: Question, secret: bytes, student: str, exam: str) -> Varia
     return Variant(question, question.draw(Draw(secret, student, f"exam {exam} {question.name}")))
 
 
+def plain(value: object) -> str:
+    """`shown` without commas between thousands, for a program that reads a number."""
+    return shown(value).replace(",", "") if isinstance(value, (int, float)) else shown(value)
+
+
 def shown(value: object) -> str:
     """A number, or a list of them, as a student reads it and writes it."""
     if isinstance(value, bool):

@@ -133,4 +133,5 @@ class KVCache(ABC):
         raise NotImplementedError(f"{type(self).__name__} shares no blocks, so it cannot copy them")
 
     def free(self, block_ids: Sequence[int]) -> None:  # noqa: B027
-        """Called with blocks that have lost their last owner. A layout that allocates on demand frees their memory."""
+        """Called with blocks that have become empty: no request owns them, and the prefix cache does not keep them. A
+        layout that allocates on demand frees their memory."""

@@ -121,7 +121,7 @@ def cost(metrics: RequestMetrics) -> str:
 
 COMMAND = Command(
     "generate",
-    "Complete a prompt: the text goes to standard output, its metrics to standard error.",
+    "Complete a prompt: the text goes to standard output, its metrics (without --stream) to standard error.",
     EXAMPLES,
     options,
     run,

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     from minillm.async_llm import AsyncLLM
     from minillm.config import EngineArgs
     from minillm.serve.app import build_app
-    from minillm.serve.chat_template import ChatTemplate
+    from minillm.serve.chat_template import ChatTemplate, read_template
     from minillm.serve.server import check_log_level, listen, make_server, url_of
     from minillm.serve.settings import ServerSettings
 
@@ -119,13 +119,14 @@ def run(args: argparse.Namespace) -> int:
         max_logprobs=args.max_logprobs,
     )
     check_log_level(args.uvicorn_log_level)
+    read_template(args.chat_template)  # before the model is loaded: this may fail
     listener = listen(args.host, args.port)
     engine = AsyncLLM(engine_args(args, EngineArgs), max_num_queued_reqs=args.max_num_queued_reqs)
-    template = ChatTemplate(engine.llm_engine.engine.tokenizer, args.model, args.chat_template)
-    app = build_app(engine, settings, template)
-    server = make_server(app, args.shutdown_timeout, args.uvicorn_log_level, not args.disable_uvicorn_access_log)
-    print(f"minillm serves {settings.model_names[0]} at {url_of(listener)}/v1", flush=True)
     try:
+        template = ChatTemplate(engine.llm_engine.engine.tokenizer, args.model, args.chat_template)
+        app = build_app(engine, settings, template)
+        server = make_server(app, args.shutdown_timeout, args.uvicorn_log_level, not args.disable_uvicorn_access_log)
+        print(f"minillm serves {settings.model_names[0]} at {url_of(listener)}/v1", flush=True)
         server.run(sockets=[listener])
     finally:
         engine.shutdown()

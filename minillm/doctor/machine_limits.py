@@ -21,7 +21,8 @@ from minillm.hardware import gpu, memory
 from minillm.ops.linear import PackedWeight, can_pack
 
 CPU_COPY_BYTES = 256 * 2**20
-"""Size of the copied buffer: several times a server's last-level cache, so that memory is measured, not the cache."""
+"""Size of the copied buffer: several times the last-level cache of most processors, so that memory is measured and not
+the cache. Some servers have more; there the figure is too high."""
 GPU_COPY_BYTES = 2**30
 CPU_MATMUL_SIZE = 1024
 GPU_MATMUL_SIZE = 8192

@@ -11,6 +11,16 @@ from minillm.serve.http_errors import ApiError
 from minillm.tokenizer import Tokenizer
 
 
+def read_template(file: str | Path | None) -> str | None:
+    """The text of a template's file; None without a file. Raises `ConfigError` if it cannot be read."""
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"the chat template {file} cannot be read ({problem}); name another") from None
+
+
 class ChatTemplate:
     """The Jinja template of the checkpoint's tokenizer, or of a file. transformers renders it, sandboxed."""
 
@@ -18,12 +28,7 @@ class ChatTemplate:
         """`file` replaces the checkpoint's template. Raises `ConfigError` if it cannot be read."""
         self.model = model
         self.tokenizer = tokenizer
-        self.source: str | None = None
-        if file is not None:
-            try:
-                self.source = Path(file).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as problem:
-                raise ConfigError(f"the chat template {file} cannot be read ({problem}); name another") from None
+        self.source = read_template(file)
 
     @property
     def is_there(self) -> bool:

@@ -1,4 +1,4 @@
-"""A learner predicts a number before measuring it; afterwards both are compared."""
+"""A learner predicts a number before the lesson gives it; afterwards both are compared."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ class Predictions:
         if value is None:
             print(f"No prediction for {name} yet: replace None by your number and run this cell again.")
         else:
-            print(f"Your prediction for {name}: {_amount(value, unit)}. Now measure.")
+            print(f"Your prediction for {name}: {_amount(value, unit)}. Now read on.")
 
-    def compare(self, name: str, measured: float, unit: str = "") -> None:
-        """Print the prediction, `measured` and the factor between them; `unit` defaults to the prediction's."""
+    def compare(self, name: str, answer: float, unit: str = "") -> None:
+        """Print the prediction, `answer` (counted, modelled or measured) and the factor between them. `unit` is by
+        default that of the prediction."""
         value, predicted_unit = self.commitments.get(name, (None, ""))
         unit = unit or predicted_unit
         if value is None:
-            print(f"{name}: measured {_amount(measured, unit)}; you made no prediction.")
+            print(f"{name}: the answer is {_amount(answer, unit)}; you made no prediction.")
         else:
-            both = f"you predicted {_amount(value, unit)}, measured {_amount(measured, unit)}"
-            print(f"{name}: {both}: {_verdict(value, measured)}")
+            both = f"you predicted {_amount(value, unit)}, the answer is {_amount(answer, unit)}"
+            print(f"{name}: {both}: {_verdict(value, answer)}")
 
 
 def _amount(value: float, unit: str) -> str:
@@ -45,12 +46,12 @@ def _amount(value: float, unit: str) -> str:
     return f"{number} {unit}".rstrip()
 
 
-def _verdict(predicted: float, measured: float) -> str:
-    if predicted == measured:
+def _verdict(predicted: float, answer: float) -> str:
+    if predicted == answer:
         return "exactly right."
-    if predicted * measured <= 0:
-        return f"off by {abs(measured - predicted):.4g}."
-    factor = measured / predicted
+    if predicted * answer <= 0:
+        return f"off by {abs(answer - predicted):.4g}."
+    factor = answer / predicted
     return f"you were {max(factor, 1 / factor):.3g} times too {'low' if factor > 1 else 'high'}."
 
 

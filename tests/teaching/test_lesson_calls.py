@@ -120,7 +120,7 @@ def test_prediction_stands_beside_the_measurement_with_the_factor(capsys):
     predict("l90.bytes", 1024, "bytes")
     reveal("l90.bytes", 4096)
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "l90.bytes: you predicted 1,024 bytes, measured 4,096 bytes: you were 4 times too low."
+        "l90.bytes: you predicted 1,024 bytes, the answer is 4,096 bytes: you were 4 times too low."
     )
     reveal("l90.bytes", 1024)
     assert "exactly right" in capsys.readouterr().out
@@ -132,8 +132,8 @@ def test_prediction_left_open_blocks_nothing(capsys):
     reveal("l90.never_mentioned", 0.5)
     out = capsys.readouterr().out
     assert "No prediction for l90.open yet" in out
-    assert "l90.open: measured 4,096 bytes; you made no prediction." in out
-    assert "l90.never_mentioned: measured 0.5; you made no prediction." in out
+    assert "l90.open: the answer is 4,096 bytes; you made no prediction." in out
+    assert "l90.never_mentioned: the answer is 0.5; you made no prediction." in out
 
 
 def test_prediction_of_zero_has_no_factor(capsys):

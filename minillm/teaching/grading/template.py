@@ -158,7 +158,10 @@ def _files(control: socket.socket) -> tuple[int, int] | None:
 
 def _reply(control: socket.socket, message: tuple[str, Any]) -> None:
     data = pickle.dumps(message)
-    control.sendall(len(data).to_bytes(8, "big") + data)
+    try:
+        control.sendall(len(data).to_bytes(8, "big") + data)
+    except BrokenPipeError:  # the grader has ended, so nobody waits for an answer
+        os._exit(1)
 
 
 def _standalone(name: str) -> ModuleType:

@@ -18,7 +18,7 @@ SWATCHES: dict[str, tuple[str, Attributes]] = {
     "free": ("free", {"fill": FAINT, "stroke": HAIRLINE}),
     "freed": ("freed this step", {"fill": FAINT, "stroke": BLUE, "stroke-width": 1.4, "stroke-dasharray": "4 3"}),
     "cached": ("cached: free, contents kept", {"fill": hatched("cached"), "stroke": DISCARDED}),
-    "findable": ("full, can be found", {"fill": hatched("cached")}),
+    "findable": ("full, in the prefix cache", {"fill": hatched("cached")}),
     "evicted": ("evicted this step", {"fill": hatched("void")}),
     "reused": ("reused, not computed", {"fill": "none", "stroke": INK, "stroke-width": 1.8}),
     "shared": ("shared, ×2: two owners", {"fill": PAPER, "stroke": BLUE, "stroke-width": 3}),

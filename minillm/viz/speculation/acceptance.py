@@ -216,7 +216,7 @@ def _legend(top: float) -> str:
     entries = (
         ("accepted", "accepted"),
         ("rejected", "rejected"),
-        ("discarded", "discarded unread"),
+        ("discarded", "not judged"),
         ("recovered", "recovered: the target’s own choice"),
         ("bonus", "bonus: all drafts were right"),
     )
@@ -234,6 +234,6 @@ def _text(request: RequestAcceptance | None, top: float) -> list[str]:
     if request is None:
         return []
     return [
-        heading(MARGIN, top - 20, "text so far"),
+        heading(MARGIN, top - 20, "end of the text so far"),
         *draw_text(request.prompt, request.tokens, MARGIN, top, RIGHT - MARGIN, MAX_LINES),
     ]

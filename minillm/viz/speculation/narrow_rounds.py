@@ -28,7 +28,7 @@ LEGEND_TOP = BARS_TOP + BAR + 44
 TEXT_TOP = LEGEND_TOP + 66
 MAX_LINES = 4
 LEGEND = (
-    (("accepted", "accepted"), ("rejected", "rejected"), ("discarded", "discarded unread")),
+    (("accepted", "accepted"), ("rejected", "rejected"), ("discarded", "not judged")),
     (("recovered", "recovered: the target’s choice"), ("bonus", "bonus: all were right")),
 )
 
@@ -52,7 +52,7 @@ def draw_narrow(state: AcceptanceState, request: RequestAcceptance | None) -> st
         "" if shown else label(DRAFTS, ROWS_TOP + 17, waiting, size=13),
         *_bars(request, count, width),
         *_legend(),
-        heading(MARGIN, TEXT_TOP - 20, "text so far"),
+        heading(MARGIN, TEXT_TOP - 20, "end of the text so far"),
         *text,
         width=WIDTH,
     )
