@@ -34,7 +34,7 @@ from minillm.cache.paged_quantized import DequantizedRows, PagedQuantizedKVCache
 from minillm.models.config import ModelConfig
 from minillm.ops.cpu.attention import NO_TREE, scratch_size
 from minillm.ops.cpu.team import Team, new_sync
-from minillm.ops.paged_attention import AttentionPlan, plan
+from minillm.ops.paged_attention import AttentionPlan, make_plan
 
 LAYOUTS = {"": PagedKVCache, "int8": PagedInt8KVCache, "int4": PagedInt4KVCache}
 BLOCK_SIZE = 16
@@ -99,10 +99,11 @@ class Pools:
     def batches(self, tokens: int, context: int, copies: int) -> list[Batch]:
         """One step for each request, with its attention plan, as layers after the first find it."""
         length, s = context + tokens, self.setting
+        heads_per_kv = s.config.num_heads // s.config.num_kv_heads
         none, found = torch.empty(0), []
         for table in self.tables(length, copies).to(s.device):
             batch = Batch(none, none, none, table[None], [0, tokens], [length], BLOCK_SIZE)
-            batch.plans[(AttentionPlan, None)] = plan(batch, None, s.config.num_heads // s.config.num_kv_heads, s.dtype)
+            batch.plans[(AttentionPlan, None)] = make_plan(batch, None, heads_per_kv, s.dtype)
             found.append(batch)
         return found
 
