@@ -18,9 +18,9 @@ The systems, all of which must give the same tokens, in fp32:
   on, because a look-up in the request's own text costs almost nothing.
 - `vLLM CPU`, if the environment variable `MINILLM_VLLM_PYTHON` names an interpreter that has it.
 
-With `--shape` the same token ids go to a larger checkpoint with random weights. Only vLLM (bf16) and `minillm
-continuous` (fp32 activations; bf16, INT8 and W8A8 weights) run it. Then tokens may differ, and the result says how many
-do.
+With `--shape` the same token ids go to a larger checkpoint with random weights in bf16. Only vLLM (activations in bf16)
+and `minillm continuous` run it, the latter with activations in fp32, in bf16 (`bf16`), and with INT8 and W8A8 weights.
+Then tokens may differ, and the result says how many do.
 
 Two utilisations are computed from the trace. *Batch slots*: running requests, summed over the steps, divided by
 `max_num_seqs` · steps; once for the steps with a waiting request, and once for the whole run, at whose end only the
@@ -37,7 +37,7 @@ from typing import Any
 
 from minillm.bench.batch_transformers import Extra, Run, generate_batch, padded
 from minillm.bench.harness import Row, System, compare, peak_memory_of, result
-from minillm.bench.own_engine import DRAFT_FREE_METHODS, QUANTIZED
+from minillm.bench.own_engine import DRAFT_FREE_METHODS, DTYPES, QUANTIZED
 from minillm.bench.shapes import shape_folder
 from minillm.bench.systems import choose, draft_for
 from minillm.bench.vllm_peer import INTERPRETER, NO_VLLM, VllmPeer
@@ -80,6 +80,7 @@ BASELINES: dict[str, tuple[str, ...]] = {
 SHAPE_BASELINES: dict[str, tuple[str, ...]] = {
     VLLM: (),
     CONTINUOUS: (VLLM,),
+    f"{CONTINUOUS} bf16": (VLLM, CONTINUOUS),
     f"{CONTINUOUS} int8": (VLLM, CONTINUOUS),
     f"{CONTINUOUS} w8a8": (VLLM, CONTINUOUS),
 }
@@ -130,7 +131,7 @@ def run(
         "prompt_tokens": [len(ids) for ids in _prompts()],
         "new_tokens": output_lengths(),
         "sampling": "greedy",
-        "dtype": "bfloat16 weights; vLLM computes in bfloat16, minillm in float32" if shape else "float32",
+        "dtype": "bfloat16 weights; activations of vLLM and `bf16` in bfloat16" if shape else "float32",
         "not_tried": "padded batches of transformers with its preallocated cache",
         "device": "cpu",
         "threads": torch.get_num_threads(),
@@ -210,7 +211,7 @@ def _system(name: str, model: str) -> tuple[Run, Extra]:
 def _minillm(model: str, max_num_seqs: int, name: str) -> tuple[Run, Extra]:
     from minillm import LLM, SamplingParams
 
-    options: dict[str, Any] = {"max_num_seqs": max_num_seqs}
+    options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "dtype": "float32"}
     if name.endswith(DRAFTED):
         options["speculative_config"] = {
             "model": draft_for(model, None),
@@ -223,7 +224,9 @@ def _minillm(model: str, max_num_seqs: int, name: str) -> tuple[Run, Extra]:
         options["speculative_config"] = DRAFT_FREE_METHODS["suffix"]
     elif name.split()[-1] in QUANTIZED:
         options["quantization"] = name.split()[-1]
-    llm = LLM(model, dtype="float32", device="cpu", enable_prefix_caching=False, **options)
+    elif name.split()[-1] in DTYPES:
+        options["dtype"] = DTYPES[name.split()[-1]]
+    llm = LLM(model, device="cpu", enable_prefix_caching=False, **options)
     prompts = [{"prompt_token_ids": ids} for ids in _prompts()]
     params = [
         SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)

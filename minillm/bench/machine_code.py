@@ -57,7 +57,7 @@ def float_loop(name: str, rows: int, panels: int) -> Loop:
 
 
 def byte_loop(name: str, rows: int, panels: int) -> Loop:
-    """The inner loop of `register_tiles.tile_bytes` for the processor with LLVM name `name`."""
+    """The inner loop of `register_tiles.tile_dots` for the processor with LLVM name `name`."""
     return Loop(_longest_loop(_text(byte_product(name, rows, panels))))
 
 
@@ -74,10 +74,10 @@ def float_product(name: str, rows: int, panels: int, triple: str | None = None) 
 
 
 def byte_product(name: str, rows: int, panels: int, triple: str | None = None) -> Compiled:
-    """`register_tiles.tile_bytes`, compiled as in `float_product`."""
+    """`register_tiles.tile_dots`, compiled as in `float_product`."""
     u8, f32, intp, size = types.uint8[::1], types.float32[::1], types.intp, (types.literal(n) for n in (panels, rows))
-    kinds = [u8, intp, intp, u8, intp, intp, intp, f32, intp, intp, *size]
-    return _compiled(register_tiles.tile_bytes, kinds, name, triple or TARGETS[name])
+    kinds = [u8, intp, intp, u8, intp, intp, intp, f32, intp, intp, types.literal(False), *size]
+    return _compiled(register_tiles.tile_dots, kinds, name, triple or TARGETS[name])
 
 
 def _compiled(intrinsic: Any, kinds: list[Any], name: str, triple: str) -> Compiled:

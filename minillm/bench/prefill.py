@@ -26,6 +26,7 @@ BUNDLED: dict[str, tuple[str, ...]] = {
     "llama.cpp f32": (FP32,),
     "llama.cpp Q8_0": (FP32,),
     "minillm fp32": (FP32, "llama.cpp f32"),
+    "minillm bf16": (FP32, "llama.cpp f32"),
     "minillm int8": (FP32, "llama.cpp Q8_0"),
     "minillm w8a8": (FP32, "llama.cpp Q8_0"),
 }

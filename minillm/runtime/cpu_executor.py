@@ -24,7 +24,7 @@ from minillm.runtime.runner import ObservedStep
 
 Rows = tuple[np.ndarray | int, ...]
 FORMATS: dict[str, Callable[[Sequence[Tensor]], Rows]] = {
-    "float": lambda parts: (parts[0].numpy().reshape(-1),),
+    "float": lambda parts: (parts[0].numpy().reshape(-1) if parts[0].dtype == torch.float32 else bits_of(parts[0]),),
     "int8": lambda parts: (parts[0].numpy().reshape(-1), bits_of(parts[1])),
     "int4": lambda parts: (parts[0].numpy().reshape(-1), bits_of(parts[1]), bits_of(parts[2]), parts[1].shape[-1]),
     "two_level": lambda parts: (
@@ -51,9 +51,9 @@ def _unsupported_cache(cache: KVCache) -> str | None:
             f"the compiled step reads keys and values as {', '.join(FORMATS)}; "
             f"{type(cache).__name__} stores them in its own way"
         )
-    if rows.format == "float" and rows.keys[0].dtype != torch.float32:
+    if rows.format == "float" and rows.keys[0].dtype not in (torch.float32, torch.bfloat16):
         return (
-            "the compiled step reads keys and values in float32, "
+            "the compiled step reads keys and values in float32 or bfloat16, "
             f"{type(cache).__name__} stores them in {str(rows.keys[0].dtype)[6:]}"
         )
     if cache.ops != type(cache).ops:

@@ -30,11 +30,11 @@ from minillm.ops.cpu.matrix_fields import (
     SCALES,
 )
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, MAX_GROUP_SIZE, NIBBLES, pack_nibbles, panel_size
-from minillm.ops.cpu.panels import pack, pack_floats, pack_pairs, packed_columns
+from minillm.ops.cpu.panels import float_panel_size, pack, pack_bfloat_pairs, pack_floats, pack_pairs
 from minillm.ops.cpu.processor import processor
 from minillm.ops.cpu.register_tiles import has_byte_products
 from minillm.ops.cpu.rounding import codes_size
-from minillm.ops.cpu.simd import BFLOAT, BYTE_OFFSET, HALF, LANES, TWO_BYTES
+from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS, BYTE_OFFSET, HALF, LANES, TWO_BYTES
 from minillm.quantization.awq import AWQ
 from minillm.quantization.base import QuantizedLinear, Scheme
 from minillm.quantization.int4 import Int4
@@ -42,6 +42,7 @@ from minillm.quantization.int8 import Int8
 from minillm.quantization.packing import unpack
 from minillm.quantization.w8a8 import W8A8
 
+KINDS = {torch.float16: HALF, torch.bfloat16: BFLOAT}
 CACHE_LINE = 64
 PACKED_ROWS = 64 * LANES
 """Rows of a matrix that are packed at a time. Beside the result, packing needs memory only for a copy of these rows."""
@@ -57,9 +58,10 @@ def unsupported_model(model: Decoder) -> str | None:
         return f"the compiled step computes what Decoder does, and {type(model).__name__} does so in its own way"
     config = model.config
     weight = model.norm.weight  # has the compute dtype; matrices may be stored in fewer bits
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return (
-            f"the compiled step computes in float32 on a CPU, the model in {str(weight.dtype)[6:]} on {weight.device}"
+            "the compiled step runs models in float32 or bfloat16 on a CPU, and this one is in "
+            f"{str(weight.dtype)[6:]} on {weight.device}"
         )
     if config.hidden_size % LANES or config.intermediate_size % LANES or config.head_dim % (2 * LANES):
         return (
@@ -177,14 +179,17 @@ def _pack_matrices(model: Decoder, names: Sequence[str], matrices: np.ndarray, v
     Each matrix leaves the model as soon as it is packed, so that the model is never in memory twice.
     """
     linears = [model.get_submodule(name) for name in names]
-    cast = None if isinstance(linears[0], QuantizedLinear) else smallest_cast([m.weight for m in linears])
-    dtype = None if cast is None else cast(linears[0].weight[:1]).dtype
-    total = sum(_packed_size(m, dtype) for m in linears)
+    floats = (
+        None
+        if isinstance(linears[0], QuantizedLinear)
+        else FloatPacking([m.weight for m in linears], model.norm.weight.dtype)
+    )
+    total = sum(_packed_size(m, floats) for m in linears)
     flat, at = None, 0
     for name, matrix in zip(names, matrices, strict=True):
         linear = linears.pop(0)
         matrix[[PANEL, COLUMNS, OUTPUTS]] = at, linear.in_features, -(-linear.out_features // LANES) * LANES
-        pack_rows = _row_packer(linear, matrix, vectors) if cast is None else _float_row_packer(cast(linear.weight))
+        pack_rows = floats.row_packer(linear.weight) if floats else _row_packer(linear, matrix, vectors)
         if linear.bias is not None:
             matrix[BIAS] = vectors.add(linear.bias)
         for first in range(0, linear.out_features, PACKED_ROWS):
@@ -205,12 +210,34 @@ def empty_aligned(size: int, dtype: np.dtype[Any]) -> np.ndarray:
     return memory[first : first + size]
 
 
-def _packed_size(linear: nn.Linear | QuantizedLinear, floats: np.dtype[Any] | None) -> int:
-    """Numbers in the panels of a layer. `floats`: the stored dtype of a layer that is not quantised, else None."""
+class FloatPacking:
+    """How matrices that are not quantised are packed: for the activations of a float32 model in the fewest bits that
+    hold them exactly, for those of a bfloat16 model as bfloat16s."""
+
+    def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """`dtype`: that of the model."""
+        if dtype == torch.bfloat16:
+            self._cast, self._pack, self._kind = _cast_to(dtype), pack_bfloat_pairs, np.dtype(BFLOAT_PAIRS)
+        else:
+            self._cast, self._pack = smallest_cast(weights), pack_floats
+            self._kind = self._cast(weights[0][:1]).dtype
+
+    def row_packer(self, weight: Tensor) -> Callable[[slice], np.ndarray]:
+        """A function that packs some rows of `weight`."""
+        numbers = self._cast(weight)
+        return lambda rows: self._pack(numbers[rows])
+
+    def panel_size(self, columns: int) -> int:
+        """Numbers in a panel."""
+        return float_panel_size(columns, self._kind)
+
+
+def _packed_size(linear: nn.Linear | QuantizedLinear, floats: FloatPacking | None) -> int:
+    """Numbers in the panels of a layer. `floats`: None for a quantised layer."""
     panels, columns = -(-linear.out_features // LANES), linear.in_features
     if isinstance(linear, QuantizedLinear) and isinstance(linear.scheme, Int4):
         return panels * panel_size.py_func(columns, linear.scheme.group_size)
-    return panels * (columns if floats is None else packed_columns(columns, floats)) * LANES
+    return panels * (columns * LANES if floats is None else floats.panel_size(columns))
 
 
 def _row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: Vectors) -> Callable[[slice], np.ndarray]:
@@ -229,10 +256,6 @@ def _row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: Vectors) -
     if has_byte_products():
         return lambda rows: pack_pairs(codes[rows], TWO_BYTES)
     return lambda rows: pack(codes[rows])
-
-
-def _float_row_packer(weight: np.ndarray) -> Callable[[slice], np.ndarray]:
-    return lambda rows: pack_floats(weight[rows])
 
 
 def _group_row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: Vectors) -> Callable[[slice], np.ndarray]:
@@ -256,11 +279,14 @@ def _group_row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: Vect
 def smallest_cast(weights: Sequence[Tensor]) -> Callable[[Tensor], np.ndarray]:
     """A function that casts each of these weights to the smallest float type that holds all of them exactly: a 16-bit
     one if the checkpoint was in 16 bits."""
-    kinds = {torch.float16: HALF, torch.bfloat16: BFLOAT}
-    for dtype in sorted(kinds, key=lambda kind: kind != weights[0].dtype):  # their own dtype first
+    for dtype in sorted(KINDS, key=lambda kind: kind != weights[0].dtype):  # their own dtype first
         if all(w.dtype == dtype or torch.equal(w.detach().to(dtype).float(), w.detach().float()) for w in weights):
-            return lambda w, dtype=dtype: bits_of(w.detach().to(dtype)).view(kinds[dtype]).reshape(w.shape)
+            return _cast_to(dtype)
     return lambda w: w.detach().float().numpy()
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], np.ndarray]:
+    return lambda w: bits_of(w.detach().to(dtype)).view(KINDS[dtype]).reshape(w.shape)
 
 
 def bits_of(x: Tensor) -> np.ndarray:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minillm import LLM, SamplingParams
 from minillm.engine import assembly
 from minillm.models.loading import load_model, save_llama
-from minillm.ops.cpu.simd import BFLOAT
+from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS
 from minillm.ops.paged_attention import paged_attention
 from minillm.quantization.base import QuantizedLinear
 from minillm.quantization.int8 import Int8
@@ -109,9 +109,12 @@ def test_where_nothing_is_compiled_the_engine_computes_in_float32(
 
 def test_bfloat16_that_is_asked_for_is_what_is_computed_in(folders: dict[str, Path]) -> None:
     for runner in runners(make(folders, "bfloat16", dtype="bfloat16")):
+        assert isinstance(runner.executor, CpuExecutor)
+        assert runner.executor.packed.weights.dtype == BFLOAT_PAIRS  # for activations in bfloat16
+        assert runner.cache.keys.dtype == torch.bfloat16
+    for runner in runners(make(folders, "bfloat16", dtype="bfloat16", enforce_eager=True)):
         assert runner.executor is None
         assert {parameter.dtype for parameter in runner.model.parameters()} == {torch.bfloat16}
-        assert runner.cache.keys.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "w8a8"])

@@ -99,11 +99,19 @@ def test_a_draft_of_fewer_bits_changes_nothing(expected: list[list[int]]) -> Non
     assert tokens_of(llm, prompts()) == expected
 
 
-@pytest.mark.parametrize(("weights", "cache"), [("w8a8", "auto"), ("int8", "int8"), ("int4", "auto")])
-def test_rounded_numbers_give_the_same_tokens_alone_in_company_and_drafted(weights: str, cache: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "w8a8"},
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
+        {"quantization": "int4"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_rounded_numbers_give_the_same_tokens_alone_in_company_and_drafted(options: dict[str, str]) -> None:
     # Only the compiled step promises this: there a token is the same to the last bit whatever runs beside it.
     texts = prompts()[:16]
-    options = {"quantization": weights, "kv_cache_dtype": cache}
     together = tokens_of(LLM("minicoder", **options), texts)
     alone = LLM("minicoder", block_size=8, enable_prefix_caching=False, **options)
     assert alone.engine.runner.executor is not None

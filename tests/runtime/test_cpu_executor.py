@@ -71,7 +71,7 @@ def random_model(config: ModelConfig, seed: int = 0) -> Decoder:
 def runner_of(model: Decoder, layout: type[KVCache] = PagedKVCache, fast: bool = True) -> ModelRunner:
     """A runner with its own cache, filled with NaN, and a copy of the model, because an executor empties the model."""
     model = deepcopy(model)
-    cache = layout(model.config, BLOCKS, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    cache = layout(model.config, BLOCKS, BLOCK_SIZE, model.norm.weight.dtype, torch.device("cpu"))
     for pool in (cache.keys, cache.values) if layout is PagedKVCache else ():
         pool.fill_(torch.nan)
     runner = ModelRunner(model, cache, BLOCK_SIZE)
@@ -103,6 +103,46 @@ def test_every_architecture_gives_the_logits_of_plain_pytorch(shape: str) -> Non
     assert relative(outputs(runner_of(model)), outputs(runner_of(model, fast=False))) < 1e-5
 
 
+def rounded(model: Decoder) -> tuple[Decoder, Decoder]:
+    """The model in bfloat16, and with the same rounded weights in float32."""
+    model = model.bfloat16()
+    return model, deepcopy(model).float()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_bfloat_model_is_nearer_to_float32_than_plain_pytorch_in_bfloat(shape: str) -> None:
+    """Both round activations before products; PyTorch also rounds the results, the residual stream and the norms."""
+    model, exact = rounded(random_model(SHAPES[shape]))
+    right = outputs(runner_of(exact, fast=False))
+    got, plain = outputs(runner_of(model)), outputs(runner_of(model, fast=False)).float()
+    assert 1e-4 < relative(got, right) < 0.02
+    assert relative(got, right) < relative(plain, right)
+
+
+@pytest.mark.parametrize("layout", CACHES)
+def test_every_cache_beside_a_bfloat_model_gives_nearly_its_logits_in_float32(layout: type[KVCache]) -> None:
+    model, exact = rounded(random_model(PLAIN))
+    right = outputs(runner_of(exact, layout, fast=False))
+    lost = relative(right, outputs(runner_of(exact, fast=False)))  # by the cache alone
+    assert relative(outputs(runner_of(model, layout)), right) < 0.02 + lost
+
+
+@pytest.mark.parametrize("scheme", [Int8(), *GROUPED, W8A8()], ids=str)
+def test_quantised_weights_in_a_bfloat_model_give_nearly_their_logits_in_float32(scheme: Scheme) -> None:
+    model = quantized(scheme, dtype=torch.bfloat16)
+    got, plain = outputs(runner_of(model)), outputs(runner_of(model, fast=False)).float()
+    assert relative(got, plain) < 0.03
+
+
+def test_a_bfloat_model_gives_the_same_bits_for_a_request_alone_in_a_batch_and_in_chunks() -> None:
+    model, _ = rounded(random_model(PLAIN))
+    together = outputs(runner_of(model))
+    alone, whole = runner_of(model), runner_of(model)
+    separate = [alone.run([segment]) for step in steps() for segment in step]
+    assert torch.equal(torch.cat(separate), together)
+    assert torch.equal(whole.run([Segment(OTHER, 0, OTHERS_TABLE, 3)]), together[3:6])
+
+
 @pytest.mark.parametrize("layout", CACHES[1:])
 def test_quantised_caches_give_the_logits_of_plain_pytorch(layout: type[KVCache]) -> None:
     # Only numbers on the border between two codes may differ: they may be rounded to either.
@@ -112,9 +152,10 @@ def test_quantised_caches_give_the_logits_of_plain_pytorch(layout: type[KVCache]
     assert relative(got, right) < 0.2 * relative(right, exact)
 
 
-def quantized(scheme: Scheme, config: ModelConfig = PLAIN) -> Decoder:
+def quantized(scheme: Scheme, config: ModelConfig = PLAIN, dtype: torch.dtype = torch.float32) -> Decoder:
     """A random model with weights of this scheme, quantised with random calibration statistics."""
-    model = random_model(config)
+    model = random_model(config).to(dtype)
+    torch.manual_seed(1)
 
     def statistics(weight: torch.Tensor) -> LayerStatistics:
         columns = weight.shape[1]
@@ -333,7 +374,8 @@ def test_unsupported_models_and_caches_are_refused_with_the_reason() -> None:
 
     assert reason() is None
     assert "head size 20" in reason(replace(PLAIN, head_dim=20))
-    assert "bfloat16" in reason(dtype=torch.bfloat16)
+    assert reason(dtype=torch.bfloat16) is None
+    assert "float16" in reason(dtype=torch.float16)
     assert "ContiguousKVCache" in reason(layout=ContiguousKVCache)
     assert "groups of 8" in reason(layout=PagedInt4KVCache, group_size=8)
     assert "not squeezellm" in reason(model=quantized(SqueezeLLM()))

@@ -23,7 +23,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from minillm.ops.cpu.register_tiles import loop_in_registers
+from minillm.ops.cpu.register_tiles import even_and_odd, loop_in_registers
 from minillm.ops.cpu.simd import FLOATS, I8, I16, I32, I64, INTS, LANES, address, call, read, repeat
 
 ROWS, ROW_BYTES = 16, 64
@@ -32,7 +32,8 @@ TILE_BYTES = ROWS * ROW_BYTES
 DEPTH = 32
 """Columns of A, rows of B, that one instruction sums over."""
 PARTS = 3
-"""Tiles of A that are multiplied by the same tile of B: a float32 is the sum of three bfloat16s."""
+"""Tiles of A that are multiplied by the same tile of B for exact products: a float32 is the sum of three bfloat16s. One
+tile of A is enough for numbers that were rounded to bfloat16."""
 SUMS, B, A = range(4), range(4, 6), range(6, 8)
 """The tile registers."""
 CONFIG_BYTES, COLUMNS_AT, ROWS_AT = 64, 16, 48
@@ -131,17 +132,18 @@ def _registers(groups: int, panels: int) -> dict[int, tuple[int, int]]:
 
 @intrinsic(prefer_literal=True)
 def add_tiles(
-    typing: Any, w: Any, w_at: Any, panel: Any, x: Any, x_at: Any, group: Any, steps: Any, groups: Any, panels: Any
-) -> Any:
+    typing: Any, w: Any, w_at: Any, panel: Any, x: Any, x_at: Any, group: Any, steps: Any, parts: Any, groups: Any,
+    panels: Any,
+) -> Any:  # fmt: skip
     """sums += A · B over `steps` times `DEPTH` columns, for one group of rows and up to four panels, or for two groups
-    and two panels (literal numbers).
+    and two panels; `parts`, `groups` and `panels` are literal.
 
     B: panel p's tiles begin at `w[w_at + p · panel]`, one after the other. A: group g's tiles begin at the byte
-    `x[x_at + g · group]`, for each step one tile per part (`PARTS`). Each sum goes through steps, then parts, in order.
+    `x[x_at + g · group]`, for each step one tile per part. Each sum goes through steps, then parts, in order.
     """
     if not isinstance(panels, types.IntegerLiteral):
         return None
-    g_count, p_count = groups.literal_value, panels.literal_value
+    part_count, g_count, p_count = parts.literal_value, groups.literal_value, panels.literal_value
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         row_bytes = ir.Constant(I64, ROW_BYTES)
@@ -163,8 +165,8 @@ def add_tiles(
                 pair = list(zip(range(first, min(first + len(B), p_count)), B, strict=False))
                 for p, b in pair:
                     load_tile(b, b_starts[p], loop.index)
-                for part in range(PARTS):
-                    number = builder.add(builder.mul(loop.index, ir.Constant(I64, PARTS)), ir.Constant(I64, part))
+                for part in range(part_count):
+                    number = builder.add(builder.mul(loop.index, ir.Constant(I64, part_count)), ir.Constant(I64, part))
                     for g in range(g_count):
                         a = A[g] if g_count == len(A) else A[part % len(A)]
                         load_tile(a, a_starts[g], number)
@@ -174,21 +176,22 @@ def add_tiles(
         return context.get_dummy_value()
 
     intp = types.intp
-    return types.void(w, intp, intp, x, intp, intp, intp, groups, panels), code
+    return types.void(w, intp, intp, x, intp, intp, intp, parts, groups, panels), code
 
 
 @intrinsic(prefer_literal=True)
 def add_row(
-    typing: Any, w: Any, w_at: Any, panel: Any, x: Any, x_at: Any, steps: Any, y: Any, y_at: Any, panels: Any
-) -> Any:
+    typing: Any, w: Any, w_at: Any, panel: Any, x: Any, x_at: Any, steps: Any, y: Any, y_at: Any, parts: Any,
+    panels: Any,
+) -> Any:  # fmt: skip
     """As `add_tiles` for one row, with the same bits, in vectors of sixteen: y += A · B over `steps` times `DEPTH`
-    columns, sixteen floats for each of a literal number of panels. `x[x_at]`: the row in its first tile.
+    columns, sixteen floats for each panel; `parts` and `panels` are literal. `x[x_at]`: the row in its first tile.
 
     Each tile instruction becomes two sums per output, of even and of odd columns, which start from zero.
     """
     if not isinstance(panels, types.IntegerLiteral):
         return None
-    count = panels.literal_value
+    part_count, count = parts.literal_value, panels.literal_value
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         b_starts = [
@@ -200,40 +203,35 @@ def add_row(
             address(context, builder, y, args[6], builder.add(args[7], ir.Constant(I64, LANES * p)), FLOATS)
             for p in range(count)
         ]
-        zero, upper = ir.Constant(FLOATS, [0.0] * LANES), ir.Constant(INTS, [0xFFFF0000] * LANES)
-
-        def even_and_odd(pair: Any) -> tuple[Any, Any]:
-            """The two bfloat16s of each lane, as floats."""
-            even = builder.shl(pair, ir.Constant(INTS, [16] * LANES))
-            return builder.bitcast(even, FLOATS), builder.bitcast(builder.and_(pair, upper), FLOATS)
+        zero = ir.Constant(FLOATS, [0.0] * LANES)
 
         with cgutils.for_range(builder, args[5], intp=I64) as loop:
             first_row = builder.mul(loop.index, ir.Constant(I64, ROWS))
-            first_part = builder.mul(loop.index, ir.Constant(I64, PARTS * TILE_BYTES // 4))
+            first_part = builder.mul(loop.index, ir.Constant(I64, part_count * TILE_BYTES // 4))
 
             def body(k: Any, sums: list[Any]) -> list[Any]:
                 numbers = []
-                for part in range(PARTS):
+                for part in range(part_count):
                     at = builder.add(builder.add(first_part, k), ir.Constant(I64, part * TILE_BYTES // 4))
-                    numbers += even_and_odd(repeat(builder, read(builder, builder.gep(a_start, [at])), INTS))
+                    numbers += even_and_odd(builder, repeat(builder, read(builder, builder.gep(a_start, [at])), INTS))
                 new = []
                 for start in b_starts:
-                    weights = even_and_odd(read(builder, builder.gep(start, [builder.add(first_row, k)])))
+                    weights = even_and_odd(builder, read(builder, builder.gep(start, [builder.add(first_row, k)])))
                     for i, number in enumerate(numbers):
                         operands = (weights[i % 2], number, sums[len(new)])
                         new.append(call(builder, "llvm.fma.v16f32", FLOATS, *operands))
                 return new
 
-            ended = loop_in_registers(builder, ir.Constant(I64, ROWS), [zero] * (2 * PARTS * count), body)
+            ended = loop_in_registers(builder, ir.Constant(I64, ROWS), [zero] * (2 * part_count * count), body)
             for p, pointer in enumerate(out):
                 total = read(builder, pointer)
-                for i in range(2 * PARTS * p, 2 * PARTS * (p + 1), 2):
+                for i in range(2 * part_count * p, 2 * part_count * (p + 1), 2):
                     total = builder.fadd(total, builder.fadd(ended[i], ended[i + 1]))
                 builder.store(total, pointer).align = 1
         return context.get_dummy_value()
 
     intp = types.intp
-    return types.void(w, intp, intp, x, intp, intp, y, intp, panels), code
+    return types.void(w, intp, intp, x, intp, intp, y, intp, parts, panels), code
 
 
 def _cut(builder: ir.IRBuilder, floats: Any) -> tuple[Any, Any]:

@@ -11,6 +11,8 @@ A **key block** is `KEY_BLOCK` positions. The softmax goes block by block (`soft
 and L2 caches. Key blocks that no row of the task may see are skipped. Key blocks begin at fixed positions, and each row
 is summed in the order of positions, so its result does not depend on the other rows of the task.
 
+Keys and values in bfloat16 are multiplied as pairs (`attention_pairs.py`).
+
 Bytes moved: 2 · positions · (bytes of a row), once per task. PyTorch gathers keys and values first.
 """
 
@@ -22,10 +24,11 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from minillm.ops.cpu.attention_pairs import add_pair_rows, interleave_rows, pair_tiles
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.kv_rows import read_row
 from minillm.ops.cpu.panels import tiles
-from minillm.ops.cpu.simd import LANES, load, no_inline, splat, store, transpose
+from minillm.ops.cpu.simd import LANES, load, no_inline, splat, store, store_bfloats, transpose
 from minillm.ops.cpu.softmax import NEGATIVE_INFINITY, finish_row, softmax_block, start_row
 
 TASK_ROWS = 96
@@ -38,6 +41,8 @@ MASK = 1
 """Column of `tree`: which new tokens of its request a token sees, bit i for the i-th; -1: all up to itself."""
 NO_TREE = np.empty((0, 2), np.int64)
 """`tree` of a step without draft trees: the new tokens of each request are a chain."""
+BFLOATS = types.uint16
+"""numba type of a pool of bfloat16s."""
 KEY_GROUPS = 4
 """Groups of sixteen keys that one tile scores. With few rows too, it then has enough independent sums to hide the
 latency of a multiply-add."""
@@ -103,7 +108,7 @@ def _task(
     for r in range(rows):
         place = heads_at + (token + (first + r) // group) * heads_row + (head * group + (first + r) % group) * head_dim
         for i in range(0, head_dim, LANES):
-            store(scratch, queries + r * head_dim + i, load(heads, place + i) * scale)
+            _store_query(keys, scratch, queries + r * head_dim, i, load(heads, place + i) * scale)
         start_row(scratch, at + r, scratch, sums + r * size, head_dim)
     for position in range(low, high, KEY_BLOCK):
         num_keys = min(KEY_BLOCK, high - position)
@@ -155,36 +160,49 @@ def _score(
 ):  # fmt: skip
     """Compute the scores of `count` keys, from `position` on, for all rows."""
     (pool,) = _row_array(keys, block_size, scratch)
-    transposed, step = spare + LANES * head_dim, LANES * head_dim
+    size = _row_size(keys, head_dim)
+    transposed, step = spare + LANES * size, LANES * size
     for j in range(0, count, KEY_GROUPS * LANES):
         groups = KEY_GROUPS if count - j > (KEY_GROUPS - 1) * LANES else (count - j + LANES - 1) // LANES
         for g in range(groups):
             key = j + g * LANES
             source, row, _ = _find_rows(
                 keys, position + key, min(LANES, count - key), tables, table, block_size, layer_row, num_kv_heads,
-                head, head_dim, scratch, spare,
+                head, size, scratch, spare,
             )  # fmt: skip
-            for i in range(0, head_dim, LANES):
+            for i in range(0, size, LANES):
                 transpose(pool, source + i, row, scratch, transposed + g * step + i * LANES)
         if groups == KEY_GROUPS:
-            tiles(
-                scratch, transposed, step, LANES, scratch, queries, head_dim, head_dim, scratch, scores + j, KEY_BLOCK,
-                rows, False, 4,
-            )  # fmt: skip
+            _score_tiles(keys, transposed, step, scratch, queries, head_dim, scores + j, rows, 4)
         else:
             for g in range(groups):
-                tiles(
-                    scratch, transposed + g * step, step, LANES, scratch, queries, head_dim, head_dim, scratch,
-                    scores + j + g * LANES, KEY_BLOCK, rows, False, 1,
-                )  # fmt: skip
+                at = transposed + g * step
+                _score_tiles(keys, at, step, scratch, queries, head_dim, scores + j + g * LANES, rows, 1)
 
 
-@njit(**OPTIONS)
+def _store_query(keys, scratch, at, i, query):
+    """Store sixteen numbers of a query row that begins at `scratch[at]`, from its column i on."""
+    raise NotImplementedError
+
+
+def _score_tiles(keys, transposed, step, scratch, queries, head_dim, scores, rows, groups):
+    """Compute the scores of a literal number of groups of sixteen transposed keys, which lie `step` floats apart."""
+    raise NotImplementedError
+
+
 def _add_values(
     position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
     weights, rows, sums,
 ):  # fmt: skip
     """Add `count` weighted values, from `position` on, to the sums of all rows."""
+    raise NotImplementedError
+
+
+@njit(**OPTIONS)
+def _add_float_values(
+    position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
+    weights, rows, sums,
+):  # fmt: skip
     if rows > TILE_ROWS:  # every tile reads the values: copied side by side they fit into the L1 cache
         for j in range(0, count, LANES):
             _copy_sixteen(
@@ -205,6 +223,24 @@ def _add_values(
 
 
 @njit(**OPTIONS)
+def _add_bfloat_values(
+    position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
+    weights, rows, sums,
+):  # fmt: skip
+    (pool,) = _row_array(values, block_size, scratch)
+    size, copies = _row_size(values, head_dim), spare + KEY_BLOCK // 2 * head_dim
+    j = 0
+    while j < count:
+        source, row, here = _find_rows(
+            values, position + j, count - j, tables, table, block_size, layer_row, num_kv_heads, head, size, scratch,
+            copies,
+        )  # fmt: skip
+        interleave_rows(pool, source, row, here, size, scratch, spare, j // 2, KEY_BLOCK // 2)
+        j += here
+    add_pair_rows(scratch, spare, head_dim, count, weights, KEY_BLOCK, rows, sums)
+
+
+@njit(**OPTIONS)
 def _add_rows(values, at, row, count, head_dim, scratch, weights, rows, sums):
     """Add `count` weighted values, which lie `row` numbers apart, to the sums of all rows."""
     size = head_dim + LANES
@@ -220,13 +256,19 @@ def _add_rows(values, at, row, count, head_dim, scratch, weights, rows, sums):
 
 
 def _row_array(pool, block_size, spare):
-    """The array in which `_find_rows` finds rows, as a tuple of one. Floats are read in the pool; codes, and floats
-    whose block size is no multiple of sixteen, are copied to `spare`."""
+    """The array in which `_find_rows` finds rows, as a tuple of one. Floats and pairs of bfloat16s stay in the pool;
+    codes, and rows whose block size is no multiple of sixteen, are copied to `spare`."""
     raise NotImplementedError
 
 
-def _find_rows(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at):
-    """Rows j, j + 1, … of a request as floats: (index of the first, distance from one to the next, number of rows).
+def _row_size(pool, head_dim):
+    """Numbers of 32 bits in a row that `_find_rows` finds: a float, or a pair of bfloat16s."""
+    raise NotImplementedError
+
+
+def _find_rows(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at):
+    """Rows j, j + 1, … of a request, `size` floats or pairs each: (index of the first, distance from one to the next,
+    number of rows).
 
     The number is at most `most` and at least min(`most`, 16). `spare[spare_at]`: room for sixteen rows.
     """
@@ -267,14 +309,71 @@ def _find_floats(
 def _typed_row_array(pool, block_size, spare):
     if pool[0].dtype == types.float32:
         return lambda pool, block_size, spare: (spare,) if block_size % LANES else (pool[0],)
+    if pool[0].dtype == BFLOATS:
+        return lambda pool, block_size, spare: (spare,) if block_size % LANES else (pool[0].view(np.float32),)
     return lambda pool, block_size, spare: (spare,)
 
 
+@overload(_row_size, jit_options=OPTIONS)
+def _typed_row_size(pool, head_dim):
+    return (lambda pool, head_dim: head_dim // 2) if pool[0].dtype == BFLOATS else lambda pool, head_dim: head_dim
+
+
 @overload(_find_rows, jit_options=OPTIONS)
-def _typed_find_rows(
-    pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at
-):
+def _typed_find_rows(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at):
+    if pool[0].dtype == BFLOATS:
+        return lambda pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at: (
+            _find_floats(
+                (pool[0].view(np.float32),), j, most, tables, table, block_size, layer_row, num_kv_heads, head, size,
+                spare, spare_at,
+            )
+        )  # fmt: skip
     find = _find_floats if pool[0].dtype == types.float32 else _copy_sixteen
-    return lambda pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at: (
-        find(pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, spare, spare_at)
+    return lambda pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at: find(
+        pool, j, most, tables, table, block_size, layer_row, num_kv_heads, head, size, spare, spare_at
     )
+
+
+@overload(_store_query, jit_options=OPTIONS)
+def _typed_store_query(keys, scratch, at, i, query):
+    if keys[0].dtype == BFLOATS:
+        return lambda keys, scratch, at, i, query: store_bfloats(scratch, at + i // 2, query)
+    return lambda keys, scratch, at, i, query: store(scratch, at + i, query)
+
+
+@overload(_score_tiles, jit_options=OPTIONS, prefer_literal=True)
+def _typed_score_tiles(keys, transposed, step, scratch, queries, head_dim, scores, rows, groups):
+    if keys[0].dtype == BFLOATS:
+
+        def score(keys, transposed, step, scratch, queries, head_dim, scores, rows, groups):
+            pair_tiles(
+                scratch, transposed, step, queries, head_dim, head_dim // 2, scores, KEY_BLOCK, rows, False, groups
+            )
+    else:
+
+        def score(keys, transposed, step, scratch, queries, head_dim, scores, rows, groups):
+            tiles(
+                scratch, transposed, step, LANES, scratch, queries, head_dim, head_dim, scratch, scores, KEY_BLOCK,
+                rows, False, groups,
+            )  # fmt: skip
+
+    return score
+
+
+@overload(_add_values, jit_options=OPTIONS)
+def _typed_add_values(
+    position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
+    weights, rows, sums,
+):  # fmt: skip
+    add = _add_bfloat_values if values[0].dtype == BFLOATS else _add_float_values
+
+    def add_values(
+        position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch, spare,
+        weights, rows, sums,
+    ):  # fmt: skip
+        add(
+            position, count, values, tables, table, block_size, layer_row, num_kv_heads, head, head_dim, scratch,
+            spare, weights, rows, sums,
+        )  # fmt: skip
+
+    return add_values

@@ -2,7 +2,7 @@
 
 `rows` is a tuple of flat arrays, one per field. Their number and dtypes identify the layout:
 
-    float32                                        PagedKVCache
+    float32, or the bits of bfloat16s (uint16)     PagedKVCache
     int8 codes, bfloat16 scale                     PagedInt8KVCache     x̂ = code · s
     packed uint8 codes, float16 scales and zeros   PagedInt4KVCache     x̂ = code · s + zero, per group
     the same and packed uint8 lower codes          PagedTwoLevelKVCache x̂ = (code + lower / 16) · s + zero, per group
@@ -33,6 +33,7 @@ from minillm.ops.cpu.simd import (
     smallest,
     splat,
     store,
+    store_bfloats,
     store_bytes,
     store_nibbles,
 )
@@ -59,6 +60,12 @@ def read_row(rows, at, out, out_at, size):
 def _write_floats(rows, at, x, x_at, size):
     for i in range(0, size, LANES):
         store(rows[0], at * size + i, load(x, x_at + i))
+
+
+@njit(**OPTIONS)
+def _write_bfloats(rows, at, x, x_at, size):
+    for i in range(0, size, LANES):
+        store_bfloats(rows[0], at * size + i, load(x, x_at + i))
 
 
 @njit(**OPTIONS)
@@ -162,12 +169,14 @@ def _read_two_level(rows, at, out, out_at, size):
 
 WRITERS = {
     (types.float32, 1): _write_floats,
+    (types.uint16, 1): _write_bfloats,
     (types.int8, 2): _write_int8,
     (types.uint8, 4): _write_int4,
     (types.uint8, 5): _write_two_level,
 }
 READERS = {
     (types.float32, 1): _read_floats,
+    (types.uint16, 1): _read_floats,
     (types.int8, 2): _read_int8,
     (types.uint8, 4): _read_int4,
     (types.uint8, 5): _read_two_level,

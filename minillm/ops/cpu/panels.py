@@ -12,14 +12,17 @@ one with four. Weights are stored in the fewest bits that hold them exactly: a c
 is multiplied in fp32, which halves the bytes and changes no bit of the result.
 
 INT8 weights are multiplied as bytes where the processor can (VNNI on x86, dot products on ARM): 220 G multiply-adds a
-second with AVX-512. Four columns lie together, as `tile_bytes` needs them, and activations are first rounded to bytes:
+second with AVX-512. Four columns lie together, as `tile_dots` needs them, and activations are first rounded to bytes:
 one per number (`ONE_BYTE`: W8A8), or two, a high and a low byte (`TWO_BYTES`). The error of two bytes is at most
 1/65,000 of the largest number of the row; for that number bfloat16's is a hundred times as large, float32's smaller.
 Two bytes are two rows: twice the arithmetic of W8A8 for the same bytes of weights, and half the time of casting the
 weights to floats and multiplying those, which is what other processors do.
 
-INT4 weights in groups have panels of their own, 4.25 bits a weight (`nibbles.py`), and so do bfloat16 weights where the
-processor has AMX (`amx_products.py`).
+In a model of dtype bfloat16 activations are rounded to bfloat16 before each product, and two columns lie together
+(`BFLOAT_PAIRS`). One instruction of AVX512_BF16 multiplies 32 pairs: 115 G multiply-adds a second on the same core.
+
+INT4 weights in groups have panels of their own, 4.25 bits a weight (`nibbles.py`). Where the processor has AMX, it
+multiplies the bfloat16s of both kinds (`amx_products.py`).
 """
 
 from __future__ import annotations
@@ -29,23 +32,34 @@ from numba import njit, types
 from numba.extending import overload
 from numba.np.numpy_support import from_dtype as numba_type
 
-from minillm.ops.cpu.amx import DEPTH
+from minillm.ops.cpu.amx import DEPTH, PARTS
 from minillm.ops.cpu.amx_products import AMX_SUMS_SIZE, multiply_tiles, pack_tiles, tiled_panel_size
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.matrix_fields import BIAS, CODE_SUMS, COLUMNS, GROUP, NONE, PANEL, SCALES
 from minillm.ops.cpu.nibbles import float_nibble_tiles, nibble_tiles, panel_size, row_size
 from minillm.ops.cpu.processor import has_amx, processor
-from minillm.ops.cpu.register_tiles import FITS_ALL, tile, tile_bytes
-from minillm.ops.cpu.simd import LANES, ONE_BYTE, fma, load, load_scalar, load_sums, no_inline, splat, store
+from minillm.ops.cpu.register_tiles import FITS_ALL, tile, tile_dots
+from minillm.ops.cpu.simd import (
+    BFLOAT_PAIRS,
+    LANES,
+    ONE_BYTE,
+    fma,
+    load,
+    load_scalar,
+    load_sums,
+    no_inline,
+    splat,
+    store,
+)
 
 PANELS = 4
 """Panels that one tile multiplies, if as many are left; otherwise it multiplies one."""
-BYTE_ROWS = 4 if processor().byte_products == "vpmaddwd" else 6
-"""Rows of the largest tile of bytes. `vpmaddwd` leaves fewer registers: even and odd bytes need their own."""
+DOT_ROWS = 4 if processor().byte_products == "vpmaddwd" else 6
+"""Rows of the largest tile of bytes or pairs. `vpmaddwd` leaves fewer registers: even and odd bytes need their own."""
 CHUNK = 48
 """Rows of x that are multiplied by all panels before the next rows: they stay in the L2 cache."""
-TILED = (types.uint16,) if has_amx() else ()
-"""numba types of the weights that AMX tiles multiply."""
+TILED = (types.uint16, types.uint64) if has_amx() else ()
+"""numba types of the weights that AMX tiles multiply: `BFLOAT` and `BFLOAT_PAIRS`."""
 SUMS_SIZE = max(2 * CHUNK * LANES * PANELS, AMX_SUMS_SIZE if TILED else 0)
 """Floats of scratch memory that `multiply` needs."""
 BYTE = np.float32(256)
@@ -61,7 +75,7 @@ def pack(weight: np.ndarray) -> np.ndarray:
 
 
 def pack_pairs(codes: np.ndarray, kind: type = ONE_BYTE) -> np.ndarray:
-    """`[out, in]` int8, `in` a multiple of 4 → panels for `tile_bytes`, flat. `kind`: `ONE_BYTE` or `TWO_BYTES`."""
+    """`[out, in]` int8, `in` a multiple of 4 → panels for `tile_dots`, flat. `kind`: `ONE_BYTE` or `TWO_BYTES`."""
     out, columns = codes.shape
     padded = np.zeros((-(-out // LANES) * LANES, columns), np.int8)
     padded[:out] = codes
@@ -74,9 +88,28 @@ def pack_floats(weight: np.ndarray) -> np.ndarray:
     return pack_tiles(weight) if numba_type(weight.dtype) in TILED else pack(weight)
 
 
-def packed_columns(columns: int, kind: np.dtype) -> int:
-    """The number of columns after `pack_floats`, padding included."""
-    return -(-columns // DEPTH) * DEPTH if numba_type(kind) in TILED else columns
+def pack_bfloat_pairs(bits: np.ndarray) -> np.ndarray:
+    """`[out, in]`, the bits of bfloat16s (uint16) → panels of `BFLOAT_PAIRS`, flat, in the order of AMX's tiles."""
+    return pack_tiles(bits).view(BFLOAT_PAIRS)
+
+
+def float_panel_size(columns: int, kind: np.dtype) -> int:
+    """Numbers in a panel of `pack_floats` or `pack_bfloat_pairs`, padding included."""
+    if kind == BFLOAT_PAIRS:
+        return int(_pairs_panel_size.py_func(columns))
+    return int(tiled_panel_size.py_func(columns)) if numba_type(kind) in TILED else columns * LANES
+
+
+@njit(**OPTIONS)
+def pairs_row_size(columns):
+    """Bytes of a row of x for `BFLOAT_PAIRS`, padded as their panels are."""
+    return -(-columns // DEPTH) * DEPTH * 2
+
+
+@njit(**OPTIONS)
+def _pairs_panel_size(columns):
+    """Numbers of 64 bits in a panel of `BFLOAT_PAIRS`."""
+    return -(-columns // DEPTH) * DEPTH * LANES // 4
 
 
 @njit(**OPTIONS)
@@ -117,43 +150,43 @@ def narrow_tiles(w, w_at, panel, step, x, x_at, x_row, length, y, y_at, y_row, r
 
 
 @njit(**OPTIONS)
-def wide_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
-    """`tile_bytes` for any number of rows; `panels` is literal."""
+def wide_dot_tiles(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
+    """`tile_dots` for any number of rows; `add` and `panels` are literal."""
     no_inline()
     r = 0
-    while rows - r >= BYTE_ROWS:
+    while rows - r >= DOT_ROWS:
         at, y_r = x_at + r * x_row, y_at + r * y_row
-        tile_bytes(w, w_at, panel, x, at, x_row, fours, y, y_r, y_row, panels, BYTE_ROWS)
-        r += BYTE_ROWS
+        tile_dots(w, w_at, panel, x, at, x_row, length, y, y_r, y_row, add, panels, DOT_ROWS)
+        r += DOT_ROWS
     left = rows - r
     x_at, y_at = x_at + r * x_row, y_at + r * y_row
     if left == 1:
-        tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 1)
+        tile_dots(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, add, panels, 1)
     elif left == 2:
-        tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 2)
+        tile_dots(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, add, panels, 2)
     elif left == 3:
-        tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 3)
+        tile_dots(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, add, panels, 3)
     elif left == 4:
-        tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 4)
+        tile_dots(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, add, panels, 4)
     elif left == 5:
-        tile_bytes(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, panels, 5)
+        tile_dots(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, add, panels, 5)
 
 
 @njit(**OPTIONS)
-def narrow_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels):
-    """As `wide_byte_tiles`, for few registers: a tile has at most six sums."""
+def narrow_dot_tiles(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels):
+    """As `wide_dot_tiles`, for few registers: a tile has at most six sums."""
     if panels == 1 or rows == 1:
-        wide_byte_tiles(w, w_at, panel, x, x_at, x_row, fours, y, y_at, y_row, rows, panels)
+        wide_dot_tiles(w, w_at, panel, x, x_at, x_row, length, y, y_at, y_row, rows, add, panels)
     elif rows == 2:
         for p in range(0, panels, 2):
-            wide_byte_tiles(w, w_at + p * panel, panel, x, x_at, x_row, fours, y, y_at + p * LANES, y_row, rows, 2)
+            wide_dot_tiles(w, w_at + p * panel, panel, x, x_at, x_row, length, y, y_at + p * LANES, y_row, rows, add, 2)
     else:
         for p in range(panels):
-            wide_byte_tiles(w, w_at + p * panel, panel, x, x_at, x_row, fours, y, y_at + p * LANES, y_row, rows, 1)
+            wide_dot_tiles(w, w_at + p * panel, panel, x, x_at, x_row, length, y, y_at + p * LANES, y_row, rows, add, 1)
 
 
 tiles = wide_tiles if FITS_ALL else narrow_tiles
-byte_tiles = wide_byte_tiles if FITS_ALL else narrow_byte_tiles
+dot_tiles = wide_dot_tiles if FITS_ALL else narrow_dot_tiles
 
 
 def _panel_size(w, matrix):
@@ -165,6 +198,8 @@ def _panel_size(w, matrix):
 def _typed_panel_size(w, matrix):
     if w.dtype in (types.uint32, types.int32):
         return lambda w, matrix: panel_size(matrix[COLUMNS], matrix[GROUP])
+    if w.dtype == types.uint64:
+        return lambda w, matrix: _pairs_panel_size(matrix[COLUMNS])
     return lambda w, matrix: matrix[COLUMNS] * LANES
 
 
@@ -181,13 +216,19 @@ def _typed_sums(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, pane
         def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
             columns = matrix[COLUMNS]
             at, panel = row * columns, columns * LANES
-            byte_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, rows, panels)
+            dot_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, rows, False, panels)
     elif w.dtype == types.boolean:
 
         def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
             columns = matrix[COLUMNS]
             at, panel = 2 * row * columns, columns * LANES
-            byte_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, 2 * rows, panels)
+            dot_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, 2 * rows, False, panels)
+    elif w.dtype == types.uint64:
+
+        def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
+            size = pairs_row_size(matrix[COLUMNS])
+            panel = _pairs_panel_size(matrix[COLUMNS])
+            dot_tiles(w, w_at, panel, codes, row * size, size, size // 4, y, y_at, y_row, rows, False, panels)
     elif w.dtype == types.uint32:
 
         def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
@@ -252,9 +293,10 @@ def multiply(
     """Panels `first` to `last - 1` of one linear layer, for `rows` rows: out (+)= x Wᵀ + b.
 
     `w`: the weights of all layers; `matrix`: the fields of one (see `matrix_fields`). x: `[rows, columns]` at
-    `scratch[x_at]`. For weights multiplied as bytes and for `TILED` ones x is in `codes` (see `rounding.prepare_row`);
-    bytes have their scales at `scratch[scales_at]`. Row r of the result goes to `out[out_at + r · out_row]`; `add`: it
-    is added there. `scratch[sums_at]`: `SUMS_SIZE` floats that no other thread uses.
+    `scratch[x_at]`. For weights in the order of `tile_dots` and for `TILED` ones x is in `codes` (see
+    `rounding.prepare_row`); bytes have their scales at `scratch[scales_at]`. Row r of the result goes to
+    `out[out_at + r · out_row]`; `add`: it is added there. `scratch[sums_at]`: `SUMS_SIZE` floats that no
+    other thread uses.
     """
     _multiply(
         w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
@@ -306,12 +348,31 @@ def _typed_multiply(
     if w.dtype not in TILED:
         return _in_vectors
 
-    def in_tiles(
+    def split_in_tiles(
         w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
     ):
-        multiply_tiles(w, matrix, vectors, codes, rows, first, last, out, out_at, out_row, add, scratch, sums_at)
+        multiply_tiles(
+            w, matrix[PANEL], matrix, vectors, codes, PARTS, rows, first, last, out, out_at, out_row, add, scratch,
+            sums_at,
+        )  # fmt: skip
 
-    return in_tiles
+    def rounded_in_tiles(
+        w, matrix, vectors, scratch, x_at, codes, scales_at, rows, first, last, out, out_at, out_row, add, sums_at
+    ):
+        multiply_tiles(
+            w.view(np.uint16), 4 * matrix[PANEL], matrix, vectors, codes, 1, rows, first, last, out, out_at, out_row,
+            add, scratch, sums_at,
+        )  # fmt: skip
+
+    return rounded_in_tiles if w.dtype == types.uint64 else split_in_tiles
+
+
+@njit(**OPTIONS)
+def _unpack_from_pairs(w, columns, row, out, out_at):
+    """`unpack_row` of `pack_tiles`."""
+    first = row // LANES * tiled_panel_size(columns) + row % LANES * 2
+    for i in range(columns):
+        out[out_at + i] = load_scalar(w, first + i // 2 * 2 * LANES + i % 2)
 
 
 def unpack_row(w, columns, row, out, out_at):
@@ -321,17 +382,14 @@ def unpack_row(w, columns, row, out, out_at):
 
 @overload(unpack_row, jit_options=OPTIONS)
 def _typed_unpack_row(w, columns, row, out, out_at):
+    if w.dtype == types.uint64:
+        return lambda w, columns, row, out, out_at: _unpack_from_pairs(w.view(np.uint16), columns, row, out, out_at)
     if w.dtype in TILED:
+        return lambda w, columns, row, out, out_at: _unpack_from_pairs(w, columns, row, out, out_at)
 
-        def unpack(w, columns, row, out, out_at):
-            first = row // LANES * tiled_panel_size(columns) + row % LANES * 2
-            for i in range(columns):
-                out[out_at + i] = load_scalar(w, first + i // 2 * 2 * LANES + i % 2)
-    else:
-
-        def unpack(w, columns, row, out, out_at):
-            first = row // LANES * columns * LANES + row % LANES
-            for i in range(columns):
-                out[out_at + i] = load_scalar(w, first + i * LANES)
+    def unpack(w, columns, row, out, out_at):
+        first = row // LANES * columns * LANES + row % LANES
+        for i in range(columns):
+            out[out_at + i] = load_scalar(w, first + i * LANES)
 
     return unpack

@@ -45,6 +45,8 @@ INSTRUCTIONS = (("vpdpbusd", r"vpdpbusd"), ("sdot", r"sdot"), ("vpmaddwd", r"vpm
 """(name, pattern in assembly) of the instructions that add up products of bytes, best first: four products per lane
 of unsigned by signed bytes, four of signed by signed ones, two of 16-bit numbers (at least 256 bits wide)."""
 
+BFLOAT_FEATURE = "+avx512bf16"
+"""LLVM's name of the feature that adds up products of bfloat16."""
 AMX_FEATURES = {"+amx-tile", "+amx-bf16", "+avx512bw"}
 """LLVM's names of the features that `amx.py` needs."""
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
@@ -68,6 +70,8 @@ class Processor:
     """The name of one of `INSTRUCTIONS`; None: it has none of them."""
     byte_lanes: int
     """Number of 32-bit sums that one such instruction computes."""
+    bfloat_products: bool = False
+    """Whether one instruction adds up two products of bfloat16s per lane. Like `amx`, from LLVM's features."""
     amx: bool = False
     """Whether it multiplies tiles of bfloat16. This comes from LLVM's features, not from `PROBE`: LLVM ends the process
     when it cannot compile something."""
@@ -143,5 +147,6 @@ def inspect_processor(triple: str, name: str, features: str = "") -> Processor:
         32 if widest == 16 else (16 if is_x86 else 32) * widest // 16,
         instruction,
         0 if instruction is None else 16 if "zmm" in line else 8 if "ymm" in line else 4,
+        BFLOAT_FEATURE in features.split(","),
         set(features.split(",")) >= AMX_FEATURES,
     )

@@ -1,8 +1,8 @@
 """Matrix products in registers: a few rows of x times a few panels of a matrix, all sums kept in registers.
 
-Nearly all time of a step goes here. `tile` multiplies floats, `tile_bytes` bytes. Each sum is taken over k = 0, 1, 2 …
-in that order, whatever the number of rows and panels in the tile; so a token's numbers do not depend, to the last bit,
-on which other requests are in the batch.
+Nearly all time of a step goes here. `tile` multiplies floats; `tile_dots` bytes and bfloat16s, of which a lane
+holds several. Each sum is taken over k = 0, 1, 2 … in that order, whatever the number of rows and panels in the tile.
+So a token's numbers do not depend, to the last bit, on which other requests are in the batch.
 """
 
 from __future__ import annotations
@@ -136,20 +136,24 @@ def tile(
 
 
 @intrinsic(prefer_literal=True)
-def tile_bytes(
+def tile_dots(
     typing: Any, w: Any, w_at: Any, panel: Any, x: Any, x_at: Any, x_row: Any, length: Any,
-    y: Any, y_at: Any, y_row: Any, panels: Any, rows: Any,
+    y: Any, y_at: Any, y_row: Any, add: Any, panels: Any, rows: Any,
 ) -> Any:  # fmt: skip
-    """As `tile` for bytes: y = Σ_k x[r, k] · w[p, k], exact, in any order. The floats of `y` hold the bits of int32.
+    """As `tile` for numbers of which a lane of 32 bits holds several: four bytes or two bfloat16s, by the dtype of `w`.
 
-    Four k lie together: `w[p, k // 4, 0 : 16, k % 4]`, signed. `length`: the number of such groups of four. The bytes
-    of `x` are unsigned if `BYTE_OFFSET` is 128, signed if it is 0. See `add_products`.
+    With n in a lane: `w[p, k // n, 0 : 16, k % n]`, and `length` counts the lanes of a row of x. `w_at` and `panel` are
+    in elements of `w`, `x_at` and `x_row` in bytes.
+
+    Bytes: the sums are exact, and the floats of `y` hold the bits of int32. w is signed; x unsigned if `BYTE_OFFSET` is
+    128, signed if it is 0 (see `add_products`). bfloat16s (`BFLOAT_PAIRS`): the sums are floats (see `add_pairs`).
     """
     if not isinstance(panels, types.IntegerLiteral):
         return None
     n, m = panels.literal_value, rows.literal_value
-    intp = types.intp
-    signature = types.void(w, intp, intp, x, intp, intp, intp, y, intp, intp, panels, rows)
+    add_to, kind = (add_pairs, FLOATS) if w.dtype == types.uint64 else (add_products, INTS)
+    adds_to_y, intp = add.literal_value, types.intp
+    signature = types.void(w, intp, intp, x, intp, intp, intp, y, intp, intp, add, panels, rows)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         w_, w_at, panel, x_, x_at, x_row, length, y_, y_at, y_row = args[:10]
@@ -158,28 +162,27 @@ def tile_bytes(
             data = context.make_array(kind)(context, builder, value=array).data
             return builder.gep(data, [builder.add(at, builder.mul(distance, ir.Constant(I64, index)))])
 
-        matrix = [place(w, w_, w_at, p, panel) for p in range(n)]
+        matrix = [builder.bitcast(place(w, w_, w_at, p, panel), INTS.as_pointer()) for p in range(n)]
         tokens = [builder.bitcast(place(x, x_, x_at, r, x_row), I32.as_pointer()) for r in range(m)]
         out = [
-            builder.bitcast(builder.gep(place(y, y_, y_at, r, y_row), [ir.Constant(I64, LANES * p)]), INTS.as_pointer())
+            builder.bitcast(builder.gep(place(y, y_, y_at, r, y_row), [ir.Constant(I64, LANES * p)]), kind.as_pointer())
             for p in range(n)
             for r in range(m)
         ]
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
-            offset = builder.mul(k, ir.Constant(I64, 4 * LANES))
-
             def weights(q: Any) -> Any:
-                return read(builder, builder.bitcast(builder.gep(q, [offset]), INTS.as_pointer()))
+                return read(builder, builder.gep(q, [k]))
 
-            def number(q: Any) -> Any:
+            def numbers(q: Any) -> Any:
                 return repeat(builder, read(builder, builder.gep(q, [k])), INTS)
 
-            pairs = _pairs_in_order(matrix, weights, tokens, number)
-            return [add_products(builder, s, a, b) for (a, b), s in zip(pairs, sums, strict=True)]
+            pairs = _pairs_in_order(matrix, weights, tokens, numbers)
+            return [add_to(builder, s, a, b) for (a, b), s in zip(pairs, sums, strict=True)]
 
-        zero = ir.Constant(INTS, [0] * LANES)
-        for value, pointer in zip(loop_in_registers(builder, length, [zero] * (n * m), body), out, strict=True):
+        zero = ir.Constant(kind, [0] * LANES)
+        start = [read(builder, pointer) if adds_to_y else zero for pointer in out]
+        for value, pointer in zip(loop_in_registers(builder, length, start, body), out, strict=True):
             builder.store(value, pointer).align = 1
         return context.get_dummy_value()
 
@@ -209,6 +212,23 @@ def add_products(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -
         else:
             parts.append(_add_products_of_pairs(builder, s, a, b))
     return _joined(builder, parts)
+
+
+def add_pairs(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:
+    """sums + the two products of each lane; `a`, `b`: two bfloat16s per lane. The even product is added first, then the
+    odd one: in one instruction (`vdpbf16ps`, which counts numbers below 2^-126 as zero), otherwise as floats."""
+    if processor().bfloat_products:
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, a, b)
+    for x, y in zip(even_and_odd(builder, a), even_and_odd(builder, b), strict=True):
+        sums = call(builder, "llvm.fma.v16f32", FLOATS, x, y, sums)
+    return sums
+
+
+def even_and_odd(builder: ir.IRBuilder, pairs: Any) -> tuple[Any, Any]:
+    """The two bfloat16s of each lane, as floats."""
+    even = builder.shl(pairs, ir.Constant(INTS, [16] * LANES))
+    odd = builder.and_(pairs, ir.Constant(INTS, [0xFFFF0000] * LANES))
+    return builder.bitcast(even, FLOATS), builder.bitcast(odd, FLOATS)
 
 
 def _split(builder: ir.IRBuilder, vector: Any, lanes: int) -> list[Any]:

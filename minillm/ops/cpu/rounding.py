@@ -1,4 +1,5 @@
-"""Prepares activations for the product with a matrix: rounds them to bytes where the weights are multiplied as bytes.
+"""Prepares activations for the product with a matrix: rounds them to bytes where the weights are multiplied as bytes,
+to bfloat16 in a model of that dtype.
 
 A row x becomes integers in units of a step: max|x| / 127 in one byte, max|x| / 32 639 in two. So no number is off by
 more than half a step. As in `norms.py`, the data is in the L1 cache.
@@ -10,12 +11,12 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from minillm.ops.cpu.amx import ROWS
+from minillm.ops.cpu.amx import PARTS, ROWS
 from minillm.ops.cpu.amx_products import split_row, split_size
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.matrix_fields import COLUMNS, GROUP, INPUTS, NONE
 from minillm.ops.cpu.nibbles import row_size, store_int32
-from minillm.ops.cpu.panels import BYTE, TILED
+from minillm.ops.cpu.panels import BYTE, TILED, pairs_row_size
 from minillm.ops.cpu.simd import (
     BYTE_OFFSET,
     LANES,
@@ -27,6 +28,7 @@ from minillm.ops.cpu.simd import (
     rint,
     splat,
     store,
+    store_bfloats,
     store_bytes,
     total,
 )
@@ -40,7 +42,8 @@ LARGEST_OF_TWO = np.float32(127 * 256 + 127)
 def codes_size(rows: int, columns: int, group: int) -> int:
     """Bytes that `rows` rows of inputs take at most, for weights of any kind. `group`: of nibbles, else `NONE`."""
     nibbles = row_size.py_func(columns, columns if group == NONE else group)
-    return -(-rows // ROWS) * ROWS * max(nibbles, split_size.py_func(columns) if TILED else 0)
+    tiled = split_size.py_func(columns, PARTS) if TILED else 0
+    return -(-rows // ROWS) * ROWS * max(nibbles, pairs_row_size.py_func(columns), tiled)
 
 
 def prepare_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
@@ -49,7 +52,8 @@ def prepare_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
         ONE_BYTE        one byte per number, plus `BYTE_OFFSET`
         TWO_BYTES       code = 256 · first + second, each byte plus `BYTE_OFFSET`, in rows 2 · `row` and 2 · `row` + 1
         NIBBLES         two signed bytes, and sums (see `nibbles.row_size`)
-        `TILED` ones    three bfloat16 parts (see `amx_products.split_row`)
+        BFLOAT_PAIRS    the nearest bfloat16s
+        BFLOAT          where it is `TILED`, three bfloat16 parts (see `amx_products.split_row`)
         others          nothing
 
     The first three also store the scale at `scales[scale_at]`. For `NIBBLES` and `FLOAT_NIBBLES` x is first multiplied,
@@ -91,6 +95,14 @@ def _in_two(x, x_at, size, codes, row, scales, scale_at):
         first = _first_byte(code)
         store_bytes(codes, at + i, first, BYTE_OFFSET)
         store_bytes(codes, at + size + i, fma(first, splat(-BYTE), code), BYTE_OFFSET)
+
+
+@njit(**OPTIONS)
+def _in_bfloats(x, x_at, size, codes, row):
+    at = row * pairs_row_size(size)
+    for i in range(0, size, LANES):
+        store_bfloats(codes, at + 2 * i, load(x, x_at + i))
+    codes[at + 2 * size : at + pairs_row_size(size)] = 0
 
 
 @njit(**OPTIONS)
@@ -138,7 +150,12 @@ def _typed_round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
     if w.dtype == types.int32:
         return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _scale_inputs(matrix, vectors, x, x_at)
     if w.dtype in TILED:
+        parts = 1 if w.dtype == types.uint64 else PARTS
         return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: split_row(
+            x, x_at, matrix[COLUMNS], codes, row, parts
+        )
+    if w.dtype == types.uint64:
+        return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _in_bfloats(
             x, x_at, matrix[COLUMNS], codes, row
         )
     return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: None

@@ -23,12 +23,12 @@ from minillm.ops.cpu.processor import processor
 
 LANES = 16
 BYTE_OFFSET = 0 if processor().byte_products == "sdot" else 128
-"""Added to a signed byte of x before it is multiplied (`register_tiles.tile_bytes`): 128 where the instruction takes
+"""Added to a signed byte of x before it is multiplied (`register_tiles.tile_dots`): 128 where the instruction takes
 unsigned bytes."""
-HALF, BFLOAT, ONE_BYTE, TWO_BYTES = np.int16, np.uint16, np.uint8, np.bool_
-"""dtypes of packed weights. numba has no 16-bit floats: `HALF` and `BFLOAT` hold their bits. The last two are signed
-bytes in the order of `tile_bytes`, for activations of one byte and of two. (int8 itself: signed bytes cast to floats.)
-"""
+HALF, BFLOAT, BFLOAT_PAIRS, ONE_BYTE, TWO_BYTES = np.int16, np.uint16, np.uint64, np.uint8, np.bool_
+"""dtypes of packed weights. numba has no 16-bit floats: `HALF` and `BFLOAT` hold their bits. The last three are in the
+order of `tile_dots`: bfloat16s for activations rounded to bfloat16 (four in a number of 64 bits), and signed bytes for
+activations of one byte and of two. (int8 itself: signed bytes cast to floats.)"""
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
@@ -140,7 +140,7 @@ def store(typing: Any, array: Any, at: Any, value: Any) -> Any:
 
 @intrinsic
 def load_sums(typing: Any, array: Any, at: Any, minus: Any, minus_at: Any) -> Any:
-    """The int32 sums that `tile_bytes` stored at `array[at]`, minus the integers at `minus[minus_at]`, as floats."""
+    """The int32 sums that `tile_dots` stored at `array[at]`, minus the integers at `minus[minus_at]`, as floats."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sums = read(builder, address(context, builder, signature.args[0], args[0], args[1], INTS))
@@ -206,17 +206,35 @@ def half_bits(typing: Any, number: Any) -> Any:
     return types.int16(types.float32), code
 
 
+def _round_to_bfloat(builder: ir.IRBuilder, bits: Any, constant: Callable[[int], Any]) -> Any:
+    """The bits of float32s, rounded in their upper halves to the nearest bfloat16; halves round to even."""
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    return builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
+
+
 @intrinsic
 def bfloat_bits(typing: Any, number: Any) -> Any:
-    """The bits of the nearest bfloat16, uint16; halves round to even."""
+    """The bits of the nearest bfloat16, uint16."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[0], I32)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
-        rounded = builder.add(builder.add(bits, ir.Constant(I32, 0x7FFF)), odd)
-        return builder.trunc(builder.lshr(rounded, ir.Constant(I32, 16)), I16)
+        rounded = _round_to_bfloat(builder, builder.bitcast(args[0], I32), lambda number: ir.Constant(I32, number))
+        return builder.trunc(rounded, I16)
 
     return types.uint16(types.float32), code
+
+
+@intrinsic
+def store_bfloats(typing: Any, array: Any, at: Any, value: Any) -> Any:
+    """The bits of the sixteen nearest bfloat16s, stored at `array[at]`, an array of any type."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[2], INTS)
+        rounded = _round_to_bfloat(builder, bits, lambda number: ir.Constant(INTS, [number] * LANES))
+        halves = builder.trunc(rounded, ir.VectorType(I16, LANES))
+        builder.store(halves, address(context, builder, signature.args[0], args[0], args[1], halves.type)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), code
 
 
 @intrinsic

@@ -82,7 +82,7 @@ class Scratch(NamedTuple):
     floats: np.ndarray
     """Activations of all tokens (`areas`), then `thread_size` floats for each thread."""
     codes: np.ndarray
-    """Activations rounded to bytes."""
+    """Activations rounded to bytes or bfloat16s."""
     thread_size: int
 
 
@@ -264,7 +264,7 @@ def round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
 
 @overload(round_rows, jit_options=OPTIONS)
 def _typed_round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
-    if w.dtype not in (types.uint8, types.boolean, types.uint32, types.int32, *TILED):
+    if w.dtype not in (types.uint8, types.boolean, types.uint32, types.int32, types.uint64, *TILED):
         return lambda w, team, matrix, n, vectors, floats, x_at, codes, scales_at: None
 
     def round_and_wait(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):

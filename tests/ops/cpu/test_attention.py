@@ -16,15 +16,17 @@ from minillm.ops.tree_attention import tree_attention
 from tests.ops.test_paged_attention import MIXES, random_step
 
 
-def run(q, keys, values, batch, window=None, threads: int = 1, tree=NO_TREE) -> torch.Tensor:
-    """`attend` as `threads` threads, one after the other: tasks do not depend on each other."""
+def run(q, keys, values, batch, window=None, threads: int = 1, tree=NO_TREE, bfloat: bool = False) -> torch.Tensor:
+    """`attend` as `threads` threads, one after the other: tasks do not depend on each other. `bfloat`: the pools hold
+    bfloat16s."""
     heads, dim = q.shape[1:]
     requests, table, tables = [], 0, []
     for r, seq_len in enumerate(batch.seq_lens):
         row = batch.block_tables[r, : -(-seq_len // batch.block_size)].tolist()
         requests.append((batch.query_start[r], batch.query_lens[r], seq_len, table))
         table, tables = table + len(row), tables + row
-    pools = [(np.where(np.abs(p := pool.numpy().reshape(-1)) == 1e4, np.nan, p),) for pool in (keys, values)]
+    floats = [torch.where(pool.abs() == 1e4, torch.nan, pool).reshape(-1) for pool in (keys, values)]
+    pools = [(p.bfloat16().view(torch.uint16).numpy() if bfloat else p.numpy(),) for p in floats]
     out = np.full(q.numel(), np.nan, np.float32)
     for thread_id in range(threads):
         scratch = np.full(scratch_size(dim), np.nan, np.float32)
@@ -45,6 +47,35 @@ def test_every_ragged_step_matches_the_reference(mix, heads, dim: int, block_siz
         right = paged_attention(q, keys, values, batch, window)
         got = run(q, keys, values, batch, window)
         assert float((got - right).norm() / right.norm()) < 1e-6, window
+
+
+BFLOAT_ERROR = 4e-3
+"""Queries and softmax weights are off by up to 2^-9 of themselves, keys and values by nothing: they were rounded."""
+
+
+@pytest.mark.parametrize("mix", [*MIXES, [2 * KEY_BLOCK + 41, 1]], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((6, 1), 64), ((2, 2), 96), ((8, 2), 128)])
+@pytest.mark.parametrize("block_size", [1, 7, 16, 64])
+def test_every_ragged_step_in_bfloat_matches_the_reference(mix, heads, dim: int, block_size: int) -> None:
+    q, keys, values, batch, _ = random_step(sum(mix) + block_size, block_size, heads, dim, mix)
+    keys, values = keys.bfloat16().float(), values.bfloat16().float()
+    for window in (None, 9):
+        batch.plans.clear()
+        right = paged_attention(q, keys, values, batch, window)
+        got = run(q, keys, values, batch, window, bfloat=True)
+        assert float((got - right).norm() / right.norm()) < BFLOAT_ERROR, window
+        assert torch.equal(run(q, keys, values, batch, window, threads=3, bfloat=True), got), window
+
+
+def test_a_draft_tree_in_bfloat_matches_the_reference() -> None:
+    mix = [3, 70, 64, 1]
+    q, keys, values, batch, _ = random_step(1, 16, (6, 2), 64, mix)
+    keys, values = keys.bfloat16().float(), values.bfloat16().float()
+    masks = random_masks(random.Random(5), mix)
+    right = tree_attention(q, keys, values, batch, torch.tensor(masks))
+    tree = np.array([[0] * len(masks), masks], np.int64).T.copy()
+    got = run(q, keys, values, batch, tree=tree, bfloat=True)
+    assert float((got - right).norm() / right.norm()) < BFLOAT_ERROR
 
 
 def random_masks(rng: random.Random, query_lens: list[int]) -> list[int]:

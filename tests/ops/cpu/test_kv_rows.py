@@ -46,6 +46,16 @@ def test_floats_are_kept_as_they_are(numbers: torch.Tensor) -> None:
     assert np.array_equal(kept, numbers.numpy().reshape(-1)) and np.array_equal(kept, out)
 
 
+def test_bfloats_are_the_nearest_ones(numbers: torch.Tensor) -> None:
+    numbers[6, :2] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])  # halfway between two: to the even one
+    kept, out = np.empty(COUNT * SIZE, np.uint16), np.empty(COUNT * SIZE, np.float32)
+    write((kept,), numbers.numpy().reshape(-1), SIZE)
+    read((kept,), out, SIZE)
+    right = numbers.bfloat16()
+    assert np.array_equal(kept.reshape(COUNT, SIZE), right.view(torch.uint16).numpy())
+    assert np.array_equal(out.reshape(COUNT, SIZE), right.float().numpy())
+
+
 def test_int8_rows_have_the_same_bits(numbers: torch.Tensor) -> None:
     codes, scales = np.empty(COUNT * SIZE, np.int8), np.empty(COUNT, np.uint16)
     write((codes, scales), numbers.numpy().reshape(-1), SIZE)

@@ -12,20 +12,22 @@ from minillm.ops.cpu.matrix_fields import BIAS, CODE_SUMS, COLUMNS, MATRIX_FIELD
 from minillm.ops.cpu.panels import (
     SUMS_SIZE,
     multiply,
-    narrow_byte_tiles,
+    narrow_dot_tiles,
     narrow_tiles,
     pack,
+    pack_bfloat_pairs,
     pack_floats,
     pack_pairs,
-    wide_byte_tiles,
+    wide_dot_tiles,
     wide_tiles,
 )
+from minillm.ops.cpu.processor import has_amx
 from minillm.ops.cpu.rounding import codes_size, prepare_row
-from minillm.ops.cpu.simd import BFLOAT, BYTE_OFFSET, HALF, LANES, ONE_BYTE, TWO_BYTES
+from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS, BYTE_OFFSET, HALF, LANES, ONE_BYTE, TWO_BYTES
 from minillm.quantization.int8 import quantize_rows
 from minillm.quantization.w8a8 import integer_product
 
-KINDS = ("float32", "half", "bfloat", "int8", "pairs twice", "pairs")
+KINDS = ("float32", "half", "bfloat", "rounded bfloat", "int8", "pairs twice", "pairs")
 TOLERANCE = {"pairs twice": 6e-5}
 """Sixteen bits from -max to max: an error of at most max / 65 000, where max is some four times a typical number."""
 LARGEST_CODE = 127 * 256 + 127
@@ -58,6 +60,9 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
         keep(SCALES, scales.numpy())
         keep(CODE_SUMS, (BYTE_OFFSET * codes.int().sum(1, dtype=torch.int32)).numpy().view(np.float32))
         meant = codes * scales[:, None]
+    elif kind == "rounded bfloat":
+        meant, x = weight.bfloat16(), x.bfloat16().float()
+        panels, meant = pack_bfloat_pairs(meant.view(torch.uint16).numpy()), meant.float()
     else:
         meant = {"float32": weight, "half": weight.half(), "bfloat": weight.bfloat16()}[kind]
         bits = meant.view({4: torch.float32, 2: torch.int16}[meant.itemsize]).numpy()
@@ -72,7 +77,7 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
         unsigned, scales_x = two_bytes(x)
     unsigned = unsigned.numpy().reshape(-1)
     scratch = np.concatenate([x.numpy().reshape(-1), scales_x.numpy(), np.zeros(SUMS_SIZE)]).astype("f")
-    if kind == "bfloat":
+    if kind.endswith("bfloat"):
         unsigned = np.full(codes_size(rows, columns, NONE), 0xFF, np.uint8)
         round_rows(panels, matrix, np.zeros(0, np.float32), scratch, rows, unsigned)
     out = np.full((rows, padded), 0.5 if add else np.nan, np.float32)
@@ -114,6 +119,21 @@ def test_bias_and_residual_are_added(kind: str) -> None:
     assert relative(y, right) < TOLERANCE.get(kind, 1e-6)
 
 
+def test_activations_are_rounded_to_the_nearest_bfloat() -> None:
+    torch.manual_seed(4)
+    weight, x = torch.randn(80, 48).bfloat16().float(), torch.randn(9, 48)
+    exact = x.double() @ weight.double().T
+    matrix = np.full(MATRIX_FIELDS, NONE, np.int64)
+    matrix[COLUMNS] = 48
+    codes, panels = np.zeros(codes_size(9, 48, NONE), np.uint8), np.zeros(0, BFLOAT_PAIRS)
+    round_rows(panels, matrix, np.zeros(0, np.float32), x.numpy().reshape(-1), 9, codes)
+    if not has_amx():  # rows one after the other, padded to a multiple of 32 columns
+        found = torch.from_numpy(codes[: 9 * 128].view(np.int16).reshape(9, 64)).view(torch.bfloat16)
+        assert torch.equal(found[:, :48], x.bfloat16()) and not found[:, 48:].any()
+    y, right = run("rounded bfloat", weight, x)
+    assert relative(y, right) < 1e-6 < 1e-3 < relative(y, exact) < 1e-2
+
+
 def test_bytes_are_multiplied_exactly() -> None:
     torch.manual_seed(2)
     y, right = run("pairs", torch.randn(80, 256), torch.randn(9, 256))
@@ -147,8 +167,8 @@ def test_tiles_for_few_and_for_many_registers_give_the_same_bits(rows: int) -> N
 
 @njit(**OPTIONS)
 def both_byte_tiles(w, x, y, columns, rows):
-    wide_byte_tiles(w, 0, columns * LANES, x, 0, columns, columns // 4, y[0], 0, 4 * LANES, rows, 4)
-    narrow_byte_tiles(w, 0, columns * LANES, x, 0, columns, columns // 4, y[1], 0, 4 * LANES, rows, 4)
+    wide_dot_tiles(w, 0, columns * LANES, x, 0, columns, columns // 4, y[0], 0, 4 * LANES, rows, False, 4)
+    narrow_dot_tiles(w, 0, columns * LANES, x, 0, columns, columns // 4, y[1], 0, 4 * LANES, rows, False, 4)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 13])

@@ -1,4 +1,4 @@
-"""Tiles of bytes against exact integers, with every instruction for products of bytes that this processor has."""
+"""Tiles of bytes and of bfloat16s, with every instruction for their products that this processor has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RNG = np.random.default_rng(0)
 def byte_sums():
     @njit(**OPTIONS)
     def product(w, x, fours, out):
-        register_tiles.tile_bytes(w, 0, fours * 64, x, 0, 4 * fours, fours, out, 0, 32, 2, 3)
+        register_tiles.tile_dots(w, 0, fours * 64, x, 0, 4 * fours, fours, out, 0, 32, False, 2, 3)
 
     return product
 
@@ -58,6 +58,34 @@ def test_sums_of_bytes_are_exact_at_their_largest_with_every_instruction(
     names = {"vpmaddwd": ("vpmaddwd", "vpdpwssd")}.get(way.byte_products, (way.byte_products,))
     found = [line for line in code.splitlines() if any(f"\t{name}\t" in line for name in names)]
     assert bool(found) == bool(way.byte_products) and all(registers in line for line in found)
+
+
+@pytest.mark.parametrize("instruction", [True, False], ids=["AVX512_BF16", "in floats"])
+def test_products_of_bfloats_are_exact_and_added_in_order(instruction: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of a sum are whole and small enough that a float32 holds every partial sum: no rounding."""
+    here = register_tiles.processor()
+    if instruction and not here.bfloat_products:
+        instruction = False  # what this processor runs
+    monkeypatch.setattr(register_tiles, "processor", lambda: replace(here, bfloat_products=instruction))
+
+    @njit(**OPTIONS)
+    def product(w, x, pairs, out):
+        register_tiles.tile_dots(w, 0, pairs * 8, x, 0, 4 * pairs, pairs, out, 0, 32, False, 2, 3)
+        register_tiles.tile_dots(w, 0, pairs * 8, x, 0, 4 * pairs, pairs, out, 0, 32, True, 2, 3)
+
+    pairs = 9
+    w, x = RNG.integers(-200, 201, (2, pairs, 16, 2)), RNG.integers(-200, 201, (3, 2 * pairs))
+    out = np.empty(3 * 32, np.float32)
+    product(bfloats(w).view(np.uint64), bfloats(x).view(np.uint8), pairs, out)
+    rows = w.transpose(0, 2, 1, 3).reshape(32, -1)
+    assert np.array_equal(out.reshape(3, 32), 2 * x @ rows.T)  # the second call added the same again
+    [code] = product.inspect_asm().values()
+    assert ("vdpbf16ps" in code) == instruction
+
+
+def bfloats(x: np.ndarray) -> np.ndarray:
+    """The bits of numbers that bfloat16 holds exactly, flat."""
+    return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).reshape(-1)
 
 
 @njit(**OPTIONS)
