@@ -241,6 +241,30 @@ def test_a_place_that_cannot_be_written_is_found_out_before_any_work(
     assert file.read_text() == "mine"
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["grade", "here", "--out", "report", "--secret-file", "here/02_pipe.ipynb"],
+        ["serve", "minicoder", "--chat-template", "here/02_pipe.ipynb"],
+        ["serve", "minicoder", "--chat-template", "/dev/zero"],
+        ["progress", "here"],
+    ],
+)
+def test_a_file_that_could_be_read_without_end_is_not_read(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    os.mkfifo(tmp_path / "here" / "02_pipe.ipynb")
+    assert re.search("is not a regular file|has no notebook of a lesson", one_line(capsys, words))
+
+
+def test_an_empty_host_is_not_every_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--host is empty" in one_line(capsys, ["serve", "minicoder", "--host", ""])
+
+
 def test_a_disk_that_fills_up_while_lessons_are_copied(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
