@@ -49,8 +49,9 @@ def _in_called(error: BaseException, own: Callable[[FrameType], bool]) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = max((number for number, frame in enumerate(frames) if own(frame)), default=len(frames))
     for called in frames[last + 1 : last + 2]:
-        if called.f_globals.get("__name__", "").startswith("minillm."):
-            return f"in {called.f_code.co_name}(), which this line calls: "
+        module, name = called.f_globals.get("__name__", ""), called.f_code.co_name
+        if module.startswith("minillm.") and not name.startswith("__"):  # not a hook that a check watches tensors with
+            return f"in {name}(), which this line calls: "
     return ""
 
 

@@ -13,6 +13,7 @@ from minillm.teaching.check_function import check_function
 from minillm.teaching.diagnosis_answers import common_fact
 from minillm.teaching.diagnosis_errors import cause_of_error
 from minillm.teaching.diagnosis_tensors import about_tensors
+from minillm.teaching.drives.l17 import LargestTensor
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
 from minillm.teaching.fence import OutOfBoundsError
 
@@ -65,6 +66,11 @@ def test_an_error_in_a_function_of_the_lesson_names_this_function():
     """The learner's line has no `zip`."""
     said = said_of(lambda: sample(torch.ones(1, 3), [0.5, 0.5]))
     assert said.startswith("in sample(), which this line calls: the lists in zip have different lengths")
+
+
+def test_a_hook_that_watches_tensors_is_not_what_the_line_calls():
+    with LargestTensor():
+        assert said_of(lambda: torch.zeros(2, 3) @ torch.zeros(2, 3)).startswith("2×3 times 2×3")
 
 
 def test_an_index_is_looked_up_only_where_that_changes_nothing():
