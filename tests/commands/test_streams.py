@@ -169,6 +169,19 @@ def test_a_prompt_from_a_closed_or_garbled_input_is_refused(
     assert capsys.readouterr().err == "minillm: byte 2 of standard input is not utf-8; convert it\n"
 
 
+def test_an_input_without_end_is_not_read_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Endless(io.StringIO):
+        def read(self, size: int = -1) -> str:
+            assert 0 < size < 2**25, "it would be read for ever"
+            return "x" * size
+
+    monkeypatch.setattr(sys, "stdin", Endless())
+    assert cli.main(["generate", "-"]) == 2
+    assert "standard input has more than 16,777,216 characters" in capsys.readouterr().err
+
+
 def test_a_reader_may_leave_at_any_byte() -> None:
     """As `minillm bench --help | head -c N` does."""
     whole = started("bench", "--help", stdout=subprocess.PIPE).stdout
@@ -308,6 +321,8 @@ LINES: list[list[str]] = [
     *(["build", *words] for words in (["99"], ["--root", "/no/such"], ["--root", ""], ["--check", "\0"], ["../x"])),
     *(["train", "--stages", *words] for words in ([], ["none"], [""], ["corpus", "x"])),
     *(["train", f"--{stage}-minutes={n}"] for stage in ("target", "draft", "distill") for n in ["0", "-1", "nan", ""]),
+    *(["grade", "here", "--out", "report", f"{option}={n}"]
+      for option in ("--seconds", "--wall-seconds", "--memory", "--alike") for n in ["0", "-1", "nan", "inf", "1e300"]),
     *([], [""], ["-"], ["--"], ["--no"], ["doctor", "x"], ["doctor", "--json=1"], ["Doctor"], ["\udcff"]),
 ]  # fmt: skip
 
