@@ -235,6 +235,8 @@ def impossible(file: Path) -> list[Path]:
         (["quantize", "minicoder", "--scheme", "int8", "--out"], "minillm.export.write_quantized.load_model"),
         (["export", "minicoder", "--gguf"], "minillm.export.gguf.load_model"),
         (["bench", "decode", "--json"], "minillm.commands.bench.find"),
+        (["build", "--mutants", "l01.apply_rope", "--report"], "minillm.teaching.mutants.run"),
+        (["book", "--no-run", "--out"], "minillm.book.site.build_book"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_found_out_before_any_work(
@@ -248,7 +250,7 @@ def test_a_place_that_cannot_be_written_is_found_out_before_any_work(
     place = impossible(file)[number]
     if finds:
         monkeypatch.setattr(finds, lambda *_, **__: pytest.fail("it began to work"))
-    if command[0] == "bench" and place == file:
+    if command[0] in ("bench", "build") and place == file:
         place = file.parent  # a result may be written over, and a folder may not
     assert str(place.parent) in one_line(capsys, [*command, str(place)])
     assert file.read_text() == "mine"
@@ -323,6 +325,8 @@ LINES: list[list[str]] = [
     *(["train", f"--{stage}-minutes={n}"] for stage in ("target", "draft", "distill") for n in ["0", "-1", "nan", ""]),
     *(["grade", "here", "--out", "report", f"{option}={n}"]
       for option in ("--seconds", "--wall-seconds", "--memory", "--alike") for n in ["0", "-1", "nan", "inf", "1e300"]),
+    *(["serve", "minicoder", f"--speculative-config={raw}"]
+      for raw in ["", "{", "[]", "7", "[" * 50_000, '{"a":' * 20_000, '{"method": 7}', '{"method": "suffix", "a": 1}']),
     *([], [""], ["-"], ["--"], ["--no"], ["doctor", "x"], ["doctor", "--json=1"], ["Doctor"], ["\udcff"]),
 ]  # fmt: skip
 
