@@ -5,14 +5,15 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from minillm.errors import CheckpointError, PromptError
+from minillm.errors import CheckpointError, MinillmError, PromptError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,24 +46,22 @@ class Tokenizer:
         file = Path(folder) / "tokenizer.json"
         if not file.is_file():
             return cls(_convert(Path(folder)), Path(folder))
-        try:
+        with _panics_as(CheckpointError, f"{file} is truncated or corrupt", "fetch it again"):
+            _check_subword_prefix(file.read_text(encoding="utf-8"))
             return cls(tokenizers.Tokenizer.from_file(str(file)), Path(folder))
-        except BaseException as problem:  # tokenizers raises bare `Exception`s, and its Rust panics are not even those
-            if isinstance(problem, KeyboardInterrupt | SystemExit | MemoryError):
-                raise
-            raise CheckpointError(f"{file} is truncated or corrupt ({problem}); fetch it again") from None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the special tokens that the checkpoint's tokenizer adds (as in vLLM) unless
         `add_special_tokens` is False.
 
-        Raises `PromptError` for text that is not valid Unicode.
+        Raises `PromptError` for text that is not valid Unicode, or that the checkpoint's tokenizer fails on.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as problem:
             raise PromptError(f"character {problem.start} of the prompt is half a surrogate pair; remove it") from None
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with _panics_as(PromptError, f"the tokenizer in {self.folder} fails on this prompt", "change one of the two"):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Ids outside the vocabulary add nothing."""
@@ -204,6 +203,28 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF = _byte_alphabet()
+
+
+@contextmanager
+def _panics_as(error: type[MinillmError], what: str, fix: str) -> Iterator[None]:
+    """Raise `error` for any error of tokenizers: it raises bare `Exception`s; its Rust panics are not even those."""
+    try:
+        yield
+    except BaseException as problem:
+        if isinstance(problem, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise error(f"{what} ({' '.join(str(problem).split())[:300]}); {fix}") from None
+
+
+def _check_subword_prefix(text: str) -> None:
+    """Raise `ValueError` if merges of a BPE lack its prefix of later subwords: tokenizers may abort on them."""
+    if not re.search(r'"continuing_subword_prefix"\s*:\s*"[^"]', text):
+        return  # most files say null
+    model = json.loads(text)["model"]
+    prefix = model["continuing_subword_prefix"]
+    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", []))
+    if wrong := next((pair for pair in pairs if not pair[1].startswith(prefix)), None):
+        raise ValueError(f"merge {wrong} lacks continuing_subword_prefix {prefix!r}")
 
 
 def _convert(folder: Path) -> tokenizers.Tokenizer:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from minillm.commands.command import Command
+from minillm.commands.output_checks import check_new_file, check_writable
 from minillm.errors import ConfigError
 
 EXAMPLES = """\
@@ -30,6 +31,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs}: at least 1 must run at a time")
+    if args.out.exists():
+        check_writable("--out", args.out)
+    else:
+        check_new_file("--out", args.out)
     warnings = build_book(args.root, args.out, () if args.no_run else None, args.jobs, args.sources)
     for line in warnings:
         print(line)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from minillm.commands.command import Command
+from minillm.commands.output_checks import check_new_file
 from minillm.errors import ConfigError
 
 EXAMPLES = """\
@@ -114,6 +115,8 @@ def _write_assignments(args: argparse.Namespace) -> int:
 
 
 def _try_mutants(args: argparse.Namespace) -> int:
+    if args.report:
+        check_new_file("--report", args.report)
     from rich.console import Console
     from tqdm import tqdm
 

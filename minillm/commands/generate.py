@@ -21,6 +21,8 @@ EXAMPLES = """\
   minillm generate "def fib(n):" --speculative-method suffix
   minillm generate - < start_of_a_file.py
 """
+MAX_INPUT = 2**24
+"""Characters. No context is longer, and an input such as /dev/zero never ends."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +75,12 @@ def _standard_input() -> str:
     if sys.stdin is None:
         raise ConfigError("standard input is closed; give the prompt itself instead of -")
     try:
-        return sys.stdin.read()
+        text = sys.stdin.read(MAX_INPUT + 1)
     except UnicodeDecodeError as problem:
         raise PromptError(f"byte {problem.start} of standard input is not {problem.encoding}; convert it") from None
+    if len(text) > MAX_INPUT:
+        raise PromptError(f"standard input has more than {MAX_INPUT:,} characters; give a shorter prompt")
+    return text
 
 
 def _speculation(args: argparse.Namespace) -> dict[str, Any] | None:

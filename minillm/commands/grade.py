@@ -20,6 +20,8 @@ EXAMPLES = """\
                                     also other cases for every student, which the notebook's own check does not have
 """
 GIB = 1 << 30
+MOST = 1e6
+"""Of seconds, GiB and processes."""
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +78,9 @@ def grade(args: argparse.Namespace, graders: Graders | None = None) -> int:
 
 def _rules(args: argparse.Namespace) -> object:
     for name, least in (("jobs", 1), ("seconds", 1.0), ("wall_seconds", 1.0), ("memory", 0.25)):
-        if getattr(args, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: it must be at least {least:g}")
+        if not least <= getattr(args, name) <= MOST:  # nan is in no range
+            asked = f"--{name.replace('_', '-')} {getattr(args, name):g}"
+            raise ConfigError(f"{asked}: it must be at least {least:g} and at most {MOST:g}")
     if not 0 <= args.alike <= 1:
         raise ConfigError(f"--alike {args.alike:g}: it must be from 0 to 1")
     from minillm.teaching.grading.one_submission import Rules, exercises_in

@@ -53,7 +53,7 @@ def notebooks(folder: Path | None) -> list[Path]:
     """The lessons in `folder`, or where `minillm lab` would open them. Raises `ConfigError` if there are none."""
     places = [folder] if folder is not None else [COPIES, PACKAGE.parent / "lessons"]
     for place in places:
-        if found := sorted(place.glob(PATTERN)):
+        if found := sorted(file for file in place.glob(PATTERN) if file.is_file()):
             return found
     raise ConfigError(f"{places[0]} has no notebook of a lesson; name the folder, or copy the lessons: minillm lab")
 

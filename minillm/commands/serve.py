@@ -147,10 +147,12 @@ def json_object(text: str) -> dict[str, Any]:
     """The type of an option that takes a JSON object."""
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise argparse.ArgumentTypeError("the JSON is nested too deeply") from None
     except ValueError as problem:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {problem}") from None
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not JSON: {problem}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} must be a JSON object")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -215,12 +216,21 @@ class RunnerPlans:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the caches, then the views of them."""
+        """Allocate the caches, then the views of them. Raises `ConfigError` if the system does not give the memory."""
         place = self.placement
         for runner, (layout, options) in zip(self.runners, self._layouts, strict=True):
-            runner.cache = layout(
-                runner.model.config, num_blocks, self.block_size, place.dtype, place.device, **options
-            )
+            try:
+                runner.cache = layout(
+                    runner.model.config, num_blocks, self.block_size, place.dtype, place.device, **options
+                )
+            except (RuntimeError, MemoryError) as problem:  # a limit of this process is not in the free memory
+                if isinstance(problem, MemoryError) or re.search("allocate memory|out of memory", str(problem)):
+                    needed = num_blocks * self.bytes_per_block / 2**20
+                    raise ConfigError(
+                        f"{num_blocks} cache blocks need {needed:,.0f} MiB, which the system does not give this "
+                        "process; lower num_kv_blocks or max_model_len, or raise the limit (ulimit -v)"
+                    ) from None
+                raise
             runner.cache.prepare(runner.model, self.texts)
         for runner, owner in self._sharing:
             runner.cache = owner.cache.draft_view()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.errors import CheckpointError
+from minillm.models.json_files import short_repr
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,9 @@ FAMILIES = {
 def family_of(architectures: Sequence[str] | None, model_type: str | None, has_own_code: bool = False) -> Family:
     """Return the family of a `config.json`. Raises `CheckpointError` with the supported families for any other."""
     by_type = [name for name, family in FAMILIES.items() if family.model_type == model_type]
-    [name, *_] = architectures or by_type or [f"(model_type {model_type!r})"]
+    [name, *_] = architectures or by_type or [""]
     if name in FAMILIES:
         return FAMILIES[name]
     own_code = " Code in the checkpoint (auto_map) is never run." if has_own_code else ""
-    raise CheckpointError(f"architecture {name} is not supported; minillm supports {', '.join(FAMILIES)}.{own_code}")
+    named = short_repr(name) if architectures else f"(model_type {short_repr(model_type)})"
+    raise CheckpointError(f"architecture {named} is not supported; minillm supports {', '.join(FAMILIES)}.{own_code}")

@@ -16,6 +16,8 @@ def read_template(file: str | Path | None) -> str | None:
     if file is None:
         return None
     try:
+        if Path(file).exists() and not Path(file).is_file():
+            raise ConfigError(f"the chat template {file} is not a regular file; name another")
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"the chat template {file} cannot be read ({problem}); name another") from None

@@ -17,6 +17,8 @@ request is lost when both happen at once."""
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket bound to an address, before a model is loaded. Port 0: a free one. Raises `ConfigError`."""
+    if not host:  # the system would take it for all addresses
+        raise ConfigError("--host is empty; write 127.0.0.1, or 0.0.0.0 for every address")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

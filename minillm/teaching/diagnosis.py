@@ -8,8 +8,11 @@ either, no cause is reported: a wrong cause would mislead the learner.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.attempt import Outcome, difference
@@ -59,7 +62,12 @@ def _run_diagnosis(key: AnswerKey, diagnose: Diagnose | None, index: int, outcom
 
 
 def _planted_mistake(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str]) -> str:
-    """The first planted mistake with the same outcome as the learner's function in every case."""
+    """The first planted mistake with the same outcome as the learner's function in every case.
+
+    None if every answer is NaN throughout: many mistakes give that.
+    """
+    if all(problems) and all(_all_nan(outcome.value) for outcome in outcomes):
+        return ""
     for number, wrong in enumerate(key.exercise.wrong):
         tried = enumerate(zip(outcomes, problems, strict=True))
         if all(_agrees(key, key.planted(number, index), index, *case) for index, case in tried):
@@ -71,6 +79,17 @@ def _agrees(key: AnswerKey, planted: Outcome, index: int, learner: Outcome, prob
     if not problem:
         return planted.error is None and not planted.changed and not _differs(key, key.expected(index), planted.value)
     return alike(key.exercise, planted, learner)
+
+
+def _all_nan(value: object) -> bool:
+    """Whether a float, a tensor, or every part of an answer is NaN throughout."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_all_nan, value))
+    if isinstance(value, Tensor):
+        return value.is_floating_point() and value.numel() > 0 and bool(value.isnan().all())
+    return isinstance(value, float) and math.isnan(value)
 
 
 def alike(exercise: Exercise, one: Outcome, other: Outcome) -> bool:

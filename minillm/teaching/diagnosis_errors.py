@@ -40,7 +40,18 @@ def cause_of_error(error: BaseException | None, own: Callable[[FrameType], bool]
         found = re.fullmatch(kinds, kind) and re.fullmatch(pattern, message, re.DOTALL)
         if found:
             groups = [group.replace("'constexpr[", "").replace("]'", "") if group else "" for group in found.groups()]
-            return sentence.format(*groups) + _failing_expression(error, own)
+            return _in_called(error, own) + sentence.format(*groups) + _failing_expression(error, own)
+    return ""
+
+
+def _in_called(error: BaseException, own: Callable[[FrameType], bool]) -> str:
+    """`in attention(), which this line calls: ` if minillm's code raised the error for the learner's line; else ""."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = max((number for number, frame in enumerate(frames) if own(frame)), default=len(frames))
+    for called in frames[last + 1 : last + 2]:
+        module, name = called.f_globals.get("__name__", ""), called.f_code.co_name
+        if module.startswith("minillm.") and not name.startswith("__"):  # not a hook that a check watches tensors with
+            return f"in {name}(), which this line calls: "
     return ""
 
 

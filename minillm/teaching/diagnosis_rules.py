@@ -82,7 +82,7 @@ PYTHON: tuple[Rule, ...] = (
     (
         "RuntimeError",
         r"unflatten: Provided sizes (\[.*?\]) don't multiply up to the size of dim (-?\d+) \((\d+)\).*",
-        "dimension {1} has {2} entries, which cannot be split into {0}: is it the dimension that you mean?",
+        "dimension {1} has {2} entries, which cannot be split into {0}: is one of the two wrong?",
     ),
     ("RuntimeError", r"unflatten.*", "unflatten takes one dimension, and the sizes that it is split into"),
     ("RuntimeError", r"flatten\(\) has invalid args.*", "flatten takes the first dimension before the last"),

@@ -97,6 +97,10 @@ VALUES: tuple[tuple[str, Callable[[Tensor, Tensor], bool]], ...] = (
         lambda e, g: bool((g.isnan() & ~e.isnan()).any()),
     ),
     (
+        "has -inf: the logarithm of 0 or the maximum of nothing, or a number below 0 divided by 0",
+        lambda e, g: bool((g.isinf() & ~e.isinf()).any()) and not bool(((g == torch.inf) & ~e.isinf()).any()),
+    ),
+    (
         "has infinities: something is divided by 0, or an exponential overflows",
         lambda e, g: bool((g.isinf() & ~e.isinf()).any()),
     ),
@@ -201,6 +205,6 @@ PLACES: tuple[tuple[str, tuple[int, slice]], ...] = (
     ("is wrong only at the beginning of the last dimension: its first entries", (-1, slice(0, 1))),
     ("is wrong only in its last row (of the last but one dimension)", (-2, slice(-1, None))),
     ("is wrong only in its first row (of the last but one dimension)", (-2, slice(0, 1))),
-    ("is right in its first row and wrong after it (of the last but one dimension)", (-2, slice(1, None))),
-    ("is right at the beginning of the last dimension, and wrong after it", (-1, slice(1, None))),
+    ("is right in its first row, and has wrong numbers after it (of the last but one dimension)", (-2, slice(1, None))),
+    ("is right at the beginning of the last dimension, and has wrong numbers after it", (-1, slice(1, None))),
 )

@@ -62,6 +62,11 @@ def acceptance_by_rank(events: Iterable[Event]) -> dict[tuple[int, int], JudgedC
                     f"{event.num_drafts} drafts of request {event.request_id} were verified, but none were proposed; "
                     "start the trace before the step"
                 )
+            if event.num_accepted > event.num_drafts or event.num_drafts > len(draft.token_ids):
+                raise TraceError(
+                    f"{event.num_accepted} of {event.num_drafts} drafts of request {event.request_id} were accepted, "
+                    f"but {len(draft.token_ids)} were proposed; record the trace again"
+                )
             is_chain = draft.parents is None
             parents = range(-1, len(draft.token_ids) - 1) if is_chain else draft.parents
             path = range(event.num_accepted) if is_chain else event.path or ()

@@ -30,6 +30,7 @@ from minillm.trace import (
     TokenOrigin,
     TokensCommitted,
 )
+from minillm.trace.fold import fold_all
 
 Verdict = Literal["accepted", "rejected", "discarded"]
 
@@ -171,9 +172,8 @@ class AcceptanceState:
     """Requests with a prefill in this step."""
 
     def fold_all(self, events: Iterable[Event]) -> AcceptanceState:
-        """Fold many events; returns self."""
-        for event in events:
-            self.fold(event)
+        """Fold all events of a trace; returns self. Raises `TraceError` if they contradict each other."""
+        fold_all(self, events)
         return self
 
     def fold(self, event: Event) -> None:

@@ -30,6 +30,7 @@ from minillm.trace import (
     TokensCommitted,
     Work,
 )
+from minillm.trace.fold import fold_all
 from minillm.trace.page import Freed, Page, PageState, SlotState
 from minillm.trace.request_state import NOTHING, RequestState, StepChanges
 
@@ -143,9 +144,8 @@ class CacheState:
         return sum(self.block_size - self._num_filled(block_id) for block_id in unfilled)
 
     def fold_all(self, events: Iterable[Event]) -> CacheState:
-        """Fold many events; returns self."""
-        for event in events:
-            self.fold(event)
+        """Fold all events of a trace; returns self. Raises `TraceError` if they contradict each other."""
+        fold_all(self, events)
         return self
 
     def fold(self, event: Event) -> None:
@@ -243,6 +243,8 @@ class CacheState:
             request.marks = StepChanges()
 
     def _allocate(self, request: RequestState, block_ids: list[int]) -> None:
+        if self.engine is None:
+            raise ValueError("blocks are allocated before the engine has started")
         # Allocating a cached block implies its eviction.
         self._evict([block_id for block_id in block_ids if block_id in self.in_prefix_cache - self.owners.keys()])
         for block_id in block_ids:

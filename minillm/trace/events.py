@@ -11,9 +11,10 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
+from msgspec import Meta
 
 from minillm.errors import TraceError
 from minillm.version import __version__
@@ -23,6 +24,14 @@ READABLE = (1, 2)
 """Schema 1 has fewer kinds of events and fewer fields; all of them have the same meaning in schema 2."""
 WorkKind = Literal["prefill", "decode", "verify"]
 TokenOrigin = Literal["sampled", "accepted", "recovered", "bonus"]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+"""A count or a step. These ranges hold for a trace that is loaded: pictures of it reserve what it says."""
+Size = Annotated[int, Meta(ge=0, le=2**24)]
+"""A number of tokens or blocks, or a block's id."""
+Parent = Annotated[int, Meta(ge=-1, le=2**24)]
+Measure = Annotated[float, Meta(ge=0, le=1e15)]
+LONGEST = 300
+"""Characters of a reason in an error message."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +54,17 @@ class EngineStarted(Event):
 
     model: str
     draft_model: str | None
-    block_size: int
-    num_blocks: int
-    bytes_per_block: int
+    block_size: Annotated[int, Meta(ge=1, le=2**24)]
+    num_blocks: Size
+    bytes_per_block: Count
     """Bytes of one block over all layers, keys and values, including the draft model's cache."""
-    num_speculative_tokens: int
+    num_speculative_tokens: Size
     cache_layout: str = "paged"
     """Name of the cache layout. In a layout for whole sequences, a block holds one request, and `block_size` is the
     context length."""
     prefix_caching: bool = False
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: Count = 64
+    max_num_batched_tokens: Count = 2048
     speculative_method: str | None = None
     keeps_every_token: bool = True
     """False for a layout that drops tokens: then a slot is a token that was computed, not memory in use."""
@@ -73,7 +82,7 @@ class RequestAdded(Event):
     request_id: str
     prompt: str
     """The prompt as text; decoded if the prompt was given as token ids."""
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[Count]
     priority: int = 0
     """Lower values run first, if the engine schedules by priority."""
 
@@ -82,9 +91,9 @@ class RequestAdded(Event):
 class StepStarted(Event):
     """A step began; `step` counts from 1 over the lifetime of the engine."""
 
-    step: int
-    num_running: int
-    num_waiting: int
+    step: Count
+    num_running: Count
+    num_waiting: Count
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class BlocksAllocated(Event):
     """`block_ids` were appended to the request's block table, in this order."""
 
     request_id: str
-    block_ids: list[int]
+    block_ids: list[Size]
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,8 @@ class BlocksShared(Event):
     """
 
     request_id: str
-    block_ids: list[int]
-    num_tokens: int
+    block_ids: list[Size]
+    num_tokens: Size
     source: Literal["prefix", "fork"]
 
 
@@ -117,8 +126,8 @@ class BlockCopied(Event):
     """
 
     request_id: str
-    source: int
-    target: int
+    source: Size
+    target: Size
 
 
 @dataclass(frozen=True)
@@ -126,14 +135,14 @@ class BlocksCached(Event):
     """These full blocks of the request entered the prefix cache; they keep their contents when freed."""
 
     request_id: str
-    block_ids: list[int]
+    block_ids: list[Size]
 
 
 @dataclass(frozen=True)
 class BlocksEvicted(Event):
     """These blocks without owners left the prefix cache, because they are needed for other contents."""
 
-    block_ids: list[int]
+    block_ids: list[Size]
 
 
 @dataclass(frozen=True)
@@ -141,7 +150,7 @@ class BlocksFreed(Event):
     """`block_ids` left the end of the request's block table. Cached blocks keep their contents until evicted."""
 
     request_id: str
-    block_ids: list[int]
+    block_ids: list[Size]
     reason: Literal["rolled_back", "preempted", "finished", "aborted"]
 
 
@@ -150,7 +159,7 @@ class RequestPreempted(Event):
     """The pool had no free blocks: the request lost its blocks and waits to be recomputed."""
 
     request_id: str
-    num_computed_tokens: int
+    num_computed_tokens: Size
     """Tokens whose keys and values were discarded."""
 
 
@@ -159,11 +168,11 @@ class DraftsPlanned(Event):
     """Adaptive drafting has decided how many drafts each decoding request may have in this step."""
 
     request_ids: list[str]
-    num_drafts: list[int]
+    num_drafts: list[Size]
     """Per request."""
-    survival: list[list[float]]
+    survival: list[list[Measure]]
     """Per request, by position: the estimated probability that this draft and all before it are accepted."""
-    speedups: list[float]
+    speedups: list[Measure]
     """`speedups[m]`: predicted tokens per second with the m most promising drafts of all requests, as a multiple of
     plain decoding."""
 
@@ -173,9 +182,9 @@ class DraftProposed(Event):
     """The draft tokens that the drafter proposed for a request."""
 
     request_id: str
-    token_ids: list[int]
+    token_ids: list[Count]
     texts: list[str]
-    parents: list[int] | None = None
+    parents: list[Parent] | None = None
     """For a draft tree: the parent of each draft, -1 for the last committed token. None for a chain."""
 
 
@@ -185,8 +194,8 @@ class Work:
 
     request_id: str
     kind: WorkKind
-    start: int
-    num_tokens: int
+    start: Size
+    num_tokens: Size
     """For `verify` this counts the last committed token and the drafts."""
 
 
@@ -194,7 +203,7 @@ class Work:
 class StepRan(Event):
     """One target forward over a ragged batch; keys and values of every token in `work` were written."""
 
-    step: int
+    step: Count
     work: list[Work]
 
 
@@ -209,13 +218,13 @@ class TokensCommitted(Event):
     """
 
     request_id: str
-    token_ids: list[int]
+    token_ids: list[Count]
     texts: list[str]
     origins: list[TokenOrigin]
-    num_drafts: int
-    num_accepted: int
-    num_computed_tokens: int
-    path: list[int] | None = None
+    num_drafts: Size
+    num_accepted: Size
+    num_computed_tokens: Size
+    path: list[Size] | None = None
     """For a draft tree: the accepted drafts, from the root down."""
 
 
@@ -225,8 +234,8 @@ class RequestFinished(Event):
 
     request_id: str
     reason: Literal["stop", "length", "abort"]
-    num_prompt_tokens: int
-    num_output_tokens: int
+    num_prompt_tokens: Size
+    num_output_tokens: Size
 
 
 @dataclass(frozen=True)
@@ -234,11 +243,11 @@ class StepFinished(Event):
     """End of a step. `seconds`: drafting, the target's forward with the verdicts, and the rest: scheduling and
     committing."""
 
-    step: int
-    seconds: float
-    draft_seconds: float
-    target_seconds: float
-    num_free_blocks: int
+    step: Count
+    seconds: Measure
+    draft_seconds: Measure
+    target_seconds: Measure
+    num_free_blocks: Size
 
 
 class Listeners(list[Callable[[Event], None]]):
@@ -301,10 +310,11 @@ class Trace:
         except (IndexError, KeyError, TypeError, ValueError, RecursionError):
             raise TraceError(f"{path} is not a minillm trace: line 1 must contain the schema") from None
         if schema not in READABLE:
-            writer = f"minillm {header.get('minillm', 'of an unknown version')}"
+            writer = f"minillm {str(header.get('minillm', 'of an unknown version'))[:LONGEST]}"
             raise TraceError(
-                f"{path} was saved by {writer} with trace schema {schema}; this is minillm {__version__}, which reads "
-                f"schemas {' and '.join(map(str, READABLE))}: load it there, or record the trace again here"
+                f"{path} was saved by {writer} with trace schema {str(schema)[:LONGEST]}; this is minillm "
+                f"{__version__}, which reads schemas {' and '.join(map(str, READABLE))}: load it there, or record the "
+                "trace again here"
             )
         return cls([_parse(line, number, path) for number, line in enumerate(lines[1:], start=2)])
 
@@ -312,10 +322,13 @@ class Trace:
 def _parse(line: str, number: int, path: str | Path) -> Event:
     try:
         values = json.loads(line)
+        if "\\ud" in line.lower():
+            json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair could be neither drawn nor saved
         kind = Event.kinds[values.pop("event")]
         unknown = values.keys() - {f.name for f in fields(kind)}
         if unknown:
             raise KeyError(", ".join(sorted(unknown)))
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise TraceError(f"{path}, line {number}: not an event ({type(problem).__name__}: {problem})") from None
+        reason = f"{type(problem).__name__}: {str(problem)[:LONGEST]}"
+        raise TraceError(f"{path}, line {number}: not an event ({reason})") from None

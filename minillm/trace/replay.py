@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from minillm.errors import TraceError
-from minillm.trace import Event, StepFinished, Trace
-
-
-class Folds(Protocol):
-    """A state that is updated by events."""
-
-    def fold(self, event: Event) -> None:
-        """Update the state with one event."""
-
+from minillm.trace import StepFinished, Trace
+from minillm.trace.fold import Folds, fold
 
 State = TypeVar("State", bound=Folds)
 
@@ -37,19 +30,9 @@ class Replay(Generic[State]):
         if stop < self._position:
             self._state, self._position = self._new_state(), 0
         for event in self.trace.events[self._position : stop]:
-            self._fold(event)
+            fold(self._state, event, self._position + 1)
+            self._position += 1
         return self._state
-
-    def _fold(self, event: Event) -> None:
-        try:
-            self._state.fold(event)
-        except (LookupError, ValueError) as problem:
-            name = type(event).__name__
-            message = (
-                f"event {self._position + 1} ({name}) contradicts earlier events: {problem!r}; record the trace again"
-            )
-            raise TraceError(message) from problem
-        self._position += 1
 
     def _end_of(self, step: int) -> int:
         steps = []

@@ -23,6 +23,7 @@ from minillm.trace import (
     Work,
 )
 from minillm.trace.cache_state import CacheState
+from minillm.trace.fold import fold
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,10 @@ class StepSummary:
 def step_metrics(trace: Iterable[Event]) -> list[StepMetrics]:
     """Return the metrics of every finished step of a trace (or of its first events), in order.
 
-    Raises `LookupError` if events contradict each other, for example if the first events are missing.
+    Raises `TraceError` if events contradict each other, for example if the first events are missing.
     """
     counter = _Counter()
-    return [metrics for event in trace if (metrics := counter.take(event))]
+    return [metrics for number, event in enumerate(trace, 1) if (metrics := counter.take(event, number))]
 
 
 def summarise(metrics: Sequence[StepMetrics]) -> StepSummary:
@@ -160,8 +161,8 @@ class _Counter:
     committed: int = 0
     preemptions: int = 0
 
-    def take(self, event: Event) -> StepMetrics | None:
-        self.cache.fold(event)
+    def take(self, event: Event, number: int) -> StepMetrics | None:
+        fold(self.cache, event, number)
         match event:
             case EngineStarted():
                 self.budget = event.max_num_batched_tokens

@@ -18,6 +18,7 @@ from minillm.trace import (
     TokensCommitted,
     Work,
 )
+from minillm.trace.fold import fold_all
 
 CellKind = Literal["waiting", "prefill", "recompute", "decode", "verify", "preempted", "idle"]
 WORKING: tuple[CellKind, ...] = ("prefill", "recompute", "decode", "verify")
@@ -140,9 +141,8 @@ class TimelineState:
     _step: int = 0
 
     def fold_all(self, events: Iterable[Event]) -> TimelineState:
-        """Fold many events; returns self."""
-        for event in events:
-            self.fold(event)
+        """Fold all events of a trace; returns self. Raises `TraceError` if they contradict each other."""
+        fold_all(self, events)
         return self
 
     def fold(self, event: Event) -> None:
@@ -178,6 +178,8 @@ class TimelineState:
             self.timeline.first_step = step
             for row in self.timeline.rows:
                 row.arrival = max(row.arrival, step)
+        if step != self.timeline.first_step + self.timeline.num_steps:
+            raise ValueError(f"step {step} follows step {self._step}")
         self._step = step
         self.timeline.num_steps += 1
         for row in self.timeline.rows:

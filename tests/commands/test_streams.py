@@ -169,6 +169,19 @@ def test_a_prompt_from_a_closed_or_garbled_input_is_refused(
     assert capsys.readouterr().err == "minillm: byte 2 of standard input is not utf-8; convert it\n"
 
 
+def test_an_input_without_end_is_not_read_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Endless(io.StringIO):
+        def read(self, size: int = -1) -> str:
+            assert 0 < size < 2**25, "it would be read for ever"
+            return "x" * size
+
+    monkeypatch.setattr(sys, "stdin", Endless())
+    assert cli.main(["generate", "-"]) == 2
+    assert "standard input has more than 16,777,216 characters" in capsys.readouterr().err
+
+
 def test_a_reader_may_leave_at_any_byte() -> None:
     """As `minillm bench --help | head -c N` does."""
     whole = started("bench", "--help", stdout=subprocess.PIPE).stdout
@@ -222,6 +235,8 @@ def impossible(file: Path) -> list[Path]:
         (["quantize", "minicoder", "--scheme", "int8", "--out"], "minillm.export.write_quantized.load_model"),
         (["export", "minicoder", "--gguf"], "minillm.export.gguf.load_model"),
         (["bench", "decode", "--json"], "minillm.commands.bench.find"),
+        (["build", "--mutants", "l01.apply_rope", "--report"], "minillm.teaching.mutants.run"),
+        (["book", "--no-run", "--out"], "minillm.book.site.build_book"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_found_out_before_any_work(
@@ -235,10 +250,34 @@ def test_a_place_that_cannot_be_written_is_found_out_before_any_work(
     place = impossible(file)[number]
     if finds:
         monkeypatch.setattr(finds, lambda *_, **__: pytest.fail("it began to work"))
-    if command[0] == "bench" and place == file:
+    if command[0] in ("bench", "build") and place == file:
         place = file.parent  # a result may be written over, and a folder may not
     assert str(place.parent) in one_line(capsys, [*command, str(place)])
     assert file.read_text() == "mine"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["grade", "here", "--out", "report", "--secret-file", "here/02_pipe.ipynb"],
+        ["serve", "minicoder", "--chat-template", "here/02_pipe.ipynb"],
+        ["serve", "minicoder", "--chat-template", "/dev/zero"],
+        ["progress", "here"],
+    ],
+)
+def test_a_file_that_could_be_read_without_end_is_not_read(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    os.mkfifo(tmp_path / "here" / "02_pipe.ipynb")
+    assert re.search("is not a regular file|has no notebook of a lesson", one_line(capsys, words))
+
+
+def test_an_empty_host_is_not_every_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--host is empty" in one_line(capsys, ["serve", "minicoder", "--host", ""])
 
 
 def test_a_disk_that_fills_up_while_lessons_are_copied(
@@ -284,6 +323,10 @@ LINES: list[list[str]] = [
     *(["build", *words] for words in (["99"], ["--root", "/no/such"], ["--root", ""], ["--check", "\0"], ["../x"])),
     *(["train", "--stages", *words] for words in ([], ["none"], [""], ["corpus", "x"])),
     *(["train", f"--{stage}-minutes={n}"] for stage in ("target", "draft", "distill") for n in ["0", "-1", "nan", ""]),
+    *(["grade", "here", "--out", "report", f"{option}={n}"]
+      for option in ("--seconds", "--wall-seconds", "--memory", "--alike") for n in ["0", "-1", "nan", "inf", "1e300"]),
+    *(["serve", "minicoder", f"--speculative-config={raw}"]
+      for raw in ["", "{", "[]", "7", "[" * 50_000, '{"a":' * 20_000, '{"method": 7}', '{"method": "suffix", "a": 1}']),
     *([], [""], ["-"], ["--"], ["--no"], ["doctor", "x"], ["doctor", "--json=1"], ["Doctor"], ["\udcff"]),
 ]  # fmt: skip
 

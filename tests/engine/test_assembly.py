@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from minillm import LLM, SamplingParams
+from minillm.cache.paged import PagedKVCache
 from minillm.engine import assembly
+from minillm.errors import ConfigError
 from minillm.models.loading import load_model, save_llama
 from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS
 from minillm.ops.paged_attention import paged_attention
@@ -177,3 +179,19 @@ def test_a_gpu_that_falls_back_says_why_and_a_cpu_does_not(tiny: TinyPair, monke
         LLM(str(tiny.target), device="cpu")
     with pytest.warns(UserWarning, match="plain PyTorch, which is correct but slower: Triton cannot be imported"):
         assembly.warn_of_fallback("Triton cannot be imported")
+
+
+@pytest.mark.parametrize(
+    "problem", [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError()]
+)
+def test_memory_that_the_system_does_not_give_is_told_with_its_size(
+    tiny: TinyPair, problem: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit of the process, such as `ulimit -v`, is not seen in the free memory."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise problem
+
+    monkeypatch.setattr(PagedKVCache, "__init__", refuse)
+    with pytest.raises(ConfigError, match=r"20 cache blocks need \d+ MiB, which the system does not give this process"):
+        LLM(str(tiny.target), device="cpu", num_kv_blocks=20)

@@ -26,6 +26,7 @@ from minillm.models.loading import load_model
 from minillm.models.quantize import quantize_model
 from minillm.models.quantized_checkpoint import save_quantized
 from minillm.quantization.schemes import make_scheme
+from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 
 pytestmark = pytest.mark.timeout(120)  # seconds: what hangs is ended
@@ -120,6 +121,8 @@ def test_any_value_of_any_entry_of_rope_runs_or_is_refused(folder: Path, kind: s
         ("quantization_config", "[1]", r"quantization_config is \[1\]; it must be an object, or null"),
         ("layer_types", '"full_attention"', "layer_types is 'full_attention'; it must be 'full_attention' or"),
         ("architectures", '"LlamaForCausalLM"', "architectures is 'LlamaForCausalLM'; it must be a list of names"),
+        ("architectures", '["Foo\\nBar"]', r"architecture 'Foo\\nBar' is not supported; minillm supports Llama"),
+        ("architectures", json.dumps(["x" * 3000]), r"architecture 'x{5,40}\.\.\.x{5,40}' is not supported"),
         ("torch_dtype", '"load"', "torch_dtype is 'load'; it must be float32, float16"),
         ("final_logit_softcapping", "30.0", "final_logit_softcapping is 30.0, which .* does not support"),
         ("num_local_experts", "8", "num_local_experts is 8, which .* it must be 0 or 1 or left out"),
@@ -183,6 +186,46 @@ def test_what_is_no_file_is_not_waited_for(folder: Path, name: str, kind: str) -
     else:
         (folder / name).symlink_to(folder / name if kind == "loop" else "/dev/zero")
     assert outcome(folder).startswith("refused: ")
+
+
+MODEL_PREFIX = "continuing_subword_prefix"
+REFUSING_TOKENIZERS: dict[str, dict[str, Any]] = {
+    "merges without the prefix": {"model": {MODEL_PREFIX: "x"}},
+    "merges without a long prefix": {"model": {MODEL_PREFIX: "##é"}},
+    "a normaliser with an empty prefix": {"normalizer": {"type": "Prepend", "prepend": ""}},
+    "a template of tokens that there are not": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+    "an expression that never ends": {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "(a+)+$"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    },
+}
+"""On these, tokenizers panics or even ends the process: when it reads them, or at the first prompt."""
+
+
+@pytest.mark.parametrize("changes", REFUSING_TOKENIZERS.values(), ids=REFUSING_TOKENIZERS)
+def test_a_tokenizer_that_panics_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    model = {**stored["model"], **changes.get("model", {})}
+    (folder / "tokenizer.json").write_text(json.dumps({**stored, **changes, "model": model}))
+    with pytest.raises(MinillmError, match=r"is truncated or corrupt \(|fails on this prompt \("):
+        LLM(str(folder), device="cpu", enforce_eager=True).generate("a" * 40 + "b", use_tqdm=False)
+
+
+def test_a_subword_prefix_that_the_merges_have_is_read(folder: Path) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0, "##b": 1, "ab": 2}, "merges": ["a ##b"], MODEL_PREFIX: "##"}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    assert Tokenizer.from_folder(folder).encode("ab") == [2]
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:

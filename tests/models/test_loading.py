@@ -307,7 +307,7 @@ def test_a_broken_index_is_refused(folder: Path, index: str, message: str) -> No
         ("[1]", "config.json is not a JSON object"),
         (
             '{"architectures": ["BertModel"]}',
-            "architecture BertModel is not supported; minillm supports LlamaForCausalLM",
+            "architecture 'BertModel' is not supported; minillm supports LlamaForCausalLM",
         ),
     ],
 )

@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from minillm.sampling import sample
 from minillm.teaching.answer_key import AnswerKey
 from minillm.teaching.check_function import check_function
 from minillm.teaching.diagnosis_answers import common_fact
 from minillm.teaching.diagnosis_errors import cause_of_error
 from minillm.teaching.diagnosis_tensors import about_tensors
+from minillm.teaching.drives.l17 import LargestTensor
 from minillm.teaching.exercise import Case, Exercise, WrongVersion
 from minillm.teaching.fence import OutOfBoundsError
 
@@ -58,6 +60,17 @@ THREE, FOUR = torch.zeros(3), torch.zeros(4)
 )
 def test_an_error_is_told_in_terms_of_the_line(function: Callable[[], object], words: str):
     assert words in said_of(function)
+
+
+def test_an_error_in_a_function_of_the_lesson_names_this_function():
+    """The learner's line has no `zip`."""
+    said = said_of(lambda: sample(torch.ones(1, 3), [0.5, 0.5]))
+    assert said.startswith("in sample(), which this line calls: the lists in zip have different lengths")
+
+
+def test_a_hook_that_watches_tensors_is_not_what_the_line_calls():
+    with LargestTensor():
+        assert said_of(lambda: torch.zeros(2, 3) @ torch.zeros(2, 3)).startswith("2×3 times 2×3")
 
 
 def test_an_index_is_looked_up_only_where_that_changes_nothing():
@@ -107,6 +120,8 @@ RIGHT = torch.tensor([[1.0, 2.0, 4.0], [3.0, 5.0, 9.0]])
         (RIGHT[:, :2], "another length along the second dimension: [2, 2] instead of [2, 3]"),
         (RIGHT.flatten(), "the right numbers in another shape"),
         (RIGHT.index_fill(0, torch.tensor(1), torch.nan), "has NaN"),
+        (RIGHT.index_fill(0, torch.tensor(1), -torch.inf), "has -inf: the logarithm of 0 or the maximum of nothing"),
+        (torch.tensor([[1.0, torch.inf, 4.0], [3.0, -torch.inf, 9.0]]), "has infinities: something is divided by 0"),
         (torch.tensor([[1.0, 3.0, 8.0], [2.0, 2.0, 3.0]]), ""),
     ],
 )
@@ -180,3 +195,17 @@ def test_a_store_outside_the_result_is_told_by_where_it_went(said: str, words: s
     wrong = (WrongVersion("a", lambda: torch.ones(1)), WrongVersion("b", lambda: torch.ones(2)))
     exercise = Exercise("l90.reads_one", reads_one, [Case("one", ()), Case("again", ())], ("a", "b", "c", "d"), wrong)
     assert words in check_function(exercise, strays, key=AnswerKey(exercise)).counterexample.cause
+
+
+def test_answers_that_are_nan_throughout_fit_many_mistakes_so_none_is_named():
+    """A kernel that stores nothing looked as if it divided by a factor."""
+    wrong = (WrongVersion("divides 0 by 0", lambda x: x * torch.nan), WrongVersion("adds one", lambda x: x + 1))
+    cases = [Case("two ones", (torch.ones(2),)), Case("a two", (torch.tensor([2.0]),))]
+    exercise = Exercise("l90.same", lambda x: x.clone(), cases, ("a", "b", "c", "d"), wrong)
+    key = AnswerKey(exercise)
+
+    def cause(answer: Callable[[torch.Tensor], torch.Tensor]) -> str:
+        return check_function(exercise, answer, key=key).counterexample.cause
+
+    assert cause(lambda x: torch.full_like(x, torch.nan)) == "the answer is NaN everywhere"
+    assert cause(lambda x: x + 1) == "it looks as if your function adds one"

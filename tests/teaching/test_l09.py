@@ -98,6 +98,26 @@ def test_a_kernel_that_reads_or_writes_far_away_never_passes_and_never_ends_the_
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("change", "says", "not_said"),
+    [
+        (
+            ("tl.store(out_ptr + q_at, out / total[:, None], mask=is_head)", "pass"),
+            "nothing is written into the result",
+            "looks as if",
+        ),
+        (("range(0, length,", "range(0, length + 1,"), "past the end of an array", "looks as if"),
+        (("m_new = tl.maximum(m, tl.max(score, 1))", "m_new = m"), "the result has NaN", "looks as if"),
+    ],
+    ids=["stores nothing", "reads a block too many", "NaN everywhere"],
+)
+def test_a_cause_that_does_not_follow_from_the_answers_is_not_named(
+    change: tuple[str, str], says: str, not_said: str
+) -> None:
+    report = str(check_function("l09.decode_kernel", KernelByName("decode_kernel", change)))
+    assert says in report and not_said not in report
+
+
 def test_scores_that_fall_from_block_to_block_need_the_maximum_of_all_blocks():
     changes = "tl.maximum(m, tl.max(score, 1))", "tl.max(score, 1)"
     exercise = next(e for e in EXERCISES if e.name == "l09.decode_kernel")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -15,16 +18,22 @@ from minillm.trace import (
     BlocksCached,
     BlocksEvicted,
     BlocksShared,
+    DraftProposed,
     EngineStarted,
     Event,
     RequestAdded,
+    StepFinished,
     StepRan,
     StepStarted,
     TokensCommitted,
     Trace,
     Work,
 )
+from minillm.trace.acceptance_by_rank import acceptance_by_rank
 from minillm.trace.events import SCHEMA
+from minillm.trace.static_batching import jobs_of
+from minillm.trace.step_metrics import step_metrics
+from minillm.viz import AcceptanceStrip, CachePagesView, TimelineView
 from tests.conftest import TinyPair
 
 HEADER = json.dumps({"schema": SCHEMA})
@@ -87,6 +96,59 @@ def test_watchers_hear_every_event() -> None:
     event = EngineStarted("m", None, 16, 8, 1024, 0)
     trace.append(event)
     assert heard == [event] and len(trace) == 1
+
+
+STARTED = EngineStarted("m", None, 4, 8, 1024, 0)
+IMPOSSIBLE: list[tuple[Event, dict[str, object]]] = [
+    *((STARTED, {"block_size": value}) for value in (0, -1, 10**12, 2**63)),
+    *((STARTED, {"num_blocks": value}) for value in (-1, 10**12, -(2**70))),
+    *((BlocksEvicted([1]), {"block_ids": [value]}) for value in (-1, 2**63)),
+    *((RequestAdded("0", "a", [1]), {"prompt": value}) for value in ("\ud800", "a\udfff")),
+    (StepRan(1, [Work("0", "prefill", 0, 1)]), {"work": [{"request_id": "0", "kind": "decode", "start": -1}]}),
+    (StepFinished(1, 0.1, 0.0, 0.1, 7), {"seconds": -1.0}),
+    (StepFinished(1, 0.1, 0.0, 0.1, 7), {"seconds": float("nan")}),
+    (DraftProposed("0", [1], ["a"], [-1]), {"parents": [-2]}),
+    (RequestAdded("0", "a", [1]), {"event": "x" * 10_000}),
+]
+
+
+@pytest.mark.parametrize(("event", "changes"), IMPOSSIBLE)
+def test_a_value_that_no_engine_gives_is_refused_before_anything_is_drawn(
+    tmp_path: Path, event: Event, changes: dict[str, object]
+) -> None:
+    line = json.dumps({**json.loads(event.to_json()), **changes})
+    (tmp_path / "bad.jsonl").write_text(f"{HEADER}\n{line}\n")
+    with pytest.raises(TraceError, match="line 2: not an event") as refused:
+        Trace.load(tmp_path / "bad.jsonl")
+    assert len(str(refused.value)) < 700 and str(refused.value).isprintable()
+
+
+FOLDS: list[Callable[[Trace], object]] = [
+    lambda trace: CachePagesView(trace).to_svg(),
+    lambda trace: TimelineView(trace).to_svg(),
+    lambda trace: AcceptanceStrip(trace).to_svg(),
+    step_metrics,
+    jobs_of,
+    acceptance_by_rank,
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_events_in_another_order_are_drawn_or_refused(recorded: Trace, seed: int) -> None:
+    draw = Random(seed)
+    events = list(recorded)
+    for _ in range(draw.choice([1, 2, 5])):
+        place, other = draw.randrange(len(events)), draw.randrange(len(events))
+        match draw.randrange(3):
+            case 0:
+                del events[place]
+            case 1:
+                events.insert(other, events[place])
+            case 2:
+                events[place], events[other] = events[other], events[place]
+    for fold in FOLDS:
+        with suppress(TraceError):
+            fold(Trace(events))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from minillm.errors import TraceError
 from minillm.trace import (
     BlocksShared,
     RequestFinished,
@@ -135,5 +136,5 @@ def test_trace_without_its_beginning_is_refused():
     s.add("a", "a", 5)
     s.step(prefill("a", 5))
     s.step(verify("a", ["x"], 1))
-    with pytest.raises(LookupError):
+    with pytest.raises(TraceError, match="contradicts earlier events"):
         step_metrics(s.trace.events[2:])

@@ -181,6 +181,7 @@ def launch(
         }
         if against_wall and not found["blocks loaded without a mask"]:
             check_between_walls(
+                [name.removesuffix("_ptr") for name in inspect.signature(kernel.fn).parameters][: len(inputs) + 1],
                 lambda wall: [fence.walled(wall) for fence in (*inputs, out)],
                 lambda copies: kernel[grid](*copies, *numbers, **sizes),
             )

@@ -130,6 +130,7 @@ def run_fenced(
         check_undefined(load, zip(made, others, strict=True))
     if against_wall:
         check_between_walls(
+            [*inputs, *results],
             lambda wall: [wall(x) for x in (*given, *made)],
             lambda copies: launch(kernel, grid, *copies, *numbers, **constants),
         )

@@ -79,7 +79,11 @@ def product_with(function: Callable[..., Any], weight: Tensor, x: Tensor, agains
         y.view(torch.int32)[y == HELD] = CANARY[torch.float32]
         rows.append(y[:out].clone())
     if against_wall:
-        check_between_walls(lambda wall: [wall(each) for each in (*given, y)], lambda copies: _run(function, *copies))
+        check_between_walls(
+            ("panels", "x", "y"),
+            lambda wall: [wall(each) for each in (*given, y)],
+            lambda copies: _run(function, *copies),
+        )
     return torch.stack(rows)
 
 

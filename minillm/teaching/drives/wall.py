@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ WALL_BYTES = 1 << 24
 """Size of the protected address space behind or in front of an array; it takes no memory."""
 Wall = Callable[[Tensor], Tensor]
 PROT_NONE = 0  # as in <sys/mman.h>
+ROOM = 1 << 16
 TIMEOUT_S = 20.0
 
 
@@ -50,24 +52,43 @@ def walled(x: Tensor, in_front: bool = False) -> Tensor:
     return copy[: x.numel()].view(x.shape).copy_(x)
 
 
-def check_against_walls(run: Callable[[], object], in_front: bool = False) -> None:
-    """Call `run`, which works on `walled` arrays, in a forked process; what it returns, raises or changes is lost.
+def check_between_walls(
+    names: Sequence[str], copies: Callable[[Wall], Sequence[Tensor]], run: Callable[[Sequence[Tensor]], object]
+) -> None:
+    """Call `run` on `copies(walled)`, once with a wall behind every array and once with one in front of it, each time
+    in a forked process: what it returns, raises or changes is lost.
 
-    Raises `OutOfBoundsError` if it accessed a wall. Does nothing without `has_walls()`.
+    `names`: of the arrays, in the order in which `copies` makes them. Raises `OutOfBoundsError` with the name of the
+    array whose wall was accessed. Does nothing without `has_walls()`.
     """
-    if has_walls() and stopped_by(run) in ("SIGSEGV", "SIGBUS"):
-        where = "before the beginning" if in_front else "beyond the end"
-        raise OutOfBoundsError(f"read or wrote {where} of an array, though its results are right")
+    for in_front, where in ((False, "beyond the end"), (True, "before the beginning")) if has_walls() else ():
+        if _crashes(partial(run, copies(partial(walled, in_front=in_front)))):
+            name = _accessed(names, copies, run, in_front)
+            raise OutOfBoundsError(f"read or wrote {where} of {name}, though its results are right")
 
 
-def check_between_walls(copies: Callable[[Wall], Sequence[Tensor]], run: Callable[[Sequence[Tensor]], object]) -> None:
-    """Call `run` on `copies(walled)`, once with a wall behind every array and once with one in front of it.
+def _accessed(
+    names: Sequence[str],
+    copies: Callable[[Wall], Sequence[Tensor]],
+    run: Callable[[Sequence[Tensor]], object],
+    in_front: bool,
+) -> str:
+    """The first array whose wall `run` accesses if the others have none."""
+    for number, name in enumerate(names):
+        order = count()
+        if _crashes(partial(run, copies(lambda x: walled(x, in_front) if next(order) == number else _roomy(x)))):  # noqa: B023
+            return name
+    return "an array"
 
-    Raises `OutOfBoundsError` if it accessed a wall. Does nothing without `has_walls()`.
-    """
-    for in_front in (False, True) if has_walls() else ():
-        arrays = copies(partial(walled, in_front=in_front))
-        check_against_walls(partial(run, arrays), in_front)
+
+def _roomy(x: Tensor) -> Tensor:
+    """A contiguous copy of `x` with `ROOM` zeros in front of it and behind it."""
+    room = torch.zeros(x.numel() + 2 * ROOM, dtype=x.dtype)
+    return room[ROOM : ROOM + x.numel()].view(x.shape).copy_(x)
+
+
+def _crashes(run: Callable[[], object]) -> bool:
+    return stopped_by(run) in ("SIGSEGV", "SIGBUS")
 
 
 def stopped_by(run: Callable[[], object], patience_s: float = TIMEOUT_S) -> str:

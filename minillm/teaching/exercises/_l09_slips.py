@@ -62,10 +62,6 @@ def _loop(begin: str, end: str) -> Edits:
         ),
         "begins with the second block": (loop, f"range({begin} + BLOCK_SIZE, {end}, BLOCK_SIZE)"),
         "reads the first block of the table every time": (" + first // BLOCK_SIZE)", ")"),
-        "loads the rows that do not exist instead of those that do": (
-            "first + place < length",
-            "first + place >= length",
-        ),
         "compares the offset within the block with the length, without the beginning of the block": (
             "first + place < length",
             "place < length",
@@ -74,8 +70,13 @@ def _loop(begin: str, end: str) -> Edits:
     }
 
 
+OTHER_ROWS: Edits = {
+    "loads the rows that do not exist instead of those that do": ("first + place < length", "first + place >= length"),
+}
+
 DECODE: Edits = {
     **_loop("0", "length"),
+    **OTHER_ROWS,
     "swaps the request and the KV head of the program": ("request, kv_head =", "kv_head, request ="),
     "divides the queries by 1/√DIM instead of multiplying": ("* scale", "/ scale"),
     "divides the queries by the keys; a score is a product": ("q[:, None, :] * k", "q[:, None, :] / k"),
@@ -90,7 +91,6 @@ DECODE: Edits = {
         "rescale + tl.sum(weight, 1)",
         "rescale - tl.sum(weight, 1)",
     ),
-    "divides the sum of the weights by the factor": ("total * rescale", "total / rescale"),
     "adds the factor to the sum of the weights instead of multiplying": ("total * rescale", "total + rescale"),
     "keeps the values of the last block only": ("out * rescale[:, None] + tl.sum(", "tl.sum("),
     "divides the values by their weights": ("weight[:, :, None] * v", "weight[:, :, None] / v"),
@@ -120,6 +120,7 @@ DECODE: Edits = {
 
 SPLIT: Edits = {
     **_loop("begin", "end"),
+    **OTHER_ROWS,
     "begins every part where the second one begins": ("begin = split * keys_of_a_part", "begin = keys_of_a_part"),
     "begins each part one key after the previous one": ("begin = split * keys_of_a_part", "begin = split"),
     "ends every part at the end of the keys or beyond (maximum instead of minimum)": ("tl.minimum(", "tl.maximum("),

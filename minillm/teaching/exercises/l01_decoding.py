@@ -98,7 +98,6 @@ _ATTENTION = Exercise(
             "hides each token from itself, so the first one sees nothing": (".triu(1)", ".triu(0)"),
             "hides the tokens before each token instead of those after it": (".triu(1)", ".tril(-1)"),
             "inverts the mask: hides the tokens that may be seen, and shows the others": (".triu(1)", ".tril()"),
-            "hides everything": (".triu(1)", ""),
             "takes the softmax over the queries instead of over the keys": (".softmax(-1)", ".softmax(-2)"),
             "takes the softmax over the heads instead of over the keys": (".softmax(-1)", ".softmax(0)"),
             "forgets the softmax: uses the scores as weights": (".softmax(-1)", ""),

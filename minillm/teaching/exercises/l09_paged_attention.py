@@ -293,7 +293,9 @@ _DECODE = Exercise(
             "loads slots that were never written; a weight of 0 does not help, because 0 · NaN is NaN",
             ("tl.load(v_ptr + at, mask=exists[:, None], other=0.0)", "tl.load(v_ptr + at)"),
         ),
-        _decode_wrong("includes one row too many (<= length)", ("first + place < length", "first + place <= length")),
+        _decode_wrong(
+            "includes rows that do not exist (<= length)", ("first + place < length", "first + place <= length")
+        ),
         _decode_wrong(
             "leaves out the last block if it is not full",
             ("range(0, length, BLOCK_SIZE)", "range(0, length // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE)"),
@@ -360,7 +362,7 @@ _DECODE = Exercise(
         _decode_wrong(
             "reads the rows before q as well, and does not use them",
             ("is_head = head", "before = tl.load(q_ptr - 1 - channel)\n    is_head = head"),
-            expected_message="before the beginning of an array",
+            expected_message="before the beginning of q",
         ),
         *_slips("decode_kernel", _l09_slips.DECODE),
     ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minillm.teaching.compare import values_match
 from minillm.teaching.drives import l17 as drive
 from minillm.teaching.exercise import Attempt, Case, Exercise
 from minillm.teaching.exercises import _l17_mistakes as mistakes
@@ -184,8 +185,10 @@ def _about_one_bit(attempt: Attempt) -> str | None:
     scales, exact = got
     if int((exact != 0).sum()) > count:
         return f"the exact part has {int((exact != 0).sum())} numbers that are not 0; {count} weights are exact"
-    fact = about_tensor(expected[0], scales, ("row",), "the scales")  # type: ignore[index]
-    return fact or about_tensor(expected[1], exact, ("row", "column"), "the exact part")  # type: ignore[index]
+    if values_match(expected[0], scales):  # type: ignore[index]
+        fact = about_tensor(expected[0], scales, ("row",), "`scales`")  # type: ignore[index]
+        return fact or "`scales` is wrong, and the exact part depends on it"
+    return about_tensor(expected[1], exact, ("row", "column"), "the exact part")  # type: ignore[index]
 
 
 def _one_bit_cases() -> list[Case]:

@@ -28,7 +28,9 @@ def hidden_cases(key: AnswerKey, secret: bytes, student: str) -> tuple[Case, ...
 
 
 def read_secret(path: Path) -> bytes:
-    """The course's secret. Raises `ConfigError` if it is too short."""
+    """The course's secret. Raises `ConfigError` if it is too short, or in something that could be read without end."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a regular file; write the secret into one")
     secret = path.read_bytes().strip()
     if len(secret) < MIN_SECRET:
         raise ConfigError(f"{path} has {len(secret)} bytes; a secret needs at least {MIN_SECRET}")
