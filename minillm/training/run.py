@@ -29,6 +29,7 @@ from minillm.training.stages import STAGES, run_stages
 from minillm.training.trained_drafters import TRAINED
 
 DEVICES = ("cpu", "cuda")
+MAX_THREADS = 4096
 
 
 def train(
@@ -161,8 +162,8 @@ def _check_device(device: str) -> None:
 
 def _count(text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    if not 1 <= value <= MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"{value:,} must be from 1 to {MAX_THREADS:,}")
     return value
 
 

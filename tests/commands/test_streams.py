@@ -327,6 +327,7 @@ LINES: list[list[str]] = [
       for option in ("--seconds", "--wall-seconds", "--memory", "--alike") for n in ["0", "-1", "nan", "inf", "1e300"]),
     *(["serve", "minicoder", f"--speculative-config={raw}"]
       for raw in ["", "{", "[]", "7", "[" * 50_000, '{"a":' * 20_000, '{"method": 7}', '{"method": "suffix", "a": 1}']),
+    *(["train", "--stages", "export", f"--threads={n}"] for n in ["0", "-1", "99999999999", "x", ""]),
     *([], [""], ["-"], ["--"], ["--no"], ["doctor", "x"], ["doctor", "--json=1"], ["Doctor"], ["\udcff"]),
 ]  # fmt: skip
 
