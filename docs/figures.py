@@ -58,9 +58,6 @@ HEADLINES = (
     Headline("0.4B: decoding, bf16", "decode_0.4b", "minillm bf16", ("transformers bf16", "llama.cpp bf16")),
     Headline("0.4B: decoding, int8", "decode_0.4b", "minillm int8", ("transformers bf16", "llama.cpp Q8_0")),
     Headline("0.4B: decoding, w8a8", "decode_0.4b", "minillm w8a8", ("transformers bf16", "llama.cpp Q8_0")),
-    Headline(
-        "0.4B: prefill of 4,000, bf16", "prefill_0.4b", "minillm bf16", ("llama.cpp bf16", "transformers bf16"), 4000
-    ),
     Headline("0.4B: 32 requests, bf16", "batch_0.4b", "minillm continuous bf16", ("vLLM CPU",)),
     Headline("0.4B: 32 requests, fp32 on bf16 weights", "batch_0.4b", "minillm continuous", ("vLLM CPU",)),
     Headline("0.4B: 32 requests, w8a8", "batch_0.4b", "minillm continuous w8a8", ("vLLM CPU",)),

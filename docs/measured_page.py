@@ -93,12 +93,6 @@ SECTIONS = (
     ),
     Section("verify_0.4b", "Verifying at 0.4 billion parameters", "As above.", "forward", "forwards/s"),
     Section(
-        "prefill_0.4b",
-        "Prefill at 0.4 billion parameters",
-        "bf16: inputs of products, keys and values are rounded to it. fp32: bf16 weights, everything else in float32.",
-        *PROMPT,
-    ),
-    Section(
         "batch_0.4b",
         "32 requests at 0.4 billion parameters",
         "vLLM computes in bf16, as `minillm continuous bf16` does.",
