@@ -280,14 +280,14 @@ LineChart(
 # the draft model; instead of a rejected draft, a token is drawn from what is left of the target's distribution.
 # Leviathan et al., cited below, prove that together these leave the distribution of the output unchanged.)
 
-# %% tags=["expected"] alt="A line: tokens per target forward fall as the temperature rises from 0 to 1.5, above a dashed line at 1, where drafts gain nothing."
+# %% tags=["expected"] alt="A line: tokens per target forward are most at temperature 0 and fewer at 0.5, 1 and 1.5, all above a dashed line at 1, where drafts gain nothing."
 temperatures = (0.0, 0.5, 1.0, 1.5)
 taus = []
 for temperature in temperatures:
     params = SamplingParams(temperature=temperature, max_tokens=48, seed=1, ignore_eos=True)
     taus.append(tokens_per_forward(llm.generate(prompts, params, use_tqdm=False)))
 print({t: round(tau, 2) for t, tau in zip(temperatures, taus, strict=True)})
-claim("At temperature 1.5 a forward yields fewer tokens than at 0.", taus[-1] < taus[0], of_model=True)
+claim("At every temperature above 0 a forward yields fewer tokens than at 0.", max(taus[1:]) < taus[0], of_model=True)
 LineChart(
     "Tokens per target forward, four drafts a round",
     Axis("temperature", ticks=temperatures),
@@ -296,7 +296,7 @@ LineChart(
         Series("counted, six prompts", temperatures, taus),
         Series("no gain", temperatures, [1.0] * len(temperatures), style="modelled"),
     ],
-    "Tokens per target forward fall as the temperature rises.",
+    "Tokens per target forward are most at temperature 0; sampled text yields fewer.",
 )
 
 # %% [markdown]

@@ -769,11 +769,11 @@ Roofline("The same work twice", here, points)
 # (they came from elsewhere), the time, or the roof. Most often it is the roof: measured with one library's product, it
 # lies below what another kernel reaches. That is why three were tried above.
 #
-# The large vectors may lie above the roof too, by about a tenth, if the roof is that of a copy (the limits above name
-# the operation). A copy reads one number for each that it writes, `a + b` reads two. Writing costs more than is
-# counted: before a processor writes a part of a line of memory, it usually reads the line first. With this read a copy
-# moves 3 numbers and is counted as 2, `a + b` moves 4 and is counted as 3, so the same memory seems
-# $\frac{3/4}{2/3} = 1.125$ times as fast. A few percent more or less are noise: a roof is a measurement too.
+# The large vectors may lie above the roof too, if the roof is that of a copy (the limits above name the operation). A
+# copy reads one number for each that it writes, `a + b` reads two. Writing costs more than is counted: before a
+# processor writes a part of a line of memory, it usually reads the line first. With this read a copy moves 3 numbers
+# and is counted as 2, `a + b` moves 4 and is counted as 3, so the same memory seems $\frac{3/4}{2/3} = 1.125$ times as
+# fast. What is missing to the printed number is noise: a roof is a measurement too, and its spread is printed above.
 #
 # ### Wrong ways to pool
 #

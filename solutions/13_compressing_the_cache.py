@@ -742,8 +742,8 @@ quoted(
 # 2. A linear map of values can be absorbed into the output projection, and no value is ever restored.
 # 3. For keys RoPE stands in between. Only what commutes with its rotations can be absorbed: scaled rotations of pairs.
 # 4. A codebook of such centres turns a score into a look-up. A low rank has to be restored and rotated.
-# 5. At half of the bytes, fewer bits per number lose much less than fewer ranks or fewer tokens. Below four bits there
-#   remain two-bit integers (KIVI's own size, not built here), trained codebooks, fewer tokens, or reading less than one
-#   stores.
+# 5. At half of the bytes, fewer bits per number lose less than fewer tokens, and much less than fewer ranks. Below
+#    four bits there remain two-bit integers (KIVI's own size, not built here), trained codebooks, fewer tokens, or
+#    reading less than one stores.
 #
 # **Next:** in lesson 14 keys and values are used again: from a file, over a link, at another position, after an edit.

@@ -911,4 +911,5 @@ claim(
 #    bytes if they are cast inside the loop; W8A8 makes the arithmetic itself cheaper, and is lossy.
 # 4. Whether speculation pays depends on c, v, the conditional acceptance and the draft's prefill. Measure them first.
 #    An n-gram drafter has almost no c and no prefill.
-# 5. After each step another part is the largest. A floor, computed from the best that the machine can do, shows when to stop.
+# 5. What is made faster may stop being the largest part, so look again after each step. A floor, computed from the best
+#    that the machine can do, shows when to stop.

@@ -20,7 +20,7 @@ from minillm.doctor.checks import find_chromium
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "minillm"
-START_SECONDS = 90
+START_SECONDS = 240
 
 
 def chromium() -> Path:

@@ -1,4 +1,4 @@
-"""Every lesson, untouched, opens in JupyterLab and runs from top to bottom; its pictures are there.
+"""Every lesson, untouched, opens in JupyterLab and runs from top to bottom; its pictures are there, also another day.
 
 All lessons run without a browser in `make test`, and their pictures are looked at in one (`test_pictures.py`). So here
 one lesson is enough for every day; `make test-long` takes all.
@@ -16,6 +16,8 @@ from tests.browser.test_lesson_00 import CONNECTED, DONE, MINUTES
 EVERY_DAY = "02_kv_cache"
 OUTPUTS = ".jp-OutputArea-output"
 """What lessons print and draw; around it is JupyterLab's own page."""
+PICTURES = f"{OUTPUTS}:is(:has(svg), :has(img))"
+"""Outputs with a picture. A chart may be alive at first, and a picture when the notebook is opened again."""
 NOT_OURS = (".jp-OutputArea-output pre span", ".js-plotly-plot .modebar")
 """JupyterLab's colours for printed text, and plotly's toolbar."""
 LESSONS = sorted(path.stem for path in (ROOT / "lessons").glob("*.ipynb") if not path.name.startswith("00"))
@@ -30,7 +32,18 @@ def run_all(page: Page, lab: Lab, notebook: str) -> None:
     page.wait_for_function(DONE, timeout=8 * MINUTES)
 
 
-@pytest.mark.timeout(600)
+def open_again(page: Page, lab: Lab, notebook: str) -> None:
+    """Save the notebook, end its kernel, and open it with a new one."""
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_function("() => !document.querySelector('.jp-mod-dirty')", timeout=MINUTES)
+    page.evaluate("window.jupyterapp.commands.execute('kernelmenu:shutdown')")
+    page.goto(lab.open(notebook))
+    expect(page.locator(".jp-Notebook .jp-CodeCell").first).to_be_visible(timeout=2 * MINUTES)
+    page.wait_for_function(CONNECTED, timeout=2 * MINUTES)
+    page.wait_for_timeout(2000)
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "lesson", [pytest.param(name, marks=[pytest.mark.long] * (name != EVERY_DAY)) for name in LESSONS]
 )
@@ -48,5 +61,9 @@ def test_a_lesson_runs_in_jupyterlab(browser: Browser, lab: Lab, lesson: str) ->
         page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
         page.wait_for_timeout(1000)
         assert violations(page, OUTPUTS, NOT_OURS) == [], theme
+    pictures = page.locator(PICTURES).count()
+    open_again(page, lab, f"{lesson}.ipynb")
+    expect(page.locator(PICTURES)).to_have_count(pictures, timeout=MINUTES)
+    assert "Error displaying widget" not in page.locator(".jp-Notebook").inner_text()
     assert problems == []
     page.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from minillm.trace.page import Page
@@ -36,10 +37,16 @@ class PageMarks:
         return element("path", {**about, **look, "stroke-linejoin": "round", "d": path})
 
     def arrows(self) -> str:
-        """An arrow from each copied block to its copy."""
+        """An arrow from each copied block to its copy. Arrows from one block do not cross: longer ones lie outside."""
         places = {page.block_id: place for place, page in enumerate(self.pages)}
         copies = [(page.copied_from, page.block_id) for page in self.pages if page.copied_from in places]
-        return "".join(self._arrow(places[source or 0], places[target]) for source, target in copies[:MAX_ARROWS])
+        arrows = [(places[source or 0], places[target]) for source, target in copies[:MAX_ARROWS]]
+        drawn = []
+        for source, target in sorted(arrows, key=lambda ends: -abs(ends[1] - ends[0])):
+            ends = [end for start, end in arrows if start == source and (end > source) == (target > source)]
+            inside = sum(abs(end - source) < abs(target - source) for end in ends)
+            drawn.append(self._arrow(source, target, inside, len(ends)))
+        return "".join(drawn)
 
     def _band(self, state: str, places: Sequence[int], fill: str) -> str:
         if not places:
@@ -55,12 +62,14 @@ class PageMarks:
             "path", {"data-testid": "band", "data-state": state, "data-count": len(places), "fill": fill, "d": path}
         )
 
-    def _arrow(self, source: int, target: int) -> str:
+    def _arrow(self, source: int, target: int, inside: int, beside: int) -> str:
+        """One of `beside` arrows from a block in the same direction, of which `inside` are shorter."""
         g = self.geometry
         (sx, sy), (tx, ty) = (g.corner(place) for place in (source, target))
         sx, tx = sx + g.page_width / 2, tx + g.page_width / 2
         if sy == ty:
-            high = sy - min(22.0, g.row_pitch / 4)
+            sx += math.copysign(min(6.0, g.page_width / 2 / beside), sx - tx) * inside
+            high = sy - min(22.0, g.row_pitch / 4) * (inside + 1) / beside
             way = f"M{number(sx)} {number(sy + 3)}Q{number((sx + tx) / 2)} {number(high)} {number(tx)} {number(ty)}"
             down = 1
         else:

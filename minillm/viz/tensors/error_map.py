@@ -169,7 +169,7 @@ class ErrorMap(Picture):
         step, x0 = 62.0, MARGIN + SIDE
         boxes = [rectangle(x0 + i * step, y, step, 12, 0, {"fill": colour}) for i, colour in enumerate(LEVELS)]
         texts = [
-            label(x0 + i * step, y + 26, f"{self._border(i) * largest:.2g}", size=10.5, anchor="middle")
+            label(x0 + i * step, y + 26, _short(self._border(i) * largest), size=10.5, anchor="middle")
             for i in range(len(LEVELS) + 1)
         ]
         name = label(x0, y - 7, f"{self.unit}, {self.scale} scale", size=11.5, fill=INK)
@@ -191,6 +191,11 @@ class ErrorMap(Picture):
         """Share of the largest error at which level `i` begins."""
         share = i / len(LEVELS)
         return share if self.scale == "linear" else (10 ** (4 * (share - 1)) if i else 0.0)
+
+
+def _short(value: float) -> str:
+    """Two digits, or a whole number: 0.067, 1.3, 45, 134."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _matrix(name: str, values: Any) -> list[list[float]]:

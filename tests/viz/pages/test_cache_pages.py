@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -9,11 +10,14 @@ import pytest
 from minillm import LLM, SamplingParams
 from minillm.errors import TraceError
 from minillm.trace import StepFinished, Trace
+from minillm.trace.page import Page
 from minillm.trace.replay import Replay
 from minillm.trace.run_metrics import RunMetrics
 from minillm.trace.step_metrics import step_metrics, summarise
 from minillm.viz import CachePagesView, CacheState
 from minillm.viz.pages.cache_words import describe
+from minillm.viz.pages.page_geometry import geometry
+from minillm.viz.pages.page_marks import PageMarks
 from tests.conftest import TinyPair
 from tests.trace.traces import Script, busy, decode, prefill, sharing, story, verify
 from tests.viz.pictures import description, found, parse, states, text_of
@@ -219,6 +223,23 @@ def test_copied_page_names_its_source_and_cached_pages_are_hatched():
     for group in groups[1:] if groups[0].get("fill") is None else groups:
         hatched = {e.get("data-state") for e in group if e.get("data-testid") == "page"} == {"cached"}
         assert ("url(#cached-" in (group.get("fill") or "")) == hatched
+
+
+def bow(arrow, share):
+    """A point of the bow of an arrow between two blocks of a row."""
+    sx, sy, mx, my, tx, ty = map(float, re.findall(r"-?[\d.]+", arrow[0].get("d")))
+    a, b, c = (1 - share) ** 2, 2 * share * (1 - share), share**2
+    return a * sx + b * mx + c * tx, a * sy + b * my + c * ty
+
+
+def test_two_arrows_from_one_block_do_not_cross():
+    pages = [Page(block, "used", ("r",), ("written",), copied_from=0 if block else None) for block in range(3)]
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg">{PageMarks(pages, geometry(len(pages), 1)).arrows()}</svg>'
+    outer, inner = found(svg, "copy")
+    for share in (0.0, 0.1, 0.3, 0.5, 0.8):
+        x, y = bow(inner, share)
+        above = min((bow(outer, i / 200) for i in range(201)), key=lambda point: abs(point[0] - x))
+        assert above[1] < y - 0.4, f"at {x} the longer arrow is at {above[1]}, the shorter at {y}"
 
 
 def test_outline_of_a_shared_page_has_a_stripe_per_owner():

@@ -68,6 +68,11 @@ def test_panels_share_one_scale():
     ]
 
 
+def test_large_numbers_of_the_scale_are_written_out():
+    numbers = [text_of(e) for e in found(ErrorMap({"a": [[1.0, 134.4]]}).to_svg(), "legend")[0].iter()]
+    assert "134" in numbers and "119" in numbers and not any("e+" in number for number in numbers)
+
+
 def test_sign_is_dropped_and_tensors_are_taken():
     matrix = torch.tensor([[0.5, -1.0]])
     assert ErrorMap({"a": matrix}).to_svg() == ErrorMap({"a": [[0.5, 1.0]]}).to_svg()
