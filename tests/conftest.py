@@ -118,6 +118,16 @@ def every_draft() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """Each test begins with PyTorch's number of threads as it was chosen. The first step on several threads starts
+    numba's, in the OpenMP library that PyTorch runs on too, and PyTorch then has as many."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     """A pair whose draft is the target with noise on its weights, so that it is right about half the time."""
