@@ -9,7 +9,6 @@ reuses it, until it is evicted to make room for other contents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minillm.trace import (
@@ -31,6 +30,7 @@ from minillm.trace import (
     Work,
 )
 from minillm.trace.page import Freed, Page, PageState, SlotState
+from minillm.trace.replay import TraceState
 from minillm.trace.request_state import NOTHING, RequestState, StepChanges
 
 MAX_PAGE_SIZE = 64
@@ -72,7 +72,7 @@ class Totals:
 
 
 @dataclass
-class CacheState:
+class CacheState(TraceState):
     """Folds events, in order, into the state of the pool: one at a time with `fold`, or many with `fold_all`."""
 
     engine: EngineStarted | None = None
@@ -141,12 +141,6 @@ class CacheState:
             return 0
         unfilled = {b for r in self.requests.values() for b in r.block_table[r.num_computed // self.block_size :]}
         return sum(self.block_size - self._num_filled(block_id) for block_id in unfilled)
-
-    def fold_all(self, events: Iterable[Event]) -> CacheState:
-        """Fold many events; returns self."""
-        for event in events:
-            self.fold(event)
-        return self
 
     def fold(self, event: Event) -> None:
         """Update the state with one event."""

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
 from minillm.errors import TraceError
 from minillm.trace import Event, StepFinished, Trace
 
+State = TypeVar("State", bound="TraceState")
 
-class Folds(Protocol):
-    """A state that is updated by events."""
 
+class TraceState(ABC):
+    """A state that is computed from a trace: events update it, one after the other and in order."""
+
+    @abstractmethod
     def fold(self, event: Event) -> None:
         """Update the state with one event."""
 
-
-State = TypeVar("State", bound=Folds)
+    def fold_all(self: State, events: Iterable[Event]) -> State:
+        """Update the state with many events; returns self."""
+        for event in events:
+            self.fold(event)
+        return self
 
 
 class Replay(Generic[State]):
