@@ -139,8 +139,8 @@ class CacheState(TraceState):
         a layout that drops tokens, where an empty slot takes no memory."""
         if not self.owners or not self.keeps_every_token:
             return 0
-        unfilled = {b for r in self.requests.values() for b in r.block_table[r.num_computed // self.block_size :]}
-        return sum(self.block_size - self._num_filled(block_id) for block_id in unfilled)
+        partly_filled = {b for r in self.requests.values() for b in r.block_table[r.num_computed // self.block_size :]}
+        return sum(self.block_size - self._num_filled(block_id) for block_id in partly_filled)
 
     def fold(self, event: Event) -> None:
         """Update the state with one event."""
