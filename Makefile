@@ -63,16 +63,14 @@ dist: $(STAMP)
 	$(BIN)/python -m hatchling build -d dist
 	$(BIN)/python release/check_dist.py dist $(DIST_ARGS)
 
-# The quick checks come first, the long one last. JOBS files run at a time, a notebook in one kernel, each on one
-# thread: two that share two cores are quicker than one after the other.
+# Lessons, solutions and tests wait in one queue (see conftest.py). JOBS of them run at a time, a notebook in one kernel,
+# each on one thread: two that share two cores are quicker than one after the other.
 SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/python -m compileall -q minillm  # once, where Python is told to write no bytecode: tests start many processes
 	$(BIN)/minillm build --check
-	$(BIN)/pytest $(SPREAD) --nbval-lax lessons/ $(PYTEST_ARGS)
-	$(BIN)/minillm build --check --run --jobs $(JOBS)
-	$(BIN)/pytest $(SPREAD) tests/ $(PYTEST_ARGS)
+	$(BIN)/pytest $(SPREAD) --nbval-lax lessons/ tests/ $(PYTEST_ARGS)
 
 # What repeats at full size what a quicker test does: for a schedule, or before a release.
 test-long: export OMP_NUM_THREADS := 1

@@ -25,6 +25,7 @@ LONGEST_FILES = (
     "teaching/grading/test_grading.py",
     "runtime/test_cpu_executor.py",
     "teaching/test_exercises.py",
+    "notebooks/test_solutions.py",
     "engine/test_same_tokens.py",
     "browser/test_book.py",
     "engine/test_memory_of_requests.py",
@@ -36,7 +37,8 @@ LONGEST_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files: workers take whole files, so a long one at the end would leave the others idle."""
+    """Begin with the longest files: workers take whole files, so a long one at the end would leave the others idle. The
+    notebooks come next, because they come first in the Makefile."""
 
     def rank(item: pytest.Item) -> int:
         return next((i for i, name in enumerate(LONGEST_FILES) if name in item.nodeid), len(LONGEST_FILES))
@@ -118,6 +120,16 @@ def every_draft() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def torch_threads() -> Iterator[None]:
+    """Each test begins with PyTorch's number of threads as it was chosen. The first step on several threads starts
+    numba's, in the OpenMP library that PyTorch runs on too, and PyTorch then has as many."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
     """A pair whose draft is the target with noise on its weights, so that it is right about half the time."""
@@ -134,3 +146,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
         save_llama(model, root / name, torch.float32)
         save_tokenizer(tokenizer, root / name, 256)
     return TinyPair(root / "target", root / "draft")
+
+
+@pytest.fixture(scope="session")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole book of this clone, in which the replay of lesson 0 plays; Sphinx had nothing to say against it."""
+    from minillm.book.site import build_book
+
+    site = tmp_path_factory.mktemp("book") / "site"
+    assert build_book(Path(__file__).parents[1], site, replays=["00_tour"]) == []
+    return site

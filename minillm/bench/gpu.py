@@ -7,7 +7,7 @@ A rehearsal shows that every stage runs, and makes all checks that a CPU can mak
 reported.
 
 Each stage has a time budget and a process of its own (`on_gpu/stage_runner.py`), so a failure or a timeout does not
-affect the others. A figure with a target is reported as `met` or `NOT MET`; figures without a target are informative.
+affect the others. A metric with a target is reported as `met` or `NOT MET`; metrics without a target are informative.
 The targets are for a model of 8 billion weights in 16 bits. If the GPU has too little memory, a shape of 1 billion
 replaces it, and the stage's notes say so.
 """
@@ -61,20 +61,20 @@ def run(stages: Sequence[str] | None = None, rehearse: bool = False, save_to: Pa
 
 
 def table(outcome: dict[str, Any]) -> Table:
-    """Every figure of every stage, with its target and whether it is met."""
+    """Every metric of every stage, with its target and whether it is met."""
     from rich.table import Table
 
     rehearsed = outcome["config"]["rehearsal"]
     gpu = (outcome["hardware"]["gpu"] or {}).get("name", "no GPU")
     title = "gpu: a rehearsal; times mean nothing and are left out" if rehearsed else f"gpu: {gpu}"
     table = Table(title=title)
-    for heading in ("stage", "figure", "value", "spread", "unit", "target", "", "bound"):
+    for heading in ("stage", "metric", "value", "spread", "unit", "target", "", "bound"):
         table.add_column(heading, justify="right" if heading in ("value", "target") else "left")
     for stage in outcome["stages"]:
         table.add_section()
         table.add_row(stage["name"], *_ending(stage))
-        for figure in stage["figures"]:
-            table.add_row("", *_cells(figure))
+        for metric in stage["metrics"]:
+            table.add_row("", *_cells(metric))
         for line in stage["notes"].get("lines for tiles.MEASURED", []):
             table.add_row("", line.strip())
     return table
@@ -85,17 +85,17 @@ def _ending(stage: dict[str, Any]) -> list[str]:
     return [stage["what"], f"{stage['seconds']:.0f} s", "", stage["status"], "", "", error[-1][:100] if error else ""]
 
 
-def _cells(figure: dict[str, Any]) -> list[str]:
-    value, low, high = figure["value"], figure["low"], figure["high"]
-    met = {True: "met", False: "NOT MET", None: ""}[figure["met"]]
+def _cells(metric: dict[str, Any]) -> list[str]:
+    value, low, high = metric["value"], metric["low"], metric["high"]
+    met = {True: "met", False: "NOT MET", None: ""}[metric["met"]]
     return [
-        figure["name"],
+        metric["name"],
         "" if value is None else f"{value:,.4g}",
         "" if low is None or low == high else f"{low:,.3g} to {high:,.3g}",
-        figure["unit"],
-        figure["target"] or "",
+        metric["unit"],
+        metric["target"] or "",
         met,
-        figure["bound"] or "",
+        metric["bound"] or "",
     ]
 
 

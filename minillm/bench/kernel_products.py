@@ -47,10 +47,10 @@ SCHEMES: dict[str, Scheme] = {"int8_linear": Int8(), "w8a8_linear": W8A8(), "int
 
 
 def product_cases(s: Setting) -> list[Maker]:
-    """Every weight format at every number of rows. The weights of a format are built once."""
+    """Makers of the cases: every weight format at every number of rows. The weights of a format are built once."""
     narrow = "float16" if s.shape == "minicoder" else "bfloat16"  # how the checkpoints are stored
     kinds = [str(s.dtype).removeprefix("torch."), *([narrow] if s.on_cpu else []), *SCHEMES]
-    made: list[Weights] = []  # holds at most one element, for the format used last
+    made: list[Weights] = []  # at most one: the weights that the previous case has used
     return [
         Maker(kind if kind in SCHEMES else "linear", partial(_case, s, kind, tokens, made))
         for kind in kinds
@@ -75,13 +75,13 @@ class Weights:
             self.scheme, self.tensors = None, {"weight": plain}
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
         self.num_copies = s.copies(self.num_bytes)
-        wide = plain.to(s.dtype) if self.scheme is None else None  # PyTorch needs weights in the activations' dtype
-        kept = {"weight": wide} if wide is not None else self.tensors
+        cast = plain.to(s.dtype) if self.scheme is None else None  # PyTorch needs weights in the activations' dtype
+        kept = {"weight": cast} if cast is not None else self.tensors
         self.copies = [{name: t.clone() for name, t in kept.items()} for _ in range(self.num_copies)]
-        self.modules = [_linear(copy["weight"]) for copy in self.copies] if wide is not None and s.on_cpu else []
+        self.modules = [_linear(copy["weight"]) for copy in self.copies] if cast is not None and s.on_cpu else []
         for module in self.modules:  # the first product with PACKED_ROWS rows makes it pack its weight
             module(s.random(PACKED_ROWS, self.columns))
-        self.wide_bytes = self.num_bytes if wide is None else wide.nbytes
+        self.cast_bytes = self.num_bytes if cast is None else cast.nbytes
         self.panels = self._panels() if s.on_cpu else None
 
     def _panels(self) -> tuple[Any, Any, Any]:
@@ -129,7 +129,9 @@ def _case(s: Setting, kind: str, tokens: int, made: list[Weights]) -> Case:
     x = s.random(tokens, w.columns)
     activations = tokens * (w.columns + w.outputs) * s.dtype.itemsize
     implementations = (
-        _plain_implementations(w, x, w.wide_bytes + activations) if w.scheme is None else _quantised_ways(w, x)
+        _plain_implementations(w, x, w.cast_bytes + activations)
+        if w.scheme is None
+        else _quantised_implementations(w, x)
     )
     if w.panels is not None:
         implementations[COMPILED] = _compiled(w, x)
@@ -157,7 +159,7 @@ def _plain_implementations(w: Weights, x: Tensor, num_bytes: int) -> dict[str, I
     return implementations
 
 
-def _quantised_ways(w: Weights, x: Tensor) -> dict[str, Implementation]:
+def _quantised_implementations(w: Weights, x: Tensor) -> dict[str, Implementation]:
     group = (w.scheme.group_size,) if isinstance(w.scheme, Int4) else ()
     names = ("qweight", "scales", "qzeros")[: len(w.tensors)]
 

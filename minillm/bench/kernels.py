@@ -165,7 +165,7 @@ def case_rows(
                 peak_memory_bytes=None,
                 outputs_equal=None if name == REFERENCE else errors[name] <= (implementation.limit or limit),
                 config={
-                    **_figures(case, name, implementation, timings, limits, errors[name]),
+                    **_metrics(case, name, implementation, timings, limits, errors[name]),
                     "recorded": name in recorded,
                 },
             )
@@ -202,7 +202,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _figures(
+def _metrics(
     case: Case,
     name: str,
     implementation: Implementation,
@@ -211,7 +211,7 @@ def _figures(
     error: float,
 ) -> dict[str, Any]:
     num_bytes = implementation.num_bytes or case.num_bytes
-    figures: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "op": case.op,
         "kind": case.kind,
         "shape": case.shape,
@@ -227,7 +227,7 @@ def _figures(
             continue
         timing = timings[kind][name]
         rate = num_bytes / timing.median
-        figures |= {
+        metrics |= {
             f"{kind}_us": 1e6 * timing.median,
             f"{kind}_us_spread": [1e6 * min(timing.seconds), 1e6 * max(timing.seconds)],
             f"{kind}_gb_per_s": rate / 1e9,
@@ -235,10 +235,10 @@ def _figures(
             f"{kind}_calls": timing.calls,
         }
         if case.operations:
-            figures[f"{kind}_gflop_per_s"] = case.operations / timing.median / 1e9
+            metrics[f"{kind}_gflop_per_s"] = case.operations / timing.median / 1e9
         if name != REFERENCE:
-            figures[f"{kind}_ratio"] = statistics.median(ratios(timings[kind], name, REFERENCE))
-    return figures
+            metrics[f"{kind}_ratio"] = statistics.median(ratios(timings[kind], name, REFERENCE))
+    return metrics
 
 
 def _wanted(ops: Sequence[str] | None) -> set[str]:

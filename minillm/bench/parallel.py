@@ -110,7 +110,7 @@ class Splitting:
         self.seconds, self.steps = time.perf_counter() - began, self.llm.engine.num_steps - before
         return [output.outputs[0].token_ids]
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Where the time of the last completion went, and what was exchanged."""
         if (group := self._group) is None:
             return {"compute_ms": 1000 * self.seconds / self.new_tokens, "wait_ms": 0.0}
@@ -124,7 +124,7 @@ class Splitting:
 
     def system(self) -> System:
         """This engine for `compare`."""
-        return System(self.name, self.complete, None if self.name == ALONE else ALONE, self.figures)
+        return System(self.name, self.complete, None if self.name == ALONE else ALONE, self.metrics)
 
     @property
     def _group(self) -> Any:

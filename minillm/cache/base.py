@@ -53,14 +53,18 @@ class KVCache(ABC):
     max_requests: ClassVar[int | None] = None
     """Most requests in one step; None: no limit."""
     supports_trees: ClassVar[bool] = False
-    """Whether the layout supports draft trees: attention with `Batch.tree`, and `move_tokens`."""
+    """Whether the layout supports draft trees: attention with `Batch.tree`, and `move_tokens`. Not inherited by a
+    subclass that defines `attend`."""
     ops: Mapping[str, Callable[..., Any]] = {}
     """The operations that the layout calls, by name; `LLM(ops={...})` replaces them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Reset `stored_rows` in a subclass that changes how rows are stored or read but does not define it: the
-        parent's description could be wrong there, and a fast path would read wrong values."""
+        """Reset what a subclass inherits but may no longer keep, unless it defines it itself: `stored_rows` if it
+        changes how rows are stored or read, because a fast path would then read wrong values, and `supports_trees` if
+        it has an `attend` of its own, which may not know `Batch.tree`."""
         super().__init_subclass__(**options)
+        if "attend" in vars(cls) and "supports_trees" not in vars(cls):
+            cls.supports_trees = False
         if {"attend", "row_fields", "encode", "decode", "ops"} & vars(cls).keys() and "stored_rows" not in vars(cls):
             cls.stored_rows = KVCache.stored_rows  # type: ignore[method-assign]
 

@@ -24,8 +24,8 @@ from minillm.errors import ConfigError
 from minillm.request import Request
 from minillm.speculative.drafter import Draft, DraftContext, Drafter
 
-TOKEN = array("i").itemsize
-"""Bytes per token id in the searched bytes."""
+TOKEN_BYTES = array("i").itemsize
+"""Bytes per token id in `NgramDrafter._texts`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class NgramDrafter(Drafter):
     def guess(self, request: Request, drafts: Sequence[int], most: int) -> list[int]:
         """At most `most` tokens that may follow the request's tokens and `drafts`."""
         text = self._texts.setdefault(request, bytearray())
-        text += array("i", request.token_ids[len(text) // TOKEN :])
+        text += array("i", request.token_ids[len(text) // TOKEN_BYTES :])
         tokens = request.token_ids
         if drafts:
             text, tokens = text + array("i", drafts), [*tokens, *drafts]
@@ -86,11 +86,11 @@ class NgramDrafter(Drafter):
 
 
 def find_latest(text: bytearray, n: int) -> int | None:
-    """The index of the token where the last `n` tokens of `text` occurred most recently before; None if never."""
-    pattern, end = text[-n * TOKEN :], len(text) - TOKEN
+    """Where the last `n` tokens of `text` last occurred before: the index of the first of them; None if nowhere."""
+    pattern, end = text[-n * TOKEN_BYTES :], len(text) - TOKEN_BYTES
     while (found := text.rfind(pattern, 0, end)) >= 0:
-        if found % TOKEN == 0:
-            return found // TOKEN
+        if found % TOKEN_BYTES == 0:
+            return found // TOKEN_BYTES
         end = found + len(pattern) - 1  # not at the start of a token: search further back
     return None
 

@@ -4,12 +4,12 @@
     its logits               x₁   x₂   x₃   x₄
     the verification       [ t₀   x₁   x₂   x₃   x₄ ]
 
-A prompt token mᵢ is an embedding of no token, trained so that the frozen target's logits at its row are those of the
-token i places further on: a few times the hidden size in numbers, 0.01% of the bundled target. Drafts do not depend on
-each other, so later ones are rougher.
+A prompt token mᵢ is an input embedding outside the vocabulary, trained so that the frozen target's logits at its row
+predict the token i positions later. All prompt tokens together are a few vectors of the hidden size: 0.01% of the
+bundled target. Drafts do not depend on each other, so later ones are less accurate.
 
-Difference from the paper: there the prompt tokens ride along with the verification, behind every draft that may be the
-last accepted one, so a round is one forward of many rows. Here they are a forward of the drafter, behind the one token
+Difference from the paper: there the prompt tokens are appended to the verification, after every draft that may be the
+last accepted one, so a round is one forward of many rows. Here they are a forward of the drafter, after the one token
 that is known to be the last. That forward also computes the row of t₀, so x₁ is the target's own choice and is always
 accepted. A round is two forwards of few rows and gains at least two tokens. On a processor, where each row costs, that
 is no more expensive; where rows are free, as on a large GPU with one request, the paper's way is better.
@@ -81,8 +81,8 @@ class PromptTokens(nn.Module):
 
 
 def add_input_embeddings(model: Decoder, rows: Tensor) -> int:
-    """Append `rows` (`[n, hidden]`) to the embedding of `model`, not to its unembedding. Returns the id of the first:
-    ids from there on are inputs that no output can be."""
+    """Append `rows` (`[n, hidden]`) to the embedding of `model`, not to its unembedding. Returns the id of the first.
+    These ids are valid inputs, and never outputs."""
     weight = model.embed_tokens.weight
     grown = torch.cat((weight.detach(), rows.to(weight.device, weight.dtype)))
     model.embed_tokens = nn.Embedding.from_pretrained(grown)
@@ -121,8 +121,8 @@ class PromptTokensDrafter(ChainDrafter):
             return [Draft(tokens[end - count : end]) for end, count in zip(ends, counts, strict=True)]
         first = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
 
-        def rows(active: Sequence[int], place: int) -> Tensor:
-            chosen = {"rows": np.array([first[i] + place for i in active])}
+        def rows(active: Sequence[int], position: int) -> Tensor:
+            chosen = {"rows": np.array([first[i] + position for i in active])}
             return logits.index_select(0, copy_to_device(chosen, logits.device)["rows"])
 
         return self.draw_chains(

@@ -13,7 +13,6 @@ A round may verify a tree of drafts. Then there are several drafts per position,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
@@ -30,7 +29,7 @@ from minillm.trace import (
     TokenOrigin,
     TokensCommitted,
 )
-from minillm.trace.fold import fold_all
+from minillm.trace.trace_state import TraceState
 
 Verdict = Literal["accepted", "rejected", "discarded"]
 
@@ -161,7 +160,7 @@ class RequestAcceptance(Acceptance):
 
 
 @dataclass
-class AcceptanceState:
+class AcceptanceState(TraceState):
     """Folds events, in order, into the rounds of each request."""
 
     engine: EngineStarted | None = None
@@ -170,11 +169,6 @@ class AcceptanceState:
     _proposed: dict[str, DraftProposed] = field(default_factory=dict)
     _prefilled: set[str] = field(default_factory=set)
     """Requests with a prefill in this step."""
-
-    def fold_all(self, events: Iterable[Event]) -> AcceptanceState:
-        """Fold all events of a trace; returns self. Raises `TraceError` if they contradict each other."""
-        fold_all(self, events)
-        return self
 
     def fold(self, event: Event) -> None:
         """Update the state with one event."""

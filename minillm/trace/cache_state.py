@@ -9,7 +9,6 @@ reuses it, until it is evicted to make room for other contents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minillm.trace import (
@@ -30,9 +29,9 @@ from minillm.trace import (
     TokensCommitted,
     Work,
 )
-from minillm.trace.fold import fold_all
 from minillm.trace.page import Freed, Page, PageState, SlotState
 from minillm.trace.request_state import NOTHING, RequestState, StepChanges
+from minillm.trace.trace_state import TraceState
 
 MAX_PAGE_SIZE = 64
 """In a layout that is not paged, a block with more slots than this holds one whole sequence."""
@@ -73,7 +72,7 @@ class Totals:
 
 
 @dataclass
-class CacheState:
+class CacheState(TraceState):
     """Folds events, in order, into the state of the pool: one at a time with `fold`, or many with `fold_all`."""
 
     engine: EngineStarted | None = None
@@ -140,13 +139,8 @@ class CacheState:
         a layout that drops tokens, where an empty slot takes no memory."""
         if not self.owners or not self.keeps_every_token:
             return 0
-        unfilled = {b for r in self.requests.values() for b in r.block_table[r.num_computed // self.block_size :]}
-        return sum(self.block_size - self._num_filled(block_id) for block_id in unfilled)
-
-    def fold_all(self, events: Iterable[Event]) -> CacheState:
-        """Fold all events of a trace; returns self. Raises `TraceError` if they contradict each other."""
-        fold_all(self, events)
-        return self
+        partly_filled = {b for r in self.requests.values() for b in r.block_table[r.num_computed // self.block_size :]}
+        return sum(self.block_size - self._num_filled(block_id) for block_id in partly_filled)
 
     def fold(self, event: Event) -> None:
         """Update the state with one event."""

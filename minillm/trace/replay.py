@@ -7,9 +7,9 @@ from typing import Generic, TypeVar
 
 from minillm.errors import TraceError
 from minillm.trace import StepFinished, Trace
-from minillm.trace.fold import Folds, fold
+from minillm.trace.trace_state import TraceState
 
-State = TypeVar("State", bound=Folds)
+State = TypeVar("State", bound=TraceState)
 
 
 class Replay(Generic[State]):
@@ -30,7 +30,7 @@ class Replay(Generic[State]):
         if stop < self._position:
             self._state, self._position = self._new_state(), 0
         for event in self.trace.events[self._position : stop]:
-            fold(self._state, event, self._position + 1)
+            self._state.fold_numbered(self._position + 1, event)
             self._position += 1
         return self._state
 

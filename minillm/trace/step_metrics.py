@@ -23,7 +23,6 @@ from minillm.trace import (
     Work,
 )
 from minillm.trace.cache_state import CacheState
-from minillm.trace.fold import fold
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ class _Counter:
     preemptions: int = 0
 
     def take(self, event: Event, number: int) -> StepMetrics | None:
-        fold(self.cache, event, number)
+        self.cache.fold_numbered(number, event)
         match event:
             case EngineStarted():
                 self.budget = event.max_num_batched_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +17,7 @@ from minillm.trace import (
     TokensCommitted,
     Work,
 )
-from minillm.trace.fold import fold_all
+from minillm.trace.trace_state import TraceState
 
 CellKind = Literal["waiting", "prefill", "recompute", "decode", "verify", "preempted", "idle"]
 WORKING: tuple[CellKind, ...] = ("prefill", "recompute", "decode", "verify")
@@ -133,17 +132,12 @@ class Timeline:
 
 
 @dataclass
-class TimelineState:
+class TimelineState(TraceState):
     """Folds events, in order, into a `Timeline`."""
 
     timeline: Timeline = field(default_factory=Timeline)
     _rows: dict[str, Row] = field(default_factory=dict)
     _step: int = 0
-
-    def fold_all(self, events: Iterable[Event]) -> TimelineState:
-        """Fold all events of a trace; returns self. Raises `TraceError` if they contradict each other."""
-        fold_all(self, events)
-        return self
 
     def fold(self, event: Event) -> None:
         """Update the timeline with one event."""

@@ -60,12 +60,12 @@ def test_a_rehearsal_runs_every_stage_and_tells_no_time(tmp_path: Path, capsys: 
     outcome = json.loads(file.read_text())
     endings = {stage["name"]: (stage["status"], stage["error"]) for stage in outcome["stages"]}
     assert endings == {stage.name: ("done", None) for stage in STAGES}
-    figures = [figure for stage in outcome["stages"] for figure in stage["figures"]]
+    figures = [figure for stage in outcome["stages"] for figure in stage["metrics"]]
     assert all((figure["value"] is None) == (figure["kind"] != "counted") for figure in figures)
     assert all(figure["rehearsed"] and figure["low"] is None for figure in figures if figure["kind"] != "counted")
     assert not any(stage["rows"] for stage in outcome["stages"])
-    told = {f"{s['name']}: {f['name']}": f["met"] for s in outcome["stages"] for f in s["figures"] if f["target"]}
-    targets = {f"{s['name']}: {f['name']}": f["target"] for s in outcome["stages"] for f in s["figures"] if f["target"]}
+    told = {f"{s['name']}: {f['name']}": f["met"] for s in outcome["stages"] for f in s["metrics"] if f["target"]}
+    targets = {f"{s['name']}: {f['name']}": f["target"] for s in outcome["stages"] for f in s["metrics"] if f["target"]}
     assert {name: targets[name] for name in PROMISED} == PROMISED
     assert {name for name, met in told.items() if met is None} == set(PROMISED)
     assert {name for name, met in told.items() if met is False} == set()
@@ -101,7 +101,7 @@ def test_stages_share_the_time_and_each_is_saved_at_once(monkeypatch: pytest.Mon
         saved = json.loads(file.read_text())["stages"] if file.exists() else []
         seen.append((stage.name, seconds, len(saved)))
         clock.now += 100
-        return {"name": stage.name, "status": "done", "figures": [], "notes": {}, "rows": [], "seconds": 100.0}
+        return {"name": stage.name, "status": "done", "metrics": [], "notes": {}, "rows": [], "seconds": 100.0}
 
     monkeypatch.setattr(gpu, "_check_machine", lambda rehearse: None)
     monkeypatch.setattr(gpu, "run_stage", fake)
@@ -140,7 +140,7 @@ def ends_like(monkeypatch: pytest.MonkeyPatch, code: str, seconds: float = 60) -
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_what_a_stage_found_outlives_its_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ends_like(monkeypatch, CRASHES)
-    assert (found["status"], [figure["value"] for figure in found["figures"]]) == ("failed", [1.0])
+    assert (found["status"], [figure["value"] for figure in found["metrics"]]) == ("failed", [1.0])
     assert "exited with code -6" in found["error"]
     found = ends_like(monkeypatch, RAISES)
     assert found["status"] == "failed" and "no more memory" in found["error"] and found["notes"] == {"how far": "here"}
@@ -167,7 +167,7 @@ def test_only_a_rehearsal_interprets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_stage_without_time_is_not_begun() -> None:
     found = run_stage(STAGES[0], True, 3.0)
-    assert (found["status"], found["error"], found["figures"]) == ("left out", "no time was left", [])
+    assert (found["status"], found["error"], found["metrics"]) == ("left out", "no time was left", [])
 
 
 # ---- figures

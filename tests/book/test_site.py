@@ -21,7 +21,8 @@ from minillm.quantization.schemes import SCHEMES
 from minillm.speculative.config import SpeculativeConfig
 from minillm.speculative.methods import METHODS
 from minillm.teaching.course import choose
-from tests.book.conftest import ROOT
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_lesson_and_every_technique_has_a_page(book: Path) -> None:

@@ -8,22 +8,13 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from minillm.book.site import build_book
 from tests.browser.accessibility import violations
 from tests.browser.text_contrast import low_contrasts
 
-ROOT = Path(__file__).parents[2]
 PAGES = ("index", "glossary", "search", "lessons/index", "techniques/index", "techniques/beside-contrastive")
 """One of each kind but lessons, and the one with the replay."""
 LONG_PAGES = ("lessons/02_kv_cache", "engine", "tested", "measured", "genindex", "source/minillm.batch")
 LESSONS = ("00_tour", "02_kv_cache", "04_kv_quantisation", "06_paged_blocks", "07_continuous_batching")
-
-
-@pytest.fixture(scope="module")
-def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    site = tmp_path_factory.mktemp("book") / "site"
-    build_book(ROOT, site, replays=["00_tour"])
-    return site
 
 
 @pytest.fixture(params=["light", "dark"])

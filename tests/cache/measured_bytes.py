@@ -1,9 +1,9 @@
 """Run as a program: how many bytes each cache layout really takes, told by the operating system.
 
     python -m tests.cache.measured_bytes
-    {"layout": "paged", "dtype": "int8", "claimed": 25952256, "measured": 25968640, "promised": 25952256}
+    {"layout": "PagedInt8KVCache", "claimed": 25952256, "measured": 25968640, "promised": 25952256}
 
-Each layout has a line, and a process of its own: a fork of this one, which has imported PyTorch and nothing more. The
+Each class has a line, and a process of its own: a fork of this one, which has imported PyTorch and nothing more. The
 cache is filled through `attend`, as the engine does, so that every page of memory it holds has been written to.
 `promised` is `bytes_per_block` times the number of blocks.
 """
@@ -39,7 +39,7 @@ CONFIG = ModelConfig(
     head_dim=64,
     max_position_embeddings=CONTEXT,
 )
-OPTIONS: dict[str, dict[str, Any]] = {"window": {"window": 700}, "sinks": {"window": 700}, "commvq": {"bits": 4}}
+OPTIONS: dict[str, dict[str, Any]] = {"window": {"window": 700}, "sinks": {"window": 700}, "commvq": {"bits": 2}}
 
 
 class SomeTexts(CalibrationTexts):
@@ -107,9 +107,9 @@ def measure(layout: str, dtype: str) -> dict[str, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for layout, dtype in LAYOUTS:
+    for kind, name in {kind: name for name, kind in LAYOUTS.items()}.items():
         if not (child := os.fork()):
-            print(json.dumps({"layout": layout, "dtype": dtype, **measure(layout, dtype)}), flush=True)
+            print(json.dumps({"layout": kind.__name__, **measure(*name)}), flush=True)
             os._exit(0)
         if status := os.waitpid(child, 0)[1]:
-            sys.exit(f"{layout} {dtype} ended with {status}")
+            sys.exit(f"{kind.__name__} ended with {status}")

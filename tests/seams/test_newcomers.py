@@ -16,6 +16,7 @@ from torch import Tensor
 from minillm import LLM, SamplingParams
 from minillm.batch import Batch
 from minillm.cache.paged import PagedKVCache
+from minillm.errors import UnsupportedError
 from minillm.models import families
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
@@ -66,6 +67,12 @@ def test_a_layout_with_keys_in_fp8(tiny: TinyPair) -> None:
     assert whole == tokens(LLM(str(tiny.target), kv_cache_config={"layout": Fp8KeysCache}, block_size=4))
     drafted = {"method": "draft_model", "model": str(tiny.draft)}
     assert tokens(LLM(str(tiny.target), kv_cache_config={"layout": Fp8KeysCache}, speculative_config=drafted)) == whole
+    with pytest.raises(UnsupportedError, match="tree"):  # its `attend` does not know trees, though its parent's does
+        LLM(
+            str(tiny.target),
+            kv_cache_config={"layout": Fp8KeysCache},
+            speculative_config={**drafted, "method": "draft_tree"},
+        )
 
 
 # ----------------------------------------------------------------------------------- a drafter: the last line again

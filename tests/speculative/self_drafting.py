@@ -12,6 +12,7 @@ from minillm import LLM, SamplingParams
 from minillm.batch import Segment
 from minillm.cache.base import KVCache
 from minillm.cache.paged import PagedKVCache
+from minillm.trace import BlocksShared, DraftProposed, RequestPreempted, StepRan
 from tests.conftest import TinyPair
 
 PROMPTS = [
@@ -29,6 +30,51 @@ def tokens(llm: LLM, params: Any = GREEDY) -> list[list[int]]:
     llm.engine.scheduler.check_integrity()
     assert llm.engine.pool.num_used == 0
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def survives_preemption_prefix_sharing_and_chunks(
+    tiny: TinyPair, speculative: dict[str, Any], sampled: bool, **options: Any
+) -> None:
+    """The tokens are those of an engine without drafts, also where prompts are found in the prefix cache."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    if sampled:  # top_k=1: chance takes part in every step, and has one outcome
+        params = SamplingParams(temperature=0.7, top_k=1, seed=4, max_tokens=24, ignore_eos=True)
+    options |= {"block_size": 4, "max_num_batched_tokens": 40, "max_num_seqs": 4}
+    plain = LLM(str(tiny.target), **options)
+    right = [plain.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS]
+    llm = LLM(str(tiny.target), num_kv_blocks=22, speculative_config=speculative, **options)
+    for _ in range(2):  # the second time prompts are found in the prefix cache
+        with llm.trace() as trace:
+            assert tokens(llm, params) == right
+        assert trace.of(DraftProposed)
+    assert trace.of(RequestPreempted) and trace.of(BlocksShared)
+    assert any(len(step.work) > 1 for step in trace.of(StepRan))
+
+
+def stops_completions_aborts_and_later_requests_are_plain(
+    tiny: TinyPair, speculative: dict[str, Any], **options: Any
+) -> None:
+    """Each request ends as it does without drafts, and leaves no block in use."""
+
+    def run(llm: LLM) -> list[tuple[list[int], str | None]]:
+        many = SamplingParams(n=3, seed=5, max_tokens=14, ignore_eos=True, temperature=0.8, top_k=1)
+        requests = llm.submit([PROMPTS[2]], many) + llm.submit([PROMPTS[3]], stops)
+        for count in range(40):
+            if count == 3:
+                requests += llm.submit([PROMPTS[2], PROMPTS[0]], GREEDY)
+                llm.engine.abort(requests[1].request_id)
+            llm.engine.step()
+        llm.engine.scheduler.check_integrity()
+        assert not llm.engine.has_requests and llm.engine.pool.num_used == 0
+        return [(r.output_token_ids, r.finish_reason) for r in requests]
+
+    plain = LLM(str(tiny.target), block_size=4, **options)
+    whole = plain.generate(PROMPTS[3], GREEDY, use_tqdm=False)[0].outputs[0].text
+    stops = SamplingParams(temperature=0, max_tokens=30, stop=whole[len(whole) // 2 :][:3])
+    right, got = run(plain), run(LLM(str(tiny.target), block_size=4, speculative_config=speculative, **options))
+    assert [reason for _, reason in got] == [reason for _, reason in right]
+    assert "stop" in [reason for _, reason in got] and got[1][1] == "abort"
+    assert [one for i, one in enumerate(got) if i != 1] == [one for i, one in enumerate(right) if i != 1]
 
 
 def cache_is_that_of_a_plain_run(

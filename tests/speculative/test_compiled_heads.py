@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm import LLM, SamplingParams
+from minillm.cache.paged import PagedKVCache
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import held_out_prompts
 from minillm.models.quantize import quantize_unembedding
@@ -19,12 +20,13 @@ from minillm.ops.cpu import heads as compiled
 from minillm.ops.cpu.launch import NUMBA_NUM_THREADS
 from minillm.quantization.int8 import Int8
 from minillm.quantization.w8a8 import W8A8
+from minillm.runtime.cpu_executor import CpuExecutor
 from minillm.speculative import heads as heads_module
 from minillm.speculative.compiled_heads import CompiledHeads, can_compile
 from minillm.speculative.draft_heads import DraftHeads, HeadsShape
 from minillm.speculative.target_heads import TargetHeads, unembedding
 from minillm.trace import DraftProposed, TokensCommitted
-from tests.runtime.test_cpu_executor import PLAIN, random_model, runner_of
+from tests.runtime.test_cpu_executor import PLAIN, random_model
 
 SHAPE = HeadsShape(hidden_size=64, num_drafts=4, inner_size=48, position_rank=16, token_rank=32)
 TARGETS = {
@@ -50,9 +52,10 @@ def both(target: Decoder, network: DraftHeads) -> tuple[TargetHeads, CompiledHea
     plain_target, network = deepcopy(target), deepcopy(network)
     weight = plain_target.embed_tokens.weight
     plain = TargetHeads(network, weight, unembedding(plain_target, torch.float32))
-    runner = runner_of(target)
-    assert runner.executor is not None
-    return plain, CompiledHeads(plain, runner.model)
+    packed_target = deepcopy(target)
+    cache = PagedKVCache(target.config, 1, 16, target.norm.weight.dtype, torch.device("cpu"))
+    CpuExecutor(packed_target, cache, 16)  # packs the weights; no step runs, so none is compiled
+    return plain, CompiledHeads(plain, packed_target)
 
 
 def inputs(count: int, hidden_size: int, seed: int = 3) -> tuple[Tensor, Tensor]:

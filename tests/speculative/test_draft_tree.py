@@ -17,8 +17,9 @@ from minillm.request import Request
 from minillm.speculative.draft_tree import DraftTree
 from minillm.speculative.drafter import Draft, Drafter
 from minillm.speculative.tree_shape import TreeShape
-from minillm.trace import DraftProposed, RequestPreempted, StepRan, TokensCommitted
+from minillm.trace import BlocksShared, DraftProposed, RequestPreempted, StepRan, TokensCommitted
 from minillm.trace.acceptance_state import AcceptanceState
+from tests.cache.runs import PreemptingScheduler
 from tests.conftest import TinyPair
 from tests.speculative.reading import target_of
 
@@ -143,19 +144,23 @@ def test_the_cache_holds_what_a_plain_run_would_have_put_there(tiny: TinyPair) -
 
 
 def test_sampled_text_follows_the_target(tiny: TinyPair) -> None:
-    """χ² over the second and third token of 1500 completions with trees against as many without.
+    """χ² over the second and third token of 1500 completions with trees against as many without. Requests are preempted
+    between, and share the blocks of their prompt.
 
     Both are samples, so this is a two-sample test; seeds are fixed, and a correct engine fails with probability 1e-6
     over their choice.
     """
     counts = []
-    for speculative in (None, tree(tiny.draft, (3, 2))):
-        llm = LLM(str(tiny.target), max_num_seqs=128, speculative_config=speculative)
+    for speculative in (None, tree(tiny.draft)):
+        options = {"max_num_seqs": 128, "block_size": 4, "scheduler_cls": PreemptingScheduler}
+        llm = LLM(str(tiny.target), speculative_config=speculative, **options)
         params = [
             SamplingParams(seed=i + 10_000 * bool(speculative), max_tokens=4, ignore_eos=True, top_k=4)
             for i in range(1500)
         ]
-        outputs = llm.generate([PROMPTS[0]] * 1500, params, use_tqdm=False)
+        with llm.trace() as trace:
+            outputs = llm.generate([PROMPTS[0]] * 1500, params, use_tqdm=False)
+        assert trace.of(RequestPreempted) and trace.of(BlocksShared)
         counts.append([tuple(o.outputs[0].token_ids[1:3]) for o in outputs])
     pairs = sorted(set(counts[0] + counts[1]), key=(counts[0] + counts[1]).count, reverse=True)[:12]
     table = [[c.count(p) for p in pairs] + [sum(x not in pairs for x in c)] for c in counts]

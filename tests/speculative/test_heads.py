@@ -15,9 +15,16 @@ from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, ConfigError, TokenizerMismatchError
 from minillm.speculative.draft_heads import KINDS, DraftHeads
 from minillm.speculative.heads import HeadsDrafter
-from minillm.trace import DraftProposed, RequestPreempted
+from minillm.trace import DraftProposed
 from tests.conftest import TinyPair
-from tests.speculative.self_drafting import GREEDY, PROMPTS, same_distribution, tokens
+from tests.speculative.self_drafting import (
+    GREEDY,
+    PROMPTS,
+    same_distribution,
+    stops_completions_aborts_and_later_requests_are_plain,
+    survives_preemption_prefix_sharing_and_chunks,
+    tokens,
+)
 from tests.speculative.trained_drafting import acceptance, heads_that_know_the_tests, saved
 
 HEADS: dict[str, Any] = {"method": "heads", "num_speculative_tokens": 4, "min_survival": 0}
@@ -48,37 +55,11 @@ def test_greedy_tokens_are_the_targets(tiny: TinyPair, speculative: dict[str, An
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "top-k 1"])
 def test_with_preemption_prefix_sharing_and_chunks(tiny: TinyPair, speculative: dict[str, Any], sampled: bool) -> None:
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    if sampled:  # top_k=1: chance takes part in every step, and has one outcome
-        params = SamplingParams(temperature=0.7, top_k=1, seed=4, max_tokens=20, ignore_eos=True)
-    options: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 4}
-    plain = engine(tiny, None, **options)
-    right = [plain.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS]
-    llm = engine(tiny, speculative, num_kv_blocks=22, **options)
-    for _ in range(2):  # the second time prompts are found in the prefix cache
-        with llm.trace() as trace:
-            assert tokens(llm, params) == right
-        assert trace.of(DraftProposed)
-    assert trace.of(RequestPreempted)
+    survives_preemption_prefix_sharing_and_chunks(tiny, speculative, sampled, enforce_eager=True)
 
 
 def test_completions_stops_and_aborts(tiny: TinyPair, speculative: dict[str, Any]) -> None:
-    def run(llm: LLM) -> list[tuple[list[int], str | None]]:
-        many = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True, temperature=0.8, top_k=1)
-        requests = llm.submit([PROMPTS[2]], many) + llm.submit([PROMPTS[3]], stops)
-        for count in range(30):
-            if count == 3:
-                llm.engine.abort(requests[1].request_id)
-            llm.engine.step()
-        assert not llm.engine.has_requests and llm.engine.pool.num_used == 0
-        return [(r.output_token_ids, r.finish_reason) for i, r in enumerate(requests) if i != 1]
-
-    plain = engine(tiny, None)
-    whole = plain.generate(PROMPTS[3], GREEDY, use_tqdm=False)[0].outputs[0].text
-    stops = SamplingParams(temperature=0, max_tokens=28, stop=whole[len(whole) // 2 :][:3])
-    right = run(plain)
-    assert right[-1][1] == "stop"
-    assert run(engine(tiny, speculative)) == right
+    stops_completions_aborts_and_later_requests_are_plain(tiny, speculative, enforce_eager=True)
 
 
 @pytest.mark.parametrize("rule", ["standard", "block"])

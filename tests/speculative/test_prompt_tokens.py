@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams
+from minillm import LLM
 from minillm.batch import Segment
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.loading import load_model
-from minillm.trace import DraftProposed, RequestPreempted
 from minillm.training.prompt_tokens_loss import PromptAttention, prompted
 from minillm.training.target_states import target_states
 from minillm.training.trained_drafters import TRAINED
 from tests.conftest import TinyPair
-from tests.speculative.self_drafting import GREEDY, PROMPTS, cache_is_that_of_a_plain_run, same_distribution, tokens
+from tests.speculative.self_drafting import (
+    cache_is_that_of_a_plain_run,
+    same_distribution,
+    stops_completions_aborts_and_later_requests_are_plain,
+    survives_preemption_prefix_sharing_and_chunks,
+    tokens,
+)
 from tests.speculative.trained_drafting import acceptance, saved
 
 PROMPTED: dict[str, Any] = {"method": "prompt_tokens", "num_speculative_tokens": 4}
@@ -50,37 +55,11 @@ def test_the_first_draft_is_always_right(tiny: TinyPair, speculative: dict[str, 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "top-k 1"])
 def test_with_preemption_prefix_sharing_and_chunks(tiny: TinyPair, speculative: dict[str, Any], sampled: bool) -> None:
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    if sampled:  # top_k=1: chance takes part in every step, and has one outcome
-        params = SamplingParams(temperature=0.7, top_k=1, seed=4, max_tokens=20, ignore_eos=True)
-    options: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 4}
-    plain = engine(tiny, None, **options)
-    right = [plain.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS]
-    llm = engine(tiny, speculative, num_kv_blocks=22, **options)
-    for _ in range(2):  # the second time prompts are found in the prefix cache
-        with llm.trace() as trace:
-            assert tokens(llm, params) == right
-        assert trace.of(DraftProposed)
-    assert trace.of(RequestPreempted)
+    survives_preemption_prefix_sharing_and_chunks(tiny, speculative, sampled, enforce_eager=True)
 
 
 def test_completions_stops_and_aborts(tiny: TinyPair, speculative: dict[str, Any]) -> None:
-    def run(llm: LLM) -> list[tuple[list[int], str | None]]:
-        many = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True, temperature=0.8, top_k=1)
-        requests = llm.submit([PROMPTS[2]], many) + llm.submit([PROMPTS[3]], stops)
-        for count in range(30):
-            if count == 3:
-                llm.engine.abort(requests[1].request_id)
-            llm.engine.step()
-        assert not llm.engine.has_requests and llm.engine.pool.num_used == 0
-        return [(r.output_token_ids, r.finish_reason) for i, r in enumerate(requests) if i != 1]
-
-    plain = engine(tiny, None)
-    whole = plain.generate(PROMPTS[3], GREEDY, use_tqdm=False)[0].outputs[0].text
-    stops = SamplingParams(temperature=0, max_tokens=28, stop=whole[len(whole) // 2 :][:3])
-    right = run(plain)
-    assert right[-1][1] == "stop"
-    assert run(engine(tiny, speculative)) == right
+    stops_completions_aborts_and_later_requests_are_plain(tiny, speculative, enforce_eager=True)
 
 
 def test_the_cache_holds_what_a_plain_run_would_have_put_there(tiny: TinyPair, speculative: dict[str, Any]) -> None:

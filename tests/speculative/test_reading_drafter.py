@@ -18,11 +18,17 @@ from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.models.loading import load_model
 from minillm.speculative.reading_drafter import ReadingOptions
 from minillm.speculative.trained_drafter import drafter_config, save_drafter
-from minillm.trace import BlocksShared, DraftProposed, RequestPreempted, TokensCommitted
+from minillm.trace import DraftProposed, TokensCommitted
 from minillm.training.trained_drafters import TRAINED
 from tests.conftest import TinyPair
 from tests.speculative.reading import long, spire, target_of
-from tests.speculative.self_drafting import GREEDY, PROMPTS, tokens
+from tests.speculative.self_drafting import (
+    GREEDY,
+    PROMPTS,
+    stops_completions_aborts_and_later_requests_are_plain,
+    survives_preemption_prefix_sharing_and_chunks,
+    tokens,
+)
 
 METHODS = ["spire", "long"]
 
@@ -89,40 +95,12 @@ def test_beside_the_compiled_step(tmp_path: Path, method: str, quantization: str
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("method", [spire(window=8), long(window=8)], ids=METHODS)
 def test_with_preemption_prefix_sharing_and_chunks(tiny: TinyPair, method: Any, sampled: bool) -> None:
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    if sampled:  # top_k=1: chance takes part in every step, and has one outcome
-        params = SamplingParams(temperature=0.7, top_k=1, seed=4, max_tokens=24, ignore_eos=True)
-    options: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 40, "max_num_seqs": 4}
-    plain = LLM(str(tiny.target), **options)
-    right = [plain.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS]
-    llm = LLM(str(tiny.target), num_kv_blocks=22, speculative_config={"method": method}, **options)
-    for _ in range(2):  # the second time prompts are found in the prefix cache
-        with llm.trace() as trace:
-            assert tokens(llm, params) == right
-    assert trace.of(RequestPreempted) and trace.of(BlocksShared)
+    survives_preemption_prefix_sharing_and_chunks(tiny, {"method": method}, sampled)
 
 
 @pytest.mark.parametrize("method", [spire(window=8), long(window=8)], ids=METHODS)
 def test_stops_completions_aborts_and_requests_that_come_later(tiny: TinyPair, method: Any) -> None:
-    def run(llm: LLM) -> list[tuple[list[int], str | None]]:
-        many = SamplingParams(n=3, seed=5, max_tokens=14, ignore_eos=True, temperature=0.8, top_k=1)
-        requests = llm.submit([PROMPTS[2]], many) + llm.submit([PROMPTS[3]], stops)
-        for count in range(40):
-            if count == 3:
-                requests += llm.submit([PROMPTS[2], PROMPTS[0]], GREEDY)
-                llm.engine.abort(requests[1].request_id)
-            llm.engine.step()
-        llm.engine.scheduler.check_integrity()
-        assert not llm.engine.has_requests and llm.engine.pool.num_used == 0
-        return [(r.output_token_ids, r.finish_reason) for r in requests]
-
-    plain = LLM(str(tiny.target), block_size=4)
-    whole = plain.generate(PROMPTS[3], GREEDY, use_tqdm=False)[0].outputs[0].text
-    stops = SamplingParams(temperature=0, max_tokens=30, stop=whole[len(whole) // 2 :][:3])
-    right, got = run(plain), run(LLM(str(tiny.target), block_size=4, speculative_config={"method": method}))
-    assert [reason for _, reason in got] == [reason for _, reason in right]
-    assert "stop" in [reason for _, reason in got] and got[1][1] == "abort"
-    assert [one for i, one in enumerate(got) if i != 1] == [one for i, one in enumerate(right) if i != 1]
+    stops_completions_aborts_and_later_requests_are_plain(tiny, {"method": method})
 
 
 @pytest.mark.parametrize("method", [spire(window=8), long(window=8)], ids=METHODS)

@@ -7,15 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from minillm import LLM, SamplingParams
+from minillm import LLM
 from minillm.cache.paged_two_level import UpperNibbles
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.quantize import decoder_linears
 from minillm.quantization.base import QuantizedLinear
 from minillm.quantization.int4 import Int4
-from minillm.trace import RequestPreempted, TokensCommitted
+from minillm.trace import TokensCommitted
 from tests.conftest import TinyPair
-from tests.speculative.self_drafting import GREEDY, PROMPTS, cache_is_that_of_a_plain_run, same_distribution, tokens
+from tests.speculative.self_drafting import (
+    cache_is_that_of_a_plain_run,
+    same_distribution,
+    stops_completions_aborts_and_later_requests_are_plain,
+    survives_preemption_prefix_sharing_and_chunks,
+    tokens,
+)
 
 QUANT: dict[str, Any] = {"method": "self_quant", "num_speculative_tokens": 3}
 TWO_LEVEL: dict[str, Any] = {"kv_cache_config": {"layout": "paged_two_level"}}
@@ -97,37 +103,12 @@ def test_a_draft_reads_the_upper_level_only(tiny: TinyPair) -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_preemption_prefix_sharing_and_chunks(tiny: TinyPair, layout: dict[str, Any], sampled: bool) -> None:
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    if sampled:  # top_k=1: chance takes part in every step, and has one outcome
-        params = SamplingParams(temperature=0.7, top_k=1, seed=4, max_tokens=20, ignore_eos=True)
-    options: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 40, "max_num_seqs": 4, **layout}
-    plain = LLM(str(tiny.target), **options)
-    right = [plain.generate(p, params, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS]
-    llm = LLM(str(tiny.target), num_kv_blocks=22, speculative_config=QUANT, **options)
-    for _ in range(2):  # the second time prompts are found in the prefix cache
-        with llm.trace() as trace:
-            assert tokens(llm, params) == right
-    assert trace.of(RequestPreempted)
+    survives_preemption_prefix_sharing_and_chunks(tiny, QUANT, sampled, **layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_completions_stops_and_aborts(tiny: TinyPair, layout: dict[str, Any]) -> None:
-    def run(llm: LLM) -> list[tuple[list[int], str | None]]:
-        many = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True, temperature=0.8, top_k=1)
-        requests = llm.submit([PROMPTS[2]], many) + llm.submit([PROMPTS[3]], stops)
-        for count in range(30):
-            if count == 3:
-                llm.engine.abort(requests[1].request_id)
-            llm.engine.step()
-        assert not llm.engine.has_requests and llm.engine.pool.num_used == 0
-        return [(r.output_token_ids, r.finish_reason) for i, r in enumerate(requests) if i != 1]
-
-    plain = LLM(str(tiny.target), block_size=4, **layout)
-    whole = plain.generate(PROMPTS[3], GREEDY, use_tqdm=False)[0].outputs[0].text
-    stops = SamplingParams(temperature=0, max_tokens=28, stop=whole[len(whole) // 2 :][:3])
-    right = run(plain)
-    assert right[-1][1] == "stop"
-    assert run(LLM(str(tiny.target), block_size=4, speculative_config=QUANT, **layout)) == right
+    stops_completions_aborts_and_later_requests_are_plain(tiny, QUANT, **layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -26,10 +26,18 @@ from minillm.speculative.self_sparse import (
     most_attended,
     sink_and_newest,
 )
-from minillm.trace import BlocksShared, DraftProposed, RequestPreempted, StepRan, TokensCommitted
+from minillm.trace import BlocksShared, DraftProposed, RequestPreempted, TokensCommitted
 from tests.cache.steps import small_config
 from tests.conftest import TinyPair
-from tests.speculative.self_drafting import GREEDY, PROMPTS, cache_is_that_of_a_plain_run, same_distribution, tokens
+from tests.speculative.self_drafting import (
+    GREEDY,
+    PROMPTS,
+    cache_is_that_of_a_plain_run,
+    same_distribution,
+    stops_completions_aborts_and_later_requests_are_plain,
+    survives_preemption_prefix_sharing_and_chunks,
+    tokens,
+)
 
 LAYOUTS = ["sinks", "snapkv"]
 
@@ -73,18 +81,7 @@ def test_a_budget_for_the_whole_context_accepts_every_draft(tiny: TinyPair, layo
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_with_preemption_prefix_sharing_and_chunks(tiny: TinyPair, layout: str, sampled: bool) -> None:
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    if sampled:  # top_k=1: chance takes part in every step, and has one outcome
-        params = SamplingParams(temperature=0.7, top_k=1, seed=4, max_tokens=24, ignore_eos=True)
-    options: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 40, "max_num_seqs": 4}
-    right = [LLM(str(tiny.target), **options).generate(p, params, use_tqdm=False) for p in PROMPTS]
-    llm = LLM(str(tiny.target), num_kv_blocks=22, speculative_config=sparse(layout), **options)
-    for _ in range(2):  # the second time prompts are found in the prefix cache
-        with llm.trace() as trace:
-            got = tokens(llm, params)
-        assert got == [outputs[0].outputs[0].token_ids for outputs in right]
-    assert trace.of(RequestPreempted)
-    assert any(len(step.work) > 1 for step in trace.of(StepRan))
+    survives_preemption_prefix_sharing_and_chunks(tiny, sparse(layout), sampled)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
@@ -99,25 +96,7 @@ def test_quantised_caches_are_views_too(layout: str, kv_cache_dtype: str) -> Non
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_stops_completions_aborts_and_requests_that_come_later(tiny: TinyPair, layout: str) -> None:
-    def run(llm: LLM) -> list[tuple[list[int], str | None]]:
-        many = SamplingParams(n=3, seed=5, max_tokens=14, ignore_eos=True, temperature=0.8, top_k=1)
-        requests = llm.submit([PROMPTS[2]], many) + llm.submit([PROMPTS[3]], stops)
-        for count in range(40):
-            if count == 3:
-                requests += llm.submit([PROMPTS[2], PROMPTS[0]], GREEDY)
-                llm.engine.abort(requests[1].request_id)
-            llm.engine.step()
-        llm.engine.scheduler.check_integrity()
-        assert not llm.engine.has_requests and llm.engine.pool.num_used == 0
-        return [(r.output_token_ids, r.finish_reason) for r in requests]
-
-    plain = LLM(str(tiny.target), block_size=4)
-    whole = plain.generate(PROMPTS[3], GREEDY, use_tqdm=False)[0].outputs[0].text
-    stops = SamplingParams(temperature=0, max_tokens=30, stop=whole[len(whole) // 2 :][:3])
-    right, got = run(plain), run(LLM(str(tiny.target), block_size=4, speculative_config=sparse(layout)))
-    assert [reason for _, reason in got] == [reason for _, reason in right]
-    assert "stop" in [reason for _, reason in got] and got[1][1] == "abort"
-    assert [one for i, one in enumerate(got) if i != 1] == [one for i, one in enumerate(right) if i != 1]
+    stops_completions_aborts_and_later_requests_are_plain(tiny, sparse(layout))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

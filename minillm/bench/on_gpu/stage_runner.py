@@ -45,7 +45,7 @@ STAGES = (
     Stage("engine", "stage_engine:engine", 110, "graphs on = off = plain PyTorch, token for token"),
     Stage("decode", "stage_decode:decode", 120, "an 8B shape: decoding, verification, batches, prefill"),
     Stage("kernels", "stage_kernels:kernels", 75, "attention after 32K tokens, and every op by itself"),
-    Stage("speculation", "stage_speculation:speculation", 60, "measured speed-up against the promised one"),
+    Stage("speculation", "stage_speculation:speculation", 60, "measured speed-up against the predicted one"),
     Stage("tiles", "stage_tiles:find_tiles", 100, "the fastest tiles of the quantised products"),
     Stage("bundled", "stage_bundled:bundled", 80, "the bundled model against transformers"),
 )
@@ -108,7 +108,7 @@ def environment(is_rehearsal: bool) -> dict[str, str]:
 
 
 def _found(findings: Findings) -> dict[str, Any]:
-    return {"figures": findings.metrics, "notes": findings.notes, "rows": findings.rows}
+    return {"metrics": findings.metrics, "notes": findings.notes, "rows": findings.rows}
 
 
 def _tail(errors: Path, code: int | None) -> str:

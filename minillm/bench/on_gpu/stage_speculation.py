@@ -1,11 +1,11 @@
-"""Stage 6 of the GPU benchmark: the measured speed-up of speculative decoding against the promised one.
+"""Stage 6 of the GPU benchmark: the measured speed-up of speculative decoding against the predicted one.
 
 The target is the 8B shape and the draft model the 1B shape, both with random weights, so the target would accept almost
 nothing. Acceptance is therefore synthetic: the engine does all of its work, and then each draft is accepted with a
 fixed probability a, up to the first rejected one. A round then yields E = (1 - a^(γ+1)) / (1 - a) tokens (Leviathan et
 al. 2023, section 3.1). The promised speed-up is E / (γ·c + v), with E as drawn in the run, c = t(draft) / t(target) and
 v = t(verify) / t(decode). c and v are measured here on the runners, reading the tokens included. Mechanical efficiency
-is the engine's measured speed-up divided by the promised one.
+is the engine's measured speed-up divided by the predicted one.
 """
 
 from __future__ import annotations

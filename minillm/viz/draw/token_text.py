@@ -11,10 +11,11 @@ from minillm.viz.draw.glyphs import NEWLINE, cells
 from minillm.viz.draw.svg import MONO, MONO_EM, Attributes, characters, element, number
 
 Piece = tuple[str, str]
-"""A character or a run of them, and its origin."""
+"""One or more characters, and their origin: a key of `STYLES`."""
 
-SIZE = 13.5
-LINE = 19
+FONT_SIZE = 13.5
+LINE_HEIGHT = 19
+"""Pixels."""
 STYLES: dict[str, Attributes] = {
     "prompt": {},
     "sampled": {},
@@ -34,9 +35,9 @@ def draw_text(prompt: str, tokens: Iterable[Token], x: float, y: float, width: f
     pieces: list[Piece] = [(char, "prompt") for char in prompt]
     pieces += [(char, token.origin) for token in tokens for char in token.text]
     # Only the tail is shown; laying out the whole context would be slow.
-    columns = int(width / (SIZE * MONO_EM)) - 1
+    columns = int(width / (FONT_SIZE * MONO_EM)) - 1
     lines = _lines(pieces[-columns * (max_lines + 1) :], columns)[-max_lines:]
-    return [_line(line, x, y + i * LINE) for i, line in enumerate(lines)]
+    return [_line(line, x, y + i * LINE_HEIGHT) for i, line in enumerate(lines)]
 
 
 def _lines(pieces: Sequence[Piece], columns: int) -> list[list[Piece]]:
@@ -54,8 +55,8 @@ def _lines(pieces: Sequence[Piece], columns: int) -> list[list[Piece]]:
 
 def _line(line: Sequence[Piece], x: float, y: float) -> str:
     runs = ((origin, "".join(char for char, _ in run)) for origin, run in groupby(line, key=lambda piece: piece[1]))
-    about = {"data-testid": "text"}
+    test_id = {"data-testid": "text"}
     spans = [
-        element("tspan", {**about, "data-state": origin, **style(origin)}, characters(text)) for origin, text in runs
+        element("tspan", {**test_id, "data-state": origin, **style(origin)}, characters(text)) for origin, text in runs
     ]
-    return element("text", {"x": number(x), "y": number(y), "font-family": MONO, "font-size": SIZE}, *spans)
+    return element("text", {"x": number(x), "y": number(y), "font-family": MONO, "font-size": FONT_SIZE}, *spans)

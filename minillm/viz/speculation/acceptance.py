@@ -10,7 +10,7 @@ from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, R
 from minillm.trace.replay import Replay
 from minillm.viz.draw.colours import FAINT, GREEN, HAIRLINE, INK, MUTED, ink_on, owner_colour, owner_letter
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, heading, label, rectangle, spans
-from minillm.viz.draw.token_text import LINE, draw_text, style
+from minillm.viz.draw.token_text import LINE_HEIGHT, draw_text, style
 from minillm.viz.draw.view import View
 from minillm.viz.pages.cache_changes import plural
 from minillm.viz.speculation.acceptance_words import describe, round_words
@@ -78,7 +78,7 @@ class AcceptanceStrip(View):
         text = _text(request, legend + 56)
         return card(
             "token-acceptance",
-            legend + 56 + LINE * max(len(text) - 1, 0) + 20,
+            legend + 56 + LINE_HEIGHT * max(len(text) - 1, 0) + 20,
             f"Token acceptance{_whose(request)}",
             describe(state, request, max_rounds=MAX_ROUNDS).replace("\n", " "),
             _header(state, request),

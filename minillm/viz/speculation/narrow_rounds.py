@@ -5,7 +5,7 @@ from __future__ import annotations
 from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, Round
 from minillm.viz.draw.colours import FAINT, GREEN, INK, MUTED, ink_on, owner_colour, owner_letter
 from minillm.viz.draw.svg import MARGIN, card, element, heading, label, rectangle, spans
-from minillm.viz.draw.token_text import LINE, draw_text, style
+from minillm.viz.draw.token_text import LINE_HEIGHT, draw_text, style
 from minillm.viz.pages.cache_changes import plural
 from minillm.viz.speculation.acceptance_words import describe
 from minillm.viz.speculation.round_tokens import (
@@ -44,7 +44,7 @@ def draw_narrow(state: AcceptanceState, request: RequestAcceptance | None) -> st
     text = draw_text(request.prompt, request.tokens, MARGIN, TEXT_TOP, RIGHT - MARGIN, MAX_LINES) if request else []
     return card(
         "token-acceptance",
-        TEXT_TOP + LINE * MAX_LINES,
+        TEXT_TOP + LINE_HEIGHT * MAX_LINES,
         "Token acceptance" + (f", request {owner_letter(request.index)}" if request else ""),
         describe(state, request, max_rounds=MAX_ROUNDS).replace("\n", " "),
         *_header(state, request, first),

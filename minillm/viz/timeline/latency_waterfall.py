@@ -41,6 +41,7 @@ from minillm.viz.draw.svg import (
     number,
     rectangle,
 )
+from minillm.viz.timeline.axis import milliseconds_axis
 
 COLOURS = {
     "tokenise": PURPLE,
@@ -189,7 +190,7 @@ class LatencyWaterfall(Chart):
             *(self._row(row, TOP + i * LINE, scale) for i, row in enumerate(self.rows)),
             element("path", line),
             label(limit, TOP - 19, f"{_ms(self.limit)} limit", size=11.5, anchor="middle", fill=INK),
-            *_axis(scale, bottom),
+            *milliseconds_axis(LEFT, END, scale, bottom, max_ticks=10),
         )
 
     def __repr__(self) -> str:
@@ -293,15 +294,3 @@ def _parts_in_words(row: Latency) -> str:
 def _ms(seconds: float) -> str:
     ms = 1000 * seconds
     return f"{ms:.0f} ms" if ms >= 20 else f"{ms:.1f} ms"
-
-
-def _axis(scale: float, bottom: float) -> list[str]:
-    most = (END - LEFT) / scale * 1000
-    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10**9) if most / s <= 10)
-    parts = [element("path", {"d": f"M{LEFT} {bottom}H{END}", "stroke": MUTED})]
-    for i in range(int(most / step + 1e-9) + 1):
-        x = LEFT + i * step / 1000 * scale
-        parts.append(element("path", {"d": f"M{number(x)} {bottom}v5", "stroke": MUTED}))
-        parts.append(label(x, bottom + 19, f"{i * step:g}", size=11.5, anchor="middle"))
-    parts.append(label((LEFT + END) / 2, bottom + 38, "milliseconds", size=12, anchor="middle"))
-    return parts

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.errors import ConfigError
-from minillm.viz.draw.colours import BLUE, GREEN, HAIRLINE, INK, MUTED, ORANGE, PURPLE, YELLOW, ink_on
+from minillm.viz.draw.colours import BLUE, GREEN, HAIRLINE, INK, ORANGE, PURPLE, YELLOW, ink_on
 from minillm.viz.draw.output import Picture
 from minillm.viz.draw.svg import MARGIN, RIGHT, card, element, fit_words, label, number, rectangle
+from minillm.viz.timeline.axis import milliseconds_axis
 
 PARTS = {
     "activations": (ORANGE, "A"),
@@ -98,7 +99,7 @@ class TransferTimeline(Picture):
             label(MARGIN, 56, fit_words(self.subtitle, RIGHT - MARGIN, 12.5), size=12.5),
             *self._legend(),
             *(self._row(row, TOP + i * ROW, scale) for i, row in enumerate(self.rows)),
-            *_axis(longest, scale, bottom),
+            *milliseconds_axis(LEFT, END, scale, bottom, max_ticks=9, smallest_step=0.001),
         )
 
     def __repr__(self) -> str:
@@ -145,16 +146,3 @@ def _box(x: float, y: float, width: float, height: float, colour: str, letters: 
 def _ms(seconds: float) -> str:
     ms = 1000 * seconds
     return f"{ms:,.0f} ms" if ms >= 20 else f"{ms:.1f} ms" if ms >= 1 else f"{ms:.2f} ms"
-
-
-def _axis(longest: float, scale: float, bottom: float) -> list[str]:
-    """Ticks at round milliseconds, at most ten."""
-    most = 1000 * longest
-    step = next(s for e in range(-3, 9) for s in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if most / s <= 9)
-    parts = [element("path", {"d": f"M{LEFT} {bottom}H{END}", "stroke": MUTED})]
-    for i in range(int(most / step + 1e-9) + 1):
-        x = LEFT + i * step / 1000 * scale
-        parts.append(element("path", {"d": f"M{number(x)} {bottom}v5", "stroke": MUTED}))
-        parts.append(label(x, bottom + 19, f"{i * step:g}", size=11.5, anchor="middle"))
-    parts.append(label((LEFT + END) / 2, bottom + 38, "milliseconds", size=12, anchor="middle"))
-    return parts

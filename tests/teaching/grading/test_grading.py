@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
@@ -35,9 +38,15 @@ def process_in(mode: str) -> StudentProcess:
 
 
 @pytest.fixture(scope="module")
-def grader():
-    with process_in("namespaces") as process:
-        yield Grader(process, RULES)
+def grader_in() -> Iterator[Callable[[str], Grader]]:
+    """A grader by its mode; its process is started once."""
+    with ExitStack() as processes:
+        yield cache(lambda mode: Grader(processes.enter_context(process_in(mode)), RULES))
+
+
+@pytest.fixture
+def grader(grader_in: Callable[[str], Grader]) -> Grader:
+    return grader_in("namespaces")
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +78,13 @@ def test_an_attempt_gets_its_status_and_reaches_nothing(grader: Grader, places: 
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "namespaces"])
-def test_weaker_isolation_grades_too(mode):
+def test_weaker_isolation_grades_too(grader_in: Callable[[str], Grader], mode: str):
     attempts = {a.name: a for a in ATTEMPTS}
     hostile = attempts["imports the reference"]
-    with process_in(mode) as process:
-        grader = Grader(process, RULES)
-        for attempt in (attempts["right"], attempts["os._exit"], hostile):
-            submission = graded(grader, with_cell(_solved(SECOND), TARGET, attempt.cell(root=ROOT)))
-            assert grade_of(submission, f"l02.{TARGET}").status.value in attempt.statuses
-        assert submission.isolation == mode
+    for attempt in (attempts["right"], attempts["os._exit"], hostile):
+        submission = graded(grader_in(mode), with_cell(_solved(SECOND), TARGET, attempt.cell(root=ROOT)))
+        assert grade_of(submission, f"l02.{TARGET}").status.value in attempt.statuses
+    assert submission.isolation == mode
 
 
 @pytest.mark.parametrize(
@@ -93,11 +100,12 @@ def test_weaker_isolation_grades_too(mode):
         ),
     ],
 )
-def test_landlock_alone_keeps_the_answers_and_the_network_away(places: dict, name: str):
+def test_landlock_alone_keeps_the_answers_and_the_network_away(
+    grader_in: Callable[[str], Grader], places: dict, name: str
+):
     attempt = next(a for a in ATTEMPTS if a.name == name)
-    with process_in("landlock") as process:
-        notebook = with_cell(_solved(SECOND), TARGET, attempt.cell(**places))
-        got = grade_of(graded(Grader(process, RULES), notebook), f"l02.{TARGET}")
+    notebook = with_cell(_solved(SECOND), TARGET, attempt.cell(**places))
+    got = grade_of(graded(grader_in("landlock"), notebook), f"l02.{TARGET}")
     assert got.status is Status.FAILED, got
     assert not list(places["out"].iterdir())
 
