@@ -83,7 +83,7 @@ MINIMAL = {
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported; minillm supports LlamaForCausalLM, ",
+            "'GPT2LMHeadModel' is not supported; minillm supports LlamaForCausalLM, ",
         ),
         ({"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own"}}, r"\(auto_map\) is never run"),
         ({"architectures": None, "model_type": "mamba"}, "model_type 'mamba'"),
