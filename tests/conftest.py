@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,14 @@ def every_draft() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minillm.speculative.config.ADAPTIVE", False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """SIGINT interrupts, here and in the processes that tests start, though a shell that runs this in the background
+    told it to ignore the signal."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -114,7 +114,7 @@ class ModelRunner:
         package, module, _ = EXECUTORS[self.device.type]
         try:
             import_module(package)
-        except ImportError as problem:
+        except (ImportError, ValueError) as problem:  # numba: ValueError where NUMBA_NUM_THREADS is 0
             return None, f"{package} cannot be imported ({problem})"
         return import_module(module), None
 

@@ -39,7 +39,7 @@ CONFIG = ModelConfig(
     head_dim=64,
     max_position_embeddings=CONTEXT,
 )
-OPTIONS: dict[str, dict[str, Any]] = {"window": {"window": 700}, "sinks": {"window": 700}, "commvq": {"bits": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {"window": {"window": 700}, "sinks": {"window": 700}, "commvq": {"bits": 4}}
 
 
 class SomeTexts(CalibrationTexts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,26 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 
 
-def _rope(kind: str, theta: float = 10_000.0, **parameters: float) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **parameters}}
+def rope_options(kind: str, theta: float = 10_000.0, **parameters: float) -> dict[str, Any]:
+    """RoPE as the installed transformers takes it: in one dictionary since version 5, before that in two places."""
+    if int(version("transformers").split(".")[0]) >= 5:
+        return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **parameters}}
+    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else {"rope_type": kind, **parameters}}
+
+
+def respelled(stored: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a `config.json` as transformers 5 writes them, if an older one did, and the other way round."""
+    changed = dict(stored)
+    if "rope_parameters" in stored:
+        rope = dict(changed.pop("rope_parameters"))
+        changed["rope_theta"], kind = rope.pop("rope_theta"), rope.pop("rope_type")
+        changed["torch_dtype"] = changed.pop("dtype")
+        if kind != "default":
+            changed["rope_scaling"] = {"type": kind, **rope}
+    else:
+        scaling, theta = changed.pop("rope_scaling") or {"rope_type": "default"}, changed.pop("rope_theta")
+        changed["rope_parameters"] = {**scaling, "rope_theta": theta}
+    return changed
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,16 +54,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one KV head per query head": ("Llama", {"num_key_value_heads": 4}),
     "llama, wide heads, other eps": ("Llama", {"head_dim": 20, "rms_norm_eps": 1e-2}),
-    "llama, another rope base": ("Llama", _rope("default", 500_000.0)),
-    "llama, linear rope": ("Llama", _rope("linear", factor=3.0)),
-    "llama, dynamic rope": ("Llama", _rope("dynamic", factor=3.0)),
-    "llama, llama3 rope": ("Llama", _rope("llama3", 500.0, **LLAMA3)),
-    "llama, yarn rope": ("Llama", _rope("yarn", **YARN)),
+    "llama, another rope base": ("Llama", rope_options("default", 500_000.0)),
+    "llama, linear rope": ("Llama", rope_options("linear", factor=3.0)),
+    "llama, dynamic rope": ("Llama", rope_options("dynamic", factor=3.0)),
+    "llama, llama3 rope": ("Llama", rope_options("llama3", 500.0, **LLAMA3)),
+    "llama, yarn rope": ("Llama", rope_options("yarn", **YARN)),
     "llama, yarn rope with its own numbers": (
         "Llama",
-        _rope("yarn", **YARN, attention_factor=1.3, beta_fast=8.0, beta_slow=2.0, truncate=False),
+        rope_options("yarn", **YARN, attention_factor=1.3, beta_fast=8.0, beta_slow=2.0, truncate=False),
     ),
-    "llama, yarn rope with mscale": ("Llama", _rope("yarn", **YARN, mscale=1.4, mscale_all_dim=0.7)),
+    "llama, yarn rope with mscale": ("Llama", rope_options("yarn", **YARN, mscale=1.4, mscale_all_dim=0.7)),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral, window": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),

@@ -13,7 +13,7 @@ from minillm.errors import CheckpointError, UnsupportedError
 from minillm.models.causal import CausalAttention
 from minillm.models.config_json import llama_config, model_config
 from minillm.models.loading import load_config, load_model, save_llama
-from tests.models.hf_checkpoints import CASES, HfCheckpoint, make
+from tests.models.hf_checkpoints import CASES, HfCheckpoint, make, respelled
 from tests.models.naive_attention import NaiveAttention
 
 TOLERANCE = 1e-5
@@ -48,15 +48,10 @@ def test_logits_token_by_token_are_those_of_transformers(checkpoint: HfCheckpoin
     assert_close(torch.cat(rows), checkpoint.logits)
 
 
-def test_old_spelling_of_a_config_means_the_same(checkpoint: HfCheckpoint) -> None:
-    """transformers before 5 wrote `rope_theta` beside `rope_scaling` with `type`, and `torch_dtype`."""
+def test_both_spellings_of_a_config_mean_the_same(checkpoint: HfCheckpoint) -> None:
+    """transformers before 5 wrote `rope_theta` beside `rope_scaling`, earlier still with `type`, and `torch_dtype`."""
     stored = json.loads((checkpoint.folder / "config.json").read_text())
-    rope = stored["rope_parameters"]
-    old = {key: value for key, value in stored.items() if key not in ("rope_parameters", "dtype")}
-    old |= {"rope_theta": rope.pop("rope_theta"), "torch_dtype": stored["dtype"]}
-    if rope["rope_type"] != "default":
-        old["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
-    assert model_config(old) == load_config(checkpoint.folder)
+    assert model_config(respelled(stored)) == load_config(checkpoint.folder)
 
 
 def test_the_families_are_told_apart_only_by_their_config(tmp_path: Path) -> None:

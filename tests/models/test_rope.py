@@ -11,6 +11,7 @@ from minillm.errors import CheckpointError, UnsupportedError
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.rope import RotaryEmbedding, inverse_frequencies
 from minillm.ops.rope import rope as rotate
+from tests.models.hf_checkpoints import rope_options
 
 LLAMA_32 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 QWEN_25 = {"factor": 4.0, "original_max_position_embeddings": 32768}
@@ -34,8 +35,8 @@ def test_frequencies_are_those_of_transformers(rope: RopeConfig, head_dim: int) 
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.parameters}
-    theirs = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, rope_parameters=parameters)
+    options = rope_options(rope.kind, rope.theta, **rope.parameters)
+    theirs = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, **options)
     expected, expected_scale = ROPE_INIT_FUNCTIONS[rope.kind](theirs, torch.device("cpu"))
     frequencies, scale = inverse_frequencies(rope, head_dim)
     torch.testing.assert_close(frequencies, expected, rtol=1e-5, atol=0)
