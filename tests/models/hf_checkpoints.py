@@ -43,8 +43,8 @@ def respelled(stored: dict[str, Any]) -> dict[str, Any]:
         if kind != "default":
             changed["rope_scaling"] = {"type": kind, **rope}
     else:
-        scaling, theta = changed.pop("rope_scaling") or {"rope_type": "default"}, changed.pop("rope_theta")
-        changed["rope_parameters"] = {**scaling, "rope_theta": theta}
+        scaling = changed.pop("rope_scaling", None) or {"rope_type": "default"}
+        changed["rope_parameters"] = {**scaling, "rope_theta": changed.pop("rope_theta")}
     return changed
 
 

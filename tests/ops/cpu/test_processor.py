@@ -170,3 +170,20 @@ def test_products_that_are_compiled_for_another_processor_are_right(name: str) -
     done = subprocess.run(command, check=False, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
     assert " passed" in done.stdout
+
+
+def test_numba_that_refuses_its_number_of_threads_is_no_reason_to_fail() -> None:
+    """numba raises `ValueError` at its import, so a process of its own asks."""
+    source = """
+from minillm.models.config import ModelConfig
+from minillm.models.decoder import Decoder
+from minillm.cache.paged import PagedKVCache
+from minillm.runtime.runner import ModelRunner
+import torch
+config = ModelConfig(97, 64, 96, 1, 4, 2, 32, 64)
+cache = PagedKVCache(config, 4, 16, torch.float32, torch.device("cpu"))
+print(ModelRunner(Decoder(config).eval(), cache, 16).use_executor())
+"""
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "0"}
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment)
+    assert "numba cannot be imported (Number of threads" in ran.stdout, ran.stderr
