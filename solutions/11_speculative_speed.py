@@ -742,12 +742,13 @@ claim(
 # **n-grams** lose in the same way: rows that are verified and rejected take time, whoever drafted them.
 #
 # **Adaptive drafting** drafts less where the prices are high. Compare its rows with those of four drafts. With eight
-# requests on docstrings it is the faster way. Elsewhere it can be slower than always four drafts, because in a short run
-# its estimates are still guesses. It is no better than its prices and its estimates. The estimates start as a guess, and
-# to find out whether drafts are accepted it must draft some. The prices are timed on steps in which all requests draft alike. In a mixed step the formula takes a line between them, but the
-# draft model runs its forward even if only one request drafts, and after a pause it must first read the tokens that it
-# missed. So the engine's rule also compares: it times its own steps with drafts and without, and where those with drafts
-# take longer than their prices say, it drafts less.
+# requests on docstrings it is the faster way. Elsewhere it can be slower than always four drafts, because in a short
+# run its estimates are still guesses. It is no better than its prices and its estimates. The estimates start as a
+# guess, and to find out whether drafts are accepted it must draft some. The prices are timed on steps in which all
+# requests draft alike. In a mixed step the formula takes a line between them, but the draft model runs its forward
+# even if only one request drafts, and after a pause it must first read the tokens that it missed. So the engine's
+# rule also compares: it times its own steps with drafts and without, and where those with drafts take longer than
+# their prices say, it drafts less.
 #
 # ### The literature's claims
 #

@@ -591,7 +591,7 @@ KeptCache(parts)
 # back, the prompt repeats its first tokens, and the answer's negative log-probability per token is measured (nats;
 # lower is better).
 
-# %%
+# %% tags=["nbval-ignore-output"]
 BUDGETS = {
     0.125: ["commvq"],
     0.25: ["window", "snapkv", "squeezed", "commvq"],
@@ -646,7 +646,7 @@ claim(
     of_model=True,
 )
 
-# %% tags=["expected"] alt="Points for each technique: bytes of the prompt as a share of float16, against the mean KL divergence to the plain cache, logarithmic. A dashed line joins those that no other beats in both."
+# %% tags=["expected", "nbval-ignore-output"] alt="Points for each technique: bytes of the prompt as a share of float16, against the mean KL divergence to the plain cache, logarithmic. A dashed line joins those that no other beats in both."
 zoo_chart(outcome)
 
 # %% [markdown]

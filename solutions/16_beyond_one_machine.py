@@ -619,7 +619,7 @@ theirs, where = run_or_recorded(SCRIPT, str(folder), texts)
 print(where)
 
 
-# %%
+# %% tags=["nbval-ignore-output"]
 def middle(trace: Trace) -> int:
     """The number of the step in the middle."""
     return [event.step for event in trace if isinstance(event, StepFinished)][-1] // 2

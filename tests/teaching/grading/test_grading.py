@@ -22,7 +22,7 @@ from minillm.teaching.guard import GIB, Limits
 from minillm.teaching.registry import find
 
 SECOND = "02_kv_cache"
-RULES = Rules(limits=Limits(seconds=3.0, memory=GIB), wall_seconds=40.0)
+RULES = Rules(limits=Limits(seconds=3.0, memory=GIB // 2), wall_seconds=40.0)
 LONG = (
     *("sleeps and works in turn", "fills the disk", "prints without end", "a thread bomb"),
     *("prints a million lines", "a memory bomb in ten processes", "searches the whole disk for the answer"),
