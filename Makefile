@@ -70,14 +70,14 @@ test: export OMP_NUM_THREADS := 1
 test: lint
 	$(BIN)/python -m compileall -q minillm  # once, where Python is told to write no bytecode: tests start many processes
 	$(BIN)/minillm build --check
-	$(BIN)/pytest $(SPREAD) --nbval-lax lessons/ tests/ $(PYTEST_ARGS)
+	$(BIN)/pytest $(SPREAD) --nbval-lax --like-solutions lessons/ tests/ $(PYTEST_ARGS)
 
 # What repeats at full size what a quicker test does: for a schedule, or before a release.
 test-long: export OMP_NUM_THREADS := 1
 test-long: $(STAMP)
 	$(BIN)/pytest -m long $(PYTEST_ARGS) tests/
 
-# What a teacher runs over notebooks, here over all of ours. `make test` runs the solutions too, and compares more.
+# What a teacher runs over notebooks, here over all of ours. `make test` also compares them with the solutions.
 nbval: export OMP_NUM_THREADS := 1
 nbval: $(STAMP)
 	$(BIN)/pytest $(SPREAD) --nbval-lax lessons/ $(PYTEST_ARGS)

@@ -3,6 +3,7 @@ how lessons and tests are divided among workers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,16 +20,42 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.nbval_cell_timeout = CELL_TIMEOUT_S
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--like-solutions`, for lessons as they are in the repository, with all exercises unsolved."""
+    parser.addoption(
+        "--like-solutions",
+        action="store_true",
+        help="compare what a lesson counts and draws with what its solution recorded",
+    )
+
+
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """nbval's notebooks carry what to skip as an attribute; nothing else has it."""
-    if hasattr(collector, "skip_compare"):
-        collector.skip_compare += NOT_COMPARED
+    if not hasattr(collector, "skip_compare"):
+        return
+    collector.skip_compare += NOT_COMPARED
+    if collector.config.getoption("--like-solutions"):
+        from minillm.teaching.lesson_outputs import LessonOutputs
+
+        collector.outputs = LessonOutputs.beside(collector.path)
+        collector.get_kernel_message = collector.outputs.listening(collector.get_kernel_message)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """With `--like-solutions`, a cell of a lesson fails where it differs from its solution."""
+    outputs = getattr(item.parent, "outputs", None)
+    if outputs is None:
+        return (yield)
+    outputs.begin(item.cell_num)
+    result = yield
+    if difference := outputs.difference(item.cell_num):
+        pytest.fail(f"unlike the solution: {difference}", pytrace=False)
+    return result
 
 
 TOGETHER = ("tests/book/", "tests/browser/test_book.py")
 """Files that share what is slow to make, here the book of all lessons: one worker runs them."""
-APART = "tests/notebooks/test_solutions.py::"
-"""A file whose tests share nothing: any worker runs any of them."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,6 +69,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith(TOGETHER):
                 return TOGETHER[0]
-            return nodeid if nodeid.startswith(APART) else super()._split_scope(nodeid)
+            return super()._split_scope(nodeid)
 
     return Queue(config, log)

@@ -100,17 +100,20 @@ SECTIONS = (
     Section(
         "decode_0.4b_xeon",
         "Decoding at 0.4 billion parameters, with AMX",
-        "Unquantised bf16 weights, everything else of minillm in float32. A virtual machine whose speed changed during "
-        "the measurement.",
+        "As above, on a processor with AMX. llama.cpp Q8_0 is left out: it crashes there.",
     ),
     Section(
         "prefill_0.4b_xeon",
         "Prefill at 0.4 billion parameters, with AMX",
-        "transformers rounds activations to bf16 and multiplies once, where float32 takes three products "
-        "(`minillm/ops/cpu/amx_products.py`), so it is the faster one here.",
+        "In bf16 minillm multiplies once, as transformers does; in fp32 it takes three products of bf16 "
+        "(`minillm/ops/cpu/amx_products.py`).",
         *PROMPT,
     ),
-    Section("batch_0.4b_xeon", "32 requests at 0.4 billion parameters, with AMX", "vLLM computes in bf16."),
+    Section(
+        "batch_0.4b_xeon",
+        "32 requests at 0.4 billion parameters, with AMX",
+        "vLLM computes in bf16, as `minillm continuous bf16` does.",
+    ),
     Section(
         "ladder",
         "The ladder of one article",

@@ -26,7 +26,6 @@ LONGEST_FILES = (
     "teaching/grading/test_grading.py",
     "runtime/test_cpu_executor.py",
     "teaching/test_exercises.py",
-    "notebooks/test_solutions.py",
     "engine/test_same_tokens.py",
     "browser/test_book.py",
     "engine/test_memory_of_requests.py",

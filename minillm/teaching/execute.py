@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import nbformat
@@ -92,9 +92,14 @@ def _stable_notebook(executed: NotebookNode, solution: NotebookNode, scripts: bo
             kept = [] if PREAMBLE_TAG in tags_of(cell) else cell.outputs
             stable.execution_count = cell.execution_count
             kept = [output for output in kept if output.get("name") != "stderr"]
-            stable.outputs = [_stable_output(output, names, scripts) for output in kept]
+            stable.outputs = stable_outputs(kept, names, scripts)
         notebook.cells.append(stable)
     return notebook
+
+
+def stable_outputs(outputs: Sequence[NotebookNode], names: dict[str, str], scripts: bool = False) -> list[NotebookNode]:
+    """The part of `outputs` that is the same on every run. `names`: of the notebook's UUIDs; new ones are added."""
+    return [_stable_output(output, names, scripts) for output in outputs]
 
 
 def _stable_output(output: NotebookNode, names: dict[str, str], scripts: bool) -> NotebookNode:

@@ -13,7 +13,7 @@ from tests.browser.accessibility import violations
 from tests.browser.conftest import ROOT, Lab
 from tests.browser.test_lesson_00 import CONNECTED, DONE, MINUTES
 
-EVERY_DAY = "02_kv_cache"
+EVERY_DAY = "08_triton_kernels"
 OUTPUTS = ".jp-OutputArea-output"
 """What lessons print and draw; around it is JupyterLab's own page."""
 PICTURES = f"{OUTPUTS}:is(:has(svg), :has(img))"

@@ -1,20 +1,56 @@
-"""Every solution, run again, gives its recorded outputs and pictures: `minillm build --check --run`, lesson by lesson,
-so that lessons and tests wait in one queue and no worker is idle."""
+"""What the solutions say, tested without running them twice: every cell but an exercise runs in the lesson, with the
+option `--like-solutions` (see conftest.py). Here are the exercises; and, as a long test, whole solutions run again."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from minillm import cli
-from minillm.teaching.course import choose
+from minillm.teaching.course import Lesson, choose, read_notebook
+from minillm.teaching.grading.grades import Status
+from minillm.teaching.grading.one_submission import Grader, Rules, exercises_in
+from minillm.teaching.grading.student_process import StudentProcess
 
 ROOT = Path(__file__).parents[2]
+LESSONS = choose(ROOT)
+CHECK = re.compile(r'^check\("(\w+\.\w+)"')
+
+every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.name for lesson in LESSONS])
 
 
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    with StudentProcess(0, "") as process:
+        yield Grader(process, Rules())
+
+
+@every_lesson
+def test_a_solution_solves_its_exercises(lesson: Lesson, grader: Grader) -> None:
+    graded = grader.grade(lesson.solution.read_bytes(), "reference", lesson.solution.name, "")
+    wanted = {exercise.name for exercise in exercises_in(f"l{lesson.name[:2]}")}
+    assert {grade.exercise for grade in graded.exercises if grade.status is Status.PASSED} == wanted, graded
+
+
+@every_lesson
+def test_a_solution_records_that_every_check_passes(lesson: Lesson) -> None:
+    recorded = {}
+    for cell in read_notebook(lesson.solution).cells:
+        if cell.cell_type == "code" and (found := CHECK.match(cell.source)):
+            recorded[found[1]] = "".join(output.get("data", {}).get("text/plain", "") for output in cell.outputs)
+    exercises = exercises_in(f"l{lesson.name[:2]}")
+    assert set(recorded) == {exercise.name for exercise in exercises}
+    for exercise in exercises:
+        cases = len(exercise.all_cases())
+        assert f"PASS {cases}/{cases}" in recorded[exercise.name]
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [lesson.name for lesson in choose(ROOT)])
-def test_a_solution_gives_its_recorded_outputs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    failed = cli.main(["build", "--check", "--run", name, "--root", str(ROOT)])
+@every_lesson
+def test_a_solution_gives_its_recorded_outputs(lesson: Lesson, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = cli.main(["build", "--check", "--run", lesson.name, "--root", str(ROOT)])
     assert not failed, capsys.readouterr().err

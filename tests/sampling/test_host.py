@@ -263,7 +263,7 @@ def test_top_p_of_a_peaked_row_sorts_few_of_many_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_likeliest_token_is_the_first_of_equal_ones_and_a_nan_hides_nothing(dtype):
+def test_the_argmax_is_the_first_of_equal_ones_and_a_nan_hides_nothing(dtype):
     logits = torch.tensor([[0, 5, 5], [2, 2, 2], [-math.inf, -9, -9], [math.nan, 9, 1], [1, math.inf, 2]], dtype=dtype)
     assert argmax(logits) == [1, 0, 1, 0, 1]
     assert argmax(logits[:0]) == []

@@ -216,7 +216,7 @@ def test_a_request_that_never_drafted_is_shared_too() -> None:
 
 
 def test_an_id_that_comes_back_starts_afresh() -> None:
-    """Even if its first bearer was never reported as ended."""
+    """Even if the earlier request with this id was never reported as ended."""
     drafter = SuffixDrafter(max_cached_requests=0)
     assert guess(drafter, request("a", [1, 2, 3, 1])) == [2]
     assert guess(drafter, request("a", [1, 5, 6, 1, 5])) == [6, 1]

@@ -47,10 +47,19 @@ def solve_and_rearrange(notebook: nbformat.NotebookNode) -> None:
         cell.id = f"mine-{number}"
 
 
-def test_fresh_lesson_runs_through(course):
-    green, output = nbval(course, "--nbval-lax", "lessons")
-    assert green, output
-    assert "9 passed" in output
+def test_fresh_lesson_shows_what_its_solution_recorded_and_a_stale_frame_or_print_makes_only_its_own_cell_red(course):
+    """The frame is the last of a live picture, which nbval itself does not see."""
+    lesson, solution = (course / folder / "90_sample.ipynb" for folder in ("lessons", "solutions"))
+    (course / "lessons" / "91_stale.ipynb").write_text(lesson.read_text())
+    stale = (
+        solution.read_text().replace("Bars of [2, 6]", "Bars of [2, 7]").replace("loading 100%\\n", "loading 99%\\n")
+    )
+    assert "Bars of [2, 7]" in stale and "loading 99%" in stale
+    (course / "solutions" / "91_stale.ipynb").write_text(stale)
+    green, output = nbval(course, "--nbval-lax", "--like-solutions", "lessons")
+    assert not green
+    assert "2 failed, 16 passed" in output
+    assert "unlike the solution: 'Bars of [2, 7]' is recorded, 'Bars of [2, 6]' is computed" in output
 
 
 def test_solution_repeats_its_outputs_and_a_changed_one_makes_only_its_own_cell_red(course):
