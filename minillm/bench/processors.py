@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from minillm.bench.harness import Row, System, compare, result
 from minillm.bench.prefill import joined_prompt
 from minillm.bench.systems import choose
+from minillm.models.loading import resolve
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,8 +51,10 @@ def run(
 ) -> dict[str, Any]:
     """Run every processor in turn. Returns the result as JSON values.
 
-    `systems`: names such as "haswell fp32"; None: all. Raises `ConfigError` for an unknown name.
+    `systems`: names such as "haswell fp32"; None: all. Raises `ConfigError` for an unknown name, and what `resolve`
+    raises for an unknown model.
     """
+    resolve(model)
     known = [f"{name} {kind}" for name in HELD_TO for kind in KINDS]
     chosen = choose(known, systems)
     rows, missing = [], {}

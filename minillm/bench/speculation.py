@@ -147,6 +147,8 @@ def _with_weights(
     chosen: Mapping[str, Mapping[str, Any]], model: str, drafters: Path | None, must: Sequence[str]
 ) -> dict[str, Mapping[str, Any]]:
     """`chosen` with the folders of trained weights, without the methods that have none."""
+    if drafters is not None and not drafters.is_dir():
+        raise ConfigError(f"--drafters {drafters}: there is no such folder")
     found: dict[str, Mapping[str, Any]] = {}
     for name, options in chosen.items():
         if name not in TRAINED:

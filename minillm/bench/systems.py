@@ -12,6 +12,8 @@ All other precisions are `Workload.dtype`.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from minillm.bench.completion import Completer, Completion, completion_metrics
 from minillm.bench.harness import Counted, System, peak_memory_of
 from minillm.errors import ConfigError
 from minillm.models.held_out import held_out_prompts
+from minillm.models.loading import resolve
 from minillm.training.compiling import has_compiler
 
 GGUF_TYPES = {"llama.cpp f32": "f32", "llama.cpp bf16": "bf16", "llama.cpp Q8_0": "q8_0"}
@@ -57,7 +60,12 @@ class Workload:
 
 
 def draft_for(model: str, draft: str | None) -> str | None:
-    """The draft model to use: `draft` if given, else the bundled one if the model is bundled, else None."""
+    """The draft model to use: `draft` if given, else the bundled one if the model is bundled, else None.
+
+    Raises what `resolve` raises for a draft model that does not exist, before anything is measured.
+    """
+    if draft is not None:
+        resolve(draft)
     return draft or {"minicoder": "minicoder-draft"}.get(model)
 
 
@@ -123,6 +131,9 @@ def prepared(workload: Workload, names: Sequence[str]) -> Iterator[Workload]:
         for kind, file in gguf.items():
             export_gguf(workload.model, Path(file), kind)
         workload = replace(workload, gguf=gguf)
+        for name in names:
+            if name in GGUF_TYPES and _crashes(name, workload):
+                raise ConfigError(f"{name} crashes on this processor; name the others with --systems")
         peers = {name: _settings(name, workload) for name in names if _settings(name, workload)}
         tried = {name: _try_settings(name, workload, settings) for name, settings in peers.items()}
         settings = {name: min(times, key=lambda setting: times[setting]) for name, times in tried.items()}
@@ -160,6 +171,14 @@ def peak_memory(name: str, workload: Workload) -> int | None:
     """Peak resident bytes of a new process that loads the system and completes every prompt once."""
     module = __name__
     return peak_memory_of(f"from {module} import Workload, decode_system; decode_system({name!r}, {workload!r}).run()")
+
+
+def _crashes(name: str, workload: Workload) -> bool:
+    """Whether a signal ends a new process in which a llama.cpp system completes a prompt. In this process it would end
+    the benchmark, and what was measured would be lost."""
+    call = f"_try_settings({name!r}, {workload!r}, {llama_cpp.SETTINGS!r})"
+    command = [sys.executable, "-c", f"from {__name__} import Workload, _try_settings; {call}"]
+    return subprocess.run(command, capture_output=True, check=False).returncode < 0
 
 
 def _try_settings(name: str, workload: Workload, settings: Iterable[str]) -> dict[str, float]:

@@ -218,6 +218,13 @@ class RunnerPlans:
     def allocate(self, num_blocks: int) -> None:
         """Allocate the caches, then the views of them. Raises `ConfigError` if the system does not give the memory."""
         place = self.placement
+        needed = num_blocks * self.bytes_per_block
+        no_memory = ConfigError(
+            f"{num_blocks} cache blocks need {needed / 2**20:,.0f} MiB, which the system does not give this process; "
+            "lower num_kv_blocks or max_model_len, or raise the limit (ulimit -v)"
+        )
+        if needed >= 2**63:  # more than PyTorch can count
+            raise no_memory
         for runner, (layout, options) in zip(self.runners, self._layouts, strict=True):
             try:
                 runner.cache = layout(
@@ -225,11 +232,7 @@ class RunnerPlans:
                 )
             except (RuntimeError, MemoryError) as problem:  # a limit of this process is not in the free memory
                 if isinstance(problem, MemoryError) or re.search("allocate memory|out of memory", str(problem)):
-                    needed = num_blocks * self.bytes_per_block / 2**20
-                    raise ConfigError(
-                        f"{num_blocks} cache blocks need {needed:,.0f} MiB, which the system does not give this "
-                        "process; lower num_kv_blocks or max_model_len, or raise the limit (ulimit -v)"
-                    ) from None
+                    raise no_memory from None
                 raise
             runner.cache.prepare(runner.model, self.texts)
         for runner, owner in self._sharing:

@@ -183,8 +183,10 @@ class Engine:
         """Run the forward and return its logits, and the hidden states of the same rows if the drafter needs them. A
         drafter that observes queries gets those of the prompts that this step completes."""
         segments = [item.segment for item in scheduled]
+        if self.drafter is None:
+            return self.runner.run(segments), None
         observed, needs_hidden = self._observed_rows(scheduled), self._drafter_needs_hidden(scheduled)
-        if self.drafter is None or not (observed or needs_hidden):
+        if not (observed or needs_hidden):
             return self.runner.run(segments), None
         step = self.runner.run_observed(segments, [row for _, rows in observed for row in rows])
         queries = step.queries.split([len(rows) for _, rows in observed], dim=1)
@@ -194,7 +196,7 @@ class Engine:
 
     def _observed_rows(self, scheduled: Sequence[Scheduled]) -> list[tuple[Request, range]]:
         """The rows of the step whose queries the drafter observes: the last ones of each prompt that is completed."""
-        num_observed = self.drafter.num_observed_queries if self.drafter is not None else 0
+        num_observed = self.drafter.num_observed_queries
         if not num_observed:
             return []
         ends = accumulate(item.num_tokens + len(item.draft.token_ids) for item in scheduled)
@@ -206,7 +208,7 @@ class Engine:
 
     def _drafter_needs_hidden(self, scheduled: Sequence[Scheduled]) -> bool:
         """Whether the drafter observes the hidden states of this step."""
-        if self.drafter is None or not self.drafter.observes_hidden:
+        if not self.drafter.observes_hidden:
             return False
         policy = self.scheduler.draft_policy
         return policy is None or policy.may_draft_next([item.request for item in scheduled])

@@ -30,7 +30,7 @@ class StepRows:
         """All rows of each scheduled request."""
         return self.logits.split([item.num_logits for item in self.scheduled])
 
-    @cached_property
+    @property
     def judged(self) -> Tensor:
         """`[sum of num_judged, vocab]`: the rows that choose tokens, side by side."""
         if not any(item.wants_prompt_logprobs for item in self.scheduled):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -20,6 +21,8 @@ def resolve(name: str) -> Path:
 
     Raises `CheckpointError` if `name` is none of the three, or the download fails.
     """
+    if not isinstance(name, (str, os.PathLike)):
+        raise CheckpointError(f"model {short_repr(name)} must be a name or a path, as text")
     if name in bundled.names():
         return bundled.path(name)
     try:

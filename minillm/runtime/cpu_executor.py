@@ -37,6 +37,7 @@ FORMATS: dict[str, Callable[[Sequence[Tensor]], Rows]] = {
 }
 """Format of `StoredRows` → a function that turns its tensors into arrays. They share the memory of the cache."""
 NO_DRAFTS = np.empty((0, 0), np.int64)
+NO_QUERIES = torch.empty(0)
 
 
 def unsupported_reason(model: Decoder, cache: KVCache) -> str | None:
@@ -92,6 +93,8 @@ class CpuExecutor:
         self.keys, self.values = FORMATS[rows.format](rows.keys), FORMATS[rows.format](rows.values)
         self.launcher = Launcher(step.run, step.run_together)
         self.scratch, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
+        self.thread_size = int(step.thread_scratch_size(self.dims))
+        """Floats of scratch memory for each thread."""
 
     def warm_up(self) -> str | None:
         """Run one step, so that numba compiles it for these kinds of weights and cache or loads it from disk."""
@@ -102,7 +105,7 @@ class CpuExecutor:
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """See `ModelRunner.run`."""
-        return self._run(segments, NO_DRAFTS, (), torch.empty(0))[:, : self.vocab_size]
+        return self._run(segments, NO_DRAFTS, (), NO_QUERIES)[:, : self.vocab_size]
 
     def run_observed(self, segments: Sequence[Segment], rows: Sequence[int]) -> ObservedStep:
         """See `ModelRunner.run_observed`."""
@@ -126,7 +129,7 @@ class CpuExecutor:
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """See `ModelRunner.draft`. All `count` steps are one compiled call."""
         drafted = np.empty((len(segments), count), np.int64)
-        self._run(segments, drafted, (), torch.empty(0))
+        self._run(segments, drafted, (), NO_QUERIES)
         return drafted.tolist()
 
     def _run(
@@ -144,30 +147,28 @@ class CpuExecutor:
             tree = np.array([depths, tree_masks(segments)], np.int64).T.copy()
         kind = len(token_ids).bit_length(), drafted.shape[1]
         threads = self.launcher.threads(kind)
-        thread_size = self._make_room(len(token_ids), threads)
+        self._make_room(len(token_ids), threads)
         logits = torch.empty((len(wanted), int(self.weights.matrices[-1, OUTPUTS])))
         inputs = step.Inputs(
             *(np.array(x, np.int64) for x in (token_ids, requests, tables)),
             tree,
             *(np.array(x, np.int64) for x in (wanted, observed)),
         )
-        scratch = step.Scratch(self.scratch, self.codes, thread_size)
+        scratch = step.Scratch(self.scratch, self.codes, self.thread_size)
         self.launcher.launch(
             kind, threads, drafted, self.dims, self.weights, self.keys, self.values, inputs, scratch,
             logits.numpy().reshape(-1), queries.numpy().reshape(-1),
         )  # fmt: skip
         return logits
 
-    def _make_room(self, tokens: int, threads: int) -> int:
-        """Make the scratch memory large enough for a step; returns the number of floats of scratch per thread."""
-        thread_size = step.thread_scratch_size(self.dims)
-        needed = int(step.areas.py_func(self.dims, tokens)[-1] + threads * thread_size)
+    def _make_room(self, tokens: int, threads: int) -> None:
+        """Make the scratch memory large enough for a step."""
+        needed = int(step.areas.py_func(self.dims, tokens)[-1] + threads * self.thread_size)
         if len(self.scratch) < needed:
             self.scratch = empty_aligned(needed, np.dtype(np.float32))
         bytes_needed = -(-tokens // amx.ROWS) * self.packed.widest_codes
         if len(self.codes) < bytes_needed:
             self.codes = empty_aligned(bytes_needed, np.dtype(np.uint8))
-        return int(thread_size)
 
 
 def _dims(p: PackedDecoder, config: ModelConfig, block_size: int, rows: StoredRows) -> np.ndarray:

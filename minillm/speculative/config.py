@@ -19,6 +19,9 @@ RULES: dict[str, Rule] = {"standard": EXACT, "block": BlockRule()}
 ADAPTIVE = True
 """Whether the number of drafts adapts where `adaptive` is not given."""
 
+MOST_DRAFTS = 1024
+"""Per round and request; more than any method could get accepted."""
+
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
@@ -72,6 +75,11 @@ class SpeculativeConfig:
             )
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"adaptive={self.adaptive!r} must be True or False")
+        if self.max_drafts > MOST_DRAFTS:
+            raise ConfigError(
+                f"speculative method {_name(self.method)!r} would propose up to {self.max_drafts} drafts per round; "
+                f"give at most num_speculative_tokens={MOST_DRAFTS}"
+            )
         self._check_synthetic()
         self._check_typical()
 

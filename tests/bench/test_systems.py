@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from minillm.bench.completion import Completion, completion_metrics
 from minillm.bench.systems import Workload, choose, decode_system, draft_for, left_out, load, prepared, prompt_ids
 from minillm.bench.transformers_peers import FirstTokens
 from minillm.commands import bench
-from minillm.errors import ConfigError, UnsupportedError
+from minillm.errors import CheckpointError, ConfigError, UnsupportedError
 from minillm.models.loading import resolve
 from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
@@ -87,9 +89,30 @@ def test_who_cannot_take_part_is_told_why(monkeypatch: pytest.MonkeyPatch) -> No
         llama_cpp.LlamaCpp(Path("any.gguf"), 8, 1)
 
 
-def test_only_the_bundled_model_has_a_draft_by_itself() -> None:
+def test_only_the_bundled_model_has_a_draft_by_itself(tiny: TinyPair) -> None:
     assert draft_for("minicoder", None) == "minicoder-draft"
-    assert draft_for("other", None) is None and draft_for("other", "small") == "small"
+    assert draft_for("other", None) is None and draft_for("other", str(tiny.draft)) == str(tiny.draft)
+
+
+def test_a_draft_that_does_not_exist_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(CheckpointError, match="no model 'small'"):
+        draft_for("minicoder", "small")
+
+
+def test_a_peer_that_ends_its_process_is_refused_before_it_ends_this_one(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[str] = []
+    monkeypatch.setattr("minillm.export.gguf.export_gguf", lambda model, file, kind: exported.append(kind))
+    crashing = [sys.executable, "-c", "import os; os.abort()"]
+    run = subprocess.run
+    monkeypatch.setattr(systems.subprocess, "run", lambda command, **options: run(crashing, **options))
+    with (
+        pytest.raises(ConfigError, match=r"llama.cpp Q8_0 crashes on this processor; name the others with --systems"),
+        prepared(workload, ["llama.cpp Q8_0"]),
+    ):
+        raise AssertionError("the benchmark began")
+    assert exported == ["q8_0"]
 
 
 def test_prompts_are_long_enough_and_cut_off(tiny: TinyPair) -> None:

@@ -195,3 +195,11 @@ def test_memory_that_the_system_does_not_give_is_told_with_its_size(
     monkeypatch.setattr(PagedKVCache, "__init__", refuse)
     with pytest.raises(ConfigError, match=r"20 cache blocks need \d+ MiB, which the system does not give this process"):
         LLM(str(tiny.target), device="cpu", num_kv_blocks=20)
+
+
+@pytest.mark.parametrize("num_blocks", [10**16, 10**18, 10**20], ids=str)
+def test_more_memory_than_there_is_or_than_pytorch_can_count_is_told_with_its_size(
+    tiny: TinyPair, num_blocks: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"{num_blocks} cache blocks need "):
+        LLM(str(tiny.target), device="cpu", num_kv_blocks=num_blocks)

@@ -48,6 +48,12 @@ def test_a_name_that_is_nothing_says_what_it_could_be(weights: Path, name: str) 
         resolve(name)
 
 
+@pytest.mark.parametrize("name", [5, 1.5, True, b"small", ("small",), None], ids=repr)
+def test_a_name_that_is_no_text_is_refused(name: object) -> None:
+    with pytest.raises(CheckpointError, match="must be a name or a path, as text"):
+        resolve(name)  # type: ignore[arg-type]
+
+
 def test_a_file_is_not_a_folder(weights: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file; give the folder"):
         resolve(str(weights / "small" / "config.json"))

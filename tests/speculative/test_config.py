@@ -81,6 +81,8 @@ def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
     [
         ({"method": "eagle"}, UnsupportedError, "'self_quant', 'self_sparse', 'spire', 'staged' or 'suffix'"),
         ({"method": "ngram", "prompt_lookup_max": 0}, ConfigError, "prompt_lookup_max=0"),
+        ({"method": "ngram", "num_speculative_tokens": 10**20}, ConfigError, "at most num_speculative_tokens=1024"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 1025}, ConfigError, "up to 1025 drafts per round"),
         ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, ConfigError, "prompt_lookup_min=3"),
         (
             {"method": "ngram", "model": "small"},

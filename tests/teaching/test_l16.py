@@ -105,6 +105,19 @@ def test_likely_wrong_answers_are_named(name: str, answer, cause: str) -> None:
     assert not result.passed and cause in str(result), str(result)
 
 
+def test_sums_that_are_wrong_are_not_said_to_be_of_several_ranks() -> None:
+    """A part added twice is another mistake than a product over the inputs of several ranks."""
+
+    def first_part_twice(parts, weight, bias):
+        width = parts[0].shape[1]
+        partial = [part @ weight[:, r * width : (r + 1) * width].T for r, part in enumerate(parts)]
+        return sum(partial, partial[0]) + bias
+
+    exercise = next(exercise for exercise in EXERCISES if exercise.function_name == "row_parallel")
+    result = check_function(exercise, first_part_twice)
+    assert not result.passed and "several ranks" not in str(result)
+
+
 # ------------------------------------------------------------------------------------------------------- the workshop
 
 

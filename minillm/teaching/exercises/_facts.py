@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from minillm.teaching.diagnosis_tensors import about_tensors
+from minillm.teaching.exercise import Attempt
 from minillm.teaching.fence import BITS, CANARY
+
+
+def unless(attempt: Attempt, condition: str, otherwise: str) -> str | None:
+    """`otherwise`, if the answer does not meet `condition`, a part of what the case's drive returned."""
+    return None if attempt.got[condition] else otherwise  # type: ignore[index]
 
 
 def about_tensor(expected: Tensor, got: object, axes: Sequence[str], name: str = "the result") -> str | None:

@@ -56,7 +56,9 @@ _TOKENS = Exercise(
 
 def _about_gamma(attempt: Attempt) -> str | None:
     alphas, c, v = attempt.case.args
-    if not isinstance(attempt.got, int) or not 0 <= attempt.got <= len(alphas):
+    if not isinstance(attempt.got, int):
+        return f"return one number of drafts, an int, and not a value of type {type(attempt.got).__name__}"
+    if not 0 <= attempt.got <= len(alphas):
         return f"the number of drafts must be from 0 to {len(alphas)}"
     speeds = [expected_tokens(alphas[:g]) / (g * c + v[g]) for g in (attempt.got, attempt.expected)]
     return f"{attempt.got} drafts give {speeds[0]:.3g} tokens per plain step, {attempt.expected} give {speeds[1]:.3g}"

@@ -8,7 +8,7 @@ from torch import Tensor
 from minillm.teaching.drives import l16 as drive
 from minillm.teaching.exercise import Attempt, Case, Exercise
 from minillm.teaching.exercises import _l16_mistakes as mistakes
-from minillm.teaching.exercises._facts import about_tensor
+from minillm.teaching.exercises._facts import about_tensor, unless
 from minillm.teaching.exercises._l16_reference import (
     all_reduce_seconds,
     column_parallel,
@@ -23,12 +23,16 @@ def _about_outputs(attempt: Attempt) -> str | None:
     got, expected = (part["outputs"] for part in (attempt.got, attempt.expected))  # type: ignore[index]
     if isinstance(got, Tensor) and got.dim() == 2 and got.shape != expected.shape:
         return f"rank {attempt.case.args[3]} of {attempt.case.args[4]} has {expected.shape[1]} of the outputs"
-    return about_tensor(expected, got, ("token", "output")) or "a product has more results than the rank's own outputs"
+    return about_tensor(expected, got, ("token", "output")) or unless(
+        attempt, "own outputs only", "a product has more results than the rank's own outputs"
+    )
 
 
 def _about_sums(attempt: Attempt) -> str | None:
     got, expected = (part["outputs"] for part in (attempt.got, attempt.expected))  # type: ignore[index]
-    return about_tensor(expected, got, ("token", "output")) or "a product adds up the inputs of several ranks"
+    return about_tensor(expected, got, ("token", "output")) or unless(
+        attempt, "a product for each rank", "a product adds up the inputs of several ranks"
+    )
 
 
 def _column_cases() -> list[Case]:

@@ -10,7 +10,7 @@ from minillm.teaching.compare import values_match
 from minillm.teaching.drives import l17 as drive
 from minillm.teaching.exercise import Attempt, Case, Exercise
 from minillm.teaching.exercises import _l17_mistakes as mistakes
-from minillm.teaching.exercises._facts import about_tensor
+from minillm.teaching.exercises._facts import about_tensor, unless
 from minillm.teaching.exercises._l17_reference import (
     backward_in_chunks,
     blast_apply,
@@ -31,7 +31,9 @@ def _about_lse(attempt: Attempt) -> str | None:
     assert isinstance(expected, Tensor)
     if not isinstance(got, Tensor) or got.shape != expected.shape:
         return f"return one number for each of the {len(expected)} rows of x"
-    return about_tensor(expected, got, ("row",)) or "a tensor is larger than x and than what a tile needs"
+    return about_tensor(expected, got, ("row",)) or unless(
+        attempt, "one tile at a time", "a tensor is larger than x and than what a tile needs"
+    )
 
 
 def _lse_cases() -> list[Case]:
@@ -87,7 +89,7 @@ def _about_gradients(attempt: Attempt) -> str | None:
     if fact := about_tensor(expected, got, ("row", "channel"), "what was sent"):
         return fact
     fact = about_tensor(right, arrived, ("row", "column"), "the gradient of the weight")  # type: ignore[arg-type]
-    return fact or "the graphs of several chunks exist at a time"
+    return fact or unless(attempt, "one graph at a time", "the graphs of several chunks exist at a time")
 
 
 def _gradient_cases() -> list[Case]:
@@ -133,7 +135,9 @@ def _about_product(attempt: Attempt) -> str | None:
     assert isinstance(expected, Tensor)
     if not isinstance(got, Tensor) or got.shape != expected.shape:
         return f"return {list(expected.shape)}: a row of all outputs for each row of x"
-    return about_tensor(expected, got, ("row", "output")) or "a tensor is as large as the matrix"
+    return about_tensor(expected, got, ("row", "output")) or unless(
+        attempt, "without the matrix", "a tensor is as large as the matrix"
+    )
 
 
 def _blast_cases() -> list[Case]:
