@@ -32,8 +32,15 @@ def likely_cause(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence
         _own_diagnosis(key, outcomes, problems)
         or _planted_mistake(key, outcomes, problems)
         or _by_error(first.error)
-        or _by_changed_input(outcomes, problems)
-        or _run_diagnosis(key, key.exercise.fallback_diagnosis, failed, first)
+        or ("" if first.error is not None else _fact(key, outcomes, problems, failed))
+    )
+
+
+def _fact(key: AnswerKey, outcomes: Sequence[Outcome], problems: Sequence[str], failed: int) -> str:
+    """What is known of wrong answers where the first case that fails, `failed`, has one and no error."""
+    return (
+        _by_changed_input(outcomes, problems)
+        or _run_diagnosis(key, key.exercise.fallback_diagnosis, failed, outcomes[failed])
         or _by_common_fact(key, outcomes, problems)
     )
 

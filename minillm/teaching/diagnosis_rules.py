@@ -15,7 +15,7 @@ PYTHON: tuple[Rule, ...] = (
         "{0} has no value yet when this line runs: is its assignment missing, further down, or only in a branch?",
     ),
     (
-        "IndexError",
+        "IndexError|RuntimeError",
         r"index (-?\d+) is out of bounds for (?:dimension|axis) (\d+) with size (\d+)",
         "index {0} is out of range for dimension {1}, which has {2} entries, counted from 0",
     ),

@@ -96,3 +96,21 @@ def test_four_hints_in_plain_text_and_the_last_one_is_a_solution(one: Exercise):
     solution = f"def {one.function_name}{signature}:\n" + textwrap.indent(one.hints[3], "    ")
     exec("from __future__ import annotations\n" + solution, {"torch": torch, "math": math}, own)
     assert check_function(one, own[one.function_name]).passed
+
+
+def test_the_cause_of_an_error_is_about_the_error_and_not_about_the_answers_of_other_cases():
+    exercise = find("l10.accept_rule")
+
+    def gathers_rows(p: torch.Tensor, q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        p_x, q_x = p.gather(-1, x[..., None]).squeeze(-1), q.gather(0, x[..., None]).squeeze(-1)
+        return torch.where(q_x > 0, (p_x / q_x).clamp(max=1.0), math.nan)
+
+    assert "index 1 is out of range for dimension 0" in str(check_function(exercise, gathers_rows))
+
+    def raises(p: torch.Tensor, q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if p.shape == (1, 3):
+            raise ValueError("nothing that a rule knows")
+        return torch.zeros(x.shape)
+
+    result = check_function(exercise, raises)
+    assert not result.passed and "likely" not in str(result), str(result)

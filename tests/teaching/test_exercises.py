@@ -70,6 +70,7 @@ def test_wrong_version_fails_and_the_message_names_the_mistake(exercise: Exercis
     result = check_function(exercise, wrong.function, key=key_of(exercise.name))
     assert result.status is Status.FAILED
     assert (wrong.expected_message or wrong.description) in str(result), str(result)
+    assert "NameError" not in str(result), "the planted mistake itself cannot run"
     if exercise.name.startswith("l01."):
         assert len(str(result)) < 1200, "the first counterexamples are short enough to redo by hand"
 

@@ -119,7 +119,7 @@ ROW = (
             "leaves out the sum over ranks, and returns what rank 0 has": (_SUM, "return partial[0] + bias"),
             "leaves out what rank 0 has": (
                 _SUM,
-                "return sum(partial[1:], torch.zeros_like(partial[0])) + bias",
+                "return sum(partial[1:], 0 * partial[0]) + bias",
             ),
             "averages over ranks; the parts of a sum are added": (
                 _SUM,

@@ -625,7 +625,7 @@ _INT8 = Exercise(
         ),
         _int8_wrong(
             "reads the codes as unsigned, so that -1 becomes 255",
-            (".to(tl.float32)\n", ".to(tl.uint8, bitcast=True).to(tl.float32)\n"),
+            ("other=0).to(tl.float32)", "other=0).to(tl.uint8, bitcast=True).to(tl.float32)"),
         ),
         _int8_wrong(
             "loads scales of values with a mask and without other; a weight of 0 does not help if the lane holds NaN",
