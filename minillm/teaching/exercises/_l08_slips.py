@@ -144,7 +144,7 @@ DEQUANTISE: Edits = {
         "row[:, None] * columns",
         "row[:, None]",
     ),
-    "uses the second row for all rows": ("row[:, None] * columns", "columns"),
+    "uses the second row for all rows": ("row[:, None] * columns", "0 * row[:, None] + columns"),
     "reads the codes backwards, from addresses before the first one": ("codes_ptr + place", "codes_ptr - place"),
     "reads the scales backwards, from addresses before the first one": ("scale_ptr + row", "scale_ptr - row"),
     "reads codes instead of scales": ("tl.load(scale_ptr", "tl.load(codes_ptr"),

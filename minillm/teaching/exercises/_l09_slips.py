@@ -129,7 +129,7 @@ SPLIT: Edits = {
     "divides the sum by the result: the quotient is inverted": ("out / divisor[:, None]", "divisor[:, None] / out"),
     "replaces the sums that are not 0 by 1, and keeps those that are 0": ("total == 0.0", "total != 0.0"),
     "stores every part at the place of the first one": ("row * SPLITS + split", "row * SPLITS"),
-    "stores the parts of the first head only, one after the other": ("row * SPLITS + split", "split"),
+    "stores the parts of all heads where those of the first belong": ("row * SPLITS + split", "0 * row + split"),
 }
 
 MERGE_KERNEL: Edits = {
