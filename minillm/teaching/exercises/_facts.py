@@ -37,7 +37,7 @@ def about_tensor(expected: Tensor, got: object, axes: Sequence[str], name: str =
 def _unwritten(unwritten: Tensor, axes: Sequence[str], name: str) -> str:
     """How many numbers nobody has written, and where they are."""
     if unwritten.all():
-        return f"nothing is written into {name}, or only what was read from it"
+        return f"nothing is written into {name}, or only numbers that nobody has written"
     for axis, what in enumerate(axes[: unwritten.dim()]):
         others = [i for i in range(unwritten.dim()) if i != axis]
         never = unwritten.all(dim=others) if others else unwritten
