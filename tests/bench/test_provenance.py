@@ -14,19 +14,7 @@ from minillm.models.bundled import WEIGHTS
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 MEASURED_BEFORE_FINGERPRINTS = {
-    *(
-        "batch",
-        "completion",
-        "decode",
-    ),
-    *(
-        "drafter_long",
-        "drafter_spire",
-        "failover",
-        "kernels",
-        "ladder",
-        "latency",
-    ),
+    *("batch", "decode", "drafter_long", "drafter_spire", "failover", "kernels", "ladder", "latency"),
     *("processors", "quality", "serve", "threads", "verify", "verify_0.4b", "zoo"),
 }
 """Results that do not record their weights. None may be added: measure again, and remove the name."""
