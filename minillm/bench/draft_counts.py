@@ -1,4 +1,4 @@
-"""What the steps of a run with drafts did: tokens, drafts judged and accepted by position, seconds."""
+"""What the steps of runs with drafts did: tokens, drafts judged and accepted by position, seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counts:
-    """What the rounds of one run did."""
+    """What the rounds did."""
 
     tokens: int = 0
     forwards: int = 0
@@ -23,15 +23,16 @@ class Counts:
     draft_s: list[float] = field(default_factory=list)
     """Per step with drafts: seconds of drafting."""
     verify_s: list[float] = field(default_factory=list)
+    """Per step with drafts: seconds of everything else, scheduling and verdicts included."""
     plain_s: list[float] = field(default_factory=list)
-    """Per step without drafts: seconds of the forward and its sampling."""
+    """Seconds per step without drafts."""
 
-    @classmethod
-    def of(cls, events: Sequence[Event]) -> Counts:
-        """Count the steps in which every request decodes."""
+    def count(self, events: Sequence[Event]) -> None:
+        """Count the steps of one run in which every request decodes."""
         from minillm.trace import DraftProposed, StepFinished, StepRan, TokensCommitted
 
-        counts, kinds, committed = cls(), set(), []
+        kinds: set[str] = set()
+        committed: list[Any] = []
         trees: dict[str, list[int]] = {}
         """The parents of this step's draft trees, by request."""
         for event in events:
@@ -43,16 +44,15 @@ class Counts:
                 committed.append(event)
             elif isinstance(event, StepFinished):
                 if "prefill" not in kinds:
-                    counts._add(event, committed, "verify" in kinds, trees)
+                    self._add(event, committed, "verify" in kinds, trees)
                 trees = {}
-        return counts
 
     def _add(self, step: Any, committed: Sequence[Any], has_drafts: bool, trees: Mapping[str, list[int]]) -> None:
         if has_drafts:
             self.draft_s.append(step.draft_seconds)
-            self.verify_s.append(step.target_seconds)
+            self.verify_s.append(step.seconds - step.draft_seconds)
         else:
-            self.plain_s.append(step.target_seconds)
+            self.plain_s.append(step.seconds)
         for event in committed:
             self.tokens += len(event.token_ids)
             self.forwards += 1

@@ -7,15 +7,17 @@ says what the slices are). Prompts come from the prefix cache, so decoding is me
     best_ratio    the same from the shortest time of each prompt: other programs only ever make a run longer  measured
     tau           tokens per request and forward of the target                                               measured
     alpha         by position: the share of drafts accepted, of those whose predecessors were                measured
-    c, v          seconds of drafting and of verifying a round, over those of a plain step                   measured
+    c, v          seconds of a round's drafting and of the rest of it, over those of a plain step             measured
     predicted     τ over the mean cost of a step, which is c + v with drafts and 1 without                   modelled
 
-With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of rounds with drafts.
-A shape with random weights has a draft of random weights, too, and drafts are accepted at given rates.
+With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of the rounds with
+drafts of all runs, without the shortest and longest twentieth of them. A shape with random weights has a draft of
+random weights, too, and drafts are accepted at given rates.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
@@ -23,8 +25,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from minillm.bench.draft_counts import Counts
-from minillm.bench.harness import Row, System, compare, result
+from minillm.bench.harness import Row, System, compare, result, save
 from minillm.bench.shapes import shape_folder
 from minillm.bench.systems import draft_for, room_for_prompt
 from minillm.errors import ConfigError
@@ -85,9 +89,11 @@ def run(
     prompts: int = PROMPTS,
     new_tokens: int = NEW_TOKENS,
     block_size: int | None = None,
+    save_to: Path | None = None,
 ) -> dict[str, Any]:
     """Measure every method, fixed and adaptive, on every slice. Returns the result as JSON values.
 
+    `save_to`: the result is written there after each slice, in case the run is killed.
     `drafters`: the folder that `minillm train --export-to` wrote trained drafters to; None: the bundled ones. A trained
     method without weights for this model is left out, or, if it was asked for, raises `ConfigError`. So do fewer than
     two new tokens, and more than the model has room for.
@@ -104,14 +110,6 @@ def run(
     else:
         model, draft = str(shape_folder(shape)), draft or str(shape_folder(f"{shape}-draft"))
     room_for_prompt(model, new_tokens, SHORTEST_PROMPT)
-    rows: list[Row] = []
-    for kind in kinds:
-        for batch in batches:
-            engines = _engines(model, draft, chosen, WEIGHTS[kind], batch, drafts, block_size)
-            for name in names:
-                run_ = SliceRun(engines, given[name][:prompts], batch, new_tokens)
-                labels = {"weights": kind, "batch": batch, "slice": name}
-                rows += run_.rows(rounds, labels)
     config = {
         "model": shape or model,
         "draft": draft,
@@ -123,8 +121,19 @@ def run(
         "sampling": "greedy",
         "counted": "decoding: prompts come from the prefix cache",
         "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
     }
-    return result("speculation", config, rows)
+    rows: list[Row] = []
+    for kind, batch in itertools.product(kinds, batches):
+        engines = _engines(model, draft, chosen, WEIGHTS[kind], batch, drafts, block_size)
+        for name in names:
+            run_ = SliceRun(engines, given[name][:prompts], batch, new_tokens)
+            rows += run_.rows(rounds, {"weights": kind, "batch": batch, "slice": name})
+            outcome = result("speculation", config, rows)
+            if save_to is not None:
+                save(outcome, save_to)
+    return outcome
 
 
 def slice_prompts() -> dict[str, list[str]]:
@@ -225,7 +234,7 @@ class SliceRun:
             for name in self.engines
         ]
         found = compare(systems, rounds)
-        plain = statistics.median(self.counts[PLAIN].plain_s)
+        plain = _mean(self.counts[PLAIN].plain_s)
         for row in found:
             row.config["best_ratio"] = sum(self.shortest[PLAIN]) / sum(self.shortest[row.system])
         return [_with_figures(row, self.counts[row.system], plain, labels) for row in found]
@@ -237,13 +246,19 @@ class SliceRun:
                 began = time.perf_counter()
                 outputs += llm.generate(self.prompts[i : i + self.batch], self.params, use_tqdm=False)
                 seconds.append(time.perf_counter() - began)
-        self.counts[name] = Counts.of(trace.events)
+        self.counts.setdefault(name, Counts()).count(trace.events)
         self.shortest[name] = list(map(min, seconds, self.shortest.get(name, seconds)))
         return [output.outputs[0].token_ids for output in outputs]
 
 
+def _mean(seconds: Sequence[float]) -> float:
+    """The mean without the shortest and longest twentieth: rounds may differ, but interruptions must not count."""
+    cut = len(seconds) // 20
+    return statistics.mean(sorted(seconds)[cut : len(seconds) - cut])
+
+
 def _with_figures(row: Row, counts: Counts, plain_s: float, labels: Mapping[str, Any]) -> Row:
-    """`row` with the counts of its last run. `plain_s`: seconds of a plain step."""
+    """`row` with the counts of its runs. `plain_s`: seconds of a plain step."""
     row.config.update(labels)
     if row.system == PLAIN:
         return row
@@ -252,8 +267,8 @@ def _with_figures(row: Row, counts: Counts, plain_s: float, labels: Mapping[str,
     row.config["alpha"] = [a / n for a, n in zip(counts.accepted, counts.judged, strict=True)]
     row.config["rounds_with_drafts"] = len(counts.verify_s) / max(1, len(counts.verify_s) + len(counts.plain_s))
     if counts.verify_s:
-        row.config["c"] = statistics.median(counts.draft_s) / plain_s
-        row.config["v"] = statistics.median(counts.verify_s) / plain_s
+        row.config["c"] = _mean(counts.draft_s) / plain_s
+        row.config["v"] = _mean(counts.verify_s) / plain_s
         with_drafts = row.config["rounds_with_drafts"]
         cost = with_drafts * (row.config["c"] + row.config["v"]) + 1 - with_drafts
         row.config["predicted"] = tau / cost

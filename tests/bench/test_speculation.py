@@ -72,13 +72,14 @@ def test_counts_are_those_of_the_trace() -> None:
     def step(number: int, kind: str, tokens: int, drafts: int, accepted: int) -> list[object]:
         committed = TokensCommitted("a", [1] * tokens, [""] * tokens, [], drafts, accepted, 0)
         work = Work("a", kind, 0, drafts + 1)  # type: ignore[arg-type]
-        return [StepRan(number, [work]), committed, StepFinished(number, 1.0, 0.25 * drafts, 2.0, 0)]
+        return [StepRan(number, [work]), committed, StepFinished(number, 2.5 + 0.25 * drafts, 0.25 * drafts, 2.0, 0)]
 
     events = [*step(1, "prefill", 1, 0, 0), *step(2, "verify", 3, 3, 2), *step(3, "verify", 1, 2, 0)]
-    counts = Counts.of([*events, *step(4, "decode", 1, 0, 0)])  # type: ignore[list-item]
+    counts = Counts()
+    counts.count([*events, *step(4, "decode", 1, 0, 0)])  # type: ignore[list-item]
     assert (counts.tokens, counts.forwards) == (5, 3)
     assert (counts.judged, counts.accepted) == ([2, 1, 1], [1, 1, 0])
-    assert (counts.draft_s, counts.verify_s, counts.plain_s) == ([0.75, 0.5], [2.0, 2.0], [2.0])
+    assert (counts.draft_s, counts.verify_s, counts.plain_s) == ([0.75, 0.5], [2.5, 2.5], [2.5])
 
 
 @pytest.mark.parametrize(
@@ -94,8 +95,9 @@ def test_a_tree_has_as_many_positions_as_its_branch(path: list[int], judged: lis
     """Drafts 0 and 1 follow the root, 2 and 3 follow 0."""
     proposed = DraftProposed("a", [5, 6, 7, 8], [""] * 4, [-1, -1, 0, 0])
     committed = TokensCommitted("a", [1] * (len(path) + 1), [], [], 4, len(path), 0, path)
-    events = [proposed, StepRan(1, [Work("a", "verify", 0, 5)]), committed, StepFinished(1, 1.0, 0.5, 2.0, 0)]
-    counts = Counts.of(events)
+    events = [proposed, StepRan(1, [Work("a", "verify", 0, 5)]), committed, StepFinished(1, 2.5, 0.5, 2.0, 0)]
+    counts = Counts()
+    counts.count(events)
     assert (counts.judged, counts.accepted) == (judged, accepted)
 
 
