@@ -147,7 +147,8 @@ class Engine:
         self._propose(scheduled)
         drafted = time.perf_counter()
         logits, hidden = self._run(scheduled)
-        self.emit(StepRan(self.num_steps, [_work(item) for item in scheduled]))
+        work = [_work(item) for item in scheduled]
+        self.emit(StepRan(self.num_steps, work))
         verdicts = self._judge(scheduled, logits)
         ran = time.perf_counter()
         last_rows = StepRows(scheduled, logits).of_last_tokens(verdicts) if hidden is not None else []
@@ -155,12 +156,8 @@ class Engine:
         if hidden is not None:
             self._pass_hidden_to_drafter(last_rows, advanced, hidden)
         finished = time.perf_counter()
-        if self.scheduler.draft_policy is not None:
-            drafts = {item.request: len(item.draft.token_ids) for item in scheduled if item.draft.token_ids}
-            num_context = sum(item.start for item in scheduled)
-            self.scheduler.draft_policy.step_finished(
-                drafts, sum(map(_num_rows, scheduled)), num_context, finished - began
-            )
+        if self.scheduler.draft_policy is not None and all(part.kind != "prefill" for part in work):
+            _tell_duration(self.scheduler.draft_policy, scheduled, finished - began)
         self.emit(StepFinished(self.num_steps, finished - began, drafted - planned, ran - drafted, self.pool.num_free))
         return [request for request in advanced if request is not None]
 
@@ -342,6 +339,14 @@ def _num_rows(item: Scheduled) -> int:
 
 def _work(item: Scheduled) -> Work:
     return Work(item.request.request_id, item.kind, item.start, _num_rows(item))
+
+
+def _tell_duration(policy: DraftPolicy, scheduled: Sequence[Scheduled], seconds: float) -> None:
+    """Tell the policy how long a step took, unless the drafter was asked and had no draft."""
+    drafts = {item.request: len(item.draft.token_ids) for item in scheduled if item.draft.token_ids}
+    if drafts or not any(item.num_drafts for item in scheduled):
+        num_context = sum(item.start for item in scheduled)
+        policy.step_finished(drafts, sum(map(_num_rows, scheduled)), num_context, seconds)
 
 
 def _origins(num_committed: int, draft: Draft, verdict: Verdict) -> list[TokenOrigin]:

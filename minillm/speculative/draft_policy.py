@@ -16,15 +16,17 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from minillm.request import Request
-from minillm.speculative.step_costs import Slowdown, StepCosts
+from minillm.speculative.step_costs import COMPARED_STEPS, DraftingOverhead, StepCosts
 
 MIN_GAIN = 1.02
 """Speed-up, as predicted, below which nothing is drafted: a prediction is not better than this."""
-PLAN_STEPS, IDLE_PLAN_STEPS = 4, 16
+PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 16
 """Steps of the same requests that a decision holds for, with drafts and without: acceptance changes slowly, and
 deciding takes time."""
-PLAIN_EVERY = 64
-"""After so many steps in a row with drafts, one goes without, so that both are known under the same conditions."""
+PLAIN_STEPS = COMPARED_STEPS
+"""So many steps go without drafts now and then, so that both are known under the same conditions."""
+FIRST_PLAIN, PLAIN_EVERY = 8, 128
+"""After how many steps with drafts they do: at first soon, then twice as many every time."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 1024
 """Steps without any drafts before one request tries again; doubled each time that does not pay."""
 PRIOR_WEIGHT = 4.0
@@ -54,8 +56,11 @@ class DraftPolicy(Protocol):
         """Called with each verdict on at least one draft."""
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
-        """Called after each step. `drafts`: the number of drafts of the requests that had any; `num_rows`: all rows of
-        the forward; `num_context`: tokens that its requests had in the cache; `seconds`: of the whole step."""
+        """Called after each step that computed no prompt, and either has drafts or was not to have any: others take
+        longer for other reasons.
+
+        `drafts`: the number of drafts of the requests that had any; `num_rows`: all rows of the forward; `num_context`:
+        tokens that its requests had in the cache; `seconds`: of the whole step."""
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """Whether the next step may have drafts for one of the `requests` of this one. If not, the drafter is not
@@ -110,10 +115,9 @@ class AdaptiveDrafts:
         seconds =  drafting + one forward with a row for each request and each chosen draft
 
     Survival is estimated per request and position from its own verdicts and, while there are few, from those of all
-    requests. Costs are measured (`StepCosts`), and corrected by how much longer recent steps took, with drafts and
-    without (`Slowdown`). A request that samples with a seed of its own gets all drafts,
-    because the number of drafts changes which random numbers choose a token, and its text should not depend on the
-    speed of the machine.
+    requests. Costs are measured (`StepCosts`), and corrected by how much longer steps with drafts turn out to take
+    (`DraftingOverhead`). A request that samples with a seed of its own gets all drafts, because the number of drafts
+    changes which random numbers choose a token, and its text should not depend on the speed of the machine.
     """
 
     max_drafts: int
@@ -129,12 +133,13 @@ class AdaptiveDrafts:
     _counts: list[int] = field(init=False, default_factory=list)
     """What was decided."""
     _steps_left: int = field(init=False, default=0)
-    _plain: Slowdown = field(init=False, default_factory=Slowdown)
-    """Of steps without drafts."""
-    _drafted: Slowdown = field(init=False, default_factory=Slowdown)
-    """Of steps with drafts."""
+    _overhead: DraftingOverhead = field(init=False, default_factory=DraftingOverhead)
     _drafted_steps: int = field(init=False, default=0)
-    """Steps with drafts since the latest without."""
+    """Steps with drafts since it was decided to go without."""
+    _plain_after: int = field(init=False, default=FIRST_PLAIN)
+    """Steps with drafts before some go without."""
+    _plain_left: int = field(init=False, default=0)
+    """Steps that still go without."""
     _idle_steps: int = field(init=False, default=0)
     """Steps since something was drafted."""
     _pause: int = field(init=False, default=FIRST_PAUSE)
@@ -145,8 +150,7 @@ class AdaptiveDrafts:
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
-        if self._drafted_steps >= PLAIN_EVERY and not any(r.samples_with_own_seed for r in requests):
-            self._drafted_steps = 0
+        if self._goes_without(requests):
             return DraftPlan([0] * len(requests))
         work = num_rows, [request.request_id for request in requests]
         if self._steps_left and work == self._work:
@@ -156,8 +160,23 @@ class AdaptiveDrafts:
             self._work, self._counts = work, found.num_drafts
             self._steps_left = PLAN_STEPS if any(self._counts) else IDLE_PLAN_STEPS
         self._steps_left -= 1
-        self._idle_steps = 0 if any(self._counts) else self._idle_steps + 1
+        if any(self._counts):
+            self._idle_steps = 0
+        else:
+            self._idle_steps, self._drafted_steps = self._idle_steps + 1, 0
         return found
+
+    def _goes_without(self, requests: Sequence[Request]) -> bool:
+        """Whether this step is one of those that go without drafts now and then."""
+        if any(request.samples_with_own_seed for request in requests):
+            return False
+        if self._drafted_steps >= self._plain_after:
+            self._drafted_steps, self._plain_left = 0, PLAIN_STEPS
+            self._plain_after = min(2 * self._plain_after, PLAIN_EVERY)
+        if not self._plain_left:
+            return False
+        self._plain_left -= 1
+        return True
 
     def _decide(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         survival = [self.survival(request) for request in requests]
@@ -200,13 +219,11 @@ class AdaptiveDrafts:
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
-        if num_rows > max(self.costs.forward):
-            return  # a long prompt
         expected = self.costs.target(num_rows, num_context)
         if drafts:
             expected += self.costs.draft(len(drafts), max(drafts.values()))
-        (self._drafted if drafts else self._plain).add(seconds / expected)
-        self._drafted_steps = self._drafted_steps + 1 if drafts else 0
+        self._overhead.add(bool(drafts), seconds / expected)
+        self._drafted_steps += bool(drafts)
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
@@ -235,8 +252,8 @@ class AdaptiveDrafts:
         num_drafts = np.arange(1, len(survival) + 1)
         tokens = len(requests) + survival.cumsum()
         drafting = self.costs.draft((position == 0).cumsum(), np.maximum.accumulate(position + 1))
-        seconds = self._drafted.mean * (drafting + self.costs.target(num_rows + num_drafts, context))
-        found = tokens / len(requests) * self._plain.mean * self.costs.target(num_rows, context) / seconds
+        seconds = self._overhead.ratio * (drafting + self.costs.target(num_rows + num_drafts, context))
+        found = tokens / len(requests) * self.costs.target(num_rows, context) / seconds
         if self.drafts_trees:
             found[num_drafts % self.max_drafts > 0] = 0.0
         return np.concatenate(([1.0], found))

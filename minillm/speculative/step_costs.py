@@ -1,8 +1,8 @@
 """What a step costs on this machine: a forward of the target by its rows, and drafting.
 
 It is measured when an engine starts, as the shortest of several times, because other programs only ever make a time
-longer. What steps take later, beside other programs and with all that an engine does around a forward, is told by their
-`Slowdown`.
+longer. With all that an engine does around a forward, steps with drafts and without take longer, and not equally so:
+`DraftingOverhead` compares them while the engine runs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,17 @@ LONG_PAST = 384
 ROUNDS, SECONDS = 15, 0.5
 """Everything is measured in turn, so many times, but only twice once so many seconds have passed."""
 
+COMPARED_STEPS = 6
+"""The steps up to this one behind a change, from steps with drafts to steps without or back, are compared with those
+before."""
+SETTLING_STEPS = 2
+"""The first steps behind a change, which are not: they find other code and data in the processor's caches."""
+RECENT_WEIGHT = 0.1
+"""What the latest step weighs in the mean of the steps of its kind since the change."""
 NEWEST_WEIGHT = 0.05
-"""What the latest step weighs in a `Slowdown`."""
-LONGEST_RATIO = 4.0
-"""A step counts as at most so many times the mean."""
+"""What the latest comparison weighs in a `DraftingOverhead`."""
+LARGEST_CHANGE = 2.0
+"""A comparison counts as at most so many times the overhead, or so small a part of it: a step may be interrupted."""
 
 Numbers = TypeVar("Numbers", int, float, np.ndarray)
 
@@ -75,17 +82,40 @@ class StepCosts:
 
 
 @dataclass
-class Slowdown:
-    """How long recent steps took, as a multiple of what they cost by `StepCosts`."""
+class DraftingOverhead:
+    """How much longer steps with drafts take than their `StepCosts` say, relative to steps without drafts.
 
-    mean: float = 1.0
-    num_steps: int = 0
+    Other programs and the processor's clock change from second to second how long every step takes. So steps are
+    compared with those just before them, where steps with drafts follow steps without, or the other way round.
+    """
 
-    def add(self, ratio: float) -> None:
-        """Count a step. One that was interrupted for long counts as a few times the mean at most."""
-        self.num_steps += 1
-        weight = max(NEWEST_WEIGHT, 1 / (self.num_steps + 1))  # at first the plain mean with what was measured, 1
-        self.mean += weight * (min(ratio, LONGEST_RATIO * self.mean) - self.mean)
+    ratio: float = 1.0
+    num_comparisons: int = 0
+    _has_drafts: bool = False
+    _num_steps: int = 0
+    """Steps of the present kind since the latest change."""
+    _recent: float = 1.0
+    """Their mean without the first few, in multiples of their costs; the latest weigh more."""
+    _before: float | None = None
+    """`_recent` of the other kind when it changed."""
+
+    def add(self, has_drafts: bool, slowdown: float) -> None:
+        """Count a step that took `slowdown` times its costs."""
+        if has_drafts is not self._has_drafts:
+            self._before = self._recent if self._num_steps > SETTLING_STEPS else None
+            self._has_drafts, self._num_steps = has_drafts, 0
+        self._num_steps += 1
+        if self._num_steps <= SETTLING_STEPS:
+            return
+        self._recent += max(RECENT_WEIGHT, 1 / (self._num_steps - SETTLING_STEPS)) * (slowdown - self._recent)
+        if self._before is not None and self._num_steps <= COMPARED_STEPS:
+            self._compare(slowdown / self._before if has_drafts else self._before / slowdown)
+
+    def _compare(self, found: float) -> None:
+        weight = max(NEWEST_WEIGHT, 1 / (self.num_comparisons + 2))  # at first the plain mean with 1
+        found = min(max(found, self.ratio / LARGEST_CHANGE), self.ratio * LARGEST_CHANGE)
+        self.ratio += weight * (found - self.ratio)
+        self.num_comparisons += 1
 
 
 def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: int, max_model_len: int) -> StepCosts:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise, product
+from collections.abc import Mapping
+from itertools import groupby, pairwise, product
 
 import pytest
 
@@ -11,14 +12,22 @@ from minillm import LLM, SamplingParams
 from minillm.request import Request
 from minillm.speculative.draft_policy import (
     FIRST_PAUSE,
+    FIRST_PLAIN,
     IDLE_PLAN_STEPS,
     PLAIN_EVERY,
+    PLAIN_STEPS,
     PLAN_STEPS,
     AdaptiveDrafts,
     FixedDrafts,
 )
-from minillm.speculative.step_costs import Slowdown, StepCosts, never_slower_with_fewer_rows
-from minillm.trace import DraftsPlanned
+from minillm.speculative.step_costs import (
+    COMPARED_STEPS,
+    SETTLING_STEPS,
+    DraftingOverhead,
+    StepCosts,
+    never_slower_with_fewer_rows,
+)
+from minillm.trace import DraftsPlanned, StepRan
 from tests.conftest import TinyPair
 
 FREE_ROWS = StepCosts({1: 1.0, 64: 1.0})
@@ -182,11 +191,13 @@ def test_a_measurement_that_was_disturbed_is_corrected() -> None:
     assert never_slower_with_fewer_rows({1: 9.0, 2: 2.0, 4: 3.0}) == {1: 2.0, 2: 2.0, 4: 3.0}
 
 
-def ran(policy: AdaptiveDrafts, request: Request, plain: float, drafted: float, steps: int = 200) -> None:
-    """Steps without drafts and with four, each so many times as long as their costs."""
-    for _ in range(steps):
-        policy.step_finished({}, 1, 3, plain * policy.costs.target(1, 3))
-        policy.step_finished({request: 4}, 5, 3, drafted * (policy.costs.target(5, 3) + policy.costs.draft(1, 4)))
+def ran(policy: AdaptiveDrafts, request: Request, plain: float, drafted: float, turns: int = 100) -> None:
+    """Some steps without drafts and some with four in turn, each so many times as long as their costs."""
+    for _ in range(turns):
+        for _ in range(COMPARED_STEPS):
+            policy.step_finished({}, 1, 3, plain * policy.costs.target(1, 3))
+        for _ in range(COMPARED_STEPS):
+            policy.step_finished({request: 4}, 5, 3, drafted * (policy.costs.target(5, 3) + policy.costs.draft(1, 4)))
 
 
 @pytest.mark.parametrize(
@@ -200,24 +211,74 @@ def test_drafts_stop_where_steps_with_them_take_longer_than_was_measured(
     judged(policy, request, 0.6)
     predicted = policy.plan([request], 1).speedups
     ran(policy, request, plain, drafted)
-    policy._steps_left = 0
+    policy._steps_left = policy._drafted_steps = 0
     plan = policy.plan([request], 1)
     assert bool(plan.num_drafts[0]) is pays
     assert plan.speedups[1:] == pytest.approx([value * plain / drafted for value in predicted[1:]], rel=1e-3)
 
 
+def test_steps_are_compared_with_those_just_before() -> None:
+    """The machine gets slower and slower; steps with drafts take a fifth longer than their costs say, all the time."""
+    overhead, machine = DraftingOverhead(), 1.0
+    for _ in range(60):
+        for _ in range(100):
+            machine *= 1.001
+            overhead.add(True, 1.2 * machine)
+        for _ in range(COMPARED_STEPS):
+            overhead.add(False, machine)
+    assert machine > 100
+    assert overhead.ratio == pytest.approx(1.2, rel=0.05)
+
+
+def test_the_first_steps_behind_a_change_count_for_nothing() -> None:
+    overhead = DraftingOverhead()
+    for has_drafts in (False, True) * 40:
+        for _ in range(SETTLING_STEPS):
+            overhead.add(has_drafts, 9.0 if has_drafts else 5.0)
+        for _ in range(8):
+            overhead.add(has_drafts, 1.0)
+    assert overhead.ratio == 1.0 and overhead.num_comparisons > 100
+
+
 def test_one_step_that_was_interrupted_changes_little() -> None:
-    seen = Slowdown()
-    for _ in range(100):
-        seen.add(1.2)
-    seen.add(1e6)
-    assert 1.2 < seen.mean < 1.2 * 1.2
+    overhead = DraftingOverhead()
+    for has_drafts in (False, True) * 20:
+        for _ in range(COMPARED_STEPS):
+            overhead.add(has_drafts, 1.0)
+    for slowdown in (1.0, 1.0, 1e6, 1.0, 1.0, 1.0):
+        overhead.add(False, slowdown)
+    assert 0.9 < overhead.ratio < 1.1
 
 
-def test_a_long_prompt_is_not_compared() -> None:
-    policy = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 10.0}))
-    policy.step_finished({}, 65, 0, 1e9)
-    assert policy._plain == Slowdown()
+class SeenSteps(FixedDrafts):
+    """Fixed drafts, and what it was told about steps."""
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        object.__setattr__(self, "steps", [])
+
+    def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
+        """See `DraftPolicy.step_finished`."""
+        self.steps.append((sum(drafts.values()), num_rows))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_only_steps_that_say_something_are_told(tiny: TinyPair, num_drafts: int) -> None:
+    """None with a prompt, and none in which the drafter was asked and had no draft."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 3}
+    llm = LLM(str(tiny.target), speculative_config=ngram)
+    policy = llm.engine.scheduler.draft_policy = SeenSteps(num_drafts)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with llm.trace() as trace:
+        llm.generate([{"prompt_token_ids": [*range(5, 17)]}], params, use_tqdm=False)
+    steps = [event.work[0] for event in trace.events if isinstance(event, StepRan)]
+    expected = {0: [(0, 1) for work in steps if work.kind == "decode"]}
+    expected[3] = [(work.num_tokens - 1, work.num_tokens) for work in steps if work.kind == "verify"]
+    told = policy.steps  # type: ignore[attr-defined]
+    assert steps[0].kind == "prefill" and expected[num_drafts]
+    assert told[: len(expected[num_drafts])] == expected[num_drafts]
+    last_has_room_for_none = num_drafts > 0 and steps[-1].kind == "decode"
+    assert len(told) - len(expected[num_drafts]) <= last_has_room_for_none
 
 
 def test_now_and_then_a_step_goes_without_drafts() -> None:
@@ -225,10 +286,13 @@ def test_now_and_then_a_step_goes_without_drafts() -> None:
     policy, request = AdaptiveDrafts(4, FREE_ROWS), a_request()
     judged(policy, request, 0.9)
     counts = []
-    for _ in range(3 * PLAIN_EVERY):
+    for _ in range(4 * PLAIN_EVERY):
         counts += policy.plan([request], 1).num_drafts
         policy.step_finished({request: counts[-1]} if counts[-1] else {}, 1 + counts[-1], 3, 1.0)
-    assert [i for i, count in enumerate(counts) if not count] == [PLAIN_EVERY, 2 * PLAIN_EVERY + 1]
+    runs = [(count > 0, len(list(run))) for count, run in groupby(counts)]
+    drafted = [length for has_drafts, length in runs if has_drafts]
+    assert drafted[:5] == [FIRST_PLAIN, 16, 32, 64, PLAIN_EVERY]
+    assert {length for has_drafts, length in runs if not has_drafts} == {PLAIN_STEPS}
     seeded = a_request("seeded", temperature=1.0, seed=3)
     for _ in range(2 * PLAIN_EVERY):
         assert policy.plan([seeded], 1).num_drafts == [4]

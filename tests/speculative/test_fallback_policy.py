@@ -78,17 +78,18 @@ def test_a_step_is_told_to_the_method_that_drafted_and_without_drafts_to_both() 
     drafter.limits.update({one: (2, 0), other: (0, 2)})
     drafter.propose([one, other], [2, 2])
 
-    def told() -> list[tuple[int, int]]:
-        return [(each._plain.num_steps, each._drafted.num_steps) for each in (policy.first, policy.second)]
-
-    policy.step_finished({}, 2, 0, 2.0)
-    assert told() == [(1, 0), (1, 0)]
-    policy.step_finished({one: 2}, 3, 0, 2.0)
-    assert told() == [(1, 1), (1, 0)]
-    policy.step_finished({other: 2}, 3, 0, 2.0)
-    assert told() == [(1, 1), (1, 1)]
-    policy.step_finished({one: 1, other: 2}, 5, 0, 2.0)
-    assert told() == [(1, 1), (1, 1)]
+    told: list[tuple[int, bool]] = []
+    for i, each in enumerate((policy.first, policy.second)):
+        each._overhead.add = lambda has_drafts, _, i=i: told.append((i, has_drafts))
+    for drafts, expected in (
+        ({}, [(0, False), (1, False)]),
+        ({one: 2}, [(0, True)]),
+        ({other: 2}, [(1, True)]),
+        ({one: 1, other: 2}, []),
+    ):
+        policy.step_finished(drafts, 5, 0, 2.0)
+        assert told == expected
+        told.clear()
 
 
 class Wrong(Drafter):
