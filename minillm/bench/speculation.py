@@ -31,6 +31,7 @@ from minillm.bench.draft_counts import Counts
 from minillm.bench.harness import Row, System, compare, result, save
 from minillm.bench.shapes import shape_folder
 from minillm.bench.systems import draft_for, room_for_prompt
+from minillm.engine.assembly import DEFAULT_BLOCK_SIZE
 from minillm.errors import ConfigError
 from minillm.speculative.trained_drafter import bundled_drafter, has_bundled_drafter
 
@@ -109,7 +110,7 @@ def run(
         chosen = _with_weights(chosen, model, drafters, must=methods or ())
     else:
         model, draft = str(shape_folder(shape)), draft or str(shape_folder(f"{shape}-draft"))
-    room_for_prompt(model, new_tokens, SHORTEST_PROMPT)
+    context = room_for_prompt(model, new_tokens, SHORTEST_PROMPT) + new_tokens
     config = {
         "model": shape or model,
         "draft": draft,
@@ -126,7 +127,10 @@ def run(
     }
     rows: list[Row] = []
     for kind, batch in itertools.product(kinds, batches):
-        engines = _engines(model, draft, chosen, WEIGHTS[kind], batch, drafts, block_size)
+        blocks_per_prompt = -(-context // (block_size or DEFAULT_BLOCK_SIZE))
+        num_blocks = max(batch, prompts) * blocks_per_prompt  # so every prompt stays cached
+        options = {"max_num_seqs": batch, "block_size": block_size, "num_kv_blocks": num_blocks}
+        engines = _engines(model, draft, chosen, WEIGHTS[kind], drafts, options)
         for name in names:
             run_ = SliceRun(engines, given[name][:prompts], batch, new_tokens)
             rows += run_.rows(rounds, {"weights": kind, "batch": batch, "slice": name})
@@ -179,16 +183,14 @@ def _engines(
     draft: str | None,
     methods: Mapping[str, Mapping[str, Any]],
     quantization: str | None,
-    batch: int,
     drafts: int,
-    block_size: int | None,
+    given: Mapping[str, Any],
 ) -> dict[str, LLM]:
-    """Plain decoding and every method, with a fixed and with an adaptive number of drafts."""
+    """Plain decoding and every method, with a fixed and with an adaptive number of drafts. `given`: options of each."""
     from minillm import LLM
 
     def engine(speculative: dict[str, Any] | None) -> LLM:
-        options = {"quantization": quantization, "max_num_seqs": batch, "block_size": block_size}
-        return LLM(model, device="cpu", speculative_config=speculative, **options)
+        return LLM(model, device="cpu", quantization=quantization, speculative_config=speculative, **given)
 
     engines = {PLAIN: engine(None)}
     for name, options in methods.items():

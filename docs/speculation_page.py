@@ -1,0 +1,116 @@
+"""The section of `docs/measured.md` on drafting methods: speed by weights, number of requests and kind of text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from results import Result, load
+
+ADAPTIVE = ", adaptive"
+CLOSE = 0.15
+"""A prediction counts as close within this share of the measured speed-up."""
+
+
+def speculation(how: Callable[[str, Result], str]) -> str:
+    """The section. `how`: writes the line with rounds, machine and versions."""
+    result = load("speculation")
+    rows = [row for row in result["rows"] if row["baseline"]]
+    parts = [_head(result, rows), how("speculation", result), *_by_method(rows), _by_text(rows), _prediction(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(result: Result, rows: Sequence[Result]) -> str:
+    """What was measured, and whether tokens changed."""
+    slices = list(dict.fromkeys(row["config"]["slice"] for row in rows))
+    changed = [row for row in rows if not row["outputs_equal"]]
+    equal = (
+        "All methods gave the tokens of plain decoding."
+        if not changed
+        else f"In {len(changed)} of {len(rows)} lines some tokens differ from plain decoding: {_which(changed)}."
+    )
+    return f"""## Drafting methods
+
+{result["config"]["num_speculative_tokens"]} drafts per round, greedy, {result["config"]["new_tokens"]} new tokens,
+over plain decoding of the same weights in the same run, on {len(slices)} kinds of text: {", ".join(slices)}. {equal}
+Speed-ups are means over the kinds of text, with the lowest and the highest in brackets. `adaptive` drafts only as many
+tokens as pay, which is the default."""
+
+
+def _which(rows: Sequence[Result]) -> str:
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        found.setdefault(_method(row), set()).add(row["config"]["weights"])
+    return "; ".join(f"{method} ({', '.join(sorted(kinds))})" for method, kinds in found.items())
+
+
+def _by_method(rows: Sequence[Result]) -> list[str]:
+    """A table for each kind of weights: methods in lines, numbers of requests in columns."""
+    tables = []
+    for weights in dict.fromkeys(row["config"]["weights"] for row in rows):
+        chosen = [row for row in rows if row["config"]["weights"] == weights]
+        batches = sorted({row["config"]["batch"] for row in chosen})
+        heads = [f"{batch} request{'s' * (batch > 1)}{kind}" for batch in batches for kind in ("", ADAPTIVE)]
+        lines = [f"| {weights} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        for method in dict.fromkeys(map(_method, chosen)):
+            cells = [
+                _mean([r for r in chosen if r["config"]["batch"] == batch and r["system"] == method + kind])
+                for batch in batches
+                for kind in ("", ADAPTIVE)
+            ]
+            lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        tables.append("\n".join(lines))
+    return tables
+
+
+def _mean(rows: Sequence[Result]) -> str:
+    ratios = [row["ratio"] for row in rows]
+    return f"{statistics.mean(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+
+
+def _by_text(rows: Sequence[Result]) -> str:
+    """The fastest method for each kind of text, one request."""
+    alone = [row for row in rows if row["config"]["batch"] == 1]
+    kinds = list(dict.fromkeys(row["config"]["weights"] for row in alone))
+    lines = [
+        "The fastest method by kind of text, for one request, with its tokens per forward of the target (τ):\n",
+        "| text | " + " | ".join(kinds) + " |",
+        "|---" * (len(kinds) + 1) + "|",
+    ]
+    for text in dict.fromkeys(row["config"]["slice"] for row in alone):
+        cells = []
+        for weights in kinds:
+            here = [r for r in alone if (r["config"]["slice"], r["config"]["weights"]) == (text, weights)]
+            best = max(here, key=lambda row: row["ratio"])
+            cells.append(f"{best['ratio']:.2f}×, {best['system']} (τ {best['config']['tau']:.2f})")
+        lines.append(f"| {text} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _prediction(rows: Sequence[Result]) -> str:
+    """How close the model of the speed-up comes, and what `adaptive` costs where nothing pays."""
+    errors = [abs(r["config"]["predicted"] / r["ratio"] - 1) for r in rows if "predicted" in r["config"]]
+    close = sum(error <= CLOSE for error in errors)
+    adaptive = [row for row in rows if row["system"].endswith(ADAPTIVE)]
+    fixed = [row for row in rows if not row["system"].endswith(ADAPTIVE)]
+    slowest, worst = (min(group, key=lambda row: row["ratio"]) for group in (adaptive, fixed))
+    return (
+        f"Modelled: τ / (c + v), with the measured costs of drafting (c) and of the rest of a round (v), is within "
+        f"{CLOSE:.0%} of the measured speed-up in {close} of {len(errors)} lines, and at most {max(errors):.0%} from "
+        f"it. The slowest line with a fixed number of drafts is {_line(worst)}, the slowest adaptive one "
+        f"{_line(slowest)}; {_below(adaptive)} of {len(adaptive)} adaptive lines are below 0.97×."
+    )
+
+
+def _line(row: Result) -> str:
+    at: dict[str, Any] = row["config"]
+    return f"{row['ratio']:.2f}× ({_method(row)}, {at['weights']}, {at['batch']} together, {at['slice']})"
+
+
+def _below(rows: Sequence[Result]) -> int:
+    return sum(row["ratio"] < 0.97 for row in rows)
+
+
+def _method(row: Result) -> str:
+    return str(row["system"]).removesuffix(ADAPTIVE)
