@@ -28,7 +28,8 @@ PLAIN_STEPS = COMPARED_STEPS
 FIRST_PLAIN, PLAIN_EVERY = 8, 128
 """After how many steps with drafts they do: at first soon, then twice as many every time."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 1024
-"""Steps without any drafts before one request tries again; doubled each time that does not pay."""
+"""Steps without any drafts before one request tries again, every second time with all drafts: only so are the later
+ones judged. Doubled each time that does not pay. If no draft was judged yet, the first try is at once."""
 PRIOR_WEIGHT = 4.0
 """How many of a request's own drafts at a position weigh as much as what is known from all requests."""
 
@@ -142,8 +143,9 @@ class AdaptiveDrafts:
     """Steps that still go without."""
     _idle_steps: int = field(init=False, default=0)
     """Steps since something was drafted."""
-    _pause: int = field(init=False, default=FIRST_PAUSE)
+    _pause: int = field(init=False, default=0)
     """Idle steps before drafts are tried again."""
+    _num_tries: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._all = Acceptance.prior(self.max_drafts, rate=0.7, weight=4)
@@ -186,15 +188,20 @@ class AdaptiveDrafts:
         best = int(speedups.argmax())
         if speedups[best] >= MIN_GAIN:
             self._pause = FIRST_PAUSE
-        elif self._idle_steps >= self._pause:  # would drafts be accepted by now?
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
-            self._forget_half(requests[order[0] // self.max_drafts])
-            best = self.max_drafts if self.drafts_trees else 1
+            counts = np.bincount(order[:best] // self.max_drafts, minlength=len(requests)).tolist()
         else:
-            best = 0
-        counts = np.bincount(order[:best] // self.max_drafts, minlength=len(requests)).tolist()
+            counts = [0] * len(requests)
+            if self._idle_steps >= self._pause:  # would drafts be accepted by now?
+                counts[order[0] // self.max_drafts] = self._try(requests[order[0] // self.max_drafts])
         counts = [self.max_drafts if r.samples_with_own_seed else n for r, n in zip(requests, counts, strict=True)]
         return DraftPlan(counts, survival, speedups.tolist())
+
+    def _try(self, request: Request) -> int:
+        """How many drafts `request` gets only to see whether they are accepted by now."""
+        self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
+        self._num_tries += 1
+        self._forget_half(request)
+        return self.max_drafts if self.drafts_trees or self._num_tries % 2 else 1
 
     def _forget_half(self, request: Request) -> None:
         """Let the next verdicts on drafts of `request` weigh more than those so far."""
@@ -205,6 +212,7 @@ class AdaptiveDrafts:
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
+        self._pause = max(self._pause, FIRST_PAUSE)
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = Acceptance.prior(self.max_drafts, 0, 0)

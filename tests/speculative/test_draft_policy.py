@@ -142,6 +142,22 @@ def test_after_a_pause_one_request_tries_again_and_pauses_grow() -> None:
     assert gaps == [2 * FIRST_PAUSE + 1, 4 * FIRST_PAUSE + 1][: len(gaps)] and gaps
 
 
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_drafts_that_pay_only_if_nearly_all_are_accepted_are_found(rate: float) -> None:
+    """As of a target that drafts for itself: nothing is gained with one draft, nor at the rate assumed first."""
+    policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1.0 + 63 * 0.1}, 0.0, 1.0, 0.7)), a_request()
+    assert max(policy.plan([request], 1).speedups) == 1.0
+    rng, counts = random.Random(0), []
+    policy = AdaptiveDrafts(4, policy.costs)
+    for _ in range(400):
+        [count] = policy.plan([request], 1).num_drafts
+        if count:
+            policy.judged(request, count, next((i for i in range(count) if rng.random() >= rate), count))
+        counts.append(count)
+    assert counts[:PLAN_STEPS] == [4] * PLAN_STEPS  # the first try
+    assert (counts.count(4) > 300) is (rate == 1.0)
+
+
 def test_text_that_becomes_predictable_is_noticed() -> None:
     policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1 + 63 * 0.3})), a_request()
     judged(policy, request, 0.05)

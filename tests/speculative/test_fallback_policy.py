@@ -43,6 +43,7 @@ def both(*lengths: int, max_second: int = 3) -> tuple[FallbackDrafter, FallbackD
 def test_a_method_that_does_not_pay_leaves_the_other_alone() -> None:
     drafter, policy = both(4)
     request = a_request()
+    policy.second.judged(request, 3, 0)
     plan = policy.plan([request], 1)
     assert plan.num_drafts == [4] and drafter.limits[request] == (4, 0)
     assert max(plan.speedups) > 1 and len(plan.survival[0]) == 4  # those of the method that pays
