@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from results import EARLIER, Result, is_of_bundled_weights, load, number, ratio, row_of
+from speculation_page import speculation
 
 COLUMNS = ("prompt_tokens", "condition", "steps", "tokens_per_forward", "kv_bytes_per_token")
 """Values of a row's `config` that have a column of their own, if they are there."""
@@ -218,4 +219,4 @@ the median over pairs of runs of the same round, with the lowest and highest in 
 for its machine, and other work shared these machines, so the spreads are wide. A system has a line for each prompt
 length.
 """
-    return "\n".join([head, *map(section, parts), kernels()])
+    return "\n".join([head, *map(section, parts), speculation(_how), kernels()])

@@ -18,7 +18,7 @@ def speculation(how: Callable[[str, Result], str]) -> str:
     result = load("speculation")
     rows = [row for row in result["rows"] if row["baseline"]]
     parts = [_head(result, rows), how("speculation", result), *_by_method(rows), _by_text(rows), _prediction(rows)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, _larger(load("speculation_0.4b"), how)]) + "\n"
 
 
 def _head(result: Result, rows: Sequence[Result]) -> str:
@@ -30,12 +30,14 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         if not changed
         else f"In {len(changed)} of {len(rows)} lines some tokens differ from plain decoding: {_which(changed)}."
     )
-    return f"""## Drafting methods
-
-{result["config"]["num_speculative_tokens"]} drafts per round, greedy, {result["config"]["new_tokens"]} new tokens,
-over plain decoding of the same weights in the same run, on {len(slices)} kinds of text: {", ".join(slices)}. {equal}
-Speed-ups are means over the kinds of text, with the lowest and the highest in brackets. `adaptive` drafts only as many
-tokens as pay, which is the default."""
+    at = result["config"]
+    return (
+        "## Drafting methods\n\n"
+        f"{at['num_speculative_tokens']} drafts per round, greedy, {at['new_tokens']} new tokens, over plain decoding "
+        f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. {equal} Speed-ups "
+        "are means over the kinds of text, with the lowest and the highest in brackets. `adaptive`, the default, "
+        "drafts only as many tokens as pay."
+    )
 
 
 def _which(rows: Sequence[Result]) -> str:
@@ -99,8 +101,26 @@ def _prediction(rows: Sequence[Result]) -> str:
         f"Modelled: τ / (c + v), with the measured costs of drafting (c) and of the rest of a round (v), is within "
         f"{CLOSE:.0%} of the measured speed-up in {close} of {len(errors)} lines, and at most {max(errors):.0%} from "
         f"it. The slowest line with a fixed number of drafts is {_line(worst)}, the slowest adaptive one "
-        f"{_line(slowest)}; {_below(adaptive)} of {len(adaptive)} adaptive lines are below 0.97×."
+        f"{_line(slowest)}; {_below(adaptive)} of {len(adaptive)} adaptive lines are below 0.97×. From round to round "
+        f"the speed of a line varies by {_spread(rows):.0%} (median)."
     )
+
+
+def _larger(result: Result, how: Callable[[str, Result], str]) -> str:
+    """The shape of 0.4 billion parameters, where weights are random and drafts are accepted at given rates."""
+    rows = [row for row in result["rows"] if row["baseline"]]
+    lines = [
+        "At 0.4 billion parameters, w8a8, one request. Weights are random, so drafts are accepted at about the rates "
+        "of the bundled pair (`synthetic`), whatever the text; the model is that from above.\n",
+        "| text | method | speed-up | modelled | τ | c | v |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        at = row["config"]
+        figures = " | ".join(f"{at[key]:.2f}" for key in ("predicted", "tau", "c", "v"))
+        speed = f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
+        lines.append(f"| {at['slice']} | {row['system']} | {speed} | {figures} |")
+    return "\n".join(lines) + "\n\n" + how("speculation_0.4b", result)
 
 
 def _line(row: Result) -> str:
@@ -110,6 +130,11 @@ def _line(row: Result) -> str:
 
 def _below(rows: Sequence[Result]) -> int:
     return sum(row["ratio"] < 0.97 for row in rows)
+
+
+def _spread(rows: Sequence[Result]) -> float:
+    """The median over lines of the distance between the slowest and the fastest round, as a share of the speed."""
+    return statistics.median((row["ratio_max"] - row["ratio_min"]) / row["ratio"] for row in rows)
 
 
 def _method(row: Result) -> str:

@@ -77,6 +77,31 @@ def test_eight_requests_at_a_time_are_not_compared_with_thirty_two(figures: Modu
     assert len(lines) == 1 and "vLLM" not in lines[0]
 
 
+def test_the_speed_of_a_drafting_method_is_the_mean_over_its_own_lines(figures: ModuleType) -> None:
+    ratios = [
+        row["ratio"]
+        for row in figures.load("speculation")["rows"]
+        if (row["system"], row["config"]["weights"], row["config"]["batch"]) == ("ngram, adaptive", "int8", 4)
+    ]
+    table = figures.measured().split("| int8 | 1 request |")[1].split("\n\n")[0]
+    [line] = [line for line in table.splitlines() if line.startswith("| ngram |")]
+    cell = line.split(" | ")[4]
+    assert cell == f"{sum(ratios) / len(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})" and len(ratios) == 7
+
+
+def test_a_drafting_method_that_changes_tokens_is_named(
+    results: ModuleType, figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = importlib.import_module("speculation_page")
+    assert "All methods gave the tokens of plain decoding." in figures.measured()
+    changed = copy.deepcopy(results.load("speculation"))
+    next(row for row in changed["rows"] if row["system"] == "heads, adaptive")["outputs_equal"] = False
+    real: Callable[[str], dict[str, Any]] = results.load
+    monkeypatch.setattr(page, "load", lambda file: changed if file == "speculation" else real(file))
+    text = page.speculation(lambda file, result: "")
+    assert "some tokens differ from plain decoding: heads (fp32)." in text
+
+
 def test_a_result_of_other_weights_is_marked(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def marked() -> bool:
         return any("(earlier weights)" in line for line in figures.headline_table().splitlines() if "decoding" in line)
