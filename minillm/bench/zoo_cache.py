@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 ONE_BY_ONE = 16
 """Tokens of a continuation that are decoded one by one and timed; those before them run in one step."""
-MAX_THRESHOLD, NUM_HALVINGS = 64.0, 12
+MIN_THRESHOLD, MAX_THRESHOLD, NUM_HALVINGS = 1e-30, 64.0, 14
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,15 @@ def share_read(runner: ModelRunner, prompt_len: int) -> float:
 
 def calibrated(options: Options, budget: float, model: Decoder, rows: Sequence[list[int]], prompt_len: int) -> Options:
     """The options of layout `squeezed` with the threshold at which queries behind the prompts of `rows` read a share of
-    `budget` on average. Found by halving; prompts are computed once."""
+    `budget` on average. Found by halving on a logarithmic scale, since most keys get a minute weight; prompts are
+    computed once."""
     config = dict(options["kv_cache_config"])
     runners = [build(options, model, len(row)) for row in rows]
     for runner, row in zip(runners, rows, strict=True):
         read_prompt(runner, row, prompt_len)
-    low, high = 0.0, MAX_THRESHOLD
+    low, high = MIN_THRESHOLD, MAX_THRESHOLD
     for _ in range(NUM_HALVINGS):
-        middle, shares = (low + high) / 2, []
+        middle, shares = math.sqrt(low * high), []
         for runner, row in zip(runners, rows, strict=True):
             cache: Any = runner.cache
             cache.threshold = middle

@@ -29,7 +29,7 @@ from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import calibration_prompts
-from minillm.models.loading import load_model
+from minillm.models.loading import load_model, resolve
 from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 
@@ -114,11 +114,14 @@ def test_options_for_a_budget_take_that_many_bytes(technique: Any, random_model:
         assert technique.name == "int4" or share > 0.96 * budget
 
 
-def test_a_calibrated_threshold_reads_what_the_budget_allows(tiny: TinyPair, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("name", ["tiny", "minicoder"])
+def test_a_calibrated_threshold_reads_what_the_budget_allows(name: str, tiny: TinyPair, tokenizer: Tokenizer) -> None:
+    """Also of a trained model, which gives most keys a minute weight."""
     fitted, _ = long_files(tokenizer)
-    rows, model = rows_of(fitted, 160, 2), load_model(tiny.target, torch.float32, CPU)
+    folder = tiny.target if name == "tiny" else resolve(name)
+    rows, model = rows_of(fitted, 160, 2), load_model(folder, torch.float32, CPU)
     technique = next(t for t in TECHNIQUES if t.name == "squeezed")
-    for budget in (0.3, 0.6):
+    for budget in (0.3, 0.6, 0.9):
         options = calibrated(technique.at(setting(budget, 120)), budget, model, rows, 120)
         shares = []
         for row in rows:
