@@ -528,6 +528,8 @@ def total_work(num_prompt: int, num_new: int) -> tuple[int, int]:
 
 # %%
 check("l01.total_work")
+
+# %%
 work = use("l01.total_work")
 reveal("l01.rows", work(1, 100)[0])
 print("\n new tokens      rows needed once     rows done     pairs needed once            pairs done")

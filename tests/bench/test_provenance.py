@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 MEASURED_BEFORE_FINGERPRINTS = {
     *("batch", "decode", "drafter_long", "drafter_spire", "failover", "kernels", "ladder", "latency"),
-    *("processors", "quality", "threads", "verify", "verify_0.4b", "zoo"),
+    *("processors", "quality", "threads", "verify", "verify_0.4b"),
 }
 """Results that do not record their weights. None may be added: measure again, and remove the name."""
 

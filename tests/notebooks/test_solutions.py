@@ -3,6 +3,7 @@ option `--like-solutions` (see conftest.py). Here are the exercises; and, as a l
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,14 @@ def test_a_solution_records_that_every_check_passes(lesson: Lesson) -> None:
     for exercise in exercises:
         cases = len(exercise.all_cases())
         assert f"PASS {cases}/{cases}" in recorded[exercise.name]
+
+
+@every_lesson
+def test_a_cell_that_checks_does_nothing_else(lesson: Lesson) -> None:
+    """With MINILLM_STRICT=1 a check that does not pass is an error, and only that cell should be red."""
+    for cell in read_notebook(lesson.lesson).cells:
+        if cell.cell_type == "code" and CHECK.match(cell.source):
+            assert len(ast.parse(cell.source).body) == 1, cell.source
 
 
 @pytest.mark.long
