@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from results import EARLIER, Result, is_of_bundled_weights, load, number, ratio, row_of
+from results import EARLIER, Result, is_of_bundled_weights, load, number, ratio, row_of, table_head
 from speculation_page import speculation
 
 COLUMNS = ("prompt_tokens", "condition", "steps", "tokens_per_forward", "kv_bytes_per_token")
@@ -153,7 +153,7 @@ def _table(part: Section, result: Result) -> str:
     """One row per system, prompt length and condition; what it is compared with stands in the last column."""
     also = [key for key in COLUMNS if any(key in row["config"] for row in result["rows"])]
     heads = ["system", *(key.replace("_", " ") for key in also), part.rate, f"ms per {part.unit}"]
-    lines = [*_head([*heads, "peak MB", "speed over"])]
+    lines = [*table_head([*heads, "peak MB", "speed over"])]
     systems: dict[tuple[Any, ...], list[Result]] = {}
     for row in result["rows"]:
         key = (row["system"], row["config"].get("prompt_tokens"), row["config"].get("condition"))
@@ -172,7 +172,7 @@ def _table(part: Section, result: Result) -> str:
 def kernels() -> str:
     """The section on single ops: the compiled ones for one token, at the larger of both shapes."""
     result = load("kernels")
-    lines = _head(["op", "tokens in the cache", "µs", "of a copy's bandwidth", "speed over the reference"])
+    lines = table_head(["op", "tokens in the cache", "µs", "of a copy's bandwidth", "speed over the reference"])
     for row in result["rows"]:
         at = row["config"]
         if (at["implementation"], at["shape"], at["tokens"]) == ("compiled", "0.4b", 1):
@@ -194,10 +194,6 @@ write it there.
         + "\n".join(lines)
         + "\n"
     )
-
-
-def _head(names: list[str]) -> list[str]:
-    return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
 
 
 def _short(value: float) -> str:

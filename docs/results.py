@@ -54,6 +54,11 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.2f}"
 
 
+def table_head(names: list[str]) -> list[str]:
+    """The first two lines of a table in markdown."""
+    return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+
+
 def row_of(file: str, system: str, baseline: str | None = None) -> Result:
     """The row of a system, with this baseline if one is given."""
     rows = [r for r in load(file)["rows"] if r["system"] == system and baseline in (None, r["baseline"])]

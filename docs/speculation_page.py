@@ -6,11 +6,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from results import Result, load
+from results import Result, load, ratio, table_head
 
 ADAPTIVE = ", adaptive"
 CLOSE = 0.15
 """A prediction counts as close within this share of the measured speed-up."""
+GOAL = 0.97
+"""The least speed that adaptive drafting should have."""
 
 
 def speculation(how: Callable[[str, Result], str]) -> str:
@@ -36,7 +38,7 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         f"{at['num_speculative_tokens']} drafts per round, greedy, {at['new_tokens']} new tokens, over plain decoding "
         f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. {equal} Speed-ups "
         "are means over the kinds of text, with the lowest and the highest in brackets. `adaptive`, the default, "
-        "drafts only as many tokens as pay."
+        "drafts as many tokens as it predicts to pay."
     )
 
 
@@ -54,7 +56,7 @@ def _by_method(rows: Sequence[Result]) -> list[str]:
         chosen = [row for row in rows if row["config"]["weights"] == weights]
         batches = sorted({row["config"]["batch"] for row in chosen})
         heads = [f"{batch} request{'s' * (batch > 1)}{kind}" for batch in batches for kind in ("", ADAPTIVE)]
-        lines = [f"| {weights} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        lines = table_head([weights, *heads])
         for method in dict.fromkeys(map(_method, chosen)):
             cells = [
                 _mean([r for r in chosen if r["config"]["batch"] == batch and r["system"] == method + kind])
@@ -77,8 +79,7 @@ def _by_text(rows: Sequence[Result]) -> str:
     kinds = list(dict.fromkeys(row["config"]["weights"] for row in alone))
     lines = [
         "The fastest method by kind of text, for one request, with its tokens per forward of the target (τ):\n",
-        "| text | " + " | ".join(kinds) + " |",
-        "|---" * (len(kinds) + 1) + "|",
+        *table_head(["text", *kinds]),
     ]
     for text in dict.fromkeys(row["config"]["slice"] for row in alone):
         cells = []
@@ -91,17 +92,18 @@ def _by_text(rows: Sequence[Result]) -> str:
 
 
 def _prediction(rows: Sequence[Result]) -> str:
-    """How close the model of the speed-up comes, and what `adaptive` costs where nothing pays."""
+    """How close the modelled speed-up comes, and the slowest lines."""
     errors = [abs(r["config"]["predicted"] / r["ratio"] - 1) for r in rows if "predicted" in r["config"]]
     close = sum(error <= CLOSE for error in errors)
     adaptive = [row for row in rows if row["system"].endswith(ADAPTIVE)]
     fixed = [row for row in rows if not row["system"].endswith(ADAPTIVE)]
+    below = sum(row["ratio"] < GOAL for row in adaptive)
     slowest, worst = (min(group, key=lambda row: row["ratio"]) for group in (adaptive, fixed))
     return (
         f"Modelled: τ / (c + v), with the measured costs of drafting (c) and of the rest of a round (v), is within "
         f"{CLOSE:.0%} of the measured speed-up in {close} of {len(errors)} lines, and at most {max(errors):.0%} from "
         f"it. The slowest line with a fixed number of drafts is {_line(worst)}, the slowest adaptive one "
-        f"{_line(slowest)}; {_below(adaptive)} of {len(adaptive)} adaptive lines are below 0.97×. From round to round "
+        f"{_line(slowest)}; {below} of {len(adaptive)} adaptive lines are below {GOAL}×. From round to round "
         f"the speed of a line varies by {_spread(rows):.0%} (median)."
     )
 
@@ -112,24 +114,18 @@ def _larger(result: Result, how: Callable[[str, Result], str]) -> str:
     lines = [
         "At 0.4 billion parameters, w8a8, one request. Weights are random, so drafts are accepted at about the rates "
         "of the bundled pair (`synthetic`), whatever the text; the model is that from above.\n",
-        "| text | method | speed-up | modelled | τ | c | v |",
-        "|---|---|---|---|---|---|---|",
+        *table_head(["text", "method", "speed-up", "modelled", "τ", "c", "v"]),
     ]
     for row in rows:
         at = row["config"]
         figures = " | ".join(f"{at[key]:.2f}" for key in ("predicted", "tau", "c", "v"))
-        speed = f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
-        lines.append(f"| {at['slice']} | {row['system']} | {speed} | {figures} |")
+        lines.append(f"| {at['slice']} | {row['system']} | {ratio(row)} | {figures} |")
     return "\n".join(lines) + "\n\n" + how("speculation_0.4b", result)
 
 
 def _line(row: Result) -> str:
     at: dict[str, Any] = row["config"]
     return f"{row['ratio']:.2f}× ({_method(row)}, {at['weights']}, {at['batch']} together, {at['slice']})"
-
-
-def _below(rows: Sequence[Result]) -> int:
-    return sum(row["ratio"] < 0.97 for row in rows)
 
 
 def _spread(rows: Sequence[Result]) -> float:

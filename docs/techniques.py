@@ -7,15 +7,36 @@ is typed. A verdict that compares figures has a condition, and the page is not w
 
 from __future__ import annotations
 
-import json
 import re
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-from results import BENCHMARKS, EARLIER, ROOT, is_of_bundled_weights, load, row_of
+from results import EARLIER, ROOT, is_of_bundled_weights, load, table_head
+from technique_figures import (
+    beside,
+    card,
+    closest,
+    counted,
+    counted_steps,
+    distilled,
+    drafter,
+    drafting,
+    drafting_methods,
+    figure,
+    kl,
+    lesson,
+    mean,
+    mean_speed_up,
+    numbers,
+    on_long_files,
+    printed,
+    ratio,
+    recalled,
+    speed_up,
+    zoo,
+)
+
+from minillm.bench.zoo_systems import BUDGETS
 
 PAGE = ROOT / "docs" / "techniques.md"
 
@@ -36,168 +57,8 @@ class Row:
     """The condition of the verdict."""
 
 
-def ratio(file: str, system: str, baseline: str) -> str:
-    """The speed of one system over another, in a committed result."""
-    row = row_of(file, system, baseline)
-    rounds = load(file)["config"]["rounds"]
-    return f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f} in {rounds} rounds)"
-
-
-def counted_steps(system: str) -> int:
-    """Steps of a system in the batch benchmark."""
-    return next(int(r["config"]["steps"]) for r in load("batch")["rows"] if r["system"] == system)
-
-
-def counted(file: str, system: str, key: str) -> str:
-    """A counted figure of one system, in a committed result."""
-    return f"{next(r for r in load(file)['rows'] if r['system'] == system)['config'][key]:,}"
-
-
 RESULTS = ("batch", "beside", "drafter_long", "drafter_spire", "latency", "speculation", "zoo")
 """The results on this page that were measured with the bundled model."""
-
-
-@cache
-def printed(number: str) -> str:
-    """All that a solved lesson printed."""
-    [file] = (ROOT / "solutions").glob(f"{number}_*.ipynb")
-    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
-    outputs = [output for cell in cells for output in cell.get("outputs", []) if output["output_type"] == "stream"]
-    return "\n".join("".join(output["text"]) for output in outputs)
-
-
-def lesson(number: str, pattern: str, words: str) -> str:
-    """`words` with the groups of `pattern`, which lesson `number` printed, in the places of {0}, {1} and so on."""
-    return words.format(*(" ".join(group.split()) for group in groups_of(number, pattern))) + f" (lesson {number})"
-
-
-def numbers(number: str, pattern: str) -> list[float]:
-    """The groups of `pattern`, which lesson `number` printed, as numbers."""
-    return [float(group) for group in groups_of(number, pattern)]
-
-
-def groups_of(number: str, pattern: str) -> tuple[str, ...]:
-    """The groups of `pattern` in what lesson `number` printed. Raises `ValueError` if it printed nothing like it."""
-    found = re.search(pattern, printed(number))
-    if not found:
-        raise ValueError(f"lesson {number} prints nothing like {pattern!r}")
-    return found.groups()
-
-
-def card(model: str) -> dict[str, Any]:
-    """The facts of trained weights."""
-    file = ROOT / "minillm" / "models" / "weights" / model / "training.json"
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def drafter(method: str) -> str:
-    """Tokens per round of a trained drafter, on the target's greedy text: from its card if it is bundled."""
-    file = BENCHMARKS / f"drafter_{method}.json"
-    facts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else card(f"minicoder-{method}")
-    product, total = 1.0, 1.0 + facts["sure_drafts"]
-    for rate in facts["acceptance"]["greedy"]["greedy"]:
-        product *= rate
-        total += product
-    trained = f"{facts['run']['tokens']:,} tokens in {facts['run']['minutes']:.0f} minutes"
-    return f"{total:.2f} tokens per round on the target's greedy text, after training on {trained}"
-
-
-def speed_up(method: str) -> str:
-    """The speed of a drafting method over plain decoding, by kind of text: one request, float32, four drafts."""
-    ratios = speed_ups(method)
-    tau = statistics.mean(row["config"]["tau"] for row in _drafting_rows(method))
-    return (
-        f"{statistics.mean(ratios):.2f}× over plain decoding ({min(ratios):.2f} to {max(ratios):.2f} by kind of text), "
-        f"{tau:.2f} tokens per forward"
-    )
-
-
-def speed_ups(method: str, weights: str = "fp32", batch: int = 1) -> list[float]:
-    """The same as numbers, for one kind of weights and number of requests."""
-    return [row["ratio"] for row in _drafting_rows(method, weights, batch)]
-
-
-def on_long_files(method: str, batch: int) -> float:
-    """The same where the context is nearly full."""
-    return float(
-        next(r["ratio"] for r in _drafting_rows(method, "fp32", batch) if r["config"]["slice"] == "long files")
-    )
-
-
-def _drafting_rows(method: str, weights: str = "fp32", batch: int = 1) -> list[dict[str, Any]]:
-    return [
-        row
-        for row in load("speculation")["rows"]
-        if (row["system"], row["config"]["weights"], row["config"]["batch"]) == (method, weights, batch)
-    ]
-
-
-def kl(technique: str, budget: float | None) -> float:
-    """The mean KL of a cache technique at a budget."""
-    return float(_zoo_row(technique, budget)["quality"]["mean_kl"])
-
-
-def recalled(technique: str, budget: float | None) -> float:
-    """The share of a definition's tokens that came back, summed over distances."""
-    return sum(float(one["tokens"]) for one in _zoo_row(technique, budget)["recall"])
-
-
-def _zoo_row(technique: str, budget: float | None) -> dict[str, Any]:
-    return next(row for row in load("zoo")["rows"] if (row["technique"], row["budget"]) == (technique, budget))
-
-
-def zoo(technique: str) -> str:
-    """Mean KL of a cache technique, with its standard error, at each budget that it reaches."""
-    rows = [r for r in load("zoo")["rows"] if r["technique"] == technique and r["quality"]]
-    parts = [
-        f"KL {r['quality']['mean_kl']:.2g} ± {r['quality']['mean_kl_error']:.1g} at {r['share']:.0%}"
-        for r in sorted(rows, key=lambda r: r["share"])
-    ]
-    return ", ".join(parts) + " of the bytes"
-
-
-def winners() -> list[str]:
-    """For each budget the technique that is closest to the plain cache, and what else comes near."""
-    lines = [
-        "",
-        "Cache techniques at equal bytes, mean KL ± its standard error; `squeezed` reads so much and stores all:",
-        "",
-    ]
-    lines += ["| budget | closest | then |", "|---|---|---|"]
-    for budget in (0.125, 0.25, 0.375, 0.5):
-        rows = [r for r in load("zoo")["rows"] if r["budget"] == budget and r["quality"]]
-        ranked = sorted(rows, key=lambda r: r["quality"]["mean_kl"])
-        named = [
-            f"`{r['technique']}` {r['quality']['mean_kl']:.2g} ± {r['quality']['mean_kl_error']:.1g}"
-            for r in ranked[:4]
-        ]
-        lines.append(f"| {budget:.1%} | {named[0]} | {', '.join(named[1:])} |")
-    return lines
-
-
-def beside(technique: str) -> str:
-    """All figures of an idea of `minillm.beside`, each with its plain way."""
-    rows = [row for row in load("beside")["rows"] if row["technique"] == technique]
-    return "; ".join(map(_beside_figure, rows))
-
-
-def _beside_figure(row: dict[str, Any]) -> str:
-    value, plain = (f"{row[key]:.3g} {row['unit']}".strip() for key in ("value", "plain"))
-    spread = f", {row['speed']:.2f}× ({row['speed_min']:.2f} to {row['speed_max']:.2f})" if row["speed"] else ""
-    return f"{row['measure']} {value} ({row['plain_way']}: {plain}){spread}"
-
-
-def figure(technique: str, number: int) -> dict[str, Any]:
-    """One figure of an idea of `minillm.beside`."""
-    return [row for row in load("beside")["rows"] if row["technique"] == technique][number]
-
-
-def distilled() -> str:
-    """What distillation added to the draft's acceptance."""
-    found = card("minicoder-draft")["evaluation"]
-    after, before = (found[which]["code"]["overlap"] for which in ("distilled", "undistilled"))
-    return f"Σ min(p, q) on held-out code {before:.1%} before, {after:.1%} after"
-
 
 SQUEEZE = r"SqueezeLLM, engine\s+([\d.]+) bits\s+KL\s+([\d.]+)"
 GROUPS_OF_32 = r"INT4, groups of 32\s+([\d.]+) bits\s+KL\s+([\d.]+)"
@@ -319,9 +180,13 @@ ROWS = (
                 "a step of one request {0} ms whole, {1} ms over two processes, {2} of it waiting",
             )
         ),
-        "The number of all-reduces is exact. A model this small on a CPU only loses: the latency of a sum dominates.",
-        lambda: (lambda whole, split: split > whole)(
-            *numbers("16", r"1 request : one process +([\d.]+) ms a step, 2 processes +([\d.]+) ms")
+        "Holds, with one more for the embedding. A model this small on a CPU only loses: its processes wait longer "
+        "than they compute.",
+        lambda: (
+            (lambda steps, sums, layers: sums == steps * (2 * layers + 1))(
+                *numbers("16", r"(\d+) steps, (\d+) all-reduces.*\n.* = 2 · (\d+) layers")
+            )
+            and numbers("16", r"1 request : .* of which waiting (\d+)%")[0] > 50
         ),
     ),
     Row(
@@ -329,32 +194,33 @@ ROWS = (
         "2 to 3× (Leviathan et al.)",
         '`speculative_config={"method": "draft_model"}`; `minillm bench speculation`; lessons 10 and 11',
         lambda: speed_up("draft_model"),
-        "Less than claimed: here the draft costs an eighth of a step per token, not a hundredth. Equal outputs.",
-        lambda: 1 < statistics.mean(speed_ups("draft_model")) < 2,
+        "Less than claimed: four tokens of this draft cost half a step. Equal outputs.",
+        lambda: 1 < mean_speed_up("draft_model") < 2 and 0.45 < mean("draft_model", "c") < 0.55,
     ),
     Row(
         "Staged speculative decoding",
         "3.16× (762M ← 40M ← n-gram)",
         '`"method": "staged"`; `minillm bench speculation`',
         lambda: speed_up("staged"),
-        "Gains less than the draft model alone: n-grams are too rarely right to pay for the draft's longer forwards.",
-        lambda: statistics.mean(speed_ups("staged")) < statistics.mean(speed_ups("draft_model")),
+        "Slower than the draft model alone: the same tokens per forward, but drafting them takes twice as long.",
+        lambda: abs(mean("staged", "tau") - mean("draft_model", "tau")) < 0.01 and 1.7 < _drafting_time("staged") < 2.3,
     ),
     Row(
         "Trees by dynamic programming (Sequoia)",
         "the shape with the most accepted tokens for its size",
         '`"method": "draft_tree"`, `"tree_shape": "measured"`; lesson 11',
         lambda: speed_up("draft_tree"),
-        "Gains less than a chain here: on a CPU each row of a forward costs time, and so does drafting a tree.",
-        lambda: statistics.mean(speed_ups("draft_tree")) < statistics.mean(speed_ups("draft_model")),
+        "By the costs of this CPU the best tree of four drafts is the draft model's chain. Drafting it as a tree takes "
+        "more than twice as long.",
+        lambda: abs(mean("draft_tree", "tau") - mean("draft_model", "tau")) < 0.01 and _drafting_time("draft_tree") > 2,
     ),
     Row(
         "Prompt lookup (n-grams)",
         "no figure in the sources",
         '`"method": "ngram"`; `minillm bench speculation`; lesson 11',
         lambda: speed_up("ngram"),
-        "Costs almost nothing, so it pays wherever text repeats.",
-        lambda: min(speed_ups("ngram")) > 0.97,
+        "Drafting costs almost nothing, and it gains on every kind of text.",
+        lambda: mean("ngram", "c") < 0.05 and min(row["ratio"] for row in drafting("ngram")) > 1,
     ),
     Row(
         "Suffix decoding, and a model where it finds nothing (Arctic)",
@@ -362,7 +228,7 @@ ROWS = (
         '`"method": "suffix"`, with `"fallback"`; `minillm bench speculation`; lesson 11',
         lambda: f"alone {speed_up('suffix')}; with the draft model {speed_up('suffix, else draft_model')}",
         "The model beside it adds to it, as claimed.",
-        lambda: statistics.mean(speed_ups("suffix, else draft_model")) > statistics.mean(speed_ups("suffix")),
+        lambda: mean_speed_up("suffix, else draft_model") > mean_speed_up("suffix"),
     ),
     Row(
         "Distilling the draft (DistillSpec)",
@@ -406,10 +272,10 @@ ROWS = (
             + f"; over plain decoding at 4,000 tokens {on_long_files('self_sparse', 1):.2f}× for one request, "
             + f"{on_long_files('self_sparse', 4):.2f}× for four"
         ),
-        "Holds: it gains with the context and with the batch, and with both it is the fastest method.",
+        "Holds in kind: with a long context it gains more for four requests than for one, and of all methods the most.",
         lambda: (
-            on_long_files("self_sparse", 4)
-            > max(on_long_files("self_sparse", 1), on_long_files("draft_model", 4), on_long_files("ngram", 4))
+            on_long_files("self_sparse", 4) > on_long_files("self_sparse", 1)
+            and max(drafting_methods(), key=lambda method: on_long_files(method, 4)) == "self_sparse"
         ),
     ),
     Row(
@@ -498,7 +364,7 @@ ROWS = (
         '`"layout": "snapkv"`; `minillm bench zoo`; lesson 12',
         lambda: zoo("snapkv"),
         "Closer to the plain cache than a window of the same size at every budget.",
-        lambda: all(kl("snapkv", b) < kl("window", b) for b in (0.125, 0.25, 0.375, 0.5)),
+        lambda: all(kl("snapkv", b) < kl("window", b) for b in BUDGETS),
     ),
     Row(
         "AnchorCoder",
@@ -506,7 +372,7 @@ ROWS = (
         '`"layout": "anchors"`; `minillm bench zoo`',
         lambda: zoo("anchors"),
         "Line ends as anchors of a model that was not trained for them: behind a window of the same size.",
-        lambda: all(kl("anchors", b) > kl("window", b) for b in (0.125, 0.25, 0.375, 0.5)),
+        lambda: all(kl("anchors", b) > kl("window", b) for b in BUDGETS),
     ),
     Row(
         "StreamingLLM: sinks and a window",
@@ -514,7 +380,7 @@ ROWS = (
         '`"layout": "sinks"`; `minillm bench zoo`; lesson 12',
         lambda: zoo("sinks"),
         "No better than a window alone here: this model has learned no sink. Nothing outside the window is recalled.",
-        lambda: all(abs(kl("sinks", b) / kl("window", b) - 1) < 0.1 for b in (0.125, 0.25, 0.375, 0.5)),
+        lambda: all(abs(kl("sinks", b) / kl("window", b) - 1) < 0.1 for b in BUDGETS),
     ),
     Row(
         "KIVI",
@@ -620,6 +486,11 @@ ROWS = (
 )
 
 
+def _drafting_time(method: str) -> float:
+    """The time of drafting a round, over that of the draft model alone."""
+    return mean(method, "c") / mean("draft_model", "c")
+
+
 def page() -> str:
     """The text of `docs/techniques.md`."""
     lines = [
@@ -634,14 +505,20 @@ def page() -> str:
         f"{load('zoo')['config']['scored_tokens']} held-out tokens, recall on few definitions for each distance.",
         *_earlier(),
         "",
-        "| technique | claimed | runs with | measured here | verdict |",
-        "|---|---|---|---|---|",
+        *table_head(["technique", "claimed", "runs with", "measured here", "verdict"]),
     ]
     for row in ROWS:
         if not row.holds():
             raise ValueError(f"the verdict on {row.name} is no longer true: {row.figure()}")
         lines.append(f"| {row.name} | {row.claim} | {row.command} | {row.figure()} | {row.verdict} |")
-    lines += winners()
+    lines += [
+        "",
+        "Cache techniques at equal bytes, mean KL ± its standard error. For `squeezed` these are the bytes that a",
+    ]
+    lines += ["step reads; it stores everything.", "", *table_head(["budget", "closest", "then"])]
+    for budget in BUDGETS:
+        first, *others = closest(budget)
+        lines.append(f"| {budget:.1%} | {first} | {', '.join(others[:3])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -153,8 +153,9 @@ def test_a_verdict_that_no_longer_holds_is_not_written(techniques: ModuleType, m
 def test_a_verdict_on_a_lesson_depends_on_what_it_printed(
     techniques: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = techniques.printed
-    monkeypatch.setattr(techniques, "printed", lambda number: real(number).replace("KL     38", "KL     30"))
+    figures_of = importlib.import_module("technique_figures")
+    real = figures_of.printed
+    monkeypatch.setattr(figures_of, "printed", lambda number: real(number).replace("KL     38", "KL     30"))
     with pytest.raises(ValueError, match="verdict on SqueezeLLM is no longer true"):
         techniques.page()
 

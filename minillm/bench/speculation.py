@@ -108,12 +108,13 @@ def run(
     if shape is None:
         draft = draft_for(model, draft)
         chosen = _with_weights(chosen, model, drafters, must=methods or ())
+        named = {"model": model, "draft": draft}
     else:
+        named = {"model": shape, "draft": draft or f"{shape}-draft"}
         model, draft = str(shape_folder(shape)), draft or str(shape_folder(f"{shape}-draft"))
     context = room_for_prompt(model, new_tokens, SHORTEST_PROMPT) + new_tokens
     config = {
-        "model": shape or model,
-        "draft": draft,
+        **named,
         "drafters": [f"{model}-{name}" for name in chosen if name in TRAINED and drafters is None],
         "num_speculative_tokens": drafts,
         "block_size": block_size,

@@ -25,6 +25,8 @@ CPU = torch.device("cpu")
 ONE_BY_ONE = 16
 """Tokens of a continuation that are decoded one by one and timed; those before them run in one step."""
 MIN_THRESHOLD, MAX_THRESHOLD, NUM_HALVINGS = 1e-30, 64.0, 14
+"""Where a threshold of Squeezed Attention is looked for, and how often the interval is halved, on a logarithmic scale.
+A centroid's threshold may be many orders of magnitude below the mean weight, and the last interval is 0.5% wide."""
 
 
 @dataclass(frozen=True)

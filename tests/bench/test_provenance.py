@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,9 @@ def test_a_committed_result_is_of_the_bundled_weights(file: Path) -> None:
     else:
         assert result["weights"] == provenance.weights_of(result["weights"])
         assert result["weights"] == provenance.weights_of_config(result["config"])
+
+
+@pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.json")), ids=lambda file: file.stem)
+def test_a_committed_result_names_no_folder_of_a_machine(file: Path) -> None:
+    texts = re.findall(r'"((?:[^"\\\\]|\\\\.)*)"', file.read_text(encoding="utf-8"))
+    assert not [text for text in texts if re.match(r"~?/|[A-Za-z]:\\\\", text)]

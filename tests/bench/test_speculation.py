@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from minillm.bench import shapes
 from minillm.bench.draft_counts import Counts
-from minillm.bench.speculation import PLAIN, run, slice_prompts, table
+from minillm.bench.harness import Row
+from minillm.bench.speculation import PLAIN, SliceRun, run, slice_prompts, table
 from minillm.errors import ConfigError
-from minillm.trace import DraftProposed, StepFinished, StepRan, TokensCommitted, Work
+from minillm.trace import DraftProposed, Event, StepFinished, StepRan, TokensCommitted, Work
 from minillm.training.slice_prompts import SLICES
 from tests.conftest import TinyPair
 from tests.speculative.test_reading_drafter import saved
@@ -38,6 +42,43 @@ def test_each_method_is_compared_with_plain_decoding_and_gives_its_tokens(tiny: 
     assert "int8, 2 together" in shown.export_text()
 
 
+def test_a_slice_that_fails_leaves_the_result_of_those_before_it(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measure = SliceRun.rows
+
+    def rows(self: SliceRun, rounds: int, labels: Mapping[str, Any]) -> list[Row]:
+        if labels["slice"] == "long files":
+            raise KeyboardInterrupt
+        return measure(self, rounds, labels)
+
+    monkeypatch.setattr(SliceRun, "rows", rows)
+    given = {"methods": ["ngram"], "slices": ["edits", "long files"], "weights": ["fp32"], "batches": [1]}
+    with pytest.raises(KeyboardInterrupt):
+        run(str(tiny.target), rounds=1, prompts=1, new_tokens=8, save_to=tmp_path / "kept.json", **given)
+    kept = json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))
+    assert {row["config"]["slice"] for row in kept["rows"]} == {"edits"} and len(kept["rows"]) == 3
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_every_prompt_stays_cached_so_that_only_decoding_is_measured(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    runs: list[int] = []
+    count = Counts.count
+
+    def counted(self: Counts, events: Sequence[Event]) -> None:
+        works = [work for event in events if isinstance(event, StepRan) for work in event.work]
+        runs.append(max(work.num_tokens for work in works if work.kind == "prefill"))
+        count(self, events)
+
+    monkeypatch.setattr(Counts, "count", counted)
+    given = {"methods": ["ngram"], "slices": ["long files"], "weights": ["fp32"], "batches": [batch]}
+    run(str(tiny.target), rounds=2, prompts=3, new_tokens=8, block_size=16, **given)
+    first, later = runs[:3], runs[3:]
+    assert min(first) > 16 >= max(later)
+
+
 def test_a_shape_is_measured_with_drafts_accepted_at_given_rates(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -47,6 +88,7 @@ def test_a_shape_is_measured_with_drafts_accepted_at_given_rates(
         monkeypatch.setitem(shapes.SHAPES, name, replace(small, intermediate_size=64, vocab_size=300))
     given = {"slices": ["edits"], "weights": ["fp32"], "batches": [1], "rounds": 1}
     result = run(shape="small", prompts=2, new_tokens=200, drafts=4, **given)
+    assert (result["config"]["model"], result["config"]["draft"]) == ("small", "small-draft")
     rows = {row["system"]: row["config"] for row in result["rows"]}
     assert list(rows) == [PLAIN, "synthetic", "synthetic, adaptive"]
     # 400 tokens in about 143 rounds of 1 to 5, mean 2.8: further from it than 0.8 with probability below 1e-6.

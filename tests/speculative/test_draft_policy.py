@@ -142,6 +142,18 @@ def test_after_a_pause_one_request_tries_again_and_pauses_grow() -> None:
     assert gaps == [2 * FIRST_PAUSE + 1, 4 * FIRST_PAUSE + 1][: len(gaps)] and gaps
 
 
+def test_every_second_try_draws_all_drafts() -> None:
+    """One draft says whether the first is accepted, at the least cost; only all say what the later ones are worth."""
+    policy, request = AdaptiveDrafts(4, EACH_ROW), a_request()
+    counts = []
+    for _ in range(20 * FIRST_PAUSE):
+        counts += policy.plan([request], 1).num_drafts
+        if counts[-1]:
+            policy.judged(request, counts[-1], 0)
+    tries = [count for count, _ in groupby(counts) if count]
+    assert tries == [4, 1, 4, 1, 4]
+
+
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 def test_drafts_that_pay_only_if_nearly_all_are_accepted_are_found(rate: float) -> None:
     """As of a target that drafts for itself: nothing is gained with one draft, nor at the rate assumed first."""
