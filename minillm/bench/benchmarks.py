@@ -19,6 +19,7 @@ BENCHMARKS = {
     "prefill": "time to the first token for prompts of 128, 512 and 1000 tokens (with --shape up to 4000)",
     "latency": "time of one completion: 24 tokens after a prompt of 200, with cold and warm prefix cache",
     "speculation": "every drafting method by kind of text, batch and weights, compared with plain decoding",
+    "ablations": "drafters with one idea left out: which share of their drafts is accepted",
     "verify": "one forward over five tokens compared with one over a single token",
     "kernels": "every op by itself: microseconds, bytes, and the share of the machine's measured limits",
     "ladder": "INT8 KV, speculation, paged batching, all: the claims of one article, and the speed here",

@@ -1,4 +1,4 @@
-"""What each idea of `spire` and `long` is worth: drafts with one of them left out, trained alike and compared.
+"""What each idea of a trained drafter is worth: drafters with one of them left out, trained alike and compared.
 
 Every variant of a method sees the same tokens in the same order, and is measured on the same held-out code.
 """
@@ -22,11 +22,13 @@ from minillm.training.drafter_evaluation import CODE_LENGTH, CODE_ROWS, Acceptan
 from minillm.training.drafter_stages import DrafterTarget, drafter_target
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Loss, Trainer
+from minillm.training.prompt_tokens_loss import PromptTokensLoss
+from minillm.training.record import Hardware
 from minillm.training.rollouts import LongLoss, SpireLoss, long_guesses, spire_guesses
 from minillm.training.stage_inputs import check_inputs
 from minillm.training.stage_runs import as_shipped, run_to_the_end
 from minillm.training.state_files import write_json
-from minillm.training.trained_drafters import TRAINED, new_long, new_spire
+from minillm.training.trained_drafters import TRAINED, guesses_of_prompts, new_long, new_prompt_tokens, new_spire
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,6 +50,7 @@ class Variant:
 
 _SPIRE = {CODE: spire_guesses}
 _LONG = {CODE: long_guesses, LATE: partial(long_guesses, offsets=True)}
+_PROMPTS = {CODE: guesses_of_prompts}
 VARIANTS: dict[str, dict[str, Variant]] = {
     "spire": {
         "spire": Variant(new_spire, SpireLoss, _SPIRE),
@@ -59,6 +62,15 @@ VARIANTS: dict[str, dict[str, Variant]] = {
         "long": Variant(new_long, LongLoss, _LONG),
         "no cross-attention": Variant(partial(new_long, cross_attention=False), LongLoss, _LONG),
         "no offsets": Variant(new_long, partial(LongLoss, offsets=False), _LONG),
+    },
+    "prompt_tokens": {
+        "prompt_tokens": Variant(new_prompt_tokens, PromptTokensLoss, _PROMPTS),
+        "no distillation": Variant(new_prompt_tokens, partial(PromptTokensLoss, distilled=False), _PROMPTS),
+        "prompt tokens alone": Variant(
+            new_prompt_tokens,
+            partial(PromptTokensLoss, alone=True),
+            {CODE: partial(guesses_of_prompts, alone=True)},
+        ),
     },
 }
 """Method → its variants, the whole one first."""
@@ -80,7 +92,7 @@ def run_ablations(pair: Pair, method: str, tokens: float = TOKENS, rows: int = C
     code.
 
     A variant that is finished is only measured. The result is also written to `ablations-METHOD.json` in the folder of
-    the pair. Raises `TrainingError` for a method without variants.
+    the pair, as JSON values: the method, the target and the fingerprint of its weights, the hardware, and `rows`. Raises `TrainingError` for a method without variants.
     """
     if method not in VARIANTS:
         raise TrainingError(f"there are no ablations of {method!r}; there are those of {', '.join(VARIANTS)}")
@@ -88,7 +100,9 @@ def run_ablations(pair: Pair, method: str, tokens: float = TOKENS, rows: int = C
     for name, variant in VARIANTS[method].items():
         found += _measured(pair, method, target, name, variant, tokens, rows)
     file = pair.folder / f"ablations-{method}{target.suffix}.json"
-    write_json(file, [asdict(row) for row in found])
+    made_of = {"method": method, "target": target.name, "fingerprint": target.fingerprint}
+    rows_of = {"sure_drafts": TRAINED[method].sure_drafts, "rows": [asdict(row) for row in found]}
+    write_json(file, {**made_of, "hardware": asdict(Hardware.here()), **rows_of})
     return found
 
 
@@ -118,12 +132,12 @@ def table(method: str, rows: Sequence[Row]) -> Table:
     from rich.table import Table
 
     made = Table(title=f"ablations of {method}: acceptance by position at temperature 0, tokens per round")
-    count = len(rows[0].acceptance.greedy)
-    for heading in ("variant", "text", *(f"draft {i + 1}" for i in range(count)), "T = 0", "T = 1"):
+    count, sure = len(rows[0].acceptance.greedy), TRAINED[method].sure_drafts
+    for heading in ("variant", "text", *(f"draft {sure + i + 1}" for i in range(count)), "T = 0", "T = 1"):
         made.add_column(heading, justify="left" if heading in ("variant", "text") else "right")
     for row in rows:
         found = row.acceptance
-        gained = [f"{found.tokens_per_round(rates):.2f}" for rates in (found.greedy, found.sampled)]
+        gained = [f"{sure + found.tokens_per_round(rates):.2f}" for rates in (found.greedy, found.sampled)]
         made.add_row(row.variant, row.text, *(f"{rate:.1%}" for rate in found.greedy), *gained)
     return made
 

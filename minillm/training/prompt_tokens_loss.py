@@ -25,15 +25,17 @@ LOSS_FORMULA = "0.8^i · KL(p‖q)"
 class PromptAttention:
     """The decoder's `attention` for rows of text with the prompt tokens of their roots behind it."""
 
-    def __init__(self, length: int, count: int, device: torch.device) -> None:
-        """`length`: tokens of text per row; `count`: prompt tokens per root; there is a root every `count` tokens."""
+    def __init__(self, length: int, count: int, device: torch.device, alone: bool = False) -> None:
+        """`length`: tokens of text per row; `count`: prompt tokens per root; there is a root every `count` tokens.
+        `alone`: a prompt token attends to no other."""
         roots = torch.arange(num_roots(length, count), device=device) * count
         text, number = torch.arange(length, device=device), torch.arange(count, device=device)
         self.positions = torch.cat((text, (roots.unsqueeze(1) + 1 + number).flatten()))
         """`[length + roots · count]`."""
         root, place = roots.repeat_interleave(count), number.repeat(len(roots))
         sees_text = torch.cat((text, root)).unsqueeze(1) >= text
-        same_root = (root.unsqueeze(1) == root) & (place.unsqueeze(1) >= place)
+        before = place.unsqueeze(1) == place if alone else place.unsqueeze(1) >= place
+        same_root = (root.unsqueeze(1) == root) & before
         self.mask = torch.cat((sees_text, F.pad(same_root, (0, 0, length, 0))), dim=1)
         """`[queries, keys]`: whether a row attends to another."""
 
@@ -44,12 +46,14 @@ class PromptAttention:
         return out.transpose(1, 2).flatten(0, 1)
 
 
-def prompted(prompts: PromptTokens, target: Decoder, inputs: Tensor) -> tuple[TargetStates, Tensor]:
+def prompted(
+    prompts: PromptTokens, target: Decoder, inputs: Tensor, alone: bool = False
+) -> tuple[TargetStates, Tensor]:
     """Run the target over `inputs` (`[rows, length]`) and the prompt tokens of all roots. Returns its states at the
-    text and the prompt tokens' logits, `[rows, roots, count, vocab]` fp32."""
+    text and the prompt tokens' logits, `[rows, roots, count, vocab]` fp32. `alone`: see `PromptAttention`."""
     rows, length = inputs.shape
     count = prompts.shape.num_drafts
-    attention = PromptAttention(length, count, inputs.device)
+    attention = PromptAttention(length, count, inputs.device, alone)
     roots = num_roots(length, count)
     own = prompts.embedding.weight.repeat(roots, 1).expand(rows, -1, -1)
     x = torch.cat((target.embed_tokens(inputs), own), dim=1).flatten(0, 1)
@@ -62,15 +66,20 @@ def prompted(prompts: PromptTokens, target: Decoder, inputs: Tensor) -> tuple[Ta
 
 
 class PromptTokensLoss:
-    """The loss for `Trainer`."""
+    """The loss for `Trainer`. Not `distilled`: -log q of the text's own tokens takes the place of KL(p‖q). `alone`: see
+    `PromptAttention`."""
 
-    def __init__(self, target: Decoder) -> None:
-        self.target = target.eval().requires_grad_(False)
+    def __init__(self, target: Decoder, distilled: bool = True, alone: bool = False) -> None:
+        self.target, self.distilled, self.alone = target.eval().requires_grad_(False), distilled, alone
 
     def __call__(self, prompts: PromptTokens, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of a batch; `inputs`, `targets`: `[rows, length]`."""
-        states, logits = prompted(prompts, self.target, inputs)
+        states, logits = prompted(prompts, self.target, inputs, self.alone)
         compared = targets_of_roots(states, targets, prompts.shape.num_drafts)
         log_q = F.log_softmax(logits, dim=-1)
-        kl = (compared.log_probs.exp() * (compared.log_probs - log_q)).sum(-1).mean((0, 1))
-        return (POSITION_WEIGHT ** torch.arange(len(kl), device=kl.device) * kl).sum()
+        if self.distilled:
+            each = (compared.log_probs.exp() * (compared.log_probs - log_q)).sum(-1)
+        else:
+            each = -log_q.gather(-1, compared.text.unsqueeze(-1)).squeeze(-1)
+        by_position = each.mean((0, 1))
+        return (POSITION_WEIGHT ** torch.arange(len(by_position), device=each.device) * by_position).sum()

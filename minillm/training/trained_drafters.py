@@ -110,10 +110,11 @@ def _guesses_of_heads(heads: DraftHeads, target: Decoder, inputs: Tensor, target
     return compared, F.log_softmax(guessed_logits(heads, target, states, compared), dim=-1)
 
 
-def _guesses_of_prompts(
-    prompts: PromptTokens, target: Decoder, inputs: Tensor, targets: Tensor
+def guesses_of_prompts(
+    prompts: PromptTokens, target: Decoder, inputs: Tensor, targets: Tensor, alone: bool = False
 ) -> tuple[Targets, Tensor]:
-    states, logits = prompted(prompts, target, inputs)
+    """See `drafter_evaluation.Guesses`. `alone`: no prompt token attends to another."""
+    states, logits = prompted(prompts, target, inputs, alone)
     return targets_of_roots(states, targets, prompts.shape.num_drafts), F.log_softmax(logits, dim=-1)
 
 
@@ -125,7 +126,7 @@ TRAINED: dict[str, TrainedDrafter] = {
         new_prompt_tokens,
         PromptTokensLoss,
         prompt_tokens_loss.LOSS_FORMULA,
-        _guesses_of_prompts,
+        guesses_of_prompts,
         sure_drafts=1,
     ),
     "spire": TrainedDrafter(20.0, _copied_recipe, new_spire, SpireLoss, rollouts.LOSS_FORMULA, spire_guesses),

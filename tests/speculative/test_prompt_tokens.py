@@ -12,7 +12,7 @@ from minillm import LLM
 from minillm.batch import Segment
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.loading import load_model
-from minillm.training.prompt_tokens_loss import PromptAttention, prompted
+from minillm.training.prompt_tokens_loss import PromptAttention, PromptTokensLoss, prompted
 from minillm.training.target_states import target_states
 from minillm.training.trained_drafters import TRAINED
 from tests.conftest import TinyPair
@@ -114,13 +114,45 @@ def test_a_mask_that_shows_prompt_tokens_to_others_is_seen(tiny: TinyPair, monke
     right, _ = prompted(module, target, inputs)
     real = PromptAttention.__init__
 
-    def leaky(self: PromptAttention, length: int, count: int, device: torch.device) -> None:
-        real(self, length, count, device)
+    def leaky(self: PromptAttention, length: int, count: int, device: torch.device, alone: bool = False) -> None:
+        real(self, length, count, device, alone)
         self.mask = self.positions.unsqueeze(1) >= self.positions
 
     monkeypatch.setattr(PromptAttention, "__init__", leaky)
     seen = prompted(module, target, inputs)[0].hidden
     assert (seen - right.hidden).abs().max() > 0.2 * right.hidden.abs().max()
+
+
+def test_alone_a_prompt_token_reads_no_other(tiny: TinyPair) -> None:
+    target = load_model(tiny.target, torch.float32)
+    module = TRAINED["prompt_tokens"].new_module(target)
+    inputs = torch.randint(0, 300, (2, 31))
+    before = [prompted(module, target, inputs, alone)[1] for alone in (False, True)]
+    with torch.no_grad():
+        module.embedding.weight[0] += 1
+    after = [prompted(module, target, inputs, alone)[1] for alone in (False, True)]
+    changed = [(a - b).abs().amax((0, 1, 3)) > 1e-3 for a, b in zip(before, after, strict=True)]
+    assert [rows.tolist() for rows in changed] == [[True, True, True], [True, False, False]]
+
+
+@pytest.mark.parametrize("distilled", [True, False])
+def test_the_loss_is_that_of_its_formula(tiny: TinyPair, distilled: bool) -> None:
+    target = load_model(tiny.target, torch.float32)
+    module = TRAINED["prompt_tokens"].new_module(target)
+    inputs, text = torch.randint(0, 300, (2, 31)), torch.randint(0, 300, (2, 31))
+    found = PromptTokensLoss(target, distilled)(module, inputs, text)
+    states, logits = prompted(module, target, inputs)
+    log_q, expected = logits.log_softmax(-1), torch.tensor(0.0)
+    roots = logits.shape[1]
+    for i in range(3):
+        rows = torch.arange(roots) * 3 + 1 + i
+        if distilled:
+            log_p = states.log_probs[:, rows]
+            each = (log_p.exp() * (log_p - log_q[:, :, i])).sum(-1)
+        else:
+            each = -log_q[:, :, i].gather(-1, text[:, rows].unsqueeze(-1)).squeeze(-1)
+        expected = expected + 0.8**i * each.mean()
+    assert torch.allclose(found, expected, rtol=1e-5)
 
 
 def test_in_training_a_prompt_token_sees_what_it_sees_when_drafting(tiny: TinyPair, folder: Path) -> None:

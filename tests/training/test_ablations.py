@@ -10,12 +10,14 @@ import torch
 from rich.console import Console
 
 from minillm.errors import TrainingError
+from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.models.loading import load_model
 from minillm.training.ablations import CODE, LATE, VARIANTS, run_ablations, table
 from minillm.training.export import export
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe, new_model
 from minillm.training.rollouts import LongLoss
+from minillm.training.trained_drafters import TRAINED
 
 from .conftest import config
 
@@ -33,15 +35,18 @@ def pair(corpus: Path, tmp_path: Path) -> Pair:
     return Pair(budget, budget, budget, folder=tmp_path / "runs", drafters_for=str(target))
 
 
-@pytest.mark.parametrize("method", ["spire", "long"])
+@pytest.mark.parametrize("method", ["spire", "long", "prompt_tokens"])
 def test_every_variant_is_trained_on_the_same_tokens_and_measured(pair: Pair, method: str) -> None:
     rows = run_ablations(pair, method, tokens=TOKENS, rows=4)
-    texts = [CODE] if method == "spire" else [CODE, LATE]
+    texts = [CODE, LATE] if method == "long" else [CODE]
     assert [(row.variant, row.text) for row in rows] == [(name, text) for name in VARIANTS[method] for text in texts]
     assert {row.tokens for row in rows} == {TOKENS}
-    assert all(len(row.acceptance.greedy) == 4 and row.acceptance.roots > 100 for row in rows)
+    trained_drafts = 3 if method == "prompt_tokens" else 4
+    assert all(len(row.acceptance.greedy) == trained_drafts and row.acceptance.roots > 100 for row in rows)
     stored = json.loads((pair.folder / f"ablations-{method}-target.json").read_text())
-    assert [row["variant"] for row in stored] == [row.variant for row in rows]
+    assert [row["variant"] for row in stored["rows"]] == [row.variant for row in rows]
+    assert stored["fingerprint"] == fingerprint_of_folder(Path(pair.drafters_for))
+    assert (stored["method"], stored["sure_drafts"]) == (method, TRAINED[method].sure_drafts)
     console = Console(width=200)
     with console.capture() as shown:
         console.print(table(method, rows))
@@ -76,8 +81,14 @@ def test_each_variant_lacks_what_its_name_says(pair: Pair) -> None:
     losses = {name: variant.loss(target) for name, variant in long.items()}
     assert all(isinstance(loss, LongLoss) for loss in losses.values())
     assert {name: loss.offsets for name, loss in losses.items()} == {name: name != "no offsets" for name in long}
+    prompts = {name: variant.loss(target) for name, variant in VARIANTS["prompt_tokens"].items()}
+    assert {name: (loss.distilled, loss.alone) for name, loss in prompts.items()} == {
+        "prompt_tokens": (True, False),
+        "no distillation": (False, False),
+        "prompt tokens alone": (True, True),
+    }
 
 
 def test_a_method_without_ablations_is_refused(pair: Pair) -> None:
-    with pytest.raises(TrainingError, match="no ablations of 'heads'; there are those of spire, long"):
+    with pytest.raises(TrainingError, match="no ablations of 'heads'; there are those of spire, long, prompt_tokens"):
         run_ablations(pair, "heads")
