@@ -92,7 +92,8 @@ def run_ablations(pair: Pair, method: str, tokens: float = TOKENS, rows: int = C
     code.
 
     A variant that is finished is only measured. The result is also written to `ablations-METHOD.json` in the folder of
-    the pair, as JSON values: the method, the target and the fingerprint of its weights, the hardware, and `rows`. Raises `TrainingError` for a method without variants.
+    the pair, as JSON values: the method, the target and the fingerprint of its weights, the hardware, and `rows`.
+    Raises `TrainingError` for a method without variants.
     """
     if method not in VARIANTS:
         raise TrainingError(f"there are no ablations of {method!r}; there are those of {', '.join(VARIANTS)}")
