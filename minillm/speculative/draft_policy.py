@@ -8,6 +8,7 @@ it saves: a small model in INT8 on a CPU, or a large batch. vLLM calls this adap
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,7 +19,7 @@ import numpy as np
 from minillm.request import Request
 from minillm.speculative.step_costs import COMPARED_STEPS, DraftingOverhead, StepCosts
 
-MIN_GAIN = 1.02
+MIN_GAIN = 1.05
 """Speed-up, as predicted, below which nothing is drafted: a prediction is not better than this."""
 PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 16
 """Steps of the same requests that a decision holds for, with drafts and without: acceptance changes slowly, and
@@ -27,9 +28,11 @@ PLAIN_STEPS = COMPARED_STEPS
 """So many steps go without drafts now and then, so that both are known under the same conditions."""
 FIRST_PLAIN, PLAIN_EVERY = 8, 128
 """After how many steps with drafts they do: at first soon, then twice as many every time."""
-FIRST_PAUSE, LONGEST_PAUSE = 32, 1024
-"""Steps without any drafts before one request tries again, every second time with all drafts: only so are the later
-ones judged. Doubled each time that does not pay. If no draft was judged yet, the first try is at once."""
+FIRST_PAUSE, LONGEST_PAUSE = 32, 2048
+"""Least and most steps without any drafts before one request tries again, every second time with all drafts: only so
+are the later ones judged. Doubled each time that does not pay. If no draft was judged yet, the first try is at once."""
+TRIES_SHARE = 0.02
+"""What a try may cost, as a share of the time that then passes before the next."""
 PRIOR_WEIGHT = 4.0
 """How many of a request's own drafts at a position weigh as much as what is known from all requests."""
 
@@ -63,6 +66,9 @@ class DraftPolicy(Protocol):
         `drafts`: the number of drafts of the requests that had any; `num_rows`: all rows of the forward; `num_context`:
         tokens that its requests had in the cache; `seconds`: of the whole step."""
 
+    def drafting_seconds(self, drafts: Mapping[Request, int]) -> float:
+        """What drafting so many tokens, at least one, for each of at least one request should take; 0 if unknown."""
+
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """Whether the next step may have drafts for one of the `requests` of this one. If not, the drafter is not
         shown what this step leaves."""
@@ -83,6 +89,10 @@ class FixedDrafts:
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
+
+    def drafting_seconds(self, drafts: Mapping[Request, int]) -> float:
+        """See `DraftPolicy.drafting_seconds`."""
+        return 0.0
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
@@ -116,7 +126,7 @@ class AdaptiveDrafts:
         seconds =  drafting + one forward with a row for each request and each chosen draft
 
     Survival is estimated per request and position from its own verdicts and, while there are few, from those of all
-    requests. Costs are measured (`StepCosts`), and corrected by how much longer steps with drafts turn out to take
+    requests. Costs are measured (`StepCosts`), and corrected by how much more drafts turn out to add to a step
     (`DraftingOverhead`). A request that samples with a seed of its own gets all drafts, because the number of drafts
     changes which random numbers choose a token, and its text should not depend on the speed of the machine.
     """
@@ -146,6 +156,8 @@ class AdaptiveDrafts:
     _pause: int = field(init=False, default=0)
     """Idle steps before drafts are tried again."""
     _num_tries: int = field(init=False, default=0)
+    _tried: list[tuple[int, int]] | None = field(init=False, default=None)
+    """The drafts of each round of the latest try, and how many were accepted; None once that was looked at."""
 
     def __post_init__(self) -> None:
         self._all = Acceptance.prior(self.max_drafts, rate=0.7, weight=4)
@@ -187,21 +199,43 @@ class AdaptiveDrafts:
         speedups = self._speedups(requests, flat[order], order % self.max_drafts, num_rows)
         best = int(speedups.argmax())
         if speedups[best] >= MIN_GAIN:
-            self._pause = FIRST_PAUSE
+            self._pause, self._tried = FIRST_PAUSE, None
             counts = np.bincount(order[:best] // self.max_drafts, minlength=len(requests)).tolist()
         else:
             counts = [0] * len(requests)
-            if self._idle_steps >= self._pause:  # would drafts be accepted by now?
-                counts[order[0] // self.max_drafts] = self._try(requests[order[0] // self.max_drafts])
+            goes_on = self._latest_try_paid(requests, num_rows)
+            if goes_on or self._idle_steps >= self._pause:
+                index = int(order[0]) // self.max_drafts
+                counts[index] = self._try(requests[index], requests, num_rows, goes_on)
         counts = [self.max_drafts if r.samples_with_own_seed else n for r, n in zip(requests, counts, strict=True)]
         return DraftPlan(counts, survival, speedups.tolist())
 
-    def _try(self, request: Request) -> int:
-        """How many drafts `request` gets only to see whether they are accepted by now."""
-        self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
-        self._num_tries += 1
+    def _try(self, request: Request, requests: Sequence[Request], num_rows: int, goes_on: bool) -> int:
+        """How many drafts `request` gets only to see whether they are accepted by now. `goes_on`: as many as before."""
+        self._num_tries += not goes_on
         self._forget_half(request)
-        return self.max_drafts if self.drafts_trees or self._num_tries % 2 else 1
+        count = self.max_drafts if self.drafts_trees or self._num_tries % 2 else 1
+        extra = PLAN_STEPS * (self._step_ratio(1, count, requests, num_rows) - 1)
+        self._pause = min(max(2 * self._pause, FIRST_PAUSE, round(extra / TRIES_SHARE)), LONGEST_PAUSE)
+        self._tried = []
+        return count
+
+    def _latest_try_paid(self, requests: Sequence[Request], num_rows: int) -> bool:
+        """Whether all `requests` would gain from drafts that are accepted as often as those of the try that has just
+        ended: then the next one follows at once."""
+        tried, self._tried = self._tried, None
+        if not tried:
+            return False
+        count = max(num_drafts for num_drafts, _ in tried)
+        gained = 1 + statistics.mean(accepted for _, accepted in tried)
+        return gained > MIN_GAIN * self._step_ratio(len(requests), count, requests, num_rows)
+
+    def _step_ratio(self, drafting: int, count: int, requests: Sequence[Request], num_rows: int) -> float:
+        """What a step takes in which so many of `requests` have `count` drafts each, in steps without drafts."""
+        context = sum(request.num_tokens for request in requests)
+        plain = self.costs.target(num_rows, context)
+        drafted = self.costs.draft(drafting, count) + self.costs.target(num_rows + drafting * count, context)
+        return 1 + self._overhead.ratio * (drafted / plain - 1)
 
     def _forget_half(self, request: Request) -> None:
         """Let the next verdicts on drafts of `request` weigh more than those so far."""
@@ -213,6 +247,8 @@ class AdaptiveDrafts:
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
         self._pause = max(self._pause, FIRST_PAUSE)
+        if self._tried is not None:
+            self._tried.append((num_drafts, num_accepted))
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = Acceptance.prior(self.max_drafts, 0, 0)
@@ -227,11 +263,15 @@ class AdaptiveDrafts:
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
         """See `DraftPolicy.step_finished`."""
-        expected = self.costs.target(num_rows, num_context)
+        plain, extra = self.costs.target(num_rows - sum(drafts.values()), num_context), 0.0
         if drafts:
-            expected += self.costs.draft(len(drafts), max(drafts.values()))
-        self._overhead.add(bool(drafts), seconds / expected)
+            extra = self.drafting_seconds(drafts) + self.costs.target(num_rows, num_context) - plain
+        self._overhead.add(bool(drafts), seconds, plain, extra)
         self._drafted_steps += bool(drafts)
+
+    def drafting_seconds(self, drafts: Mapping[Request, int]) -> float:
+        """See `DraftPolicy.drafting_seconds`."""
+        return self.costs.draft(len(drafts), max(drafts.values()))
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""
@@ -260,8 +300,9 @@ class AdaptiveDrafts:
         num_drafts = np.arange(1, len(survival) + 1)
         tokens = len(requests) + survival.cumsum()
         drafting = self.costs.draft((position == 0).cumsum(), np.maximum.accumulate(position + 1))
-        seconds = self._overhead.ratio * (drafting + self.costs.target(num_rows + num_drafts, context))
-        found = tokens / len(requests) * self.costs.target(num_rows, context) / seconds
+        plain = self.costs.target(num_rows, context)
+        extra = drafting + self.costs.target(num_rows + num_drafts, context) - plain
+        found = tokens / len(requests) * plain / (plain + self._overhead.ratio * extra)
         if self.drafts_trees:
             found[num_drafts % self.max_drafts > 0] = 0.0
         return np.concatenate(([1.0], found))

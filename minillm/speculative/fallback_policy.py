@@ -34,11 +34,28 @@ class FallbackDrafts:
         policy.judged(request, num_drafts, num_accepted)
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
-        """See `DraftPolicy.step_finished`. A step in which both methods proposed says nothing about either."""
-        proposers = {id(self.drafter.proposer(request)) for request in drafts}
-        for policy, drafter in ((self.first, self.drafter.first), (self.second, self.drafter.second)):
-            if proposers <= {id(drafter)}:
-                policy.step_finished(drafts, num_rows, num_context, seconds)
+        """See `DraftPolicy.step_finished`. Where both proposed, each policy is told the time of the step without what
+        the drafts of the other should have taken."""
+        of_first, of_second = self._by_proposer(drafts)
+        for policy, own, other, others in (
+            (self.first, of_first, self.second, of_second),
+            (self.second, of_second, self.first, of_first),
+        ):
+            if own or not others:
+                beside = other.drafting_seconds(others) if others else 0.0
+                policy.step_finished(own, num_rows, num_context, seconds - beside)
+
+    def drafting_seconds(self, drafts: Mapping[Request, int]) -> float:
+        """See `DraftPolicy.drafting_seconds`."""
+        shares = zip((self.first, self.second), self._by_proposer(drafts), strict=True)
+        return sum(policy.drafting_seconds(own) for policy, own in shares if own)
+
+    def _by_proposer(self, drafts: Mapping[Request, int]) -> tuple[dict[Request, int], dict[Request, int]]:
+        """`drafts` of the first method and of the second."""
+        by_second = {
+            request: n for request, n in drafts.items() if self.drafter.proposer(request) is self.drafter.second
+        }
+        return {request: n for request, n in drafts.items() if request not in by_second}, by_second
 
     def may_draft_next(self, requests: Sequence[Request]) -> bool:
         """See `DraftPolicy.may_draft_next`."""

@@ -1,8 +1,9 @@
 """What a step costs on this machine: a forward of the target by its rows, and drafting.
 
 It is measured when an engine starts, as the shortest of several times, because other programs only ever make a time
-longer. With all that an engine does around a forward, steps with drafts and without take longer, and not equally so:
-`DraftingOverhead` compares them while the engine runs.
+longer. With all that an engine does around a forward, steps with drafts and without take longer, and not equally so;
+and many requests are not as much work as one with as many rows. So `DraftingOverhead` compares steps while the engine
+runs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ RECENT_WEIGHT = 0.1
 NEWEST_WEIGHT = 0.05
 """What the latest comparison weighs in a `DraftingOverhead`."""
 LARGEST_CHANGE = 2.0
-"""A comparison counts as at most so many times the overhead, or so small a part of it: a step may be interrupted."""
+"""A step counts as at most so many times what is usual, or so small a part of it: it may have been interrupted."""
+LEAST_RATIO = 0.1
+"""A `DraftingOverhead` is at least this: drafts are never free."""
 
 Numbers = TypeVar("Numbers", int, float, np.ndarray)
 
@@ -83,39 +86,67 @@ class StepCosts:
 
 @dataclass
 class DraftingOverhead:
-    """How much longer steps with drafts take than their `StepCosts` say, relative to steps without drafts.
+    """How much more drafts cost than their `StepCosts` say: what they add to a step, relative to what they should.
 
-    Other programs and the processor's clock change from second to second how long every step takes. So steps are
-    compared with those just before them, where steps with drafts follow steps without, or the other way round.
+    Other programs and the processor's clock change from second to second how long every step takes. So steps with
+    drafts are compared with the steps without drafts just before or behind them:
+
+        added   =  time with drafts / time without - 1         both per second that they should take without drafts
+        ratio   =  mean of added / mean of what should be added
+
+    Dividing means, not taking the mean of quotients, lets a step with many drafts say more than one with a single
+    draft, of which noise is the larger part.
     """
 
-    ratio: float = 1.0
     num_comparisons: int = 0
+    _added: float = 0.0
+    _expected: float = 0.0
     _has_drafts: bool = False
     _num_steps: int = 0
     """Steps of the present kind since the latest change."""
-    _recent: float = 1.0
-    """Their mean without the first few, in multiples of their costs; the latest weigh more."""
-    _before: float | None = None
+    _recent: tuple[float, float] = (1.0, 0.0)
+    """Of these steps without the first few: the mean of their times, and of what drafts should add, both in multiples
+    of what they should take without drafts. The latest weigh more."""
+    _before: tuple[float, float] | None = None
     """`_recent` of the other kind when it changed."""
 
-    def add(self, has_drafts: bool, slowdown: float) -> None:
-        """Count a step that took `slowdown` times its costs."""
+    @property
+    def ratio(self) -> float:
+        """1 before anything was compared."""
+        return max(self._added / self._expected, LEAST_RATIO) if self._expected else 1.0
+
+    def add(self, has_drafts: bool, seconds: float, plain: float, extra: float = 0.0) -> None:
+        """Count a step. `plain`: seconds that it should take without drafts; `extra`: what its drafts should add."""
+        step = seconds / plain, extra / plain
         if has_drafts is not self._has_drafts:
             self._before = self._recent if self._num_steps > SETTLING_STEPS else None
             self._has_drafts, self._num_steps = has_drafts, 0
         self._num_steps += 1
         if self._num_steps <= SETTLING_STEPS:
             return
-        self._recent += max(RECENT_WEIGHT, 1 / (self._num_steps - SETTLING_STEPS)) * (slowdown - self._recent)
+        weight = max(RECENT_WEIGHT, 1 / (self._num_steps - SETTLING_STEPS))
+        usual = self._recent[0] if weight < 1 else step[0]
+        counted = _within(step[0], usual), step[1]
+        time, expected = (old + weight * (new - old) for old, new in zip(self._recent, counted, strict=True))
+        self._recent = time, expected
         if self._before is not None and self._num_steps <= COMPARED_STEPS:
-            self._compare(slowdown / self._before if has_drafts else self._before / slowdown)
+            drafted, plainly = (step, self._before) if has_drafts else (self._before, step)
+            self._compare(drafted[0] / plainly[0], drafted[1])
 
-    def _compare(self, found: float) -> None:
-        weight = max(NEWEST_WEIGHT, 1 / (self.num_comparisons + 2))  # at first the plain mean with 1
-        found = min(max(found, self.ratio / LARGEST_CHANGE), self.ratio * LARGEST_CHANGE)
-        self.ratio += weight * (found - self.ratio)
+    def _compare(self, found: float, expected: float) -> None:
+        """Count a comparison: a step with drafts took `found` times one without, and drafts should add `expected`."""
+        found = _within(found, 1 + self.ratio * expected)
+        if not self.num_comparisons:
+            self._added = self._expected = expected  # weighs as much as this comparison
         self.num_comparisons += 1
+        weight = max(NEWEST_WEIGHT, 1 / (self.num_comparisons + 1))
+        self._added += weight * (found - 1 - self._added)
+        self._expected += weight * (expected - self._expected)
+
+
+def _within(found: float, usual: float) -> float:
+    """`found`, at most `LARGEST_CHANGE` times what is usual, and at least that part of it."""
+    return min(max(found, usual / LARGEST_CHANGE), usual * LARGEST_CHANGE)
 
 
 def measure(target: ModelRunner, drafter: Drafter, num_blocks: int, max_drafts: int, max_model_len: int) -> StepCosts:

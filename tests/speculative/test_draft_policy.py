@@ -14,9 +14,11 @@ from minillm.speculative.draft_policy import (
     FIRST_PAUSE,
     FIRST_PLAIN,
     IDLE_PLAN_STEPS,
+    MIN_GAIN,
     PLAIN_EVERY,
     PLAIN_STEPS,
     PLAN_STEPS,
+    TRIES_SHARE,
     AdaptiveDrafts,
     FixedDrafts,
 )
@@ -34,6 +36,8 @@ FREE_ROWS = StepCosts({1: 1.0, 64: 1.0})
 """As on a GPU with one request: more rows cost nothing."""
 EACH_ROW = StepCosts({1: 1.0, 64: 64.0})
 """As where the processor is saturated: every row costs the same."""
+CHEAP_ROWS = StepCosts({1: 1.0, 64: 1.0 + 63 * 0.02})
+"""A try costs so little that nothing but its result decides about the next."""
 
 
 def a_request(name: str = "a", **params: object) -> Request:
@@ -63,7 +67,7 @@ def test_the_number_is_the_best_of_the_speed_up_formula(rate: float, slot: float
     best = max(range(9), key=by_formula.__getitem__)
     plan = policy.plan([request], 1)
     assert plan.speedups == pytest.approx(by_formula)
-    assert plan.num_drafts == [best if by_formula[best] >= 1.02 else 0]
+    assert plan.num_drafts == [best if by_formula[best] >= MIN_GAIN else 0]
 
 
 def test_the_estimate_comes_close_to_the_rate() -> None:
@@ -105,7 +109,8 @@ def test_no_other_choice_of_slots_is_predicted_to_be_faster() -> None:
 
         best = max(product(range(4), repeat=3), key=speed)
         # Drafting takes as long as the longest chain, so taking slots by survival alone may miss a little.
-        assert speed(tuple(plan.num_drafts)) >= 0.97 * min(speed(best), max(speed(best), speed((0, 0, 0)) * 1.02))
+        enough = MIN_GAIN / 0.97 * speed((0, 0, 0))
+        assert speed(tuple(plan.num_drafts)) >= (0.97 * speed(best) if speed(best) >= enough else speed((0, 0, 0)))
 
 
 def test_a_large_step_leaves_no_room_where_rows_are_dear() -> None:
@@ -134,8 +139,8 @@ def test_long_contexts_make_a_draft_cheap() -> None:
 
 
 def test_after_a_pause_one_request_tries_again_and_pauses_grow() -> None:
-    policy, request = AdaptiveDrafts(4, EACH_ROW), a_request()
-    judged(policy, request, 0.1)
+    policy, request = AdaptiveDrafts(4, CHEAP_ROWS), a_request()
+    judged(policy, request, 0.0)
     tried = [step for step in range(8 * FIRST_PAUSE) if any(policy.plan([request], 1).num_drafts)]
     assert tried[:PLAN_STEPS] == list(range(FIRST_PAUSE, FIRST_PAUSE + PLAN_STEPS))
     gaps = [after - before for before, after in pairwise(tried) if after - before > 1]
@@ -144,14 +149,32 @@ def test_after_a_pause_one_request_tries_again_and_pauses_grow() -> None:
 
 def test_every_second_try_draws_all_drafts() -> None:
     """One draft says whether the first is accepted, at the least cost; only all say what the later ones are worth."""
-    policy, request = AdaptiveDrafts(4, EACH_ROW), a_request()
+    policy, request = AdaptiveDrafts(4, CHEAP_ROWS), a_request()
+    judged(policy, request, 0.0)
     counts = []
-    for _ in range(20 * FIRST_PAUSE):
+    for _ in range(40 * FIRST_PAUSE):
         counts += policy.plan([request], 1).num_drafts
         if counts[-1]:
             policy.judged(request, counts[-1], 0)
     tries = [count for count, _ in groupby(counts) if count]
     assert tries == [4, 1, 4, 1, 4]
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_tries_cost_no_more_than_their_share(batch: int) -> None:
+    """Of a target that drafts for itself a try takes several times as long as the steps around it."""
+    policy = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 1 + 63 * 0.2}, 0.0, 1.0, 1.0))
+    requests = [a_request(str(i)) for i in range(batch)]
+    costs, drafted, extra = policy.costs, 0, 0.0
+    steps = 2000
+    for _ in range(steps):
+        counts = policy.plan(requests, batch).num_drafts
+        if count := max(counts):
+            policy.judged(requests[counts.index(count)], count, 0)
+            drafted += 1
+            extra += costs.draft(1, count) + costs.target(batch + count, 0) - costs.target(batch, 0)
+    assert drafted >= 2 * PLAN_STEPS
+    assert extra <= 1.1 * TRIES_SHARE * steps * costs.target(batch, 0)
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.5])
@@ -219,63 +242,91 @@ def test_a_measurement_that_was_disturbed_is_corrected() -> None:
     assert never_slower_with_fewer_rows({1: 9.0, 2: 2.0, 4: 3.0}) == {1: 2.0, 2: 2.0, 4: 3.0}
 
 
-def ran(policy: AdaptiveDrafts, request: Request, plain: float, drafted: float, turns: int = 100) -> None:
-    """Some steps without drafts and some with four in turn, each so many times as long as their costs."""
+def ran(policy: AdaptiveDrafts, request: Request, plain: float, extra: float, turns: int = 100) -> None:
+    """Some steps without drafts and some with four in turn: `plain` times as long as their costs, and what drafts add
+    another `extra` times."""
+    alone, drafts = policy.costs.target(1, 3), policy.costs.draft(1, 4) + policy.costs.target(5, 3)
     for _ in range(turns):
         for _ in range(COMPARED_STEPS):
-            policy.step_finished({}, 1, 3, plain * policy.costs.target(1, 3))
+            policy.step_finished({}, 1, 3, plain * alone)
         for _ in range(COMPARED_STEPS):
-            policy.step_finished({request: 4}, 5, 3, drafted * (policy.costs.target(5, 3) + policy.costs.draft(1, 4)))
+            policy.step_finished({request: 4}, 5, 3, plain * (alone + extra * (drafts - alone)))
 
 
-@pytest.mark.parametrize(
-    ("plain", "drafted", "pays"), [(1, 1, True), (3, 3, True), (1, 2.5, False), (0.5, 1.4, False), (2, 1, True)]
-)
-def test_drafts_stop_where_steps_with_them_take_longer_than_was_measured(
-    plain: float, drafted: float, pays: bool
-) -> None:
-    """What slows both down changes nothing."""
+@pytest.mark.parametrize(("plain", "extra", "pays"), [(1, 1, True), (3, 1, True), (1, 2.5, False), (0.5, 0.5, True)])
+def test_drafts_stop_where_they_add_more_than_was_measured(plain: float, extra: float, pays: bool) -> None:
+    """What slows both kinds of steps down changes nothing."""
     policy, request = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 10.0}, 0.0, 0.1, 0.1)), a_request()
     judged(policy, request, 0.6)
-    predicted = policy.plan([request], 1).speedups
-    ran(policy, request, plain, drafted)
+    ran(policy, request, plain, extra)
     policy._steps_left = policy._drafted_steps = 0
     plan = policy.plan([request], 1)
     assert bool(plan.num_drafts[0]) is pays
-    assert plan.speedups[1:] == pytest.approx([value * plain / drafted for value in predicted[1:]], rel=1e-3)
+    tokens = [1 + sum(plan.survival[0][:n]) for n in range(5)]
+    added = [extra * (n * 0.1 + policy.costs.target(1 + n, 0) - 1.0) for n in range(5)]
+    assert plan.speedups == pytest.approx([t / (1 + a) for t, a in zip(tokens, added, strict=True)], rel=1e-3)
+
+
+def test_what_drafts_add_is_right_for_any_number_of_them() -> None:
+    """Costs of a forward that are the same with and without drafts are overestimated, as of a long context; one ratio
+    of whole steps would be right for one number of drafts only."""
+    policy = AdaptiveDrafts(4, StepCosts({1: 1.0, 64: 64.0}, 0.01))
+    request = a_request()
+    for turn in range(200):
+        count = 1 + turn % 4
+        for _ in range(COMPARED_STEPS):
+            policy.step_finished({}, 1, 100, 1.0)  # measured: 2.0
+        for _ in range(COMPARED_STEPS):
+            policy.step_finished({request: count}, 1 + count, 100, 1.0 + count)
+    request.token_ids = [1] * 100
+    for count in range(1, 5):
+        assert policy._step_ratio(1, count, [request], 1) == pytest.approx(1 + count, rel=0.02)
 
 
 def test_steps_are_compared_with_those_just_before() -> None:
-    """The machine gets slower and slower; steps with drafts take a fifth longer than their costs say, all the time."""
+    """The machine gets slower and slower; drafts add a fifth of a step, all the time."""
     overhead, machine = DraftingOverhead(), 1.0
     for _ in range(60):
         for _ in range(100):
             machine *= 1.001
-            overhead.add(True, 1.2 * machine)
+            overhead.add(True, 1.2 * machine, 1.0, 0.1)
         for _ in range(COMPARED_STEPS):
-            overhead.add(False, machine)
+            overhead.add(False, machine, 1.0)
     assert machine > 100
-    assert overhead.ratio == pytest.approx(1.2, rel=0.05)
+    assert overhead.ratio == pytest.approx(2.0, rel=0.1)
 
 
 def test_the_first_steps_behind_a_change_count_for_nothing() -> None:
     overhead = DraftingOverhead()
     for has_drafts in (False, True) * 40:
+        extra = 0.5 if has_drafts else 0.0
         for _ in range(SETTLING_STEPS):
-            overhead.add(has_drafts, 9.0 if has_drafts else 5.0)
+            overhead.add(has_drafts, 9.0 if has_drafts else 5.0, 1.0, extra)
         for _ in range(8):
-            overhead.add(has_drafts, 1.0)
-    assert overhead.ratio == 1.0 and overhead.num_comparisons > 100
+            overhead.add(has_drafts, 1.0 + extra, 1.0, extra)
+    assert overhead.ratio == pytest.approx(1.0) and overhead.num_comparisons > 100
 
 
 def test_one_step_that_was_interrupted_changes_little() -> None:
     overhead = DraftingOverhead()
     for has_drafts in (False, True) * 20:
+        extra = 0.5 if has_drafts else 0.0
         for _ in range(COMPARED_STEPS):
-            overhead.add(has_drafts, 1.0)
-    for slowdown in (1.0, 1.0, 1e6, 1.0, 1.0, 1.0):
-        overhead.add(False, slowdown)
-    assert 0.9 < overhead.ratio < 1.1
+            overhead.add(has_drafts, 1.0 + extra, 1.0, extra)
+    for slowdown in (1.0, 1.0, 1.0, 1e6, 1.0, 1.0):
+        overhead.add(False, slowdown, 1.0)
+    assert 0.8 < overhead.ratio < 1.1
+    for slowdown in (1.0, 1.0, 1.0, 1e6, 1.0, 1.0):
+        overhead.add(True, 1.5 * slowdown, 1.0, 0.5)
+    assert 0.8 < overhead.ratio < 1.3
+
+
+def test_drafts_that_should_cost_nothing_say_nothing_about_a_ratio() -> None:
+    overhead = DraftingOverhead()
+    for has_drafts in (False, True) * 20:
+        for _ in range(COMPARED_STEPS):
+            overhead.add(has_drafts, 1.0, 1.0)
+    assert overhead.ratio == 1.0
 
 
 class SeenSteps(FixedDrafts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from minillm import LLM, SamplingParams
@@ -79,17 +80,23 @@ def test_a_step_is_told_to_the_method_that_drafted_and_without_drafts_to_both() 
     drafter.limits.update({one: (2, 0), other: (0, 2)})
     drafter.propose([one, other], [2, 2])
 
-    told: list[tuple[int, bool]] = []
+    told: list[tuple[int, bool, float, float, float]] = []
     for i, each in enumerate((policy.first, policy.second)):
-        each._overhead.add = lambda has_drafts, _, i=i: told.append((i, has_drafts))
+        each._overhead.add = lambda *step, i=i: told.append((i, *step))
+    dear = DEAR.draft(1, 2)
+    assert policy.drafting_seconds({one: 1, other: 2}) == dear and CHEAP.draft(1, 1) == 0
+    rows = {n: CHEAP.target(n, 0) for n in (3, 4, 5)}
     for drafts, expected in (
-        ({}, [(0, False), (1, False)]),
-        ({one: 2}, [(0, True)]),
-        ({other: 2}, [(1, True)]),
-        ({one: 1, other: 2}, []),
+        ({}, [(0, False, 9.0, rows[5], 0.0), (1, False, 9.0, rows[5], 0.0)]),
+        ({one: 2}, [(0, True, 9.0, rows[3], rows[5] - rows[3])]),
+        ({other: 2}, [(1, True, 9.0, rows[3], dear + rows[5] - rows[3])]),
+        (
+            {one: 1, other: 2},
+            [(0, True, 9.0 - dear, rows[4], rows[5] - rows[4]), (1, True, 9.0, rows[3], dear + rows[5] - rows[3])],
+        ),
     ):
-        policy.step_finished(drafts, 5, 0, 2.0)
-        assert told == expected
+        policy.step_finished(drafts, 5, 0, 9.0)
+        assert np.array(told) == pytest.approx(np.array(expected))
         told.clear()
 
 
