@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ablations_page import ablations
 from results import EARLIER, Result, is_of_bundled_weights, load, number, ratio, row_of, table_head
 from speculation_page import speculation
 
@@ -140,13 +141,14 @@ def section(part: Section) -> str:
 
 
 def _how(file: str, result: Result) -> str:
-    """Rounds, machine, versions and weights of a result."""
+    """Rounds, if there are any, machine, versions and weights of a result."""
     hardware, versions, config = result["hardware"]["cpu"], result["versions"], result["config"]
     threads = f"{config['threads']} thread{'s' * (config['threads'] != 1)} on " if "threads" in config else ""
     used = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     weights = "" if is_of_bundled_weights(file) else f" Measured {EARLIER}."
     machine = f"{threads}{hardware['name']} ({', '.join(hardware['simd'])})"
-    return f"{config['rounds']} rounds, {machine}. {used}.{weights} Results: `benchmarks/{file}.json`."
+    rounds = f"{config['rounds']} rounds, " if "rounds" in config else ""
+    return f"{rounds}{machine}. {used}.{weights} Results: `benchmarks/{file}.json`."
 
 
 def _table(part: Section, result: Result) -> str:
@@ -215,4 +217,4 @@ the median over pairs of runs of the same round, with the lowest and highest in 
 for its machine, and other work shared these machines, so the spreads are wide. A system has a line for each prompt
 length.
 """
-    return "\n".join([head, *map(section, parts), speculation(_how), kernels()])
+    return "\n".join([head, *map(section, parts), speculation(_how), ablations(_how), kernels()])

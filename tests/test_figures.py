@@ -102,6 +102,20 @@ def test_a_drafting_method_that_changes_tokens_is_named(
     assert "some tokens differ from plain decoding: heads (fp32)." in text
 
 
+def test_a_verdict_on_an_idea_that_no_longer_holds_is_not_written(
+    results: ModuleType, figures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = importlib.import_module("ablations_page")
+    changed = copy.deepcopy(results.load("ablations"))
+    for row in changed["rows"]:
+        if row["variant"] == "no sink":
+            row["tokens_per_round"]["greedy"] -= 1
+    assert "neither the sink" in page.ablations(lambda file, result: "")
+    monkeypatch.setattr(page, "load", lambda file: changed)
+    with pytest.raises(ValueError, match="says about self_sparse does not fit"):
+        page.ablations(lambda file, result: "")
+
+
 def test_a_result_of_other_weights_is_marked(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def marked() -> bool:
         return any("(earlier weights)" in line for line in figures.headline_table().splitlines() if "decoding" in line)

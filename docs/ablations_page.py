@@ -1,0 +1,96 @@
+"""The section of `docs/measured.md` on drafters with one idea left out: what each idea is worth, by method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from results import Result, load, table_head
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the paper of a method says, and what the figures here say about it."""
+
+    paper: str
+    verdict: str
+    holds: Callable[[dict[str, float]], bool]
+    """The condition of the verdict, on tokens per round at temperature 0 by variant."""
+
+
+PUBLISHED = {
+    "self_sparse": Published(
+        "MagicDec (Sadhukhan et al. 2024): 2.51× as fast as plain decoding, with 257 tokens in view",
+        "The window carries it. On these files neither the sink nor a choice by attention adds anything to it.",
+        lambda tau: (
+            max(tau[name] for name in ("no sink", "chosen by attention, and window")) < tau["sink and window"] + 0.15
+            and min(tau[name] for name in ("no sink", "chosen by attention, and window"))
+            > tau["sink and window"] - 0.15
+            and tau["chosen by attention, no window"] < 0.7 * tau["sink and window"]
+        ),
+    ),
+    "self_quant": Published(
+        "QuantSpec (Tiwari et al. 2025): over 90% accepted",
+        "Four bits in the weights lose nearly all that both lose at temperature 0; the cache alone loses less.",
+        lambda tau: (
+            tau["only the cache"] - 0.15 > tau["only the weights"] > tau["weights and cache in four bits"]
+            and tau["only the weights"] - tau["weights and cache in four bits"] < 0.1
+        ),
+    ),
+    "long": Published(
+        "LongSpec (Yang et al. 2025): up to 3.26× as fast as plain decoding",
+        "After so few tokens the variants do not differ.",
+        lambda tau: max(tau.values()) - min(tau.values()) < 0.1 and max(tau.values()) < 1.3,
+    ),
+    "spire": Published(
+        "SPIRe (Neelam et al. 2025): 3.40 tokens per round, MagicDec 3.89, a small draft 2.65",
+        "After so few tokens new blocks are ahead of copied ones. Feedback memory and the sparse mask change "
+        "nothing yet.",
+        lambda tau: (
+            tau["not from the target"] > tau["spire"] + 0.1
+            and max(abs(tau[name] - tau["spire"]) for name in ("no feedback memory", "no sparse mask")) < 0.05
+        ),
+    ),
+}
+HEADINGS = ("variant", "text", "draft 1", "draft 2", "draft 3", "draft 4", "tokens per round", "at temperature 1")
+
+
+def ablations(how: Callable[[str, Result], str]) -> str:
+    """The whole section. `how`: a sentence on how a result was measured. Raises `ValueError` where a verdict does not
+    fit the figures."""
+    result = load("ablations")
+    at = result["config"]
+    text = (
+        "The share of drafts that is accepted at each position, of those that are judged, at temperature 0; then what "
+        "a round with all drafts gains. The drafters in the engine write "
+        f"{at['new_tokens']} tokens after each of {at['prompts']} long files. The trained ones are judged on held-out "
+        "code. Their variants are trained alike and shorter than the bundled drafters, so compare them with each other."
+    )
+    parts = [_part(method, result) for method in dict.fromkeys(row["method"] for row in result["rows"])]
+    return "\n".join(
+        [
+            "## Drafters with one idea left out\n",
+            text,
+            "",
+            *parts,
+            "`minillm bench ablations`, " + how("ablations", result) + "\n",
+        ]
+    )
+
+
+def _part(method: str, result: Result) -> str:
+    rows = [row for row in result["rows"] if row["method"] == method]
+    tau = {row["variant"]: row["tokens_per_round"]["greedy"] for row in reversed(rows)}
+    published = PUBLISHED[method]
+    if not published.holds(tau):
+        raise ValueError(
+            f"what docs/ablations_page.py says about {method} does not fit benchmarks/ablations.json: {tau}"
+        )
+    tokens = rows[0]["trained_tokens"]
+    head = f"`{method}`" + (f", each variant trained on {tokens:,} tokens" if tokens else "")
+    lines = [f"{head}. {published.verdict} Quoted: {published.paper}.\n", *table_head(list(HEADINGS))]
+    for row in rows:
+        rates = ["sure"] * row["sure_drafts"] + [f"{rate:.0%}" for rate in row["greedy"]]
+        gained = [f"{row['tokens_per_round'][kind]:.2f}" for kind in ("greedy", "sampled")]
+        lines.append(f"| {' | '.join([row['variant'], row['text'], *rates, *gained])} |")
+    return "\n".join(lines) + "\n"
