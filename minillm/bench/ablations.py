@@ -122,16 +122,16 @@ def run(
         if name not in known:
             raise ConfigError(f"there are no ablations of {name!r} here; there are those of {', '.join(known)}")
     chosen = [name for name in known if not methods or name in methods]
-    found: list[AblationRow] = []
+    texts, found = slice_prompts()[TEXT][:prompts], list[AblationRow]()
     todo = [(name, *variant) for name in chosen for variant in VARIANTS.get(name, {}).items()]
     for name, variant, options in tqdm(todo, desc="measuring", unit=" variants"):
-        found.append(_measured(model, name, variant, options, drafts, slice_prompts()[TEXT][:prompts], new_tokens))
+        found.append(_measured(model, name, variant, options, drafts, texts, new_tokens))
     for name in chosen:
         found += trained.get(name, [])
     config = {
         "model": model,
         "num_speculative_tokens": drafts,
-        "prompts": prompts,
+        "prompts": len(texts),
         "new_tokens": new_tokens,
         "device": "cpu",
         "dtype": "float32",

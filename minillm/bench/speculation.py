@@ -54,7 +54,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "staged": {"method": "staged", "model": None},
     "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
-    "suffix, else draft_model": {
+    "suffix or draft_model": {
         "method": "suffix",
         "suffix_decoding_max_cached_requests": 0,
         "fallback": {"method": "draft_model", "model": None},

@@ -14,7 +14,8 @@ from rich.console import Console
 from minillm.bench import shapes
 from minillm.bench.draft_counts import Counts
 from minillm.bench.harness import Row
-from minillm.bench.speculation import PLAIN, SliceRun, run, slice_prompts, table
+from minillm.bench.speculation import METHODS, PLAIN, SliceRun, run, slice_prompts, table
+from minillm.commands.bench import names
 from minillm.errors import ConfigError
 from minillm.trace import DraftProposed, Event, StepFinished, StepRan, TokensCommitted, Work
 from minillm.training.slice_prompts import SLICES
@@ -26,6 +27,11 @@ def test_every_slice_has_prompts() -> None:
     found = slice_prompts()
     assert list(found) == list(SLICES)
     assert all(len(prompts) >= 4 and len(set(prompts)) == len(prompts) for prompts in found.values())
+
+
+def test_every_method_can_be_asked_for_by_name() -> None:
+    """`--methods` takes a list with commas."""
+    assert names(",".join(METHODS)) == list(METHODS)
 
 
 def test_each_method_is_compared_with_plain_decoding_and_gives_its_tokens(tiny: TinyPair) -> None:
