@@ -81,7 +81,9 @@ def ablations(how: Callable[[str, Result], str]) -> str:
 def _part(method: str, result: Result) -> str:
     rows = [row for row in result["rows"] if row["method"] == method]
     tau = {row["variant"]: row["tokens_per_round"]["greedy"] for row in reversed(rows)}
-    published = PUBLISHED[method]
+    published = PUBLISHED.get(method)
+    if published is None:
+        raise ValueError(f"docs/ablations_page.py says nothing about {method}; add what its paper says, and a verdict")
     if not published.holds(tau):
         raise ValueError(
             f"what docs/ablations_page.py says about {method} does not fit benchmarks/ablations.json: {tau}"

@@ -38,7 +38,7 @@ def _head(result: Result, rows: Sequence[Result]) -> str:
         f"{at['num_speculative_tokens']} drafts per round, greedy, {at['new_tokens']} new tokens, over plain decoding "
         f"of the same weights in the same run, on {len(slices)} kinds of text: {', '.join(slices)}. {equal} Speed-ups "
         "are means over the kinds of text, with the lowest and the highest in brackets. `adaptive`, the default, "
-        "drafts as many tokens as it predicts to pay."
+        f"drafts as many tokens as it predicts to pay. Measured at revision `{result['revision']}`."
     )
 
 

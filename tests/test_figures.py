@@ -114,6 +114,9 @@ def test_a_verdict_on_an_idea_that_no_longer_holds_is_not_written(
     monkeypatch.setattr(page, "load", lambda file: changed)
     with pytest.raises(ValueError, match="says about self_sparse does not fit"):
         page.ablations(lambda file, result: "")
+    changed["rows"][0]["method"] = "prompt_tokens"
+    with pytest.raises(ValueError, match="says nothing about prompt_tokens"):
+        page.ablations(lambda file, result: "")
 
 
 def test_a_result_of_other_weights_is_marked(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

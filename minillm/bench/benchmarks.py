@@ -35,7 +35,7 @@ BENCHMARKS = {
     "zoo": "every lossy cache technique at equal bytes: perplexity, KL, recall from far back, tokens per second",
 }
 """Name → a short description."""
-MODULES = {"batch": "batching", "serve": "serving", "completion": "keystrokes"}
+MODULES = {"ablations": "drafter_ablations", "batch": "batching", "serve": "serving", "completion": "keystrokes"}
 """Benchmarks whose module has a different name."""
 
 

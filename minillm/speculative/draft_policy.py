@@ -222,7 +222,7 @@ class AdaptiveDrafts:
 
     def _latest_try_paid(self, requests: Sequence[Request], num_rows: int) -> bool:
         """Whether all `requests` would gain from drafts that are accepted as often as those of the try that has just
-        ended: then the next one follows at once."""
+        ended: then the next one follows at once. A try is judged only once."""
         tried, self._tried = self._tried, None
         if not tried:
             return False

@@ -91,7 +91,7 @@ class DraftingOverhead:
     Other programs and the processor's clock change from second to second how long every step takes. So steps with
     drafts are compared with the steps without drafts just before or behind them:
 
-        added   =  time with drafts / time without - 1         both per second that they should take without drafts
+        added   =  time with drafts / time without - 1         each in multiples of what it should take without drafts
         ratio   =  mean of added / mean of what should be added
 
     Dividing means, not taking the mean of quotients, lets a step with many drafts say more than one with a single

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,5 +69,16 @@ def test_a_committed_result_is_of_the_bundled_weights(file: Path) -> None:
 
 @pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.json")), ids=lambda file: file.stem)
 def test_a_committed_result_names_no_folder_of_a_machine(file: Path) -> None:
-    texts = re.findall(r'"((?:[^"\\\\]|\\\\.)*)"', file.read_text(encoding="utf-8"))
-    assert not [text for text in texts if re.match(r"~?/|[A-Za-z]:\\\\", text)]
+    texts = list(_strings(json.loads(file.read_text(encoding="utf-8"))))
+    assert texts and not [text for text in texts if re.match(r"~?/|[A-Za-z]:\\", text)]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _strings(list(pair))
+    elif isinstance(value, list):
+        for each in value:
+            yield from _strings(each)

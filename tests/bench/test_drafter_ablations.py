@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from minillm import LLM
-from minillm.bench import ablations
-from minillm.bench.ablations import VARIANTS, AblationRow, run, table
+from minillm.bench import drafter_ablations as ablations
+from minillm.bench.drafter_ablations import VARIANTS, AblationRow, run, table
 from minillm.errors import ConfigError
 from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.request import Request
