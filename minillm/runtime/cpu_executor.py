@@ -37,7 +37,7 @@ FORMATS: dict[str, Callable[[Sequence[Tensor]], Rows]] = {
 }
 """Format of `StoredRows` → a function that turns its tensors into arrays. They share the memory of the cache."""
 NO_DRAFTS = np.empty((0, 0), np.int64)
-NO_QUERIES = torch.empty(0)
+NO_QUERIES = np.empty(0, np.float32)
 
 
 def unsupported_reason(model: Decoder, cache: KVCache) -> str | None:
@@ -89,6 +89,8 @@ class CpuExecutor:
             p.layers, p.matrices, p.vectors, p.weights, p.head, p.embedding, p.cos, p.signed_sin
         )
         self.vocab_size = config.vocab_size
+        self.num_outputs = int(p.matrices[-1, OUTPUTS])
+        """Width of a row of logits, padding included."""
         self.dims = _dims(self.packed, config, block_size, rows)
         self.keys, self.values = FORMATS[rows.format](rows.keys), FORMATS[rows.format](rows.values)
         self.launcher = Launcher(step.run, step.run_together)
@@ -111,7 +113,7 @@ class CpuExecutor:
         """See `ModelRunner.run_observed`."""
         num_layers, *heads = self.query_shape
         queries = torch.empty(num_layers, len(rows), *heads)
-        logits = self._run(segments, NO_DRAFTS, rows, queries)
+        logits = self._run(segments, NO_DRAFTS, rows, queries.numpy().reshape(-1))
         return ObservedStep(logits[:, : self.vocab_size], self._last_hidden(segments, len(logits)), queries)
 
     def _last_hidden(self, segments: Sequence[Segment], count: int) -> Tensor:
@@ -133,7 +135,7 @@ class CpuExecutor:
         return drafted.tolist()
 
     def _run(
-        self, segments: Sequence[Segment], drafted: np.ndarray, observed: Sequence[int], queries: Tensor
+        self, segments: Sequence[Segment], drafted: np.ndarray, observed: Sequence[int], queries: np.ndarray
     ) -> Tensor:
         token_ids, tables, requests, wanted = [], [], [], logit_rows(segments)
         for s in segments:
@@ -148,16 +150,19 @@ class CpuExecutor:
         kind = len(token_ids).bit_length(), drafted.shape[1]
         threads = self.launcher.threads(kind)
         self._make_room(len(token_ids), threads)
-        logits = torch.empty((len(wanted), int(self.weights.matrices[-1, OUTPUTS])))
+        logits = torch.empty((len(wanted), self.num_outputs))
         inputs = step.Inputs(
-            *(np.array(x, np.int64) for x in (token_ids, requests, tables)),
+            np.array(token_ids, np.int64),
+            np.array(requests, np.int64),
+            np.array(tables, np.int64),
             tree,
-            *(np.array(x, np.int64) for x in (wanted, observed)),
+            np.array(wanted, np.int64),
+            np.array(observed, np.int64),
         )
         scratch = step.Scratch(self.scratch, self.codes, self.thread_size)
         self.launcher.launch(
             kind, threads, drafted, self.dims, self.weights, self.keys, self.values, inputs, scratch,
-            logits.numpy().reshape(-1), queries.numpy().reshape(-1),
+            logits.numpy().reshape(-1), queries,
         )  # fmt: skip
         return logits
 

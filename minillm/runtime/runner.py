@@ -118,22 +118,22 @@ class ModelRunner:
             return None, f"{package} cannot be imported ({problem})"
         return import_module(module), None
 
-    @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Run one forward. Returns `[sum of num_logits, vocab]` in the order of `segments`."""
         if (executor := self._executor_for(segments)) is not None:
             return executor.run(segments)
-        return self.model.logits(self._hidden(segments, self.cache))
+        with torch.inference_mode():
+            return self.model.logits(self._hidden(segments, self.cache))
 
-    @torch.inference_mode()
     def run_observed(self, segments: Sequence[Segment], rows: Sequence[int] = ()) -> ObservedStep:
         """As `run`. Also returns the hidden states of which it returns logits, and the queries of the step's tokens
         `rows`."""
         if (executor := self._executor_for(segments)) is not None:
             return executor.run_observed(segments, rows)
         recorder = QueryRecorder(self.cache, rows)
-        hidden = self._hidden(segments, recorder)
-        return ObservedStep(self.model.logits(hidden), hidden, torch.stack(recorder.queries))
+        with torch.inference_mode():
+            hidden = self._hidden(segments, recorder)
+            return ObservedStep(self.model.logits(hidden), hidden, torch.stack(recorder.queries))
 
     def _executor_for(self, segments: Sequence[Segment]) -> Executor | None:
         """The executor, unless it cannot run these segments."""
