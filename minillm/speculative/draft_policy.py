@@ -21,8 +21,8 @@ from minillm.speculative.step_costs import COMPARED_STEPS, DraftingOverhead, Ste
 
 MIN_GAIN = 1.05
 """Speed-up, as predicted, below which nothing is drafted: a prediction is not better than this."""
-PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 16
-"""Steps of the same requests that a decision holds for, with drafts and without: acceptance changes slowly, and
+PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 64
+"""Steps of the same requests that a decision holds for, with drafts and at most without: acceptance changes slowly, and
 deciding takes time."""
 PLAIN_STEPS = COMPARED_STEPS
 """So many steps go without drafts now and then, so that both are known under the same conditions."""
@@ -172,7 +172,8 @@ class AdaptiveDrafts:
         else:
             found = self._decide(requests, num_rows)
             self._work, self._counts = work, found.num_drafts
-            self._steps_left = PLAN_STEPS if any(self._counts) else IDLE_PLAN_STEPS
+            until_try = min(max(1, self._pause - self._idle_steps), IDLE_PLAN_STEPS)
+            self._steps_left = PLAN_STEPS if any(self._counts) else until_try
         self._steps_left -= 1
         if any(self._counts):
             self._idle_steps = 0

@@ -6,7 +6,8 @@
                                      └─ b ─── …
 
 A level costs one forward of the draft model over the last committed token and the whole tree so far. These are only a
-few tokens, so the tree need not be kept in the draft's cache.
+few tokens, so the tree need not be kept in the draft's cache. If all trees of a step are chains of argmaxes, they are
+drafted as `draft_model` drafts them, each draft over the cached ones before it.
 
 Children of a node are the draft model's top-k: deterministic, so the exact rule accepts a draft x with probability
 p(x); after a rejection, its siblings are judged against the residual of p. (SpecInfer: Miao et al. 2024.) With
@@ -72,19 +73,23 @@ class DraftTreeDrafter(DraftModelDrafter):
 
     def judged(self, request: Request, draft: Draft, verdict: Verdict) -> None:
         """See `Drafter.judged`."""
-        if isinstance(self.shapes, MeasuredShapes) and draft.parents is not None:
+        if not isinstance(self.shapes, MeasuredShapes):
+            return
+        if draft.parents is None:
+            self.shapes.judged(request, range(-1, len(draft.token_ids) - 1), range(verdict.num_accepted))
+        else:
             self.shapes.judged(request, draft.parents, verdict.path or ())
 
     def _shape_for(self, request: Request) -> TreeShape:
         return self.shapes if isinstance(self.shapes, TreeShape) else self.shapes.shape_for(request)
 
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        shapes = [self._shape_for(request).cut(most) for request, most in zip(requests, num_drafts, strict=True)]
+        if self.is_greedy(requests) and all(shape.is_chain for shape in shapes):
+            return super()._propose(requests, [shape.num_nodes for shape in shapes])
         for request in requests:
             self.num_computed_tokens(request)
-        trees = [
-            DraftTree(request, self._shape_for(request).cut(most))
-            for request, most in zip(requests, num_drafts, strict=True)
-        ]
+        trees = [DraftTree(request, shape) for request, shape in zip(requests, shapes, strict=True)]
         logits = self._catch_up(requests)
         growing = trees
         while growing:

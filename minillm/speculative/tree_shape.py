@@ -69,6 +69,11 @@ class TreeShape:
         return len(self.parents)
 
     @cached_property
+    def is_chain(self) -> bool:
+        """Whether no node has a sibling."""
+        return self.parents == tuple(range(-1, self.num_nodes - 1))
+
+    @cached_property
     def depths(self) -> list[int]:
         """The depth of each node; 0 for children of the root."""
         depths: list[int] = []

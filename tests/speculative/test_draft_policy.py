@@ -378,16 +378,27 @@ def test_now_and_then_a_step_goes_without_drafts() -> None:
         policy.step_finished({seeded: 4}, 5, 3, 1.0)
 
 
+def test_a_decision_against_drafts_holds_until_the_next_try_but_not_for_ever() -> None:
+    policy, request = AdaptiveDrafts(4, EACH_ROW), a_request()
+    judged(policy, request, 0.1)
+    plans = [policy.plan([request], 1) for _ in range(16 * FIRST_PAUSE)]
+    against = [step for step, plan in enumerate(plans) if plan.speedups and not any(plan.num_drafts)]
+    tries = [step for step, plan in enumerate(plans) if plan.speedups and any(plan.num_drafts)]
+    assert against[0] == 0 and tries[0] == FIRST_PAUSE
+    gaps = [after - before for before, after in pairwise(sorted([*against, *tries]))]
+    assert max(gaps) == IDLE_PLAN_STEPS and len(gaps) < 24
+
+
 def test_a_step_is_shown_to_the_drafter_if_the_next_may_draft() -> None:
     policy, request, seeded = AdaptiveDrafts(4, EACH_ROW), a_request(), a_request("seeded", temperature=1.0, seed=3)
     assert policy.may_draft_next([request])
     judged(policy, request, 0.1)
     shown = []
-    for _ in range(IDLE_PLAN_STEPS):
+    for _ in range(FIRST_PAUSE):
         policy.plan([request], 1)
         shown.append(policy.may_draft_next([request]))
         assert policy.may_draft_next([request, seeded])
-    assert shown == [False] * (IDLE_PLAN_STEPS - 1) + [True]
+    assert shown == [False] * (FIRST_PAUSE - 1) + [True]
     eager = AdaptiveDrafts(4, FREE_ROWS)
     assert all(eager.plan([request], 1) and eager.may_draft_next([request]) for _ in range(9))
 

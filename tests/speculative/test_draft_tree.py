@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from minillm import LLM, SamplingParams
 from minillm.batch import Segment
 from minillm.errors import DraftError, UnsupportedError
 from minillm.request import Request
-from minillm.speculative.draft_tree import DraftTree
+from minillm.speculative.draft_tree import DraftTree, DraftTreeDrafter
 from minillm.speculative.drafter import Draft, Drafter
 from minillm.speculative.tree_shape import TreeShape
 from minillm.trace import BlocksShared, DraftProposed, RequestPreempted, StepRan, TokensCommitted
@@ -65,6 +66,33 @@ def test_a_target_that_drafts_for_itself_reaches_a_leaf_every_time(tiny: TinyPai
         assert tokens(llm) == tokens(LLM(target, enforce_eager=eager))
     whole = [e for e in trace.of(TokensCommitted) if e.num_drafts == 14]
     assert whole and all(e.num_accepted == 3 and e.origins[-1] == "bonus" for e in whole)
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["pytorch", "compiled"])
+def test_a_tree_without_siblings_is_drafted_as_a_chain(
+    tiny: TinyPair, eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = (str(tiny.target), str(tiny.draft)) if eager else ("minicoder", "minicoder-draft")
+    monkeypatch.setattr(DraftTreeDrafter, "_grow", None)
+    llm = LLM(target, speculative_config=tree(draft, (1, 1, 1)), enforce_eager=eager)
+    chain = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+    with llm.trace() as trace:
+        assert tokens(llm) == tokens(LLM(target, enforce_eager=eager))
+    with (other := LLM(target, speculative_config=chain, enforce_eager=eager)).trace() as chains:
+        tokens(other)
+    drafted = [(e.request_id, e.token_ids, e.parents) for e in trace.of(DraftProposed)]
+    assert drafted == [(e.request_id, e.token_ids, e.parents) for e in chains.of(DraftProposed)]
+
+
+def test_chains_and_trees_take_turns(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain leaves drafts in the draft's cache, a tree does not, and a step with both drafts trees."""
+    llm = LLM(str(tiny.target), speculative_config=tree(tiny.draft))
+    turns = cycle([(1, 1, 1)] * 5 + [(2, 2)] * 4 + [(1, 1)] * 4 + [(1, 2), (3,)])
+    monkeypatch.setattr(DraftTreeDrafter, "_shape_for", lambda *_: TreeShape.from_branching(next(turns)))
+    with llm.trace() as trace:
+        assert tokens(llm) == tokens(LLM(str(tiny.target)))
+    parents = [e.parents for e in trace.of(DraftProposed)]
+    assert parents.count(None) > 10 and len(parents) - parents.count(None) > 10
 
 
 @pytest.mark.parametrize("sampled", [False, True])
