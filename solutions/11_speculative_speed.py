@@ -620,7 +620,7 @@ class MyDrafts(AdaptiveDrafts):
         seconds = [self.costs.target(num_rows + m, 0) + m * self.costs.next_draft for m in range(most + 1)]
         return DraftPlan(my_choose(survival, seconds), survival, drafting.speedups(survival, seconds))
 
-    def ran(self, drafts, num_rows, num_context, seconds):
+    def step_finished(self, drafts, num_rows, num_context, seconds):
         """The prices are stated: nothing is learnt from the clock."""
 
 

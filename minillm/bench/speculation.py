@@ -10,6 +10,7 @@ says what the slices are). Prompts come from the prefix cache, so decoding is me
     c, v          seconds of a round's drafting and of the rest of it, over those of a plain step             measured
     predicted     τ over the mean cost of a step, which is c + v with drafts and 1 without                   modelled
 
+Plain decoding also runs a second time in each round, between the methods: how far its ratio is from 1 is noise.
 With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of the rounds with
 drafts of all runs, without the shortest and longest twentieth of them. A shape with random weights has a draft of
 random weights, too, and drafts are accepted at given rates.
@@ -45,7 +46,7 @@ SHORTEST_PROMPT = 16
 """The last tokens of a prompt of which a run leaves at least so many, if the completion needs the room."""
 WEIGHTS = {"fp32": None, "int8": "int8", "w8a8": "w8a8"}
 BATCHES = (1, 4, 16)
-PLAIN = "plain"
+PLAIN, AGAIN = "plain", "plain, again"
 TRAINED = ("heads", "prompt_tokens", "spire", "long")
 """Methods with weights that were trained for one target."""
 METHODS: dict[str, dict[str, Any]] = {
@@ -187,14 +188,17 @@ def _engines(
     drafts: int,
     given: Mapping[str, Any],
 ) -> dict[str, LLM]:
-    """Plain decoding and every method, with a fixed and with an adaptive number of drafts. `given`: options of each."""
+    """Plain decoding, twice, and every method, with a fixed and with an adaptive number of drafts. `given`: options of
+    each."""
     from minillm import LLM
 
     def engine(speculative: dict[str, Any] | None) -> LLM:
         return LLM(model, device="cpu", quantization=quantization, speculative_config=speculative, **given)
 
     engines = {PLAIN: engine(None)}
-    for name, options in methods.items():
+    for place, (name, options) in enumerate(methods.items()):
+        if place == len(methods) // 2:
+            engines[AGAIN] = engines[PLAIN]
         if draft is None and None in (options.get("model", ""), options.get("fallback", {}).get("model", "")):
             continue
         options = _with_draft(options, draft, quantization)

@@ -156,8 +156,9 @@ class Engine:
         if hidden is not None:
             self._pass_hidden_to_drafter(last_rows, advanced, hidden)
         finished = time.perf_counter()
-        if self.scheduler.draft_policy is not None and all(part.kind != "prefill" for part in work):
-            _tell_duration(self.scheduler.draft_policy, scheduled, finished - began)
+        policy, was_planned = self.scheduler.draft_policy, not self.scheduler.steps_since_plan
+        if policy is not None and was_planned and all(part.kind != "prefill" for part in work):
+            _tell_duration(policy, scheduled, finished - began)
         self.emit(StepFinished(self.num_steps, finished - began, drafted - planned, ran - drafted, self.pool.num_free))
         return [request for request in advanced if request is not None]
 

@@ -130,6 +130,10 @@ class Scheduler:
         """Decides how many drafts each request gets; None: no speculation."""
         self.disable_by_batch_size: int | None = None
         """With more requests than this, running and waiting, none gets drafts; None: no limit."""
+        self.steps_since_plan = 0
+        """Steps since the draft policy was asked, because its plan, to draft nothing, holds. It is not told of them."""
+        self._steps_to_plan = 0
+        """How many more steps the plan holds for."""
         self.emit = emit
         self.copy_blocks = copy_blocks
         self.on_drop: Callable[[Request], None] = _ignore
@@ -147,6 +151,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request."""
         request.arrival = next(self._arrivals)
+        self._steps_to_plan = 0
         insort(self.waiting, request, key=self.rank)
 
     def schedule(self) -> list[Scheduled]:
@@ -259,11 +264,20 @@ class Scheduler:
         limit = self.disable_by_batch_size
         if self.draft_policy is None or (limit is not None and len(self.running) + len(self.waiting) > limit):
             return {}
+        if self._steps_to_plan:
+            self._steps_to_plan -= 1
+            self.steps_since_plan += 1
+            return {}
         decoding = [request for request in self.running if request.is_decoding]
         if not decoding:
             return {}
         new = sum(request.num_new_tokens for request in [*self.running, *self.waiting])
+        if self.steps_since_plan:
+            self.draft_policy.plan_held(self.steps_since_plan)
+            self.steps_since_plan = 0
         plan = self.draft_policy.plan(decoding, min(new, self.config.max_num_batched_tokens))
+        if len(decoding) == len(self.running) and not self.waiting:
+            self._steps_to_plan = plan.num_steps - 1
         if plan.speedups:
             ids = [request.request_id for request in decoding]
             self.emit(DraftsPlanned(ids, plan.num_drafts, plan.survival, plan.speedups))
@@ -342,6 +356,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _drop(self, request: Request) -> None:
+        self._steps_to_plan = 0
         request.drop_cache()
         self.on_drop(request)
 

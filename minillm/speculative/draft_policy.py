@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from minillm.request import Request
-from minillm.speculative.step_costs import COMPARED_STEPS, DraftingOverhead, StepCosts
+from minillm.speculative.step_costs import COMPARED_STEPS, SETTLING_STEPS, DraftingOverhead, StepCosts
 
 MIN_GAIN = 1.05
 """Speed-up, as predicted, below which nothing is drafted: a prediction is not better than this."""
@@ -26,6 +26,9 @@ PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 64
 deciding takes time."""
 PLAIN_STEPS = COMPARED_STEPS
 """So many steps go without drafts now and then, so that both are known under the same conditions."""
+BEFORE_DECISION = COMPARED_STEPS + SETTLING_STEPS
+"""The last steps before the next decision of those that go without drafts: the policy is asked and told about them
+again, so that a try is compared with them."""
 FIRST_PLAIN, PLAIN_EVERY = 8, 128
 """After how many steps with drafts they do: at first soon, then twice as many every time."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 2048
@@ -48,6 +51,8 @@ class DraftPlan:
     speedups: list[float] = field(default_factory=list)
     """`speedups[m]`: predicted tokens per second with the m most promising drafts of all requests, as a multiple of
     plain decoding. Empty: nothing was predicted."""
+    num_steps: int = 1
+    """Steps that it holds for while the same requests decode and no other comes. More than one only without drafts."""
 
 
 class DraftPolicy(Protocol):
@@ -56,12 +61,15 @@ class DraftPolicy(Protocol):
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """Decide for the decoding `requests`. `num_rows`: tokens of the step without any drafts, prefills included."""
 
+    def plan_held(self, num_steps: int) -> None:
+        """Called before `plan` if the plan before it, to draft nothing, held for so many further steps."""
+
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Called with each verdict on at least one draft."""
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
-        """Called after each step that computed no prompt, and either has drafts or was not to have any: others take
-        longer for other reasons.
+        """Called after each step that was planned, computed no prompt, and either has drafts or was not to have any:
+        others take longer for other reasons.
 
         `drafts`: the number of drafts of the requests that had any; `num_rows`: all rows of the forward; `num_context`:
         tokens that its requests had in the cache; `seconds`: of the whole step."""
@@ -83,6 +91,9 @@ class FixedDrafts:
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
         return DraftPlan([self.num_drafts] * len(requests))
+
+    def plan_held(self, num_steps: int) -> None:
+        """See `DraftPolicy.plan_held`."""
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""
@@ -179,7 +190,15 @@ class AdaptiveDrafts:
             self._idle_steps = 0
         else:
             self._idle_steps, self._drafted_steps = self._idle_steps + 1, 0
+            if not self._overhead.compares:
+                return replace(found, num_steps=max(1, self._steps_left + 1 - BEFORE_DECISION))
         return found
+
+    def plan_held(self, num_steps: int) -> None:
+        """See `DraftPolicy.plan_held`."""
+        self._idle_steps += num_steps
+        self._steps_left -= num_steps
+        self._overhead.resume()
 
     def _goes_without(self, requests: Sequence[Request]) -> bool:
         """Whether this step is one of those that go without drafts now and then."""

@@ -22,11 +22,17 @@ class FallbackDrafts:
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`. The plan has room for the longer of the two drafts of a request, and the predictions
         of the method that is predicted to gain more."""
-        plans = self.first.plan(requests, num_rows), self.second.plan(requests, num_rows)
+        plans = [policy.plan(requests, num_rows) for policy in (self.first, self.second)]
         limits = list(zip(*(plan.num_drafts for plan in plans), strict=True))
         self.drafter.limits.update(zip(requests, limits, strict=True))
         better = max(plans, key=lambda plan: max(plan.speedups, default=0.0))
-        return DraftPlan(list(map(max, limits)), better.survival, better.speedups)
+        num_steps = min(plan.num_steps for plan in plans)
+        return DraftPlan(list(map(max, limits)), better.survival, better.speedups, num_steps)
+
+    def plan_held(self, num_steps: int) -> None:
+        """See `DraftPolicy.plan_held`."""
+        for policy in (self.first, self.second):
+            policy.plan_held(num_steps)
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """See `DraftPolicy.judged`."""

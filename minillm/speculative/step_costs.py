@@ -115,6 +115,15 @@ class DraftingOverhead:
         """1 before anything was compared."""
         return max(self._added / self._expected, LEAST_RATIO) if self._expected else 1.0
 
+    @property
+    def compares(self) -> bool:
+        """Whether the next step, if it is of the present kind, is compared with those before the change."""
+        return self._before is not None and self._num_steps < COMPARED_STEPS
+
+    def resume(self) -> None:
+        """Begin the means anew, after steps that were not counted."""
+        self._before, self._num_steps = None, SETTLING_STEPS
+
     def add(self, has_drafts: bool, seconds: float, plain: float, extra: float = 0.0) -> None:
         """Count a step. `plain`: seconds that it should take without drafts; `extra`: what its drafts should add."""
         step = seconds / plain, extra / plain

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise, product
 
 import pytest
@@ -20,6 +20,7 @@ from minillm.speculative.draft_policy import (
     PLAN_STEPS,
     TRIES_SHARE,
     AdaptiveDrafts,
+    DraftPlan,
     FixedDrafts,
 )
 from minillm.speculative.step_costs import (
@@ -387,6 +388,77 @@ def test_a_decision_against_drafts_holds_until_the_next_try_but_not_for_ever() -
     assert against[0] == 0 and tries[0] == FIRST_PAUSE
     gaps = [after - before for before, after in pairwise(sorted([*against, *tries]))]
     assert max(gaps) == IDLE_PLAN_STEPS and len(gaps) < 24
+
+
+def test_a_policy_that_is_asked_only_where_its_plans_end_tries_at_the_same_steps() -> None:
+    def tries(heeds_num_steps: bool) -> tuple[list[int], int]:
+        policy, request = AdaptiveDrafts(4, EACH_ROW), a_request()
+        judged(policy, request, 0.1)
+        drafted, held, skipped, num_asked = [], 0, 0, 0
+        for step in range(40 * FIRST_PAUSE):
+            if held:
+                held, skipped = held - 1, skipped + 1
+                continue
+            if skipped:
+                policy.plan_held(skipped)
+            plan, skipped, num_asked = policy.plan([request], 1), 0, num_asked + 1
+            held = plan.num_steps - 1 if heeds_num_steps else 0
+            policy.step_finished({request: 1} if any(plan.num_drafts) else {}, 1 + sum(plan.num_drafts), 3, 1.0)
+            if any(plan.num_drafts):
+                drafted.append(step)
+                assert plan.num_steps == 1
+        return drafted, num_asked
+
+    (asked_always, _), (asked_seldom, num_asked) = tries(False), tries(True)
+    assert asked_seldom == asked_always and asked_always
+    assert num_asked < 10 * FIRST_PAUSE
+
+
+def test_the_policy_is_asked_again_once_its_plan_ends_or_requests_come_or_go(tiny: TinyPair) -> None:
+    class Holding(FixedDrafts):
+        """Plans nothing, for ten steps."""
+
+        def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
+            log.append(len(requests))
+            return DraftPlan([0] * len(requests), num_steps=10)
+
+        def plan_held(self, num_steps: int) -> None:
+            held.append(num_steps)
+
+        def step_finished(self, *_: object) -> None:
+            log.append("told")
+
+    log, held = list[object](), list[int]()
+    llm = LLM(str(tiny.target), speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    engine.scheduler.draft_policy = Holding(2)
+    [first] = llm.submit(["def add(a, b):"], params)
+    engine.step()  # the prompt: there is nothing to plan
+    for _ in range(22):
+        engine.step()
+    assert log == [1, "told"] * 3 and held == [9, 9]  # the steps 1, 11 and 21 that decode
+    [second] = llm.submit(["for line in"], params)
+    engine.step()  # plans for the first alone, beside the prompt of the second
+    assert log[6:] == [1] and held == [9, 9, 1]
+    engine.step()
+    assert log[7:] == [2, "told"]
+    engine.step()
+    engine.abort(second.request_id)
+    engine.step()
+    assert log[9:] == [1, "told"] and held == [9, 9, 1, 1]
+    engine.abort(first.request_id)
+
+
+def test_after_steps_that_were_not_counted_a_mean_begins_anew() -> None:
+    overhead = DraftingOverhead()
+    for _ in range(50):
+        overhead.add(False, 1.0, 1.0)
+    overhead.resume()
+    for _ in range(COMPARED_STEPS):
+        overhead.add(False, 3.0, 1.0)  # the machine has become slower
+    for _ in range(COMPARED_STEPS):
+        overhead.add(True, 6.0, 1.0, 1.0)
+    assert overhead.ratio == pytest.approx(1.0)
 
 
 def test_a_step_is_shown_to_the_drafter_if_the_next_may_draft() -> None:

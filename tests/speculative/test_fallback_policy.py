@@ -54,6 +54,19 @@ def test_a_method_that_does_not_pay_leaves_the_other_alone() -> None:
     assert drafter.second.asked == []
 
 
+def test_a_plan_against_drafts_holds_as_long_as_those_of_both_methods() -> None:
+    _, policy = both(4)
+    request = a_request()
+    for method in (policy.first, policy.second):
+        for _ in range(40):
+            method.judged(request, 3, 0)
+    plan, alone = policy.plan([request], 1), policy.second.plan([request], 1)
+    assert plan.num_drafts == [0] and 1 < plan.num_steps == alone.num_steps + 1
+    policy.plan_held(5)
+    assert policy.second.plan([request], 1).num_steps == alone.num_steps - 6
+    assert policy.first.plan([request], 1).num_steps == alone.num_steps - 5
+
+
 def test_a_verdict_counts_for_the_method_that_proposed() -> None:
     drafter, policy = both(2, 0)
     one, other = a_request("one"), a_request("other")
