@@ -89,6 +89,14 @@ def test_the_speed_of_a_drafting_method_is_the_mean_over_its_own_lines(figures: 
     assert cell == f"{sum(ratios) / len(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})" and len(ratios) == 7
 
 
+def test_plain_decoding_that_was_measured_twice_tells_the_noise_and_is_no_method(figures: ModuleType) -> None:
+    section = figures.measured().split("## Drafting methods\n")[1].split("\n## ")[0]
+    again = [row for row in figures.load("speculation")["rows"] if row["system"] == "plain, again"]
+    below = sum(row["ratio"] < 0.97 for row in again)
+    assert f"is below 0.97× of itself in {below} of {len(again)} lines" in section and len(again) == 63
+    assert "plain, again" not in section
+
+
 def test_a_drafting_method_that_changes_tokens_is_named(
     results: ModuleType, figures: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

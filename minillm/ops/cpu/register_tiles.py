@@ -15,12 +15,15 @@ from numba import types
 from numba.extending import intrinsic
 
 from minillm.ops.cpu.processor import processor
-from minillm.ops.cpu.simd import FLOATS, I8, I16, I32, I64, INTS, LANES, call, floats_at, read, repeat
+from minillm.ops.cpu.simd import FLOATS, I8, I16, I32, I64, INTS, LANES, call, floats_at, prefetch, read, repeat
 
 REGISTERS = processor().registers
 """Vectors of sixteen floats that the processor's registers hold: 32 with AVX-512, 8 with AVX2 and with NEON."""
 FITS_ALL = REGISTERS >= 32
 """Whether they hold the 24 sums of six rows and four panels. If not, they hold six sums."""
+
+AHEAD = 2048
+"""Bytes of each panel between what is prefetched and what is read."""
 
 
 def has_byte_products() -> bool:
@@ -61,6 +64,18 @@ def _no_unroll(module: ir.Module) -> ir.MDValue:
     loop = ir.MDValue(module, [disable], name=str(len(module.metadata)))
     loop.operands = (loop, disable)  # itself first, so that LLVM keeps the metadata of two loops apart
     return loop
+
+
+def _prefetch_panels(builder: ir.IRBuilder, matrix: list[Any], k: Any, step: Any, size: int) -> None:
+    """Prefetch what a later iteration reads of each panel; behind the end of a panel it is the beginning of the next.
+
+    A matrix is read once per step, and only the L3 cache or memory holds it. The processor prefetches by itself, but
+    begins anew in each page of 4 KB, and then arithmetic would wait. `step`: bytes from one iteration to the next;
+    `size`: bytes of one panel that an iteration reads.
+    """
+    at = builder.mul(builder.add(k, ir.Constant(I64, AHEAD // size)), step)
+    for panel in matrix:
+        prefetch(builder, builder.gep(builder.bitcast(panel, I8.as_pointer()), [at]))
 
 
 def _pairs_in_order(
@@ -114,7 +129,10 @@ def tile(
             for r in range(m)
         ]
 
+        size = w.dtype.bitwidth // 8
+
         def body(k: Any, sums: list[Any]) -> list[Any]:
+            _prefetch_panels(builder, matrix, k, builder.mul(step, ir.Constant(I64, size)), LANES * size)
             offset = builder.mul(k, step)
 
             def weights(q: Any) -> Any:
@@ -170,7 +188,12 @@ def tile_dots(
             for r in range(m)
         ]
 
+        size = 4 * LANES
+
         def body(k: Any, sums: list[Any]) -> list[Any]:
+            if m > 1:
+                _prefetch_panels(builder, matrix, k, ir.Constant(I64, size), size)
+
             def weights(q: Any) -> Any:
                 return read(builder, builder.gep(q, [k]))
 

@@ -76,6 +76,12 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
+def prefetch(builder: ir.IRBuilder, pointer: Any) -> None:
+    """Bring the cache line at `pointer` into the L1 cache. The address need not be valid."""
+    read_only, keep_near, data = (ir.Constant(I32, number) for number in (0, 3, 1))
+    call(builder, "llvm.prefetch.p0i8", ir.VoidType(), pointer, read_only, keep_near, data)
+
+
 def floats_at(builder: ir.IRBuilder, pointer: Any, stored: types.Type, lanes: int = LANES) -> Any:
     """The `lanes` numbers at `pointer`, stored as type `stored`, as floats."""
     floats, ints = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)

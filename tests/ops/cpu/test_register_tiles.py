@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +15,7 @@ from minillm.ops.cpu import register_tiles
 from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.processor import Processor
 
+PROT_NONE = 0
 RNG = np.random.default_rng(0)
 
 
@@ -99,3 +103,17 @@ def test_a_tile_of_24_sums_is_not_unrolled() -> None:
     one_tile(w, x, y, 8)
     [code] = one_tile.inspect_llvm().values()
     assert code.count("call <16 x float> @llvm.fma.v16f32") == 24
+    assert code.count("call void @llvm.prefetch") == 4  # once for each panel
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="calls mprotect")
+def test_prefetching_behind_the_end_of_memory_is_no_error() -> None:
+    """The last panel ends where a page begins that must not be touched."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert libc.mprotect(ctypes.c_void_p(first + page), ctypes.c_size_t(page), PROT_NONE) == 0
+    w = np.frombuffer(memory, np.float32, 64 * 8, page - 64 * 8 * 4)
+    w[:], y = 2, np.zeros(6 * 64, np.float32)
+    one_tile(w, np.ones(6 * 8, np.float32), y, 8)
+    assert (y == 16).all()
