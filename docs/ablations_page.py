@@ -42,6 +42,12 @@ PUBLISHED = {
         "After so few tokens the variants do not differ in tokens per round.",
         lambda tau: max(tau.values()) - min(tau.values()) < 0.1 and max(tau.values()) < 1.3,
     ),
+    "prompt_tokens": Published(
+        "Parallel Prompt Decoding (Chen et al. 2024): up to 2.49× as fast as plain decoding, with trees",
+        "After so few tokens the variants do not differ. Nearly all that a round gains is its sure draft, the target's "
+        "own next token.",
+        lambda tau: max(tau.values()) - min(tau.values()) < 0.05 and max(tau.values()) < 2.3,
+    ),
     "spire": Published(
         "SPIRe (Neelam et al. 2025): 3.40 tokens per round, MagicDec 3.89, a small draft 2.65",
         "After so few tokens new blocks are ahead of copied ones. Feedback memory and the sparse mask change "

@@ -108,7 +108,7 @@ def drafting(method: str, batch: int = 1) -> list[dict[str, Any]]:
 def drafting_methods() -> list[str]:
     """All of them, without those that decide how many drafts pay."""
     names = dict.fromkeys(row["system"] for row in load("speculation")["rows"] if row["baseline"])
-    return [name for name in names if not name.endswith(", adaptive")]
+    return [name for name in names if not name.endswith((", adaptive", ", again"))]
 
 
 def kl(technique: str, budget: float | None) -> float:
