@@ -70,7 +70,8 @@ def ablations(how: Callable[[str, Result], str]) -> str:
         "The share of drafts that is accepted at each position, of those that are judged, at temperature 0; then what "
         "a round with all drafts gains. The drafters in the engine write "
         f"{at['new_tokens']} tokens after each of {at['prompts']} long files. The trained ones are judged on held-out "
-        "code. Their variants are trained alike, and shorter than the bundled drafters: compare them with each other. "
+        "code by the command that trains them, which may have run on another machine. Their variants are trained "
+        "alike, and shorter than the bundled drafters: compare them with each other. "
         "A draft is judged only where all before it were accepted: with low rates the later shares rest on few drafts."
     )
     parts = [_part(method, result) for method in dict.fromkeys(row["method"] for row in result["rows"])]

@@ -143,6 +143,7 @@ class Engine:
         self.num_steps += 1
         self.emit(StepStarted(self.num_steps, len(self.scheduler.running), len(self.scheduler.waiting)))
         scheduled = self.scheduler.schedule()
+        policy, was_planned = self.scheduler.draft_policy, not self.scheduler.steps_since_plan
         planned = time.perf_counter()
         self._propose(scheduled)
         drafted = time.perf_counter()
@@ -156,7 +157,6 @@ class Engine:
         if hidden is not None:
             self._pass_hidden_to_drafter(last_rows, advanced, hidden)
         finished = time.perf_counter()
-        policy, was_planned = self.scheduler.draft_policy, not self.scheduler.steps_since_plan
         if policy is not None and was_planned and all(part.kind != "prefill" for part in work):
             _tell_duration(policy, scheduled, finished - began)
         self.emit(StepFinished(self.num_steps, finished - began, drafted - planned, ran - drafted, self.pool.num_free))

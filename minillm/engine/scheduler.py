@@ -151,7 +151,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request."""
         request.arrival = next(self._arrivals)
-        self._steps_to_plan = 0
+        self._end_plan()
         insort(self.waiting, request, key=self.rank)
 
     def schedule(self) -> list[Scheduled]:
@@ -272,9 +272,7 @@ class Scheduler:
         if not decoding:
             return {}
         new = sum(request.num_new_tokens for request in [*self.running, *self.waiting])
-        if self.steps_since_plan:
-            self.draft_policy.plan_held(self.steps_since_plan)
-            self.steps_since_plan = 0
+        self._end_plan()
         plan = self.draft_policy.plan(decoding, min(new, self.config.max_num_batched_tokens))
         if len(decoding) == len(self.running) and not self.waiting:
             self._steps_to_plan = plan.num_steps - 1
@@ -282,6 +280,13 @@ class Scheduler:
             ids = [request.request_id for request in decoding]
             self.emit(DraftsPlanned(ids, plan.num_drafts, plan.survival, plan.speedups))
         return dict(zip(decoding, plan.num_drafts, strict=True))
+
+    def _end_plan(self) -> None:
+        """Let the next step be planned, and tell the policy how many steps its plan has held for."""
+        self._steps_to_plan, held = 0, self.steps_since_plan
+        if held and self.draft_policy is not None:
+            self.draft_policy.plan_held(held)
+        self.steps_since_plan = 0
 
     def _drafts_that_fit(self, item: Scheduled) -> int:
         """The number of wanted drafts that fit into blocks that are free without preemption."""
@@ -356,7 +361,7 @@ class Scheduler:
             self.waiting.remove(request)
 
     def _drop(self, request: Request) -> None:
-        self._steps_to_plan = 0
+        self._end_plan()
         request.drop_cache()
         self.on_drop(request)
 

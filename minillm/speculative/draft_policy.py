@@ -22,13 +22,13 @@ from minillm.speculative.step_costs import COMPARED_STEPS, SETTLING_STEPS, Draft
 MIN_GAIN = 1.05
 """Speed-up, as predicted, below which nothing is drafted: a prediction is not better than this."""
 PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 64
-"""Steps of the same requests that a decision holds for, with drafts and at most without: acceptance changes slowly, and
-deciding takes time."""
+"""Steps that a decision holds for while the same requests decode: if it is to draft, and at most if it is not.
+Acceptance changes slowly, and deciding takes time."""
 PLAIN_STEPS = COMPARED_STEPS
 """So many steps go without drafts now and then, so that both are known under the same conditions."""
 BEFORE_DECISION = COMPARED_STEPS + SETTLING_STEPS
-"""The last steps before the next decision of those that go without drafts: the policy is asked and told about them
-again, so that a try is compared with them."""
+"""For so many steps before its next decision, a policy that drafts nothing is asked in every step and told about it, so
+that a try is compared with the steps just before."""
 FIRST_PLAIN, PLAIN_EVERY = 8, 128
 """After how many steps with drafts they do: at first soon, then twice as many every time."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 2048
@@ -62,14 +62,14 @@ class DraftPolicy(Protocol):
         """Decide for the decoding `requests`. `num_rows`: tokens of the step without any drafts, prefills included."""
 
     def plan_held(self, num_steps: int) -> None:
-        """Called before `plan` if the plan before it, to draft nothing, held for so many further steps."""
+        """Called when a plan to draft nothing ends that has held for so many steps without another call of `plan`."""
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Called with each verdict on at least one draft."""
 
     def step_finished(self, drafts: Mapping[Request, int], num_rows: int, num_context: int, seconds: float) -> None:
-        """Called after each step that was planned, computed no prompt, and either has drafts or was not to have any:
-        others take longer for other reasons.
+        """Called after each step for which `plan` was called, that computed no prompt, and that either has drafts or
+        was not to have any: others take longer for other reasons.
 
         `drafts`: the number of drafts of the requests that had any; `num_rows`: all rows of the forward; `num_context`:
         tokens that its requests had in the cache; `seconds`: of the whole step."""

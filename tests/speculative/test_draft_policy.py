@@ -446,7 +446,9 @@ def test_the_policy_is_asked_again_once_its_plan_ends_or_requests_come_or_go(tin
     engine.abort(second.request_id)
     engine.step()
     assert log[9:] == [1, "told"] and held == [9, 9, 1, 1]
+    engine.step()
     engine.abort(first.request_id)
+    assert held == [9, 9, 1, 1, 1] and not engine.scheduler.steps_since_plan  # nothing is left for another policy
 
 
 def test_after_steps_that_were_not_counted_a_mean_begins_anew() -> None:

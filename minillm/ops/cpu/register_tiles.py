@@ -70,8 +70,10 @@ def _prefetch_panels(builder: ir.IRBuilder, matrix: list[Any], k: Any, step: Any
     """Prefetch what a later iteration reads of each panel; behind the end of a panel it is the beginning of the next.
 
     A matrix is read once per step, and only the L3 cache or memory holds it. The processor prefetches by itself, but
-    begins anew in each page of 4 KB, and then arithmetic would wait. `step`: bytes from one iteration to the next;
-    `size`: bytes of one panel that an iteration reads.
+    begins anew in each page of 4 KB, and then arithmetic would wait: a forward of five rows of minicoder (fp32, two
+    cores of Zen 5) takes 0.36 ms, without this 0.45. In attention the panels are columns of the values, and a later
+    iteration is a later position. `step`: bytes from one iteration to the next; `size`: bytes of one panel that an
+    iteration reads.
     """
     at = builder.mul(builder.add(k, ir.Constant(I64, AHEAD // size)), step)
     for panel in matrix:
@@ -191,7 +193,7 @@ def tile_dots(
         size = 4 * LANES
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
-            if m > 1:
+            if m > 1:  # for one row it was no faster: only memory counts there
                 _prefetch_panels(builder, matrix, k, ir.Constant(I64, size), size)
 
             def weights(q: Any) -> Any:
