@@ -44,8 +44,8 @@ PUBLISHED = {
     ),
     "prompt_tokens": Published(
         "Parallel Prompt Decoding (Chen et al. 2024): up to 2.49× as fast as plain decoding, with trees",
-        "After so few tokens the variants do not differ. Nearly all that a round gains is its sure draft, the target's "
-        "own next token.",
+        "After so few tokens the variants do not differ in tokens per round. Nearly all that a round gains is its sure "
+        "draft, the target's own next token.",
         lambda tau: max(tau.values()) - min(tau.values()) < 0.05 and max(tau.values()) < 2.3,
     ),
     "spire": Published(
