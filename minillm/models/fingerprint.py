@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minillm.models.decoder import Decoder
-from minillm.models.loading import stored_tensors
 from minillm.models.shards import Shards
 
 SAMPLES = 1024
@@ -43,12 +41,6 @@ def digest_of_weights(folder: Path) -> str:
         some = numbers[:: max(1, numbers.numel() // SAMPLES)].contiguous()
         digest.update(name.encode() + some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def fingerprint_of_model(model: Decoder, dtype: torch.dtype) -> str:
-    """The fingerprint that `model` has once it is saved as a Llama checkpoint in `dtype`."""
-    norms = sorted((name, tensor) for name, tensor in stored_tensors(model) if _is_norm(name))
-    return _fingerprint((name, tensor.detach().cpu().to(dtype)) for name, tensor in norms)
 
 
 def _is_norm(name: str) -> bool:

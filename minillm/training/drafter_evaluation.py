@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.models.decoder import Decoder
-from minillm.training.continuations import PROMPT_LENGTH, continue_rows
+from minillm.training.continuations import PROMPT_LENGTH, continue_rows, new_writer
 from minillm.training.data import Windows
 from minillm.training.heads_loss import greedy_survival, sampled_reach
 from minillm.training.target_states import Targets
@@ -73,14 +74,22 @@ def _rates(accepted: Tensor, judged: Tensor) -> list[float]:
 
 
 def evaluate_drafter(
-    guesses: Guesses, module: nn.Module, target: Decoder, held_out: Windows, rows: int = 64, new_tokens: int = 192
+    guesses: Guesses,
+    module: nn.Module,
+    target: Decoder,
+    checkpoint: Path,
+    held_out: Windows,
+    rows: int = 64,
+    new_tokens: int = 192,
 ) -> dict[str, dict[str, object]]:
     """Acceptance on held-out code, and on `rows` texts that the target writes after held-out prompts: greedy, and at
-    temperature 1. JSON values of `Acceptance` by kind of text."""
+    temperature 1. JSON values of `Acceptance` by kind of text. `checkpoint`: the target's folder."""
+    length = PROMPT_LENGTH + new_tokens
+    writer = new_writer(checkpoint, length, str(target.embed_tokens.weight.device))
     prompts, _ = held_out.batch(0, rows, PROMPT_LENGTH)
     found = {"code": acceptance(guesses, module, target, held_out.in_order(4, CODE_LENGTH)[: CODE_ROWS // 4])}
     for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-        text = continue_rows(target, prompts, PROMPT_LENGTH + new_tokens, torch.full((rows,), temperature), seed=0)
+        text = continue_rows(writer, prompts, length, torch.full((rows,), temperature), seed=0)
         parts = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in text.split(8)]
         found[kind] = acceptance(guesses, module, target, parts, skip=PROMPT_LENGTH)
     return {kind: asdict(values) for kind, values in found.items()}

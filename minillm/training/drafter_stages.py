@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.models.decoder import Decoder
-from minillm.models.fingerprint import fingerprint_of_folder, fingerprint_of_model
+from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.models.hub import resolve
 from minillm.models.loading import load_model
 from minillm.speculative.trained_drafter import drafter_config, save_drafter
@@ -23,13 +23,12 @@ from minillm.training.data import Passes, Windows, retokenise
 from minillm.training.distill import HalfAndHalf
 from minillm.training.drafter_card import drafter_card
 from minillm.training.drafter_evaluation import evaluate_drafter
-from minillm.training.export import EXPORTED
 from minillm.training.pair import TARGET_NAME, TARGET_STAGES, Pair
 from minillm.training.plot import Curve, loss_svg
 from minillm.training.pretrain import Trainer
 from minillm.training.record import RunRecord
 from minillm.training.stage_inputs import check_inputs, read_inputs
-from minillm.training.stage_runs import as_shipped, run_to_the_end
+from minillm.training.stage_runs import as_shipped, finished_target, run_to_the_end
 from minillm.training.state_files import read_json, write_json
 from minillm.training.trained_drafters import TRAINED
 
@@ -40,6 +39,8 @@ class DrafterTarget:
 
     name: str
     model: Decoder
+    checkpoint: Path
+    """The folder that `model` was read from."""
     fingerprint: str
     corpus: Path
     """A corpus in the tokens of this model."""
@@ -55,19 +56,24 @@ def drafter_target(pair: Pair) -> DrafterTarget:
     """
     pair.held_out()  # raises without a corpus
     if pair.drafters_for is None:
-        model = as_shipped(pair.trained_target())
-        fingerprint = fingerprint_of_model(model, EXPORTED)
+        checkpoint = finished_target(pair)
         continuations = pair.folder / "distill" / "continuations"
         _check_unrecorded_continuations(pair, continuations)
-        return DrafterTarget(TARGET_NAME, model, fingerprint, pair.corpus, continuations, "")
+        return _drafter_target(pair, TARGET_NAME, checkpoint, pair.corpus, continuations, "")
     folder = resolve(pair.drafters_for)
     name, fingerprint = folder.name, fingerprint_of_folder(folder)
     text, tokenizer = pair.folder / f"text-{name}", folder / "tokenizer.json"
     _check_unrecorded_tokenizer(text, tokenizer)
     check_inputs(text, {"target": fingerprint, "tokenizer": sha256(tokenizer.read_bytes()).hexdigest()})
     retokenise(pair.corpus, tokenizer, text)
-    model = load_model(folder, torch.float32, pair.device)
-    return DrafterTarget(name, model, fingerprint, text, text / "continuations", f"-{name}")
+    return _drafter_target(pair, name, folder, text, text / "continuations", f"-{name}")
+
+
+def _drafter_target(
+    pair: Pair, name: str, checkpoint: Path, corpus: Path, continuations: Path, suffix: str
+) -> DrafterTarget:
+    model = load_model(checkpoint, torch.float32, pair.device)
+    return DrafterTarget(name, model, checkpoint, fingerprint_of_folder(checkpoint), corpus, continuations, suffix)
 
 
 def _check_unrecorded_continuations(pair: Pair, folder: Path) -> None:
@@ -96,12 +102,13 @@ def train_drafter(pair: Pair, method: str) -> None:
     check_inputs(folder, {"target": target.fingerprint})
     code = Passes(target.corpus)
     write_continuations(
-        target.model,
+        target.checkpoint,
         code,
         target.continuations,
         pair.continuation_parts,
         pair.continuation_rows,
         pair.continuation_length,
+        pair.device,
     )
     batches = HalfAndHalf(code, Windows(target.continuations, "continuations"))
     module = drafter.new_module(target.model).to(pair.device)
@@ -141,6 +148,8 @@ def _acceptance(
     if file.exists() and (kept := read_json(file))["tokens"] == tokens:
         return kept["acceptance"]
     held_out = Windows(target.corpus, "held_out")
-    found = evaluate_drafter(TRAINED[method].guesses, module, target.model, held_out, pair.evaluation_rows)
+    found = evaluate_drafter(
+        TRAINED[method].guesses, module, target.model, target.checkpoint, held_out, pair.evaluation_rows
+    )
     write_json(file, {"tokens": tokens, "acceptance": found})
     return found

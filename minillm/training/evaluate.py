@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.models.decoder import Decoder
-from minillm.training.continuations import PROMPT_LENGTH, continue_rows
+from minillm.training.continuations import PROMPT_LENGTH, continue_rows, new_writer
 from minillm.training.data import Windows
 from minillm.training.pretrain import dense_logits
 
@@ -72,6 +73,7 @@ class Comparison:
 def evaluate(
     target: Decoder,
     draft: Decoder,
+    checkpoint: Path,
     held_out: Windows,
     bytes_per_token: float,
     rows: int = 64,
@@ -80,13 +82,14 @@ def evaluate(
 ) -> Evaluation:
     """Compare the pair on all of `held_out` and on `rows` texts of `new_tokens` tokens that the target generates.
 
-    The texts are completions of held-out prompts, once greedy and once at temperature 1. `bytes_per_token`: the mean of
-    `held_out`.
+    The texts are completions of held-out prompts, once greedy and once at temperature 1. `checkpoint`: the folder that
+    the target is exported to. `bytes_per_token`: the mean of `held_out`.
     """
     prompts, _ = held_out.batch(0, rows, PROMPT_LENGTH)
     length = PROMPT_LENGTH + new_tokens
-    greedy_text = continue_rows(target, prompts, length, torch.zeros(rows), seed=0)
-    sampled_text = continue_rows(target, prompts, length, torch.ones(rows), seed=0)
+    writer = new_writer(checkpoint, length, str(target.embed_tokens.weight.device))
+    greedy_text = continue_rows(writer, prompts, length, torch.zeros(rows), seed=0)
+    sampled_text = continue_rows(writer, prompts, length, torch.ones(rows), seed=0)
     code = compare(target, draft, held_out.in_order(4, code_length))
     greedy = compare(target, draft, list(_split(greedy_text)), skip=PROMPT_LENGTH - 1)
     sampled = compare(target, draft, list(_split(sampled_text)), skip=PROMPT_LENGTH - 1)

@@ -42,7 +42,7 @@ SHORT_ROWS = (256, 256, 256, 1024)
 DECAY_LENGTHS = (MAX_LENGTH, 512, 512, 512, 512, 512)
 """Row lengths of the decay branch: a sixth of its tokens in rows of full length. Such a token takes three times as long
 on a CPU, most of it for attention."""
-DECAY_SHARE = 1 / 5
+DECAY_SHARE = 1 / 6
 """Tokens of the decay branch, as a share of the stable run's."""
 DECAY_TO = 0.25
 """What the decay leaves of the learning rate. The stage after it, which unlearns repetition, takes it to zero: to begin
@@ -50,7 +50,7 @@ with a small rate that has already been zero would cost more of what was learned
 UNLIKELIHOOD_TOKENS = 6_000_000
 """Tokens of the stage that unlearns repetition, half of them the model's own."""
 TARGET_MINUTES, DRAFT_MINUTES, DISTILL_MINUTES = 400.0, 20.0, 40.0
-"""Default minutes of the stages on a CPU. The decay takes a fifth of the target's tokens."""
+"""Default minutes of the stages on a CPU. The decay takes a sixth of the target's tokens."""
 SHARES = {"target": 0.48, "draft": 0.05, "distill": 0.18}
 """Shares of a total number of minutes. The decay, generating the distillation's text and `DRAFTER_SHARE` take the
 rest."""
@@ -64,7 +64,7 @@ def stable_recipe(minutes: float) -> Recipe:
 
 
 def decay_recipe(stable_tokens: int, lengths: tuple[int, ...] = DECAY_LENGTHS) -> Recipe:
-    """The decay branch: the rate falls to a quarter over a fifth of the stable run's tokens."""
+    """The decay branch: the rate falls to a quarter over a sixth of the stable run's tokens."""
     return Recipe(
         tokens=DECAY_SHARE * stable_tokens, decay_from=0.0, decay_to=DECAY_TO, warmup_steps=1, lengths=lengths
     )

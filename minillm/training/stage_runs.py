@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from minillm.training.export import EXPORTED
+from minillm.training.export import EXPORTED, export
+from minillm.training.pair import Pair
 from minillm.training.pretrain import Trainer
 from minillm.training.record import Hardware
 from minillm.training.stage_inputs import check_budget
@@ -21,6 +24,13 @@ def run_to_the_end(stage: str, trainer: Trainer) -> None:
     check_budget(trainer.folder, trainer.recipe, is_new=not trainer.state_file.exists())
     Hardware.here().append_to(trainer.folder)
     trainer.run()
+
+
+def finished_target(pair: Pair) -> Path:
+    """Export the pair's target and return the folder. Raises `TrainingError` if its last stage is not finished."""
+    folder = pair.folder / "finished"
+    export(pair.trained_target(), pair.corpus / "tokenizer.json", folder)
+    return folder
 
 
 def as_shipped(model: nn.Module) -> nn.Module:

@@ -30,7 +30,7 @@ from minillm.training.plot import Curve, loss_svg
 from minillm.training.pretrain import Loss, Trainer, next_token_loss
 from minillm.training.record import RunRecord
 from minillm.training.stage_inputs import check_inputs
-from minillm.training.stage_runs import as_shipped, run_to_the_end
+from minillm.training.stage_runs import as_shipped, finished_target, run_to_the_end
 from minillm.training.state_files import read_json, write_json
 from minillm.training.target_evaluation import evaluate_target
 from minillm.training.trained_drafters import TRAINED
@@ -78,7 +78,7 @@ def unlearn_repetition(pair: Pair) -> None:
     text = pair.training_text(LATER)
     model = pair.trained("decay")
     check_inputs(pair.folder / "unlikelihood", {"decay": _tokens_seen(pair, "decay")})
-    batches = OwnText(text, model, pair.folder / "unlikelihood" / "writings")
+    batches = OwnText(text, model, pair.corpus / "tokenizer.json", pair.folder / "unlikelihood" / "writings")
     _run(pair, "unlikelihood", batches, UnlikelihoodLoss(), model=model, branch_of=pair.state_file("decay"))
 
 
@@ -93,12 +93,13 @@ def distill(pair: Pair) -> None:
     target, draft = pair.trained_target(), pair.trained("draft")
     check_inputs(folder, {stage: _tokens_seen(pair, stage) for stage in ("unlikelihood", "draft")})
     write_continuations(
-        target,
+        finished_target(pair),
         code,
         folder / "continuations",
         pair.continuation_parts,
         pair.continuation_rows,
         pair.continuation_length,
+        pair.device,
     )
     batches = HalfAndHalf(code, Windows(folder / "continuations", "continuations"))
     _run(pair, "distill", batches, DistillationLoss(target), model=draft)
@@ -107,8 +108,9 @@ def distill(pair: Pair) -> None:
 def export_pair(pair: Pair) -> None:
     """Stage `export`: evaluate the pair with exported precision, then write both folders with their model cards."""
     target, draft = as_shipped(pair.trained_target()), as_shipped(pair.trained("distill"))
-    evaluations = _evaluate(pair, target, draft)
-    alone = evaluate_target(target, pair.corpus, pair.alone)
+    checkpoint = finished_target(pair)
+    evaluations = _evaluate(pair, target, draft, checkpoint)
+    alone = evaluate_target(target, checkpoint, pair.corpus, pair.alone)
     corpus = read_json(pair.corpus / "corpus.json")
     runs = {stage: RunRecord.load(pair.folder / stage) for stage in (*TARGET_STAGES, "draft", "distill")}
     made = (
@@ -180,7 +182,7 @@ def _tokens_seen(pair: Pair, stage: str) -> int:
     return RunRecord.load(pair.folder / stage).tokens
 
 
-def _evaluate(pair: Pair, target: Decoder, draft: Decoder) -> dict[str, Evaluation]:
+def _evaluate(pair: Pair, target: Decoder, draft: Decoder, checkpoint: Path) -> dict[str, Evaluation]:
     """Evaluate the target with the draft before and after distillation. The result is cached in `evaluation.json`."""
     file = pair.folder / "evaluation.json"
     inputs = {stage: _tokens_seen(pair, stage) for stage in ("unlikelihood", "draft", "distill")}
@@ -192,7 +194,9 @@ def _evaluate(pair: Pair, target: Decoder, draft: Decoder) -> dict[str, Evaluati
     summary = read_json(pair.corpus / "corpus.json")["held_out"]
     drafts = {"distilled": draft, "undistilled": as_shipped(pair.trained("draft"))}
     found = {
-        name: evaluate(target, model, held_out, summary["bytes"] / summary["tokens"], rows=pair.evaluation_rows)
+        name: evaluate(
+            target, model, checkpoint, held_out, summary["bytes"] / summary["tokens"], rows=pair.evaluation_rows
+        )
         for name, model in drafts.items()
     }
     kept = {"inputs": inputs, "evaluations": {name: asdict(values) for name, values in found.items()}}

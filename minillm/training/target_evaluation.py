@@ -6,7 +6,6 @@ Prompts are not chosen by hand: each written text continues the first function o
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,6 @@ from minillm.training.continuations import PROMPT_LENGTH, continue_rows
 from minillm.training.corpus import Document
 from minillm.training.data import read_documents
 from minillm.training.evaluate import repetition
-from minillm.training.export import export
 from minillm.training.gaps import AFTER, BEFORE, Filled, fill, line_gaps
 from minillm.training.position_loss import EDGES, Band, loss_by_position
 
@@ -82,22 +80,21 @@ class TargetEvaluation:
     texts: list[Written] = field(default_factory=list)
 
 
-def evaluate_target(target: Decoder, corpus: Path, amount: Amount) -> TargetEvaluation:
-    """Measure `target`, whose weights are already rounded as they are exported, on the held-out files of `corpus`."""
+def evaluate_target(target: Decoder, checkpoint: Path, corpus: Path, amount: Amount) -> TargetEvaluation:
+    """Measure `target`, whose weights are already rounded as they are exported, on the held-out files of `corpus`.
+    `checkpoint`: the folder that it is exported to."""
     files = read_documents(corpus / "held_out.jsonl.gz")
-    with tempfile.TemporaryDirectory() as folder:
-        export(target, corpus / "tokenizer.json", Path(folder))
-        llm = LLM(folder, seed=0)
-        tokens = [np.array(llm.engine.tokenizer.encode(file.text), dtype=np.int64) for file in files]
-        return TargetEvaluation(
-            loss_by_position(target, tokens, amount.edges),
-            fill(llm, line_gaps([file.text for file in files], amount.gaps, *amount.gap_characters)),
-            measure_repetition(target, tokens, amount.rows, amount.repetition_tokens),
-            list(write_functions(llm, files, amount)),
-        )
+    llm = LLM(str(checkpoint), seed=0)
+    tokens = [np.array(llm.engine.tokenizer.encode(file.text), dtype=np.int64) for file in files]
+    return TargetEvaluation(
+        loss_by_position(target, tokens, amount.edges),
+        fill(llm, line_gaps([file.text for file in files], amount.gaps, *amount.gap_characters)),
+        measure_repetition(llm, tokens, amount.rows, amount.repetition_tokens),
+        list(write_functions(llm, files, amount)),
+    )
 
 
-def measure_repetition(target: Decoder, files: Sequence[np.ndarray], rows: int, length: int) -> Repetition:
+def measure_repetition(llm: LLM, files: Sequence[np.ndarray], rows: int, length: int) -> Repetition:
     """Continue `rows` prompts, each from a random place of one of `files` (token ids) in turn, by `length` tokens.
 
     Raises `TrainingError` if no file has more tokens than a prompt and its continuation.
@@ -111,7 +108,7 @@ def measure_repetition(target: Decoder, files: Sequence[np.ndarray], rows: int, 
     starts = [int(rng.integers(len(file) - whole)) for file in chosen]
     cut = [file[start : start + whole] for file, start in zip(chosen, starts, strict=True)]
     code = torch.from_numpy(np.stack(cut))
-    text = continue_rows(target, code[:, :PROMPT_LENGTH], whole, torch.zeros(rows), seed=0)
+    text = continue_rows(llm, code[:, :PROMPT_LENGTH], whole, torch.zeros(rows), seed=0)
     greedy, real = (sum(repetition(row[PROMPT_LENGTH:]) for row in found) / rows for found in (text, code))
     return Repetition(length, greedy, real)
 

@@ -32,6 +32,7 @@ Tried on the decayed model of 60.6M tokens (64 greedy continuations of 128 token
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from torch.nn import functional as F
 
 from minillm.models.decoder import Decoder
 from minillm.training.compiling import Compiled
-from minillm.training.continuations import PROMPT_LENGTH, bf16_copy, continue_rows
+from minillm.training.continuations import PROMPT_LENGTH, continue_rows, exported, new_writer
 from minillm.training.data import Batches
 from minillm.training.pretrain import dense_logits
 from minillm.training.state_files import write_array
@@ -75,8 +76,8 @@ class OwnText:
     The texts of a writing serve several steps, in which the model changes. They are therefore kept in `folder`, where
     an interrupted run finds them again; without a folder, only in memory."""
 
-    def __init__(self, text: Batches, model: Decoder, folder: Path | None = None) -> None:
-        self.text, self.model, self.folder = text, model, folder
+    def __init__(self, text: Batches, model: Decoder, tokenizer: Path, folder: Path | None = None) -> None:
+        self.text, self.model, self.tokenizer, self.folder = text, model, tokenizer, folder
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
         """The texts of one writing and what is unlearned of them, by the number of the writing."""
 
@@ -97,10 +98,11 @@ class OwnText:
         return self._written[number]
 
     def _write(self, number: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        writer = bf16_copy(self.model)
         prompts, _ = self.text.batch(number, rows, PROMPT_LENGTH)
+        with exported(self.model, self.tokenizer) as checkpoint:
+            writer = new_writer(checkpoint, length, str(self.model.embed_tokens.weight.device))
         texts = continue_rows(writer, prompts, length, torch.zeros(rows), seed=number)
-        found = texts, unlearned(texts, chosen(writer, texts))
+        found = texts, unlearned(texts, chosen(bf16_copy(self.model), texts))
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_array(self._file(number), torch.stack(found).numpy())
@@ -117,6 +119,11 @@ class OwnText:
     def _file(self, number: int) -> Path:
         assert self.folder is not None
         return self.folder / f"{number}.npy"
+
+
+def bf16_copy(model: Decoder) -> Decoder:
+    """A copy of `model` in bf16, the arithmetic of training, which is twice as fast."""
+    return copy.deepcopy(model).eval().to(torch.bfloat16)
 
 
 @torch.no_grad()

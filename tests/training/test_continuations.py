@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
 from minillm.training import continuations
-from minillm.training.continuations import DenseCache, continue_rows, until_loop, write_continuations
+from minillm.training.continuations import continue_rows, exported, new_writer, until_loop, write_continuations
 from minillm.training.data import Passes
+from minillm.training.export import export
 from minillm.training.pretrain import dense_logits, new_model
+from minillm.training.stage_runs import as_shipped
 
 from .conftest import config
 
@@ -17,31 +21,29 @@ def model_with_opinions():
     for p in model.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.3)
-    return model
+    return as_shipped(model)
 
 
-def test_greedy_rows_are_the_argmax_of_a_forward_without_cache():
+@contextmanager
+def writer_of(model, corpus, length):
+    with exported(model, corpus / "tokenizer.json") as checkpoint:
+        yield new_writer(checkpoint, length)
+
+
+def test_greedy_rows_are_the_argmax_of_a_forward_without_cache(corpus, monkeypatch):
+    """Also where not all rows are written at once."""
+    monkeypatch.setattr(continuations, "ROWS_AT_ONCE", 2)
     model = model_with_opinions()
     prompts = torch.randint(1, 300, (3, 9))
-    text = continue_rows(model, prompts, 40, torch.zeros(3), seed=0)
+    with writer_of(model, corpus, 40) as writer:
+        text = continue_rows(writer, prompts, 40, torch.zeros(3), seed=0)
     with torch.no_grad():
         expected = dense_logits(model, text[:, :-1].contiguous()).view(3, 39, -1).argmax(-1)
     assert torch.equal(text[:, :9], prompts)
     assert torch.equal(text[:, 9:], expected[:, 8:])
 
 
-def test_cache_filled_in_pieces_gives_the_same_hidden_states():
-    model, tokens = model_with_opinions(), torch.randint(1, 300, (2, 12))
-    cache, found = DenseCache(model.config, rows=2, length=12, like=model.embed_tokens.weight), []
-    with torch.no_grad():
-        for start, end in ((0, 5), (5, 9), (9, 10), (10, 12)):
-            cache.length = start
-            hidden = model(tokens[:, start:end].flatten(), torch.arange(start, end).repeat(2), cache)
-            found.append(model.logits(hidden).view(2, end - start, -1))
-        torch.testing.assert_close(torch.cat(found, 1).flatten(0, 1), dense_logits(model, tokens), rtol=1e-4, atol=1e-4)
-
-
-def test_samples_follow_the_softmax():
+def test_samples_follow_the_softmax(corpus):
     """χ² of 4000 first tokens against the model's own distribution, rare tokens pooled; false alarm 1 in 10⁴."""
     from scipy import stats
 
@@ -49,7 +51,8 @@ def test_samples_follow_the_softmax():
     prompt = torch.randint(1, 300, (1, 5))
     with torch.no_grad():
         p = torch.softmax(dense_logits(model, prompt)[-1].double() / 0.7, -1).numpy()
-    text = continue_rows(model, prompt.repeat(4000, 1), 6, torch.full((4000,), 0.7), seed=1)
+    with writer_of(model, corpus, 6) as writer:
+        text = continue_rows(writer, prompt.repeat(4000, 1), 6, torch.full((4000,), 0.7), seed=1)
     counts = np.bincount(text[:, 5].numpy(), minlength=300)
     common = p * 4000 >= 5
     observed = np.append(counts[common], counts[~common].sum())
@@ -67,8 +70,9 @@ def test_a_loop_is_cut_soon_after_it_begins():
 
 
 def test_interrupted_writing_goes_on_where_it_stopped(corpus, tmp_path, monkeypatch):
-    windows, model = Passes(corpus), new_model(config())
-    write_continuations(model, windows, tmp_path / "whole", parts=3, rows=8, length=80)
+    windows, checkpoint = Passes(corpus), tmp_path / "target"
+    export(new_model(config()), corpus / "tokenizer.json", checkpoint)
+    write_continuations(checkpoint, windows, tmp_path / "whole", parts=3, rows=8, length=80)
     calls = []
 
     def counted(*args, **kwargs):
@@ -80,7 +84,7 @@ def test_interrupted_writing_goes_on_where_it_stopped(corpus, tmp_path, monkeypa
     monkeypatch.setattr(continuations, "continue_rows", counted)
     for _ in range(2):
         try:
-            write_continuations(model, windows, tmp_path / "parts", parts=3, rows=8, length=80)
+            write_continuations(checkpoint, windows, tmp_path / "parts", parts=3, rows=8, length=80)
         except KeyboardInterrupt:
             assert not (tmp_path / "parts" / "continuations.npy").exists()
     assert len(calls) == 4, "two parts before the interrupt, the third again, none twice"

@@ -6,14 +6,24 @@ import torch
 from minillm.errors import TrainingError
 from minillm.training.data import Windows
 from minillm.training.evaluate import compare, evaluate, repetition, tokens_per_forward
+from minillm.training.export import export
 from minillm.training.pretrain import dense_logits, new_model
+from minillm.training.stage_runs import as_shipped
 
 from .conftest import bits_per_byte, config
 
 
-def test_a_model_agrees_with_itself(corpus):
-    model = new_model(config())
-    found = evaluate(model, model, Windows(corpus, "held_out"), 2.0, rows=2, new_tokens=20, code_length=64)
+@pytest.fixture
+def pair(corpus, tmp_path):
+    """A target and its draft, and the target's folder."""
+    target, draft = as_shipped(new_model(config())), new_model(config(layers=1), seed=3)
+    export(target, corpus / "tokenizer.json", tmp_path / "target")
+    return target, draft, tmp_path / "target"
+
+
+def test_a_model_agrees_with_itself(corpus, pair):
+    model, _, checkpoint = pair
+    found = evaluate(model, model, checkpoint, Windows(corpus, "held_out"), 2.0, rows=2, new_tokens=20, code_length=64)
     for text in (found.code, found.greedy, found.sampled):
         assert text.top1 == 1.0
         assert text.overlap == pytest.approx(1.0, abs=1e-5)
@@ -22,18 +32,18 @@ def test_a_model_agrees_with_itself(corpus):
     assert found.target_bits_per_byte == found.draft_bits_per_byte
 
 
-def test_same_models_give_the_same_numbers(corpus):
-    target, draft = new_model(config()), new_model(config(layers=1), seed=3)
+def test_same_models_give_the_same_numbers(corpus, pair):
+    target, draft, checkpoint = pair
     held_out = Windows(corpus, "held_out")
-    runs = [evaluate(target, draft, held_out, 2.0, rows=2, new_tokens=20, code_length=64) for _ in range(2)]
+    runs = [evaluate(target, draft, checkpoint, held_out, 2.0, rows=2, new_tokens=20, code_length=64) for _ in range(2)]
     assert runs[0] == runs[1]
 
 
-def test_bits_per_byte_is_the_one_of_each_model_alone(corpus):
-    target, draft = new_model(config()), new_model(config(layers=1), seed=3)
+def test_bits_per_byte_is_the_one_of_each_model_alone(corpus, pair):
+    target, draft, checkpoint = pair
     held_out = Windows(corpus, "held_out")
     num_bytes = 3 * held_out.tokens.size
-    found = evaluate(target, draft, held_out, 3.0, rows=2, new_tokens=8, code_length=128)
+    found = evaluate(target, draft, checkpoint, held_out, 3.0, rows=2, new_tokens=8, code_length=128)
     assert found.target_bits_per_byte == pytest.approx(bits_per_byte(target, held_out, num_bytes, 128), rel=1e-5)
     assert found.draft_bits_per_byte == pytest.approx(bits_per_byte(draft, held_out, num_bytes, 128), rel=1e-5)
 

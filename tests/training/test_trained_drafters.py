@@ -12,12 +12,13 @@ from minillm.errors import CheckpointError, TrainingError
 from minillm.models.decoder import Decoder
 from minillm.speculative.draft_heads import DraftHeads, HeadsShape
 from minillm.speculative.prompt_tokens import PromptTokens, PromptTokensShape
-from minillm.training.continuations import continue_rows
+from minillm.training.continuations import continue_rows, exported, new_writer
 from minillm.training.data import Passes, retokenise
 from minillm.training.drafter_evaluation import Acceptance, acceptance
 from minillm.training.heads_loss import HeadsLoss, greedy_survival, sampled_reach
 from minillm.training.optimizers import matrices
 from minillm.training.pretrain import Recipe, Trainer, new_model
+from minillm.training.stage_runs import as_shipped
 from minillm.training.target_states import Targets, num_roots, target_states, targets_of_roots
 from minillm.training.train_tokenizer import train_tokenizer
 from minillm.training.trained_drafters import TRAINED
@@ -133,12 +134,14 @@ def test_the_reach_of_sampled_text_is_the_rate_of_acceptance():
     assert total == pytest.approx(0.25 + 0.3 + 0.15)
 
 
-def test_a_drafter_that_is_the_target_is_always_accepted(target):
+def test_a_drafter_that_is_the_target_is_always_accepted(target, corpus):
     def exact(module, model, inputs, targets):
         compared = targets_of_roots(target_states(model, inputs), targets, 3)
         return compared, compared.log_probs
 
-    tokens = continue_rows(target, torch.randint(0, 300, (4, 2)), 41, torch.zeros(4), seed=0)
+    with exported(as_shipped(target), corpus / "tokenizer.json") as checkpoint:
+        writer = new_writer(checkpoint, 41)
+    tokens = continue_rows(writer, torch.randint(0, 300, (4, 2)), 41, torch.zeros(4), seed=0)
     found = acceptance(exact, nn.Linear(1, 1), target, [(tokens[:, :-1], tokens[:, 1:])], skip=7)
     assert found.sampled == pytest.approx([1, 1, 1], abs=1e-5) and found.greedy == [1, 1, 1]
     assert found.roots == 4 * (num_roots(40, 3) - 3)

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from minillm.models.decoder import Decoder
 from minillm.training import unlikelihood
-from minillm.training.continuations import PROMPT_LENGTH, bf16_copy
+from minillm.training.continuations import PROMPT_LENGTH
 from minillm.training.data import Passes
 from minillm.training.pretrain import Loss, Recipe, Trainer, dense_logits, new_model
+from minillm.training.stage_runs import as_shipped
 from minillm.training.unlikelihood import NO_LOSS, SHORT, SPAN, OwnText, chosen, unlearned, unlikelihood_loss
 
 from .conftest import config
@@ -94,17 +95,17 @@ def test_repetition_inside_the_prompt_is_left_alone() -> None:
     assert (found[PROMPT_LENGTH:] != NO_LOSS).all()
 
 
-def test_half_of_a_batch_is_the_models_own_text() -> None:
+def test_half_of_a_batch_is_the_models_own_text(corpus: Path) -> None:
     torch.manual_seed(0)
-    model = new_model(config())
+    model = as_shipped(new_model(config()))
     length = PROMPT_LENGTH + 40
-    batches = OwnText(Counting(), model)
+    batches = OwnText(Counting(), model, corpus / "tokenizer.json")
     inputs, targets = batches.batch(5, 4, length)
     plain_inputs, plain_targets = Counting().batch(5, 4, length)
     assert torch.equal(inputs[:2], plain_inputs[:2])
     assert torch.equal(targets[:2], plain_targets[:2])
     with torch.no_grad():
-        greedy = dense_logits(bf16_copy(model), inputs[2:]).argmax(-1).view(2, length)
+        greedy = dense_logits(model, inputs[2:]).argmax(-1).view(2, length)
     assert torch.equal(greedy[:, PROMPT_LENGTH - 1 : -1], inputs[2:, PROMPT_LENGTH:])
     assert (targets[2:] < 0).all()
     others = batches.batch(6, 4, length)[0]
@@ -119,7 +120,11 @@ def test_an_interrupted_run_goes_on_to_the_bit(stop: int, corpus: Path, tmp_path
     def trainer(folder: str, loss: Loss) -> Trainer:
         model = new_model(config())
         return Trainer(
-            model, OwnText(Passes(corpus), model, tmp_path / folder / "writings"), recipe, tmp_path / folder, loss
+            model,
+            OwnText(Passes(corpus), model, corpus / "tokenizer.json", tmp_path / folder / "writings"),
+            recipe,
+            tmp_path / folder,
+            loss,
         )
 
     calls = itertools.count()
@@ -140,9 +145,9 @@ def test_an_interrupted_run_goes_on_to_the_bit(stop: int, corpus: Path, tmp_path
         assert torch.equal(a, b)
 
 
-def test_only_the_last_writings_stay_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_writings_stay_on_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unlikelihood, "WRITINGS_KEPT", 2)
-    batches = OwnText(Counting(), new_model(config()), tmp_path)
+    batches = OwnText(Counting(), new_model(config()), corpus / "tokenizer.json", tmp_path)
     for step in range(0, 5 * unlikelihood.STEPS_PER_WRITING, unlikelihood.STEPS_PER_WRITING):
         batches.batch(step, 2, PROMPT_LENGTH + 2)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["3.npy", "4.npy"]
