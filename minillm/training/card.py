@@ -52,7 +52,7 @@ def training_facts(
             "context": c.max_position_embeddings,
         },
         "corpus": {key: corpus[key] for key in ("train", "held_out", "near_duplicates", "sources")},
-        "runs": {stage: {**run.summary(), "recipe": _recipe(recipe)} for stage, (run, recipe) in runs.items()},
+        "runs": {stage: {**run.summary(), "recipe": _recipe(run, recipe)} for stage, (run, recipe) in runs.items()},
         "evaluation": {which: asdict(evaluation) for which, evaluation in evaluations.items()},
         **({"alone": asdict(target)} if target else {}),
     }
@@ -67,9 +67,10 @@ def card(facts: Facts) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _recipe(recipe: Recipe) -> Facts:
-    """The recipe as JSON values, without infinite budgets."""
-    return {key: value for key, value in asdict(recipe).items() if value != math.inf}
+def _recipe(run: RunRecord, recipe: Recipe) -> Facts:
+    """The recipe that the run began with, as JSON values, and its budget, unless that is infinite."""
+    values = {key: value for key, value in asdict(recipe).items() if value != math.inf}
+    return values | (run.recipes[0].recipe if run.recipes else {})
 
 
 def _head(facts: Facts) -> str:
@@ -127,7 +128,9 @@ def _training(facts: Facts) -> str:
         )
         rows.append((stage, f"{run['tokens']:,}", corpora, f"{run['steps']:,}", f"{run['minutes']:g}", machine))
     header = ("Stage", "Tokens in all", "Tokens / corpus", "Steps", "Minutes", "Hardware")
-    recipes = "\n".join(f"- {stage}: {_recipe_words(run['recipe'])}" for stage, run in facts["runs"].items())
+    recipes = "\n".join(
+        f"- {stage}: {_recipe_words(run['recipe'])}{_change_words(run)}" for stage, run in facts["runs"].items()
+    )
     distilled = f"""
 Distillation minimises {LOSS_FORMULA}
 over the whole vocabulary, p being the target and q the draft, half of each batch on corpus windows and half on texts
@@ -163,11 +166,21 @@ def _recipe_words(recipe: Facts) -> str:
     decay = recipe["decay_from"]
     end = f"{recipe['decay_to']:.0%} of them" if recipe.get("decay_to") else "zero"
     schedule = "no decay" if decay >= 1 else f"linear decay to {end} from {decay:.0%} of the budget"
+    matrices = f", weight decay {recipe['weight_decay']:g} (Muon)" if recipe.get("weight_decay") else ""
     return (
         f"{recipe['tokens_per_step']:,} tokens per step, rows of {lengths[0]:,} tokens"
         if len(set(lengths)) == 1
         else f"{recipe['tokens_per_step']:,} tokens per step, its rows in " + " and ".join(shares) + " tokens"
-    ) + f", peak rates {recipe['muon_lr']:g} (Muon) and {recipe['adam_lr']:g} (AdamW), {schedule}"
+    ) + f", peak rates {recipe['muon_lr']:g} (Muon) and {recipe['adam_lr']:g} (AdamW), {schedule}{matrices}"
+
+
+def _change_words(run: Facts) -> str:
+    """What changed while the run went on."""
+    return "".join(
+        f"; after {change['after_tokens']:,} tokens "
+        + ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in change.items() if key != "after_tokens")
+        for change in run.get("recipe_changes", ())
+    )
 
 
 def _quality(facts: Facts) -> str:

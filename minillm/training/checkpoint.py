@@ -19,9 +19,10 @@ from torch import Tensor
 from minillm.errors import TrainingError
 from minillm.models.hub import resolve
 from minillm.models.loading import load_model
+from minillm.training.record import RECIPES
 from minillm.training.state_files import copy_whole, read_json, read_state, replacing, write_json, write_state
 
-WEIGHTS, TOKENIZER, LOGS = "stable.safetensors", "tokenizer.json", ("log.jsonl", "hardware.json")
+WEIGHTS, TOKENIZER, LOGS = "stable.safetensors", "tokenizer.json", ("log.jsonl", "hardware.json", RECIPES)
 COUNTERS = ("step", "tokens_seen", "tokens_before", "seconds")
 LARGEST_CODE = 127
 

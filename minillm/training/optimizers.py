@@ -23,14 +23,17 @@ def matrices(module: nn.Module) -> list[Tensor]:
     return [p for p in module.parameters() if id(p) in ids]
 
 
-def optimizers(module: nn.Module, muon_lr: float, adam_lr: float) -> list[tuple[torch.optim.Optimizer, float]]:
-    """The optimisers of all parameters of `module` with their rates; none without parameters."""
+def optimizers(
+    module: nn.Module, muon_lr: float, adam_lr: float, weight_decay: float = 0.0
+) -> list[tuple[torch.optim.Optimizer, float]]:
+    """The optimisers of all parameters of `module` with their rates; none without parameters. `weight_decay` is that of
+    the matrices."""
     own = matrices(module)
     ids = {id(p) for p in own}
     others = [p for p in module.parameters() if id(p) not in ids]
     found: list[tuple[torch.optim.Optimizer, float]] = []
     if own:
-        found.append((Muon(own, lr=muon_lr), muon_lr))
+        found.append((Muon(own, lr=muon_lr, weight_decay=weight_decay), muon_lr))
     if others:
         adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         found.append((adam, adam_lr))

@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,15 @@ class Recipe:
     warmup_steps: int = 40
     muon_lr: float = 0.02
     adam_lr: float = 3e-3
+    weight_decay: float = 0.0
+    """Of the matrices: each step takes this share, times the rate, off them."""
     save_every: int = 50
     """Steps between saved states."""
+
+    def without_budget(self) -> dict[str, Any]:
+        """What does not depend on how long the run is, as JSON values."""
+        values = asdict(self) | {"lengths": list(self.lengths)}
+        return {key: value for key, value in values.items() if key not in ("minutes", "tokens", "save_every")}
 
 
 class Trainer:
@@ -80,7 +87,7 @@ class Trainer:
         self.model, self.batches, self.recipe, self.folder = model, batches, recipe, folder
         self.loss = loss or next_token_loss
         self.device = next(model.parameters()).device
-        chosen = optimizers(model, recipe.muon_lr, recipe.adam_lr)
+        chosen = optimizers(model, recipe.muon_lr, recipe.adam_lr, recipe.weight_decay)
         self.optimizers = [optimizer for optimizer, _ in chosen]
         self.base_rates = [rate for _, rate in chosen]
         self.step = 0
@@ -173,7 +180,9 @@ class Trainer:
             self.model.load_state_dict(state["model"])
             if state["optimizers"] is not None:  # a checkpoint from `pack_run` has none
                 for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                    decay = optimizer.param_groups[0]["weight_decay"]  # the recipe's, not that of the run branched from
                     optimizer.load_state_dict(saved)
+                    optimizer.param_groups[0]["weight_decay"] = decay
         except (RuntimeError, ValueError, KeyError) as problem:
             raise TrainingError(
                 f"{file} is the state of another model ({str(problem).splitlines()[0][:200]}); name another folder, or "

@@ -8,11 +8,14 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from minillm.errors import TrainingError
 from minillm.training.state_files import read_json, write_json
+
+RECIPES = "recipes.json"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,30 @@ class Hardware:
 
 
 @dataclass(frozen=True)
+class RecipeFrom:
+    """The recipe of a run from some token on, without its budget: a stable run may get another one."""
+
+    tokens: int
+    recipe: dict[str, Any]
+
+    def append_to(self, folder: Path) -> None:
+        """Append it to `folder/recipes.json`, unless the recipe is the one before."""
+        folder.mkdir(parents=True, exist_ok=True)
+        noted = read_json(folder / RECIPES) if (folder / RECIPES).exists() else []
+        if not noted or noted[-1]["recipe"] != self.recipe:
+            write_json(folder / RECIPES, [*noted, asdict(self)])
+
+    @classmethod
+    def load(cls, folder: Path) -> tuple[RecipeFrom, ...]:
+        """Read what `append_to` wrote; nothing for a run of an earlier version."""
+        file = folder / RECIPES
+        try:
+            return tuple(cls(**values) for values in read_json(file)) if file.exists() else ()
+        except TypeError as problem:
+            raise TrainingError(f"{file} does not list recipes ({problem}); restore it") from None
+
+
+@dataclass(frozen=True)
 class LogRow:
     """One step of a run as `Trainer` logs it."""
 
@@ -71,6 +98,8 @@ class RunRecord:
     log: tuple[LogRow, ...]
     hardware: tuple[Hardware, ...]
     """The hardware of its sessions; consecutive sessions on the same hardware give one entry."""
+    recipes: tuple[RecipeFrom, ...] = ()
+    """Its recipe, and each later one that differed."""
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
@@ -86,7 +115,7 @@ class RunRecord:
         if not rows:
             raise TrainingError(f"{file} has no step, so nothing was trained there; run that stage first")
         by_step = {row.step: row for row in rows if row.step <= rows[-1].step}
-        return cls(tuple(by_step[step] for step in sorted(by_step)), Hardware.load(folder))
+        return cls(tuple(by_step[step] for step in sorted(by_step)), Hardware.load(folder), RecipeFrom.load(folder))
 
     @property
     def tokens(self) -> int:
@@ -103,6 +132,14 @@ class RunRecord:
         """Minutes spent in training steps, over all sessions."""
         return self.log[-1].seconds / 60
 
+    def recipe_changes(self) -> list[dict[str, Any]]:
+        """What changed in the recipe while the run went on: the new values, and how many tokens it had seen by then."""
+        found = []
+        for before, now in zip(self.recipes, self.recipes[1:], strict=False):
+            changed = {key: value for key, value in now.recipe.items() if value != before.recipe.get(key)}
+            found.append({"after_tokens": now.tokens, **changed})
+        return found
+
     def summary(self) -> dict[str, object]:
         """The record as JSON values for `training.json`."""
         return {
@@ -111,6 +148,7 @@ class RunRecord:
             "earlier_tokens": self.earlier_tokens,
             "minutes": round(self.minutes, 1),
             "hardware": [asdict(hardware) for hardware in self.hardware],
+            "recipe_changes": self.recipe_changes(),
         }
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from minillm.training.export import EXPORTED, export
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Trainer
-from minillm.training.record import Hardware
+from minillm.training.record import Hardware, RecipeFrom
 from minillm.training.stage_inputs import check_budget
 
 
@@ -23,6 +23,7 @@ def run_to_the_end(stage: str, trainer: Trainer) -> None:
         return
     check_budget(trainer.folder, trainer.recipe, is_new=not trainer.state_file.exists())
     Hardware.here().append_to(trainer.folder)
+    RecipeFrom(trainer.tokens_seen, trainer.recipe.without_budget()).append_to(trainer.folder)
     trainer.run()
 
 

@@ -12,6 +12,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.errors import TrainingError
+from minillm.training.card import card
 from minillm.training.checkpoint import begin_draft, pack_run, unpack_run
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe, Trainer
@@ -320,6 +321,26 @@ def test_a_draft_begins_with_no_target(made, tmp_path):
     with pytest.raises(TrainingError, match=r"minicoder/training.json is no record of a draft's training"):
         begin_draft(str(made.export_to / "minicoder"), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_goes_on_by_another_recipe_says_so(made, tmp_path):
+    """In its record, in the checkpoint that travels, and in the card."""
+    pack_run(made.folder, tmp_path / "packed")
+    unpack_run(tmp_path / "packed", tmp_path / "runs")
+    shutil.copytree(made.folder / "corpus", tmp_path / "runs" / "corpus", dirs_exist_ok=True)
+    stable = replace(recipe(40), decay_from=1.0, weight_decay=0.1)
+    here = replace(made, folder=tmp_path / "runs", target_recipe=stable)
+    run_stages(here, ["target"])
+    run_stages(replace(here, target_recipe=replace(stable, tokens=50 * 256)), ["target"])  # only another budget
+    record = RunRecord.load(here.folder / "target")
+    assert [change.tokens for change in record.recipes] == [0, 30 * 256]
+    assert record.recipe_changes() == [{"after_tokens": 30 * 256, "weight_decay": 0.1}]
+    facts = json.loads((made.export_to / "minicoder" / "training.json").read_text())
+    assert facts["runs"]["pretraining"]["recipe_changes"] == []
+    facts["runs"]["pretraining"] |= record.summary()
+    assert "no decay; after 7,680 tokens weight decay 0.1\n" in card(facts)
+    facts["runs"]["pretraining"]["recipe"]["weight_decay"] = 0.2
+    assert "no decay, weight decay 0.2 (Muon); after 7,680 tokens weight decay 0.1\n" in card(facts)
 
 
 def test_packing_leaves_the_signals_as_they_are(made, tmp_path):

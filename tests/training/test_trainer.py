@@ -180,3 +180,22 @@ def test_attention_in_parts_is_causal_attention():
     expected = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
     found = CausalAttention(1100).attend(0, q, k, v)
     assert torch.allclose(found, expected.transpose(1, 2).flatten(0, 1), atol=1e-5)
+
+
+def test_matrices_decay_by_the_recipe_of_their_own_run(corpus, tmp_path):
+    """Also in a branch of a run without decay; tables and norms never do."""
+    stable = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path / "stable")
+    stable.run()
+    ends = {}
+    for decay in (0.0, 0.5):
+        recipe = replace(RECIPE, tokens=256, warmup_steps=1, weight_decay=decay)
+        branch = Trainer(
+            new_model(config()), Passes(corpus), recipe, tmp_path / str(decay), branch_of=stable.state_file
+        )
+        branch.run()
+        ends[decay] = dict(branch.model.named_parameters())
+    for name, before in stable.model.named_parameters():
+        by = ends[0.0][name] - ends[0.5][name]
+        is_matrix = before.ndim == 2 and "embed" not in name and "lm_head" not in name
+        expected = RECIPE.muon_lr * 0.5 * before if is_matrix else torch.zeros_like(before)
+        torch.testing.assert_close(by, expected, atol=1e-6, rtol=1e-3)
