@@ -1,13 +1,12 @@
-"""Weights to begin with: a compact checkpoint of a stable run, and a finished draft.
+"""A compact checkpoint of a stable run, from which another machine can continue: 8-bit weights, tokenizer, log.
 
-The checkpoint has 8-bit weights, tokenizer and log, so that another machine can continue. Weights are rounded to
-multiples of 1/127 of the largest in their row. Optimiser momenta are stored by neither and build up again.
+Optimiser momenta are not stored and build up again. Weights are rounded to multiples of 1/127 of the largest in their
+row.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.errors import TrainingError
-from minillm.models.hub import resolve
-from minillm.models.loading import load_model
 from minillm.training.record import RECIPES
-from minillm.training.state_files import copy_whole, read_json, read_state, replacing, write_json, write_state
+from minillm.training.state_files import copy_whole, read_state, replacing, write_state
 
 WEIGHTS, TOKENIZER, LOGS = "stable.safetensors", "tokenizer.json", ("log.jsonl", "hardware.json", RECIPES)
 COUNTERS = ("step", "tokens_seen", "tokens_before", "seconds")
@@ -68,40 +65,6 @@ def unpack_run(folder: Path, runs: Path) -> None:
     for log in LOGS:
         copy_whole(folder / log, target / log)
     write_state(target / "state.pt", state)  # last: a folder with a state is complete
-
-
-def begin_draft(model: str, runs: Path) -> None:
-    """Let the stage `draft` in `runs` begin with the weights of a trained draft, a bundled name or a folder.
-
-    The run's tokens and minutes are then those of the draft's own training and of what follows; its loss at step 0 is
-    the draft's on held-out files. Raises `TrainingError` if the model has no record of its training, or if `runs` has a
-    draft already; `CheckpointError` if there is no such model.
-    """
-    folder, draft = resolve(model), runs / "draft"
-    if (draft / "state.pt").exists():
-        raise TrainingError(
-            f"{draft} has a run already; name another folder with --folder, or go on without this option"
-        )
-    facts = _draft_facts(folder / "training.json")
-    stages, before = facts["runs"], facts["evaluation"]["distilled"]
-    tokens, minutes = (sum(run[key] for run in stages.values()) for key in ("tokens", "minutes"))
-    held_out = facts["corpus"]["held_out"]
-    loss = before["draft_bits_per_byte"] * held_out["bytes"] / held_out["tokens"] * math.log(2)
-    weights = load_model(folder, torch.float32, "cpu").state_dict()
-    state = {"model": weights, "optimizers": None, "step": stages["pretraining"]["steps"], "tokens_seen": tokens}
-    draft.mkdir(parents=True, exist_ok=True)
-    row = {"step": 0, "tokens": tokens, "seconds": 60 * minutes, "loss": round(loss, 4)}
-    (draft / "log.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    write_json(draft / "hardware.json", stages["distillation"]["hardware"])
-    write_state(draft / "state.pt", {**state, "tokens_before": 0, "seconds": 60 * minutes})
-
-
-def _draft_facts(file: Path) -> dict[str, Any]:
-    """The record of a draft's training. Raises `TrainingError` if there is none."""
-    found = read_json(file) if file.exists() else {}
-    if not {"pretraining", "distillation"} <= set(found.get("runs", ())):
-        raise TrainingError(f"{file} is no record of a draft's training; --draft-from needs a draft of `minillm train`")
-    return found
 
 
 def _packed_state(file: Path) -> dict[str, Any]:

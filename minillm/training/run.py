@@ -13,7 +13,7 @@ from tqdm import tqdm
 from minillm.errors import TrainingError
 from minillm.training.ablations import TOKENS as ABLATION_TOKENS
 from minillm.training.ablations import VARIANTS, print_ablations
-from minillm.training.checkpoint import begin_draft, pack_run, unpack_run
+from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import WEIGHTS, Pair
 from minillm.training.recipes import (
     DISTILL_MINUTES,
@@ -43,7 +43,6 @@ def train(
     device: str = "cpu",
     export_to: Path = WEIGHTS,
     begin_with: Path | None = None,
-    draft_from: str | None = None,
     target: str | None = None,
     drafter_minutes: Mapping[str, float] | None = None,
     ablations: Sequence[str] = (),
@@ -54,10 +53,9 @@ def train(
     Runs `stages` (default: all, in the order of `STAGES`) with state in `folder`. After an interrupt, the same call
     continues where it stopped. While `folder` contains a file `pause`, training waits. `minutes`: a total for all
     stages, instead of minutes for each. `threads`: number of PyTorch threads (None: PyTorch's choice). `begin_with`: a
-    checkpoint from `pack_run` to start from. `draft_from`: a trained draft, a bundled name or a folder, whose weights
-    the draft begins with; its minutes count as used. `target`: train the drafters for this checkpoint, a bundled name
-    or a folder, instead of the pair's target. `drafter_minutes`: by method. `ablations`: instead of all this, train
-    each of these drafters with one of its ideas left out, on `ablation_tokens` tokens, and print a table.
+    checkpoint from `pack_run` to start from. `target`: train the drafters for this checkpoint, a bundled name or a
+    folder, instead of the pair's target. `drafter_minutes`: by method. `ablations`: instead of all this, train each of
+    these drafters with one of its ideas left out, on `ablation_tokens` tokens, and print a table.
 
     Raises `TrainingError` if the input of a stage is missing or unfinished, or this machine has no such `device`.
     """
@@ -68,8 +66,6 @@ def train(
         torch.set_num_threads(threads)
     if begin_with is not None:
         unpack_run(Path(begin_with), Path(folder))
-    if draft_from is not None:
-        begin_draft(draft_from, Path(folder))
     if minutes is not None:
         target_minutes, draft_minutes, distill_minutes = (minutes * share for share in SHARES.values())
         drafter_minutes = dict.fromkeys(TRAINED, minutes * DRAFTER_SHARE)
@@ -116,8 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_count, default=None, help="CPU threads (default: PyTorch's choice)")
     help_text = "start from a checkpoint of the stable run (default: from scratch, or from the state in --folder)"
     parser.add_argument("--begin-with", type=Path, default=None, metavar="FOLDER", help=help_text)
-    help_text = "begin the draft with the weights of this one, a bundled name or a folder; its minutes count as used"
-    parser.add_argument("--draft-from", default=None, metavar="MODEL", help=help_text)
     help_text = "do not train: write the stable run in --folder as such a checkpoint"
     parser.add_argument("--pack", type=Path, default=None, metavar="FOLDER", help=help_text)
     parser.add_argument("--export-to", type=Path, default=WEIGHTS, help="default: the folder of the bundled models")
@@ -142,7 +136,6 @@ def run_from_args(args: argparse.Namespace) -> int:
             device=args.device,
             export_to=args.export_to,
             begin_with=args.begin_with,
-            draft_from=args.draft_from,
             target=args.target,
             ablations=args.ablations,
             ablation_tokens=args.ablation_tokens,

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import signal
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.errors import TrainingError
 from minillm.training.card import card
-from minillm.training.checkpoint import begin_draft, pack_run, unpack_run
+from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe, Trainer
 from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, SHARES
@@ -292,35 +291,6 @@ def test_stable_run_that_travelled_goes_on_elsewhere(made, tmp_path):
     assert after == pytest.approx(before, rel=0.01), "rounding to 8 bits is hardly seen"
     run_stages(here, ["target", "decay"])
     assert RunRecord.load(tmp_path / "runs" / "target").tokens == 40 * 256
-
-
-def test_a_draft_begins_with_the_weights_of_another(made, tmp_path):
-    """What it had seen is its own, in the record and in the card; the rate goes on where its budget is."""
-    begin_draft(str(made.export_to / "minicoder-draft"), tmp_path / "runs")
-    shutil.copytree(made.folder / "corpus", tmp_path / "runs" / "corpus")
-    here = replace(made, folder=tmp_path / "runs", draft_recipe=recipe(25))
-    begun = Trainer(here.new_model("draft"), here.training_text(), here.draft_recipe, here.folder / "draft")
-    shipped = Trainer(made.new_model("draft"), made.training_text(), made.distill_recipe, made.folder / "distill")
-    assert torch.equal(begun.model.embed_tokens.weight, shipped.model.embed_tokens.weight.bfloat16().float())
-    assert (begun.step, begun.tokens_seen, begun.progress) == (10, 20 * 256, 20 / 25)
-    loss = made.held_out()
-    bits = json.loads((made.export_to / "minicoder-draft" / "training.json").read_text())
-    record = RunRecord.load(here.folder / "draft")
-    assert record.earlier_tokens == 20 * 256
-    tokens_per_byte = bits["corpus"]["held_out"]["tokens"] / bits["corpus"]["held_out"]["bytes"]
-    assert loss.tokens.size == bits["corpus"]["held_out"]["tokens"]
-    bits_there = record.log[0].loss * tokens_per_byte / math.log(2)
-    assert bits_there == pytest.approx(bits["evaluation"]["distilled"]["draft_bits_per_byte"], abs=1e-3)
-    run_stages(here, ["draft"])
-    assert RunRecord.load(here.folder / "draft").tokens == 25 * 256
-    with pytest.raises(TrainingError, match="draft has a run already"):
-        begin_draft(str(made.export_to / "minicoder-draft"), here.folder)
-
-
-def test_a_draft_begins_with_no_target(made, tmp_path):
-    with pytest.raises(TrainingError, match=r"minicoder/training.json is no record of a draft's training"):
-        begin_draft(str(made.export_to / "minicoder"), tmp_path / "runs")
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_that_goes_on_by_another_recipe_says_so(made, tmp_path):
