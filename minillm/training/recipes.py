@@ -45,11 +45,11 @@ on a CPU, most of it for attention."""
 DECAY_SHARE = 1 / 6
 """Tokens of the decay branch, as a share of the stable run's."""
 WEIGHT_DECAY = 0.05
-"""Of the matrices of target and draft: what came 1,000 steps ago counts 1/e. Without it they grew with the root of the
-number of steps, and the target's stable run, at first trained so, gained nothing from 34 to 50 million tokens (1.019
-and 1.020 bits per byte on 98,304 held-out tokens, at the full rate) and lost afterwards (1.035 at 65 million). From
-there, with 0.1 and soon 0.05, it had 0.991 at 75 million. The draft has 1.157 bits per byte after 36 million tokens
-with it, 1.177 after 39 million without."""
+"""Of the matrices of target and draft; at the full rate, a step of 1,000 steps ago counts 1/e. Without it they grew
+with the root of the number of steps, and the target's stable run, at first trained so, gained nothing from 34 to 50
+million tokens (1.019 and 1.020 bits per byte on 98,304 held-out tokens, at the full rate) and lost afterwards (1.035 at
+65 million). From there, with 0.1 and soon 0.05, it had 0.991 at 75 million. A draft had 1.157 bits per byte after 36
+million tokens with it, 1.177 after 39 million without."""
 DECAY_TO = 0.25
 """What the decay leaves of the learning rate. The stage after it, which unlearns repetition, takes it to zero: to begin
 with a small rate that has already been zero would cost more of what was learned."""
