@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minillm.errors import TrainingError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.training.data import Passes, Windows
 from minillm.training.fim_documents import PRETRAINING, GapShares
 from minillm.training.pretrain import Recipe, new_model
-from minillm.training.recipes import DECAY_LENGTHS, DRAFT, TARGET, decay_recipe, unlikelihood_recipe
+from minillm.training.recipes import DECAY_LENGTHS, DRAFT, FURTHER, TARGET, decay_recipe, unlikelihood_recipe
 from minillm.training.stage_inputs import BUDGET, FILE, read_inputs
 from minillm.training.state_files import read_state
 from minillm.training.target_evaluation import Amount
@@ -95,8 +97,13 @@ class Pair:
         return new_model(self.target if stage in TARGET_STAGES else self.draft).to(self.device)
 
     def trained_target(self) -> Decoder:
-        """The finished target. Raises `TrainingError` if its last stage is not finished."""
-        return self.trained(TARGET_STAGES[-1])
+        """The finished target: from the decayed weights to those of the last stage, and a little `FURTHER`. Raises
+        `TrainingError` if that stage is not finished."""
+        model, decayed = self.trained("unlikelihood"), self.trained("decay")
+        with torch.no_grad():
+            for weight, before in zip(model.parameters(), decayed.parameters(), strict=True):
+                weight.copy_(torch.lerp(before, weight, FURTHER))
+        return model
 
     def trained(self, stage: str) -> Decoder:
         """The finished model of a stage. Raises `TrainingError` if the stage is not finished."""

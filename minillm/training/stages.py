@@ -77,8 +77,9 @@ def unlearn_repetition(pair: Pair) -> None:
     """Stage `unlikelihood`: the decayed target unlearns to repeat itself."""
     text = pair.training_text(LATER)
     model = pair.trained("decay")
-    check_inputs(pair.folder / "unlikelihood", {"decay": _tokens_seen(pair, "decay")})
-    batches = OwnText(text, model, pair.corpus / "tokenizer.json", pair.folder / "unlikelihood" / "writings")
+    folder, lengths = pair.folder / "unlikelihood", pair.recipe("unlikelihood").lengths
+    check_inputs(folder, {"decay": _tokens_seen(pair, "decay")})
+    batches = OwnText(text, model, pair.corpus / "tokenizer.json", lengths, folder / "writings")
     _run(pair, "unlikelihood", batches, UnlikelihoodLoss(), model=model, branch_of=pair.state_file("decay"))
 
 

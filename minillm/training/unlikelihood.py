@@ -7,7 +7,8 @@ the model writes, and unlearns to go round in circles:
     its loss      -log(1 - p(x)) for each token x with which the text goes round in a circle: x belongs to the second
                   round of a short one or to the third round of a longer one, x was a choice the first time, and x is
                   likely; no loss for the other tokens
-    real code     ordinary cross-entropy, in the other half of the rows, so that the model stays a model of code
+    real code     ordinary cross-entropy, in the other half of these rows and in longer ones, so that the model stays a
+                  model of code and uses all of its context
 
 No penalty is needed when text is generated. The model writes anew after every few steps, because what it repeats
 changes as it learns.
@@ -25,9 +26,20 @@ Tried on the decayed model of 60.6M tokens (64 greedy continuations of 128 token
     circles                           0.65M        51%           1.000
     circles                            2.5M        45%           0.986
     circles, short ones at once        2.5M        41%           0.996
-    the same, longer (this stage)      6.0M        36%           0.985
+    the same, longer                   6.0M        36%           0.985
 
-"Circles" are third rounds; "short ones at once" is the rule above, and a longer stage gains on both sides.
+"Circles" are third rounds; "short ones at once" is the rule above, and a longer stage gains on both sides. All rows had
+256 tokens. What that does to long contexts was seen later, on the decayed model of 87.7M tokens (512 continuations; the
+loss in nats on held-out files, at their positions 500 to 999 and 3,000 to 3,999):
+
+    unlearned                        tokens   repeated   bits per byte   500 to 999   3,000 to 3,999
+    nothing                               0        70%           0.863        1.699            1.583
+    in rows of 256 alone               6.0M        36%           0.882        1.819            1.874
+    with longer rows (this stage)      6.0M        40%           0.852        1.651            1.527
+    the same, 1.1 times the way        6.0M        33%           0.862        1.663            1.535
+
+A model that unlearns to repeat in rows of 256 also copies less from far away, unless long rows of real code keep that
+up. The last line is the finished target (`recipes.FURTHER`).
 """
 
 from __future__ import annotations
@@ -69,28 +81,38 @@ NO_LOSS = torch.iinfo(torch.int64).min
 
 
 class OwnText:
-    """Batches with rows of `text` in the first half and the model's own text in the second.
+    """Batches with rows of `text` in the first half and the model's own text in the second, where rows have the
+    shortest of `lengths`; longer rows are all of `text`. The steps cycle through `lengths`, as in `Recipe`.
 
     A negative target -1 - x says that token x should be less likely there.
 
     The texts of a writing serve several steps, in which the model changes. They are therefore kept in `folder`, where
     an interrupted run finds them again; without a folder, only in memory."""
 
-    def __init__(self, text: Batches, model: Decoder, tokenizer: Path, folder: Path | None = None) -> None:
-        self.text, self.model, self.tokenizer, self.folder = text, model, tokenizer, folder
+    def __init__(
+        self, text: Batches, model: Decoder, tokenizer: Path, lengths: tuple[int, ...], folder: Path | None = None
+    ) -> None:
+        self.text, self.model, self.tokenizer, self.lengths, self.folder = text, model, tokenizer, lengths, folder
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
         """The texts of one writing and what is unlearned of them, by the number of the writing."""
 
     def batch(self, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each `[rows, length]`, int64."""
         inputs, targets = self.text.batch(step, rows, length)
-        number, part = divmod(step, STEPS_PER_WRITING)
+        if length > min(self.lengths):
+            return inputs, targets
+        number, part = divmod(self._own_steps_before(step), STEPS_PER_WRITING)
         own = rows // 2
         mine = slice(part * own, (part + 1) * own)
         texts, unlearn = self._texts(number, own * STEPS_PER_WRITING, length + 1)
         inputs[rows - own :] = texts[mine, :-1]
         targets[rows - own :] = unlearn[mine, 1:]
         return inputs, targets
+
+    def _own_steps_before(self, step: int) -> int:
+        """How many of the first `step` steps have text of the model's own."""
+        cycles, rest = divmod(step, len(self.lengths))
+        return sum(cycles + (at < rest) for at, length in enumerate(self.lengths) if length == min(self.lengths))
 
     def _texts(self, number: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         if number not in self._written or self._written[number][0].shape != (rows, length):

@@ -112,6 +112,12 @@ def target_facts(facts):
     return training_facts("minicoder", "minicoder-draft", new_model(config()), CORPUS, runs, evaluations, ALONE)
 
 
+def test_a_targets_card_says_how_far_it_goes_beyond_its_last_stage(target_facts, facts):
+    text = section(card({**target_facts, "further": 1.375}), "Training")
+    assert "1.375 times the way" in text
+    assert "times the way" not in card(facts)
+
+
 def test_a_targets_card_states_what_was_measured_of_it_alone(target_facts):
     text = section(card(target_facts), "Long contexts, gaps, repetition")
     measured = {

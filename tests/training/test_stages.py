@@ -15,7 +15,7 @@ from minillm.training.card import card
 from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe, Trainer
-from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, SHARES
+from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, FURTHER, SHARES
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import add_arguments, run_from_args, train
 from minillm.training.stages import STAGES, run_stages
@@ -74,6 +74,19 @@ def test_both_folders_hold_a_model_and_its_card(made):
     assert facts["runs"]["pretraining"]["tokens"] == facts["runs"]["distillation"]["tokens"] == 10 * 256
     kept = json.loads((made.folder / "evaluation.json").read_text())["evaluations"]
     assert facts["evaluation"] == kept
+
+
+def test_finished_target_lies_beyond_its_last_stage(made):
+    """On the line from the decayed weights through those of the last stage."""
+    decayed, last = (made.trained(stage).state_dict() for stage in ("decay", "unlikelihood"))
+    finished = made.trained_target().state_dict()
+    moved = sum((last[name] - decayed[name]).abs().sum().item() for name in last)
+    assert moved > 0
+    beyond = sum((finished[name] - last[name]).abs().sum().item() for name in last)
+    assert beyond == pytest.approx((FURTHER - 1) * moved, rel=1e-3)
+    for name, weight in finished.items():
+        torch.testing.assert_close(weight - decayed[name], FURTHER * (last[name] - decayed[name]), rtol=1e-3, atol=1e-6)
+    assert json.loads((made.export_to / "minicoder" / "training.json").read_text())["further"] == FURTHER
 
 
 @pytest.mark.parametrize("method", TRAINED)

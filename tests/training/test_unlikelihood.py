@@ -99,7 +99,7 @@ def test_half_of_a_batch_is_the_models_own_text(corpus: Path) -> None:
     torch.manual_seed(0)
     model = as_shipped(new_model(config()))
     length = PROMPT_LENGTH + 40
-    batches = OwnText(Counting(), model, corpus / "tokenizer.json")
+    batches = OwnText(Counting(), model, corpus / "tokenizer.json", (length,))
     inputs, targets = batches.batch(5, 4, length)
     plain_inputs, plain_targets = Counting().batch(5, 4, length)
     assert torch.equal(inputs[:2], plain_inputs[:2])
@@ -112,16 +112,36 @@ def test_half_of_a_batch_is_the_models_own_text(corpus: Path) -> None:
     assert not torch.equal(others[2:], inputs[2:])  # other rows of the same writing
 
 
-@pytest.mark.parametrize("stop", [3, 4, 9])
+def test_long_rows_are_all_real_code_and_leave_no_text_of_the_model_unused(corpus: Path) -> None:
+    """Of three steps the first and the last have the model's own text: each takes the next rows of a writing."""
+    short, long = PROMPT_LENGTH + 4, PROMPT_LENGTH + 9
+    lengths = (short, long, short)
+    batches = OwnText(Counting(), new_model(config()), corpus / "tokenizer.json", lengths)
+    taken = []
+    for step in range(15):
+        length = lengths[step % 3]
+        inputs, targets = batches.batch(step, 4, length)
+        if length == long:
+            plain = Counting().batch(step, 4, long)
+            assert torch.equal(inputs, plain[0]) and torch.equal(targets, plain[1])
+        else:
+            taken.append(inputs[2:])
+    written = [batches._texts(number, 2 * unlikelihood.STEPS_PER_WRITING, short + 1)[0] for number in (0, 1)]
+    assert torch.equal(torch.cat(taken), torch.cat(written)[: 2 * len(taken), :-1])
+
+
+@pytest.mark.parametrize("stop", [3, 4, 17])
 def test_an_interrupted_run_goes_on_to_the_bit(stop: int, corpus: Path, tmp_path: Path) -> None:
-    """The texts of a writing serve eight steps. The run stops between two of them, and inside a writing."""
-    recipe = Recipe(tokens=12 * 384, tokens_per_step=384, lengths=(96,), warmup_steps=1, adam_lr=0.1, save_every=3)
+    """The texts of a writing serve eight of every sixteen steps. The run stops between two of them, and in the second
+    writing."""
+    lengths = (96, 128)
+    recipe = Recipe(tokens=20 * 384, tokens_per_step=384, lengths=lengths, warmup_steps=1, adam_lr=0.1, save_every=3)
 
     def trainer(folder: str, loss: Loss) -> Trainer:
         model = new_model(config())
         return Trainer(
             model,
-            OwnText(Passes(corpus), model, corpus / "tokenizer.json", tmp_path / folder / "writings"),
+            OwnText(Passes(corpus), model, corpus / "tokenizer.json", recipe.lengths, tmp_path / folder / "writings"),
             recipe,
             tmp_path / folder,
             loss,
@@ -147,7 +167,7 @@ def test_an_interrupted_run_goes_on_to_the_bit(stop: int, corpus: Path, tmp_path
 
 def test_only_the_last_writings_stay_on_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unlikelihood, "WRITINGS_KEPT", 2)
-    batches = OwnText(Counting(), new_model(config()), corpus / "tokenizer.json", tmp_path)
+    batches = OwnText(Counting(), new_model(config()), corpus / "tokenizer.json", (PROMPT_LENGTH + 2,), tmp_path)
     for step in range(0, 5 * unlikelihood.STEPS_PER_WRITING, unlikelihood.STEPS_PER_WRITING):
         batches.batch(step, 2, PROMPT_LENGTH + 2)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["3.npy", "4.npy"]
