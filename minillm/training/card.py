@@ -13,7 +13,7 @@ from minillm.models.decoder import Decoder
 from minillm.training.distill import LOSS_FORMULA
 from minillm.training.evaluate import Evaluation
 from minillm.training.pretrain import Recipe
-from minillm.training.recipes import FURTHER
+from minillm.training.recipes import EXTRAPOLATION
 from minillm.training.record import RunRecord
 from minillm.training.target_evaluation import TargetEvaluation
 
@@ -55,7 +55,7 @@ def training_facts(
         "corpus": {key: corpus[key] for key in ("train", "held_out", "near_duplicates", "sources")},
         "runs": {stage: {**run.summary(), "recipe": _recipe(run, recipe)} for stage, (run, recipe) in runs.items()},
         "evaluation": {which: asdict(evaluation) for which, evaluation in evaluations.items()},
-        **({"alone": asdict(target), "further": FURTHER} if target else {}),
+        **({"alone": asdict(target), "extrapolation": EXTRAPOLATION} if target else {}),
     }
 
 
@@ -142,9 +142,9 @@ that the target wrote after corpus prompts.
 Pretraining did not start from scratch: its first {earlier:,} tokens are those of an earlier version, with whose weights
 it began. The minutes of that version are included.
 """
-    further = f"""
-The weights are a little beyond those at the end of unlikelihood: {facts.get("further", 1):g} times the way to them from
-those at the end of the decay.
+    extrapolated = f"""
+The weights are extrapolated: from those at the end of the decay, {facts.get("extrapolation", 1):g} times the way to
+those at the end of unlikelihood.
 """
     lengths = facts["runs"]["pretraining"]["recipe"]["lengths"]
     mixed = """
@@ -161,7 +161,7 @@ Rows of each length have an order of their own, so in pretraining some text come
 
 Muon for the matrices, AdamW for the rest, bf16 forward over fp32 weights. Minutes are wall-clock time in training
 steps, compiling included, whatever else the machine was doing.
-{further if "further" in facts else ""}{distilled if "distillation" in facts["runs"] else ""}
+{extrapolated if "extrapolation" in facts else ""}{distilled if "distillation" in facts["runs"] else ""}
 `minillm train` does all of this again. The numbers here are also in `training.json`."""
 
 

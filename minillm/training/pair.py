@@ -15,7 +15,7 @@ from minillm.models.decoder import Decoder
 from minillm.training.data import Passes, Windows
 from minillm.training.fim_documents import PRETRAINING, GapShares
 from minillm.training.pretrain import Recipe, new_model
-from minillm.training.recipes import DECAY_LENGTHS, DRAFT, FURTHER, TARGET, decay_recipe, unlikelihood_recipe
+from minillm.training.recipes import DECAY_LENGTHS, DRAFT, EXTRAPOLATION, TARGET, decay_recipe, unlikelihood_recipe
 from minillm.training.stage_inputs import BUDGET, FILE, read_inputs
 from minillm.training.state_files import read_state
 from minillm.training.target_evaluation import Amount
@@ -25,7 +25,7 @@ WEIGHTS = Path(__file__).resolve().parents[1] / "models" / "weights"
 
 TARGET_NAME = "minicoder"
 TARGET_STAGES = ("target", "decay", "unlikelihood")
-"""The stages that train the target; the last one's model is the finished target."""
+"""The stages that train the target. The finished target is extrapolated from the last two."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class Pair:
         return new_model(self.target if stage in TARGET_STAGES else self.draft).to(self.device)
 
     def trained_target(self) -> Decoder:
-        """The finished target: from the decayed weights to those of the last stage, and a little `FURTHER`. Raises
-        `TrainingError` if that stage is not finished."""
-        model, decayed = self.trained("unlikelihood"), self.trained("decay")
+        """The finished target: the weights of its last stage, extrapolated from those before it (`EXTRAPOLATION`).
+        Raises `TrainingError` if one of the two stages is not finished."""
+        model, before = (self.trained(stage) for stage in reversed(TARGET_STAGES[-2:]))
         with torch.no_grad():
-            for weight, before in zip(model.parameters(), decayed.parameters(), strict=True):
-                weight.copy_(torch.lerp(before, weight, FURTHER))
+            for weight, earlier in zip(model.parameters(), before.parameters(), strict=True):
+                weight.copy_(torch.lerp(earlier, weight, EXTRAPOLATION))
         return model
 
     def trained(self, stage: str) -> Decoder:

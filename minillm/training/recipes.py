@@ -56,13 +56,12 @@ with a small rate that has already been zero would cost more of what was learned
 UNLIKELIHOOD_TOKENS = 6_000_000
 """Tokens of the stage that unlearns repetition, a quarter of them the model's own."""
 UNLIKELIHOOD_LENGTHS = (256, 256, 256, 512, 512, MAX_LENGTH)
-"""Row lengths of that stage; only the shortest rows have own text. With rows of 256 alone the model unlearned to use a
-long context, too: on held-out files its loss rose from 1.744 to 1.756 nats at the positions 0 to 499, but from 1.583 to
-1.874 at 3,000 to 3,999."""
-FURTHER = 1.1
-"""How far the finished target goes along the line from the decayed weights to those at the end of that stage (task
-arithmetic: Ilharco et al. 2023): repetition falls from 39.9 to 33.3%, bits per byte are those of the decayed model
-again (`unlikelihood.py` has the table)."""
+"""Row lengths of that stage. The model's own text is in the shortest rows; the longer ones keep it able to use a long
+context (`unlikelihood.py` has the figures)."""
+EXTRAPOLATION = 1.1
+"""Where the finished target lies on the line from the decayed weights (0) through those at the end of that stage (1):
+task arithmetic, Ilharco et al. 2023. It repeats less than at 1, for bits per byte like those at 0 (figures there, too).
+"""
 TARGET_MINUTES, DRAFT_MINUTES, DISTILL_MINUTES = 400.0, 20.0, 40.0
 """Default minutes of the stages on a CPU. The decay takes a sixth of the target's tokens."""
 SHARES = {"target": 0.48, "draft": 0.05, "distill": 0.18}

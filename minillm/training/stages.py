@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from minillm.errors import TrainingError
 from minillm.models.decoder import Decoder
+from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.training.card import card, training_facts
 from minillm.training.compiling import Compiled
 from minillm.training.continuations import write_continuations
@@ -186,7 +187,8 @@ def _tokens_seen(pair: Pair, stage: str) -> int:
 def _evaluate(pair: Pair, target: Decoder, draft: Decoder, checkpoint: Path) -> dict[str, Evaluation]:
     """Evaluate the target with the draft before and after distillation. The result is cached in `evaluation.json`."""
     file = pair.folder / "evaluation.json"
-    inputs = {stage: _tokens_seen(pair, stage) for stage in ("unlikelihood", "draft", "distill")}
+    inputs = {"target": fingerprint_of_folder(checkpoint)}
+    inputs |= {stage: _tokens_seen(pair, stage) for stage in ("draft", "distill")}
     if file.exists():
         kept = read_json(file)
         if kept["inputs"] == inputs:

@@ -37,7 +37,7 @@ class Amount:
     gap_characters: tuple[int, int] = (BEFORE, AFTER)
     """Maximum characters of a gap's prefix and suffix."""
     rows: int = 512
-    """Texts in which repetition is measured. Other 64 of the same model differed by ten percentage points."""
+    """Texts in which repetition is measured. For one model, 64 gave 37.9%, another 64 gave 47.7%, 512 gave 41.6%."""
     repetition_tokens: int = 128
     """Tokens of each of them."""
     texts: int = 20

@@ -36,10 +36,10 @@ loss in nats on held-out files, at their positions 500 to 999 and 3,000 to 3,999
     nothing                               0        70%           0.863        1.699            1.583
     in rows of 256 alone               6.0M        36%           0.882        1.819            1.874
     with longer rows (this stage)      6.0M        40%           0.852        1.651            1.527
-    the same, 1.1 times the way        6.0M        33%           0.862        1.663            1.535
+    the same, extrapolated to 1.1      6.0M        33%           0.862        1.663            1.535
 
 A model that unlearns to repeat in rows of 256 also copies less from far away, unless long rows of real code keep that
-up. The last line is the finished target (`recipes.FURTHER`).
+up. The last line is the finished target (`recipes.EXTRAPOLATION`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from minillm.training.state_files import write_array
 SPAN = 8
 """Tokens of a span that must not be repeated."""
 STEPS_PER_WRITING = 8
-"""Steps that share the texts of one writing."""
+"""Steps with own text that share the texts of one writing."""
 WRITINGS_KEPT = 16
 """The last writings that stay on disk: more steps than lie between two saved states."""
 SHORT = 40

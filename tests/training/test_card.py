@@ -112,8 +112,8 @@ def target_facts(facts):
     return training_facts("minicoder", "minicoder-draft", new_model(config()), CORPUS, runs, evaluations, ALONE)
 
 
-def test_a_targets_card_says_how_far_it_goes_beyond_its_last_stage(target_facts, facts):
-    text = section(card({**target_facts, "further": 1.375}), "Training")
+def test_a_targets_card_says_how_far_its_weights_are_extrapolated(target_facts, facts):
+    text = section(card({**target_facts, "extrapolation": 1.375}), "Training")
     assert "1.375 times the way" in text
     assert "times the way" not in card(facts)
 

@@ -15,7 +15,7 @@ from minillm.training.card import card
 from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe, Trainer
-from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, FURTHER, SHARES
+from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, EXTRAPOLATION, SHARES
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import add_arguments, run_from_args, train
 from minillm.training.stages import STAGES, run_stages
@@ -83,10 +83,26 @@ def test_finished_target_lies_beyond_its_last_stage(made):
     moved = sum((last[name] - decayed[name]).abs().sum().item() for name in last)
     assert moved > 0
     beyond = sum((finished[name] - last[name]).abs().sum().item() for name in last)
-    assert beyond == pytest.approx((FURTHER - 1) * moved, rel=1e-3)
+    assert beyond == pytest.approx((EXTRAPOLATION - 1) * moved, rel=1e-3)
     for name, weight in finished.items():
-        torch.testing.assert_close(weight - decayed[name], FURTHER * (last[name] - decayed[name]), rtol=1e-3, atol=1e-6)
-    assert json.loads((made.export_to / "minicoder" / "training.json").read_text())["further"] == FURTHER
+        torch.testing.assert_close(
+            weight - decayed[name], EXTRAPOLATION * (last[name] - decayed[name]), rtol=1e-3, atol=1e-6
+        )
+    assert json.loads((made.export_to / "minicoder" / "training.json").read_text())["extrapolation"] == EXTRAPOLATION
+
+
+def test_another_target_is_evaluated_anew(made, tmp_path, monkeypatch):
+    """Even if it has seen as many tokens."""
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr("minillm.training.pair.EXTRAPOLATION", 9.0)
+    run_stages(replace(made, folder=tmp_path, export_to=tmp_path / "weights"), ["export"])
+    bits = [
+        json.loads((folder / "minicoder" / "training.json").read_text())["evaluation"]["distilled"][
+            "target_bits_per_byte"
+        ]
+        for folder in (made.export_to, tmp_path / "weights")
+    ]
+    assert bits[0] != bits[1]
 
 
 @pytest.mark.parametrize("method", TRAINED)

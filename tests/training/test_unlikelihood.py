@@ -132,8 +132,8 @@ def test_long_rows_are_all_real_code_and_leave_no_text_of_the_model_unused(corpu
 
 @pytest.mark.parametrize("stop", [3, 4, 17])
 def test_an_interrupted_run_goes_on_to_the_bit(stop: int, corpus: Path, tmp_path: Path) -> None:
-    """The texts of a writing serve eight of every sixteen steps. The run stops between two of them, and in the second
-    writing."""
+    """Every second step has own text, and eight such steps share a writing. The run stops in the first writing and in
+    the second."""
     lengths = (96, 128)
     recipe = Recipe(tokens=20 * 384, tokens_per_step=384, lengths=lengths, warmup_steps=1, adam_lr=0.1, save_every=3)
 
