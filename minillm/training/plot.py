@@ -24,6 +24,8 @@ class Curve:
     unit: str
     """Unit of the loss, e.g. `nats per token`."""
     log: Sequence[LogRow]
+    cycle: int = 1
+    """Steps after which the row lengths repeat. Their losses differ, so a point is the mean of whole cycles."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Bucket:
 
 def loss_svg(title: str, curves: Sequence[Curve]) -> str:
     """A picture with one panel per curve: the mean loss as a line, the range of its steps as a band."""
-    last = [buckets(curve.log)[-1] for curve in curves]
+    last = [buckets(curve)[-1] for curve in curves]
     words = "; ".join(
         f"{c.name}: {b.mean:.2f} {c.unit} after {b.tokens:.1f} million tokens"
         for c, b in zip(curves, last, strict=True)
@@ -61,9 +63,11 @@ def loss_svg(title: str, curves: Sequence[Curve]) -> str:
     )
 
 
-def buckets(log: Sequence[LogRow]) -> list[Bucket]:
-    """Group the log into at most `POINTS` buckets of consecutive steps."""
-    size = math.ceil(len(log) / POINTS)
+def buckets(curve: Curve) -> list[Bucket]:
+    """Group the log into at most `POINTS` buckets of consecutive steps, in whole cycles: the steps that are over at the
+    beginning are left out, unless there are no others."""
+    log = curve.log[len(curve.log) % curve.cycle :] or curve.log
+    size = curve.cycle * math.ceil(len(log) / POINTS / curve.cycle)
     found = []
     for start in range(0, len(log), size):
         rows = log[start : start + size]
@@ -82,13 +86,13 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _panel(curve: Curve, left: float, width: float) -> str:
-    points = buckets(curve.log)
+    points = buckets(curve)
     low, high = min(p.low for p in points), max(p.high for p in points)
     span = (high - low) * 1.04 or 1.0
-    most = points[-1].tokens
+    least, most = curve.log[0].tokens / 1e6, points[-1].tokens
 
     def x(tokens: float) -> str:
-        return f"{left + tokens / most * width:.1f}"
+        return f"{left + (tokens - least) / ((most - least) or 1.0) * width:.1f}"
 
     def y(loss: float) -> str:
         return f"{TOP + HEIGHT - (loss - low) / span * HEIGHT:.1f}"
@@ -97,7 +101,7 @@ def _panel(curve: Curve, left: float, width: float) -> str:
     for tick in ticks(low, high):
         parts.append(f'<path d="M{left:.1f} {y(tick)}h{width:.1f}" stroke="{HAIRLINE}"/>')
         parts.append(_text(left - 8, float(y(tick)) + 4, f"{tick:g}", 11.5, GREY, anchor="end"))
-    for tick in ticks(0, most):
+    for tick in ticks(least, most):
         parts.append(_text(float(x(tick)), TOP + HEIGHT + 20, f"{tick:g}", 11.5, GREY, anchor="middle"))
     parts.append(_text(left + width / 2, TOP + HEIGHT + 42, "million tokens", 11.5, GREY, anchor="middle"))
     band = [f"{x(p.tokens)} {y(p.high)}" for p in points] + [f"{x(p.tokens)} {y(p.low)}" for p in reversed(points)]

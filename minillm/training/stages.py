@@ -138,7 +138,10 @@ def export_pair(pair: Pair) -> None:
     )
     for name, other, model, history in made:
         facts = training_facts(name, other, model, corpus, history, evaluations, alone if model is target else None)
-        curves = [Curve(stage.capitalize(), _UNITS[stage], run.log) for stage, (run, _) in history.items()]
+        curves = [
+            Curve(stage.capitalize(), _UNITS[stage], run.log, len(recipe.lengths))
+            for stage, (run, recipe) in history.items()
+        ]
         files = {
             "README.md": card(facts),
             "training.json": json.dumps(facts, indent=1) + "\n",

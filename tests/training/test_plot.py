@@ -33,10 +33,27 @@ def test_same_log_gives_the_same_bytes():
 
 def test_buckets_keep_mean_and_range():
     log = [LogRow(i + 1, 1_000_000 * (i + 1), 0.0, float(i % 2)) for i in range(2 * POINTS)]
-    found = buckets(log)
+    found = buckets(Curve("A", "nats", log))
     assert len(found) == POINTS
     assert {(b.low, b.mean, b.high) for b in found} == {(0.0, 0.5, 1.0)}
     assert found[-1].tokens == 2 * POINTS
+
+
+def test_points_of_a_run_with_rows_of_several_lengths_are_whole_cycles():
+    log = [LogRow(i + 1, i + 1, 0.0, float(i % 6)) for i in range(5 * POINTS + 3)]
+    found = buckets(Curve("A", "nats", log, cycle=6))
+    assert {b.mean for b in found} == {2.5} and found[-1].tokens * 1e6 == pytest.approx(len(log))
+    assert buckets(Curve("A", "nats", log[:4], cycle=6))[0].mean == 1.5
+
+
+def test_a_branch_fills_its_panel():
+    """Its first tokens are those of the run that it branched from."""
+    log = [LogRow(i, 75_000_000 + i * 1000, 0.0, 2.0 - i / 1000) for i in range(1, 501)]
+    root = ElementTree.fromstring(loss_svg("Loss", [Curve("A", "nats", LOG), Curve("B", "nats", log)]))
+    first, second = (
+        [float(point.split(",")[0]) for point in line.get("points").split()] for line in root.findall(f"{SVG}polyline")
+    )
+    assert second[-1] - second[0] == pytest.approx(first[-1] - first[0], rel=0.02)
 
 
 @pytest.mark.parametrize(
