@@ -25,7 +25,7 @@ class Cpu:
     usable_cores: int
     """See `usable_processors`."""
     simd: tuple[str, ...]
-    """The members of `SIMD` that the processor has; empty if the operating system does not report them."""
+    """See `simd`."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,15 @@ def cpu() -> Cpu:
     import psutil
 
     usable = usable_processors()
+    name = _cpuinfo().get("model name") or platform.processor() or platform.machine()
+    return Cpu(name, psutil.cpu_count(logical=False) or usable, usable, simd())
+
+
+def simd() -> tuple[str, ...]:
+    """The members of `SIMD` that the processor has; empty if the operating system does not report them."""
     facts = _cpuinfo()
     flags = set((facts.get("flags") or facts.get("Features") or "").split())
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    return Cpu(name, psutil.cpu_count(logical=False) or usable, usable, tuple(s for s in SIMD if s in flags))
+    return tuple(s for s in SIMD if s in flags)
 
 
 def usable_processors() -> int:

@@ -103,7 +103,7 @@ def run_ablations(pair: Pair, method: str, tokens: float = TOKENS, rows: int = C
     file = pair.folder / f"ablations-{method}{target.suffix}.json"
     made_of = {"method": method, "target": target.name, "fingerprint": target.fingerprint}
     rows_of = {"sure_drafts": TRAINED[method].sure_drafts, "rows": [asdict(row) for row in found]}
-    write_json(file, {**made_of, "hardware": asdict(Hardware.here()), **rows_of})
+    write_json(file, {**made_of, "hardware": asdict(Hardware.here(pair.device)), **rows_of})
     return found
 
 

@@ -124,10 +124,8 @@ def _training(facts: Facts) -> str:
     rows = []
     for stage, run in facts["runs"].items():
         corpora = f"{run['tokens'] / corpus_tokens:.2f}" if stage == "pretraining" else "–"
-        machine = ", then ".join(
-            f"{hw['cpu']} ({hw['threads']} of {hw['cores']} cores, PyTorch {hw['torch']})" for hw in run["hardware"]
-        )
-        rows.append((stage, f"{run['tokens']:,}", corpora, f"{run['steps']:,}", f"{run['minutes']:g}", machine))
+        machines = hardware_words(run["hardware"])
+        rows.append((stage, f"{run['tokens']:,}", corpora, f"{run['steps']:,}", f"{run['minutes']:g}", machines))
     header = ("Stage", "Tokens in all", "Tokens / corpus", "Steps", "Minutes", "Hardware")
     recipes = "\n".join(
         f"- {stage}: {_recipe_words(run['recipe'])}{_change_words(run)}" for stage, run in facts["runs"].items()
@@ -159,8 +157,8 @@ Rows of each length have an order of their own, so in pretraining some text come
 
 {recipes}
 
-Muon for the matrices, AdamW for the rest, bf16 forward over fp32 weights. Minutes are wall-clock time in training
-steps, compiling included, whatever else the machine was doing.
+Muon for the matrices, AdamW for the rest; fp32 weights, matrix products in the dtype that the table names. Minutes are
+wall-clock time in training steps, compiling included, whatever else the machine was doing.
 {extrapolated if "extrapolation" in facts else ""}{distilled if "distillation" in facts["runs"] else ""}
 `minillm train` does all of this again. The numbers here are also in `training.json`."""
 
@@ -281,6 +279,16 @@ Training: {train["files"]:,} files, {train["bytes"]:,} bytes, {train["tokens"]:,
 Held out: {held["files"]:,} files, {held["bytes"]:,} bytes, {held["tokens"]:,} tokens.
 
 {table(("Source", "Version", "Licence"), rows)}"""
+
+
+def hardware_words(entries: list[Facts]) -> str:
+    """Where a run was trained, in the order of its sessions. `entries`: `record.Hardware` as JSON values."""
+    return ", then ".join(
+        f"{hw['gpu']} ({hw['products']}, PyTorch {hw['torch']})"
+        if hw["gpu"]
+        else f"{hw['cpu']} ({hw['threads']} of {hw['cores']} cores, {hw['products']}, PyTorch {hw['torch']})"
+        for hw in entries
+    )
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -13,7 +13,7 @@ The loss per token, p the target's and q the draft's distribution at temperature
 
 Half of every batch is real code, as in a prompt, and half the target's continuations, as after a prompt. Muon and AdamW
 continue as in pretraining, at half the rate and with a shorter plateau (`recipes.distill_recipe`), because the weights
-are already good but the loss is new. The target's forward runs for each batch (bf16, no gradient). Caching its top
+are already good but the loss is new. The target's forward runs for each batch (without gradients). Caching its top
 tokens would save at most the half spent on continuations, and would need a second implementation of the loss.
 """
 
@@ -27,6 +27,7 @@ from minillm.models.decoder import Decoder
 from minillm.training.compiling import Compiled
 from minillm.training.data import Batches
 from minillm.training.divergence import kl_and_rejection
+from minillm.training.precision import forward_precision
 from minillm.training.pretrain import dense_logits
 
 KL_WEIGHT, TV_WEIGHT, TEXT_WEIGHT = 1.0, 1.0, 0.1
@@ -62,8 +63,8 @@ class DistillationLoss:
 
 
 def autocast_logits(model: Decoder, inputs: Tensor) -> Tensor:
-    """bf16 logits `[rows · length, vocab_size]` from fp32 weights."""
-    with torch.autocast(inputs.device.type, torch.bfloat16):
+    """Logits `[rows · length, vocab_size]` in the precision of training."""
+    with forward_precision(inputs.device.type):
         return dense_logits(model, inputs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minillm.training.card import table
+from minillm.training.card import hardware_words, table
 from minillm.training.drafter_evaluation import Acceptance
 
 KINDS = {"code": "held-out code", "greedy": "the target's greedy text", "sampled": "the target's text at temperature 1"}
@@ -13,15 +13,12 @@ KINDS = {"code": "held-out code", "greedy": "the target's greedy text", "sampled
 def drafter_card(name: str, facts: dict[str, Any]) -> str:
     """The README.md of a drafter's folder. `facts`: the content of its `training.json`."""
     run, method, target = facts["run"], facts["method"], facts["target"]
-    machines = ", then ".join(
-        f"{hw['cpu']} ({hw['threads']} of {hw['cores']} cores, PyTorch {hw['torch']})" for hw in run["hardware"]
-    )
     rows = [
         ("Parameters", f"{facts['parameters']:,}"),
         ("Loss", facts["loss"]),
         ("Tokens", f"{run['tokens']:,}, half corpus, half texts that the target wrote after corpus prompts"),
         ("Minutes", f"{run['minutes']:g}"),
-        ("Hardware", machines),
+        ("Hardware", hardware_words(run["hardware"])),
         ("Stored as", "bfloat16 safetensors"),
         ("Licence of the weights", "Apache-2.0"),
     ]

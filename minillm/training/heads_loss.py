@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from minillm.models.decoder import Decoder
 from minillm.speculative.draft_heads import DraftHeads
 from minillm.training.compiling import Compiled
+from minillm.training.precision import forward_precision
 from minillm.training.target_states import FrozenTarget, Targets, TargetStates, num_roots, targets_of_roots
 
 POSITION_WEIGHT = 0.8
@@ -63,7 +64,7 @@ def guessed_logits(heads: DraftHeads, target: Decoder, states: TargetStates, com
 def heads_loss(heads: DraftHeads, target: Decoder, states: TargetStates, next_tokens: Tensor) -> Tensor:
     """See the module docstring."""
     compared = targets_of_roots(states, next_tokens, heads.shape.num_drafts)
-    with torch.autocast(next_tokens.device.type, torch.bfloat16):
+    with forward_precision(next_tokens.device.type):
         c, embedded = c_of_roots(heads, target, states, compared)
         logits = target.logits(heads.given_tokens(c, embedded).flatten(0, 1))
         confidences = heads.acceptance_logits(c.detach())

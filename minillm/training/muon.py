@@ -7,11 +7,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from minillm.training.precision import forward_dtype
+
 
 def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
     """Approximately the nearest semi-orthogonal matrix: Newton-Schulz with Muon's quintic coefficients."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.bfloat16()
+    x = matrix.to(forward_dtype(matrix.device.type))
     tall = x.shape[0] > x.shape[1]
     x = x.T.contiguous() if tall else x
     x = x / (x.norm() + 1e-7)

@@ -1,4 +1,4 @@
-"""Pretraining: next-token loss, bf16 forward over fp32 weights, Muon for matrices and AdamW for the rest.
+"""Pretraining: next-token loss, fp32 weights, bf16 products (`precision.py`), Muon for matrices, AdamW for the rest.
 
 The learning rate warms up, stays stable and decays (WSD, Hu et al. 2024). The stable run has no fixed end: it continues
 in sessions for as long as there is time. From any of its states, a branch decays the rate over its own budget, which
@@ -29,6 +29,7 @@ from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.training.data import Batches
 from minillm.training.optimizers import optimizers
+from minillm.training.precision import forward_precision
 from minillm.training.state_files import read_state, write_state
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
@@ -238,7 +239,7 @@ def dense_logits(model: Decoder, inputs: Tensor) -> Tensor:
 
 def next_token_loss(model: Decoder, inputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats."""
-    with torch.autocast(inputs.device.type, torch.bfloat16):
+    with forward_precision(inputs.device.type):
         logits = dense_logits(model, inputs)
     return F.cross_entropy(logits.float(), targets.flatten())
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from minillm.models.decoder import Decoder
 from minillm.speculative.prompt_tokens import PromptTokens
+from minillm.training.precision import forward_precision
 from minillm.training.target_states import TargetStates, num_roots, targets_of_roots
 
 POSITION_WEIGHT = 0.8
@@ -57,7 +58,7 @@ def prompted(
     roots = num_roots(length, count)
     own = prompts.embedding.weight.repeat(roots, 1).expand(rows, -1, -1)
     x = torch.cat((target.embed_tokens(inputs), own), dim=1).flatten(0, 1)
-    with torch.autocast(inputs.device.type, torch.bfloat16):
+    with forward_precision(inputs.device.type):
         hidden = target.run_embedded(x, attention.positions.repeat(rows), attention)
         logits = target.logits(hidden)
     hidden, logits = (part.float().unflatten(0, (rows, -1)) for part in (hidden, logits))

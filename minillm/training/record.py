@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from minillm.errors import TrainingError
+from minillm.training.precision import forward_dtype
 from minillm.training.state_files import read_json, write_json
 
 RECIPES = "recipes.json"
@@ -27,12 +28,23 @@ class Hardware:
     threads: int
     torch: str
     python: str
+    gpu: str | None = None
+    """The GPU that trained; None if the CPU did."""
+    products: str = "bfloat16"
+    """The dtype of matrix products."""
 
     @classmethod
-    def here(cls) -> Hardware:
-        """This machine, with PyTorch's current number of threads."""
+    def here(cls, device: str | torch.device) -> Hardware:
+        """This machine, with PyTorch's current number of threads. `device`: where the model is trained."""
+        device = torch.device(device)
         return cls(
-            _cpu_name(), os.cpu_count() or 1, torch.get_num_threads(), torch.__version__, platform.python_version()
+            _cpu_name(),
+            os.cpu_count() or 1,
+            torch.get_num_threads(),
+            torch.__version__,
+            platform.python_version(),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            str(forward_dtype(device.type)).removeprefix("torch."),
         )
 
     def append_to(self, folder: Path) -> None:
@@ -49,7 +61,7 @@ class Hardware:
         file = folder / "hardware.json"
         if not file.exists():
             raise TrainingError(
-                f"{file} is missing; run the stage that writes it, or Hardware.here().append_to(folder)"
+                f"{file} is missing; run the stage that writes it, or Hardware.here(device).append_to(folder)"
             )
         try:
             return tuple(cls(**values) for values in read_json(file))

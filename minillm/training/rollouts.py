@@ -27,6 +27,7 @@ from minillm.models.decoder import Decoder
 from minillm.speculative.long_model import NUM_ANCHORS, LongModel
 from minillm.speculative.spire_model import Context, Rollout, Rows, SpireModel
 from minillm.training.divergence import kl_and_rejection
+from minillm.training.precision import forward_precision
 from minillm.training.target_states import Targets
 
 STEPS = 4
@@ -142,7 +143,7 @@ def _spire_pass(
     model: SpireModel, target: Decoder, inputs: Tensor, first: int, steps: int
 ) -> tuple[TargetPass, Tensor]:
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    with torch.autocast(inputs.device.type, torch.bfloat16):
+    with forward_precision(inputs.device.type):
         of_target = target_pass(target, inputs, positions, [layer.layer for layer in model.layers])
         return of_target, spire_logits(model, inputs, of_target.rows, first, steps)
 
@@ -153,7 +154,7 @@ def _long_pass(
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     if offsets:
         positions = with_offsets(inputs, target.config.max_position_embeddings)
-    with torch.autocast(inputs.device.type, torch.bfloat16):
+    with forward_precision(inputs.device.type):
         of_target = target_pass(target, inputs, positions, [target.config.num_layers - 1])
         return of_target, long_logits(model, inputs, positions, of_target.rows[0], first, steps)
 

@@ -22,7 +22,7 @@ def run_to_the_end(stage: str, trainer: Trainer) -> None:
         tqdm.write(f"{stage}: done ({trainer.tokens_seen:,} tokens in {trainer.seconds / 60:.1f} minutes)")
         return
     check_budget(trainer.folder, trainer.recipe, is_new=not trainer.state_file.exists())
-    Hardware.here().append_to(trainer.folder)
+    Hardware.here(trainer.device).append_to(trainer.folder)
     RecipeFrom(trainer.tokens_seen, trainer.recipe.without_budget()).append_to(trainer.folder)
     trainer.run()
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from minillm.models.causal import CausalAttention
 from minillm.models.decoder import Decoder
 from minillm.training.compiling import Compiled
+from minillm.training.precision import forward_precision
 
 
 class TargetStates(NamedTuple):
@@ -23,7 +24,7 @@ class TargetStates(NamedTuple):
 
 
 class FrozenTarget:
-    """A target that is run without gradients, in bf16 from fp32 weights."""
+    """A target that is run without gradients, in the precision of training."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -39,7 +40,7 @@ def target_states(model: Decoder, inputs: Tensor) -> TargetStates:
     """See `FrozenTarget`."""
     rows, length = inputs.shape
     positions = torch.arange(length, device=inputs.device).repeat(rows)
-    with torch.autocast(inputs.device.type, torch.bfloat16):
+    with forward_precision(inputs.device.type):
         hidden = model(inputs.flatten(), positions, CausalAttention(length))
         logits = model.logits(hidden)
     log_probs = F.log_softmax(logits.float(), dim=-1)

@@ -57,6 +57,7 @@ from minillm.models.decoder import Decoder
 from minillm.training.compiling import Compiled
 from minillm.training.continuations import PROMPT_LENGTH, continue_rows, exported, new_writer
 from minillm.training.data import Batches
+from minillm.training.precision import forward_dtype, forward_precision
 from minillm.training.pretrain import dense_logits
 from minillm.training.state_files import write_array
 
@@ -124,7 +125,7 @@ class OwnText:
         with exported(self.model, self.tokenizer) as checkpoint:
             writer = new_writer(checkpoint, length, str(self.model.embed_tokens.weight.device))
         texts = continue_rows(writer, prompts, length, torch.zeros(rows), seed=number)
-        found = texts, unlearned(texts, chosen(bf16_copy(self.model), texts))
+        found = texts, unlearned(texts, chosen(fast_copy(self.model), texts))
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_array(self._file(number), torch.stack(found).numpy())
@@ -143,9 +144,9 @@ class OwnText:
         return self.folder / f"{number}.npy"
 
 
-def bf16_copy(model: Decoder) -> Decoder:
-    """A copy of `model` in bf16, the arithmetic of training, which is twice as fast."""
-    return copy.deepcopy(model).eval().to(torch.bfloat16)
+def fast_copy(model: Decoder) -> Decoder:
+    """A copy of `model` in the arithmetic of training, which in bf16 is twice as fast."""
+    return copy.deepcopy(model).eval().to(forward_dtype(model.embed_tokens.weight.device.type))
 
 
 @torch.no_grad()
@@ -190,7 +191,7 @@ class UnlikelihoodLoss:
 
 def unlikelihood_loss(model: Decoder, inputs: Tensor, targets: Tensor) -> Tensor:
     """Mean over all tokens: -log p(x) for a target x, -log(1 - p(x)) for -1 - x, 0 for `NO_LOSS`."""
-    with torch.autocast(inputs.device.type, torch.bfloat16):
+    with forward_precision(inputs.device.type):
         logits = dense_logits(model, inputs)
     none = targets == NO_LOSS
     ids = torch.where(none, 0, torch.where(targets < 0, -1 - targets, targets))

@@ -18,7 +18,8 @@ from .conftest import config
 
 HARDWARE = (
     Hardware("Some CPU", cores=8, threads=5, torch="2.9.9", python="3.11.1"),
-    Hardware("Other CPU", cores=4, threads=3, torch="2.9.9", python="3.11.1"),
+    Hardware("Other CPU", cores=4, threads=3, torch="2.9.9", python="3.11.1", products="float32"),
+    Hardware("Third CPU", cores=9, threads=9, torch="2.9.9", python="3.11.1", gpu="Some GPU"),
 )
 CORPUS = {
     "train": {"files": 701, "bytes": 9_876_543, "tokens": 3_210_987},
@@ -73,7 +74,8 @@ def test_training_states_the_recorded_run(facts):
         "1,777",
         "76.1",
         "2.73",
-        "Some CPU (5 of 8 cores, PyTorch 2.9.9), then Other CPU (3 of 4 cores",
+        "Some CPU (5 of 8 cores, bfloat16, PyTorch 2.9.9), then Other CPU (3 of 4 cores, float32, PyTorch 2.9.9), then",
+        "then Some GPU (bfloat16, PyTorch 2.9.9)",
     ):
         assert fact in text
     assert "0.01 (Muon)" in text and "0.02 (Muon)" in text

@@ -12,6 +12,7 @@ from minillm.models.decoder import Decoder
 from minillm.training import unlikelihood
 from minillm.training.continuations import PROMPT_LENGTH
 from minillm.training.data import Passes
+from minillm.training.precision import forward_precision
 from minillm.training.pretrain import Loss, Recipe, Trainer, dense_logits, new_model
 from minillm.training.stage_runs import as_shipped
 from minillm.training.unlikelihood import NO_LOSS, SHORT, SPAN, OwnText, chosen, unlearned, unlikelihood_loss
@@ -180,7 +181,7 @@ def test_the_loss_is_the_formula_token_by_token(monkeypatch: pytest.MonkeyPatch)
     model = new_model(config())
     inputs, targets = Counting().batch(0, 2, 24)
     targets[0, 3], targets[1, 7], targets[1, 8] = -1 - 5, -1, NO_LOSS
-    with torch.autocast("cpu", torch.bfloat16):
+    with forward_precision("cpu"):
         log_p = F.log_softmax(dense_logits(model, inputs).float(), -1).view(2, 24, -1)
     losses, unlearned_tokens = [], []
     for row in range(2):

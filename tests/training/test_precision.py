@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from minillm import hardware
+from minillm.training import precision
+from minillm.training.muon import orthogonalise
+from minillm.training.pretrain import new_model, next_token_loss
+from minillm.training.record import Hardware
+from minillm.training.unlikelihood import fast_copy
+
+from .conftest import config
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def product_dtype() -> torch.dtype:
+    """What a linear layer returns in training, here."""
+    with precision.forward_precision("cpu"):
+        return nn.Linear(4, 4)(torch.ones(1, 4)).dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_training_multiplies_in_the_dtype_of_the_cpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(precision, "ON_CPU", dtype)
+    assert product_dtype() == dtype
+    assert orthogonalise(torch.randn(8, 8)).dtype == dtype
+    assert fast_copy(new_model(config())).embed_tokens.weight.dtype == dtype
+    assert f"torch.{Hardware.here('cpu').products}" == str(dtype)
+    assert precision.forward_dtype("cuda") == torch.bfloat16
+
+
+def test_the_loss_follows_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 it is the exact one; in bf16 it is close to it, but differs."""
+    inputs = torch.arange(48).view(2, 24) % 29
+    model, losses = new_model(config()), []
+    for dtype in DTYPES:
+        monkeypatch.setattr(precision, "ON_CPU", dtype)
+        losses.append(next_token_loss(model, inputs, inputs).item())
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_compiled_loss_is_one_graph_of_the_same_dtype(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(precision, "ON_CPU", dtype)
+    inputs = torch.arange(48).view(2, 24) % 29
+    model, compiled = new_model(config()), torch.compile(next_token_loss, backend="eager", fullgraph=True)
+    assert compiled(model, inputs, inputs).item() == next_token_loss(model, inputs, inputs).item()
+
+
+def test_bf16_is_chosen_for_the_instructions_that_multiply_it() -> None:
+    """AVX-512 alone has none for bf16."""
+    assert set(hardware.SIMD) >= precision.CPU_BF16
+    assert not precision.CPU_BF16 & {"avx2", "avx512f", "avx512_vnni", "asimd"}
