@@ -29,10 +29,10 @@ from minillm.bench.kernel_cases import (
 )
 from minillm.ops.cpu.matrix_fields import CODE_SUMS, GROUP, MATRIX_FIELDS, NONE, SCALES
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, NIBBLES, pack_nibbles
-from minillm.ops.cpu.panels import SUMS_SIZE, pack, pack_floats, pack_pairs
+from minillm.ops.cpu.panels import SUMS_SIZE, pack_floats, pack_int8, pack_pairs
 from minillm.ops.cpu.register_tiles import has_byte_products
 from minillm.ops.cpu.rounding import codes_size
-from minillm.ops.cpu.simd import BFLOAT, BYTE_OFFSET, HALF, LANES, TWO_BYTES
+from minillm.ops.cpu.simd import BFLOAT, BYTE_OFFSET, HALF, LANES, TWO_BYTES, WORDS
 from minillm.ops.linear import PACKED_ROWS, Linear
 from minillm.quantization.base import Scheme
 from minillm.quantization.int4 import Int4
@@ -110,7 +110,7 @@ class Weights:
         """INT8 codes in the executor's layout, which depends on the bytes that activations are rounded to."""
         if self.kind == "w8a8_linear":
             return pack_pairs(codes)
-        return pack_pairs(codes, TWO_BYTES) if has_byte_products() else pack(codes)
+        return pack_int8(codes)
 
     def _pack_groups(self, scheme: Int4) -> Any:
         """INT4 codes with the scales and zero points of their groups, in the executor's layout."""
@@ -190,7 +190,7 @@ def _compiled(w: Weights, x: Tensor) -> Implementation:
     def loop(count: int, first: int, copies: int) -> None:
         kernels_cpu.multiply_loop(count, first, copies, panels, lines, vectors, scratch, codes, rows, out.reshape(-1))
 
-    limit = TWO_BYTE_ERROR if panels.dtype in (TWO_BYTES, NIBBLES) else None
+    limit = TWO_BYTE_ERROR if panels.dtype in (TWO_BYTES, WORDS, NIBBLES) else None
     return Implementation(loop=loop, result=lambda: torch.from_numpy(out[:, : w.outputs]), limit=limit)
 
 

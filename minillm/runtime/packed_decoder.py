@@ -30,11 +30,18 @@ from minillm.ops.cpu.matrix_fields import (
     SCALES,
 )
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, MAX_GROUP_SIZE, NIBBLES, pack_nibbles, panel_size
-from minillm.ops.cpu.panels import float_panel_size, pack, pack_bfloat_pairs, pack_floats, pack_pairs
+from minillm.ops.cpu.panels import (
+    float_panel_size,
+    int8_kind,
+    pack_bfloat_pairs,
+    pack_floats,
+    pack_int8,
+    pack_pairs,
+)
 from minillm.ops.cpu.processor import processor
 from minillm.ops.cpu.register_tiles import has_byte_products
 from minillm.ops.cpu.rounding import codes_size
-from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS, BYTE_OFFSET, HALF, LANES, TWO_BYTES
+from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS, BYTE_OFFSET, HALF, LANES, ONE_BYTE
 from minillm.quantization.awq import AWQ
 from minillm.quantization.base import QuantizedLinear, Scheme
 from minillm.quantization.int4 import Int4
@@ -237,14 +244,17 @@ def _packed_size(linear: nn.Linear | QuantizedLinear, floats: FloatPacking | Non
     panels, columns = -(-linear.out_features // LANES), linear.in_features
     if isinstance(linear, QuantizedLinear) and isinstance(linear.scheme, Int4):
         return panels * panel_size.py_func(columns, linear.scheme.group_size)
-    return panels * (columns * LANES if floats is None else floats.panel_size(columns))
+    if floats is not None:
+        return panels * floats.panel_size(columns)
+    kind = ONE_BYTE if isinstance(linear.scheme, W8A8) else int8_kind()
+    return panels * columns * LANES // np.dtype(kind).itemsize
 
 
 def _row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: Vectors) -> Callable[[slice], np.ndarray]:
     """A function that packs some rows of a quantised layer. Scales and sums of codes go to `matrix` and `vectors`.
 
-    The layout of the codes depends on the activations. For W8A8 they are rounded to one byte each, otherwise to two;
-    where the processor cannot multiply bytes, they stay floats.
+    The layout of the codes depends on the activations. For W8A8 they are rounded to one byte each, otherwise to 16 bits
+    or not at all (`pack_int8`).
     """
     if isinstance(linear.scheme, Int4):
         return _group_row_packer(linear, matrix, vectors)
@@ -253,9 +263,7 @@ def _row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: Vectors) -
     matrix[CODE_SUMS] = vectors.add((BYTE_OFFSET * codes.sum(1, dtype=np.int32)).view(np.float32))
     if isinstance(linear.scheme, W8A8):
         return lambda rows: pack_pairs(codes[rows])
-    if has_byte_products():
-        return lambda rows: pack_pairs(codes[rows], TWO_BYTES)
-    return lambda rows: pack(codes[rows])
+    return lambda rows: pack_int8(codes[rows])
 
 
 def _group_row_packer(linear: QuantizedLinear, matrix: np.ndarray, vectors: Vectors) -> Callable[[slice], np.ndarray]:

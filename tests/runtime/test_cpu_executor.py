@@ -25,9 +25,10 @@ from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import held_out_prompts
 from minillm.models.quantize import Calibration, decoder_linears, quantize_model, quantize_unembedding
-from minillm.ops.cpu import launch
+from minillm.ops.cpu import launch, panels
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, pack_nibbles
-from minillm.ops.cpu.simd import BFLOAT, HALF
+from minillm.ops.cpu.processor import processor
+from minillm.ops.cpu.simd import BFLOAT, HALF, WORDS
 from minillm.quantization.awq import AWQ
 from minillm.quantization.base import LayerStatistics, QuantizedLinear, Scheme
 from minillm.quantization.int4 import Int4
@@ -177,12 +178,23 @@ def test_quantised_weights_give_the_logits_of_plain_pytorch(scheme: Scheme) -> N
 def test_a_processor_without_products_of_bytes_multiplies_floats(
     scheme: Scheme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_decoder, "has_byte_products", lambda: False)
+    for module in (packed_decoder, panels):
+        monkeypatch.setattr(module, "has_byte_products", lambda: False)
+    monkeypatch.setattr(panels, "processor", lambda: replace(processor(), byte_products=None))
     model = quantized(scheme, SHAPES["biases"])
     fast = runner_of(model)
     assert isinstance(fast.executor, CpuExecutor)
     assert fast.executor.packed.weights.dtype == (np.int8 if type(scheme) is Int8 else FLOAT_NIBBLES)
     assert relative(outputs(fast), outputs(runner_of(model, fast=False))) < 1e-5
+
+
+def test_a_processor_that_multiplies_pairs_of_words_rounds_to_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panels, "has_byte_products", lambda: False)
+    monkeypatch.setattr(panels, "processor", lambda: replace(processor(), byte_products="vpmaddwd"))
+    model = quantized(Int8(), SHAPES["biases"])
+    fast = runner_of(model)
+    assert isinstance(fast.executor, CpuExecutor) and fast.executor.packed.weights.dtype == WORDS
+    assert 0 < relative(outputs(fast), outputs(runner_of(model, fast=False))) < 1e-4
 
 
 @pytest.mark.parametrize("layout", CACHES[1:])

@@ -16,7 +16,8 @@ second with AVX-512. Four columns lie together, as `tile_dots` needs them, and a
 one per number (`ONE_BYTE`: W8A8), or two, a high and a low byte (`TWO_BYTES`). The error of two bytes is at most
 1/65,000 of the largest number of the row; for that number bfloat16's is a hundred times as large, float32's smaller.
 Two bytes are two rows: twice the arithmetic of W8A8 for the same bytes of weights, and half the time of casting the
-weights to floats and multiplying those, which is what other processors do.
+weights to floats and multiplying those. An x86 processor without VNNI rounds activations to 16-bit numbers instead and
+multiplies pairs of those (`WORDS`); other processors cast.
 
 In a model of dtype bfloat16 activations are rounded to bfloat16 before each product, and two columns lie together
 (`BFLOAT_PAIRS`). One instruction of AVX512_BF16 multiplies 32 pairs: 115 G multiply-adds a second on the same core.
@@ -38,11 +39,13 @@ from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.matrix_fields import BIAS, CODE_SUMS, COLUMNS, GROUP, NONE, PANEL, SCALES
 from minillm.ops.cpu.nibbles import float_nibble_tiles, nibble_tiles, panel_size, row_size
 from minillm.ops.cpu.processor import has_amx, processor
-from minillm.ops.cpu.register_tiles import FITS_ALL, tile, tile_dots
+from minillm.ops.cpu.register_tiles import EXACT_COLUMNS, FITS_ALL, has_byte_products, tile, tile_dots
 from minillm.ops.cpu.simd import (
     BFLOAT_PAIRS,
     LANES,
     ONE_BYTE,
+    TWO_BYTES,
+    WORDS,
     fma,
     load,
     load_scalar,
@@ -62,6 +65,7 @@ TILED = (types.uint16, types.uint64) if has_amx() else ()
 """numba types of the weights that AMX tiles multiply: `BFLOAT` and `BFLOAT_PAIRS`."""
 SUMS_SIZE = max(2 * CHUNK * LANES * PANELS, AMX_SUMS_SIZE if TILED else 0)
 """Floats of scratch memory that `multiply` needs."""
+WORDS_BYTES = np.dtype(WORDS).itemsize
 BYTE = np.float32(256)
 """An activation in two bytes is 256 · first + second."""
 
@@ -81,6 +85,28 @@ def pack_pairs(codes: np.ndarray, kind: type = ONE_BYTE) -> np.ndarray:
     padded[:out] = codes
     fours = padded.reshape(-1, LANES, columns // 4, 4).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(fours).view(kind).reshape(-1)
+
+
+def int8_kind() -> type:
+    """The fastest layout here of INT8 weights for activations in full precision."""
+    if has_byte_products():
+        return TWO_BYTES
+    return WORDS if processor().byte_products == "vpmaddwd" else np.int8
+
+
+def pack_int8(codes: np.ndarray) -> np.ndarray:
+    """`[out, in]` int8, `in` a multiple of 4 → panels of `int8_kind`, flat."""
+    kind = int8_kind()
+    return pack_words(codes) if kind is WORDS else pack_pairs(codes, kind) if kind is TWO_BYTES else pack(codes)
+
+
+def pack_words(codes: np.ndarray) -> np.ndarray:
+    """`[out, in]` int8, `in` a multiple of 4 → panels of `WORDS`, flat: two columns lie together."""
+    out, columns = codes.shape
+    padded = np.zeros((-(-out // LANES) * LANES, columns), np.int8)
+    padded[:out] = codes
+    twos = padded.reshape(-1, LANES, columns // 2, 2).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(twos).reshape(-1).view(WORDS)
 
 
 def pack_floats(weight: np.ndarray) -> np.ndarray:
@@ -200,6 +226,8 @@ def _typed_panel_size(w, matrix):
         return lambda w, matrix: panel_size(matrix[COLUMNS], matrix[GROUP])
     if w.dtype == types.uint64:
         return lambda w, matrix: _pairs_panel_size(matrix[COLUMNS])
+    if w.dtype == types.int64:
+        return lambda w, matrix: matrix[COLUMNS] * LANES // WORDS_BYTES
     return lambda w, matrix: matrix[COLUMNS] * LANES
 
 
@@ -223,6 +251,17 @@ def _typed_sums(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, pane
             columns = matrix[COLUMNS]
             at, panel = 2 * row * columns, columns * LANES
             dot_tiles(w, w_at, panel, codes, at, columns, columns // 4, y, y_at, y_row, 2 * rows, False, panels)
+    elif w.dtype == types.int64:
+
+        def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
+            columns = matrix[COLUMNS]
+            at, size, panel = 2 * row * columns, 2 * columns, columns * LANES // WORDS_BYTES
+            count = min(columns, EXACT_COLUMNS)
+            dot_tiles(w, w_at, panel, codes, at, size, count // 2, y, y_at, y_row, rows, False, panels)
+            for k in range(count, columns, EXACT_COLUMNS):
+                count = min(columns - k, EXACT_COLUMNS)
+                w_k, x_k = w_at + k * LANES // WORDS_BYTES, at + 2 * k
+                dot_tiles(w, w_k, panel, codes, x_k, size, count // 2, y, y_at, y_row, rows, True, panels)
     elif w.dtype == types.uint64:
 
         def product(w, w_at, matrix, x, x_at, codes, row, rows, y, y_at, y_row, panels):
@@ -270,6 +309,10 @@ def _typed_finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
             at, minus = y_at + 2 * r * y_row, matrix[CODE_SUMS] + column
             sums = fma(load_sums(y, at, vectors, minus), splat(BYTE), load_sums(y, at + y_row, vectors, minus))
             return sums * splat(scale) * load(vectors, matrix[SCALES] + column)
+    elif w.dtype == types.int64:
+
+        def finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):
+            return load(y, y_at + r * y_row) * splat(scale) * load(vectors, matrix[SCALES] + column)
     elif w.dtype == types.uint32:
 
         def finish(w, y, y_at, y_row, r, vectors, matrix, column, scale):

@@ -22,6 +22,11 @@ REGISTERS = processor().registers
 FITS_ALL = REGISTERS >= 32
 """Whether they hold the 24 sums of six rows and four panels. If not, they hold six sums."""
 
+PMADDWD = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+"""LLVM's name of the instruction `vpmaddwd` by its number of lanes."""
+EXACT_COLUMNS = 512
+"""Columns that a sum of products of signed bytes and 16-bit numbers up to 32,639 may have before it leaves int32."""
+
 AHEAD = 2048
 """Bytes of each panel between what is prefetched and what is read."""
 
@@ -160,18 +165,23 @@ def tile_dots(
     typing: Any, w: Any, w_at: Any, panel: Any, x: Any, x_at: Any, x_row: Any, length: Any,
     y: Any, y_at: Any, y_row: Any, add: Any, panels: Any, rows: Any,
 ) -> Any:  # fmt: skip
-    """As `tile` for numbers of which a lane of 32 bits holds several: four bytes or two bfloat16s, by the dtype of `w`.
+    """As `tile` for numbers of x of which a lane of 32 bits holds several: four bytes, two bfloat16s or two 16-bit
+    integers, by the dtype of `w`.
 
     With n in a lane: `w[p, k // n, 0 : 16, k % n]`, and `length` counts the lanes of a row of x. `w_at` and `panel` are
     in elements of `w`, `x_at` and `x_row` in bytes.
 
     Bytes: the sums are exact, and the floats of `y` hold the bits of int32. w is signed; x unsigned if `BYTE_OFFSET` is
     128, signed if it is 0 (see `add_products`). bfloat16s (`BFLOAT_PAIRS`): the sums are floats (see `add_pairs`).
+    16-bit integers (`WORDS`): w has signed bytes; the sums are exact up to `EXACT_COLUMNS`, and become floats, to which
+    `add` adds.
     """
     if not isinstance(panels, types.IntegerLiteral):
         return None
     n, m = panels.literal_value, rows.literal_value
-    add_to, kind = (add_pairs, FLOATS) if w.dtype == types.uint64 else (add_products, INTS)
+    of_words = w.dtype == types.int64
+    add_to, kind = (add_pairs, FLOATS) if w.dtype == types.uint64 else (add_words if of_words else add_products, INTS)
+    stored = ir.VectorType(I8, 2 * LANES) if of_words else INTS
     adds_to_y, intp = add.literal_value, types.intp
     signature = types.void(w, intp, intp, x, intp, intp, intp, y, intp, intp, add, panels, rows)
 
@@ -182,22 +192,26 @@ def tile_dots(
             data = context.make_array(kind)(context, builder, value=array).data
             return builder.gep(data, [builder.add(at, builder.mul(distance, ir.Constant(I64, index)))])
 
-        matrix = [builder.bitcast(place(w, w_, w_at, p, panel), INTS.as_pointer()) for p in range(n)]
+        matrix = [builder.bitcast(place(w, w_, w_at, p, panel), stored.as_pointer()) for p in range(n)]
         tokens = [builder.bitcast(place(x, x_, x_at, r, x_row), I32.as_pointer()) for r in range(m)]
         out = [
-            builder.bitcast(builder.gep(place(y, y_, y_at, r, y_row), [ir.Constant(I64, LANES * p)]), kind.as_pointer())
+            builder.bitcast(
+                builder.gep(place(y, y_, y_at, r, y_row), [ir.Constant(I64, LANES * p)]),
+                (FLOATS if of_words else kind).as_pointer(),
+            )
             for p in range(n)
             for r in range(m)
         ]
 
-        size = 4 * LANES
+        size = (2 if of_words else 4) * LANES
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             if m > 1:  # for one row it was no faster: only memory counts there
                 _prefetch_panels(builder, matrix, k, ir.Constant(I64, size), size)
 
             def weights(q: Any) -> Any:
-                return read(builder, builder.gep(q, [k]))
+                own = read(builder, builder.gep(q, [k]))
+                return builder.bitcast(builder.sext(own, ir.VectorType(I16, 2 * LANES)), INTS) if of_words else own
 
             def numbers(q: Any) -> Any:
                 return repeat(builder, read(builder, builder.gep(q, [k])), INTS)
@@ -206,8 +220,11 @@ def tile_dots(
             return [add_to(builder, s, a, b) for (a, b), s in zip(pairs, sums, strict=True)]
 
         zero = ir.Constant(kind, [0] * LANES)
-        start = [read(builder, pointer) if adds_to_y else zero for pointer in out]
+        start = [read(builder, pointer) if adds_to_y and not of_words else zero for pointer in out]
         for value, pointer in zip(loop_in_registers(builder, length, start, body), out, strict=True):
+            if of_words:
+                value = builder.sitofp(value, FLOATS)
+                value = builder.fadd(value, read(builder, pointer)) if adds_to_y else value
             builder.store(value, pointer).align = 1
         return context.get_dummy_value()
 
@@ -237,6 +254,24 @@ def add_products(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -
         else:
             parts.append(_add_products_of_pairs(builder, s, a, b))
     return _joined(builder, parts)
+
+
+def add_words(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:
+    """sums + the two products of each lane; `a`, `b`: two signed 16-bit numbers per lane."""
+    chip = processor()
+    if chip.is_x86 and chip.byte_lanes in PMADDWD:
+        parts = [
+            _add_pmaddwd(builder, s, x, y)
+            for s, x, y in zip(*(_split(builder, v, chip.byte_lanes) for v in (sums, a, b)), strict=True)
+        ]
+        return _joined(builder, parts)
+    half = ir.Constant(INTS, [16] * LANES)
+    for x, y in (
+        (builder.ashr(builder.shl(a, half), half), builder.ashr(builder.shl(b, half), half)),
+        (builder.ashr(a, half), builder.ashr(b, half)),
+    ):
+        sums = builder.add(sums, builder.mul(x, y))
+    return sums
 
 
 def add_pairs(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:
@@ -275,16 +310,21 @@ def _joined(builder: ir.IRBuilder, parts: list[Any]) -> Any:
 
 def _add_products_of_pairs(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
     """`add_products` by `vpmaddwd`: each lane adds two products of 16-bit numbers, together 2 · 127 · 255 at most."""
-    lanes = sums.type.count
-    pairs = ir.VectorType(I16, 2 * lanes)
-    name = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}[lanes]
-    eight, low = (ir.Constant(pairs, [number] * 2 * lanes) for number in (8, 255))
+    pairs = ir.VectorType(I16, 2 * sums.type.count)
+    eight, low = (ir.Constant(pairs, [number] * pairs.count) for number in (8, 255))
     a, b = (builder.bitcast(v, pairs) for v in (signed, unsigned))
     odd = builder.ashr(a, eight), builder.lshr(b, eight)
     even = builder.ashr(builder.shl(a, eight), eight), builder.and_(b, low)
     for factors in (even, odd):
-        sums = builder.add(sums, call(builder, name, sums.type, *factors))
+        sums = _add_pmaddwd(builder, sums, *factors)
     return sums
+
+
+def _add_pmaddwd(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:
+    """`sums` of 8 or 16 lanes + the two products of 16-bit numbers in each lane of `a` and `b`."""
+    pairs = ir.VectorType(I16, 2 * sums.type.count)
+    factors = builder.bitcast(a, pairs), builder.bitcast(b, pairs)
+    return builder.add(sums, call(builder, PMADDWD[sums.type.count], sums.type, *factors))
 
 
 def _add_products_of_each_byte(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:

@@ -1,8 +1,8 @@
 """Prepares activations for the product with a matrix: rounds them to bytes where the weights are multiplied as bytes,
-to bfloat16 in a model of that dtype.
+to 16-bit numbers where those are, to bfloat16 in a model of that dtype.
 
-A row x becomes integers in units of a step: max|x| / 127 in one byte, max|x| / 32 639 in two. So no number is off by
-more than half a step. As in `norms.py`, the data is in the L1 cache.
+A row x becomes integers in units of a step: max|x| / 127 in one byte, max|x| / 32 639 in two or in 16 bits. So no
+number is off by more than half a step. As in `norms.py`, the data is in the L1 cache.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from minillm.ops.cpu.simd import (
     store,
     store_bfloats,
     store_bytes,
+    store_words,
     total,
 )
 
@@ -51,12 +52,13 @@ def prepare_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
 
         ONE_BYTE        one byte per number, plus `BYTE_OFFSET`
         TWO_BYTES       code = 256 · first + second, each byte plus `BYTE_OFFSET`, in rows 2 · `row` and 2 · `row` + 1
+        WORDS           one signed 16-bit number
         NIBBLES         two signed bytes, and sums (see `nibbles.row_size`)
         BFLOAT_PAIRS    the nearest bfloat16s
         BFLOAT          where it is `TILED`, three bfloat16 parts (see `amx_products.split_row`)
         others          nothing
 
-    The first three also store the scale at `scales[scale_at]`. For `NIBBLES` and `FLOAT_NIBBLES` x is first multiplied,
+    The first four also store the scale at `scales[scale_at]`. For `NIBBLES` and `FLOAT_NIBBLES` x is first multiplied,
     in place, by the input scales of the matrix, if it has any.
     """
     raise NotImplementedError
@@ -95,6 +97,13 @@ def _in_two(x, x_at, size, codes, row, scales, scale_at):
         first = _first_byte(code)
         store_bytes(codes, at + i, first, BYTE_OFFSET)
         store_bytes(codes, at + size + i, fma(first, splat(-BYTE), code), BYTE_OFFSET)
+
+
+@njit(**OPTIONS)
+def _in_words(x, x_at, size, codes, row, scales, scale_at):
+    step, at = _step(x, x_at, size, LARGEST_OF_TWO, scales, scale_at), 2 * row * size
+    for i in range(0, size, LANES):
+        store_words(codes, at + 2 * i, load(x, x_at + i) / step)
 
 
 @njit(**OPTIONS)
@@ -138,6 +147,10 @@ def _typed_round_row(w, matrix, vectors, x, x_at, codes, row, scales, scale_at):
         )
     if w.dtype == types.boolean:
         return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _in_two(
+            x, x_at, matrix[COLUMNS], codes, row, scales, scale_at
+        )
+    if w.dtype == types.int64:
+        return lambda w, matrix, vectors, x, x_at, codes, row, scales, scale_at: _in_words(
             x, x_at, matrix[COLUMNS], codes, row, scales, scale_at
         )
     if w.dtype == types.uint32:

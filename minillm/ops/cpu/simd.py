@@ -25,10 +25,11 @@ LANES = 16
 BYTE_OFFSET = 0 if processor().byte_products == "sdot" else 128
 """Added to a signed byte of x before it is multiplied (`register_tiles.tile_dots`): 128 where the instruction takes
 unsigned bytes."""
-HALF, BFLOAT, BFLOAT_PAIRS, ONE_BYTE, TWO_BYTES = np.int16, np.uint16, np.uint64, np.uint8, np.bool_
-"""dtypes of packed weights. numba has no 16-bit floats: `HALF` and `BFLOAT` hold their bits. The last three are in the
+HALF, BFLOAT, BFLOAT_PAIRS, ONE_BYTE, TWO_BYTES, WORDS = np.int16, np.uint16, np.uint64, np.uint8, np.bool_, np.int64
+"""dtypes of packed weights. numba has no 16-bit floats: `HALF` and `BFLOAT` hold their bits. The last four are in the
 order of `tile_dots`: bfloat16s for activations rounded to bfloat16 (four in a number of 64 bits), and signed bytes for
-activations of one byte and of two. (int8 itself: signed bytes cast to floats.)"""
+activations of one byte, of two, and of one 16-bit number (eight bytes in a number of 64 bits). (int8 itself: signed
+bytes cast to floats.)"""
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
@@ -168,6 +169,19 @@ def store_bytes(typing: Any, array: Any, at: Any, value: Any, offset: Any) -> An
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16, types.intp), code
+
+
+@intrinsic
+def store_words(typing: Any, array: Any, at: Any, value: Any) -> Any:
+    """`round(value)`, sixteen signed 16-bit numbers, stored at `array[at]`, an array of bytes; halves round to even."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        integers = builder.fptosi(call(builder, "llvm.rint.v16f32", FLOATS, args[2]), INTS)
+        words = builder.trunc(integers, ir.VectorType(I16, LANES))
+        builder.store(words, address(context, builder, signature.args[0], args[0], args[1], words.type)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), code
 
 
 @intrinsic

@@ -264,7 +264,8 @@ def round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
 
 @overload(round_rows, jit_options=OPTIONS)
 def _typed_round_rows(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):
-    if w.dtype not in (types.uint8, types.boolean, types.uint32, types.int32, types.uint64, *TILED):
+    as_floats = (types.float32, types.int16, types.uint16, types.int8)
+    if w.dtype in as_floats and w.dtype not in TILED:
         return lambda w, team, matrix, n, vectors, floats, x_at, codes, scales_at: None
 
     def round_and_wait(w, team, matrix, n, vectors, floats, x_at, codes, scales_at):

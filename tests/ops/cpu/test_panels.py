@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from minillm.ops.cpu.panels import (
     pack_bfloat_pairs,
     pack_floats,
     pack_pairs,
+    pack_words,
     wide_dot_tiles,
     wide_tiles,
 )
@@ -27,10 +30,16 @@ from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS, BYTE_OFFSET, HALF, LANES,
 from minillm.quantization.int8 import quantize_rows
 from minillm.quantization.w8a8 import integer_product
 
-KINDS = ("float32", "half", "bfloat", "rounded bfloat", "int8", "pairs twice", "pairs")
-TOLERANCE = {"pairs twice": 6e-5}
+KINDS = ("float32", "half", "bfloat", "rounded bfloat", "int8", "pairs twice", "pairs", "words")
+TOLERANCE = {"pairs twice": 6e-5, "words": 6e-5}
 """Sixteen bits from -max to max: an error of at most max / 65 000, where max is some four times a typical number."""
 LARGEST_CODE = 127 * 256 + 127
+PACKS = {
+    "int8": pack,
+    "pairs": partial(pack_pairs, kind=ONE_BYTE),
+    "pairs twice": partial(pack_pairs, kind=TWO_BYTES),
+    "words": pack_words,
+}
 
 
 def two_bytes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,10 +62,9 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
         matrix[field] = sum(map(len, vectors))
         vectors.append(np.pad(values, (0, padded - len(values))))
 
-    if kind in ("int8", "pairs", "pairs twice"):
+    if kind in PACKS:
         codes, scales = quantize_rows(weight)
-        paired = ONE_BYTE if kind == "pairs" else TWO_BYTES
-        panels = pack(codes.numpy()) if kind == "int8" else pack_pairs(codes.numpy(), paired)
+        panels = PACKS[kind](codes.numpy())
         keep(SCALES, scales.numpy())
         keep(CODE_SUMS, (BYTE_OFFSET * codes.int().sum(1, dtype=torch.int32)).numpy().view(np.float32))
         meant = codes * scales[:, None]
@@ -77,12 +85,12 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
         unsigned, scales_x = two_bytes(x)
     unsigned = unsigned.numpy().reshape(-1)
     scratch = np.concatenate([x.numpy().reshape(-1), scales_x.numpy(), np.zeros(SUMS_SIZE)]).astype("f")
-    if kind.endswith("bfloat"):
+    if kind.endswith("bfloat") or kind == "words":
         unsigned = np.full(codes_size(rows, columns, NONE), 0xFF, np.uint8)
-        round_rows(panels, matrix, np.zeros(0, np.float32), scratch, rows, unsigned)
+        round_rows(panels, matrix, np.zeros(0, np.float32), scratch, rows, unsigned, rows * columns)
     out = np.full((rows, padded), 0.5 if add else np.nan, np.float32)
     multiply(
-        panels, matrix, np.concatenate([*vectors, np.zeros(LANES)]).astype("f"), scratch, 0, unsigned, rows * columns,
+        panels, matrix, np.concatenate([*vectors, np.zeros(LANES, np.float32)]), scratch, 0, unsigned, rows * columns,
         rows, 0, padded // LANES, out.reshape(-1), 0, padded, add, rows * columns + rows,
     )  # fmt: skip
     y = torch.from_numpy(out[:, :outputs]) - (0.5 if add else 0.0)
@@ -94,9 +102,9 @@ def run(kind: str, weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | N
 
 
 @njit(**OPTIONS)
-def round_rows(w, matrix, vectors, x, rows, codes):
+def round_rows(w, matrix, vectors, x, rows, codes, scales_at):
     for r in range(rows):
-        prepare_row(w, matrix, vectors, x, r * matrix[COLUMNS], codes, r, x, 0)
+        prepare_row(w, matrix, vectors, x, r * matrix[COLUMNS], codes, r, x, scales_at + r)
 
 
 def relative(y: torch.Tensor, right: torch.Tensor) -> float:
@@ -126,12 +134,20 @@ def test_activations_are_rounded_to_the_nearest_bfloat() -> None:
     matrix = np.full(MATRIX_FIELDS, NONE, np.int64)
     matrix[COLUMNS] = 48
     codes, panels = np.zeros(codes_size(9, 48, NONE), np.uint8), np.zeros(0, BFLOAT_PAIRS)
-    round_rows(panels, matrix, np.zeros(0, np.float32), x.numpy().reshape(-1), 9, codes)
+    round_rows(panels, matrix, np.zeros(0, np.float32), x.numpy().reshape(-1), 9, codes, 0)
     if not has_amx():  # rows one after the other, padded to a multiple of 32 columns
         found = torch.from_numpy(codes[: 9 * 128].view(np.int16).reshape(9, 64)).view(torch.bfloat16)
         assert torch.equal(found[:, :48], x.bfloat16()) and not found[:, 48:].any()
     y, right = run("rounded bfloat", weight, x)
     assert relative(y, right) < 1e-6 < 1e-3 < relative(y, exact) < 1e-2
+
+
+@pytest.mark.parametrize("columns", [512, 528, 1600])
+def test_sums_of_words_do_not_leave_the_range_of_int32(columns: int) -> None:
+    """All codes are the largest, so that int32 would wrap round behind 518 columns."""
+    for sign in (1.0, -1.0):
+        y, right = run("words", torch.full((32, columns), sign), torch.ones(3, columns))
+        assert relative(y, right) < 1e-6
 
 
 def test_bytes_are_multiplied_exactly() -> None:

@@ -64,6 +64,32 @@ def test_sums_of_bytes_are_exact_at_their_largest_with_every_instruction(
     assert bool(found) == bool(way.byte_products) and all(registers in line for line in found)
 
 
+@pytest.mark.parametrize("way", ways_here(), ids=lambda way: f"{way.byte_products} x {way.byte_lanes}")
+def test_sums_of_words_are_exact_at_their_largest_with_every_instruction(
+    way: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`EXACT_COLUMNS` of the largest products fit into int32. The second call adds to the floats of the first."""
+    monkeypatch.setattr(register_tiles, "processor", lambda: way)
+
+    @njit(**OPTIONS)
+    def product(w, x, twos, out):
+        register_tiles.tile_dots(w, 0, twos * 4, x, 0, 4 * twos, twos, out, 0, 32, False, 2, 3)
+        register_tiles.tile_dots(w, 0, twos * 4, x, 0, 4 * twos, twos, out, 0, 32, True, 2, 3)
+
+    twos = register_tiles.EXACT_COLUMNS // 2
+    w = RNG.integers(-127, 128, (2, twos, 16, 2)).astype(np.int8)
+    w[0, :, 0], w[0, :, 1] = -128, 127
+    x = RNG.integers(-32_639, 32_640, (3, twos * 2)).astype(np.int16)
+    x[0], x[1] = 32_639, -32_639
+    out = np.empty(3 * 32, np.float32)
+    product(w.reshape(-1).view(np.int64), x.reshape(-1).view(np.uint8), twos, out)
+    sums = x.astype(np.int64) @ w.transpose(0, 2, 1, 3).reshape(32, -1).astype(np.int64).T
+    assert np.array_equal(out.reshape(3, 32), 2 * sums.astype(np.float32))
+    if way.is_x86 and way.byte_lanes > 4:
+        [code] = product.inspect_asm().values()
+        assert "vpmaddwd" in code or "vpdpwssd" in code
+
+
 @pytest.mark.parametrize("instruction", [True, False], ids=["AVX512_BF16", "in floats"])
 def test_products_of_bfloats_are_exact_and_added_in_order(instruction: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of a sum are whole and small enough that a float32 holds every partial sum: no rounding."""

@@ -10,10 +10,10 @@ from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.matrix_fields import COLUMNS, GROUP, INPUTS, MATRIX_FIELDS, NONE
 from minillm.ops.cpu.nibbles import FLOAT_NIBBLES, NIBBLES, row_size
 from minillm.ops.cpu.rounding import prepare_row
-from minillm.ops.cpu.simd import BYTE_OFFSET, HALF, ONE_BYTE, TWO_BYTES
+from minillm.ops.cpu.simd import BYTE_OFFSET, HALF, ONE_BYTE, TWO_BYTES, WORDS
 
 SIZE, ROW, GROUP_SIZE = 48, 1, 32
-BYTES = {ONE_BYTE: SIZE, TWO_BYTES: 2 * SIZE, NIBBLES: row_size(SIZE, GROUP_SIZE)}
+BYTES = {ONE_BYTE: SIZE, TWO_BYTES: 2 * SIZE, WORDS: 2 * SIZE, NIBBLES: row_size(SIZE, GROUP_SIZE)}
 """Bytes of one row. With nibbles the second group is half as long as the first."""
 
 
@@ -39,6 +39,8 @@ def round_one(kind: type, x: np.ndarray, input_scales: np.ndarray | None = None)
 def row_of(kind: type, x: np.ndarray) -> tuple[np.ndarray, float]:
     """The signed codes that `prepare_row` computes from `x`, and the step."""
     row, step = round_one(kind, x)
+    if kind is WORDS:
+        return row.view(np.int16).astype(np.int64), step
     if kind is NIBBLES:
         parts = row[: 2 * SIZE].view(np.int8).astype(np.int64).reshape(2, SIZE)
     else:
@@ -47,7 +49,7 @@ def row_of(kind: type, x: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "largest"), [(ONE_BYTE, 127), (TWO_BYTES, 127 * 256 + 127), (NIBBLES, 127 * 256 + 127)]
+    ("kind", "largest"), [(ONE_BYTE, 127), *((kind, 127 * 256 + 127) for kind in (TWO_BYTES, WORDS, NIBBLES))]
 )
 def test_the_largest_number_has_the_largest_code_and_every_error_is_at_most_half_a_step(
     kind: type, largest: int
@@ -60,7 +62,7 @@ def test_the_largest_number_has_the_largest_code_and_every_error_is_at_most_half
         assert np.abs(codes.astype(np.float64) * step - x).max() <= 0.5001 * step
 
 
-@pytest.mark.parametrize("kind", [TWO_BYTES, NIBBLES])
+@pytest.mark.parametrize("kind", [TWO_BYTES, WORDS, NIBBLES])
 def test_two_bytes_hold_every_code_there_is(kind: type) -> None:
     """The critical codes have a second byte at an end of its range, where the next code changes the first byte."""
     largest = 127 * 256 + 127
@@ -73,7 +75,7 @@ def test_two_bytes_hold_every_code_there_is(kind: type) -> None:
         assert step == 1 and np.array_equal(codes, wanted)
 
 
-@pytest.mark.parametrize("kind", [ONE_BYTE, TWO_BYTES, NIBBLES])
+@pytest.mark.parametrize("kind", [ONE_BYTE, TWO_BYTES, WORDS, NIBBLES])
 def test_a_row_of_zeros_stays_one(kind: type) -> None:
     codes, step = row_of(kind, np.zeros(SIZE, np.float32))
     assert not codes.any() and step > 0
