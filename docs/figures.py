@@ -49,6 +49,9 @@ HEADLINES = (
     Headline("with the draft model, int8", "decode", "minillm int8 + draft", ("minillm int8",)),
     Headline("with suffix drafts, fp32", "decode", "minillm fp32 + suffix", ("minillm fp32",)),
     Headline("with suffix drafts, int8", "decode", "minillm int8 + suffix", ("minillm int8",)),
+    Headline("AVX2: decoding, fp32", "decode_avx2", "minillm fp32", ("transformers fp32", "llama.cpp f32")),
+    Headline("AVX2: decoding, int8", "decode_avx2", "minillm int8", ("transformers fp32", "llama.cpp Q8_0")),
+    Headline("AVX2: decoding, w8a8", "decode_avx2", "minillm w8a8", ("transformers fp32", "llama.cpp Q8_0")),
     Headline("prefill of 1,000 tokens, fp32", "prefill", "minillm fp32", ("transformers fp32", "llama.cpp f32"), 1000),
     Headline("prefill of 1,000 tokens, bf16", "prefill", "minillm bf16", ("transformers fp32", "llama.cpp f32"), 1000),
     Headline(

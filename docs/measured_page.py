@@ -61,6 +61,12 @@ SECTIONS = (
         "`+ suffix` drafts up to eight tokens from earlier text and so needs repetitive text.",
     ),
     Section(
+        "decode_avx2",
+        "Decoding, batch 1, with AVX2 alone",
+        "As above, on a processor without AVX-512 and VNNI: AMD before Zen 4, Intel's laptops before Ice Lake. There "
+        "`int8` multiplies 16-bit numbers.",
+    ),
+    Section(
         "verify",
         "What verifying and drafting cost",
         "A forward over five tokens, and one of the draft model, against one of the target over a single token.",
