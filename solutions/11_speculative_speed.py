@@ -519,14 +519,14 @@ check("l11.distil_loss")
 from torch.nn import functional as F
 
 my_loss = use("l11.distil_loss")
-tokens = torch.arange(40.0)
+tokens = torch.arange(40.0, dtype=torch.float64)
 humps = 0.75 * torch.exp(-((tokens - 10) ** 2) / 8) + 0.25 * torch.exp(-((tokens - 28) ** 2) / 8)
 target = (humps / humps.sum()).log()[None]
 
 
 def fit(loss) -> tuple[torch.Tensor, float]:
     """The draft's distribution after training with `loss`, and its acceptance."""
-    centre, log_width = (torch.tensor(value, requires_grad=True) for value in (17.0, 1.5))
+    centre, log_width = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (17.0, 1.5))
     adam = torch.optim.Adam([centre, log_width], lr=0.1)
     with torch.enable_grad():
         for _ in range(300):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from typing import Any
 
@@ -23,8 +22,6 @@ PICTURES = ("image/svg+xml", "text/html")
 CHART = "application/vnd.plotly.v1+json"
 CHART_TOLERANCE = 1e-3
 """Relative; the last digits of a sum depend on the processor."""
-SERIES_TOLERANCE = 1e-6
-"""Relative to the largest number of a series: a sum that nearly cancels has few digits that do not."""
 SHOWN = 60
 """Characters of a difference that are shown."""
 NAMES = ("data-series", "data-system", "data-testid")
@@ -36,17 +33,7 @@ _NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]?\d+)?")
 _DECIMAL = re.compile(r"\d+\.\d+")
 _SPACES = re.compile(r"\s+")
 
-
-@dataclass(frozen=True)
-class Number:
-    """A number of a chart."""
-
-    value: float
-    largest: float
-    """The largest absolute value of its series."""
-
-
-Part = str | Number
+Part = str | float
 
 
 def difference(recorded: Sequence[NotebookNode], fresh: Sequence[NotebookNode], measured: bool) -> str:
@@ -111,17 +98,12 @@ def _values(value: Any, key: str = "") -> Iterator[Part]:
         for name in ("name", "x", "y", "z", "text"):
             yield from _values(value.get(name), name)
     elif isinstance(value, (list, tuple)):
-        largest = max((abs(each) for each in value if _is_number(each) and math.isfinite(each)), default=0.0)
         for each in value:
-            yield from (Number(float(each), largest),) if _is_number(each) else _values(each, key)
-    elif _is_number(value):
-        yield Number(float(value), abs(value))
+            yield from _values(each, key)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield float(value)
     elif isinstance(value, str):
         yield value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _names(outputs: Sequence[NotebookNode]) -> set[str]:
@@ -141,8 +123,6 @@ def _first_difference(recorded: list[Part], fresh: list[Part]) -> str:
 
 def _in_words(before: Part, after: Part) -> str:
     """Both parts in one sentence; of long texts, only the surroundings of the first difference."""
-    if isinstance(before, Number) and isinstance(after, Number):
-        return f"{before.value!r} is recorded, {after.value!r} is computed"
     if isinstance(before, str) and isinstance(after, str):
         same = next((n for n, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), 0)
         before, after = (_around(text, same) for text in (before, after))
@@ -155,10 +135,9 @@ def _around(text: str, place: int) -> str:
 
 
 def _same(before: Part, after: Part) -> bool:
-    if isinstance(before, Number) and isinstance(after, Number):
-        near_zero = max(SERIES_TOLERANCE * before.largest, 1e-9)
-        close = math.isclose(before.value, after.value, rel_tol=CHART_TOLERANCE, abs_tol=near_zero)
-        return close or _same_up_to_rounding(repr(before.value), repr(after.value))  # it may show rounded values
+    if isinstance(before, float) and isinstance(after, float):
+        close = math.isclose(before, after, rel_tol=CHART_TOLERANCE, abs_tol=1e-9)
+        return close or _same_up_to_rounding(repr(before), repr(after))  # a chart may show rounded values
     if isinstance(before, str) and isinstance(after, str):
         return before == after or _same_up_to_rounding(before, after)
     return before == after

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import threading
 from pathlib import Path
@@ -151,19 +150,6 @@ def test_values_of_a_chart_are_compared_up_to_the_last_digits():
 
     assert difference(chart(2.42), chart(2.42001), measured=False) == ""
     assert difference(chart(2.42), chart(2.35), measured=False) == "2.42 is recorded, 2.35 is computed"
-
-
-def test_a_value_near_zero_is_compared_with_what_its_series_shows() -> None:
-    """1.63e-06 and 1.64e-06 are the same in a series up to 0.1, but not in one of such values."""
-
-    def chart(value: float, *others: float) -> list[nbformat.NotebookNode]:
-        return shown(chart={"data": [{"x": [*others, 1], "y": [value, *others]}, {"y": [5.0]}]})
-
-    first, second = 1.632650878491404e-06, 1.642553684177983e-06
-    assert not difference(chart(first, 0.1), chart(second, 0.1), measured=False)
-    assert difference(chart(first, 0.001), chart(second, 0.001), measured=False)
-    assert difference(chart(first), chart(second), measured=False)
-    assert difference(chart(first, math.inf), chart(second, math.inf), measured=False)
 
 
 def test_rounded_values_of_a_chart_may_round_the_other_way() -> None:
