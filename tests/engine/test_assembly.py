@@ -147,7 +147,7 @@ def test_the_weights_are_never_there_twice(
         num_alive.append(sum(matrix() is not None for matrix in matrices))
 
     before("_pack_matrices", packed_decoder, find)
-    before("pack", packed_decoder, count_left)
+    before("pack_int8", packed_decoder, count_left)
     before("pack_floats", packed_decoder, count_left)
     before("pack_pairs", packed_decoder, count_left)
     before("warm_up", CpuExecutor, count_left)
