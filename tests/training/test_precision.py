@@ -50,7 +50,18 @@ def test_a_compiled_loss_is_one_graph_of_the_same_dtype(monkeypatch: pytest.Monk
     assert compiled(model, inputs, inputs).item() == next_token_loss(model, inputs, inputs).item()
 
 
-def test_bf16_is_chosen_for_the_instructions_that_multiply_it() -> None:
+@pytest.mark.parametrize(
+    ("simd", "dtype"),
+    [
+        ((), torch.float32),
+        (("avx2",), torch.float32),
+        (("avx2", "avx512f", "avx512_vnni"), torch.float32),
+        (("avx2", "avx512f", "avx512_bf16"), torch.bfloat16),
+        (("asimd", "asimddp"), torch.float32),
+        (("asimd", "bf16"), torch.bfloat16),
+    ],
+)
+def test_bf16_is_chosen_where_instructions_multiply_it(simd: tuple[str, ...], dtype: torch.dtype) -> None:
     """AVX-512 alone has none for bf16."""
-    assert set(hardware.SIMD) >= precision.CPU_BF16
-    assert not precision.CPU_BF16 & {"avx2", "avx512f", "avx512_vnni", "asimd"}
+    assert set(simd) | precision.CPU_BF16 <= set(hardware.SIMD)
+    assert precision.cpu_dtype(simd) == dtype

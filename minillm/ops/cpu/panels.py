@@ -79,12 +79,14 @@ def pack(weight: np.ndarray) -> np.ndarray:
 
 
 def pack_pairs(codes: np.ndarray, kind: type = ONE_BYTE) -> np.ndarray:
-    """`[out, in]` int8, `in` a multiple of 4 → panels for `tile_dots`, flat. `kind`: `ONE_BYTE` or `TWO_BYTES`."""
+    """`[out, in]` int8, `in` a multiple of 4 → panels for `tile_dots`, flat. `kind`: `ONE_BYTE`, `TWO_BYTES` or
+    `WORDS`."""
     out, columns = codes.shape
     padded = np.zeros((-(-out // LANES) * LANES, columns), np.int8)
     padded[:out] = codes
-    fours = padded.reshape(-1, LANES, columns // 4, 4).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(fours).view(kind).reshape(-1)
+    together = 2 if kind is WORDS else 4
+    groups = padded.reshape(-1, LANES, columns // together, together).transpose(0, 2, 1, 3)
+    return np.ascontiguousarray(groups).reshape(-1).view(kind)
 
 
 def int8_kind() -> type:
@@ -97,16 +99,7 @@ def int8_kind() -> type:
 def pack_int8(codes: np.ndarray) -> np.ndarray:
     """`[out, in]` int8, `in` a multiple of 4 → panels of `int8_kind`, flat."""
     kind = int8_kind()
-    return pack_words(codes) if kind is WORDS else pack_pairs(codes, kind) if kind is TWO_BYTES else pack(codes)
-
-
-def pack_words(codes: np.ndarray) -> np.ndarray:
-    """`[out, in]` int8, `in` a multiple of 4 → panels of `WORDS`, flat: two columns lie together."""
-    out, columns = codes.shape
-    padded = np.zeros((-(-out // LANES) * LANES, columns), np.int8)
-    padded[:out] = codes
-    twos = padded.reshape(-1, LANES, columns // 2, 2).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(twos).reshape(-1).view(WORDS)
+    return pack(codes) if kind is np.int8 else pack_pairs(codes, kind)
 
 
 def pack_floats(weight: np.ndarray) -> np.ndarray:

@@ -20,13 +20,12 @@ from minillm.ops.cpu.panels import (
     pack_bfloat_pairs,
     pack_floats,
     pack_pairs,
-    pack_words,
     wide_dot_tiles,
     wide_tiles,
 )
 from minillm.ops.cpu.processor import has_amx
 from minillm.ops.cpu.rounding import codes_size, prepare_row
-from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS, BYTE_OFFSET, HALF, LANES, ONE_BYTE, TWO_BYTES
+from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS, BYTE_OFFSET, HALF, LANES, ONE_BYTE, TWO_BYTES, WORDS
 from minillm.quantization.int8 import quantize_rows
 from minillm.quantization.w8a8 import integer_product
 
@@ -38,7 +37,7 @@ PACKS = {
     "int8": pack,
     "pairs": partial(pack_pairs, kind=ONE_BYTE),
     "pairs twice": partial(pack_pairs, kind=TWO_BYTES),
-    "words": pack_words,
+    "words": partial(pack_pairs, kind=WORDS),
 }
 
 
