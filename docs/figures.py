@@ -113,7 +113,8 @@ def headline_words() -> str:
     drafted = ", ".join(f"{tokens[name]:.2f} and {row['ratio']:.2f}× ({name})" for name, row in gains.items())
     earlier = f" Lines with `(earlier weights)` were measured {EARLIER}." if "(earlier" in headline_table() else ""
     text = (
-        "In float32 all systems gave the same tokens. The speed-up by speculation is below the tokens per forward, "
+        "With the bundled model in float32 all systems gave the same tokens; with other weights or dtypes greedy "
+        "outputs differ between systems. The speed-up by speculation is below the tokens per forward, "
         "because drafts cost time and verifying costs more than decoding. With four drafts of the model in every round "
         f"the tokens per forward and the speed-up are {drafted}. With 8-bit weights a step is shorter, so saving one "
         "gains less. These lines have fixed numbers; by default the engine drafts as many as it predicts to pay "

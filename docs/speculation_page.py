@@ -107,7 +107,8 @@ def _prediction(rows: Sequence[Result]) -> str:
     below = sum(row["ratio"] < GOAL for row in adaptive)
     slowest, worst = (min(group, key=lambda row: row["ratio"]) for group in (adaptive, fixed))
     return (
-        f"Modelled: τ / (c + v), with the measured costs of drafting (c) and of the rest of a round (v), is within "
+        "Modelled: τ / (s (c + v) + 1 - s), with the measured share of rounds with drafts (s) and the measured costs "
+        "of drafting (c) and of the rest of such a round (v), is within "
         f"{CLOSE:.0%} of the measured speed-up in {close} of {len(errors)} lines, and at most {max(errors):.0%} from "
         f"it. The slowest line with a fixed number of drafts is {_line(worst)}, the slowest adaptive one "
         f"{_line(slowest)}; {below} of {len(adaptive)} adaptive lines are below {GOAL}×."
@@ -131,7 +132,7 @@ def _larger(result: Result, how: Callable[[str, Result], str]) -> str:
     rows, _ = _lines(result)
     lines = [
         "At 0.4 billion parameters, w8a8, one request. Weights are random, so drafts are accepted at about the rates "
-        "of the bundled pair (`synthetic`), whatever the text; the model is that from above.\n",
+        "of the bundled pair (`synthetic`), whatever the text. `modelled` is as above.\n",
         *table_head(["text", "method", "speed-up", "modelled", "τ", "c", "v"]),
     ]
     for row in rows:

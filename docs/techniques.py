@@ -210,8 +210,8 @@ ROWS = (
         "the shape with the most accepted tokens for its size",
         '`"method": "draft_tree"`, `"tree_shape": "measured"`; lesson 11',
         lambda: speed_up("draft_tree"),
-        "By the costs of this CPU the best tree of four drafts is the draft model's chain. It was measured when this "
-        "chain was still drafted level by level, which takes more than twice as long.",
+        "By the acceptance measured here the best tree of four drafts is the draft model's chain. It was measured when "
+        "this chain was still drafted level by level, which takes more than twice as long.",
         lambda: abs(mean("draft_tree", "tau") - mean("draft_model", "tau")) < 0.01 and _drafting_time("draft_tree") > 2,
     ),
     Row(

@@ -47,8 +47,8 @@ greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 # rejects them. That is one **[round](glossary.md#round)**. Write down a number for each question before you look:
 #
 # 1. The target is the expensive model; one run of it is a **[forward](glossary.md#forward)**. With four drafts a round,
-#    **how many new tokens does each forward of the target yield** on average? (1 means that the drafts are useless, 5
-#    that they are always accepted.)
+#    **how many new tokens does a request get from each forward of the target** on average? (1 means that the drafts are
+#    useless, 5 that they are always accepted.)
 # 2. The memory for **[keys and values](glossary.md#kv-cache)** (what attention needs of past tokens) is allocated in
 #    pages of 16 **slots**, one slot per token. At the end of the step with the most pages in use, **what share of the
 #    slots in these pages is empty**, in percent?
@@ -197,8 +197,9 @@ print(
 reveal("l00.waste", 100 * busiest.waste_slots / slots)
 
 # %% [markdown]
-# **Does any of this change the text?** No. An engine without drafts, and engines with pages of 4 and of 64 tokens,
-# generate the same tokens from the same prompts. Only the number of forwards and the number of empty slots differ.
+# **Does any of this change the text?** At temperature 0, no. An engine without drafts, and engines with pages of 4 and
+# of 64 tokens, generate the same tokens from the same prompts. Only the number of forwards and the number of empty
+# slots differ.
 
 
 # %%
@@ -211,7 +212,7 @@ plain = engine(drafts=0)
 with plain.trace() as plain_trace:
     expected = tokens_of(plain.generate(prompts[:3], greedy, use_tqdm=False))
 with_drafts, without = len(trace.of(StepRan)), len(plain_trace.of(StepRan))
-print(f"steps, each with one target forward: {without} without drafts, {with_drafts} with")
+print(f"steps, each with one target forward for all running requests: {without} without drafts, {with_drafts} with")
 claim("Drafts change no token.", tokens_of(outputs) == expected)
 claim("Drafts save steps.", with_drafts < without, of_model=True)
 for page_size in (4, 64):
@@ -252,8 +253,8 @@ claim("A request on its own gains more from drafts than three together.", alone 
 #
 # ### Where it loses
 #
-# **More drafts.** The fifth draft counts only if the first four were accepted, and every draft costs a forward of the
-# draft model. So tokens per forward grow more slowly than **γ**, the number of drafts in a round.
+# **More drafts.** The fifth draft counts only if the first four were accepted. So tokens per forward grow more slowly
+# than **γ**, the number of drafts in a round, while every draft costs a forward of the draft model.
 
 # %% tags=["expected"] alt="A line of tokens per target forward against γ = 1, 2, 4 and 8. It rises, each time by less than the number of drafts added, and stays far below the dashed line for drafts that are always accepted."
 from minillm.viz.charts import Axis, LineChart, Series
@@ -275,10 +276,11 @@ LineChart(
 
 # %% [markdown]
 # **Random text.** A draft saves time only if the target accepts it. With a high
-# **[temperature](glossary.md#temperature)**, which makes sampling more random, the two models agree less often. (A
-# sampled draft is accepted with probability $\min(1, p/q)$, where $p$ is its probability under the target and $q$ under
-# the draft model; instead of a rejected draft, a token is drawn from what is left of the target's distribution.
-# Leviathan et al., cited below, prove that together these leave the distribution of the output unchanged.)
+# **[temperature](glossary.md#temperature)**, which makes sampling more random, the two models agree less often here.
+# (At very high temperatures both would approach equal shares for all tokens, and agree again. A sampled draft is
+# accepted with probability $\min(1, p/q)$, where $p$ is its probability under the target and $q$ under the draft model;
+# instead of a rejected draft, a token is drawn from the part $\max(0, p - q)$, divided by its sum. Leviathan et al.,
+# cited below, prove that together these leave the distribution of the output unchanged.)
 
 # %% tags=["expected", "nbval-ignore-output"] alt="A line: tokens per target forward are most at temperature 0 and fewer at 0.5, 1 and 1.5, all above a dashed line at 1, where drafts gain nothing."
 temperatures = (0.0, 0.5, 1.0, 1.5)
@@ -390,7 +392,8 @@ show(CachePagesView(tight_trace), step=first_preemption(tight_trace).step)
 #    ends.
 # 3. A draft model proposes tokens, the target verifies several of them in one forward, and rejected ones are taken back
 #    by lowering a counter.
-# 4. Drafts, page sizes and preemption do not change the text. You tested all three.
+# 4. At temperature 0, drafts, page sizes and preemption do not change the text: you tested all three. With sampling,
+#    drafts leave its distribution unchanged.
 # 5. Drafts save forwards of the target and cost forwards of the draft model. Whether that is faster has to be measured.
 #
 # **Next:** lesson 1 builds the simplest engine, from attention to a generated text, and shows what it costs.

@@ -48,8 +48,8 @@ print(
 # ## Text is a list of numbers
 #
 # Each number stands for a **[token](glossary.md#token)**: a piece of text that occurred often when the vocabulary was
-# made. Here a token is about three characters of Python; a frequent word with the space before it is one token, and so
-# are all the spaces of an indent together.
+# made. Here a token is three to four characters of Python; a frequent word with the space before it is one token, and
+# so are the spaces of an indent, except the last, which belongs to what follows.
 
 # %%
 prompt = 'def read_lines(path):\n    """Return the lines of a text file."""\n'
@@ -161,8 +161,9 @@ LineChart(
 # 1. The loop runs the whole text through the model for every new token, one **row** (the vector of one token) for each
 #    token of the text. To write **100 tokens** after a prompt of a single token, how many rows go through the model in
 #    all?
-# 2. Attention compares all pairs of tokens, so its work grows with the square of the length. In Llama-3-8B, **from how
-#    many tokens on** does attention need more arithmetic than all other operations together?
+# 2. Attention compares all pairs of tokens, so its work grows with the square of the length. With the shape of
+#    Llama-3-8B, **from how many tokens on** does attention need more arithmetic than all other operations together? (It
+#    may be beyond that model's context of 8,192; Llama-3.1-8B has the same shape and 131,072.)
 # 3. A text of 256 tokens is 16 times as long as one of 16. **How many times longer** does its forward take here?
 # 4. A program keeps its text as a string and encodes it again for every token. In how many of **48** sampled
 #    completions of 16 tokens does the model then receive other tokens than it generated?
@@ -187,7 +188,7 @@ predict("l01.drift", None, unit="completions")
 # * $j \le i$ is the **[causal mask](glossary.md#causal-mask)**: a token sees itself and the tokens before it. The model
 #   is trained to predict the next token, so it must not see it.
 # * $\sqrt d$, where $d$ is the width of a head, scales the scores: a sum of $d$ products grows like $\sqrt d$, and
-#   without the division the softmax would pick one key and ignore the rest.
+#   without the division the softmax would become sharper the wider the heads are.
 # * There are several **[heads](glossary.md#head)**, computed side by side. Here 6 query heads share 2 KV heads, in
 #   groups of *neighbours*: query heads 0, 1, 2 read KV head 0, and 3, 4, 5 read KV head 1. This is grouped-query
 #   attention (**[GQA](glossary.md#gqa)**).
@@ -572,8 +573,9 @@ AttentionWorkView(Trace(with_cache))
 
 # %% [markdown]
 # That is the **[KV cache](glossary.md#kv-cache)**, and lesson 2 builds it. Note the last row of the triangle: the
-# newest query is still compared with every key. It is often said that "caching avoids recomputing attention"; it avoids
-# recomputing *rows*. Lesson 2 measures what is left.
+# newest query is still compared with every key. It is often said that "caching avoids recomputing attention". That is
+# true of the old rows only, and it leaves out the larger saving in short texts: the linear layers of these rows. Lesson
+# 2 measures what is left.
 #
 # ## Measure
 #
@@ -816,6 +818,14 @@ for label, each in found.items():
 better = [label for label, each in wrong.items() if each.bits < right.bits]
 print("\nwrong, with a better loss than the right decoder:", ", ".join(better))
 print("wrong, with the same 12 tokens:", ", ".join(label for label in wrong if wrong[label].tokens == want))
+by_check = {
+    "runs": sum(not each.runs for each in wrong.values()),
+    "no peeking": sum(not each.causal for each in wrong.values()),
+    "shift": sum(not each.position_independent for each in wrong.values()),
+    "a loss that is half a bit worse": sum(each.bits > right.bits + 0.5 for each in wrong.values()),
+    "12 tokens": sum(each.tokens != want for each in wrong.values()),
+}
+print(f"mistakes found, of {len(wrong)}:", ", ".join(f"{count} by {check}" for check, count in by_check.items()))
 claim("Every wrong decoder runs.", all(each.runs for each in wrong.values()))
 claim(
     "The loss is better without a mask, and with a mask that hides too little.",
@@ -835,8 +845,8 @@ claim(
 #   the right decoder's: the model sees the answer, or something computed from it. In training such a leak looks like a
 #   breakthrough. During generation there is no future text, so the advantage disappears.
 # * **12 tokens** can miss a mistake too (the line below the table says which). With `hidden scores are 0` the newest
-#   token has no future to hide, so its own row is right; only older rows are wrong, and that need not change its choice.
-#   *No peeking* sees it.
+#   token has no future to hide, so its own weights are right. The older rows that it reads are wrong from the second
+#   layer on, and that need not change its choice. *No peeking* sees it.
 # * **No peeking** and **shift** need no reference, only a property that must hold. Each finds its own kind of mistake
 #   and misses the others: `positions all 0` passes both.
 # * **No scale** passes both properties as well, and makes the loss only a little worse here. Only a comparison with a
@@ -874,8 +884,8 @@ for label, each in found.items():
 # | claim | what holds | tested where |
 # |---|---|---|
 # | a sample speculative loop passes draft tokens to the target as text: decode, concatenate, encode | the target may get other tokens than were drafted; the cell prints how often with this model | Stay in tokens |
-# | "caching avoids recomputing the entire attention matrix" | what is repeated are rows, through all layers; the newest query is compared with every key with a cache too | See; measured in lesson 2 |
-# | "attention is quadratic, so it dominates" | in Llama-3-8B from 53,247 tokens on | When attention dominates (counted) |
+# | "caching avoids recomputing the entire attention matrix" | right for the old rows of the matrix, whose newest row is computed at every step; and the linear layers of the old rows are saved too, which is more in short texts | See; measured in lesson 2 |
+# | "attention is quadratic, so it dominates" | in Llama-3.1-8B from 53,247 tokens on; never in Llama-3-8B, whose context ends at 8,192 | When attention dominates (counted) |
 #
 # **Papers.** Attention: Vaswani et al. 2017. GQA: Ainslie et al. 2023. RoPE: Su et al. 2021. BPE for text: Sennrich et
 # al. 2016; on bytes: Radford et al. 2019 (GPT-2). Top-p: Holtzman et al. 2020.

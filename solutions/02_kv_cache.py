@@ -304,10 +304,10 @@ kv_bytes = use("l02.kv_bytes_per_token")
 reveal("l02.bytes", kv_bytes(config, 4))
 
 # %% [markdown]
-# Now the same for larger models. The last two columns give the second part of the answer: each decode step must *read*
-# all weights once and the whole cache of each request once, and in large models reading takes most of the time of
-# decoding. Where the cache has as many bytes as the weights, a step reads twice as much as the first step did. A batch
-# of 64 shares one reading of the weights, but has 64 caches.
+# Now the same for larger models. The columns *tokens until cache = weights* give the second part of the answer: each
+# decode step must *read* all weights once and the whole cache of each request once, and in large models reading takes
+# most of the time of decoding. Where the cache has as many bytes as the weights, a step reads twice as much as the
+# first step did. A batch of 64 shares one reading of the weights, but has 64 caches.
 
 # %%
 from minillm.teaching.exercises.l02_kv_cache import LLAMA_2_70B, LLAMA_3_8B, QWEN_3_06B
@@ -660,8 +660,9 @@ LineChart(
 #   every compiled graph with fixed shapes works this way.
 # * **valid rows**: attention runs over `buffer[:, :length]`, a *view*. No copy, no padding.
 #
-# The two extremes calibrate the cost model ($r=1$ only copies, $r=N$ only pads); the values between them test it. (The
-# loop is `decode_layer` in `minillm/teaching/caching.py`, one page.)
+# The two extremes calibrate the cost model (the time of an allocation is measured apart; beyond it $r=1$ only copies
+# and $r=N$ only pads); the values between them test it. (The loop is `decode_layer` in `minillm/teaching/caching.py`,
+# one page.)
 
 # %%
 from minillm.teaching.caching import time_growth_policies
@@ -776,6 +777,8 @@ class NeverCleared(KVCache):
 # mistakes are found by one check only? Which checks would you keep if you could keep two?
 
 # %%
+from itertools import combinations
+
 second_ids = tokenizer.encode(
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 )
@@ -798,6 +801,10 @@ found = {kind: checks(kind) for kind in kinds}
 for kind, passed in found.items():
     marks = ["same" if same else "DIFFERS" for same in passed]
     print(f"{kind.__name__:20} {marks[0]:>11} {marks[1]:>11} {marks[2]:>18} {marks[3]:>15}")
+names = ("first token", "16 tokens", "prompt in pieces", "second prompt")
+missed = {pair: [k for k in kinds[1:] if found[k][pair[0]] and found[k][pair[1]]] for pair in combinations(range(4), 2)}
+complete = [" and ".join(names[i] for i in pair) for pair, kept in missed.items() if not kept]
+print("\npairs of checks that together find all six mistakes:", "; ".join(complete) or "none")
 claim(
     "The right cache passes all four checks, and no wrong one does.",
     [*map(all, found.values())] == [True] + 6 * [False],
@@ -857,9 +864,9 @@ print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(ever
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | "caching avoids recomputing the entire attention matrix" | it avoids recomputing the rows of old tokens; the newest query is still compared with every key | first chart: the dashed line rises |
+# | "caching avoids recomputing the entire attention matrix" | right for the old rows of the matrix; its newest row is still computed at every step, and what is saved in short texts is mostly the linear layers of the old rows | first chart: the dashed line rises |
 # | KV bytes = 2 · layers · heads · (hidden / heads) · 2; Llama-2-70B at 4096 tokens needs 80 GB | KV heads, not query heads: 1.34 GB | exercise 3 |
-# | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer reads rows that it never wrote, the first from the second token on, and a buffer for 1024 tokens is full after 1024 / L | `StalePosition` |
+# | a sample INT8 cache with `self.pos += 1` in its per-layer `update` | layer l of token t is written to row t·L + l: every layer reads rows that it never wrote (the first layer from the second token on, the others at once), and a buffer for 1024 tokens is full after 1024 / L | `StalePosition` |
 # | BMC: up to 3.2× over the transformers baseline | its baseline concatenates; preallocate + view needs neither copies nor padding, and is the baseline to compare with | second measurement |
 #
 # **Find the mistakes.** One of those tutorials decodes like this (paraphrased):

@@ -206,10 +206,10 @@ LineChart(
 )
 
 # %% [markdown]
-# With few rows it is simply $2 \cdot \text{rows} / \text{bytes}$: one row of fp32 does half an operation per byte,
-# whatever the size of the layer. **A batch adds rows**: eight requests decoding together are eight rows that share one
-# reading of the weights. The 256 tokens of a prompt are also rows that share it, and so are the draft tokens of
-# speculative decoding.
+# With few rows it is simply $2 \cdot \text{rows} / \text{bytes per number}$: one row of fp32 does half an operation per
+# byte, whatever the size of the layer. **A batch adds rows**: eight requests decoding together are eight rows that
+# share one reading of the weights. The 256 tokens of a prompt are also rows that share it, and so are the draft tokens
+# of speculative decoding.
 #
 # ### Exercise 3: intensity of attention
 #
@@ -254,7 +254,7 @@ for label, heads, kv_heads, width in kinds:
 # Note what is **not** among the parameters of your function: the length of the context, and the batch. Twice the
 # context is twice the operations over twice the bytes. Another request brings another cache, which is not shared. A
 # batch raises the intensity of the linear layers and not that of attention. Only three things raise that: query heads
-# that share a KV head, new tokens that share a reading, and smaller numbers.
+# that share a KV head, new tokens that share a reading, and fewer bytes per number.
 #
 # ### Exercise 4: the roof
 #
@@ -356,8 +356,9 @@ claim("The ridge of this core is far left of an H100's.", here.ridge < ridge / 4
 reveal("l03.rows", round(here.ridge * 4 / 2, 1))  # intensity = 2 · rows / 4 bytes
 
 # %% [markdown]
-# A CPU core does far fewer operations per byte than a GPU, so its ridge is at a lower intensity. A batch of 64 is left
-# of the ridge on an H100, and right of it here. **The answer to our question depends on the machine, so measure it.**
+# A CPU core does far fewer operations per byte than a GPU, so its ridge is at a lower intensity. 64 rows through a
+# linear layer are left of the ridge on an H100, and right of it here. **The answer to our question depends on the
+# machine, so measure it.**
 #
 # ### Measured points
 #
@@ -526,9 +527,9 @@ Roofline(f"Whole steps of {name} on this machine", here, whole)
 
 # %% [markdown]
 # Prefill is closest to the flat part: arithmetic is its limit, so saving bytes does not speed it up. (An MBU above 100%
-# means that bytes came from elsewhere: a processor with a large cache keeps a model this small in it. Differences of
-# a tenth between two lines are noise: the two contexts of one request differ by a few percent of the bytes.) Decoding
-# in plain PyTorch reaches neither limit. So what limits it?
+# means that bytes came from elsewhere: a processor with a large cache keeps a model this small in it. The two contexts
+# of one request differ by a few percent of the bytes, so a larger difference between their lines is noise.) Decoding in
+# plain PyTorch reaches neither limit. So what limits it?
 #
 # The roofline has two limits. A step has a third cost: it makes some five hundred calls into PyTorch, and each takes
 # microseconds to start, however little it does. The compiled step makes one call. To see the cost of the calls alone,
@@ -675,9 +676,9 @@ claim("Fewer KV heads make attention faster.", attended[1] < attended[config.num
 Roofline("The same attention with fewer KV heads, on this machine", here, points)
 
 # %% [markdown]
-# The points move to the right, and up: the same operations over fewer bytes. (The gain can exceed the ratio of the
-# bytes: this kernel copies the keys and values that it gathers and makes one product per KV head, and the smallest KV
-# cache may fit into the processor's cache.)
+# The points move to the right, and up: the same operations over fewer bytes. (The bytes would give 3 and 6 times. The
+# gain can be smaller, because the operations stay the same, or larger where the smallest KV cache fits into the
+# processor's cache.)
 #
 # Now the whole step, where attention is only a part. Each line is the time with 6 KV heads divided by the time with
 # fewer. The dashed line is the ratio of the bytes.
@@ -730,9 +731,9 @@ claim(
 #
 # * They win where the cache is most of the bytes: many requests, long contexts. A batch shares the weights but not the
 #   caches, so the larger the batch, the larger the share of the caches.
-# * They gain next to nothing for one short request, because nearly all its bytes are weights. They gain little for
-#   prefill: its limit is arithmetic, and of that only the projections of keys and values shrink. Attention compares as
-#   many pairs as before, for every query head.
+# * One short request gains only what the smaller projections of keys and values save, because nearly all its bytes are
+#   weights. They gain little for prefill: its limit is arithmetic, and of that only the projections of keys and values
+#   shrink. Attention compares as many pairs as before, for every query head.
 # * They also make *room* for more requests, whatever the speed (exercise 1). Often that is the larger gain (lesson 7).
 # * Past the ridge they gain nothing more. An example: with `group = num_heads / num_kv_heads` and 5 tokens to verify,
 #   fp32 attention of minicoder as MQA has an intensity of 15, on this kind of CPU far right of the ridge.
@@ -773,7 +774,8 @@ Roofline("The same work twice", here, points)
 # copy reads one number for each that it writes, `a + b` reads two. Writing costs more than is counted: before a
 # processor writes a part of a line of memory, it usually reads the line first. With this read a copy moves 3 numbers
 # and is counted as 2, `a + b` moves 4 and is counted as 3, so the same memory seems $\frac{3/4}{2/3} = 1.125$ times as
-# fast. What is missing to the printed number is noise: a roof is a measurement too, and its spread is printed above.
+# fast. What is missing to the printed number is noise (a roof is a measurement too, and its spread is printed above),
+# or a copy that does not reach what this memory can do.
 #
 # ### Wrong ways to pool
 #
@@ -892,9 +894,9 @@ for label, size in (("Llama-3-8B, bf16", 16e9), ("Llama-2-70B, fp16", 138e9), ("
 #
 # 1. A computation has an intensity (operations per byte), a machine has a ridge. Left of the ridge memory is the limit,
 #    right of it arithmetic.
-# 2. A linear layer has an intensity of $2 \cdot \text{rows} / \text{bytes}$: batches, prompts and draft tokens move it
-#    to the right. Attention has $2 \cdot \text{group} \cdot \text{new tokens} / \text{bytes}$: neither context nor
-#    batch moves it.
+# 2. A linear layer has an intensity of $2 \cdot \text{rows} / \text{bytes per number}$: batches, prompts and draft
+#    tokens move it to the right. Attention has $2 \cdot \text{group} \cdot \text{new tokens} / \text{bytes per
+#    number}$: neither context nor batch moves it.
 # 3. Prefill is limited by arithmetic, decoding a large model by bytes, and decoding a small one by neither, as long as
 #    every operation is started on its own.
 # 4. MBU says how much of the bandwidth a step really uses. Measure the bandwidth; count the weights once and the cache

@@ -11,15 +11,15 @@
 #
 # **Question.** *How few bits can a key have before the model gets worse?*
 #
-# Lesson 2 traded memory for time, and lesson 3 showed what limits a decode step: bytes. So store each number in fewer
-# bits. In float16 each number of a key or a value takes 16 bits. With 8 bits, the same memory holds almost twice the
-# text; with 4, almost four times as much. It is only almost, because the integer codes need
+# Lesson 2 traded memory for time, and lesson 3 showed what limits a decode step of a large model: bytes. So store each
+# number in fewer bits. In float16 each number of a key or a value takes 16 bits. With 8 bits, the same memory holds
+# almost twice the text; with 4, almost four times as much. It is only almost, because the integer codes need
 # **[scales](glossary.md#scale)**, the factors between codes and numbers, and scales take memory too. This lesson counts
 # them.
 #
-# You build the two ways in which caches are quantised in practice: a scale per token and head (INT8, INT4), and a scale
-# per channel ([KIVI](glossary.md#kivi)). Your functions then store the keys and values of a real model inside the
-# engine, and two measures show what changed: the tokens it generates, and how far its probabilities moved.
+# You build two schemes: a scale per token and head (INT8, INT4), which vLLM offers too, and a scale per channel
+# ([KIVI](glossary.md#kivi)). Your functions then store the keys and values of a real model inside the engine, and two
+# measures show what changed: the tokens it generates, and how far its probabilities moved.
 #
 # You need lesson 2 (what a row of the cache is). Everything runs on a laptop's CPU. The engine runs its steps in plain
 # PyTorch here (`enforce_eager=True`), so that your functions can replace its own and every operation can be counted.
@@ -54,8 +54,8 @@ print(f"{NAME}: {config.num_layers} layers, {config.num_kv_heads} KV heads of wi
 # %% [markdown]
 # ## The question, in numbers
 #
-# Compare a model of eight billion weights in float16 with the cache of *one* text. (Arithmetic, from the shape of
-# Llama 3 8B.)
+# Compare a model of eight billion weights in float16 with the cache of *one* text. (Arithmetic, from the shape of Llama
+# 3.1 8B.)
 
 # %%
 weights, per_token = 16e9, 2 * LLAMA_3_8B.num_layers * LLAMA_3_8B.kv_size * 2
@@ -425,8 +425,8 @@ def errors_per_channel(x: Tensor, group_size: int = 32) -> Tensor:
     return ((grouped * scale.float()[:, None] + zero.float()[:, None]).flatten(0, 1)[:, 0] - x).abs()
 
 
-def errors_by_direction(x: Tensor, group_size: int = 32) -> Tensor:
-    """[tokens, dim]: your symmetric codes, without a zero point, with one scale per channel and group of tokens."""
+def errors_by_direction(x: Tensor, group_size: int = 64) -> Tensor:
+    """[tokens, dim]: your symmetric codes, without a zero point, with one scale per channel and `group_size` tokens."""
     groups = x.T.unflatten(1, (-1, group_size))  # [dim, groups, group_size]: a row of these shares a scale
     return (dequantise(*my_quantise(groups, 7)) - groups).abs().flatten(1).T
 
@@ -453,10 +453,10 @@ claim("Scales per channel help keys more than values.", gains["keys"] > gains["v
 claim("So does the direction alone.", alone["keys"] > alone["values"], of_model=True)
 
 # %% [markdown]
-# The part of the gain that goes away without the [zero point](glossary.md#zero-point) is not the direction's. To show
-# the direction alone, and more clearly, here is a **made-up** key cache: noise of size 1, and two channels that are
-# thirty times as large. Both ways are symmetric here, so the direction of the scales is the only difference. This
-# picture is not from any model.
+# The part of the gain that goes away without the [zero point](glossary.md#zero-point) is not the direction's. (In this
+# comparison 64 numbers share a scale in both directions; a smaller group alone would have smaller errors.) To show the
+# direction more clearly, here is a **made-up** key cache: noise of size 1, and two channels that are thirty times as
+# large. This picture is not from any model.
 
 # %% tags=["expected"] alt="Made-up keys with two channels thirty times as large: with a scale per token there are errors in all channels; with a scale per channel only in the two large ones, where they are larger."
 torch.manual_seed(4)
@@ -510,8 +510,8 @@ check("l04.score_error_bound")
 # %% [markdown]
 # Three bounds are tested, on every score, probability and output of one head per layer. The first is yours. The second:
 # if no score of a row moves by more than $\varepsilon$, no probability changes by more than a factor of
-# $e^{2\varepsilon}$. The third: an attention output is a weighted mean of values, so it moves by at most half of the
-# largest scale among them.
+# $e^{2\varepsilon}$. The third is for the values alone: with unchanged probabilities an attention output is a weighted
+# mean of values, so it moves by at most half of the largest scale among them.
 
 # %%
 my_bound = use("l04.score_error_bound")
@@ -613,9 +613,10 @@ LineChart(
 )
 
 # %% [markdown]
-# There is no number of bits at which the model suddenly gets worse, until the last bit. Each bit less doubles the
-# error, and KL grows about with the square of the error, so up to **four times per bit**. How much KL is acceptable is a
-# choice, so a claim of "no loss" without a measure says nothing.
+# There is no number of bits at which the model suddenly gets worse, until the last bit. Each bit less makes the steps a
+# little more than twice as wide, and KL grows about with the square of the error, so about **four times per bit**. The
+# last bit costs more: with 2 bits only the codes -1, 0 and 1 are left, and steps are three times as wide as with 3. How
+# much KL is acceptable is a choice, so a claim of "no loss" without a measure says nothing.
 #
 # ### Bytes against KL
 #
@@ -743,7 +744,9 @@ LineChart(
 # %% [markdown]
 # (float16 is in the table only: its KL is far below the chart.)
 #
-# * **KIVI is better than finer groups**: fewer bytes than INT4 with groups of 16, and less KL.
+# * **KIVI has less KL than finer groups**, and at this context fewer bytes: 1,302 a token, INT4 with groups of 16 takes
+#   1,536. But its window in float16 is a fixed cost. In a text of 512 tokens, the longest in which this KL was
+#   measured, KIVI takes 1,456 bytes a token, and below 352 tokens more than groups of 16.
 # * **Much of that is the window.** With keys quantised per token, at the same bytes, most of the gain is already there;
 #   scales per channel add to it. A comparison of a method that has a window with one that has none measures both at
 #   once. (The texts here are short pieces joined together, which favours any window. On long documents it would gain
@@ -940,7 +943,7 @@ print("kept in floating point (an fp8 cache, or simulated quantisation):", float
 #
 # | system | what it does |
 # |---|---|
-# | vLLM | `kv_cache_dtype="fp8"`: 8-bit floats with the scales that the checkpoint brings, else 1, dequantised inside the attention kernel |
+# | vLLM | `kv_cache_dtype="fp8"`: 8-bit floats with the scales that the checkpoint brings, else 1; FlashAttention 3 also computes in fp8. `"int8_per_token_head"`: the scheme of exercise 1, scales computed as a token is written, dequantised inside a Triton kernel |
 # | SGLang | fp8 as well, and 4-bit floats on hardware that has them |
 # | TensorRT-LLM | INT8 and fp8, scales from calibration |
 # | llama.cpp | `-ctk q8_0`, `-ctv q4_0`: blocks of 32 numbers along the head with one float16 scale, for keys and values separately |
@@ -957,8 +960,8 @@ print("kept in floating point (an fp8 cache, or simulated quantisation):", float
 # | the sample INT8 cache | divides by zero, writes one row per layer and token, takes one token at a time | break it |
 #
 # **Papers.** Liu et al. 2024, *KIVI* (keys per channel, values per token, the window). Hooper et al. 2024, *KVQuant*
-# (keys before RoPE, outliers kept apart). Dettmers et al. 2022, *LLM.int8()* (where outlier channels were first
-# described). Tiwari et al. 2025, *QuantSpec* (an INT4 cache to draft with, in speculative decoding).
+# (keys before RoPE, outliers kept apart). Dettmers et al. 2022, *LLM.int8()* (outlier channels in large models). Tiwari
+# et al. 2025, *QuantSpec* (an INT4 cache to draft with, in speculative decoding).
 #
 # ## Recap
 #

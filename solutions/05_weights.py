@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 5. INT8 weights
 #
-# **Question.** *The weights are most of what a step reads. What happens if we read a quarter of them?*
+# **Question.** *The weights are most of what a step reads. What happens if each takes a quarter of the bytes?*
 #
 # Lesson 3 showed what limits a decode step of a small batch: every weight is read, to be used once or a few times, and
 # the arithmetic units are idle meanwhile. So store the weights in fewer bits: 8 instead of 32 is a quarter, 4 is an
@@ -74,8 +74,9 @@ claim("The linear layers are most of what a step reads.", linear_bytes > total /
 #
 # 1. Weights in 4 bits; every 128 of them share a scale of 16 bits and a [zero point](glossary.md#zero-point) of 4. How
 #    many bits does one weight take in all?
-# 2. From 8 bits to 4, the steps between levels become 16 times as wide. How many times larger is the
-#    [KL](glossary.md#kl-divergence), the distance between the model's predictions and the original's?
+# 2. From 8 bits with a scale per row to 4 bits as in question 1, steps between levels become up to 16 times as wide.
+#    How many times larger is the [KL](glossary.md#kl-divergence), the distance between the model's predictions and the
+#    original's?
 # 3. INT8 weights are a quarter of float32. In *plain PyTorch*, one decode step
 #    [dequantises](glossary.md#quantisation) the codes and then multiplies. How long does it take, as a multiple of the
 #    step in float32?
@@ -372,9 +373,9 @@ claim(
 )
 
 # %% [markdown]
-# Why so much? Steps are 16 times as wide, errors 16 times as large, and KL grows with the *square* of the error:
-# $16^2 = 256$. Groups and zero points win back a part of that. Every further method must do better than smaller groups
-# do at the same number of bits.
+# Why so much? Steps are 16 times as wide, errors 16 times as large, and KL grows with the *square* of the error,
+# $16^2 = 256$. Groups and zero points win back a part of that, and KL need not follow the square over such a range.
+# Every further method must do better than smaller groups do at the same number of bits.
 #
 # ### Exercise 4: AWQ
 #
@@ -468,9 +469,10 @@ claim(
 # %% [markdown]
 # ### Exercise 5: dense and sparse
 #
-# Another way to deal with a few large weights is not to round them at all. *SqueezeLLM* stores the largest half percent
-# exactly in a sparse matrix and rounds the rest, whose ranges are now narrow. This costs 16 bits for each value and 16
-# for its column: $0.5\% \cdot 32 = 0.16$ bits per weight.
+# Another way to deal with a few large weights is not to round them at all. *SqueezeLLM* stores half a percent in 16
+# bits in a sparse matrix (nine tenths of it because they are large, the others because the loss depends on them most;
+# you take the largest) and rounds the rest, whose ranges are now narrow. This costs 16 bits for each value and 16 for
+# its column: $0.5\% \cdot 32 = 0.16$ bits per weight.
 
 
 # %%
@@ -600,14 +602,15 @@ LineChart(
 # %% [markdown]
 # * **INT8 costs almost nothing.** At 4 bits the KL is more than fifty times larger, and bits per byte still hardly
 #   change.
-# * **Nothing gains much here.** AWQ, with the engine's clipping, removes less than a third of the KL, for hardly any bits.
-#   The sparse part costs more bits than groups of 64, and removes less than a third, too. (Where each row has so few
-#   [outliers](glossary.md#outlier), the list of row starts costs half as much as the outliers themselves.)
+# * **Nothing gains much here.** AWQ, with the engine's clipping, removes less than a third of the KL, for hardly any
+#   bits; scaling alone, without clipping, hardly changed it (exercise 4). The sparse part costs more bits than groups
+#   of 64, and removes less than a third, too. (Where each row has so few [outliers](glossary.md#outlier), the list of
+#   row starts costs half as much as the outliers themselves.)
 # * **SqueezeLLM loses on narrow layers.** Sixteen values of two bytes per row are 0.67 bits per weight when a row has 384
 #   weights. At 4096, the width of a 7B model, they are 0.06, and the total is 4.2 bits instead of 4.8.
 #
-# The papers report larger gains, on models of billions of weights (quoted). Why not here? AWQ gains where some input
-# channels are much larger than others. Look for such channels, and for the layers where the errors are:
+# The papers report larger gains, on models of billions of weights (quoted). Why not here? Scaling gains where some
+# input channels are much larger than others. Look for such channels, and for the layers where the errors are:
 
 # %%
 KINDS = {"INT8": Int8, "W8A8": W8A8, "INT4": Int4, "AWQ": Awq, "sparse": DenseSparse}
@@ -1066,7 +1069,7 @@ claim("AwqInverted is visible on a layer with an outlier channel.", upside_down 
 # | LLM.int8() | W8A8, with the outlier channels of $x$ kept in 16 bits | bitsandbytes, transformers `load_in_8bit` |
 # | SmoothQuant | moves outliers from $x$ into $W$, then W8A8 | vLLM and TensorRT-LLM INT8 checkpoints |
 # | GPTQ | rounds column by column, each time correcting the columns to come | vLLM, transformers; Marlin kernels |
-# | AWQ | exercise 4, with clipping | vLLM `quantization="awq"`, the same kernels |
+# | AWQ | exercise 4, with clipping | vLLM: the same kernels if `quantization` is left unset; `"awq"` forces older, slower ones |
 # | SqueezeLLM | exercise 5 and codebooks | its own kernels |
 #
 # *Marlin* is a kernel for 4-bit weights with 16-bit activations. Its authors report nearly four times float16's speed up to
@@ -1087,8 +1090,8 @@ claim("AwqInverted is visible on a layer with an outlier channel.", upside_down 
 #
 # ## Recap
 #
-# 1. One scale per output row can be multiplied in after the sum, so INT8 weights cost one product per output and almost no
-#    quality.
+# 1. One scale per output row can be multiplied in after the sum, so INT8 weights cost one more multiplication per
+#    output and almost no quality.
 # 2. W8A8 also rounds each token by its own scale and multiplies integers; one large activation makes the steps
 #    coarse for its whole token.
 # 3. At 4 bits the steps are 16 times as wide: groups, scaled channels, sparse outliers and codebooks each win back a

@@ -434,9 +434,10 @@ from minillm.viz import ReplayWidget
 ReplayWidget(CachePagesView(trace))
 
 # %% [markdown]
-# The four requests arrived together, when no block was [cached](glossary.md#cached). Still the common prefix was
-# computed only once. A block can be found as soon as it is *scheduled*, before it is computed. Every layer stores all
-# new keys of the step before it attends, so the second request reads in the same forward what the first one writes.
+# The four requests arrived together, when no block was [cached](glossary.md#cached). Still the full blocks of the
+# common prefix were computed only once. (What follows them is in a block that is not full, and each request computed
+# it.) A block can be found as soon as it is *scheduled*, before it is computed. Every layer stores all new keys of the
+# step before it attends, so the second request reads in the same forward what the first one writes.
 #
 # ## Measure
 #
@@ -509,7 +510,8 @@ claim(
 # %% [markdown]
 # Fewer steps for the same work means that each step serves more requests, and every step reads the weights once (lesson
 # 3). The PagedAttention paper reports 2 to 4 times the throughput of other systems (quoted). The gain comes from a
-# larger batch in the same memory, not from faster attention.
+# larger batch in the same memory, not from faster attention. (With only 24 requests, the paged pool is not even full:
+# more would fit.)
 #
 # ### Sixty-four requests, one prefix
 
@@ -617,9 +619,10 @@ claim(
 claim("The leak changes no token, and only the checks of the pool show it.", results["Leaks"] == (True, False))
 
 # %% [markdown]
-# Mistakes about *contents* leave the pool consistent. Mistakes about *ownership* leave every token right, until the
-# pool is empty. A paged cache needs both kinds of test. (The engine's own tests drive it through random steps, and
-# check both after each.)
+# Mistakes about *contents* leave the pool consistent. A leak leaves every token right, until the pool is empty. (The
+# opposite mistake about ownership, a block that is freed while another request reads it, changes tokens as well.) A
+# paged cache needs both kinds of test. (The engine's own tests drive it through random steps, and check both after
+# each.)
 #
 # **Find the mistakes.** A tutorial's paged cache does this (in our own words): a request's blocks are allocated when
 # its first tokens are appended, `⌈tokens / block size⌉` of them, and stored under its id; later appends write "into
@@ -642,7 +645,7 @@ claim("The leak changes no token, and only the checks of the pool show it.", res
 # | vLLM | `BlockPool` and `KVCacheManager`: hash chain over full blocks, reference counts, least recently used eviction; `cache_salt` in the request; blocks of 16 |
 # | SGLang | `RadixCache`: a tree of token runs instead of a hash chain; finds the longest common prefix at any length |
 # | TensorRT-LLM | paged blocks with reuse, and priorities for eviction |
-# | llama.cpp | one cell per token, cells shared between sequences with `seq_cp`, which adds a sequence id to a cell; nothing is copied, new tokens get new cells |
+# | llama.cpp | one cell per token; with a unified cache, `seq_cp` shares cells between sequences by adding a sequence id and copies nothing; with a stream per sequence it copies the buffer |
 # | transformers | a paged cache in `generate_batch`; the ordinary `generate` has one contiguous cache per batch |
 #
 # **Claims, checked.**

@@ -291,8 +291,9 @@ print(f"{same} of {len(requests)} requests have the same tokens as each one alon
 claim("The other requests of a step change no token.", same == len(requests))
 
 # %% [markdown]
-# (This holds in float32. In bfloat16 the last bits of a sum depend on the other requests in the batch, and may decide
-# between two tokens of nearly equal probability.)
+# (This engine's compiled step adds in one fixed order, whatever else is in the batch. PyTorch and GPU libraries choose
+# a kernel, and with it the order, by the number of rows. Then the last bits of a sum depend on the other requests, more
+# in bfloat16 than in float32, and may decide between two tokens of nearly equal probability.)
 #
 # Now all 32 requests arrive at once. The upper half of the picture shows this run. The lower half is *modelled*: static
 # batching of the same requests, counted from their lengths.
@@ -483,13 +484,15 @@ for budget in (2048, 256, 64, 16):
 largest, waits = ([getattr(one, name) for one in seen.values()] for name in ("largest_step", "steps_waited"))
 claim("No decoding request is ever left out of a step.", not any(one.most_left_out for one in seen.values()))
 claim("The smaller the budget, the smaller the largest step.", largest == sorted(largest, reverse=True))
-claim("The smaller the budget, the longer the eighth waits.", waits == sorted(waits))
+claim("The smaller the budget, the more steps the eighth waits.", waits == sorted(waits))
 
 # %% [markdown]
 # With a large budget the eighth request is served at once, and the text of all others stops for the length of a
-# 600-token forward. With a small budget the others continue in short steps, and the eighth waits. Your `share_budget`
-# ensures that no decoding request is left out. Servers that promise a **[time per output token](glossary.md#tpot)**
-# choose the budget by it; those that promise a **[time to first token](glossary.md#ttft)** make it large.
+# 600-token forward. With a small budget the others continue in short steps, and the eighth waits for more of them.
+# (Steps are not seconds: many small steps together compute somewhat more tokens than one large one.) Your
+# `share_budget` ensures that no decoding request is left out. Servers that promise a **[time per output
+# token](glossary.md#tpot)** choose the budget by it; those that promise a **[time to first token](glossary.md#ttft)**
+# make it large.
 #
 # ### Preemption
 #
@@ -526,7 +529,8 @@ claim("The smaller the pool, the more is computed twice.", twice == sorted(set(t
 #
 # Here are five schedulers with one mistake each. Short requests arrive one after the other, with one long prompt among
 # them, in a small pool. **Guess first:** which mistakes change tokens? (Think about what a scheduler can possibly
-# break.)
+# break. In the table, a *stall* is a series of steps in which a decoding request gets no token. The wait of a preempted
+# request is not in it, so look at the preemptions as well.)
 
 
 # %%
@@ -582,17 +586,17 @@ claim(
 # %% [markdown]
 # A scheduler decides *when* a token is computed, not *which* token it is. Most of its mistakes leave every token right
 # and only make some request wait, so a test that compares tokens does not detect them. Of these columns,
-# `PreemptsFirst` changes only the steps and the number of preemptions. Such mistakes need tests that count: how long a request got no
-# token, how long it waited to start, how much was computed twice. Only the mistake about *state* (what is in the cache)
-# changes text.
+# `PreemptsFirst` changes only the steps and the number of preemptions. It needs a test of the decision itself: which
+# request was preempted. The others need tests that count: how long a request got no token, how long it waited to start,
+# how much was computed twice. Only the mistake about *state* (what is in the cache) changes text.
 #
 # ## In the field
 #
 # | system | scheduling | chunks | when memory runs out |
 # |---|---|---|---|
-# | vLLM (V1) | one token budget per step, running requests first | always; `long_prefill_token_threshold` caps one prompt | preempt the last by recompute |
+# | vLLM (V1) | one token budget per step, running requests first | by default; `long_prefill_token_threshold` caps one prompt | preempt the last by recompute |
 # | SGLang | prefill batches are preferred; chunked prefill can be mixed in | `chunked_prefill_size` | retract running requests, lowest progress first |
-# | TensorRT-LLM | "in-flight batching" | optional | pause and resume |
+# | TensorRT-LLM | "in-flight batching" | optional | by default it admits only what can run to its end; with `MAX_UTILIZATION` it pauses requests |
 # | llama.cpp server | fixed slots (`--parallel`) that share one batch | `--batch-size`, computed in pieces of `--ubatch-size` | slots are bounded; with `--context-shift` the oldest tokens of a full slot are dropped |
 # | transformers `generate_batch` | its own continuous batching over a paged cache | by token budget | evicts and re-queues |
 #

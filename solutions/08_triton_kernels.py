@@ -61,13 +61,15 @@ print("kernels are", "compiled for the GPU" if DEVICE == "cuda" else "interprete
 #
 # Write a number for each before you measure.
 #
-# 1. A block has one **lane** per element, and its size must be a power of two. One program handles a row of 384 elements
-#    as one block. What percentage of its lanes is idle?
+# 1. A block has one **lane** per element, and its size must be a power of two. (A lane is a position in a block here.
+#    GPU manuals call the 32 threads of a warp lanes, and Triton gives a thread one or more positions.) One program
+#    handles a row of 384 elements as one block. What percentage of its lanes is idle?
 # 2. Softmax can be five PyTorch operations (maximum, difference, exponential, sum, quotient) or one kernel. How many times
 #    as many bytes do the five operations move?
-# 3. Four kernels have one mistake each, and are right whenever the block size divides the row length. A test compares
-#    their results on a row that does *not* fill its block; the memory around the row holds zeros. In how many of the
-#    four does it find the mistake?
+# 3. Four kernels for one block have one mistake each: a copy without a mask, a softmax whose masked lanes hold 0, an
+#    RMSNorm that divides by the block size, and an RMSNorm that loads without a mask. All are right when the row fills
+#    the block. A test compares their results on a row that does *not* fill it; the memory around the row holds zeros.
+#    In how many of the four does it find the mistake?
 
 # %%
 predict("l08.idle", None, unit="%")
@@ -521,8 +523,8 @@ claim(
 # %% [markdown]
 # Three things follow from this table.
 #
-# * **The gain comes from what is not written.** Between load and store everything stays in registers. The five operations
-#   write four intermediate tensors.
+# * **The gain comes from intermediate results that are neither written nor read back.** Between load and store
+#   everything stays in registers. The five operations write four intermediate tensors, and read them.
 # * **`torch.softmax` is no worse.** It *is* one kernel. Where PyTorch has a fused operation, your own kernel saves no bytes.
 #   It saves them where PyTorch has only separate operations.
 # * **The INT8 kernel still writes float32**, four bytes for each byte it reads. The attention kernel of lesson 9 uses the
@@ -530,9 +532,10 @@ claim(
 #
 # ### Where it loses
 #
-# Every **kernel launch** takes a few microseconds, most of it in Python and in the driver. The table below is calculated, not
-# measured. It assumes 5 µs per launch and two memory bandwidths from NVIDIA's data sheets (quoted: T4 320 GB/s, H100 SXM
-# 3,350 GB/s).
+# Every **kernel launch** takes a few microseconds, most of it in Python and in the driver. The table below is
+# calculated, not measured. It assumes 5 µs per launch and two memory bandwidths from NVIDIA's data sheets (quoted: T4
+# 320 GB/s, H100 SXM 3,350 GB/s). The work is the bytes at full bandwidth, a lower bound: a launch with one program
+# keeps one multiprocessor busy and does not reach that bandwidth, so for one token the true ratio is smaller.
 
 # %%
 LAUNCH, BANDWIDTH = 5e-6, {"T4": 320e9, "H100": 3350e9}
@@ -552,9 +555,10 @@ for gpu, speed in BANDWIDTH.items():
     print(f"{gpu}: the work takes as long as the launch at {LAUNCH * speed / 1e6:.1f} MB")
 
 # %% [markdown]
-# In decoding, nearly all of a norm's time is the launch. A better kernel gains nothing there. **Fewer launches** help: fuse
-# the norm with the addition before it, or record all launches of a step once and replay them (**CUDA graphs**). With
-# thousands of tokens the work takes longer than the launch, and then bytes decide.
+# In decoding, most of a norm's time is the launch, and then the time that even the shortest kernel takes. A better
+# kernel gains next to nothing there. **Fewer launches** help: fuse the norm with the addition before it, or record all
+# launches of a step once and replay them (**CUDA graphs**). With thousands of tokens the work takes longer than the
+# launch, and then bytes decide.
 #
 # A kernel also loses in three other cases:
 #
@@ -598,8 +602,8 @@ else:
 # %% [markdown]
 # ## Break it
 #
-# Here are four kernels with one mistake each. All four are right whenever the block size divides the row length. Three
-# tests compare their results with the right ones:
+# Here are four kernels with one mistake each. All four are right when the row fills the block. Three tests compare
+# their results with the right ones:
 #
 # * `full`: 8 columns in a block of 8.
 # * `remainder`: 5 columns in a block of 8. The memory around the tensors happens to hold zeros.
@@ -714,7 +718,7 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 #
 # | system | what it does |
 # |---|---|
-# | vLLM | norms and activations in hand-written CUDA; attention also in Triton, the same source on NVIDIA and AMD |
+# | vLLM | norms and activations by default fused by `torch.compile` into Triton kernels, without it in hand-written CUDA; attention also in Triton, the same source on NVIDIA and AMD |
 # | SGLang | Triton kernels for attention, norms and samplers beside CUDA ones |
 # | PyTorch | `torch.compile` writes Triton for you: it fuses a chain of operations, like the unfused softmax, into one kernel |
 # | Liger Kernel | RMSNorm, RoPE, SwiGLU and cross entropy for training, in Triton |
@@ -727,7 +731,7 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 # |---|---|---|
 # | an article on caches: optimised CUDA kernels reduce the use of memory bandwidth | fewer *bytes* is right, by the factors in the table. But PyTorch's own softmax is such a kernel already | bytes and launches |
 # | a fused kernel is faster | only where the bytes take most of the time. For the norm of one token the launch does | where it loses (modelled) |
-# | it passes the tests, so it is right | right for multiples of the block; two of four mistakes pass a test with a remainder too | break it |
+# | it passes the tests, so it is right | right where the row fills its block; two of four mistakes pass a test with a remainder too | break it |
 # | tested in the interpreter, so it runs on a GPU | its results are tested; races, undefined values in masked lanes and illegal reads do not show there | exercises 2 and 3 explain it |
 #
 # **Papers.** Tillet, Kung and Cox 2019, *Triton: an intermediate language and compiler for tiled neural network
@@ -740,7 +744,8 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 # 2. Block sizes are powers of two and tensor sizes are not: mask every load and every store, and choose an `other` that
 #    changes neither the sum nor the maximum.
 # 3. Rows have a stride, codes have a scale per row, and sums are computed in float32.
-# 4. A kernel wins by what it does not write to memory. It loses where there is little to move: a launch takes microseconds.
+# 4. A kernel wins by the intermediate results that it neither writes to memory nor reads back. It loses where there is
+#    little to move: a launch takes microseconds.
 # 5. Test with a row that does not fill its block, and with NaN around every tensor.
 #
 # **Next:** lesson 9 walks a block table with these tools: attention over blocks in one pass, and INT8 codes dequantised in

@@ -12,9 +12,9 @@
 # **Question.** *To decode one token, attention must read every cached key and value at least once. Can a kernel read each of
 # them exactly once, although they lie in blocks all over memory?*
 #
-# Lesson 6 computed attention in two steps: gather the rows of a request into one tensor, then attend to that tensor. The
-# result is right, but every row moves three times: read from the pool, written to the copy, read from the copy. A kernel
-# can follow the [block table](glossary.md#block-table) itself and read each row in place.
+# Lesson 6 computed attention in two steps: gather the rows of a request into one tensor, then attend to that tensor.
+# The result is right, but every row is copied before it is used. A kernel can follow the [block
+# table](glossary.md#block-table) itself and read each row in place.
 #
 # One problem must be solved first. Softmax needs the largest score and the sum over *all* keys, and a kernel sees one
 # block at a time. Exercise 1 solves it. Then you write the kernel, split it so that a whole GPU works on one long request,
@@ -443,7 +443,7 @@ def my_split_attention(q, keys, values, batch, window=None, splits=4, merge_part
 
 
 both = tiles_of(*seen[-1], parts=4)
-alone = prompts[:1]
+alone = ["class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def norm(self"]
 expected = completions(alone, 5)
 tokens = completions(alone, 5, ops={"paged_attention": my_split_attention})
 claim("With the keys split into four parts and merged, the engine generates the same tokens.", tokens == expected)
@@ -626,19 +626,12 @@ claim(
 
 # %% tags=["nbval-ignore-output"]
 from torch.nn import functional as F
+from triton.testing import do_bench
 
 
 def bytes_per_second(run, num_bytes: int) -> float:
-    """`num_bytes` divided by the median time of 20 runs, after 5 warm-up runs."""
-    times = []
-    for _ in range(25):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return num_bytes / sorted(times[5:])[10]
+    """`num_bytes` divided by the median time of a run. `do_bench` overwrites the L2 cache of the GPU before each."""
+    return num_bytes / (do_bench(run, return_mode="median") / 1000)
 
 
 def on_gpu(num_requests: int) -> None:
@@ -694,8 +687,9 @@ else:
 # %% [markdown]
 # **Where this kernel loses.**
 #
-# - *Prompts.* Every new token has programs of its own, and each of them reads all keys up to that token. So a prompt of n
-#   tokens reads n (n + 1) / 2 keys per head, where n would be enough:
+# - *Prompts.* Every new token has programs of its own, and each of them reads all keys up to that token. So a prompt of
+# n tokens reads n (n + 1) / 2 keys per KV head. A program for a tile of 64 queries would read each key once for all of
+# them, about one 64th of that in long prompts:
 
 # %%
 for tokens_in_prompt in (16, 512, 4096):

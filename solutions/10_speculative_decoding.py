@@ -373,10 +373,11 @@ with mine.trace() as trace, LiveView(AcceptanceStrip(trace), seconds=12):
     mine.generate("def read_lines(path):\n    with open(path) as f:\n", warm, use_tqdm=False)
 
 # %% [markdown]
-# **At temperature 0** p and q are one-hot. Then your rule becomes the simple one without any change: a draft is accepted
-# (chance 1) if it is the target's argmax, otherwise rejected (chance 0), and the residual is the target's argmax. So the
-# tokens must be the *same* as without drafts, one by one. (In float32. In bfloat16 a forward over five tokens may round
-# differently from a forward over one, and two nearly equal logits may change places.)
+# **At temperature 0** p and q are one-hot. Then your rule becomes the simple one without any change: a draft is
+# accepted (chance 1) if it is the target's argmax, otherwise rejected (chance 0), and the residual is the target's
+# argmax. So in exact arithmetic the tokens are the *same* as without drafts, one by one. (A forward over five tokens
+# may round differently from a forward over one. In float32 two logits are rarely so close that this matters; in
+# bfloat16 two nearly equal logits may change places.)
 
 # %%
 prompts = [prompt.prompt for prompt in held_out_prompts(64) if len(prompt.prompt) < 260][:16]
@@ -625,7 +626,7 @@ claim(
     only("χ²") == {"ArgmaxDraft", "HiddenFilter"},
 )
 claim(
-    "Only the own draft catches what costs tokens and changes none.",
+    "Only the own draft catches what costs tokens and changes no text, and the 0/0 of ZeroByZero.",
     only("own draft") == {"OpenFilter", "ZeroByZero", "DraftOneShort", "NoBonus", "TargetAlone"},
 )
 claim(
@@ -767,7 +768,7 @@ for name, (tokens, rounds) in steps.items():
 claim("The article's loop does not write the target's text.", results["0"][0] < 1e-6)
 claim("With right caches it does, although its rule ignores q …", results["1"][0] > 1e-6)
 claim(
-    "… but that rule wastes drafts: the right one commits half as many tokens again per round.",
+    "… but that rule wastes drafts: the right one commits at least half as many tokens again per round.",
     results["3"][1] > 1.5 * results["2"][1],
 )
 claim(
@@ -815,8 +816,9 @@ claim("Some drafts do not survive the way through text.", trip.changed > 0, of_m
 # | llama.cpp | `common_sampler_sample_and_accept_n` | samples from the target at each position and goes on while the sample equals the draft: accepts with p(x) |
 # | Medusa | typical acceptance | accepts what is likely enough for the target: lossy |
 #
-# So two large engines use the rule that makes sampled drafts slow. For drafts that are not sampled, such as the most likely
-# tokens of a draft model or a tree of them, q is one-hot, and p(x) *is* min(1, p(x)/q(x)).
+# So two large engines accept with p(x) alone. For sampled drafts that would be slow. Their drafts are usually not
+# sampled: they are the most likely tokens of a draft model, or a tree of them. Then q is one-hot, and p(x) *is* min(1,
+# p(x)/q(x)).
 #
 # **Claims, checked.**
 
@@ -837,7 +839,7 @@ print(f"tokens per round for 1, 2, 4, 8 drafts: {', '.join(f'{tau:.2f}' for tau 
 # | claim | what holds | tested where |
 # |---|---|---|
 # | speed-up = 1 + γ · acceptance rate | with accepted / drafted it is the tokens per round, by definition; with α it is far too high. Neither is a speed-up | more drafts per round |
-# | zero quality loss | the distribution is the target's; sampled texts differ; greedy texts are the same in float32 | χ² through the engine, temperature 0 |
+# | zero quality loss | the distribution is the target's; sampled texts differ; the greedy texts are the same in float32 | χ² through the engine, temperature 0 |
 # | accept with min(1, p(x)) | exact with "p without x", wrong with the residual, and slow for sampled drafts | four steps |
 # | linear speed-up | the tokens per round cannot exceed 1/(1 − α) | more drafts per round |
 # | drafts may be exchanged as text | some come back as other tokens | drafts that travel as text |

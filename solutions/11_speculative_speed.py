@@ -118,7 +118,7 @@ from operator import mul
 my_tokens = use("l11.expected_tokens")
 print("conditional acceptance   formula   counted tokens per round")
 differences = []
-for alphas in ([0.3] * 4, [0.6] * 4, [0.9] * 4, [0.5, 0.9, 0.9, 0.9]):
+for alphas in ([0.3] * 4, [0.6] * 4, [0.9] * 4, [0.9, 0.9, 0.9, 0.5], [0.5, 0.9, 0.9, 0.9]):
     at_rates = {
         "method": drafting.ConstantDrafter,
         "num_speculative_tokens": 4,
@@ -134,8 +134,8 @@ for alphas in ([0.3] * 4, [0.6] * 4, [0.9] * 4, [0.5, 0.9, 0.9, 0.9]):
 claim("The count agrees with the formula within a fifth of a token.", max(differences) < 0.2)
 
 # %% [markdown]
-# (The rates are drawn, so the count scatters around the formula.) Mind the last row: a weak first draft costs more than
-# a weak last one, because every later draft depends on it.
+# (The rates are drawn, so the count scatters around the formula.) Compare the last two rows: a weak first draft costs
+# more than a weak last one, because every later draft depends on it.
 #
 # ### See: three numbers that are all called acceptance
 #
@@ -239,11 +239,11 @@ claim("A draft that costs as much as it is accepted (c = α) never pays.", my_ga
 # %% tags=["nbval-ignore-output"]
 GAMMA = 4
 one, eight = (drafting.prices(drafted, slices["functions"], batch, GAMMA) for batch in (1, 8))
-print("requests   c: drafting one token   row: verifying one more   (in plain steps of so many requests)")
+print("requests   c: one draft for each   row: one more verified for each   (in plain steps of so many requests)")
 for price in (one, eight):
-    print(f"{price.batch:8} {price.c:23.2f} {price.row:25.2f}")
+    print(f"{price.batch:8} {price.c:22.2f} {price.row:32.2f}")
 claim(
-    "Drafting and verifying one token costs a larger part of a step when eight requests run together.",
+    "One draft for each request, drafted and verified, costs a larger part of a step when eight requests run together.",
     eight.c + eight.row > one.c + one.row,
     measured=True,
 )
@@ -265,7 +265,8 @@ SpeedUpSurface(points, row=one.row, max_gamma=6)
 # %% [markdown]
 # The break-even line is α = c + row: the first draft of a round is the most valuable one, and it must earn more than it
 # costs. Every machine has its own line. On a GPU with one request a further row is almost free (lesson 3: the step
-# waits for the weights), so nearly everything pays. On a CPU, or with many requests, the line moves to the right.
+# waits for the weights), so there a draft pays almost as soon as α exceeds c. (c need not be small: a short forward
+# waits for its launches and not for bytes.) On a CPU, or with many requests, the line moves to the right.
 #
 # ### Exercise 3: drafts without a model
 #
@@ -298,7 +299,8 @@ check("l11.ngram_propose")
 
 # %% [markdown]
 # A class with `propose` is all that the engine needs. Yours beside the engine's own, which searches bytes instead of
-# lists, and [suffix decoding](glossary.md#suffix-decoding), which drafts as many tokens as it has found matching ones:
+# lists, and [suffix decoding](glossary.md#suffix-decoding), which finds the longest earlier match of the text's end,
+# and drafts the more tokens the longer the match:
 
 # %%
 from minillm.speculative.drafter import Draft, Drafter
@@ -445,7 +447,7 @@ for cached in (10, 100, 1_000, 10_000):
     saved.append(1 - at_once / one_by_one)
     print(f"{cached:13,} {at_once:24,} {one_by_one:31,} {saved[-1]:7.0%}")
 claim(
-    "The longer the context, the nearer the saving comes to what all branches but one would read.",
+    "The longer the context, the nearer the saving comes to 1 - 1 / (number of branches).",
     saved == sorted(saved) and abs(saved[-1] - (1 - 1 / len(shape.leaves))) < 0.001,
 )
 quoted("Reading shared prefixes once saves 73 to 99% of the KV cache traffic", "DeFT, Yao et al. 2024; wider trees")
@@ -567,8 +569,9 @@ LineChart(
 #
 # γ need not be the same for all requests, nor in every step. One request is in the middle of a table of constants, the
 # next writes prose. So take the drafts of all requests in one order, the most probable first, and as many of them as
-# give the most tokens per second: [adaptive drafting](glossary.md#adaptive-drafting). vLLM calls it adaptive
-# verification.
+# give the most tokens per second: [adaptive drafting](glossary.md#adaptive-drafting). (vLLM's adaptive verification
+# ranks in a similar way and takes its prices from a profile, but decides how many of the drafts already made are
+# *verified*. Here it is how many are made.)
 
 
 # %%
@@ -608,7 +611,11 @@ check("l11.choose_drafts")
 
 # %%
 my_choose = use("l11.choose_drafts")
-MACHINES = {"rows nearly free": (0.02, 0.01), "in between": (0.05, 0.12), "saturated": (0.3, 0.8)}  # c, price of a row
+MACHINES = {
+    "rows nearly free": (0.02, 0.01),
+    "in between": (0.05, 0.12),
+    "saturated": (0.3, 0.8),
+}  # c and row: one draft, one row; in steps of one row
 
 
 class MyDrafts(AdaptiveDrafts):
@@ -737,18 +744,19 @@ claim(
 # %% [markdown]
 # **Where speculation loses.** With eight requests a step has eight rows; with four drafts each it has forty, and this
 # processor has no arithmetic left to compute them for nothing. The price has changed, not the chance that a draft is
-# right. (Six of the eight requests have other prompts, so their tokens per forward may differ.) That is why a server
-# drafts when it is quiet and stops when it is busy, and why a benchmark with one request says nothing about a server.
-# **n-grams** lose in the same way: rows that are verified and rejected take time, whoever drafted them.
+# right. (The rows with one request ran two of these prompts, those with eight ran all eight, so their tokens per
+# forward may differ.) That is why a server drafts when it is quiet and stops when it is busy, and why a benchmark with
+# one request says nothing about a server. **n-grams** lose in the same way: rows that are verified and rejected take
+# time, whoever drafted them.
 #
 # **Adaptive drafting** drafts less where the prices are high. Compare its rows with those of four drafts. With eight
-# requests on docstrings it is the faster way. Elsewhere it can be slower than always four drafts, because in a short
-# run its estimates are still guesses. It is no better than its prices and its estimates. The estimates start as a
-# guess, and to find out whether drafts are accepted it must draft some. The prices are timed on steps in which all
-# requests draft alike. In a mixed step the formula takes a line between them, but the draft model runs its forward
-# even if only one request drafts, and after a pause it must first read the tokens that it missed. So the engine's
-# rule also compares: it times its own steps with drafts and without, and where those with drafts take longer than
-# their prices say, it drafts less.
+# requests on docstrings it is the faster way. Elsewhere it can be slower than always four drafts, and even than none,
+# although none is one of its choices: in a short run its estimates are still guesses, and planning takes time. It is no
+# better than its prices and its estimates. The estimates start as a guess, and to find out whether drafts are accepted
+# it must draft some. The prices are timed on steps in which all requests draft alike. In a mixed step the formula takes
+# a line between them, but the draft model runs its forward even if only one request drafts, and after a pause it must
+# first read the tokens that it missed. So the engine's rule also compares: it times its own steps with drafts and
+# without, and where those with drafts take longer than their prices say, it drafts less.
 #
 # ### The literature's claims
 #
@@ -844,9 +852,9 @@ for name, tokens_per_step, faster in (
 # | claim | what holds | tested where |
 # |---|---|---|
 # | speed-up = 1 + γ × acceptance | that is τ, and only if "acceptance" means accepted / drafted; the speed-up divides by γc + v | the literature's claims |
-# | linear in γ | τ never exceeds 1 / (1 − α); with c > 0 the speed-up has a maximum, then falls below 1 | the same |
+# | linear in γ | with the same α at every position τ never exceeds 1 / (1 − α); with c > 0 the speed-up has a maximum, then falls below 1 | the same |
 # | 60–70% acceptance gives 2.0–2.8× | three numbers have that name: 1.76× or 2.83× for 65% | the same |
-# | speculative decoding makes a server faster | one request, yes; of eight together on docstrings, the draft model gained little or made it slower | Measure |
+# | speculative decoding makes a server faster | one request, where drafts are accepted; of eight together on docstrings, the draft model gained little or made it slower | Measure |
 #
 # **Papers.** Leviathan et al. 2023, *Fast Inference from Transformers via Speculative Decoding*. Chen et al. 2023,
 # *Accelerating Large Language Model Decoding with Speculative Sampling*. Miao et al. 2024, *SpecInfer*. Chen et al.
@@ -855,12 +863,14 @@ for name, tokens_per_step, faster in (
 #
 # ## Recap
 #
-# 1. Speed-up = τ / (γc + v). τ = 1 + Σ of products of *conditional* acceptances; it never exceeds 1 / (1 − α).
-# 2. A further draft pays if its chance to be kept, divided by its price, exceeds the speed-up reached without it. For the
-#    first draft that speed-up is 1, so break-even is α = c + the price of a row.
+# 1. Speed-up = τ / (γc + v). τ = 1 + Σ of products of *conditional* acceptances; if none of these exceeds α, it stays
+#    below 1 / (1 − α).
+# 2. A further draft pays if its chance to be kept, divided by its price, exceeds the speed-up reached without it. For
+#    the first draft that speed-up is 1, so break-even is α = c + the price of a row. (If every row costs the same.)
 # 3. n-grams and suffixes cost almost nothing to draft, but rejected rows are paid for as any others; trees buy tokens
 #    with rows; training on Σ min(p, q) buys acceptance where the draft is small.
 # 4. Prices belong to a machine and a batch. The same drafts that pay for one request may lose for eight.
-# 5. So decide in every step: the most probable drafts first, as long as tokens per second rise.
+# 5. So decide in every step: rank all drafts by their chance to be kept, and take as many of them as give the most
+#    tokens per second.
 #
 # **Next:** in lesson 12 the cache is what a step waits for, and a model drafts from a part of its own.

@@ -151,14 +151,16 @@ claim(
 )
 
 # %% [markdown]
-# Compare your channels with the largest keys: where they are close, the queries add little to the choice. ThinK can never go
-# below half of the bytes, because it leaves values alone.
+# Compare your channels with the largest keys: where they are close, or the keys alone do better, the queries add
+# nothing to the choice. ThinK can never go below half of the bytes, because it leaves values alone.
 #
 # ### Exercise 2: truncate, and absorb
 #
-# Keys and values are made by a matrix: v = W x, with W of `kv_size` rows (all KV heads together) and `hidden` columns. The
-# SVD W = U S Vᵀ sorts the directions that can come out of it by size. Keep the first r columns U_r: then a value is stored
-# as r numbers, z = U_rᵀ v, and read as U_r z. LoRC (Zhang et al. 2024) does this without data and without training.
+# Keys and values are made by a matrix: v = W x, with W of `kv_size` rows (all KV heads together) and `hidden` columns.
+# The SVD W = U S Vᵀ sorts the directions that can come out of it by size. Keep the first r columns U_r: then a value is
+# stored as r numbers, z = U_rᵀ v, and read as U_r z. LoRC (Zhang et al. 2024) does this without data and without
+# training. (It also keeps more in the first layers, whose errors pass through all others. Here every layer keeps the
+# same share.)
 #
 # Reading looks expensive: U_r z for every old token, in every step. But look at what follows. The output of query head h is
 # a weighted sum of values, and then the output projection O_h is applied:
@@ -276,9 +278,10 @@ claim("A basis that has seen keys loses less.", from_keys < 0.9 * from_weights, 
 #
 # $$q \cdot R(p)\, U z \;=\; \left(U^T R(p)^T q\right) \cdot z$$
 #
-# The bracket now depends on p: a query would need another one for every token. If the restored key passed through a matrix
-# M *of the head's own channels* with R(p) M = M R(p), M could move to the query's side, and one product would do for all
-# positions. So the question is which matrices **[commute](glossary.md#commute)** with the rotation. Write the test.
+# The bracket now depends on p: a query would need another one for every token. But suppose a head's key is M k: a fixed
+# matrix M of the head's own channels, and a vector k that belongs to the token. The score is q · R(p) M k. If R(p) M =
+# M R(p) for every p, this equals (Mᵀ q) · R(p) k: M is applied once, to the query, and serves all positions. So the
+# question is which matrices **[commute](glossary.md#commute)** with the rotation. Write the test.
 #
 # R(p) has four diagonal blocks. Pair i, which is channels i and i + d / 2, turns by the angle p · f_i:
 #
@@ -319,7 +322,7 @@ mask = torch.zeros(width).index_fill(0, my_channels(recorder.queries[LAYER], rec
 matrices = {
     "the identity": torch.eye(width),
     "LoRC: project onto the basis": of_head @ of_head.T,
-    "ThinK: half of the channels": mask.diag(),
+    "ThinK: half of a head's channels": mask.diag(),
     "half of the pairs, both channels": torch.cat((mask[: width // 2], mask[: width // 2])).diag(),
     "a scaled rotation of each pair": torch.cat(
         (torch.cat((x.diag(), -y.diag()), 1), torch.cat((y.diag(), x.diag()), 1))
@@ -696,8 +699,8 @@ claim(
 # %% [markdown]
 # * **The least used channels** show in the text: the KL tells.
 # * **Zeros instead of dropped channels** give the right text at full size. Only counting real bytes finds it.
-# * **Low rank after RoPE** gives the right number of bytes and a worse text. At position 0 it is exact, so a test with a
-#   single token finds nothing.
+# * **Low rank after RoPE** gives the right number of bytes and a worse text. At position 0 it loses no more than the
+#   right one, because R(0) is the identity, so a test with a single token finds nothing.
 #
 # ## In the field
 
@@ -728,7 +731,7 @@ quoted(
 # | claim | what holds here | tested where |
 # |---|---|---|
 # | ThinK saves over 20% of the memory | the bytes are right. The plain cache's prediction is not kept: the argmax changes for a part of the tokens | exercise 1, Measure |
-# | LoRC loses little at 55 to 60% | not with this model: half of the ranks are the worst from a quarter of the bytes on. The chart of exercise 2 shows how much of the keys goes with them | exercise 2, Measure |
+# | LoRC loses little at 55 to 60% | not with this model: half of the ranks are the worst from a quarter of the bytes on. (Not tested as in the paper: all layers keep the same share here.) The chart of exercise 2 shows how much of the keys goes with them | exercise 2, Measure |
 # | CommVQ works at 2 bits | it reaches an eighth of the bytes, with a loss that twice the bits make much smaller | exercise 4, Measure |
 # | Squeezed Attention reads a third without loss | not without loss. Whether it loses less than SnapKV with as many tokens: see their difference and its error, printed below the table | exercise 5, Measure |
 #

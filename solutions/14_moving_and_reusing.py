@@ -45,7 +45,7 @@ from minillm.reuse.document_store import DocumentStore
 from minillm.reuse.scratch import Scratch
 from minillm.teaching import check, claim, hint, predict, quoted, reveal, use
 from minillm.teaching.workshop import l14_moving as moving
-from minillm.teaching.workshop.l12_costs import H100, LLAMA_8B
+from minillm.teaching.workshop.l12_costs import EMBEDDING, H100, LLAMA_8B
 from minillm.teaching.workshop.l12_views import long_prompts
 from minillm.teaching.workshop.l14_store import Key, SpanStore
 from minillm.viz import MovedSuffix, TimedPart, TransferRow, TransferTimeline
@@ -140,8 +140,9 @@ check("l14.break_even_tokens")
 # Stuck? `hint("l14.break_even_tokens", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
 # First for a large model, from data sheets. What a token takes to compute is at least two operations per parameter.
-# (The input embedding does not count: a token looks up one row of it.) No prefill reaches the peak, so there is a
-# second column at 40% of it. (The 40% and the latency are assumptions.)
+# (The embeddings do not count: a token looks up one row of the input's, and only the last token of a prompt needs the
+# output's.) No prefill reaches the peak, so there is a second column at 40% of it. (The 40% and the latency are
+# assumptions. An H100 has PCIe 5.0, twice as fast as the lanes of the last two lines.)
 
 # %%
 my_break_even = use("l14.break_even_tokens")
@@ -154,18 +155,18 @@ links = {
     "SATA 3": 6e9 * 8 / 10 / 8,
     "10-gigabit Ethernet": 10e9 / 8,
     "SSD on 4 lanes of PCIe 4.0": 4 * LANE,
-    "host memory over 16 lanes": 16 * LANE,
+    "host memory over 16 of them": 16 * LANE,
 }
-needed = {}
+needed, in_layers = {}, LLAMA_8B.parameters - EMBEDDING
 print(f"\nfrom how many tokens on loading pays; {LLAMA_8B.kv_bytes:,} bytes per token, latency 0.1 ms (modelled)")
 print(f"{'':29}{'GB/s':>6}{'compute at peak':>18}{'at 40% of it':>15}")
 for name, bandwidth in links.items():
     for share in (1.0, 0.4):
-        seconds = 2 * LLAMA_8B.parameters / (share * H100.flops)
+        seconds = 2 * in_layers / (share * H100.flops)
         needed[name, share] = my_break_even(LLAMA_8B.kv_bytes, bandwidth, 1e-4, seconds)
     shown = (f"{n:,.0f}" if math.isfinite(n) else "never" for n in (needed[name, 1.0], needed[name, 0.4]))
     print(f"{name:29}{bandwidth / 1e9:6.2f}" + "".join(f"{t:>{w}}" for t, w in zip(shown, (18, 15), strict=True)))
-balance = LLAMA_8B.kv_bytes / (2 * LLAMA_8B.parameters / H100.flops)
+balance = LLAMA_8B.kv_bytes / (2 * in_layers / H100.flops)
 print(
     f"a token loads as fast as it is computed at {balance / 1e9:.1f} GB/s (peak), {0.4 * balance / 1e9:.1f} GB/s (40%)"
 )
@@ -176,7 +177,7 @@ claim(
     "From an SSD it depends on how well prefill uses the GPU.",
     math.isinf(needed["SSD on 4 lanes of PCIe 4.0", 1.0]) and needed["SSD on 4 lanes of PCIe 4.0", 0.4] < 100,
 )
-claim("From host memory it always pays, from a few tokens on.", needed["host memory over 16 lanes", 1.0] < 20)
+claim("From host memory it always pays, from a few tokens on.", needed["host memory over 16 of them", 1.0] < 20)
 
 # %% [markdown]
 # The bandwidth at which both are equally fast is **KV bytes per token over seconds per token**. A faster processor
@@ -423,7 +424,8 @@ claim(
 # $$R(\delta)\,R(p)\,k = R(p + \delta)\,k$$
 #
 # So one further [rotation](glossary.md#re-rotation) moves it, without the weights and without knowing p. Values are not
-# rotated. (A query is at the new position anyway.) PIE (He et al. 2024) does this to the suffix of an edit.
+# rotated. (Queries are not cached: a new token's query is computed at its new position.) PIE (He et al. 2024) does this
+# to the suffix of an edit.
 
 
 # %%
@@ -618,10 +620,10 @@ claim("The third one was never computed behind those two: approximate.", not res
 #
 # ### Documents on disk (MatKV): quality
 #
-# MatKV (Shin et al. 2025) is the last row of this table as a system: documents are computed alone, once, and stored; a
-# prompt is put together from them. Nothing attends across documents, except the question. The engine's `DocumentStore`
-# does it, with your rotation. How much is lost, and how much of it does the rotation save? For comparison: a prompt
-# with the last document alone, computed as usual.
+# MatKV (Shin et al. 2025) builds a system from the case *all three* of exercise 4: documents are computed alone, once,
+# and stored; a prompt is put together from them. Nothing attends across documents, except the question. The engine's
+# `DocumentStore` does it, with your rotation. How much is lost, and how much of it does the rotation save? For
+# comparison: a prompt with the last document alone, computed as usual.
 
 # %%
 rotating = DocumentStore(llm, store_folder.name, rotate=my_rotation)
@@ -718,11 +720,11 @@ claim(
 #
 # ## Break it
 #
-# Five stores, four of them with one mistake in what they take for the same. Each has three entries: 0 is another
-# document that begins with the same tokens; 1 is the right document, but computed by *other weights* (they stand for the
-# same model after more training; here, noise is added to them); 2 is the right document, computed alone by this model.
-# The prompt is the first document, which no store has, so it is computed (`None`), and then the second. **Guess first**:
-# which mistakes change the predictions most? Which one harms *other* requests?
+# Five stores. Four of them have one mistake in the rule that decides whether an entry fits. Each has three entries: 0
+# is another document that begins with the same tokens; 1 is the right document, but computed by *other weights* (they
+# stand for the same model after more training; here, noise is added to them); 2 is the right document, computed alone
+# by this model. The prompt is the first document, which no store has, so it is computed (`None`), and then the second.
+# **Guess first**: which mistakes change the predictions most? Which one harms *other* requests?
 
 # %%
 from minillm.teaching.workshop.l14_broken import MISTAKES
@@ -822,7 +824,8 @@ store_folder.cleanup()
 #    time of a token) tokens on.
 # 2. A link and a processor can work at the same time: recompute so many tokens that both end together, if activations
 #    are smaller than keys and values. With grouped heads they are not.
-# 3. A rotation moves keys to another position, exactly. What a token attended to it does not change.
+# 3. A rotation moves keys to another position, exactly. It does not change what a token had attended to when its key
+#    was computed, so keys of deeper layers stay approximate.
 # 4. An entry fits if text, weights, dtype and format are equal; it is exact only if the same text was before it.
 # 5. What is approximate must never be found by a request that did not ask for it.
 #

@@ -129,7 +129,7 @@ check("l15.attribute")
 # it equals wall-clock time. `race` runs the engines to be compared in turn, three times after a warm-up, and returns for each
 # the parts of the run with the median total. (It raises an error if the parts do not sum to the whole.)
 
-# %% tags=["expected", "nbval-ignore-output"] alt="One bar, far over the line at 100 ms: the prompt and the target's 23 decode steps are nearly all of it; tokenising, queue and detokenising cannot be seen."
+# %% tags=["expected", "nbval-ignore-output"] alt="One bar, over the line at 100 ms: the prompt and the target's 23 decode steps are nearly all of it; tokenising, queue and detokenising cannot be seen."
 import time
 from collections import Counter
 
@@ -145,6 +145,7 @@ def race(engines: dict[str, LLM], warm: tuple[str, ...] = ()) -> dict[str, dict[
     return latency.race(engines, prompt, params, my_attribute, warm, rounds=3)
 
 
+race({"plain": plain})  # the first runs of a process are slower
 rows = [Latency("plain PyTorch", race({"plain": plain})["plain"])]
 reveal("l15.prompt_share", round(100 * rows[0].seconds["prefill"] / rows[0].total))
 small = [rows[0].seconds[part] for part in ("tokenise", "queue", "detokenise")]
@@ -192,6 +193,7 @@ def step_seconds(
 ) -> float:
     """The least time of a step, in seconds.
 
+    operations: multiplications and additions (not PyTorch's operations: those are the calls)
     bandwidth: bytes per second; rate: operations per second. Moving bytes and computing overlap. Calls do not overlap
     with them: the thread that makes a call is the thread that does the work.
 
@@ -232,13 +234,16 @@ decode_work = operations(1, PROMPT_TOKENS)
 prefill_work = operations(PROMPT_TOKENS, PROMPT_TOKENS * (PROMPT_TOKENS + 1) // 2)
 for kind, size in weight_bytes.items():
     print(f"{kind:32} {(size + cache_bytes) / 1e6:6.1f} million bytes per token")
-print(f"one token: {decode_work / 1e6:,.0f} million operations; the prompt: {prefill_work / 1e6:,.0f} million")
+print(
+    f"one token: {decode_work / 1e6:,.0f} million multiplications and additions; the prompt: {prefill_work / 1e6:,.0f} million"
+)
 
 # %% [markdown]
-# Now measure the machine's limits. The bandwidth is that of the faster of two copies: a large one, and one of the size of the
-# weights, which may fit into the processor's cache. The rate of arithmetic is that of PyTorch's product of two large
-# matrices. (This is one product of PyTorch's. Other shapes can run faster in PyTorch, and a later step has a faster
-# kernel. A **floor**, the least possible time, must be computed from the *best* that the machine can do.)
+# Now measure the machine's limits. The bandwidth is that of the faster of two copies: a large one, and one of the size
+# of the weights, which may fit into the processor's cache. The rate of arithmetic is that of PyTorch's product of two
+# large matrices. (This is one product of PyTorch's. Other shapes can run faster in PyTorch, and a later step has a
+# faster kernel. A **floor**, the least time that a part can take, needs the *best* rate of the machine; the best that
+# was measured is what stands for it here.)
 
 # %% tags=["nbval-ignore-output"]
 from minillm.doctor.machine_limits import copy_bandwidth
@@ -303,8 +308,8 @@ print(f"{output.num_cached_tokens} of {len(ids)} prompt tokens were cached; forw
 #
 # ### Step 2: INT8 weights
 #
-# INT8 weights have a quarter of the bytes (lesson 5), and bytes are most of a token. **Predict** what they do to the green
-# part (target) of plain PyTorch.
+# INT8 weights have a quarter of the bytes (lesson 5), and bytes are the largest modelled part of a token. **Predict**
+# what they do to the green part (target) of plain PyTorch.
 
 # %% tags=["nbval-ignore-output"]
 eager_int8 = LLM(name, enforce_eager=True, quantization="int8", **options)
@@ -425,9 +430,9 @@ del with_kernel, layers
 LatencyWaterfall("Your own product inside plain PyTorch", [Latency("plain PyTorch", seconds["plain"]), own_row])
 
 # %% [markdown]
-# A better product gains something at most: the other calls are still there, and so are the four bytes per weight. To
-# see what a call costs, take a product so small that its arithmetic takes almost no time, and compute it in three ways:
-# as a PyTorch operation, as a call of your function from Python, and as a call of your function *from a compiled
+# A better product alone gains little: the other calls are still there, and so are the four bytes per weight. To see
+# what a call costs, take a product so small that its arithmetic takes almost no time, and compute it in three ways: as
+# a PyTorch operation, as a call of your function from Python, and as a call of your function *from a compiled
 # function*.
 
 
@@ -455,7 +460,9 @@ claim(
 )
 
 # %% [markdown]
-# *This* is what you can gain: not a better product, but **no call between the products**. A step must be one function.
+# The calls of the products alone are a small part of a token. But between these products stand some hundreds of other
+# operations, each with its call and the Python around it. They go away only together: **a step must be one function**.
+# It can also read the weights in fewer bytes.
 #
 # ### Step 3: the compiled step
 #
@@ -715,9 +722,9 @@ claim("With a draft model the tokens are the same as without.", tokens_of("W8A8 
 #
 # ### Step 6: an n-gram drafter
 #
-# A drafter without prefill and with c near 0 would avoid two of the three limits. Code repeats itself. So search the text
-# for an earlier occurrence of the last few tokens, and propose the tokens that followed it (`"method": "ngram"`). This
-# search takes some microseconds.
+# A drafter without prefill and with a smaller c would avoid two of the three limits. Code repeats itself. So search the
+# text for an earlier occurrence of the last few tokens, and propose the tokens that followed it (`"method": "ngram"`).
+# This search is short, but so is a step of this target.
 
 # %% tags=["nbval-ignore-output"]
 lookup = {
@@ -742,16 +749,16 @@ LatencyWaterfall("Step 6: draft tokens found in the text", looked_up)
 claim("With n-grams the tokens are the same as without.", tokens_of("W8A8 + n-gram") == tokens_of("W8A8"))
 
 # %% [markdown]
-# The orange part shrinks. Where the text is new, the search finds nothing, and the step is a plain one. A
-# rejected token costs v, because the target has verified it. Compare the totals: with a target this fast, n-grams can
-# gain nothing. On text that never repeats itself an n-gram drafter proposes nothing, whereas a draft model still
-# proposes tokens.
+# The orange part shrinks. Where the text is new, the search finds nothing, and the step is a plain one. A rejected
+# token costs v, because the target has verified it. Compare the totals: with a target this fast, n-grams may not gain
+# anything. On text that never repeats itself an n-gram drafter proposes nothing, whereas a draft model still proposes
+# tokens.
 #
 # ## Measure
 #
 # Now measure all engines in turn, cold, and W8A8 alone once more, warm.
 
-# %% tags=["expected", "nbval-ignore-output"] alt="A bar for each way, cold: plain PyTorch and INT8 weights far over 100 ms; the compiled step much shorter; W8A8 under the line, alone, with a draft model and with n-grams; warm the shortest, with little left of the prompt."
+# %% tags=["expected", "nbval-ignore-output"] alt="A bar for each way, cold: plain PyTorch and INT8 weights over the line at 100 ms; the compiled step much shorter; W8A8 shorter still, alone, with a draft model and with n-grams; warm the shortest, with little left of the prompt."
 engines = {"plain PyTorch": plain, "compiled step": compiled, **w8a8_engines, "W8A8, warm": w8a8}
 seconds = race(engines, warm=("W8A8, warm",))
 before = {"compiled step": "plain PyTorch", "W8A8": "compiled step"}
@@ -819,10 +826,10 @@ claim(
 )
 
 # %% [markdown]
-# How to read it. A prompt near its floor can gain only from fewer operations or cheaper ones: no other kernel in this lesson
-# computes faster. The time above the floor goes to attention, norms, and the many places in a step where one operation must
-# finish before the next can start, which no count of bytes includes. "The rest" is Python, which no floor here includes
-# either.
+# How to read it. A prompt near its floor computes about as fast as anything measured in this lesson. That need not be
+# the processor's peak, so a better kernel might still gain; fewer operations, or cheaper ones, always do. The time
+# above the floor goes to attention, norms, and the many places in a step where one operation must finish before the
+# next can start, which no count of bytes includes. "The rest" is Python, which no floor here includes either.
 #
 # What would you do next? Look at the largest part, which the cell under *Measure* prints, and at its distance from its
 # floor. A second thread speeds up the green and blue parts (target and prefill), but not the yellow one (Python).
@@ -882,7 +889,7 @@ claim(
 #
 # | where | what |
 # |---|---|
-# | llama.cpp | the strongest peer for one request on a CPU: one compiled graph, weights repacked for the processor, `Q8_0` is W8A8 in blocks of 32; `minillm bench latency` and `decode` compare |
+# | llama.cpp | the strongest peer for one request on a CPU: a graph of C kernels with no Python between them, weights repacked for the processor, `Q8_0` is W8A8 in blocks of 32; `minillm bench latency` and `decode` compare |
 # | vLLM | the same remedy on a GPU: CUDA graphs replace hundreds of launches by one; `enforce_eager=True` switches them off |
 # | gpt-fast | `torch.compile(mode="reduce-overhead")`: the compiler fuses operations, and CUDA graphs launch the step as one |
 # | oneDNN, OpenBLAS, BLIS | panels ("packing") and register tiles: Goto and van de Geijn 2008 is where they come from |
@@ -901,7 +908,7 @@ claim(
 # | sub-100 ms inference | means nothing without the number of tokens, the prompt, cold or warm, and the machine; this lesson states all four | the whole lesson |
 # | INT8 weights make inference faster | only where they are dequantised inside the product; in eager PyTorch on a CPU they made it slower | Step 2 |
 # | speculation gives 2 to 2.8× | it depends on c, v, the conditional acceptance and the draft's own prefill; here the whole completion gained little or nothing | Steps 5 and 6 |
-# | kernels are what is slow in Python | your own product among hundreds of calls gained less than half of what removing the calls gained on the new tokens | Exercise 3, Step 3 |
+# | kernels are what is slow in Python | your own product among hundreds of calls gained less than half of what the compiled step gained on the new tokens. That step removes the calls and halves the bytes; the two are not measured apart here | Exercise 3, Step 3 |
 #
 # ## Recap
 #
@@ -910,6 +917,6 @@ claim(
 # 3. A prefix cache removes the prompt where it was there before; a compiled step removes the calls; narrow weights save
 #    bytes if they are cast inside the loop; W8A8 makes the arithmetic itself cheaper, and is lossy.
 # 4. Whether speculation pays depends on c, v, the conditional acceptance and the draft's prefill. Measure them first.
-#    An n-gram drafter has almost no c and no prefill.
+#    An n-gram drafter has a small c and no prefill.
 # 5. What is made faster may stop being the largest part, so look again after each step. A floor, computed from the best
-#    that the machine can do, shows when to stop.
+#    rates that were measured, shows where looking further may pay.

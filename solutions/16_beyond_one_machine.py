@@ -236,6 +236,10 @@ claim(
 # Now the real thing. `tensor_parallel_size` starts the other process; each reads its slices from the checkpoint and has
 # a cache for its own KV heads. This process schedules, and sends every step to the other one. The block tables are the
 # same on both, so the picture of the cache is that of one engine.
+#
+# The vocabulary is split, too. Each rank has the embeddings of some tokens (the others add zeros, which takes one more
+# all-reduce), and computes the logits of those tokens. An **[all-gather](glossary.md#all-gather)** then gives every
+# rank the logits of all ranks, one after the other; nothing is added.
 
 # %% tags=["expected"] alt="Cache pages of three requests with their block tables, as an engine of one process would show them."
 prompts = ["def fib(n):", "class Stack:\n    def push(self, item):\n", "import os\n\n\ndef walk(root):\n"]
@@ -257,9 +261,6 @@ claim("Two all-reduces per layer, and one for the embedding.", per_step == 2 * c
 claim("One all-gather per step, for the logits.", traffic.num_all_gathers == steps)
 
 # %% [markdown]
-# The vocabulary is split, too: each rank has the embeddings of some tokens (the others add zeros, hence the one
-# additional sum), and computes the logits of those tokens.
-#
 # ### Exercise 4: what a sum costs
 #
 # How do n ranks add up a tensor? In a **ring**: the tensor is cut into n chunks. In each step every rank sends one chunk
@@ -360,6 +361,7 @@ for batch in (1, 8):
     )
 reveal("l16.waiting", round(100 * waiting[1]))
 sums = 2 * config.num_layers + 1
+print(f"waiting with 1 request: {waiting[1] * decode[1, SIZE]:.1f} ms a step; ", end="")
 print(f"{sums} sums by your formula: {1e3 * sums * my_seconds(step_bytes, 2, BANDWIDTH, LATENCY):.1f} ms")
 claim(
     f"{SIZE} processes are far from {SIZE} times as fast as one: a step takes more than 0.6 of the time.",
@@ -373,15 +375,17 @@ del split, traffic
 # %% [markdown]
 # Here splitting **does not pay**. Two processes share the memory and the caches of one machine, so the weights are not
 # read any faster than by one process with two threads, and a small model has little to compute between two sums. Your
-# formula has only the link in it. The rest of the waiting is for the other process: it was slower this time, or, where
-# fewer processors are free than there are processes, it was not running at all. A sum is as late as the latest rank.
-# Splitting pays where each rank brings its *own* memory and processor, and where the links are fast: on GPUs.
+# formula has only the link in it. The rest of the waiting is for the other process, which arrives late: the two never
+# take equally long, and any other work on the machine delays one of them. A sum is as late as the latest rank. (Where a
+# step of eight requests is faster than a step of one, the machine was busy; run the cell again.) Splitting pays where
+# each rank brings its *own* memory and processor, and where the links are fast: on GPUs.
 #
 # ### A split model on GPUs, modelled
 #
-# Eight GPUs, Llama-3.1-8B in bfloat16, decoding. They can be 8 replicas, 4 groups of 2, 2 groups of 4, or one group of 8.
-# A step reads the weights of its rank and computes, whichever takes longer, and then comes the exchange. (Reading the
-# cache is left out. The latencies are assumptions.)
+# Eight GPUs, Llama-3.1-8B in bfloat16, decoding. They can be 8 replicas, 4 groups of 2, 2 groups of 4, or one group of
+# 8. A step reads the weights of its rank and computes, whichever takes longer, and then comes the exchange. (Reading
+# the cache is left out. It takes equally long for every way of splitting, as long as no KV head is copied, so it does
+# not decide between them; but with thousands of requests it takes longer than the rest. The latencies are assumptions.)
 
 # %%
 quoted("An H100 has 80 GB of memory, reads 3.35 TB/s and computes 989 TFLOP/s in bfloat16", "NVIDIA H100 data sheet")
@@ -544,8 +548,8 @@ del engines
 #
 # ## Break it
 #
-# A split model with one mistake each. Nothing raises an error, and every mistake gives finite logits of the right shape.
-# Two checks: do all **ranks agree** (on the last hidden states and the logits), and does rank 0 predict what the **whole
+# A split model with one mistake each. Nothing raises an error, and every mistake gives logits of the right shape. Two
+# checks: do all **ranks agree** (on the last hidden states and the logits), and does rank 0 predict what the **whole
 # model** predicts? **Guess first**: which mistakes does the first check miss? (The ranks are threads here, so that this
 # takes seconds.)
 
@@ -574,8 +578,8 @@ claim(
 )
 
 # %% [markdown]
-# Ranks that agree are not right. The check that catches all of them is the one of this course: the tokens of the plain
-# model. (The engine's tests compare 100 prompts.)
+# Ranks that agree can still be wrong. The check that catches all of them is the one of this course: the tokens of the
+# plain model. (The engine's tests compare 100 prompts.)
 #
 # ## In the field
 #

@@ -294,13 +294,14 @@ reveal("l17.kept", round(growth, 2))
 print(f"whole text, 512 tokens instead of 256: {whole_text[512].peak / whole_text[256].peak:.2f} times as much")
 print(f"what still grows in chunks: {(chunked[512].peak - chunked[256].peak) / 256:,.0f} bytes per token")
 print(f"keys and values of a token in all layers: {row_bytes:,} bytes")
+print("(not counted: their gradients, which are sent back, as many bytes again)")
 claim(
     "The whole text takes twice as much for twice the tokens.",
     abs(whole_text[512].peak / whole_text[256].peak - 2) < 0.1,
 )
 claim("Chunks take less than 1.3 times as much.", growth < 1.3, of_model=True)
 per_token = (chunked[512].peak - chunked[256].peak) / 256
-claim("What grows are the keys and values of earlier chunks.", abs(per_token / row_bytes - 1) < 0.05)
+claim("Of what autograd keeps, only the keys and values of earlier chunks grow.", abs(per_token / row_bytes - 1) < 0.05)
 
 # %% [markdown]
 # The memory over time shows how it works. The whole text keeps everything until the backward pass begins to let it go. In
@@ -337,8 +338,9 @@ LineChart(
 #
 # ## 3. Layers with fewer parameters
 #
-# A matrix W of m × n numbers can be replaced by factors. The best [low rank](glossary.md#low-rank) is the SVD (lesson 13). Two
-# structures claim to be better, because a matrix of full rank can have them too:
+# A matrix W of m × n numbers can be replaced by factors. The best [low rank](glossary.md#low-rank) is the SVD (lesson
+# 13). Two other structures are said to lose less with as many numbers, because they can represent some matrices of full
+# rank:
 #
 # | | form | numbers |
 # |---|---|---|
@@ -422,10 +424,11 @@ claim(
 )
 
 # %% [markdown]
-# Why? A low rank pays if the singular values fall fast. Those of trained weights fall slowly: all directions are used. What
-# BLAST can still gain are differences between blocks. The papers **train** a layer in its new form, or train it on afterwards.
-# It is the training that closes the gap. Without it, nothing of this kind
-# can replace a matrix of this model.
+# Why? A low rank pays if the singular values fall fast. Those of trained weights fall slowly: all directions are used.
+# What BLAST can still gain are differences between blocks. The papers **train** a layer in its new form, or train it on
+# afterwards. It is the training that closes the gap. Without it, none of these fits can replace a matrix of this model.
+# (They minimise the error of the *matrix*. Methods that weight it by the inputs a layer really sees, such as ASVD and
+# SVD-LLM, lose less without training; not tried here.)
 #
 # ## 4. One bit and a few exact weights
 #
@@ -719,7 +722,7 @@ fastest = taken["triples, product"] / taken["triples, fused gather"]
 print(f"the fused gather is {fastest:.1f} times as fast as the product")
 claim("For triples the product is faster than gather and sum.", gains[0] > 1.2, measured=True)
 claim("It is not faster than the fused gather.", fastest > 1, measured=True)
-claim("For single rows little of that is left.", gains[1] < gains[0] / 1.5, measured=True)
+claim("For single rows most of that gain is gone, or all of it.", gains[1] < gains[0] / 1.5, measured=True)
 
 # %% [markdown]
 # **Verdict.** It holds against gather and sum, and not against a fused gather: no copy is made there either, and no
@@ -781,9 +784,9 @@ quoted(
 # | contrastive loss in tiles | exactly the same gradients, memory linear in the batch | no: training only. The engine has its merge in attention |
 # | OOMB | the same gradients, activations of one chunk; keys and values still grow | no: training only. Its forward half is chunked prefill |
 # | BLAST | a little better than an SVD at equal parameters; both lose most of the matrix | only for models that were trained in this form |
-# | Monarch | no better than an SVD on these matrices | the same |
+# | Monarch | no better than an SVD on this matrix | the same |
 # | BiMaCoSR | exact weights help; far behind INT4 | its sparse part, yes: dense and sparse. One bit only for models trained with it |
-# | MEC | weighting by frequency helps what is read; the table is too small a part of the model | no |
+# | MEC | weighting by frequency helps what is read; codes of one to two bits lose far more than INT4, most of all as the output layer | no |
 # | SparseTransX | faster and smaller than gather and sum, but not faster than a fused gather | no: an engine looks up single rows |
 #
 # | system | what of this it has |
