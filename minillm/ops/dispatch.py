@@ -79,16 +79,16 @@ def implementations(name: str, device: torch.device | str) -> list[str]:
     """Return the implementations that run on `device`, best first. Raises `UnknownOptionError` for an unknown op."""
     if name not in OPS:
         raise UnknownOptionError(f"there is no op {name!r}; there are {', '.join(OPS)}")
-    kind, listed = torch.device(device).type, OPS[name]
-    runs = {"triton": triton_runs(kind, listed.oldest_gpu), "reference": True}
+    listed = OPS[name]
+    runs = {"triton": triton_runs(torch.device(device), listed.oldest_gpu), "reference": True}
     return [key for key, can_run in runs.items() if can_run and getattr(listed, key) is not None]
 
 
-def triton_runs(kind: str, oldest_gpu: tuple[int, int] = TURING) -> bool:
-    """Whether kernels run on this kind of device: on a GPU that is new enough, or on a CPU in the interpreter."""
-    if kind == "cpu":
+def triton_runs(device: torch.device, oldest_gpu: tuple[int, int] = TURING) -> bool:
+    """Whether kernels run on this device: on a GPU that is new enough, or on a CPU in the interpreter."""
+    if device.type == "cpu":
         return interpreted() and has_triton()
-    return kind == "cuda" and has_triton() and torch.cuda.get_device_capability() >= oldest_gpu
+    return device.type == "cuda" and has_triton() and torch.cuda.get_device_capability(device) >= oldest_gpu
 
 
 def interpreted() -> bool:

@@ -46,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def is_plain_cpu(x: Tensor) -> bool:
     """Whether the faster alternatives apply: fp32 on a CPU, and no gradient is recorded."""
-    return x.dtype == torch.float32 and not x.is_cuda and not torch.is_grad_enabled()
+    return x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_grad_enabled()
 
 
 def _can_hold(weight: Tensor) -> bool:

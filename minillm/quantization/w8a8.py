@@ -46,9 +46,11 @@ def float_product(x: Tensor, weight: Tensor) -> Tensor:
 def padded_product(x: Tensor, weight: Tensor) -> Tensor:
     """As `integer_product` on a GPU, with zero padding to the shapes that `torch._int_mm` supports."""
     (rows, columns), out_features = x.shape, weight.shape[0]
-    more_columns = -columns % CUDA_MULTIPLE
-    x = F.pad(x, (0, more_columns, 0, max(0, CUDA_ROWS - rows)))
-    weight = F.pad(weight, (0, more_columns, 0, -out_features % CUDA_MULTIPLE))
+    more_columns, more_features = -columns % CUDA_MULTIPLE, -out_features % CUDA_MULTIPLE
+    if more_columns or rows < CUDA_ROWS:
+        x = F.pad(x, (0, more_columns, 0, max(0, CUDA_ROWS - rows)))
+    if more_columns or more_features:  # padding by nothing would copy the weight
+        weight = F.pad(weight, (0, more_columns, 0, more_features))
     return torch._int_mm(x, weight.T)[:rows, :out_features]
 
 

@@ -32,6 +32,7 @@ the host or copies from the host.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ MAX_GRAPH_TOKENS = 512
 """Tokens of the largest graph. More tokens keep a GPU busy without one."""
 MAX_GRAPH_QUERY_LEN = 16
 """Most new tokens of one request in a graph. More are a prefill, whose attention needs larger tiles."""
+MAX_GRAPHS = 256
+"""Most graphs; each takes some memory of its own. Steps of further shapes launch their kernels one by one."""
 TOKENS_PER_REQUEST = 8
 """Tokens per request in the graph of the largest batch: one and seven drafts."""
 SHORTEST_CONTEXT = 256
@@ -109,6 +112,10 @@ def padded_size(count: int) -> int:
     return -(-count // step) * step
 
 
+class CaptureError(RuntimeError):
+    """A CUDA graph could not be recorded."""
+
+
 class CudaCapture:
     """Records CUDA graphs, all on one side stream and with one memory pool."""
 
@@ -117,16 +124,24 @@ class CudaCapture:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], None]) -> Replay:
-        """See `Capture`. Warms up on the stream that records, because cuBLAS workspaces belong to a stream."""
+        """See `Capture`. Warms up on the stream that records, because cuBLAS workspaces belong to a stream.
+
+        Raises `CaptureError`. What other threads do to the device meanwhile does not disturb the recording.
+        """
         current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            for _ in range(WARM_UPS):
+        try:
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                for _ in range(WARM_UPS):
+                    function()
+            current.wait_stream(self.stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 function()
-        current.wait_stream(self.stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            function()
+        except RuntimeError as problem:
+            raise CaptureError(str(problem)) from problem
+        finally:
+            torch.cuda.set_stream(current)  # after an error, `torch.cuda.graph` leaves its own stream in place
         return graph.replay
 
 
@@ -308,10 +323,16 @@ class GpuExecutor:
         else:
             output = self.hidden[: shape.tokens]
             function = partial(self._run_into, output, inputs)
-        if self.capture is None:
+        if self.capture is None or len(self.prepared) == MAX_GRAPHS:
             return CapturedStep(inputs, output, function)
         inputs.clear()  # warm-up runs must neither write to the cache nor read it
-        self.prepared[shape, count] = CapturedStep(inputs, output, self.capture(function))
+        try:
+            replay = self.capture(function)
+        except CaptureError as problem:
+            warnings.warn(f"steps run without CUDA graphs from now on: {problem}", RuntimeWarning, stacklevel=2)
+            self.capture = None
+            return CapturedStep(inputs, output, function)
+        self.prepared[shape, count] = CapturedStep(inputs, output, replay)
         return self.prepared[shape, count]
 
     def _run_into(self, output: Tensor, inputs: StepInputs) -> None:

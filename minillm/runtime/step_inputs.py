@@ -124,7 +124,7 @@ class StepInputs:
 
 
 def query_starts(lens: Sequence[int]) -> list[int]:
-    """Return the index of each request's first token, and the num_tokens of all tokens."""
+    """Return the index of each request's first token, and the number of all tokens."""
     return list(accumulate(lens, initial=0))
 
 

@@ -20,7 +20,7 @@ from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.errors import NonFiniteLogitsError
 from minillm.runtime import gpu_executor
-from minillm.runtime.gpu_executor import GpuExecutor, padded_size, unsupported_reason
+from minillm.runtime.gpu_executor import CaptureError, GpuExecutor, padded_size, unsupported_reason
 from minillm.runtime.step_inputs import Shape, StepInputs
 from tests.conftest import TinyPair
 from tests.no_waiting import NoWaiting, Waits
@@ -247,3 +247,24 @@ def test_the_engine_says_the_same_through_the_executor(tiny: TinyPair, drafts: i
         said.append([out.outputs[0].token_ids for out in llm.generate(["for", "def"], params, use_tqdm=False)])
         assert all(runner.executor.prepared for runner in runners) if fast else True
     assert said[0] == said[1]
+
+
+def test_steps_go_on_without_graphs_if_one_cannot_be_recorded() -> None:
+    on, plain = executor_of(random_model(SMALL)), runner_of(random_model(SMALL))
+
+    def fails(function: object) -> None:
+        raise CaptureError("operation not permitted when stream is capturing")
+
+    on.capture = fails
+    segments = [Segment(PROMPT, 0, TABLE)]
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs from now on: operation not permitted"):
+        assert relative(on.run(segments), plain.run(segments)) <= 1e-5
+    assert on.capture is None and on.draft(segments, 2) == plain.draft(segments, 2)
+
+
+def test_there_are_no_more_graphs_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_executor, "MAX_GRAPHS", 1)
+    on, plain = executor_of(random_model(SMALL)), runner_of(random_model(SMALL))
+    for step in ([Segment(PROMPT, 0, TABLE)], [Segment([1], 6, TABLE)], [Segment([2], 7, TABLE)]):
+        assert relative(on.run(step), plain.run(step)) <= 1e-5
+    assert len(on.prepared) == 1

@@ -21,19 +21,26 @@ least 16 products of 16-bit numbers, 8 of fp32 or 32 of int8. Tensor cores work 
 FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@lru_cache(maxsize=1)
 def capability() -> tuple[int, int]:
     """Return the compute capability of the current GPU. The interpreter counts as sm_75: it lacks only bfloat16."""
-    return (7, 5) if interpreted() else torch.cuda.get_device_capability()
+    return (7, 5) if interpreted() else _capability_of(torch.cuda.current_device())
 
 
-@lru_cache(maxsize=1)
 def num_sms() -> int:
     """Return the number of streaming multiprocessors (SMs) of the current GPU; 1 in the interpreter (it is serial)."""
-    return 1 if interpreted() else torch.cuda.get_device_properties("cuda").multi_processor_count
+    return 1 if interpreted() else _num_sms_of(torch.cuda.current_device())
 
 
-@lru_cache(maxsize=1)
+@lru_cache
+def _capability_of(gpu: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(gpu)
+
+
+@lru_cache
+def _num_sms_of(gpu: int) -> int:
+    return torch.cuda.get_device_properties(gpu).multi_processor_count
+
+
 def gpu_name() -> str:
     """Return the name of the current GPU."""
     return "interpreter" if interpreted() else torch.cuda.get_device_name()

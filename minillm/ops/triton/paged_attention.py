@@ -170,8 +170,9 @@ def _attend(
             score *= tl.load(k_scale_ptr + at, mask=exists, other=0.0).to(tl.float32)[None, :]
         if TREE:
             node = key - context
-            seen = (sees[:, None] >> tl.maximum(node, 0).to(tl.int64)[None, :]) & 1
-            visible = (node < 0)[None, :] | (seen != 0)
+            seen = (sees[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)[None, :]) & 1
+            # A chain beside a tree has all bits set, so it needs the causal mask as well; parents are before children.
+            visible = (node < 0)[None, :] | ((seen != 0) & (node[None, :] <= query[:, None]))
         else:
             visible = key[None, :] <= position[:, None]
         if WINDOW > 0:

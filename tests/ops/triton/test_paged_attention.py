@@ -160,3 +160,11 @@ def test_lists_reach_the_device_once_per_step() -> None:
     paged_attention(s.q, s.keys, s.values, s.batch, tiling=SMALL)
     assert AttentionMetadata.of(s.batch) is metadata
     assert FP32 < HALF
+
+
+def test_a_chain_beside_a_tree_is_causal() -> None:
+    s = step(13, [7, 5], 4, (6, 2), 32, past=(3,))
+    tree = torch.tensor([*node_masks(TREES["binary"]), *[-1] * 5], device=WHERE)
+    out = paged_attention(s.q, s.keys, s.values, s.batch, tree=tree, tiling=SMALL)
+    assert_close(out, tree_attention(s.q, s.keys, s.values, s.batch, tree))
+    assert_close(out[7:], reference(s.q, s.keys, s.values, s.batch)[7:])
