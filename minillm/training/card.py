@@ -126,7 +126,7 @@ def _training(facts: Facts) -> str:
         corpora = f"{run['tokens'] / corpus_tokens:.2f}" if stage == "pretraining" else "–"
         machines = hardware_words(run["hardware"])
         rows.append((stage, f"{run['tokens']:,}", corpora, f"{run['steps']:,}", f"{run['minutes']:g}", machines))
-    header = ("Stage", "Tokens in all", "Tokens / corpus", "Steps", "Minutes", "Hardware")
+    header = ("Stage", "Tokens so far", "Tokens / corpus", "Steps so far", "Minutes of the stage", "Hardware")
     recipes = "\n".join(
         f"- {stage}: {_recipe_words(run['recipe'])}{_change_words(run)}" for stage, run in facts["runs"].items()
     )
@@ -146,7 +146,7 @@ those at the end of unlikelihood.
 """
     lengths = facts["runs"]["pretraining"]["recipe"]["lengths"]
     mixed = """
-Rows of each length have an order of their own, so in pretraining some text comes twice before other text comes once.
+Rows of each length are drawn in an order of their own, so some text was seen twice before other text was seen once.
 """
     return f"""## Training
 
@@ -160,12 +160,13 @@ Rows of each length have an order of their own, so in pretraining some text come
 Muon for the matrices, AdamW for the rest; fp32 weights, matrix products in the dtype that the table names. Minutes are
 wall-clock time in training steps, compiling included, whatever else the machine was doing.
 {extrapolated if "extrapolation" in facts else ""}{distilled if "distillation" in facts["runs"] else ""}
-`minillm train` does all of this again. The numbers here are also in `training.json`."""
+`minillm train` runs these stages with the present recipes, on the Python packages of the machine that it runs on, so it
+makes another model. The numbers here are also in `training.json`."""
 
 
 def _recipe_words(recipe: Facts) -> str:
     lengths = recipe["lengths"]
-    shares = [f"{lengths.count(length) / len(lengths):.0%} of {length:,}" for length in sorted(set(lengths))]
+    shares = [f"{lengths.count(length) / len(lengths):.0%} in rows of {length:,}" for length in sorted(set(lengths))]
     decay = recipe["decay_from"]
     end = f"{recipe['decay_to']:.0%} of them" if recipe.get("decay_to") else "zero"
     schedule = "no decay" if decay >= 1 else f"linear decay to {end} from {decay:.0%} of the budget"
@@ -173,7 +174,7 @@ def _recipe_words(recipe: Facts) -> str:
     return (
         f"{recipe['tokens_per_step']:,} tokens per step, rows of {lengths[0]:,} tokens"
         if len(set(lengths)) == 1
-        else f"{recipe['tokens_per_step']:,} tokens per step, its rows in " + " and ".join(shares) + " tokens"
+        else f"{recipe['tokens_per_step']:,} tokens per step, " + " and ".join(shares) + " tokens"
     ) + f", peak rates {recipe['muon_lr']:g} (Muon) and {recipe['adam_lr']:g} (AdamW), {schedule}{matrices}"
 
 

@@ -54,7 +54,7 @@ def unpack_run(folder: Path, runs: Path) -> None:
     """
     for name in (WEIGHTS, TOKENIZER, *LOGS):
         if not (folder / name).exists():
-            raise TrainingError(f"there is no {name} in {folder}")
+            raise TrainingError(f"--begin-with {folder} has no {name}; name a folder written by `minillm train --pack`")
     target = runs / "target"
     if (target / "state.pt").exists():
         raise TrainingError(f"{target} has a run already; name another folder with --folder")

@@ -147,7 +147,10 @@ class Passes:
         number_of_pass = 0
         while number >= (count := (self._pass(number_of_pass).size - 1) // length):
             if count == 0:
-                raise TrainingError(f"rows of {length} tokens need a text of {length + 1}; this one is shorter")
+                raise TrainingError(
+                    f"rows of {length} tokens need a text of {length + 1}, and this one has "
+                    f"{self._pass(number_of_pass).size}; make a corpus of more files"
+                )
             number -= count
             number_of_pass += 1
         key = (number_of_pass, length)

@@ -49,7 +49,7 @@ it was not trained on. At temperature 0, then at temperature 1 (Σ min(p, q)):
 {table(("Text", "Temperature", *_positions(facts), "tokens per round"), _acceptance_rows(facts))}
 
 Tokens per round is 1 + Σᵢ Πⱼ≤ᵢ αⱼ for all drafts, averaged over all places of the text, not over those where rounds
-begin. The numbers here are also in `training.json`; `minillm train --stages {method}` makes all of it again.
+begin. The numbers here are also in `training.json`. `minillm train --stages {method}` trains such a drafter.
 """
 
 

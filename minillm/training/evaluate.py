@@ -6,7 +6,7 @@ Everything is computed in fp32 from fixed seeds, so the same models give the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,15 +72,16 @@ class Comparison:
 
 def evaluate(
     target: Decoder,
-    draft: Decoder,
+    drafts: Mapping[str, Decoder],
     checkpoint: Path,
     held_out: Windows,
     bytes_per_token: float,
     rows: int = 64,
     new_tokens: int = 192,
     code_length: int = 512,
-) -> Evaluation:
-    """Compare the pair on all of `held_out` and on `rows` texts of `new_tokens` tokens that the target generates.
+) -> dict[str, Evaluation]:
+    """Compare the target with each of `drafts` on all of `held_out` and on `rows` texts of `new_tokens` tokens that the
+    target generates. Returns an evaluation per draft, by its name.
 
     The texts are completions of held-out prompts, once greedy and once at temperature 1. `checkpoint`: the folder that
     the target is exported to. `bytes_per_token`: the mean of `held_out`.
@@ -90,20 +91,24 @@ def evaluate(
     writer = new_writer(checkpoint, length, str(target.embed_tokens.weight.device))
     greedy_text = continue_rows(writer, prompts, length, torch.zeros(rows), seed=0)
     sampled_text = continue_rows(writer, prompts, length, torch.ones(rows), seed=0)
-    code = compare(target, draft, held_out.in_order(4, code_length))
-    greedy = compare(target, draft, list(_split(greedy_text)), skip=PROMPT_LENGTH - 1)
-    sampled = compare(target, draft, list(_split(sampled_text)), skip=PROMPT_LENGTH - 1)
+    repeated = sum(repetition(row[PROMPT_LENGTH:]) for row in greedy_text) / rows
     bits = 1 / math.log(2) / bytes_per_token
-    return Evaluation(
-        target_bits_per_byte=code.target_nats.mean().item() * bits,
-        draft_bits_per_byte=code.draft_nats.mean().item() * bits,
-        code=code.agreement(),
-        greedy=greedy.agreement(),
-        sampled=sampled.agreement(),
-        greedy_repetition=sum(repetition(row[PROMPT_LENGTH:]) for row in greedy_text) / rows,
-        num_drafts=NUM_DRAFTS,
-        greedy_tokens_per_forward=tokens_per_forward(greedy.agree, NUM_DRAFTS),
-    )
+    found = {}
+    for name, draft in drafts.items():
+        code = compare(target, draft, held_out.in_order(4, code_length))
+        greedy = compare(target, draft, list(_split(greedy_text)), skip=PROMPT_LENGTH - 1)
+        sampled = compare(target, draft, list(_split(sampled_text)), skip=PROMPT_LENGTH - 1)
+        found[name] = Evaluation(
+            target_bits_per_byte=code.target_nats.mean().item() * bits,
+            draft_bits_per_byte=code.draft_nats.mean().item() * bits,
+            code=code.agreement(),
+            greedy=greedy.agreement(),
+            sampled=sampled.agreement(),
+            greedy_repetition=repeated,
+            num_drafts=NUM_DRAFTS,
+            greedy_tokens_per_forward=tokens_per_forward(greedy.agree, NUM_DRAFTS),
+        )
+    return found
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -161,14 +162,20 @@ def _check_device(device: str) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 1 to {MAX_THREADS:,}") from None
     if not 1 <= value <= MAX_THREADS:
         raise argparse.ArgumentTypeError(f"{value:,} must be from 1 to {MAX_THREADS:,}")
     return value
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} must be more than 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
     return value

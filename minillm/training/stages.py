@@ -199,12 +199,8 @@ def _evaluate(pair: Pair, target: Decoder, draft: Decoder, checkpoint: Path) -> 
     held_out = pair.held_out()
     summary = read_json(pair.corpus / "corpus.json")["held_out"]
     drafts = {"distilled": draft, "undistilled": as_shipped(pair.trained("draft"))}
-    found = {
-        name: evaluate(
-            target, model, checkpoint, held_out, summary["bytes"] / summary["tokens"], rows=pair.evaluation_rows
-        )
-        for name, model in drafts.items()
-    }
+    bytes_per_token = summary["bytes"] / summary["tokens"]
+    found = evaluate(target, drafts, checkpoint, held_out, bytes_per_token, rows=pair.evaluation_rows)
     kept = {"inputs": inputs, "evaluations": {name: asdict(values) for name, values in found.items()}}
     write_json(file, kept)
     return found

@@ -23,7 +23,10 @@ def pair(corpus, tmp_path):
 
 def test_a_model_agrees_with_itself(corpus, pair):
     model, _, checkpoint = pair
-    found = evaluate(model, model, checkpoint, Windows(corpus, "held_out"), 2.0, rows=2, new_tokens=20, code_length=64)
+    held_out = Windows(corpus, "held_out")
+    (found,) = evaluate(
+        model, {"itself": model}, checkpoint, held_out, 2.0, rows=2, new_tokens=20, code_length=64
+    ).values()
     for text in (found.code, found.greedy, found.sampled):
         assert text.top1 == 1.0
         assert text.overlap == pytest.approx(1.0, abs=1e-5)
@@ -35,15 +38,20 @@ def test_a_model_agrees_with_itself(corpus, pair):
 def test_same_models_give_the_same_numbers(corpus, pair):
     target, draft, checkpoint = pair
     held_out = Windows(corpus, "held_out")
-    runs = [evaluate(target, draft, checkpoint, held_out, 2.0, rows=2, new_tokens=20, code_length=64) for _ in range(2)]
-    assert runs[0] == runs[1]
+    drafts = {"once": draft, "itself": target, "again": draft}
+    found = evaluate(target, drafts, checkpoint, held_out, 2.0, rows=2, new_tokens=20, code_length=64)
+    assert list(found) == list(drafts)
+    assert found["once"] == found["again"] != found["itself"]
+    assert found == evaluate(target, drafts, checkpoint, held_out, 2.0, rows=2, new_tokens=20, code_length=64)
 
 
 def test_bits_per_byte_is_the_one_of_each_model_alone(corpus, pair):
     target, draft, checkpoint = pair
     held_out = Windows(corpus, "held_out")
     num_bytes = 3 * held_out.tokens.size
-    found = evaluate(target, draft, checkpoint, held_out, 3.0, rows=2, new_tokens=8, code_length=128)
+    (found,) = evaluate(
+        target, {"draft": draft}, checkpoint, held_out, 3.0, rows=2, new_tokens=8, code_length=128
+    ).values()
     assert found.target_bits_per_byte == pytest.approx(bits_per_byte(target, held_out, num_bytes, 128), rel=1e-5)
     assert found.draft_bits_per_byte == pytest.approx(bits_per_byte(draft, held_out, num_bytes, 128), rel=1e-5)
 
