@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from minillm.config import EngineArgs
 from minillm.engine.engine import Engine
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, PromptError
 from minillm.fill_in_the_middle import fim_prompt
 from minillm.llm_engine import LLMEngine, Prompt
 from minillm.outputs import RequestOutput
@@ -81,6 +81,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion of one prompt as pieces of text. Closing the iterator aborts the request."""
         params = sampling_params or self.get_default_sampling_params()
+        if not isinstance(prompt, str | Mapping):
+            raise PromptError(f"stream continues one prompt, which is text or a mapping, not {type(prompt).__name__}")
         if params.n != 1:
             raise ConfigError(f"n={params.n} completions cannot be streamed into one text; use n=1")
         groups = self._prepare(prompt, params)
@@ -146,6 +148,8 @@ class LLM:
             sampling_params = [sampling_params or self.get_default_sampling_params()] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
         for what, given in (("sampling params", sampling_params), ("priorities", priority)):
+            if not isinstance(given, Sequence):
+                raise ConfigError(f"{given!r} are no {what}; give one for each prompt in a list, or one for all")
             if len(given) != len(prompts):
                 raise ConfigError(f"{len(given)} {what} for {len(prompts)} prompts; give one each, or one for all")
         return [

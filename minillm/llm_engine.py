@@ -5,17 +5,19 @@ The names are vLLM's: `LLMEngine.from_engine_args(EngineArgs(model=...))`, `add_
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from itertools import chain
+from numbers import Integral
 from threading import Lock
 from typing import Any
 
 from minillm.config import CacheConfig, EngineArgs, reject_unknown
 from minillm.engine.assembly import assemble
 from minillm.engine.engine import Engine
-from minillm.errors import ConfigError, MinillmError, PromptError
+from minillm.errors import ConfigError, MinillmError, NonFiniteLogitsError, PromptError
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.request import Request, request_seed
 from minillm.sampling import RequestOutputKind, SamplingParams
@@ -111,15 +113,20 @@ class LLMEngine:
         A request that finished in an interrupted step is returned by the next step.
         """
         with self.engine.lock:
-            updated = {prompt_id_of(request.request_id) for request in self.engine.step()}
+            grown = {prompt_id_of(request.request_id) for request in self.engine.step()} & self._groups.keys()
+            ended = set(self._ended_among(self._groups))
             outputs = []
-            for request_id, group in list(self._groups.items()):
-                finished = group[0].finished and all(request.finished for request in group)
-                if finished or (request_id in updated and group[0].params.output_kind is RequestOutputKind.CUMULATIVE):
+            for name in sorted(grown | ended, key=lambda name: self._groups[name][0].arrival):
+                group = self._groups[name]
+                if name in ended or group[0].params.output_kind is RequestOutputKind.CUMULATIVE:
                     outputs.append(self.output(group))
-                if finished:
-                    del self._groups[request_id]
+                if name in ended:
+                    del self._groups[name]
             return outputs
+
+    def _ended_among(self, names: Collection[str]) -> list[str]:
+        """Those of the prompts `names` that have ended since they were last asked for."""
+        return self.metrics.take_ended(names) if self.engine.has_requests else list(names)
 
     def run(self, groups: Sequence[Sequence[Request]]) -> Generator[dict[int, RequestOutput], None, None]:
         """Queue prepared requests and step until all have ended; yields after each step the outputs of the groups that
@@ -127,18 +134,31 @@ class LLMEngine:
 
         When the generator ends or is closed, requests that still run are aborted.
         """
-        left = dict(enumerate(groups))
+        left = {prompt_id_of(group[0].request_id): i for i, group in enumerate(groups)}
         try:
             self.queue(groups)
             while left:
                 with self.engine.lock:  # so that no other thread's step is in the middle of a request that is read here
-                    self.engine.step()
-                    ended = [i for i, group in left.items() if all(request.finished for request in group)]
-                    outputs = {i: self.output(left.pop(i)) for i in ended}
+                    others = self._failed_for_others(left)
+                    ended = [left.pop(name) for name in self._ended_among(left)]
+                    outputs = {i: self.output(groups[i]) for i in sorted(ended)}
+                if others:
+                    time.sleep(0.001)  # let the thread that waits for the failed request have its turn
                 yield outputs
         finally:
             for group in groups:
                 self.discard(group)
+
+    def _failed_for_others(self, names: Collection[str]) -> bool:
+        """Run one step. Returns whether it failed for a request of another caller than that of the prompts `names`, who
+        gets the error from a step of its own."""
+        try:
+            self.engine.step()
+        except NonFiniteLogitsError as problem:
+            if problem.request_id is None or prompt_id_of(problem.request_id) in names:
+                raise
+            return True
+        return False
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests now, in any state. Unknown ids, including those that have just finished, are ignored."""
@@ -244,10 +264,14 @@ class LLMEngine:
             )
 
     def queue(self, groups: Sequence[Sequence[Request]]) -> None:
-        """Queue prepared requests in order. Queues none of them if one is larger than the block pool."""
+        """Queue prepared requests in order. Queues none of them if one is larger than the block pool, or if an id is in
+        use."""
         with self.engine.lock:
             for request in chain.from_iterable(groups):
-                self.engine.check_request(request)
+                self.engine.check_fits(request)
+            for group in groups:
+                if self.metrics.is_running(name := prompt_id_of(group[0].request_id)):
+                    raise MinillmError(f"request id {name!r} is in use; choose another")
             for request in chain.from_iterable(groups):
                 self.engine.add_request(request)
 
@@ -258,8 +282,8 @@ class LLMEngine:
                 if self.engine.requests.get(request.request_id) is request:
                     self.engine.abort(request.request_id)
             # If `add_request` refused this id because it is in use, the metrics belong to the other request.
-            if group and not any(request.request_id in self.engine.requests for request in group):
-                self.metrics.pop(prompt_id_of(group[0].request_id))
+            if group and not self.metrics.is_running(name := prompt_id_of(group[0].request_id)):
+                self.metrics.pop(name)
 
     def output(self, group: Sequence[Request]) -> RequestOutput:
         """The output so far of all completions of one prompt. Once all have finished, their metrics are discarded."""
@@ -294,15 +318,18 @@ class LLMEngine:
             if not isinstance(text, str):
                 raise PromptError(f"a prompt must be text or token ids, not {type(text).__name__}")
             token_ids = tokenizer.encode(text)
+        if not isinstance(token_ids, Iterable):
+            raise PromptError(f"prompt_token_ids={token_ids!r} must be a sequence of token ids")
         token_ids = list(token_ids)
         if not token_ids:
             raise PromptError("the prompt is empty; give at least one token")
         vocab_size = self.engine.runner.model.config.vocab_size
         for position, token in enumerate(token_ids):
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab_size:
                 raise PromptError(
                     f"prompt token {position} is {token!r}; ids must be integers from 0 to {vocab_size - 1}"
                 )
+        token_ids = list(map(int, token_ids))  # NumPy's integers too
         if text is None:
             text = tokenizer.decode(token_ids, skip_special_tokens=False)
         return text, token_ids, salt

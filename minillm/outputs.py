@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -56,6 +57,6 @@ class RequestOutput:
 
 def tokens_per_forward(outputs: Sequence[RequestOutput]) -> float:
     """τ of all requests together: the tokens that decode forwards of the target gained, per forward (see
-    `RequestMetrics`)."""
+    `RequestMetrics`); NaN if there was none."""
     forwards = sum(output.metrics.num_decode_forwards for output in outputs)
-    return sum(output.metrics.num_decode_tokens for output in outputs) / forwards
+    return sum(output.metrics.num_decode_tokens for output in outputs) / forwards if forwards else math.nan

@@ -57,6 +57,8 @@ class Request:
     """Position in the order of arrival, set by the scheduler."""
     text: str = ""
     """The text of the output so far, cut off at a stop string."""
+    num_read_tokens: int = 0
+    """Output tokens that `text` and `finish_reason` take into account: all of them, unless a step was interrupted."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[LogprobRow] = field(default_factory=list)
@@ -115,7 +117,7 @@ class Request:
     @property
     def samples_with_own_seed(self) -> bool:
         """Whether a seed of the user decides its text, which should then not depend on other requests."""
-        return self.params.seed is not None and not self.takes_argmax
+        return self.params.seed is not None and not self.params.is_greedy
 
     def is_end_of_text(self, token: int) -> bool:
         """Whether `token` is an end-of-text token that ends this request; False for a stop token."""

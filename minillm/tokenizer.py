@@ -160,10 +160,15 @@ class Detokenizer:
         """`prompt_ids`: the prompt that the text continues; it makes a SentencePiece word keep the space before it."""
         self.tokenizer = tokenizer
         self.skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         plain = (i for i in reversed(prompt_ids) if i not in tokenizer.special_ids and not tokenizer.is_byte(i))
-        self._ids = [i for i in (next(plain, None),) if i is not None]
-        self._emitted = tokenizer.decode(self._ids)
+        self._before = [i for i in (next(plain, None),) if i is not None]
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all tokens that were added."""
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._ids = list(self._before)
+        self._emitted = self.tokenizer.decode(self._ids)
 
     def append(self, token_id: int) -> str:
         """Add a token. Returns the text that it completes; empty while a character is incomplete."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -496,3 +497,39 @@ def test_an_op_of_ones_own_computes(tiny: TinyPair) -> None:
             num_layers = llm.engine.runner.model.config.num_layers
             assert sum(calls) == num_layers * sum(w.num_tokens for e in trace.of(StepRan) for w in e.work)
     assert outputs[counted] == outputs[None] != outputs[deaf]
+
+
+def test_an_id_of_ones_own_is_not_that_of_completions_that_generate_runs(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target))
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    text = next(stream)
+    with pytest.raises(MinillmError, match="request id '0' is in use"):
+        llm.llm_engine.add_request("0", PROMPTS[1], replace(WARM, n=2))
+    llm.llm_engine.add_request("b", PROMPTS[1], replace(WARM, n=2))
+    text += "".join(stream)
+    assert text == LLM(str(tiny.target)).generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].text
+    assert len(drain(llm.llm_engine)["b"].outputs) == 2
+
+
+def test_an_id_that_is_used_again_starts_with_new_figures(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target))
+    llm.submit(PROMPTS[:1], GREEDY)
+    while llm.engine.has_requests:
+        llm.engine.step()
+    assert llm.llm_engine.metrics.requests["0"].num_output_tokens == 12  # of `submit`: nobody has taken them
+    llm.llm_engine.add_request("0", PROMPTS[1], GREEDY)
+    assert drain(llm.llm_engine)["0"].metrics.num_output_tokens == 12
+
+
+def test_token_ids_of_numpy_are_token_ids(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target))
+    ids = llm.engine.tokenizer.encode(PROMPTS[0])
+    lists = [{"prompt_token_ids": given} for given in (ids, np.array(ids), list(np.array(ids, np.int32)))]
+    outputs = llm.generate(lists, GREEDY, use_tqdm=False)
+    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids == outputs[2].prompt_token_ids == ids
+    assert {type(i) for output in outputs for i in output.prompt_token_ids} == {int}
+
+
+def test_tokens_per_forward_without_a_forward_is_no_number(tiny: TinyPair) -> None:
+    outputs = LLM(str(tiny.target)).generate(PROMPTS, replace(GREEDY, max_tokens=1), use_tqdm=False)
+    assert math.isnan(tokens_per_forward(outputs))

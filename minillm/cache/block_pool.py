@@ -131,9 +131,9 @@ class BlockPool:
         self.on_free(block_ids)
 
     def reclaim(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """Rebuild the pool from these tables alone; every cached block is evicted."""
+        """Rebuild the pool from these tables alone; what can be found by its hash is evicted."""
         owners = Counter(block_id for table in block_tables for block_id in table)
-        evicted = list(self._cached)
+        evicted = list(self._hash_of)
         self._hash_of, self._block_with, self._cached = {}, {}, OrderedDict()
         self._ref_counts = [owners[block_id] for block_id in range(self.num_blocks)]
         self._empty = [block_id for block_id in range(self.num_blocks - 1, -1, -1) if not owners[block_id]]

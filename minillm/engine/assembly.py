@@ -113,7 +113,7 @@ def assemble(args: EngineArgs, cache: CacheConfig, speculative: SpeculativeConfi
             share_cache=partial(plans.share_cache, target),
         )
         drafter = _build_drafter(speculative, context)
-    num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, device)
+    num_blocks = _num_blocks(args, plans.bytes_per_block, max_model_len, target.device)
     if ranks is not None:
         num_blocks = ranks.connect(num_blocks)
     plans.allocate(num_blocks)
@@ -234,6 +234,8 @@ class RunnerPlans:
                 if isinstance(problem, MemoryError) or re.search("allocate memory|out of memory", str(problem)):
                     raise no_memory from None
                 raise
+            if runner.cache.stored_rows() is None:  # no executor reads this cache, so PyTorch runs the model
+                cast_model(runner.model, place.dtype)
             runner.cache.prepare(runner.model, self.texts)
         for runner, owner in self._sharing:
             runner.cache = owner.cache.draft_view()
@@ -335,8 +337,7 @@ def _settle(args: EngineArgs, layout: type[KVCache], cache: CacheConfig, max_mod
         )
     block_size = max_model_len if layout.whole_sequences else args.block_size or DEFAULT_BLOCK_SIZE
     sharing = layout.supports_prefix_sharing if args.enable_prefix_caching is None else args.enable_prefix_caching
-    max_num_seqs = min(args.max_num_seqs, layout.max_requests or args.max_num_seqs)
-    return replace(args, block_size=block_size, enable_prefix_caching=sharing, max_num_seqs=max_num_seqs)
+    return replace(args, block_size=block_size, enable_prefix_caching=sharing)
 
 
 def _start_ranks(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from minillm.engine.scheduler import Scheduled
@@ -18,22 +21,43 @@ def commit(request: Request, verdict: Verdict) -> list[int]:
     for token in verdict.token_ids:
         request.token_ids.append(token)
         committed.append(token)
-        _grow_text(request, token)
+        _read(request, token, request.num_output_tokens)
         if request.finished:
             break
-    if request.finished and request.detokenizer and not isinstance(request.stop_reason, str):
-        request.text += request.detokenizer.flush()
-    del request.logprobs[request.num_output_tokens :]  # those of accepted drafts behind the end
     return committed
 
 
-def _grow_text(request: Request, token: int) -> None:
+def commit_again(request: Request) -> None:
+    """After an interrupt inside `commit`: derive text and end anew from all output tokens, unless they are whole."""
+    if request.num_read_tokens == request.num_output_tokens or request.finish_reason == "abort":
+        return
+    request.num_read_tokens, request.text = 0, ""
+    request.finish_reason = request.stop_reason = None
+    if request.detokenizer:
+        request.detokenizer.restart()
+    for count, token in enumerate(request.output_token_ids, start=1):
+        _read(request, token, count)
+        if request.finished:
+            break
+
+
+def _read(request: Request, token: int, count: int) -> None:
+    """Add the text of `token`, output token number `count`, and end the request if it ends there."""
+    _grow_text(request, token, count)
+    if request.finished:
+        if request.detokenizer and not isinstance(request.stop_reason, str):
+            request.text += request.detokenizer.flush()
+        del request.logprobs[count:]  # those of accepted drafts behind the end
+    request.num_read_tokens = count
+
+
+def _grow_text(request: Request, token: int, count: int) -> None:
     """Add the token's text; end the request at a stop token, a stop string or the length limit, in this order.
 
     As in vLLM, the text of the token that ends the request is left out unless `include_stop_str_in_output`, and none of
     the first `min_tokens` tokens ends it.
     """
-    params, seen, count = request.params, len(request.text), request.num_output_tokens
+    params, seen = request.params, len(request.text)
     ends = count > params.min_tokens and token in request.stop_ids
     if request.detokenizer and (params.include_stop_str_in_output or not ends):
         request.text += request.detokenizer.append(token)
@@ -78,9 +102,7 @@ def record_logprobs(item: Scheduled, verdict: Verdict | None, logits: Tensor, to
     chosen = judged[: len(verdict.token_ids)]
     if verdict.path is not None:  # of a tree: the row of the root, then those of the accepted nodes
         chosen = judged[[0, *(node + 1 for node in verdict.path)]]
-    rows = logprobs_of(chosen)
-    for row, token in zip(rows, verdict.token_ids, strict=True):
-        request.logprobs.append(_row(row, token, request.params.logprobs, tokenizer))
+    request.logprobs += _rows(logprobs_of(chosen), verdict.token_ids, request.params.logprobs, tokenizer)
 
 
 def record_prompt_logprobs(item: Scheduled, logits: Tensor, tokenizer: Tokenizer) -> None:
@@ -91,16 +113,22 @@ def record_prompt_logprobs(item: Scheduled, logits: Tensor, tokenizer: Tokenizer
     request = item.request
     wanted = request.params.prompt_logprobs
     last = min(item.start + item.num_tokens, request.num_prompt_tokens - 1)
-    rows = logprobs_of(logits[: last - item.start])
-    for position, row in enumerate(rows, start=item.start + 1):
-        request.prompt_logprobs[position] = _row(row, request.token_ids[position], wanted, tokenizer)
+    tokens = request.token_ids[item.start + 1 : last + 1]
+    rows = _rows(logprobs_of(logits[: last - item.start]), tokens, wanted, tokenizer)
+    request.prompt_logprobs.update(enumerate(rows, start=item.start + 1))
 
 
-def _row(row: Tensor, token: int, count: int, tokenizer: Tokenizer) -> LogprobRow:
-    """`token`, then the `count` most likely tokens (-1: all) of one row of log-probabilities, `[vocab]`."""
-    values, ids = row.topk(row.numel() if count < 0 else min(count, row.numel()))
-    rank = int((row > row[token]).sum()) + 1
-    found = {token: Logprob(float(row[token]), rank, tokenizer.token_text(token))}
-    for place, (i, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True), start=1):
-        found[i] = Logprob(value, place, tokenizer.token_text(i))
-    return found
+def _rows(logprobs: Tensor, tokens: Sequence[int], count: int, tokenizer: Tokenizer) -> list[LogprobRow]:
+    """For each row of `logprobs` (`[len(tokens), vocab]`) its token, then its `count` most likely tokens (-1: all)."""
+    vocab = logprobs.shape[1]
+    values, ids = logprobs.topk(vocab if count < 0 else min(count, vocab))
+    chosen = logprobs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=logprobs.device)[:, None])
+    ranks = (logprobs > chosen).sum(1) + 1
+    columns = [column.tolist() for column in (chosen[:, 0], ranks, values, ids)]
+    rows = []
+    for token, own, rank, likely, likely_ids in zip(tokens, *columns, strict=True):
+        row = {token: Logprob(own, rank, tokenizer.token_text(token))}
+        for place, (i, value) in enumerate(zip(likely_ids, likely, strict=True), start=1):
+            row[i] = Logprob(value, place, tokenizer.token_text(i))
+        rows.append(row)
+    return rows

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minillm.cache.block_pool import BlockPool
 from minillm.config import EngineArgs
-from minillm.engine.commit import commit, record_logprobs, record_prompt_logprobs
+from minillm.engine.commit import commit, commit_again, record_logprobs, record_prompt_logprobs
 from minillm.engine.judge import BrokenRowError, DeviceJudge, HostJudge
 from minillm.engine.scheduler import Scheduled, Scheduler
 from minillm.engine.step_rows import StepRows
@@ -92,7 +92,8 @@ class Engine:
 
     def check_fits(self, request: Request) -> None:
         """Raise `RequestTooLargeError` if the request needs more blocks than the whole pool has."""
-        needed = self.pool.blocks_for(request.num_prompt_tokens + request.max_tokens)
+        # The last token of the output is never computed.
+        needed = self.pool.blocks_for(request.num_prompt_tokens + request.max_tokens - 1)
         if needed > self.pool.num_blocks:
             raise RequestTooLargeError(
                 f"request {request.request_id} needs {needed} blocks for {request.num_prompt_tokens} prompt tokens and "
@@ -115,7 +116,11 @@ class Engine:
             request = self.requests.get(request_id)
             if request is not None:
                 request.finish_reason = "abort"
-                self._finish(request)
+                try:
+                    self._finish(request)
+                except BaseException:
+                    self._recover()
+                    raise
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests that gained tokens. If it is interrupted, every request stays valid."""
@@ -130,10 +135,12 @@ class Engine:
 
     def _recover(self) -> None:
         """After an interrupted step: make every request valid again, and end those that had just finished."""
+        for request in self.requests.values():
+            commit_again(request)
         if self.runner.cache.max_rollback is not None:
             # The step may have overwritten keys and values that its requests still need: compute them again.
             for request in self.requests.values():
-                request.drop_cache()
+                request.num_computed_tokens = 0
         self.scheduler.recover(self.requests.values())
         for request in [request for request in self.requests.values() if request.finished]:
             self._finish(request)
@@ -143,7 +150,6 @@ class Engine:
         self.num_steps += 1
         self.emit(StepStarted(self.num_steps, len(self.scheduler.running), len(self.scheduler.waiting)))
         scheduled = self.scheduler.schedule()
-        policy, was_planned = self.scheduler.draft_policy, not self.scheduler.steps_since_plan
         planned = time.perf_counter()
         self._propose(scheduled)
         drafted = time.perf_counter()
@@ -157,8 +163,8 @@ class Engine:
         if hidden is not None:
             self._pass_hidden_to_drafter(last_rows, advanced, hidden)
         finished = time.perf_counter()
-        if policy is not None and was_planned and all(part.kind != "prefill" for part in work):
-            _tell_duration(policy, scheduled, finished - began)
+        if self.scheduler.asked_policy and all(part.kind != "prefill" for part in work):
+            _tell_duration(self.scheduler.draft_policy, scheduled, finished - began)
         self.emit(StepFinished(self.num_steps, finished - began, drafted - planned, ran - drafted, self.pool.num_free))
         return [request for request in advanced if request is not None]
 
@@ -258,10 +264,10 @@ class Engine:
                 [item.request for item in complete], [item.draft for item in complete], rows.judged, logits
             )
         except BrokenRowError as broken:
-            item = rows.owner(broken.row)
+            item, number = rows.owner(broken.row)
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits for request {item.request.request_id} at token "
-                f"{item.start + item.num_tokens}; check the checkpoint, or run it in float32",
+                f"{number}; check the checkpoint, or run it in float32",
                 item.request.request_id,
             ) from None
         in_order = iter(decided)

@@ -31,6 +31,7 @@ from minillm.speculative.rejection_sampler import (
     greedy_tree_verdict,
     greedy_verdicts,
     judge_tree,
+    path_to,
 )
 
 
@@ -205,10 +206,4 @@ def _sampling_rows(requests: Sequence[Request], drafts: Sequence[Draft]) -> list
 
 def _context(draft: Draft, node: int) -> list[int]:
     """The draft tokens from the root to `node`."""
-    if draft.parents is None:
-        return draft.token_ids[: node + 1]
-    tokens = []
-    while node >= 0:
-        tokens.append(draft.token_ids[node])
-        node = draft.parents[node]
-    return tokens[::-1]
+    return draft.token_ids[: node + 1] if draft.parents is None else path_to(node, draft.token_ids, draft.parents)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from minillm.batch import Segment
-from minillm.cache.block_pool import BlockPool
+from minillm.cache.block_pool import BlockPool, BlockPoolError
 from minillm.config import EngineArgs
 from minillm.request import Request
 from minillm.speculative.draft_policy import DraftPolicy
@@ -130,8 +130,10 @@ class Scheduler:
         """Decides how many drafts each request gets; None: no speculation."""
         self.disable_by_batch_size: int | None = None
         """With more requests than this, running and waiting, none gets drafts; None: no limit."""
+        self.asked_policy = False
+        """Whether the draft policy was asked in the latest step. It is told of no other."""
         self.steps_since_plan = 0
-        """Steps since the draft policy was asked, because its plan, to draft nothing, holds. It is not told of them."""
+        """Steps since the draft policy was asked, because its plan, to draft nothing, holds."""
         self._steps_to_plan = 0
         """How many more steps the plan holds for."""
         self.emit = emit
@@ -159,6 +161,8 @@ class Scheduler:
         scheduled, budget, preempted = self._schedule_running()
         if not preempted:
             self._schedule_waiting(scheduled, budget)
+        for item in scheduled:  # drafts get blocks only after all committed tokens have theirs
+            item.num_drafts = self._drafts_that_fit(item)
         return scheduled
 
     def _schedule_running(self) -> tuple[list[Scheduled], int, bool]:
@@ -178,11 +182,6 @@ class Scheduler:
                 wanted = min(most_drafts.get(request, 0), request.num_remaining_tokens - 1, spare - num_tokens)
                 scheduled.append(Scheduled(request, request.num_computed_tokens, num_tokens, wanted))
                 budget -= num_tokens + wanted
-        # Drafts get blocks only after all committed tokens have theirs.
-        for item in scheduled:
-            num_drafts = self._drafts_that_fit(item)
-            budget += item.num_drafts - num_drafts
-            item.num_drafts = num_drafts
         return scheduled, budget, preempted
 
     def _make_room(self, request: Request, num_tokens: int, behind: list[Request]) -> tuple[bool, bool]:
@@ -198,10 +197,11 @@ class Scheduler:
         return True, preempted
 
     def _schedule_waiting(self, scheduled: list[Scheduled], budget: int) -> None:
-        for request in list(self.waiting):
-            if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
-                break
+        passed = 0  # requests that stay in the queue
+        while passed < len(self.waiting) and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[passed]
             if self._waits_for_fork(request):
+                passed += 1
                 continue
             admitted = self._admit(request, budget)
             if admitted is None:  # no later request overtakes, or a long prompt might wait forever
@@ -227,7 +227,7 @@ class Scheduler:
             request.block_table += found.block_ids
             self.emit(BlocksShared(request.request_id, found.block_ids, found.num_tokens, found.source))
         if not self._reserve_slots(request, found.num_tokens, num_tokens):
-            return None
+            raise BlockPoolError(f"the pool has {self.pool.num_free} free blocks and gave none of {needed}")
         self.running.append(request)
         self.waiting.remove(request)
         return Scheduled(request, found.num_tokens, num_tokens)
@@ -261,6 +261,7 @@ class Scheduler:
 
     def _plan_drafts(self) -> dict[Request, int]:
         """Most drafts of each running request in this step."""
+        self.asked_policy = False
         limit = self.disable_by_batch_size
         if self.draft_policy is None or (limit is not None and len(self.running) + len(self.waiting) > limit):
             return {}
@@ -271,15 +272,28 @@ class Scheduler:
         decoding = [request for request in self.running if request.is_decoding]
         if not decoding:
             return {}
-        new = sum(request.num_new_tokens for request in [*self.running, *self.waiting])
         self._end_plan()
-        plan = self.draft_policy.plan(decoding, min(new, self.config.max_num_batched_tokens))
+        plan = self.draft_policy.plan(decoding, self._rows_without_drafts())
+        self.asked_policy = True
         if len(decoding) == len(self.running) and not self.waiting:
             self._steps_to_plan = plan.num_steps - 1
         if plan.speedups:
             ids = [request.request_id for request in decoding]
             self.emit(DraftsPlanned(ids, plan.num_drafts, plan.survival, plan.speedups))
         return dict(zip(decoding, plan.num_drafts, strict=True))
+
+    def _rows_without_drafts(self) -> int:
+        """About how many tokens this step has if nothing is drafted: those of the running requests, and those of the
+        waiting ones for which there are seats and free blocks."""
+        rows, free = sum(self._chunk(request.num_new_tokens) for request in self.running), self.pool.num_free
+        for request in self.waiting[: self.config.max_num_seqs - len(self.running)]:
+            if self._waits_for_fork(request):
+                continue
+            free -= self.pool.blocks_for(request.num_tokens)
+            if free < 0:
+                break
+            rows += self._chunk(request.num_new_tokens)
+        return min(rows, self.config.max_num_batched_tokens)
 
     def _end_plan(self) -> None:
         """Let the next step be planned, and tell the policy how many steps its plan has held for."""
@@ -377,7 +391,7 @@ class Scheduler:
         alive = []
         for request in requests:
             if request.finished:
-                self._drop(request)
+                self._release(request)
             else:
                 alive.append(request)
         alive.sort(key=self.rank)
@@ -385,11 +399,17 @@ class Scheduler:
         self.running = [request for request in alive if request.block_table and request.num_computed_tokens]
         self.waiting = [request for request in alive if request not in self.running]
         for request in self.waiting:
-            self._drop(request)
+            self._release(request)
         self.pool.reclaim(request.block_table for request in self.running)
         for request in self.running:
             covered = len(request.block_table) * self.pool.block_size
             request.num_computed_tokens = min(request.num_computed_tokens, covered)
+
+    def _release(self, request: Request) -> None:
+        """Let go of the blocks of `request`, which the pool reclaims."""
+        if request.block_table:
+            self.emit(BlocksFreed(request.request_id, list(request.block_table), "interrupted"))
+        self._drop(request)
 
     def check_integrity(self) -> None:
         """Raise `BlockPoolError` unless the pool and the block tables of all requests agree."""

@@ -49,10 +49,11 @@ class StepRows:
                 found.append(end - item.num_judged + accepted)
         return found
 
-    def owner(self, row: int) -> Scheduled:
-        """Whose row of the step's logits this is."""
+    def owner(self, row: int) -> tuple[Scheduled, int]:
+        """Whose row of the step's logits this is, and the position of the token that it was to choose (of a tree, its
+        place in the order of the drafts)."""
         for item in self.scheduled:
             row -= item.num_logits
             if row < 0:
-                return item
+                return item, item.start + item.num_tokens + len(item.draft.token_ids) + row + 1
         raise IndexError("the step has fewer rows")

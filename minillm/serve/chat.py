@@ -55,6 +55,10 @@ class ChatJob:
         self.num_top = top
         stated = engine.llm_engine.engine.runner.model.config.sampling_defaults.get("max_tokens")
         limits = (body.max_completion_tokens, body.max_tokens, stated)
+        if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
+            raise ApiError(
+                f"max_completion_tokens={body.max_completion_tokens} must be at least 1", param="max_completion_tokens"
+            )
         self.params = body.sampling_params(
             engine.llm_engine.default_sampling_params(),
             max_tokens=next((limit for limit in limits if limit is not None), None),

@@ -71,6 +71,7 @@ class PromptBatch:
         finally:
             for task in waiting:
                 task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)  # or each error that nobody saw is logged
 
     async def finish(self) -> list[RequestOutput]:
         """Wait for all prompts. Returns their finished outputs, in order."""

@@ -153,7 +153,7 @@ class ModelList(BaseModel):
 
 
 def event(chunk: BaseModel) -> str:
-    """A chunk as a server-sent event, without fields that are null but for a choice's `finish_reason`."""
+    """A chunk as a server-sent event, with the fields that were set, null or not."""
     return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
 
 

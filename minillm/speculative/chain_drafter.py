@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Segment
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, NonFiniteLogitsError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import Draw, argmax, probs_from_logits, sample, uniform
@@ -25,6 +26,12 @@ def check_sample_method(value: str) -> None:
     """Raise `ConfigError` unless `draft_sample_method` is one of `SAMPLE_METHODS`."""
     if value not in SAMPLE_METHODS:
         raise ConfigError(f"draft_sample_method={value!r} must be 'greedy' or 'probabilistic'")
+
+
+def warn_of_broken_logits(drafter: Drafter, problem: NonFiniteLogitsError) -> None:
+    """Warn that drafting has ended early."""
+    name = type(drafter).__name__
+    warnings.warn(f"{name} drafts no further in this step: {problem}", RuntimeWarning, stacklevel=2)
 
 
 class ChainDrafter(Drafter):
@@ -69,6 +76,9 @@ class ChainDrafter(Drafter):
 
         `logits`: those of each request's first draft, `[num_requests, vocab]`. `next_logits(active, drafted)`: those
         of the next draft of each `active` request, given the drafts of all requests so far, `[len(active), vocab]`.
+
+        Where logits are NaN or infinite, all chains end; the target can go on without drafts. What was drawn before is
+        kept: to throw it away because of what it led to would change the distribution of the output.
         """
         tokens: list[list[int]] = [[] for _ in requests]
         probs: list[list[Tensor]] = [[] for _ in requests]
@@ -81,11 +91,15 @@ class ChainDrafter(Drafter):
                 for i, token in zip(active, argmax(logits), strict=True):
                     tokens[i].append(token)
                 continue
-            drawn, rows = self._draw(logits, [(requests[i], tokens[i]) for i in active])
+            try:
+                drawn, rows = self._draw(logits, [(requests[i], tokens[i]) for i in active])
+            except NonFiniteLogitsError as problem:
+                warn_of_broken_logits(self, problem)
+                break
             for i, token, row in zip(active, drawn, rows, strict=True):
                 tokens[i].append(token)
                 probs[i].append(row)
-        if is_greedy:
+        if not any(probs):
             return [Draft(drafted) for drafted in tokens]
         rows = torch.stack([row for of_request in probs for row in of_request])
         return [Draft(t, q) for t, q in zip(tokens, rows.split([len(t) for t in tokens]), strict=True)]

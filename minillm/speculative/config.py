@@ -64,6 +64,11 @@ class SpeculativeConfig:
         at_least("fallback_below", self.fallback_below, 1)
         if self.fallback is None and self.fallback_below != 1:
             raise ConfigError(f"fallback_below={self.fallback_below} needs 'fallback', the method that then drafts")
+        if self.fallback_below > self.max_own_drafts:
+            raise ConfigError(
+                f"fallback_below={self.fallback_below} is more than {_name(self.method)!r} ever drafts, "
+                f"{self.max_own_drafts}; lower it"
+            )
         for name in ("num_speculative_tokens", "disable_by_batch_size"):
             if getattr(self, name) is not None:
                 at_least(name, getattr(self, name), 1)

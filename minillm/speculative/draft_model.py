@@ -96,7 +96,9 @@ class DraftModelDrafter(ChainDrafter):
         self.runner.cache.copy_blocks(pairs)
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """See `Drafter.free_blocks`."""
+        """See `Drafter.free_blocks`. What the target forgets, the draft model computes anew, too."""
+        for block_id in block_ids:
+            self._filled.pop(block_id, None)
         self.runner.cache.free(block_ids)
 
     def request_dropped(self, request: Request) -> None:

@@ -3,7 +3,8 @@
 `FixedDrafts` gives every request the same number. `AdaptiveDrafts` gives as many as pay: a draft is worth the
 probability that it and all drafts before it are accepted, and costs what another row of the forward costs. So it drafts
 a lot where text repeats, a little where the draft model is often wrong, and not at all where verifying costs more than
-it saves: a small model in INT8 on a CPU, or a large batch. vLLM calls this adaptive verification.
+it saves: a small model in INT8 on a CPU, or a large batch. vLLM's adaptive verification decides in a similar way how
+many of the drafts already made are verified.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 32, 2048
 are the later ones judged. Doubled each time that does not pay. If no draft was judged yet, the first try is at once."""
 TRIES_SHARE = 0.02
 """What a try may cost, as a share of the time that then passes before the next."""
+TREE_GAIN = 2.0
+"""Accepted drafts of a tree, before any was judged."""
 PRIOR_WEIGHT = 4.0
 """How many of a request's own drafts at a position weigh as much as what is known from all requests."""
 
@@ -150,10 +153,10 @@ class AdaptiveDrafts:
     """Weight of a request's earlier rounds against the next; of all requests together the square root of it."""
     _all: Acceptance = field(init=False)
     _own: WeakKeyDictionary[Request, Acceptance] = field(init=False, default_factory=WeakKeyDictionary)
-    _work: tuple[int, list[str]] = field(init=False, default=(0, []))
+    _work: tuple[int, list[Request]] = field(init=False, default=(0, []))
     """What the latest decision was for: rows and requests. It holds for `_steps_left` more steps of the same work."""
     _counts: list[int] = field(init=False, default_factory=list)
-    """What was decided."""
+    """What was decided, without regard to requests with a seed of their own."""
     _steps_left: int = field(init=False, default=0)
     _overhead: DraftingOverhead = field(init=False, default_factory=DraftingOverhead)
     _drafted_steps: int = field(init=False, default=0)
@@ -171,13 +174,14 @@ class AdaptiveDrafts:
     """The drafts of each round of the latest try, and how many were accepted; None once that was looked at."""
 
     def __post_init__(self) -> None:
-        self._all = Acceptance.prior(self.max_drafts, rate=0.7, weight=4)
+        rate = min(0.7, TREE_GAIN / self.max_drafts) if self.drafts_trees else 0.7
+        self._all = Acceptance.prior(self.max_drafts, rate, weight=4)
 
     def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
         """See `DraftPolicy.plan`."""
         if self._goes_without(requests):
             return DraftPlan([0] * len(requests))
-        work = num_rows, [request.request_id for request in requests]
+        work = num_rows, list(requests)  # not their ids, which can be reused
         if self._steps_left and work == self._work:
             found = DraftPlan(self._counts)
         else:
@@ -190,9 +194,9 @@ class AdaptiveDrafts:
             self._idle_steps = 0
         else:
             self._idle_steps, self._drafted_steps = self._idle_steps + 1, 0
-            if not self._overhead.compares:
+            if not self._overhead.compares and not any(request.samples_with_own_seed for request in requests):
                 return replace(found, num_steps=max(1, self._steps_left + 1 - BEFORE_DECISION))
-        return found
+        return self._with_own_seeds(requests, found)
 
     def plan_held(self, num_steps: int) -> None:
         """See `DraftPolicy.plan_held`."""
@@ -227,8 +231,12 @@ class AdaptiveDrafts:
             if goes_on or self._idle_steps >= self._pause:
                 index = int(order[0]) // self.max_drafts
                 counts[index] = self._try(requests[index], requests, num_rows, goes_on)
-        counts = [self.max_drafts if r.samples_with_own_seed else n for r, n in zip(requests, counts, strict=True)]
         return DraftPlan(counts, survival, speedups.tolist())
+
+    def _with_own_seeds(self, requests: Sequence[Request], plan: DraftPlan) -> DraftPlan:
+        """`plan`, but all drafts for requests that sample with a seed of their own."""
+        pairs = zip(requests, plan.num_drafts, strict=True)
+        return replace(plan, num_drafts=[self.max_drafts if r.samples_with_own_seed else n for r, n in pairs])
 
     def _try(self, request: Request, requests: Sequence[Request], num_rows: int, goes_on: bool) -> int:
         """How many drafts `request` gets only to see whether they are accepted by now. `goes_on`: as many as before."""
@@ -272,8 +280,8 @@ class AdaptiveDrafts:
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = Acceptance.prior(self.max_drafts, 0, 0)
-        if self.drafts_trees:  # a node's place in the tree says nothing; its share of the usual number does
-            share = num_accepted / num_drafts
+        if self.drafts_trees:  # a node's place in the tree says nothing; what a whole tree usually gains does
+            share = num_accepted / self.max_drafts
             for seen, memory in ((own, self.memory), (self._all, self.memory**0.5)):
                 seen.judged[0] = memory * seen.judged[0] + 1
                 seen.accepted[0] = memory * seen.accepted[0] + share

@@ -31,14 +31,16 @@ import torch
 from torch import Tensor
 
 from minillm.batch import MAX_TREE_TOKENS, Segment
+from minillm.errors import NonFiniteLogitsError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import Draw, probs_from_logits, sample, uniform
+from minillm.speculative.chain_drafter import warn_of_broken_logits
 from minillm.speculative.draft_model import DraftModelDrafter, DraftProgress
 from minillm.speculative.draft_tree_options import DraftTreeOptions
 from minillm.speculative.drafter import Draft, DraftContext
 from minillm.speculative.measured_shape import MeasuredShapes
-from minillm.speculative.rejection_sampler import Verdict
+from minillm.speculative.rejection_sampler import Verdict, path_to
 from minillm.speculative.tree_shape import TreeShape
 
 
@@ -93,7 +95,11 @@ class DraftTreeDrafter(DraftModelDrafter):
         logits = self._catch_up(requests)
         growing = trees
         while growing:
-            self._grow(growing, logits)
+            try:
+                self._grow(growing, logits)
+            except NonFiniteLogitsError as problem:  # nodes that were drawn stay, as in `draw_chains`
+                warn_of_broken_logits(self, problem)
+                break
             growing = [tree for tree in growing if tree.can_grow]
             if growing:
                 logits = self.runner.run([self._tree_segment(tree) for tree in growing])
@@ -192,11 +198,7 @@ class DraftTree:
 
     def path_to(self, node: int) -> list[int]:
         """The drafts from the root to `node`."""
-        tokens = []
-        while node >= 0:
-            tokens.append(self.token_ids[node])
-            node = self.parents[node]
-        return tokens[::-1]
+        return path_to(node, self.token_ids, self.parents)
 
     def grow(self, children: Sequence[Sequence[int]], probs: Sequence[Sequence[Tensor]]) -> None:
         """Add children to each node of the last level, at most as many as the shape has. `probs`: see `draw_siblings`;

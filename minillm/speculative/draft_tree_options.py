@@ -11,6 +11,7 @@ from operator import mul
 from minillm.batch import MAX_TREE_TOKENS
 from minillm.config import at_least, in_range
 from minillm.errors import ConfigError
+from minillm.speculative.chain_drafter import check_sample_method
 from minillm.speculative.tree_shape import TreeShape
 
 DEFAULT_BRANCHING = (2, 2, 2)
@@ -46,8 +47,7 @@ class DraftTreeOptions:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("speculative method 'draft_tree' needs 'model', for example 'minicoder-draft'")
-        if self.draft_sample_method not in ("greedy", "probabilistic"):
-            raise ConfigError(f"draft_sample_method={self.draft_sample_method!r} must be 'greedy' or 'probabilistic'")
+        check_sample_method(self.draft_sample_method)
         shapes = ("tree_branching", "speculative_token_tree", "tree_shape")
         if len(given := [name for name in shapes if getattr(self, name) is not None]) > 1:
             raise ConfigError(f"{' and '.join(given)} each set the shape of the tree; give one of them")

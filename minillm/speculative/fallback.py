@@ -7,7 +7,7 @@ Text that repeats itself is drafted by lookup, long and nearly for free; new tex
 see the rounds that it is not asked in. It computes what it has missed when it is asked next, in one forward.
 
 Which draft is used depends on how many tokens were proposed, never on which ones: so a sampled draft stays distributed
-as its q says.
+as its q says. (The size of a sampled tree does depend on what was drawn, so it is used unless it is empty.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FallbackDrafter(Drafter):
         most_second = [min(k, self.max_second, most) for k, (_, most) in zip(num_drafts, limits, strict=True)]
         drafts = _propose(self.first, requests, most_first)
         self._proposer.update(dict.fromkeys(requests, self.first))
-        short = [i for i, draft in enumerate(drafts) if len(draft.token_ids) < min(self.below, num_drafts[i])]
+        short = [i for i, draft in enumerate(drafts) if _is_short(draft, min(self.below, num_drafts[i]))]
         others = _propose(self.second, [requests[i] for i in short], [most_second[i] for i in short])
         for i, other in zip(short, others, strict=True):
             if other.token_ids:
@@ -102,3 +102,9 @@ def _propose(drafter: Drafter, requests: Sequence[Request], num_drafts: Sequence
         for i, draft in zip(asked, found, strict=True):
             drafts[i] = draft
     return drafts
+
+
+def _is_short(draft: Draft, least: int) -> bool:
+    """Whether a draft with fewer than `least` tokens is to be replaced."""
+    is_sampled_tree = draft.parents is not None and draft.probs is not None
+    return len(draft.token_ids) < (1 if is_sampled_tree else least)

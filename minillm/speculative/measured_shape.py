@@ -7,7 +7,7 @@ estimate starts from a coarser one, as if that had been seen in `PRIOR_COUNT` ve
 
 The shape depends only on verdicts of earlier rounds, never on the drafts of this one, so drafts stay distributed as
 they are for a fixed shape. Greedy tokens do not depend on it. The tokens of a sampled request do, although their
-distribution does not: with the same seed they are the same only after the same history.
+distribution does not, so a request with a seed of its own always gets the shape of an engine that has measured nothing.
 
 Requests with different `cache_salt` do not learn from each other, because drafts and timing would show one tenant
 something of another's text. Greedy and sampled requests are kept apart, because their acceptance differs.
@@ -73,10 +73,14 @@ class MeasuredShapes:
         self.max_nodes, self.max_levels = max_nodes, min(max_levels, max_nodes)
         self.draft_cost, self.verify_cost = draft_cost, verify_cost
         self._kinds: OrderedDict[tuple[str, bool], _Kind] = OrderedDict()
+        self._unmeasured = _Kind()
 
     def shape_for(self, request: Request) -> TreeShape:
-        """The shape of the next tree. It has at least one node: without drafts, nothing more would be learnt."""
-        kind = self._kind_of(request)
+        """The shape of the next tree. It has at least one node: without drafts, nothing more would be learnt.
+
+        A request that samples with its own seed gets the shape from before anything was measured, so that its text does
+        not depend on other requests."""
+        kind = self._unmeasured if request.samples_with_own_seed else self._kind_of(request)
         if kind.estimate.num_verdicts >= kind.next_update:
             kind.next_update = kind.estimate.num_verdicts * 5 // 4 + PRIOR_COUNT
             chances = kind.estimate.chances(self.max_levels)

@@ -258,6 +258,15 @@ def check_tree(token_ids: Sequence[int], parents: Sequence[int]) -> None:
             raise DraftError(f"node {node} of a draft tree follows node {parent}: parents are -1 or come before")
 
 
+def path_to(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The tokens of a draft tree from the root to `node`."""
+    tokens = []
+    while node >= 0:
+        tokens.append(token_ids[node])
+        node = parents[node]
+    return tokens[::-1]
+
+
 def _acceptance(
     drafts: Sequence[Tensor],  # per request [k_i] int64
     draft_probs: Sequence[Tensor | None],  # per request [k_i, vocab]

@@ -1,6 +1,6 @@
 """Drafting with the target's last blocks and feedback memory (SPIRe: Neelam et al. 2025). See `spire_model`.
 
-Per draft, two blocks and the unembedding run, whatever the target's depth, and 65 rows of two layers of its cache are
+Per draft, two blocks and the unembedding run, whatever the target's depth, and 64 rows of two layers of its cache are
 read, whatever the context. Nothing is computed for a prompt.
 
 Wins: large batches of long contexts, where the target's step mostly reads its cache; there it is MagicDec (method

@@ -102,7 +102,7 @@ class StagedDrafter(DraftModelDrafter):
         return self.num_passes / self.num_drafts if self.num_drafts else None
 
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        is_greedy = self.greedy or all(request.takes_argmax for request in requests)
+        is_greedy = self.is_greedy(requests)
         rounds = [StagedDraft(request, most) for request, most in zip(requests, num_drafts, strict=True)]
         for request in requests:
             self.num_computed_tokens(request)
@@ -137,7 +137,9 @@ class StagedDrafter(DraftModelDrafter):
         # Drafts and guesses may be rejected, so the hashes of their blocks are dropped.
         for position in range(max(start, request.num_tokens), start + len(tokens)):
             self._filled.pop(request.block_table[position // size], None)
-        return Segment(tokens, start, request.block_table, len(guesses) + 1)
+        return Segment(
+            tokens, start, request.block_table, len(guesses) + 1, num_prompt_tokens=request.num_prompt_tokens
+        )
 
     def _choose(
         self, rounds: Sequence[StagedDraft], guesses: Sequence[Sequence[int]], logits: Tensor, is_greedy: bool

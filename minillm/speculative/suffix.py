@@ -151,11 +151,8 @@ class OutputHistoryBySalt:
         self._max_outputs = max_outputs
         self._by_salt: OrderedDict[str, OutputHistory] = OrderedDict()
         """Ordered by when the last request with the salt finished, oldest first."""
-
-    @property
-    def num_outputs(self) -> int:
-        """Number of outputs kept."""
-        return sum(outputs.num_outputs for outputs in self._by_salt.values())
+        self.num_outputs = 0
+        """Number of outputs kept, of all salts."""
 
     def tries(self, salt: str) -> tuple[SuffixTrie, ...]:
         """The tries that a request with this salt may search. Completes them first, in case of an earlier interrupt."""
@@ -171,9 +168,13 @@ class OutputHistoryBySalt:
         if salt not in self._by_salt:
             self._by_salt[salt] = OutputHistory(self._max_depth, self._max_outputs)
         self._by_salt.move_to_end(salt)
-        self._by_salt[salt].add(token_ids)
+        outputs = self._by_salt[salt]
+        before = outputs.num_outputs
+        outputs.add(token_ids)
+        self.num_outputs += outputs.num_outputs - before
         while self.num_outputs > self._max_outputs:
-            self._by_salt.popitem(last=False)
+            _, dropped = self._by_salt.popitem(last=False)
+            self.num_outputs -= dropped.num_outputs
 
 
 class OutputHistory:

@@ -1,8 +1,9 @@
 """The typed events that the engine emits. Metrics, pictures, benchmarks and tests read them; the engine reads none.
 
-The order within a step is: `StepStarted`; from scheduling any of `RequestPreempted`, `BlocksFreed`, `BlocksShared`,
-`BlocksEvicted`, `BlocksAllocated`, `BlockCopied` and `BlocksCached`; `DraftProposed`; `StepRan`; `TokensCommitted`,
-`BlocksFreed` for rollbacks and finished requests, `RequestFinished`; finally `StepFinished`.
+The order within a step is: `StepStarted`; `DraftsPlanned`; from scheduling any of `RequestPreempted`, `BlocksFreed`,
+`BlocksShared`, `BlocksEvicted`, `BlocksAllocated`, `BlockCopied` and `BlocksCached`; `DraftProposed`; `StepRan`; then,
+for each request, `TokensCommitted`, `BlocksCached` for blocks that accepted drafts have filled, `BlocksFreed` for
+rollbacks and finished requests, `RequestFinished`; finally `StepFinished`.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class BlocksFreed(Event):
 
     request_id: str
     block_ids: list[Size]
-    reason: Literal["rolled_back", "preempted", "finished", "aborted"]
+    reason: Literal["rolled_back", "preempted", "finished", "aborted", "interrupted"]
+    """`interrupted`: a step was, and the request is computed again."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 
 from minillm.trace import (
@@ -81,6 +82,8 @@ class MetricsWatcher:
         self.requests: dict[str, RequestMetrics] = {}
         self._running: Counter[str] = Counter()
         """The number of unfinished completions of each prompt."""
+        self._ended: set[str] = set()
+        """Prompts that have ended and are not taken or popped yet."""
         self._prefilled: set[str] = set()
         """Completions with a prefill in this step."""
 
@@ -91,8 +94,11 @@ class MetricsWatcher:
             case RequestFinished():
                 self._end(prompt_id_of(event.request_id))
             case RequestAdded():
-                self.requests.setdefault(prompt_id_of(event.request_id), RequestMetrics(arrival_time=now))
-                self._running[prompt_id_of(event.request_id)] += 1
+                name = prompt_id_of(event.request_id)
+                if not self.is_running(name):  # an ended prompt may have had the same id
+                    self.pop(name)
+                    self.requests[name] = RequestMetrics(arrival_time=now)
+                self._running[name] += 1
             case StepRan():
                 self._prefilled = {work.request_id for work in event.work if work.kind == "prefill"}
                 for work in event.work:
@@ -132,13 +138,24 @@ class MetricsWatcher:
         if self._running[name] > 0:
             return
         del self._running[name]
+        self._ended.add(name)
         if len(self.requests) - len(self._running) > MAX_ENDED_PROMPTS:
-            oldest = next(request_id for request_id in self.requests if request_id not in self._running)
-            del self.requests[oldest]
+            self.pop(next(request_id for request_id in self.requests if request_id not in self._running))
 
-    def pop(self, request_id: str) -> RequestMetrics:
-        """Remove and return the metrics of a finished request."""
-        return self.requests.pop(request_id, None) or RequestMetrics()
+    def is_running(self, name: str) -> bool:
+        """Whether a completion of this prompt is unfinished."""
+        return name in self._running
+
+    def take_ended(self, names: Container[str]) -> list[str]:
+        """Those of the prompts `names` that have ended and were not taken before."""
+        found = [name for name in self._ended if name in names]
+        self._ended.difference_update(found)
+        return found
+
+    def pop(self, name: str) -> RequestMetrics:
+        """Remove and return the metrics of an ended prompt."""
+        self._ended.discard(name)
+        return self.requests.pop(name, None) or RequestMetrics()
 
 
 def prompt_id_of(request_id: str) -> str:

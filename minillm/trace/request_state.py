@@ -87,7 +87,12 @@ class RequestState:
 
     def preempt(self, num_computed: int) -> None:
         """Record a preemption: the request lost its cached tokens, and `num_computed` tokens must be recomputed."""
+        self.restart()
         self.marks.preempted_tokens = num_computed
+        self.status = "preempted"
+
+    def restart(self) -> None:
+        """Record that the request has no keys and values any more, and waits."""
         self.marks.written = NOTHING
         self.num_computed = 0
-        self.status = "preempted"
+        self.status = "waiting"

@@ -182,7 +182,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert stolen is not None
         self.pool.reclaim(self.tables.values())
         empty = [block_id for block_id in range(self.pool.num_blocks) if not self.owners(block_id)]
-        self.expect_told(self.cached, empty)
+        self.expect_told(list(self.hashes), empty)
         self.hashes, self.cached = {}, []
 
     # ---------------------------------------------------------------------------------------------------- invariants

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from minillm import LLM, SamplingParams
 from minillm.errors import ConfigError
 from minillm.request import Request
+from minillm.speculative.draft_policy import DraftPlan, FixedDrafts
 from minillm.trace import (
     BlocksAllocated,
     DraftProposed,
@@ -350,3 +353,43 @@ def test_nobody_drafts_while_more_requests_are_there_than_was_said(tiny: TinyPai
                 seen.add(drafting)
                 assert limit is None or there <= limit
         assert max(seen) == most_drafting
+
+
+def test_the_draft_policy_is_told_of_the_rows_that_can_run(tiny: TinyPair) -> None:
+    """Prompts that wait for a seat or for blocks are no rows of this step."""
+    told = list[tuple[int, int]]()
+
+    class Asked(FixedDrafts):
+        def plan(self, requests: Sequence[Request], num_rows: int) -> DraftPlan:
+            told.append((len(requests), num_rows))
+            return super().plan(requests, num_rows)
+
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    for few in ({"max_num_seqs": 2}, {"num_kv_blocks": 17}):
+        told.clear()
+        llm = LLM(str(tiny.target), block_size=4, enable_prefix_caching=False, speculative_config=ngram, **few)
+        llm.engine.scheduler.draft_policy = Asked(2)
+        llm.generate([{"prompt_token_ids": [7 + i] * 20} for i in range(8)], params, use_tqdm=False)
+        assert told and all(rows == requests for requests, rows in told if requests == 2), few
+        assert any(requests == 2 for requests, _ in told)
+    llm = LLM(str(tiny.target), block_size=4, max_num_seqs=2, speculative_config=ngram)
+    llm.engine.scheduler.draft_policy = Asked(2)
+    told.clear()
+    llm.submit([{"prompt_token_ids": [7] * 20}], params)
+    llm.engine.step()
+    llm.submit([{"prompt_token_ids": [8] * 20}], params)
+    llm.engine.step()
+    assert told == [(1, 1 + 20)]
+
+
+def test_drafts_do_not_take_the_blocks_for_which_a_request_waits(tiny: TinyPair) -> None:
+    """Eight blocks: one request with four of them decodes and may draft twelve tokens, another needs three."""
+    method = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 12, "adaptive": False}
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=8, enable_prefix_caching=False, speculative_config=method)
+    params = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True)
+    llm.submit([{"prompt_token_ids": [7] * 14}], params)
+    llm.engine.step()
+    [second] = llm.submit([{"prompt_token_ids": [8] * 12}], SamplingParams(temperature=0, max_tokens=1))
+    llm.engine.step()
+    assert second.finished

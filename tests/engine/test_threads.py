@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from minillm import LLM, EngineArgs, LLMEngine, SamplingParams
-from minillm.errors import PromptError
+from minillm.engine.step_rows import StepRows
+from minillm.errors import NonFiniteLogitsError, PromptError
 from minillm.trace import RequestFinished, TokensCommitted
 from tests.conftest import TinyPair
 
@@ -133,3 +134,26 @@ def test_requests_may_be_added_and_aborted_while_another_thread_steps(tiny: Tiny
     ended, _ = together([step, add])
     assert {ended[name] for name in names} == {24}
     assert engine.engine.pool.num_used == 0
+
+
+def test_broken_logits_of_one_thread_do_not_end_another(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = made(tiny, "eager")
+    alone = tokens(llm, PROMPTS[:2])
+    forward = llm.engine._run
+
+    def forward_or_nan(scheduled: Any) -> Any:
+        logits, hidden = forward(scheduled)
+        logits = logits.clone()
+        for item, part in zip(scheduled, StepRows(scheduled, logits).by_request, strict=True):
+            if item.request.prompt == PROMPTS[2] and item.request.num_output_tokens > 5:
+                part.fill_(float("nan"))
+        return logits, hidden
+
+    def broken() -> None:
+        with pytest.raises(NonFiniteLogitsError):
+            tokens(llm, [PROMPTS[2]])
+
+    monkeypatch.setattr(llm.engine, "_run", forward_or_nan)
+    for _ in range(5):
+        assert together([lambda: tokens(llm, PROMPTS[:2]), broken]) == [alone, None]
+    assert not llm.engine.has_requests and llm.engine.pool.num_used == 0

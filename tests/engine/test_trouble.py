@@ -26,7 +26,7 @@ from minillm.errors import (
 )
 from minillm.request import Request
 from minillm.speculative.ngram import NgramDrafter
-from minillm.trace import RequestFinished, StepStarted
+from minillm.trace import BlocksAllocated, BlocksFreed, DraftProposed, RequestFinished, StepStarted
 from tests.conftest import TinyPair, random_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -321,4 +321,142 @@ def test_a_dropped_stream_frees_its_request(tiny: TinyPair) -> None:
     next(stream)
     assert llm.engine.pool.num_used
     stream.close()
+    settled(llm)
+
+
+class InterruptCommit(InterruptAt):
+    FILES = ("commit.py",)
+
+
+@pytest.mark.parametrize("params", [{"stop": ["a"]}, {"max_tokens": 5}, {"logprobs": 1}], ids=str)
+def test_an_interrupt_while_tokens_are_committed_loses_no_text(tiny: TinyPair, params: dict[str, Any]) -> None:
+    """Also not where the token would have ended the request."""
+    llm = LLM(str(tiny.target), block_size=4, speculative_config=drafted(tiny, adaptive=False))
+
+    def finished(line: int) -> tuple[list[Any], bool]:
+        requests = llm.submit(PROMPTS[:2], replace(GREEDY, **params))
+        interrupt = InterruptCommit(line)
+        while llm.engine.has_requests:
+            try:
+                with interrupt:
+                    llm.engine.step()
+            except KeyboardInterrupt:
+                llm.engine.scheduler.check_integrity()
+        settled(llm)
+        seen = [(r.output_token_ids, r.text, r.finish_reason, r.stop_reason, len(r.logprobs)) for r in requests]
+        return seen, interrupt.fired
+
+    expected, _ = finished(10**9)
+    fired = 0
+    for line in range(1, 200, 2):
+        found, was_interrupted = finished(line)
+        assert found == expected, line
+        fired += was_interrupted
+    assert fired > 25
+
+
+def test_an_interrupted_abort_gives_every_block_back_once(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(tiny.target), block_size=4)
+    [request, other] = llm.submit(PROMPTS[:2], GREEDY)
+    llm.engine.step()
+    free = llm.engine.pool.free
+
+    def interrupted(block_ids: list[int]) -> None:
+        free(block_ids)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine.pool, "free", interrupted)
+        llm.engine.abort(request.request_id)
+    assert request.finish_reason == "abort" and request.request_id not in llm.engine.requests
+    llm.engine.scheduler.check_integrity()
+    while llm.engine.has_requests:
+        llm.engine.step()
+    assert other.num_output_tokens == GREEDY.max_tokens
+    settled(llm)
+
+
+def test_a_draft_model_without_finite_logits_costs_only_the_drafts(tiny: TinyPair) -> None:
+    sampled = replace(GREEDY, temperature=0.8, seed=1)
+    plain = LLM(str(tiny.target), enforce_eager=True)
+    expected = [o.outputs[0].token_ids for o in plain.generate(PROMPTS, sampled, use_tqdm=False)]
+    config = drafted(tiny, draft_sample_method="probabilistic")
+    llm = LLM(str(tiny.target), enforce_eager=True, speculative_config=config)
+    with torch.no_grad():
+        llm.engine.drafter.runner.model.norm.weight[3] = float("nan")
+    with pytest.warns(RuntimeWarning, match="DraftModelDrafter drafts no further in this step: .*NaN"):
+        found = llm.generate(PROMPTS, sampled, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in found] == expected
+    settled(llm)
+
+
+def test_a_request_that_exactly_fits_is_run(tiny: TinyPair) -> None:
+    """The last token is never computed, so it needs no slot."""
+    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=4)
+    params = replace(GREEDY, max_tokens=8)
+    [output] = llm.generate([{"prompt_token_ids": [5] * 9}], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 8
+    with pytest.raises(RequestTooLargeError, match="needs 5 blocks"):
+        llm.generate([{"prompt_token_ids": [5] * 10}], params, use_tqdm=False)
+    settled(llm)
+
+
+def test_what_is_no_list_of_parameters_is_refused(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target))
+    with pytest.raises(ConfigError, match="'temperature': 0} are no sampling params"):
+        llm.generate("x", {"temperature": 0})
+    with pytest.raises(ConfigError, match="1 are no priorities"):
+        llm.generate(["x"], GREEDY, priority=1)
+    with pytest.raises(PromptError, match="stream continues one prompt"):
+        next(llm.stream(["a", "b"], GREEDY))
+    with pytest.raises(PromptError, match="prompt_token_ids=5 must be a sequence"):
+        llm.generate({"prompt_token_ids": 5}, GREEDY)
+
+
+def test_an_interrupted_admission_is_undone_in_the_trace_too(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the trace counts as held is what the pool counts."""
+    llm = LLM(str(tiny.target), block_size=4)
+    forward = llm.engine.runner.run
+    with llm.trace() as trace:
+        [request] = llm.submit(PROMPTS[:1], GREEDY)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm.engine.runner, "run", lambda segments: (_ for _ in ()).throw(KeyboardInterrupt))
+            llm.engine.step()
+        assert llm.engine.runner.run == forward
+        while llm.engine.has_requests:
+            llm.engine.step()
+    assert [e.reason for e in trace.of(BlocksFreed)] == ["interrupted", "finished"]
+    allocated = sum(len(e.block_ids) for e in trace.of(BlocksAllocated))
+    assert allocated == sum(len(e.block_ids) for e in trace.of(BlocksFreed))
+    assert llm.llm_engine.metrics.requests[request.request_id].peak_blocks < allocated
+
+
+@pytest.mark.parametrize("method", ["draft_model", "draft_tree"])
+def test_drafts_that_were_drawn_are_kept_where_the_next_cannot_be(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """To throw them away because of what they led to would change the distribution of the output."""
+    config = drafted(tiny, method=method, draft_sample_method="probabilistic", adaptive=False)
+    config |= {"num_speculative_tokens": 6, "tree_branching": (2, 2)} if method == "draft_tree" else {}
+    llm = LLM(str(tiny.target), enforce_eager=True, speculative_config=config)
+    runner = llm.engine.drafter.runner
+    run = runner.run
+    num_runs = 0
+
+    def second_is_broken(segments: list[Any]) -> torch.Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        logits = run(segments)
+        return logits * float("nan") if num_runs == 2 else logits
+
+    monkeypatch.setattr(runner, "run", second_is_broken)
+    [request] = llm.submit(PROMPTS[:1], replace(GREEDY, temperature=0.8, seed=1))
+    llm.engine.step()
+    with llm.trace() as trace, pytest.warns(RuntimeWarning, match="drafts no further in this step"):
+        llm.engine.step()
+    [proposed] = trace.of(DraftProposed)
+    assert len(proposed.token_ids) == (1 if method == "draft_model" else 2)
+    while llm.engine.has_requests:
+        llm.engine.step()
+    assert request.num_output_tokens == GREEDY.max_tokens
     settled(llm)

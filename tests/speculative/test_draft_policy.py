@@ -503,3 +503,12 @@ def test_without_adaptive_every_request_gets_the_same_number(tiny: TinyPair) -> 
     given = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
     llm = LLM(str(tiny.target), speculative_config=given)
     assert llm.engine.scheduler.draft_policy == FixedDrafts(3)
+
+
+def test_a_decision_is_not_for_another_request_of_the_same_id() -> None:
+    """One with a seed of its own always gets all drafts."""
+    policy = AdaptiveDrafts(4, EACH_ROW)
+    first = a_request("a")
+    judged(policy, first, 0.1)
+    assert policy.plan([first], 1).num_drafts == [0]
+    assert policy.plan([a_request("a", temperature=1.0, seed=7)], 1).num_drafts == [4]
