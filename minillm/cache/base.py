@@ -50,8 +50,6 @@ class KVCache(ABC):
     """Whether two requests may read the same block."""
     keeps_every_token: ClassVar[bool] = True
     """Whether a token's keys and values stay until its request ends. A window, for instance, drops the oldest."""
-    max_requests: ClassVar[int | None] = None
-    """Most requests in one step; None: no limit."""
     supports_trees: ClassVar[bool] = False
     """Whether the layout supports draft trees: attention with `Batch.tree`, and `move_tokens`. Not inherited by a
     subclass that defines `attend`."""

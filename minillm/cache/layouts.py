@@ -51,6 +51,8 @@ def find_layout(cache: CacheConfig) -> type[KVCache]:
     """
     if not isinstance(cache.layout, str | type):
         raise ConfigError(f"cache layout {cache.layout!r} must be a name, or a KVCache class")
+    if not isinstance(cache.dtype, str):
+        raise ConfigError(f"kv_cache_dtype={cache.dtype!r} must be a name: 'auto', 'int8' or 'int4'")
     chosen = cache.layout if isinstance(cache.layout, type) else LAYOUTS.get((cache.layout, cache.dtype))
     if chosen is None or (isinstance(cache.layout, type) and cache.dtype != "auto"):
         pairs = ", ".join(f"{layout} with {dtype}" for layout, dtype in sorted(LAYOUTS))

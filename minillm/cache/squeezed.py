@@ -67,7 +67,7 @@ class SqueezedKVCache(CompressedPromptKVCache):
         _check(threshold, cluster_share)
         cls.check(config, window)
         centroids = num_clusters(block_size, cluster_share) * (config.head_dim * dtype.itemsize + 4)
-        labels = block_size * torch.int16.itemsize
+        labels = block_size * torch.int32.itemsize
         more = config.num_layers * config.num_kv_heads * (centroids + labels)
         return cls.whole_bytes(config, block_size, dtype, window) + more
 
@@ -86,7 +86,7 @@ class SqueezedKVCache(CompressedPromptKVCache):
         count = num_clusters(old, self.cluster_share)
         directions, labels = vector_kmeans(F.normalize(points, dim=-1), count)
         centroids = cluster_means(points, labels, torch.zeros_like(directions))
-        return centroids.to(keys.dtype), cluster_sizes(labels, count).int(), labels.to(torch.int16), keys, values
+        return centroids.to(keys.dtype), cluster_sizes(labels, count).int(), labels.int(), keys, values
 
     def attention(self, layer: int, q: Tensor, rows: LayerRows, hidden: Tensor | None) -> Tensor:
         """See `CompressedPromptKVCache.attention`."""

@@ -76,7 +76,7 @@ class PartsFolder:
         if not file.exists():
             others = [path.name for path in self.folder.iterdir() if path.name != LOCK]
             if others:
-                raise ConfigError(f"--out {self.folder} holds {others[0]}, which is of no job; name an empty folder")
+                raise ConfigError(f"--out {self.folder} has {others[0]} but no {JOB}; name an empty folder")
             self._replace(file, json.dumps(self.job, indent=2) + "\n")
             return
         try:

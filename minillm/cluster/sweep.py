@@ -112,7 +112,10 @@ class SweepWorker:
         )
         rows = [row for row in found["rows"] if row["system"] == point.method]
         if not rows:
-            raise ConfigError(f"{point.method!r} cannot run with {own.model}: it needs a draft model or weights")
+            raise ConfigError(
+                f"{point.method!r} cannot run with {own.model}: it needs a draft model (--draft) or weights "
+                f"of its own; or leave it out of --methods"
+            )
         return [{**asdict(point), **row, "hardware": found["hardware"]["cpu"]["name"]} for row in rows]
 
 

@@ -79,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if stale else 0
 
 
+ALONE = "cannot be combined with another task; run the two one after the other"
+
+
 def _refuse_useless(args: argparse.Namespace) -> None:
     """Raise `ConfigError` for an option that would be ignored."""
     assignments = args.nbgrader or args.otter or args.classroom
@@ -86,13 +89,21 @@ def _refuse_useless(args: argparse.Namespace) -> None:
         (args.secret_file, args.nbgrader or args.otter, "--secret-file needs --nbgrader or --otter"),
         (args.report, args.mutants, "--report needs --mutants"),
         (args.jobs, args.rerun or args.mutants, "--jobs needs --run or --mutants"),
-        (args.check, not (assignments or args.mutants), "--check builds nothing; leave out the other task"),
+        (
+            args.check,
+            not (assignments or args.mutants),
+            f"--check {ALONE}",
+        ),
         (
             args.remeasure,
             not (assignments or args.mutants or args.check),
-            "--remeasure builds; leave the other task out",
+            f"--remeasure {ALONE}",
         ),
-        (assignments, not args.mutants, "--mutants writes no assignments; run the two one after the other"),
+        (
+            assignments,
+            not args.mutants,
+            f"--mutants {ALONE}",
+        ),
     ):
         if given and not needed:
             raise ConfigError(words)

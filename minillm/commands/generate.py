@@ -44,10 +44,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     speculation.add_argument(
         "--speculative-method",
         metavar="METHOD",
-        help="ngram or suffix: draft from the text itself, without a model; draft_tree or staged: with --draft",
+        help="ngram, suffix: from earlier text; self_sparse, self_quant: the target itself; draft_model, draft_tree, "
+        "staged: with --draft MODEL; heads, prompt_tokens: bundled for minicoder; spire, long: with --draft FOLDER, "
+        "whose weights `minillm train` makes",
     )
     speculation.add_argument(
-        "--num-speculative-tokens", type=int, metavar="K", help="draft tokens per round (default: 4; suffix: 24)"
+        "--num-speculative-tokens", type=int, metavar="K", help="most draft tokens per round (default: the method's)"
     )
 
 

@@ -92,7 +92,7 @@ def _rules(args: argparse.Namespace) -> object:
         lesson = f"l{name.removeprefix('l').split('_')[0].zfill(2)}"
         lessons[lesson] = None
         if not exercises_in(lesson):
-            raise ConfigError(f"--lessons {name}: no lesson has this number and exercises")
+            raise ConfigError(f"--lessons {name}: there is no such lesson with exercises; numbers are 01 to 17")
     secret = read_secret(args.secret_file) if args.secret_file else b""
     limits = Limits(args.seconds, int(args.memory * GIB))
     return Rules(limits, args.wall_seconds, tuple(lessons), secret)

@@ -79,7 +79,8 @@ def _change(before: int, after: int) -> tuple[str, str, str]:
 
 COMMAND = Command(
     "quantize",
-    "Write a quantised checkpoint: fewer bits for the weights of every layer, calibrated on held-out code.",
+    "Write a quantised checkpoint: fewer bits for the weights of every layer; awq and squeezellm are calibrated on "
+    "held-out code.",
     EXAMPLES,
     options,
     run,

@@ -83,7 +83,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--dtype", help="auto, float32, float16 or bfloat16")
     engine.add_argument("--device", help="auto, cpu or cuda")
     engine.add_argument("--seed", type=int)
-    engine.add_argument("--quantization", "-q", help="int8, w8a8, int4, awq or squeezellm")
+    engine.add_argument(
+        "--quantization", "-q", help="int8, w8a8 or int4; a checkpoint of `minillm quantize` needs none"
+    )
     engine.add_argument("--kv-cache-dtype", help="auto, int8 or int4")
     engine.add_argument("--block-size", type=int, metavar="N", help="tokens per cache block")
     engine.add_argument("--num-kv-blocks", type=int, metavar="N", help="size of the block pool")

@@ -11,8 +11,8 @@ EXAMPLES = """\
   minillm train --stages corpus target --target-minutes 5
   minillm train --stages distill export --export-to my-models
   minillm train --stages heads --target my-models/minicoder --export-to my-models
-  minillm train --stages spire --target minicoder --export-to my-drafters
-  minillm train --ablations spire long --target minicoder
+  minillm train --stages corpus spire --target minicoder --export-to my-drafters
+  minillm train --ablations spire long --target minicoder      after the stage corpus
 """
 
 

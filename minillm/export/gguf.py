@@ -8,8 +8,9 @@ head. And RoPE scaling has its own keys; Llama 3.1's is a tensor of factors. Eve
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def export_gguf(name: str, file: Path, kind: str, progress: bool = False) -> Ggu
     try:
         _write_shape(writer, gguf, config, folder.name, kind)
         _write_tokenizer(writer, tokenizer, config)
-        _write_tensors(writer, gguf, list(gguf_tensors(gguf, model, architecture)), kind, progress)
+        _write_tensors(writer, gguf, partial(gguf_tensors, gguf, model, architecture), kind, progress)
         writer.close()
         part.replace(file)
     finally:
@@ -97,12 +98,15 @@ def architecture_of(config: ModelConfig) -> str:
         raise UnsupportedError(
             f"YaRN with a custom {', '.join(sorted(further))} cannot be exported, only with default values"
         )
+    if config.decoder is not None:
+        raise UnsupportedError(f"{config.decoder.__name__} cannot be exported: llama.cpp has no such architecture here")
     biased = config.qkv_bias or config.o_bias or config.mlp_bias
     if config.qk_norm and biased:
         raise UnsupportedError("biases together with q/k norms cannot be exported: llama.cpp's qwen3 has no biases")
-    if config.qk_norm:
-        return "qwen3"
-    return "qwen2" if config.qkv_bias and not config.o_bias else "llama"
+    architecture = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.o_bias else "llama"
+    if config.rope.kind == "llama3" and architecture != "llama":
+        raise UnsupportedError(f"RoPE scaling 'llama3' cannot be exported: llama.cpp's {architecture} does not read it")
+    return architecture
 
 
 def interleave(rows: Tensor, num_heads: int) -> Tensor:
@@ -185,17 +189,21 @@ def _write_tokenizer(writer: Any, tokenizer: GgufTokenizer | None, config: Model
         writer.add_eos_token_id(config.eos_token_ids[0])
 
 
-def _write_tensors(writer: Any, gguf: Any, tensors: list[tuple[str, Tensor]], kind: str, progress: bool) -> None:
-    """Write the headers of all tensors, as the format requires, then the data of one tensor at a time."""
-    kinds = [_kind(gguf, tensor, kind) for _, tensor in tensors]
-    for (name, tensor), stored_as in zip(tensors, kinds, strict=True):
+def _write_tensors(
+    writer: Any, gguf: Any, tensors: Callable[[], Iterator[tuple[str, Tensor]]], kind: str, progress: bool
+) -> None:
+    """Write the headers of all tensors, as the format requires, then the data of one tensor at a time. `tensors` makes
+    them anew each time, so that reordered copies of all are never in memory together."""
+    kinds = []
+    for name, tensor in tensors():
+        kinds.append(stored_as := _kind(gguf, tensor, kind))
         shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored_as)
         writer.add_tensor_info(name, shape, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=stored_as)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    pairs = zip(tensors, kinds, strict=True)
-    for (_, tensor), stored_as in tqdm(pairs, "writing", len(tensors), unit=" tensors", disable=not progress):
+    pairs = zip(tensors(), kinds, strict=True)
+    for (_, tensor), stored_as in tqdm(pairs, "writing", len(kinds), unit=" tensors", disable=not progress):
         writer.write_tensor_data(gguf.quants.quantize(tensor.contiguous().numpy(), stored_as))
 
 

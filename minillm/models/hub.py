@@ -16,13 +16,14 @@ UNWANTED = ["*/*", "consolidated*"]
 """Sub-folders hold other formats; Mistral's `consolidated` files duplicate the weights."""
 
 
-def resolve(name: str) -> Path:
+def resolve(name: str | os.PathLike[str]) -> Path:
     """Return the folder of a bundled model, a local checkpoint, or a hub id (downloaded once, then cached).
 
     Raises `CheckpointError` if `name` is none of the three, or the download fails.
     """
     if not isinstance(name, (str, os.PathLike)):
         raise CheckpointError(f"model {short_repr(name)} must be a name or a path, as text")
+    name = os.fsdecode(name)
     if name in bundled.names():
         return bundled.path(name)
     try:

@@ -246,7 +246,14 @@ def _load_tensor(model: Decoder, part: Part, name: str, staging: Staging) -> Non
 
 
 def _uninitialised_model(config: ModelConfig, parameters: UninitialisedParameters, scheme: Scheme | None) -> Decoder:
-    """Build the model with uninitialised parameters; with a `scheme`, only one layer at a time is in full precision."""
+    """Build the model with uninitialised parameters; with a `scheme`, only one layer at a time is in full precision.
+
+    Raises `UnsupportedError` for a `scheme` and a family whose decoder builds its layers itself."""
+    if scheme is not None and config.decoder is not None and config.decoder.__init__ is not Decoder.__init__:
+        raise UnsupportedError(
+            f"{config.decoder.__name__} builds its layers itself, so they cannot be quantised one by one as they load; "
+            "leave out quantization"
+        )
     with parameters:
         model = (config.decoder or Decoder)(config if scheme is None else replace(config, num_layers=0))
     model.config = config

@@ -1,8 +1,8 @@
 """Quantisation of keys and values: the arithmetic that the quantised cache layouts share.
 
-Symmetric (INT8 and INT4): one scale s for a group of numbers, integer codes around zero.
+Symmetric (INT8): one scale s for a group of numbers, integer codes around zero.
 
-    s = amax / levels, rounded to bfloat16        levels = 127 or 7
+    s = amax / levels, rounded to bfloat16        levels = 127
     code = round(x / s)                           x̂ = code · s        |x - x̂| ≤ s / 2
 
 Affine (INT4 of KIVI): a group has a scale and a zero point, so all codes lie between its minimum and its maximum.
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minillm.errors import ConfigError, UnsupportedError
 
-INT8_LEVELS, INT4_LEVELS = 127, 7
+INT8_LEVELS = 127
 AFFINE_CODES = 15
 """The largest 4-bit code."""
 SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny

@@ -31,7 +31,7 @@ from minillm.parallel.split import check_split
 from minillm.parallel.workers import Workers
 from minillm.runtime.runner import ModelRunner
 
-LAYOUTS: tuple[type[KVCache], ...] = (PagedKVCache, PagedInt8KVCache, PagedInt4KVCache)
+LAYOUTS: dict[type[KVCache], str] = {PagedKVCache: "auto", PagedInt8KVCache: "int8", PagedInt4KVCache: "int4"}
 """Layouts that treat each KV head by itself, so that a rank can hold some of them."""
 _NUMBERS = count()
 """Numbers the engines of this process, so that each finds its own ranks in a shared store."""
@@ -94,7 +94,7 @@ def start_ranks(
     backend = args.distributed_executor_backend
     if backend == "external_launcher" or (backend is None and dist.is_torchelastic_launched()):
         return LaunchedRank(args, folder, dtype, device)
-    return LeadingRank(args, folder, dtype, device)
+    return LeadingRank(args, cache, layout, folder, dtype, device)
 
 
 def device_of(device: torch.device, rank: int) -> torch.device:
@@ -105,7 +105,15 @@ def device_of(device: torch.device, rank: int) -> torch.device:
 class LeadingRank:
     """Rank 0, which has started the others (`mp`)."""
 
-    def __init__(self, args: EngineArgs, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        cache: CacheConfig,
+        layout: type[KVCache],
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.folder, self.dtype, self.block_size = folder, dtype, args.block_size
         size = args.tensor_parallel_size
         self.group = Group(0, size, device_of(device, 0))
@@ -118,7 +126,8 @@ class LeadingRank:
                     size=size,
                     device=str(device_of(device, rank)),
                     dtype=str(dtype).removeprefix("torch."),
-                    kv_cache_dtype=args.kv_cache_dtype,
+                    kv_cache_dtype=LAYOUTS[layout],
+                    kv_cache_options=dict(cache.options),
                     block_size=args.block_size,
                     num_threads=num_threads,
                 )

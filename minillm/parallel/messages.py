@@ -22,6 +22,7 @@ class Setup(Struct, tag=True, frozen=True):
     device: str
     dtype: str
     kv_cache_dtype: str
+    kv_cache_options: dict[str, int]
     block_size: int
     num_threads: int
 

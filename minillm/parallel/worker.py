@@ -35,7 +35,8 @@ class Worker:
         torch.set_num_threads(setup.num_threads)
         self.group = Group(setup.rank, setup.size, torch.device(setup.device))
         self.dtype = getattr(torch, setup.dtype)
-        self.layout = find_layout(CacheConfig(dtype=setup.kv_cache_dtype))
+        self.options = setup.kv_cache_options
+        self.layout = find_layout(CacheConfig(dtype=setup.kv_cache_dtype, options=self.options))
         model = load_part(Path(setup.folder), self.group, self.dtype)
         self.runner = ModelRunner(model, None, setup.block_size)  # type: ignore[arg-type]  (`allocate` sets its cache)
 
@@ -43,7 +44,7 @@ class Worker:
         """Allocate the cache."""
         runner = self.runner
         runner.cache = self.layout(
-            runner.model.config, message.num_blocks, runner.block_size, self.dtype, self.group.device
+            runner.model.config, message.num_blocks, runner.block_size, self.dtype, self.group.device, **self.options
         )
         runner.cache.prepare(runner.model)
 

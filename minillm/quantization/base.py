@@ -69,7 +69,7 @@ class Scheme(ABC):
     """
 
     def __post_init__(self) -> None:
-        if self.bits not in self.allowed_bits or isinstance(self.bits, bool):
+        if self.bits not in self.allowed_bits or type(self.bits) is not int:
             allowed = " or ".join(map(str, self.allowed_bits))
             raise ConfigError(f"bits={self.bits!r}: scheme {self.method!r} stores weights in {allowed} bits")
 
@@ -107,7 +107,7 @@ class Scheme(ABC):
         return linear(x, layer.dequantize().to(x.dtype), layer.bias)
 
     def check(self, tensors: Mapping[str, Tensor], in_features: int) -> None:
-        """Raise `CheckpointError` for values that `quantize` cannot produce. Shapes and dtypes must be correct."""
+        """Raise `CheckpointError` for NaN and infinity. Shapes and dtypes must be correct."""
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise CheckpointError(f"{name} contains NaN or infinity; quantise the original checkpoint again")

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ from minillm.ops.rerotation import rerotate
 from minillm.reuse.kv_span import KVSpan, Rotation
 from minillm.reuse.scratch import Scratch
 
+_ROTATIONS = count(1)
+"""Numbers for other ways to move keys."""
 FORMAT = 2
 """The version of the files. A file of another version is not found, because its name is different."""
 
@@ -65,6 +67,8 @@ class DocumentStore:
         model = f"{digest_of_weights(resolve(llm.model))} {_computing(llm.engine.runner.model.config)}"
         self.identity = f"{FORMAT} {model} {dtype} {args.quantization}"
         """What determines the stored numbers, apart from the tokens."""
+        self._rotation = "" if rotate is rerotate else f" by {next(_ROTATIONS)}"
+        """Stores that move keys in different ways must not find each other's in the prefix cache."""
         self._checked: set[Path] = set()
 
     def path(self, token_ids: Sequence[int]) -> Path:
@@ -87,6 +91,8 @@ class DocumentStore:
                 span = scratch.read(0, len(token_ids), token_ids)
             self._write(path, span)
             self._make_room(path)
+        with suppress(OSError):
+            os.utime(path)  # used now
         return path
 
     def load(self, document: str | Sequence[int]) -> KVSpan:
@@ -120,7 +126,8 @@ class DocumentStore:
         token_ids = [token for span in spans for token in span.token_ids] + self._tokens(question)
         starts = [0, *accumulate(len(span.token_ids) for span in spans)][:-1]
         config = self.llm.engine.runner.model.config
-        salt = f"documents {'rotated' if rerotate else 'as stored'} {[len(span.token_ids) for span in spans]}"
+        moved = f"rotated{self._rotation}" if rerotate else "as stored"
+        salt = f"documents {moved} {[len(span.token_ids) for span in spans]}"
         with Scratch(self.llm, len(token_ids)) as scratch:
             for span, start in zip(spans, starts, strict=True):
                 scratch.write(span.moved_to(start, config, self.rotate) if rerotate else span.placed_at(start))

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.batch import Segment
-from minillm.errors import ConfigError, RequestTooLargeError, UnsupportedError
+from minillm.errors import ConfigError, PromptError, UnsupportedError
 from minillm.llm import LLM
 from minillm.models.decoder import DecoderLayer
 from minillm.ops.linear import Linear
@@ -185,9 +185,10 @@ class Offloader:
 
     @torch.inference_mode()
     def offload(self, token_ids: Sequence[int]) -> OffloadedCache:
-        """Compute what is stored of a text. Raises `RequestTooLargeError` if it has no token or too many."""
+        """Compute what is stored of a text. Raises `PromptError` if it has no token, `RequestTooLargeError` if it
+        has too many."""
         if not token_ids:
-            raise RequestTooLargeError("a text of 0 tokens has nothing to offload; give at least one")
+            raise PromptError("a text of 0 tokens has nothing to offload; give at least one")
         runner, inputs = self.llm.engine.runner, _LayerInputs()
         with Scratch(self.llm, len(token_ids)) as scratch:
             hooks = [layer.register_forward_pre_hook(inputs) for layer in runner.model.layers]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minillm.batch import Segment
 from minillm.cache.prefix import extend_block_hashes
-from minillm.errors import RequestTooLargeError, UnsupportedError
+from minillm.errors import PromptError, RequestTooLargeError, UnsupportedError
 from minillm.llm import LLM
 from minillm.reuse.kv_span import KVSpan
 
@@ -88,7 +88,11 @@ class Scratch:
 
     def forward(self, token_ids: Sequence[int], start: int) -> Tensor:
         """Run the model over these tokens at positions from `start` on; they attend to everything before them. Returns
-        the logits of the last, `[vocab]`."""
+        the logits of the last, `[vocab]`. Raises `PromptError` for a token that is not in the vocabulary."""
+        vocab = self.runner.model.config.vocab_size
+        for token in token_ids:
+            if not 0 <= token < vocab:
+                raise PromptError(f"token {token!r} is not in the vocabulary; ids must be from 0 to {vocab - 1}")
         most = self.engine.scheduler.config.max_num_batched_tokens
         cuts = [*range(0, len(token_ids), most), len(token_ids)]
         for first, last in pairwise(cuts):

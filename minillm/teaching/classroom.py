@@ -84,7 +84,7 @@ Commit and push. GitHub runs every notebook with `MINILLM_STRICT=1`, where a che
 
     MINILLM_STRICT=1 .venv/bin/python -m {check} lessons/{first}.ipynb
 
-On Windows, write `set MINILLM_STRICT=1` in a line of its own first.
+On Windows (PowerShell) write `$env:MINILLM_STRICT = 1` in a line of its own first, and `.venv\\Scripts\\python`.
 """
 IGNORED = ".venv/\n.ipynb_checkpoints/\n__pycache__/\n.pytest_cache/\n"
 

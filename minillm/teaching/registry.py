@@ -49,4 +49,5 @@ def find(name: str | Exercise) -> Exercise:
                     return exercise
     known = [exercise.name for module_name in module_names() for exercise in exercises_of(module_name)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
-    raise UnknownExerciseError(f"no exercise is called {name!r}; did you mean {' or '.join(map(repr, near))}?")
+    advice = f"did you mean {' or '.join(map(repr, near))}?" if near else "no exercises are installed here"
+    raise UnknownExerciseError(f"no exercise is called {name!r}; {advice}")

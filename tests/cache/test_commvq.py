@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ from minillm.cache.paged_latent import RestoredRows
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.models.calibration import CalibrationTexts, calibration_rows
 from minillm.models.decoder import Decoder
-from minillm.models.loading import load_model
+from minillm.models.loading import load_model, save_llama
 from minillm.tokenizer import Tokenizer
 from minillm.trace import BlocksShared, RequestPreempted
+from minillm.training.train_tokenizer import save_tokenizer, train_tokenizer
 from tests.cache.engines import engine, tokens
 from tests.cache.runs import PROMPTS, PreemptingScheduler, draft_of
 from tests.cache.steps import CPU, rotated, small_config, tensor_bytes
-from tests.conftest import TEXTS, TinyPair
+from tests.conftest import TEXTS, TinyPair, random_model
 
 COMMVQ: dict[str, Any] = {"kv_cache_config": {"layout": "commvq", "bits": 2}}
 
@@ -125,3 +127,19 @@ def test_what_it_cannot_do_is_refused(tiny: TinyPair) -> None:
         CommVQKVCache.widths(small_config(head_dim=12))
     with pytest.raises(ConfigError, match="trains its codebooks on calibration texts, and there are none"):
         CommVQKVCache(small_config(), 1, 16, torch.float32, CPU).prepare(Decoder(small_config()))
+
+
+def test_the_codebooks_do_not_depend_on_how_the_weights_are_kept(tmp_path: Path) -> None:
+    """The default engine keeps 16-bit weights as they are stored until it knows that PyTorch runs the model."""
+    tokenizer = train_tokenizer(TEXTS, 300)
+    save_llama(random_model(4, 64, 2, 4, 2, tokenizer.get_vocab_size(), 16), tmp_path, torch.bfloat16)
+    save_tokenizer(tokenizer, tmp_path, 256)
+    kept, eager = (
+        LLM(str(tmp_path), device="cpu", enforce_eager=eager, kv_cache_config={"layout": "commvq"}).engine.runner.cache
+        for eager in (False, True)
+    )
+    points = torch.randn(2, 9, 16)
+    for is_key in (True, False):
+        for one, other in zip(kept.codebooks[is_key], eager.codebooks[is_key], strict=True):
+            codes = other.encode(points)
+            assert torch.equal(one.encode(points), codes) and torch.equal(one.decode(codes), other.decode(codes))

@@ -88,3 +88,8 @@ def test_the_engine_gives_every_running_request_one_place(tiny: TinyPair, layout
     llm = LLM(str(tiny.target), kv_cache_config={"layout": layout}, max_num_seqs=5, speculative_config=draft_of(tiny))
     assert llm.engine.pool.num_blocks == 5
     assert llm.engine.pool.block_size == llm.max_model_len == 256
+
+
+def test_a_dtype_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype=\['int8'\] must be a name"):
+        find_layout(CacheConfig(dtype=["int8"]))

@@ -96,7 +96,7 @@ def test_everything_is_stored_and_the_centroids_as_well() -> None:
     for layer in range(2):
         cache.attend(layer, *(x[layer].half() for x in (text.q, text.k, text.v)), step)
     whole = 2 * 2 * CONTEXT * 16 * 2
-    assert cache.num_bytes == tensor_bytes(cache) - fixed == whole + 2 * 2 * (15 * (8 * 2 + 4) + 149 * 2)
+    assert cache.num_bytes == tensor_bytes(cache) - fixed == whole + 2 * 2 * (15 * (8 * 2 + 4) + 149 * 4)
     assert cache.num_bytes <= cache.bytes_per_block(config, CONTEXT, torch.float16, **options)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.errors import ConfigError, EngineDeadError, UnsupportedError
 from minillm.models.held_out import held_out_prompts
 from minillm.models.loading import save_llama
@@ -130,7 +131,7 @@ def test_worker_killed_in_the_middle_of_a_step_is_named(doomed: LLM, monkeypatch
 
 
 def test_worker_that_cannot_load_says_why(tmp_path: Path) -> None:
-    setup = Setup(str(tmp_path), 1, 2, "cpu", "float32", "auto", 16, 1)
+    setup = Setup(str(tmp_path), 1, 2, "cpu", "float32", "auto", {}, 16, 1)
     with pytest.raises(EngineDeadError, match=r"rank 1 .* has ended: CheckpointError: .*config\.json"):
         Workers([setup]).wait_until_ready()
 
@@ -256,3 +257,14 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_options_of_the_cache_reach_all_ranks(tiny: TinyPair) -> None:
+    """Groups of another size, and a layout given as a class: half of the heads would be stored otherwise."""
+    for options in (
+        {"kv_cache_dtype": "int4", "kv_cache_config": {"group_size": 16}},
+        {"kv_cache_config": {"layout": PagedInt4KVCache}},
+    ):
+        one = tokens(LLM(str(tiny.target), enforce_eager=True, device="cpu", **options), GREEDY)
+        two = tokens(LLM(str(tiny.target), tensor_parallel_size=2, device="cpu", **options), GREEDY)
+        assert two == one, options

@@ -12,6 +12,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, ConfigError, PromptError, UnsupportedError
+from minillm.ops.rerotation import rerotate
 from minillm.reuse import document_store
 from minillm.reuse.document_store import DocumentStore
 from tests.conftest import TinyPair
@@ -172,3 +173,36 @@ def test_refusals(llm: LLM, store: DocumentStore, tiny: TinyPair, tmp_path: Path
         store.add("")
     with pytest.raises(UnsupportedError, match="kv_cache_dtype"):
         DocumentStore(LLM(str(tiny.target), kv_cache_dtype="int4", enforce_eager=True), tmp_path)
+
+
+def test_adding_a_stored_document_counts_as_use(llm: LLM, tmp_path: Path) -> None:
+    first, second, third = (f"def f{i}(a, b):\n    return a + {i}\n" for i in range(3))
+    one = DocumentStore(llm, tmp_path / "one")
+    size = one.add(first).stat().st_size
+    store = DocumentStore(llm, tmp_path / "two", max_bytes=int(2.5 * size))
+    for age, document in enumerate((first, second)):
+        os.utime(store.add(document), (age, age))
+    store.add(first)
+    store.add(third)
+    assert store.path(store._tokens(first)).exists() and not store.path(store._tokens(second)).exists()
+
+
+def test_a_store_that_moves_keys_differently_is_not_found_in_the_prefix_cache(llm: LLM, tmp_path: Path) -> None:
+    def leave(keys: torch.Tensor, frequencies: torch.Tensor, delta: int) -> torch.Tensor:
+        return keys
+
+    documents = ["def add(a, b):\n    return a + b\n" * 3, "class Stack:\n    pass\n" * 3]
+    salts = []
+    for rotate in (leave, rerotate, leave):
+        store = DocumentStore(llm, tmp_path, rotate=rotate)
+        for document in documents:
+            store.add(document)
+        salts.append(store.prompt(documents, "x = ")["cache_salt"])
+    assert len(set(salts)) == 3
+
+
+def test_tokens_outside_the_vocabulary_are_refused_before_they_are_computed(llm: LLM, store: DocumentStore) -> None:
+    for token in (10**9, -1):
+        with pytest.raises(PromptError, match=f"token {token} is not in the vocabulary"):
+            store.add([5, token])
+    assert not list(store.folder.glob("*"))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm import LLM, SamplingParams
-from minillm.errors import ConfigError, RequestTooLargeError, UnsupportedError
+from minillm.errors import ConfigError, PromptError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.reuse.offload import (
@@ -151,7 +151,7 @@ def test_refusals(llm: LLM, offloader: Offloader, tiny: TinyPair) -> None:
     for bandwidth in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="carries nothing"):
             Link(bandwidth)
-    with pytest.raises(RequestTooLargeError, match="0 tokens"):
+    with pytest.raises(PromptError, match="0 tokens"):
         offloader.offload([])
     with pytest.raises(UnsupportedError, match="enforce_eager=True and quantization=None"):
         Offloader(LLM(str(tiny.target), quantization="int8", enforce_eager=True))

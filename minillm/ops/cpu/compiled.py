@@ -52,7 +52,9 @@ def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 def cache_folder() -> Path:
     """The cache folder for these sources, this version of numba and this processor."""
     _, name, _ = target = cpu_target.target_context.codegen().magic_tuple()
-    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    here = Path(__file__).parent
+    files = [*sorted(here.glob("*.py")), here.parent / "kv_quant.py"]  # whose constants are compiled in
+    sources = b"".join(path.read_bytes() for path in files)
     digest = sha256(sources + repr((target, llvm_version, has_amx())).encode()).hexdigest()[:16]
     root = _root()
     folder = root / f"{PREFIX}numba{numba_version}-{name or 'generic'}-{digest}"

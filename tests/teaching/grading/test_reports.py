@@ -161,7 +161,7 @@ def test_a_second_run_grades_only_what_is_new(tmp_path, capsys, monkeypatch):
         (["nowhere"], "is no folder"),
         (["."], "has no file that ends in"),
         ([".", "--jobs", "0"], "at least 1"),
-        ([".", "--lessons", "77"], "no lesson has this number"),
+        ([".", "--lessons", "77"], "no such lesson with exercises"),
         ([".", "--alike", "2"], "from 0 to 1"),
         ([".", "--secret-file", "nothing"], "nothing"),
     ],
