@@ -83,15 +83,18 @@ class CudaClock:
 
         Raises PyTorch's `RuntimeError` for work that cannot be recorded, for example if it waits for the device.
         """
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 run()
-        torch.cuda.current_stream().wait_stream(side)
+        current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
+        try:
+            with torch.cuda.graph(graph):
+                run()
+        finally:  # a recording that fails leaves PyTorch on the stream that records
+            torch.cuda.set_stream(current)
         return graph.replay
 
     def free(self) -> None:

@@ -7,22 +7,30 @@ A rehearsal shows that every stage runs, and makes all checks that a CPU can mak
 reported.
 
 Each stage has a time budget and a process of its own (`on_gpu/stage_runner.py`), so a failure or a timeout does not
-affect the others. A metric with a target is reported as `met` or `NOT MET`; metrics without a target are informative.
-The targets are for a model of 8 billion weights in 16 bits. If the GPU has too little memory, a shape of 1 billion
-replaces it, and the stage's notes say so.
+affect the others. The running stage writes its results to FILE.<stage>.jsonl, which is removed when they are in FILE.
+SIGTERM ends the running stage as well, and leaves that file.
+
+A metric with a target is reported as `met` or `NOT MET`; metrics without a target are informative. The targets are for
+a model of 8 billion weights in 16 bits. If the GPU has too little memory, a shape of 1 billion replaces it, and the
+stage's notes say so.
 """
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from minillm.bench.harness import result, save
+from minillm.bench.on_gpu.findings import failure_note
 from minillm.bench.on_gpu.stage_runner import DONE, STAGES, TOTAL_S, Stage, run_stage
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.ops.dispatch import has_triton, interpreted
@@ -46,22 +54,44 @@ def run(stages: Sequence[str] | None = None, rehearse: bool = False, save_to: Pa
 
     def one(stage: Stage) -> dict[str, Any]:
         left = TOTAL_S - (time.monotonic() - began)
-        return run_stage(stage, rehearse, min(stage.budget_s, left))
+        return run_stage(stage, rehearse, min(stage.budget_s, left), save_to and _lines_file(save_to, stage))
 
-    # On a GPU one stage at a time, because stages are timed. In a rehearsal two at once.
-    with ThreadPoolExecutor(2) as pool, tqdm(total=len(chosen), desc="stages") as bar:
-        for found in pool.map(one, chosen) if rehearse else map(one, chosen):
+    # On a GPU one stage at a time, because stages are timed. In a rehearsal two at once, in threads of their own.
+    ending = nullcontext() if rehearse else _sigterm_as_exit()
+    with ending, ThreadPoolExecutor(2) as pool, tqdm(total=len(chosen), desc="stages") as bar:
+        for stage, found in zip(chosen, pool.map(one, chosen) if rehearse else map(one, chosen), strict=True):
             outcome["stages"].append(found)
             bar.set_postfix_str(f"{found['name']} {found['status']}")
             bar.update()
             if save_to is not None:
                 save(outcome, save_to)
+                _lines_file(save_to, stage).unlink(missing_ok=True)
     outcome["config"]["seconds"] = round(time.monotonic() - began, 1)
     return outcome
 
 
+def _lines_file(save_to: Path, stage: Stage) -> Path:
+    return save_to.with_name(f"{save_to.name}.{stage.name}.jsonl")
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Turn SIGTERM into `SystemExit` inside the block, so that the running stage is ended too.
+
+    Only the main thread can; in another one, SIGTERM is left as it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def table(outcome: dict[str, Any]) -> Table:
-    """Every metric of every stage, with its target and whether it is met."""
+    """Every metric of every stage, with its target and whether it is met, and what has failed."""
     from rich.table import Table
 
     rehearsed = outcome["config"]["rehearsal"]
@@ -75,6 +105,9 @@ def table(outcome: dict[str, Any]) -> Table:
         table.add_row(stage["name"], *_ending(stage))
         for metric in stage["metrics"]:
             table.add_row("", *_cells(metric))
+        for name, text in stage["notes"].items():
+            if name.endswith(failure_note("")):
+                table.add_row("", name, "", "", "", "", "", " ".join(text.split())[-100:])
         for line in stage["notes"].get("lines for tiles.MEASURED", []):
             table.add_row("", line.strip())
     return table

@@ -37,7 +37,9 @@ def timed_function(name: str, one: Implementation, copies: int, position: Positi
 
         try:
             replay = clock.recorded(all_copies)
-        except RuntimeError:  # it waits for the device, so no graph can record it: call it from Python
+        except RuntimeError:
+            # It waits for the device, so no graph can record it: call it from Python. `recorded` has made the stream
+            # of before the current one again, so these calls and the clock's events are on the same stream.
             pass
         else:
             return TimedFunction(

@@ -101,6 +101,18 @@ def unsupported_reason(model: Decoder, cache: KVCache) -> str | None:
     return None
 
 
+def _reason(problem: BaseException) -> str:
+    """Return the type of an error, or of its first cause, with the first and the last line of its text.
+
+    PyTorch gives the reason in the first line, Triton in the last one, after the position and the source.
+    """
+    while problem.__cause__ is not None:
+        problem = problem.__cause__
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    ends = " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+    return f"{type(problem).__name__}: {ends}" if ends else type(problem).__name__
+
+
 def padded_size(count: int) -> int:
     """Return the size to which this many tokens are padded: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, …
 
@@ -271,7 +283,7 @@ class GpuExecutor:
                 self._run_into(self.hidden[:1], inputs)
                 self.weights.head(self.hidden[:1])
         except FAILURES as problem:
-            return f"the kernels do not run here ({str(problem).strip().splitlines()[0]})"
+            return f"the kernels do not run here ({_reason(problem)})"
         return None
 
     def shape_of(self, segments: Sequence[Segment], ahead: int = 0) -> Shape | None:

@@ -12,6 +12,8 @@ import torch
 from tests.ops.triton.conftest import interpreter  # noqa: F401  (first, because it imports Triton in interpreter mode)
 
 # isort: split
+from triton.errors import TritonError
+
 from minillm import LLM, SamplingParams
 from minillm.batch import Segment
 from minillm.cache.base import KVCache
@@ -196,15 +198,37 @@ def test_what_cannot_be_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Turing" in reason()
 
 
-def test_kernels_that_do_not_compile_are_told() -> None:
+def behind(cause: Exception, problem: Exception) -> Exception:
+    """Return an error with its cause."""
+    problem.__cause__ = cause
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (
+            RuntimeError("Failed to find C compiler\n\ninstall one\n"),
+            "RuntimeError: Failed to find C compiler … install one",
+        ),
+        (TritonError("at 3:4:\n    x = y\n        ^\nno such name"), "TritonError: at 3:4: … no such name"),
+        (
+            behind(TritonError("at 3:4:\nno such name"), TritonError("at 9:9:\n^")),
+            "TritonError: at 3:4: … no such name",
+        ),
+        (OSError("a driver that is too old"), "OSError: a driver that is too old"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_kernels_that_do_not_compile_are_told(problem: Exception, reason: str) -> None:
     on = executor_of(random_model(SMALL))
     assert on.warm_up() is None
 
     def broken(*args: object) -> None:
-        raise RuntimeError("Failed to find C compiler\nmore")
+        raise problem
 
     object.__setattr__(on.ops, "rope", broken)
-    assert on.warm_up() == "the kernels do not run here (Failed to find C compiler)"
+    assert on.warm_up() == f"the kernels do not run here ({reason})"
 
 
 def test_a_runner_on_a_gpu_gets_the_executor_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,9 +170,8 @@ def test_a_replay_runs_no_python_of_the_step(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # padding rows
 def test_keys_cut_into_parts_are_cut_alike_in_every_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not ON_GPU:
-        monkeypatch.setattr(machine, "num_sms", lambda: 16)
-        monkeypatch.setattr(tiling, "MIN_KEYS_PER_SPLIT", 16)
+    monkeypatch.setattr(machine, "num_sms", lambda: 16)
+    monkeypatch.setattr(tiling, "MIN_KEYS_PER_SPLIT", 16)
     model = random_model(replace(SMALL, sliding_window=5))
     on, off, plain = executor_of(model), executor_of(model, graphs=False), runner_of(model)
     for step in short_steps():
@@ -218,19 +217,32 @@ def test_cuda_warms_up_and_captures_on_one_side_stream_with_one_pool(monkeypatch
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered(stream.name))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream: entered("graph", pool, stream.name))
+    monkeypatch.setattr(
+        torch.cuda,
+        "graph",
+        lambda graph, pool, stream, capture_error_mode: entered("graph", pool, stream.name, capture_error_mode),
+    )
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: calls.append(("back to", stream.name)))
     capture = CudaCapture(torch.device("cuda"))
     replay = capture(lambda: calls.append(("run",)))
     capture(lambda: None)
     replay()
-    assert calls[:9] == [
+    assert calls[:10] == [
         ("side", "waits for", "current"),
         *(("enter", "side"), ("run",), ("run",), ("leave",)),
         ("current", "waits for", "side"),
-        *(("enter", "graph", 0, "side"), ("run",), ("leave",)),
+        *(("enter", "graph", 0, "side", "thread_local"), ("run",), ("leave",)),
+        ("back to", "current"),
     ]
-    assert [t for t in calls if "graph" in t] == [("enter", "graph", 0, "side")] * 2
+    assert [t for t in calls if "graph" in t] == [("enter", "graph", 0, "side", "thread_local")] * 2
     assert calls[-1] == ("replay",)
+
+    def fails() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(gpu_executor.CaptureError, match="operation not permitted"):
+        capture(fails)
+    assert calls[-1] == ("back to", "current")
 
 
 # Tests of the recorder: bugs that a CUDA graph would turn into crashes or stale results.

@@ -4,6 +4,9 @@ If a stage crashes or runs out of time, the lines written so far remain. A metri
 `modelled`) and, if something was promised, the target and whether it is met.
 
 A rehearsal writes no measured values: such a metric has no value and is marked as rehearsed.
+
+A part of a stage that fails leaves a note. After a CUDA error the stage's process ends, and a new one starts the stage
+again (`stage_runner`) without the parts that failed. What is then written again replaces what was written before.
 """
 
 from __future__ import annotations
@@ -11,10 +14,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from minillm.bench.on_gpu.failures import DeviceFault, error_text, is_device_error
+
+T = TypeVar("T")
 
 MEASURED, COUNTED, MODELLED = "measured", "counted", "modelled"
 
@@ -99,6 +106,31 @@ class Report:
         """Write a fact that is not a metric: a name, a version, a line to paste."""
         self._line({"note": name, "value": value})
 
+    def so_far(self) -> Findings:
+        """Return what the stage has written, also before it was started again."""
+        return Findings.read(self.path)
+
+    def part(self, name: str, run: Callable[..., T], *arguments: Any) -> T | None:
+        """Run a part of the stage and return its result. If it fails, or has failed before, return None.
+
+        An error becomes a note, and the other parts still run. Raises `DeviceFault` after a CUDA error.
+        """
+        if failure_note(name) in self.so_far().notes:
+            return None
+        try:
+            return run(*arguments)
+        except DeviceFault:
+            raise
+        except Exception as problem:  # the other parts still run
+            self.failed(name, problem)
+            return None
+
+    def failed(self, name: str, problem: Exception) -> None:
+        """Write that a part of the stage has failed, and why. Raises `DeviceFault` if it was a CUDA error."""
+        self.note(failure_note(name), error_text(problem))
+        if is_device_error(problem):
+            raise DeviceFault(f"{name} ended with a CUDA error") from problem
+
     def rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write rows of another benchmark's table. A rehearsal writes only their number."""
         self._line({"rows": [] if self.is_rehearsal else list(rows), "num_rows": len(rows)})
@@ -117,9 +149,14 @@ class Report:
             file.write(json.dumps(content) + "\n")
 
 
+def failure_note(name: str) -> str:
+    """Return the name of the note about a part that has failed."""
+    return f"{name} failed"
+
+
 @dataclass(frozen=True)
 class Findings:
-    """The results that a stage has written."""
+    """The results that a stage has written. Of metrics, notes and rows with one name, the last."""
 
     metrics: list[dict[str, Any]]
     notes: dict[str, Any]
@@ -128,7 +165,9 @@ class Findings:
     @classmethod
     def read(cls, path: Path) -> Findings:
         """Read the lines of a report so far. An incomplete last line is skipped."""
-        metrics, notes, rows = [], {}, []
+        metrics: dict[str, dict[str, Any]] = {}
+        notes: dict[str, Any] = {}
+        rows: dict[str, dict[str, Any]] = {}
         for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             try:
                 line = json.loads(text)
@@ -137,7 +176,7 @@ class Findings:
             if "note" in line:
                 notes[line["note"]] = line["value"]
             elif "rows" in line:
-                rows += line["rows"]
+                rows |= {row["system"]: row for row in line["rows"]}
             else:
-                metrics.append(line)
-        return cls(metrics, notes, rows)
+                metrics[line["name"]] = line
+        return cls(list(metrics.values()), notes, list(rows.values()))

@@ -31,23 +31,22 @@ def bundled(setup: StageSetup, report: Report) -> None:
         prompt = [5, 6, 7, 8] if setup.is_rehearsal else prompt_ids(model, 1, PROMPT_TOKENS, PROMPT_TOKENS)[0]
         tokens: dict[str, list[int]] = {}
         dtypes = {"fp32": torch.float32, **({} if setup.is_rehearsal else {"half": setup.half})}
+
+        def measure(name: str, make: Callable[..., Complete], *arguments: Any) -> None:
+            report.part(name, lambda: _measure(setup, report, name, make(setup, model, *arguments), prompt, tokens))
+
         for name, dtype in dtypes.items():
-            _measure(setup, report, f"minillm {name}", _minillm(setup, model, None, dtype), prompt, tokens)
-        _measure(setup, report, "minillm fp32 + draft", _minillm(setup, model, draft, torch.float32), prompt, tokens)
+            measure(f"minillm {name}", _minillm, None, dtype)
+        measure("minillm fp32 + draft", _minillm, draft, torch.float32)
         for name, dtype in dtypes.items():
             for way in ("eager", "static"):
-                try:
-                    complete = _transformers(setup, model, dtype, way)
-                    _measure(setup, report, f"transformers {name} {way}", complete, prompt, tokens)
-                except Exception as problem:  # the other peers are measured all the same
-                    report.note(f"transformers {name} {way} failed", f"{type(problem).__name__}: {str(problem)[:300]}")
-        right = tokens["minillm fp32"]
+                measure(f"transformers {name} {way}", _transformers, dtype, way)
+        right = tokens.get("minillm fp32")
         for name in ("minillm fp32 + draft", "transformers fp32 eager"):
-            if name in tokens:
+            if right is not None and name in tokens:
                 report.counted(f"{name}: same tokens", float(tokens[name] == right), "of 1", Target(at_least=1))
         if not setup.is_rehearsal:
-            complete = _transformers(setup, model, torch.float32, "compiled")
-            _measure(setup, report, "transformers fp32 compiled", complete, prompt, tokens)
+            measure("transformers fp32 compiled", _transformers, torch.float32, "compiled")
 
 
 def _measure(

@@ -4,13 +4,17 @@ Floats are compared in norm with the reference in fp64: 1e-5 for fp32, 2e-2 for 
 already. Integers (tokens, cache codes, slots) must be equal. `sample` and `rejection` may differ from their references
 if a uniform is within rounding error of a border between two tokens, some 1e-15 and 1e-7. Over all examples here that
 happens with a probability below 1e-4.
+
+The ops take turns, one example at a time, so that too little time costs examples but leaves no op unchecked. A third of
+the attention examples split the keys.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from minillm.bench.kernel_cases import chain
 from minillm.bench.on_gpu import ragged_steps
-from minillm.bench.on_gpu.findings import Report, Target
+from minillm.bench.on_gpu.findings import Findings, Report, Target, failure_note
 from minillm.bench.on_gpu.stage_setup import StageSetup
 from minillm.errors import UnsupportedError
 from minillm.ops.dispatch import OPS, implementations, op
@@ -28,48 +32,103 @@ from minillm.quantization.int8 import Int8
 from minillm.quantization.w8a8 import W8A8
 
 FP32, HALF = 1e-5, 2e-2
-OP_S = {"paged_attention": 30.0, "tree_attention": 12.0, "int8_linear": 8.0, "w8a8_linear": 8.0, "int4_linear": 8.0}
-OTHER_S = 4.0
-"""Seconds for the examples of one op, most of them for compiling. Examples that do not fit are skipped."""
 SCHEMES: dict[str, Scheme] = {"int8_linear": Int8(), "w8a8_linear": W8A8(), "int4_linear": Int4(group_size=64)}
+SHARES = {"paged_attention": 30.0, "tree_attention": 12.0, **dict.fromkeys(SCHEMES, 8.0)}
+OTHER_SHARE = 4.0
+"""The shares of the ops in the time of the stage, most of which is for compiling. Every dtype is checked once first."""
+LAST_EXAMPLE_S = 8.0
+"""With less time left to the stage, no example is begun after the first of each op."""
+INFINITE = 1e9
+"""Stands for an infinite error, which JSON cannot express."""
 
 Example = tuple[float, float]
 """The error of a result, and the largest error allowed."""
 
 
+@dataclass
+class OpCheck:
+    """The examples of one op so far."""
+
+    name: str
+    examples: int = 0
+    worst: float = 0.0
+    """The worst error, as a share of the error allowed."""
+    has_failed: bool = False
+    """Whether an example has raised an error. Then there are no more."""
+    seconds: float = 0.0
+    """In this process."""
+
+    @classmethod
+    def resumed(cls, name: str, found: Findings) -> OpCheck:
+        """Return what a process before this one has written about an op."""
+        for metric in found.metrics:
+            if metric["name"] == _metric(name):
+                failed = failure_note(name) in found.notes
+                return cls(name, metric["config"]["examples"], metric["value"], failed)
+        return cls(name)
+
+    @property
+    def share(self) -> float:
+        """The share of the op in the time of the stage."""
+        return SHARES.get(self.name, OTHER_SHARE)
+
+
 def check(setup: StageSetup, report: Report) -> None:
-    """Check all ops, fp32 first. Each op has one metric: its worst error as a share of the error allowed."""
-    wrong: list[str] = []
+    """Check all ops in turn, fp32 first. Each op has one metric: its worst error as a share of the error allowed.
+
+    Raises `UnsupportedError` if no kernel runs here, `DeviceFault` after a CUDA error.
+    """
     able = [name for name in OPS if "triton" in implementations(name, setup.device)]
     report.counted("ops whose kernel runs here", len(able), "ops", Target(at_least=len(OPS)), all_ops=list(OPS))
-    for name in able:
-        try:
-            _check_op(setup, report, name, wrong)
-        except Exception as problem:  # the other ops are checked all the same
-            wrong.append(name)
-            report.note(name, f"{type(problem).__name__}: {str(problem)[:400]}")
-    report.counted("ops whose kernel is wrong or fails", len(wrong), "ops", Target(at_most=0), names=wrong)
     if not able:
         raise UnsupportedError(f"no kernel runs on {setup.device}: Triton is missing, or the GPU is too old")
+    found = report.so_far()
+    ops = [OpCheck.resumed(name, found) for name in able]
+    share_s = (setup.seconds_left() - LAST_EXAMPLE_S) / sum(one.share for one in ops)
+    dtypes = len(_dtypes(setup))
+    for number in range(setup.size_for(90, 3)):
+        for one in ops:
+            is_due = one.examples == number and not one.has_failed
+            has_share = number < dtypes or one.seconds < share_s * one.share
+            has_time = number == 0 or (has_share and setup.seconds_left() > LAST_EXAMPLE_S)
+            if is_due and has_time:
+                _check_example(setup, report, ops, one)
+        _write_wrong(report, ops)
 
 
-def _check_op(setup: StageSetup, report: Report, name: str, wrong: list[str]) -> None:
-    rng, began, worst, count = random.Random(name), time.monotonic(), 0.0, 0
-    torch.manual_seed(0)
-    for off, limit in _examples(setup, name, rng):
-        share = off / limit if limit else (0.0 if off == 0 else float("inf"))
-        worst = max(worst, share)
-        count += 1
-        if time.monotonic() - began > OP_S.get(name, OTHER_S) and count >= 3:
-            break
-    if not worst <= 1:
-        wrong.append(name)
-    shown = worst if worst < float("inf") else 1e9
-    report.counted(f"{name}, worst error", shown, "of the limit", Target(at_most=1), examples=count)
+def _check_example(setup: StageSetup, report: Report, ops: Sequence[OpCheck], one: OpCheck) -> None:
+    """Check the next example of an op, and write its worst error."""
+    began = time.monotonic()
+    try:
+        off, limit = _example(setup, one.name, one.examples)
+    except Exception as problem:  # the other ops are checked all the same
+        one.worst, one.has_failed = INFINITE, True
+        _write(report, one)
+        _write_wrong(report, ops)
+        report.failed(one.name, problem)
+        return
+    share = off / limit if limit else off * INFINITE
+    one.worst, one.examples = max(one.worst, min(share, INFINITE)), one.examples + 1
+    one.seconds += time.monotonic() - began
+    _write(report, one)
 
 
-def _examples(setup: StageSetup, name: str, rng: random.Random) -> Iterator[Example]:
-    """Yield examples of one op: fp32, then 16 bits, then fp32 again, …
+def _write(report: Report, one: OpCheck) -> None:
+    report.counted(_metric(one.name), one.worst, "of the limit", Target(at_most=1), examples=one.examples)
+
+
+def _write_wrong(report: Report, ops: Sequence[OpCheck]) -> None:
+    """Write which ops are wrong, as far as they have been checked."""
+    wrong = [one.name for one in ops if one.worst > 1]
+    report.counted("ops whose kernel is wrong or fails", len(wrong), "ops", Target(at_most=0), names=wrong)
+
+
+def _metric(name: str) -> str:
+    return f"{name}, worst error"
+
+
+def _example(setup: StageSetup, name: str, number: int) -> Example:
+    """Check one example of an op: fp32, then 16 bits, then fp32 again, …
 
     Compile-time arguments repeat, because compiling takes seconds; shapes and numbers are new each time.
     """
@@ -79,10 +138,10 @@ def _examples(setup: StageSetup, name: str, rng: random.Random) -> Iterator[Exam
         "store_kv": _store,
         **dict.fromkeys(SCHEMES, _linear),
     }
-    make = makers.get(name, _plain)
+    torch.manual_seed(number)
     dtypes = _dtypes(setup)
-    for i in range(setup.size_for(90, 2)):
-        yield make(setup, name, rng, dtypes[i % len(dtypes)], i // len(dtypes))
+    rng = random.Random(f"{name} {number}")
+    return makers.get(name, _plain)(setup, name, rng, dtypes[number % len(dtypes)], number // len(dtypes))
 
 
 def _dtypes(setup: StageSetup) -> list[torch.dtype]:
@@ -114,8 +173,18 @@ def _attention(setup: StageSetup, name: str, rng: random.Random, dtype: torch.dt
     layout = _layout(dtype, number)
     s = ragged_steps.step(rng, setup.device, layout, lengths)
     exact = s.exact()
+    if (number - _dtypes(setup).index(dtype)) % 3 == 1:  # each dtype in turn
+        _split_keys(s, rng.choice((2, 3, 5)))
     right = reference(exact.q, exact.keys, exact.values, exact.batch, layout.window)
     return error(kernel(s.q, s.keys, s.values, s.batch, layout.window), right, dtype)
+
+
+def _split_keys(s: ragged_steps.Step, splits: int) -> None:
+    """Make a step split its keys. The kernel itself does so only for contexts longer than those here."""
+    from minillm.ops.triton.tiling import Tiling  # imports Triton
+
+    chosen = Tiling.of(s.batch, s.q, s.keys.shape[1])
+    s.batch.set_plan(replace(chosen, splits=splits))
 
 
 def _tree(setup: StageSetup, name: str, rng: random.Random, dtype: torch.dtype, number: int) -> Example:

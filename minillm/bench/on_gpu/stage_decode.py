@@ -3,6 +3,9 @@
 MBU (model bandwidth utilisation) is (bytes of weights + bytes of the keys and values read) / (time · measured bandwidth
 of a copy). The time of a step includes all that an engine needs: launch, forward, argmax, reading the token on the
 host. The same step without reading is reported as well.
+
+16 bits come first and are reported at once. Each INT8 variant is then timed beside them. A part that fails leaves a
+note, and the others still run.
 """
 
 from __future__ import annotations
@@ -26,18 +29,24 @@ from minillm.bench.on_gpu.random_models import (
     weight_bytes,
 )
 from minillm.bench.on_gpu.stage_setup import StageSetup
+from minillm.cache.base import KVCache
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
+from minillm.models.decoder import Decoder
 from minillm.models.quantize import quantize_model
 from minillm.quantization.int8 import Int8
 from minillm.runtime.runner import ModelRunner
 
 MBU, INT8_GAIN, VERIFY_COST = Target(at_least=0.8), Target(at_least=1.6), Target(at_most=1.15)
 VERIFIED = 5
+INT8: dict[str, type[KVCache]] = {"int8": PagedKVCache, "int8 + int8 KV": PagedInt8KVCache}
+"""The variants with INT8 weights, and their caches."""
+
+Step = tuple[ModelRunner, list[Segment]]
 
 
 def decode(setup: StageSetup, report: Report) -> None:
-    """Measure batch 1 in three precisions, verification, batches and prefill; the most important first."""
+    """Measure batch 1, verification, batches and prefill in 16 bits, then batch 1 in INT8."""
     name, past = target_name(setup), setup.size_for(512, 20)
     report.note("model", name)
     report.note("context", past)
@@ -45,38 +54,59 @@ def decode(setup: StageSetup, report: Report) -> None:
     length = past + setup.size_for(64, 16)
     bandwidth = setup.bandwidth()
     half = fast_runner(setup, random_model(setup, name), PagedKVCache, _most_requests(setup, name, length), length)
+    one = partial(segments, 1, past=past, length=length, vocab=CONFIGS[name].vocab_size)
+    decoding, verifying = one(1), one(VERIFIED)
+    beside = {"half decode": (half, decoding)}
+    _bandwidth_used(report, "half decode", _timed(setup, beside), half, past, bandwidth)
+    report.part("half verify", _verify, setup, report, "half", {**beside, "half verify": (half, verifying)})
+    report.part("half decode, nothing read", _nothing_read, setup, report, beside, past, bandwidth)
+    _batches(setup, report, half, past, length)
+    report.part("prefill", _prefill, setup, report, half, length)
+    model = report.part("int8 weights", _int8_model, setup, name)
+    for key, layout in INT8.items() if model is not None else ():
+        runner = report.part(key, fast_runner, setup, model, layout, 1, length)
+        if runner is None:
+            continue
+        own = {f"{key} decode": (runner, decoding)}
+        report.part(f"{key} decode", _int8_gain, setup, report, key, beside | own, past, bandwidth)
+        if key == "int8":
+            report.part("int8 verify", _verify, setup, report, key, own | {"int8 verify": (runner, verifying)})
+
+
+def _timed(setup: StageSetup, steps: dict[str, Step]) -> dict[str, Timing]:
+    """Time steps in turn, with reading their tokens."""
+    return setup.time(*(TimedFunction(key, _read_each(runner, step)) for key, (runner, step) in steps.items()))
+
+
+def _verify(setup: StageSetup, report: Report, key: str, steps: dict[str, Step]) -> None:
+    """Compare verifying with decoding."""
+    costs = [1 / r for r in ratios(_timed(setup, steps), f"{key} verify", f"{key} decode")]
+    target = VERIFY_COST if key == "half" else None
+    report.measured(f"{key} verify {VERIFIED} / decode 1", costs, "times", target, "1, if bound by the weights")
+
+
+def _nothing_read(setup: StageSetup, report: Report, steps: dict[str, Step], past: int, bandwidth: float) -> None:
+    """Time decoding in 16 bits without reading the tokens."""
+    name, (runner, step) = "half decode, nothing read", steps["half decode"]
+    timings = setup.time(TimedFunction(name, _launch_each(runner, step)))
+    _bandwidth_used(report, name, timings, runner, past, bandwidth)
+
+
+def _int8_model(setup: StageSetup, name: str) -> Decoder:
     rounded = quantize_model(random_model(setup, name), Int8())
     setup.clock.free()
-    runners = {
-        "half": half,
-        "int8": fast_runner(setup, rounded, PagedKVCache, 1, length),
-        "int8 + int8 KV": fast_runner(setup, rounded, PagedInt8KVCache, 1, length),
-    }
-    one = partial(segments, 1, past=past, length=length, vocab=CONFIGS[name].vocab_size)
-    steps = {f"{key} decode": (runner, one(1)) for key, runner in runners.items()}
-    steps["half verify"] = (half, one(VERIFIED))
-    steps["int8 verify"] = (runners["int8"], one(VERIFIED))
-    timings = setup.time(*(TimedFunction(key, _read_each(runner, step)) for key, (runner, step) in steps.items()))
-    for key, runner in runners.items():
-        _bandwidth_used(report, f"{key} decode", timings, runner, past, bandwidth)
-    _compared(report, timings, runners, past)
-    without = setup.time(TimedFunction("half decode, nothing read", _launch_each(*steps["half decode"])))
-    _bandwidth_used(report, "half decode, nothing read", without, half, past, bandwidth)
-    _batches(setup, report, half, past, length)
-    _prefill(setup, report, half, length)
+    return rounded
 
 
-def _compared(report: Report, timings: dict[str, Timing], runners: dict[str, ModelRunner], past: int) -> None:
-    """Compare INT8 with 16 bits, and verifying with decoding."""
-    base = _least_bytes(runners["half"], past)
-    for key in ("int8", "int8 + int8 KV"):
-        most = f"{base / _least_bytes(runners[key], past):.2f}, the ratio of their bytes"
-        found = ratios(timings, f"{key} decode", "half decode")
-        report.measured(f"{key} over half", found, "times", INT8_GAIN if key == "int8" else None, most)
-    for key in ("half", "int8"):
-        costs = [1 / r for r in ratios(timings, f"{key} verify", f"{key} decode")]
-        target = VERIFY_COST if key == "half" else None
-        report.measured(f"{key} verify {VERIFIED} / decode 1", costs, "times", target, "1, if bound by the weights")
+def _int8_gain(
+    setup: StageSetup, report: Report, key: str, steps: dict[str, Step], past: int, bandwidth: float
+) -> None:
+    """Compare decoding in an INT8 variant with 16 bits."""
+    timings, runner = _timed(setup, steps), steps[f"{key} decode"][0]
+    _bandwidth_used(report, f"{key} decode", timings, runner, past, bandwidth)
+    most = f"{_least_bytes(steps['half decode'][0], past) / _least_bytes(runner, past):.2f}, the ratio of their bytes"
+    found = ratios(timings, f"{key} decode", "half decode")
+    report.measured(f"{key} over half", found, "times", INT8_GAIN if key == "int8" else None, most)
 
 
 def _bandwidth_used(
@@ -90,14 +120,18 @@ def _bandwidth_used(
 
 
 def _batches(setup: StageSetup, report: Report, runner: ModelRunner, past: int, length: int) -> None:
-    vocab, most = runner.model.config.vocab_size, runner.executor.max_num_seqs  # type: ignore[union-attr]
+    most = runner.executor.max_num_seqs  # type: ignore[union-attr]
     for requests in setup.size_for((1, 8, 32, 128), (1, 2)):
         if requests > most:
             report.note(f"batch {requests}", f"no room: the cache holds {most} requests")
             continue
-        step = segments(requests, 1, past, length, vocab)
-        timing = setup.time(TimedFunction("batch", _read_each(runner, step)), rounds=5)["batch"]
-        report.measured(f"half batch {requests}", [requests / s for s in timing.seconds], "tokens/s", batch=requests)
+        report.part(f"batch {requests}", _batch, setup, report, runner, requests, past, length)
+
+
+def _batch(setup: StageSetup, report: Report, runner: ModelRunner, requests: int, past: int, length: int) -> None:
+    step = segments(requests, 1, past, length, runner.model.config.vocab_size)
+    timing = setup.time(TimedFunction("batch", _read_each(runner, step)), rounds=5)["batch"]
+    report.measured(f"half batch {requests}", [requests / s for s in timing.seconds], "tokens/s", batch=requests)
 
 
 def _prefill(setup: StageSetup, report: Report, runner: ModelRunner, length: int) -> None:

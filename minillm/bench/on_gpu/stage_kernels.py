@@ -7,6 +7,7 @@ kernels` in that shape, as many as there is time for.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,7 +16,7 @@ import torch
 
 from minillm.bench.device_clock import TimedFunction, last_cache_bytes, ratios
 from minillm.bench.harness import Row
-from minillm.bench.kernel_attention import attention_cases
+from minillm.bench.kernel_attention import LAYOUTS, attention_cases
 from minillm.bench.kernel_cases import PREFILL, REFERENCE, TRITON, Case, Maker, Setting
 from minillm.bench.kernel_timing import timed_implementation
 from minillm.bench.kernels import case_rows, makers
@@ -26,8 +27,8 @@ from minillm.doctor.machine_limits import MachineLimit
 
 HALF = "half"
 BANDWIDTH, INT8_GAIN = Target(at_least=0.85), Target(at_least=1.7)
-KERNELS_S = 35.0
-"""Seconds for the cases of `bench kernels`."""
+LAST_CASE_S = 4.0
+"""With less time left to the stage, no case of `bench kernels` is begun."""
 
 
 def kernels(setup: StageSetup, report: Report) -> None:
@@ -49,47 +50,56 @@ def kernels(setup: StageSetup, report: Report) -> None:
 
 
 def _long_context(setup: StageSetup, report: Report, setting: Setting, limits: list[MachineLimit]) -> None:
+    """Measure every format of the cache, then compare those that could be measured."""
+    [context] = setting.contexts
+    found = [maker for maker in attention_cases(setting) if maker.op == "paged_attention"]
     functions: list[TimedFunction] = []
-    for maker in attention_cases(setting):
-        if maker.op != "paged_attention":
-            continue
-        case = maker.make()
-        row = next(row for row in _rows(setup, case, limits) if row.config["implementation"] == TRITON)
-        spread = row.config.get("cold_us_spread", row.config["warm_us_spread"])
-        times = [min(spread), 1000 * row.p50_ms, max(spread)]  # µs
-        functions.append(timed_implementation(case, TRITON, case.kind or HALF, setup.clock))
-        name = f"decode after {case.context}, {case.kind or HALF} KV"
-        report.measured(name, times, "µs", bound=f"{1e6 * case.num_bytes / limits[0].median:.3g} µs at a copy's rate")
-        shares = [case.num_bytes / (us * 1e-6 * limits[0].median) for us in times]
-        target = None if case.kind else BANDWIDTH
-        report.measured(f"{name}, bandwidth", shares, "of a copy's", target, modelled_bytes=case.num_bytes)
-        if not row.outputs_equal:
-            report.note(f"{name} is wrong", row.config["error"])
-    _gains(setup, report, functions)
+    for kind, maker in zip(LAYOUTS, found, strict=True):
+        name = f"decode after {context}, {kind or HALF} KV"
+        function = report.part(name, _one_format, setup, report, name, maker, limits)
+        functions += [] if function is None else [function]
+    report.part("gains of quantised caches", _gains, setup, report, functions)
+
+
+def _one_format(
+    setup: StageSetup, report: Report, name: str, maker: Maker, limits: list[MachineLimit]
+) -> TimedFunction:
+    """Measure attention over one format of the cache. Returns the kernel, to be timed beside those of the others."""
+    case = maker.make()
+    row = next(row for row in _rows(setup, case, limits) if row.config["implementation"] == TRITON)
+    spread = row.config.get("cold_us_spread", row.config["warm_us_spread"])
+    times = [min(spread), 1000 * row.p50_ms, max(spread)]  # µs
+    report.measured(name, times, "µs", bound=f"{1e6 * case.num_bytes / limits[0].median:.3g} µs at a copy's rate")
+    shares = [case.num_bytes / (us * 1e-6 * limits[0].median) for us in times]
+    target = None if case.kind else BANDWIDTH
+    report.measured(f"{name}, bandwidth", shares, "of a copy's", target, modelled_bytes=case.num_bytes)
+    if not row.outputs_equal:
+        report.note(f"{name} is wrong", row.config["error"])
+    return timed_implementation(case, TRITON, case.kind or HALF, setup.clock)
 
 
 def _gains(setup: StageSetup, report: Report, functions: Sequence[TimedFunction]) -> None:
     """The speed of the quantised caches over half precision, all of them timed in turn."""
     timings = setup.time(*functions)
     for kind, target in (("int8", INT8_GAIN), ("int4", None)):
-        report.measured(f"{kind} KV over {HALF}", ratios(timings, kind, HALF), "times", target)
+        if kind in timings and HALF in timings:
+            report.measured(f"{kind} KV over {HALF}", ratios(timings, kind, HALF), "times", target)
 
 
 def _every_op(setup: StageSetup, report: Report, cases: list[Maker], limits: list[MachineLimit]) -> None:
-    """Measure every op, few tokens first."""
-    began, left_out, rows = time.monotonic(), [], []
-    for maker in cases:
-        if time.monotonic() - began > setup.size_for(KERNELS_S, 3.0):
+    """Measure every op, few tokens first, as long as the stage has time."""
+    began, left_out = time.monotonic(), []
+    for number, maker in enumerate(cases):
+        took = time.monotonic() - began
+        if setup.seconds_left() < LAST_CASE_S or took > setup.size_for(math.inf, 3.0):
             left_out.append(maker.op)
             continue
-        try:
-            found = _rows(setup, maker.make(), limits)
-        except Exception as problem:  # the other ops are still measured
-            report.note(f"{maker.op} failed", f"{type(problem).__name__}: {str(problem)[:300]}")
-            continue
-        rows += [asdict(row) for row in found]
-    report.rows(rows)
+        report.part(f"{maker.op} (case {number})", _one_case, setup, report, maker, limits)
     report.note("left out for lack of time", left_out)
+
+
+def _one_case(setup: StageSetup, report: Report, maker: Maker, limits: list[MachineLimit]) -> None:
+    report.rows([asdict(row) for row in _rows(setup, maker.make(), limits)])
 
 
 def _rows(setup: StageSetup, case: Case, limits: list[MachineLimit]) -> list[Row]:

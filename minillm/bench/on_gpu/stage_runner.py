@@ -2,7 +2,7 @@
 
 A kernel that reads out of bounds corrupts the CUDA context of its process, and a kernel that hangs can only be killed
 from outside. In its own process, a stage that crashes, hangs or runs out of time does not affect the others, and its
-results so far are kept.
+results so far are kept. After a CUDA error in a part of a stage, the other parts get a new process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.bench.on_gpu.findings import Findings
+from minillm.bench.on_gpu.worker import DEVICE_FAULT_CODE
 
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "out of time", "left out"
 TOTAL_S = 470.0
@@ -52,31 +53,54 @@ STAGES = (
 """In order of importance."""
 
 
-def run_stage(stage: Stage, is_rehearsal: bool, seconds: float) -> dict[str, Any]:
-    """Run a stage for at most `seconds`; returns its results and how it ended, as JSON values."""
+def run_stage(stage: Stage, is_rehearsal: bool, seconds: float, lines: Path | None = None) -> dict[str, Any]:
+    """Run a stage for at most `seconds`; returns its results and how it ended, as JSON values.
+
+    `lines`: the file to which the stage writes, which stays; None: a temporary one.
+    """
     info: dict[str, Any] = {"name": stage.name, "what": stage.description, "budget_s": seconds}
     if seconds < LEAST_S:
-        return {**info, "status": SKIPPED, "seconds": 0.0, "error": "no time was left", **_found(Findings([], {}, []))}
+        nothing = _found(Findings([], {}, []))
+        return {**info, "status": SKIPPED, "seconds": 0.0, "restarts": 0, "error": "no time was left", **nothing}
     with tempfile.TemporaryDirectory() as folder:
-        lines, errors = Path(folder, "lines.jsonl"), Path(folder, "errors.txt")
+        lines, errors = lines or Path(folder, "lines.jsonl"), Path(folder, "errors.txt")
+        lines.unlink(missing_ok=True)
         began = time.monotonic()
-        status, code = _run(stage, is_rehearsal, seconds, lines, errors)
-        took = time.monotonic() - began
+        status, code, restarts = _run_with_restarts(stage, is_rehearsal, began + seconds, lines, errors)
+        took = round(time.monotonic() - began, 1)
+        ending = {"status": status, "seconds": took, "restarts": restarts}
         error = None if status == DONE else _tail(errors, code)
-        return {**info, "status": status, "seconds": round(took, 1), "error": error, **_found(Findings.read(lines))}
+        return {**info, **ending, "error": error, **_found(Findings.read(lines))}
 
 
-def _run(stage: Stage, is_rehearsal: bool, seconds: float, lines: Path, errors: Path) -> tuple[str, int | None]:
-    with errors.open("w", encoding="utf-8") as stream:
+def _run_with_restarts(
+    stage: Stage, is_rehearsal: bool, deadline: float, lines: Path, errors: Path
+) -> tuple[str, int | None, int]:
+    """Run a stage, again after each CUDA error that has left a note. Returns how it ended, and the number of restarts.
+
+    A part that has left a note is not run again, so there are at most as many restarts as parts.
+    """
+    num_notes, restarts = 0, 0
+    while True:
+        status, code = _run(stage, is_rehearsal, deadline, lines, errors)
+        before, num_notes = num_notes, len(Findings.read(lines).notes)
+        has_time = deadline - time.monotonic() >= LEAST_S
+        if code != DEVICE_FAULT_CODE or num_notes == before or not has_time:
+            return status, code, restarts
+        restarts += 1
+
+
+def _run(stage: Stage, is_rehearsal: bool, deadline: float, lines: Path, errors: Path) -> tuple[str, int | None]:
+    with errors.open("a", encoding="utf-8") as stream:
         process = subprocess.Popen(
-            command(stage, lines, is_rehearsal),
+            command(stage, lines, deadline, is_rehearsal),
             stdout=stream,
             stderr=stream,
             env=environment(is_rehearsal),
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout=seconds)
+            code = process.wait(timeout=max(0.0, deadline - time.monotonic()))
             return (DONE if code == 0 else FAILED), code
         except subprocess.TimeoutExpired:
             return TIMED_OUT, None
@@ -84,9 +108,9 @@ def _run(stage: Stage, is_rehearsal: bool, seconds: float, lines: Path, errors: 
             _kill(process)
 
 
-def command(stage: Stage, lines: Path, is_rehearsal: bool) -> list[str]:
-    """Return the command that runs a stage, which writes to `lines`."""
-    worker = [sys.executable, "-m", "minillm.bench.on_gpu.worker", stage.function, str(lines)]
+def command(stage: Stage, lines: Path, deadline: float, is_rehearsal: bool) -> list[str]:
+    """Return the command that runs a stage, which writes to `lines`. `deadline`: see `StageSetup`."""
+    worker = [sys.executable, "-m", "minillm.bench.on_gpu.worker", stage.function, str(lines), str(deadline)]
     return [*worker, *(["--rehearse"] if is_rehearsal else [])]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,15 +17,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StageSetup:
-    """The device of a stage, its clock, and the sizes to run."""
+    """The device of a stage, its clock, the sizes to run, and the time to do so."""
 
     is_rehearsal: bool
     clock: Clock
+    deadline: float = math.inf
+    """When the stage is killed, in seconds on the clock `time.monotonic`, which all processes of a machine share."""
 
     @classmethod
-    def here(cls, is_rehearsal: bool) -> StageSetup:
+    def here(cls, is_rehearsal: bool, deadline: float = math.inf) -> StageSetup:
         """Return the current GPU; for a rehearsal the CPU, where kernels run in Triton's interpreter."""
-        return cls(is_rehearsal, clock_for("cpu" if is_rehearsal else "cuda"))
+        return cls(is_rehearsal, clock_for("cpu" if is_rehearsal else "cuda"), deadline)
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the stage is killed."""
+        return self.deadline - time.monotonic()
 
     @property
     def device(self) -> torch.device:

@@ -29,35 +29,48 @@ ROWS = {"few": 4, "some": 32, "many": 512}
 KINDS = ("int8", "w8a8", "int4")
 TILES_S = 80.0
 """Seconds for all products."""
+LAST_TRIAL_S = 5.0
+"""With less time left to the stage, no product is begun."""
+LINES = "lines for tiles.MEASURED"
 
 
 def find_tiles(setup: StageSetup, report: Report) -> None:
     """Measure every kind, few rows first."""
     combinations = [(kind, rows) for rows in ROWS for kind in KINDS]
-    began, budget = time.monotonic(), setup.size_for(TILES_S, 2.0)
-    lines = []
+    began, budget = time.monotonic(), min(setup.size_for(TILES_S, 2.0), setup.seconds_left() - LAST_TRIAL_S)
+    report.note(LINES, report.so_far().notes.get(LINES, []))
+    done = {metric["name"] for metric in report.so_far().metrics}
     for number, (kind, rows) in enumerate(combinations):
         if f"{kind}_linear" not in _kernels(setup):
             report.note(f"{kind} {rows}", "its kernel does not run on this device")
+            continue
+        if _best(kind, rows) in done:
             continue
         left = budget - (time.monotonic() - began)
         if left <= 0:
             report.note(f"{kind} {rows}", "left out for lack of time")
             continue
-        trial = Trial(product(setup, kind, ROWS[rows]), left / (len(combinations) - number), setup.size_for(None, 2))
-        try:
-            with _timer(setup):
-                best, milliseconds = tiles.measure(trial, ROWS[rows])
-        except Exception as problem:  # the other products are still measured
-            report.note(f"{kind} {rows} failed", f"{type(problem).__name__}: {str(problem)[:300]}")
-            continue
-        default = tiles.choose(kind, ROWS[rows], *_shape(setup), setup.half)
-        report.measured(f"{kind} {rows}, best", milliseconds, "ms", rows=ROWS[rows], tiles=str(best), tried=trial.tried)
-        with _timer(setup):
-            ours = testing.do_bench(partial(trial.run, default), return_mode="median")
-        report.measured(f"{kind} {rows}, default", ours, "ms", rows=ROWS[rows], tiles=str(default))
-        lines.append(f'    ("{machine.gpu_name()}", "{kind}", "{rows}"): {best},')
-    report.note("lines for tiles.MEASURED", [] if setup.is_rehearsal else lines)
+        report.part(f"{kind} {rows}", _one_product, setup, report, kind, rows, left / (len(combinations) - number))
+
+
+def _one_product(setup: StageSetup, report: Report, kind: str, rows: str, seconds: float) -> None:
+    """Find the tiles of one kind and number of rows in about `seconds`, then time the default tiles."""
+    trial = Trial(product(setup, kind, ROWS[rows]), seconds, setup.size_for(None, 2))
+    with _timer(setup):
+        best, milliseconds = tiles.measure(trial, ROWS[rows])
+    report.measured(_best(kind, rows), milliseconds, "ms", rows=ROWS[rows], tiles=str(best), tried=trial.tried)
+    if not setup.is_rehearsal:
+        line = f'    ("{machine.gpu_name()}", "{kind}", "{rows}"): {best},'
+        report.note(LINES, [*report.so_far().notes[LINES], line])
+    default = tiles.choose(kind, ROWS[rows], *_shape(setup), setup.half)
+    with _timer(setup):
+        ours = testing.do_bench(partial(trial.run, default), return_mode="median")
+    report.measured(f"{kind} {rows}, default", ours, "ms", rows=ROWS[rows], tiles=str(default))
+
+
+def _best(kind: str, rows: str) -> str:
+    """Return the name of the metric of the best tiles."""
+    return f"{kind} {rows}, best"
 
 
 class Trial:

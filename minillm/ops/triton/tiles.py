@@ -90,19 +90,38 @@ def candidates(rows: int) -> Iterator[Tiles]:
 def measure(run: Callable[[Tiles], Any], rows: int) -> tuple[Tiles, float]:
     """Return the fastest candidate for `run(tiles)` and its median time in milliseconds. Needs a real GPU.
 
-    Candidates that need more shared memory or registers than the GPU has are skipped. The inputs should be larger than
-    the L2 cache, or `run` should rotate them; otherwise the cache is measured.
+    Candidates that need more shared memory or registers than the GPU has are skipped, and those that Triton cannot
+    compile. The inputs should be larger than the L2 cache, or `run` should rotate them; otherwise the cache is
+    measured. If no candidate runs, raises the first error other than a lack of resources.
     """
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench
 
     best: tuple[Tiles, float] | None = None
+    reason: Exception | None = None
     for tiles in candidates(rows):
         try:
             time = do_bench(lambda tiles=tiles: run(tiles), return_mode="median")
-        except OutOfResources:
+        except Exception as problem:
+            if not _is_of_one_candidate(problem):
+                raise
+            if reason is None or isinstance(reason, OutOfResources):
+                reason = problem
             continue
         if best is None or time < best[1]:
             best = (tiles, time)
-    assert best is not None  # the smallest candidate fits any GPU
+    if best is None:
+        assert reason is not None  # every candidate was skipped
+        raise reason
     return best
+
+
+def _is_of_one_candidate(problem: Exception) -> bool:
+    """Whether Triton could not compile, or the GPU not load, this candidate; others may run.
+
+    Triton raises its own `TritonError` (a lack of resources, a compile error of Triton or of ptxas), but a bare
+    `RuntimeError` if one of its passes fails.
+    """
+    from triton.errors import TritonError
+
+    return isinstance(problem, TritonError) or "PassManager::run failed" in str(problem)
