@@ -72,8 +72,8 @@ WARM_UPS = 2
 """Runs before a capture. The first compiles kernels and allocates workspaces, which a capture must not do."""
 NO_TOKEN = -1
 """Stored instead of a draft token whose logits were NaN or infinite."""
-FAILURES = (TritonError, RuntimeError, OSError, CalledProcessError)
-"""Errors on a machine that cannot compile kernels: no C compiler, a driver that is too old, …"""
+FAILURES = (TritonError, RuntimeError, OSError, AssertionError, CalledProcessError)
+"""Errors on a machine that cannot compile kernels: no C compiler, no libcuda, a driver that is too old, …"""
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], None]], Replay]

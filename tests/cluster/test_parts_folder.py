@@ -48,7 +48,7 @@ def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(ConfigError, match=r"holds thesis\.tex"), PartsFolder(tmp_path, JOB).open():
+    with pytest.raises(ConfigError, match=r"has thesis\.tex but no job\.json"), PartsFolder(tmp_path, JOB).open():
         pass
     assert not (tmp_path / "job.json").exists()
 

@@ -39,7 +39,7 @@ def test_a_cpu_gets_the_reference() -> None:
 def test_a_gpu_gets_kernels_if_it_is_new_enough_and_triton_is_there(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], installed: bool, attention: str, w8a8: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(dispatch, "has_triton", lambda: installed)
     assert implementations("paged_attention", "cuda")[0] == attention
     assert implementations("w8a8_linear", "cuda")[0] == w8a8
