@@ -9,9 +9,8 @@ import time
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from itertools import chain
+from itertools import chain, count
 from numbers import Integral
-from threading import Lock
 from typing import Any
 
 from minillm.config import CacheConfig, EngineArgs, reject_unknown
@@ -46,9 +45,8 @@ class LLMEngine:
         self.max_model_len = built.max_model_len
         self.metrics = MetricsWatcher()
         self._seed = args.seed
-        self._num_requests = 0
-        self._numbering = Lock()
-        """Not `engine.lock`, which is held during a step."""
+        self._numbers = count()
+        """Of the prompts. Any thread may take the next one, also during a step."""
         self._groups: dict[str, list[Request]] = {}
         self._started = EngineStarted(
             model=args.model,
@@ -240,11 +238,10 @@ class LLMEngine:
 
     def _next_number(self, is_request_id: bool) -> int:
         """The number of the next prompt. If it also becomes the request id, ids in use are skipped."""
-        with self._numbering:
-            while is_request_id and str(self._num_requests) in self._groups:
-                self._num_requests += 1
-            self._num_requests += 1
-            return self._num_requests - 1
+        number = next(self._numbers)
+        while is_request_id and str(number) in self._groups:
+            number = next(self._numbers)
+        return number
 
     def _check_against_model(self, params: SamplingParams, max_tokens: int) -> None:
         """Raise `ConfigError` if `params` do not fit the model's vocabulary or `max_tokens`."""

@@ -161,8 +161,6 @@ class Scheduler:
         scheduled, budget, preempted = self._schedule_running()
         if not preempted:
             self._schedule_waiting(scheduled, budget)
-        for item in scheduled:  # drafts get blocks only after all committed tokens have theirs
-            item.num_drafts = self._drafts_that_fit(item)
         return scheduled
 
     def _schedule_running(self) -> tuple[list[Scheduled], int, bool]:
@@ -182,6 +180,11 @@ class Scheduler:
                 wanted = min(most_drafts.get(request, 0), request.num_remaining_tokens - 1, spare - num_tokens)
                 scheduled.append(Scheduled(request, request.num_computed_tokens, num_tokens, wanted))
                 budget -= num_tokens + wanted
+        # Drafts get blocks only after all committed tokens have theirs, and before others can share their blocks.
+        for item in scheduled:
+            num_drafts = self._drafts_that_fit(item)
+            budget += item.num_drafts - num_drafts
+            item.num_drafts = num_drafts
         return scheduled, budget, preempted
 
     def _make_room(self, request: Request, num_tokens: int, behind: list[Request]) -> tuple[bool, bool]:

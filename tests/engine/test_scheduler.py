@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 
@@ -121,9 +122,12 @@ def test_drafts_never_cost_another_request_its_place(tiny: TinyPair) -> None:
 # ------------------------------------------------------------------------------------------------- arrivals on the way
 
 
+FIRST_TOKENS = count()
+
+
 def arrive(llm: LLM, length: int, max_tokens: int, priority: int = 0, n: int = 1) -> list[Request]:
     """Queue a prompt of so many tokens, unlike all others; returns its completions."""
-    first = 7 + llm.llm_engine._num_requests % 250
+    first = 7 + next(FIRST_TOKENS) % 250
     params = SamplingParams(n=n, temperature=float(n > 1), seed=1, max_tokens=max_tokens, ignore_eos=True)
     return llm.submit({"prompt_token_ids": [first] * length}, params, priority=[priority])
 
@@ -381,15 +385,3 @@ def test_the_draft_policy_is_told_of_the_rows_that_can_run(tiny: TinyPair) -> No
     llm.submit([{"prompt_token_ids": [8] * 20}], params)
     llm.engine.step()
     assert told == [(1, 1 + 20)]
-
-
-def test_drafts_do_not_take_the_blocks_for_which_a_request_waits(tiny: TinyPair) -> None:
-    """Eight blocks: one request with four of them decodes and may draft twelve tokens, another needs three."""
-    method = {"method": "draft_model", "model": str(tiny.draft), "num_speculative_tokens": 12, "adaptive": False}
-    llm = LLM(str(tiny.target), block_size=4, num_kv_blocks=8, enable_prefix_caching=False, speculative_config=method)
-    params = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True)
-    llm.submit([{"prompt_token_ids": [7] * 14}], params)
-    llm.engine.step()
-    [second] = llm.submit([{"prompt_token_ids": [8] * 12}], SamplingParams(temperature=0, max_tokens=1))
-    llm.engine.step()
-    assert second.finished
