@@ -416,5 +416,5 @@ def test_a_lesson_is_graded_once_however_often_and_however_it_is_named():
 
     assert lessons("2", "02", "l02", "02_kv_cache", "10") == ("l02", "l10")
     for unknown in ("100", "99", "x"):
-        with pytest.raises(ConfigError, match=f"--lessons {unknown}: no lesson"):
+        with pytest.raises(ConfigError, match=f"--lessons {unknown}: there is no such lesson"):
             lessons(unknown)

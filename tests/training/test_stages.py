@@ -421,7 +421,7 @@ def test_checkpoint_never_replaces_a_run(made, tmp_path):
     pack_run(made.folder, tmp_path / "packed")
     with pytest.raises(TrainingError, match="has a run already"):
         unpack_run(tmp_path / "packed", made.folder)
-    with pytest.raises(TrainingError, match="there is no stable"):
+    with pytest.raises(TrainingError, match="has no stable"):
         unpack_run(tmp_path, tmp_path / "runs")
 
 
