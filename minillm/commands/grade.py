@@ -86,13 +86,17 @@ def _rules(args: argparse.Namespace) -> object:
     from minillm.teaching.grading.one_submission import Rules, exercises_in
     from minillm.teaching.grading.variants import read_secret
     from minillm.teaching.guard import Limits
+    from minillm.teaching.registry import module_names
 
     lessons: dict[str, None] = {}  # each once, in the order given
     for name in args.lessons:
         lesson = f"l{name.removeprefix('l').split('_')[0].zfill(2)}"
         lessons[lesson] = None
         if not exercises_in(lesson):
-            raise ConfigError(f"--lessons {name}: there is no such lesson with exercises; numbers are 01 to 17")
+            first, *_, last = (module[1:3] for module in module_names())
+            raise ConfigError(
+                f"--lessons {name}: there is no such lesson with exercises; numbers are {first} to {last}"
+            )
     secret = read_secret(args.secret_file) if args.secret_file else b""
     limits = Limits(args.seconds, int(args.memory * GIB))
     return Rules(limits, args.wall_seconds, tuple(lessons), secret)

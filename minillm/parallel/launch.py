@@ -94,7 +94,7 @@ def start_ranks(
     backend = args.distributed_executor_backend
     if backend == "external_launcher" or (backend is None and dist.is_torchelastic_launched()):
         return LaunchedRank(args, folder, dtype, device)
-    return LeadingRank(args, cache, layout, folder, dtype, device)
+    return LeadingRank(args, CacheConfig(dtype=LAYOUTS[layout], options=cache.options), folder, dtype, device)
 
 
 def device_of(device: torch.device, rank: int) -> torch.device:
@@ -106,13 +106,7 @@ class LeadingRank:
     """Rank 0, which has started the others (`mp`)."""
 
     def __init__(
-        self,
-        args: EngineArgs,
-        cache: CacheConfig,
-        layout: type[KVCache],
-        folder: Path,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, args: EngineArgs, cache: CacheConfig, folder: Path, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.folder, self.dtype, self.block_size = folder, dtype, args.block_size
         size = args.tensor_parallel_size
@@ -126,7 +120,7 @@ class LeadingRank:
                     size=size,
                     device=str(device_of(device, rank)),
                     dtype=str(dtype).removeprefix("torch."),
-                    kv_cache_dtype=LAYOUTS[layout],
+                    kv_cache_dtype=cache.dtype,
                     kv_cache_options=dict(cache.options),
                     block_size=args.block_size,
                     num_threads=num_threads,

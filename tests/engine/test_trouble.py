@@ -222,6 +222,16 @@ class InterruptAt:
         return self._line
 
 
+def finish(llm: LLM, interrupt: InterruptAt) -> None:
+    """Step until nothing is left, through the interrupt."""
+    while llm.engine.has_requests:
+        try:
+            with interrupt:
+                llm.engine.step()
+        except KeyboardInterrupt:
+            llm.engine.scheduler.check_integrity()
+
+
 def interrupt_points() -> Iterator[int]:
     """Lines spread over the whole run, dense in the first steps where everything happens once."""
     yield from range(60, 900, 13)
@@ -288,13 +298,7 @@ def test_an_interrupted_step_keeps_other_requests_whole(tiny: TinyPair, speculat
     for line in range(5, 2500, 211):
         llm.reset_prefix_cache()
         requests = llm.submit(prompts, params)
-        interrupt = InterruptAt(line)
-        while llm.engine.has_requests:
-            try:
-                with interrupt:
-                    llm.engine.step()
-            except KeyboardInterrupt:
-                llm.engine.scheduler.check_integrity()
+        finish(llm, InterruptAt(line))
         assert [request.output_token_ids for request in requests] == expected
         settled(llm)
 
@@ -336,12 +340,7 @@ def test_an_interrupt_while_tokens_are_committed_loses_no_text(tiny: TinyPair, p
     def finished(line: int) -> tuple[list[Any], bool]:
         requests = llm.submit(PROMPTS[:2], replace(GREEDY, **params))
         interrupt = InterruptCommit(line)
-        while llm.engine.has_requests:
-            try:
-                with interrupt:
-                    llm.engine.step()
-            except KeyboardInterrupt:
-                llm.engine.scheduler.check_integrity()
+        finish(llm, interrupt)
         settled(llm)
         seen = [(r.output_token_ids, r.text, r.finish_reason, r.stop_reason, len(r.logprobs)) for r in requests]
         return seen, interrupt.fired

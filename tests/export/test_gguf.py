@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -243,3 +244,11 @@ def test_the_command_says_what_it_wrote(tiny: TinyPair, tmp_path: Path, capsys: 
 
 def test_the_family_is_told_by_the_shape() -> None:
     assert architecture_of(load_config(resolve("minicoder"))) == "llama"
+
+
+def test_scaling_that_llama_cpp_reads_only_in_a_llama_is_refused() -> None:
+    config = load_config(resolve("minicoder"))
+    scaled = replace(config, rope=replace(config.rope, kind="llama3"))
+    assert architecture_of(scaled) == "llama"
+    with pytest.raises(UnsupportedError, match=r"'llama3' cannot be exported: llama\.cpp's qwen2"):
+        architecture_of(replace(scaled, qkv_bias=True))

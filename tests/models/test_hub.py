@@ -104,3 +104,8 @@ def test_only_what_is_read_is_fetched(weights: Path, monkeypatch: pytest.MonkeyP
         "original/consolidated.00.pth",
         "pytorch_model.bin",
     }
+
+
+def test_a_path_that_does_not_exist_is_refused_as_its_text_is(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no model .*not a local folder"):
+        resolve(tmp_path / "no" / "such")

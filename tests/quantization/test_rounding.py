@@ -136,3 +136,9 @@ def test_options_that_make_no_sense_name_themselves(
 def test_a_scheme_that_needs_calibration_says_so(method: str) -> None:
     with pytest.raises(ConfigError, match="needs calibration"):
         make_scheme(method).quantize(weights("normal"))
+
+
+def test_bits_are_an_integer() -> None:
+    """4.0 equals 4, and makes shapes that are no integers."""
+    with pytest.raises(ConfigError, match=r"bits=4\.0"):
+        make_scheme("int4", bits=4.0)

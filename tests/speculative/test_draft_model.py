@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.batch import Segment
 from minillm.speculative.drafter import Draft, Drafter
 from minillm.trace import BlocksFreed, DraftProposed, TokensCommitted
 from tests.conftest import TinyPair
@@ -166,3 +167,25 @@ def test_requests_with_different_numbers_get_the_first_of_the_same_drafts(eager:
         drafts = [draft.token_ids for draft in drafter.propose(requests, counts)]
         assert drafts == [tokens[:count] for tokens, count in zip(whole, counts, strict=True)]
         assert [drafter.num_computed_tokens(r) for r in requests] == [r.num_tokens - 1 for r in requests]
+
+
+def test_what_the_target_forgets_the_draft_model_computes_anew(tiny: TinyPair) -> None:
+    """Else a prompt is not cold after `reset_prefix_cache`."""
+    config = {"model": str(tiny.draft), "num_speculative_tokens": 2, "adaptive": False}
+    llm = LLM(str(tiny.target), block_size=4, enforce_eager=True, speculative_config=config)
+    runner, computed = llm.engine.drafter.runner, []
+    run = runner.run
+
+    def counted(segments: list[Segment]) -> torch.Tensor:
+        computed.append(sum(len(segment.token_ids) for segment in segments))
+        return run(segments)
+
+    runner.run = counted
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    totals = []
+    for _ in range(2):
+        computed.clear()
+        llm.generate([{"prompt_token_ids": [7] * 30}], params, use_tqdm=False)
+        totals.append(sum(computed))
+        assert llm.reset_prefix_cache()
+    assert totals[0] == totals[1] >= 30

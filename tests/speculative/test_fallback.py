@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from minillm import LLM, SamplingParams
 from minillm.errors import UnsupportedError
@@ -191,3 +192,14 @@ def test_a_fallback_that_drafts_trees_needs_a_layout_that_keeps_them(tiny: TinyP
     speculative = then(tiny.draft, "draft_tree")
     with pytest.raises(UnsupportedError, match="'suffix, then draft_tree' drafts trees"):
         LLM(str(tiny.target), kv_cache_config={"layout": "contiguous"}, speculative_config=speculative)
+
+
+def test_a_sampled_tree_is_replaced_only_if_it_is_empty() -> None:
+    """Its size depends on what was drawn: to choose by it would change the distribution of the output."""
+
+    class Tree(Notes):
+        def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+            return [Draft([7] * n, torch.ones(n, 9) / 9, range(-1, n - 1)) for n in self.lengths]
+
+    both = FallbackDrafter(Tree(1, 0), Notes(4, 4), 4, 4, below=3)
+    assert [len(d.token_ids) for d in both.propose([request("a"), request("b")], [4, 4])] == [1, 4]

@@ -150,3 +150,14 @@ def test_a_drafter_is_told_each_verdict_once(tiny: TinyPair) -> None:
         (name, len(draft), accepted) for name, draft, accepted in told
     ]
     assert told and all(draft for _, draft, _ in told)
+
+
+def test_a_seed_of_ones_own_gets_the_shape_from_before_anything_was_measured() -> None:
+    learning, generator = shapes(), random.Random(2)
+    seeded = request(params=SamplingParams(temperature=1.0, seed=1))
+    other = request(params=SamplingParams(temperature=1.0))
+    before = learning.shape_for(seeded).parents
+    for _ in range(300):
+        shape = learning.shape_for(other)
+        learning.judged(other, shape.parents, verdict_of(shape, [0.05, 0.05, 0.9], generator))
+    assert learning.shape_for(other).parents != before == learning.shape_for(seeded).parents

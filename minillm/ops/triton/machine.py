@@ -41,9 +41,14 @@ def _num_sms_of(gpu: int) -> int:
     return torch.cuda.get_device_properties(gpu).multi_processor_count
 
 
+@lru_cache
+def _name_of(gpu: int) -> str:
+    return torch.cuda.get_device_name(gpu)
+
+
 def gpu_name() -> str:
     """Return the name of the current GPU."""
-    return "interpreter" if interpreted() else torch.cuda.get_device_name()
+    return "interpreter" if interpreted() else _name_of(torch.cuda.current_device())
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:

@@ -164,3 +164,10 @@ def test_noise_is_an_error_or_a_plain_value(data):
 def test_forged_levels_do_not_exhaust_the_stack(levels):
     with pytest.raises(ValueError):
         values.decode(b"\x92\xa4list\x91" * levels + b"\xc0")
+
+
+@pytest.mark.parametrize("kind", ["i4,(,)f8", "O", "i", "f8,f8", ""])
+def test_a_forged_kind_of_array_is_a_value_error(kind: str) -> None:
+    """NumPy raises a SyntaxError for the first."""
+    with pytest.raises(ValueError, match=r"an array of|not an encoded value"):
+        values.decode(msgspec.msgpack.encode(["array", kind, [0], b""]))
