@@ -28,7 +28,6 @@ from torch.nn import functional as F
 from minillm.batch import Batch
 from minillm.cache.base import KVCache
 from minillm.cache.sequence_rows import (
-    MAX_DECODE_QUERIES,
     QueryGroup,
     additive_mask,
     check_at_least,
@@ -40,6 +39,7 @@ from minillm.cache.sequence_rows import (
 )
 from minillm.errors import ConfigError
 from minillm.models.config import ModelConfig
+from minillm.ops.paged_attention import MAX_DECODE_QUERIES
 
 GROWTHS = ("preallocated", "concat", "every")
 MIN_ROWS_PER_GROWTH = 16

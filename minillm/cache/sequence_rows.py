@@ -21,8 +21,6 @@ from torch.nn.utils.rnn import pad_sequence
 from minillm.batch import Batch
 from minillm.errors import ConfigError
 
-MAX_DECODE_QUERIES = 16
-"""A request with at most this many new tokens counts as decode or verification; with more, as prefill."""
 PADDED_DEVICES = ("cuda",)
 """Device types on which one padded attention call is faster than one call per request."""
 

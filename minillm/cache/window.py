@@ -24,7 +24,6 @@ from torch import Tensor
 from minillm.batch import Batch
 from minillm.cache.base import KVCache
 from minillm.cache.sequence_rows import (
-    MAX_DECODE_QUERIES,
     QueryGroup,
     additive_mask,
     check_at_least,
@@ -38,6 +37,7 @@ from minillm.cache.sequence_rows import (
 )
 from minillm.errors import MinillmError
 from minillm.models.config import ModelConfig
+from minillm.ops.paged_attention import MAX_DECODE_QUERIES
 
 SLICE = 128
 """Queries per attention call of a long prefill. A call reads only the keys in its queries' windows, so the cost of a

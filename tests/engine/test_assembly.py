@@ -6,6 +6,7 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 
 from minillm import LLM, SamplingParams
 from minillm.cache.paged import PagedKVCache
+from minillm.config import EngineArgs
 from minillm.engine import assembly
 from minillm.errors import ConfigError
-from minillm.models.loading import load_model, save_llama
+from minillm.models import bundled
+from minillm.models.loading import load_config, load_model, save_llama
 from minillm.ops.cpu.simd import BFLOAT, BFLOAT_PAIRS
 from minillm.ops.paged_attention import paged_attention
 from minillm.quantization.base import QuantizedLinear
@@ -203,3 +206,34 @@ def test_more_memory_than_there_is_or_than_pytorch_can_count_is_told_with_its_si
 ) -> None:
     with pytest.raises(ConfigError, match=f"{num_blocks} cache blocks need "):
         LLM(str(tiny.target), device="cpu", num_kv_blocks=num_blocks)
+
+
+class TwoGpus:
+    """What PyTorch says of a full, old GPU 0 and an empty, new GPU 1."""
+
+    free = (0, 2**30)
+    capability = ((7, 5), (8, 0))
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (self.free[_index(device)], 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: self.capability[_index(device)])
+
+
+def _index(device: Any) -> int:
+    """Of the GPU that PyTorch means by `device`; None is the current one, here the first."""
+    return torch.device(device if device is not None else "cuda:0").index or 0
+
+
+def test_the_blocks_are_counted_in_the_memory_of_the_gpu_that_will_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    TwoGpus(monkeypatch)
+    args = EngineArgs(model="", gpu_memory_utilization=0.5, max_num_seqs=1024, block_size=16)
+    assert assembly._num_blocks(args, 2**20, 4096, torch.device("cuda:1")) == 512
+    with pytest.raises(ConfigError, match="a cache of 0 bytes holds no block"):
+        assembly._num_blocks(args, 2**20, 4096, torch.device("cuda:0"))
+
+
+def test_the_gpu_of_the_model_decides_whether_there_is_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    TwoGpus(monkeypatch)
+    config = replace(load_config(bundled.path("minicoder")), dtype="bfloat16")
+    assert assembly.choose_dtype("auto", torch.device("cuda:1"), config) == torch.bfloat16
+    assert assembly.choose_dtype("auto", torch.device("cuda:0"), config) == torch.float16

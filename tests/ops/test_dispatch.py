@@ -46,6 +46,17 @@ def test_a_gpu_gets_kernels_if_it_is_new_enough_and_triton_is_there(
     assert implementations("paged_attention", "cuda:0")[-1] == "reference"
 
 
+def test_the_gpu_that_is_asked_about_decides_not_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_capability",
+        lambda device="cuda:0": ((9, 0), (7, 0))[torch.device(device).index],
+    )
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    assert implementations("paged_attention", "cuda:0")[0] == "triton"
+    assert implementations("paged_attention", "cuda:1")[0] == "reference"
+
+
 def test_the_interpreter_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
     for value, expected in (("0", "reference"), ("", "reference"), ("1", "triton")):

@@ -303,8 +303,24 @@ def test_command_line_reaches_train_and_reports_an_interrupt(tmp_path, monkeypat
     assert seen["stages"] == ["distill", "export"] and seen["distill_minutes"] == 3.5 and seen["target_minutes"] == 400
     assert "continues from there" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--target-minutes", "0"], "--target-minutes: '0' must be a number above 0"),
+        (["--minutes", "nan"], "--minutes: 'nan' must be a number above 0"),
+        (["--minutes", "ten"], "--minutes: 'ten' must be a number above 0"),
+        (["--threads", "0"], "--threads: 0 must be from 1 to"),
+        (["--threads", "two"], "--threads: 'two' must be an integer from 1 to"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused_with_its_limits(capsys, option, message):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args(["--target-minutes", "0"])
+        parser.parse_args(option)
+    assert message in capsys.readouterr().err
 
 
 def test_stable_run_that_travelled_goes_on_elsewhere(made, tmp_path):
