@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +152,18 @@ def test_a_family_with_capped_logits(tiny: TinyPair, soft_capped: Path) -> None:
     assert max(next(iter(row.values())).logprob for row in capped) < max(next(iter(r.values())).logprob for r in free)
     drafted = LLM(str(soft_capped), speculative_config={"model": str(tiny.draft)})
     assert tokens(drafted) == tokens(llm)
+    assert tokens(LLM(str(soft_capped), quantization="int8")) == tokens(LLM(str(tiny.target), quantization="int8"))
+
+
+def test_a_decoder_that_builds_its_layers_itself_runs_and_is_not_quantised_as_it_loads(
+    soft_capped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OwnLayers(SoftCapDecoder):
+        def __init__(self, config: ModelConfig) -> None:
+            super().__init__(config)
+
+    before = tokens(LLM(str(soft_capped)))
+    monkeypatch.setitem(families.FAMILIES, "SoftCapForCausalLM", replace(SOFT_CAP, decoder=OwnLayers))
+    assert tokens(LLM(str(soft_capped))) == before
+    with pytest.raises(UnsupportedError, match=r"OwnLayers builds its layers itself.*; leave out quantization"):
+        LLM(str(soft_capped), quantization="int8")
