@@ -151,8 +151,8 @@ PRETENDS = [
     Attempt(
         "pickles that run code, into every pipe",
         "import pickle, struct\nclass Evil:\n    def __reduce__(self):\n"
-        "        return os.system, ('touch {out}/reached',)\ndata = pickle.dumps(('message', Evil()))\n"
-        "for number in range(3, 256):\n    try:\n        os.write(number, struct.pack('!i', len(data)) + data)\n"
+        "        return os.system, ('touch {out}/reached',)\ndata = b'm' + pickle.dumps(Evil())\n"
+        "for number in range(3, 256):\n    try:\n        os.write(number, struct.pack('!I', len(data)) + data)\n"
         "    except OSError:\n        pass\nreturn None",
         ("failed", "crashed"),
     ),

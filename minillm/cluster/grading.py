@@ -17,7 +17,7 @@ from typing import IO
 
 from minillm.cluster.worker_pool import Pool
 from minillm.errors import UnsupportedError
-from minillm.teaching.grading.batch import Graders, Task, grading_environment, unreadable
+from minillm.teaching.grading.batch import Graders, Task, grading_environment, read, unreadable
 from minillm.teaching.grading.grades import Submission
 from minillm.teaching.grading.one_submission import Grader, Rules
 from minillm.teaching.grading.student_process import StudentProcess
@@ -89,7 +89,7 @@ def graders_of(pool: Pool) -> Graders:
         handed: list[tuple[int, Handed]] = []
         for number, file, key in tasks:
             try:
-                handed.append((number, Handed(file.path.read_bytes(), file.student, file.name, key)))
+                handed.append((number, Handed(read(file), file.student, file.name, key)))
             except OSError as problem:
                 yield number, unreadable(file, key, problem)
         for index, submission in pool.map(partial(GradingWorker, rules, mode), [task for _, task in handed]):

@@ -2,8 +2,9 @@
 
 On Linux the code runs in a child process made by `os.fork`. The child has the notebook's functions with their sources,
 needs no pickling, and costs a few milliseconds. It runs on one thread, because thread pools do not survive a fork, and
-within limits of processor time and memory. Its messages and prints come through a pipe. Its exit status and
-`faulthandler` show how it died, and in which line.
+within limits of processor time and memory. Its messages and prints come through a pipe. A child that sends a
+malformed message is ended, and so is one that never completes a message. Its exit status and `faulthandler` show how it
+died, and in which line.
 
 Elsewhere, and where a GPU is in use (CUDA does not survive a fork either), the code runs in this process. An endless
 loop in Python still ends, and `SystemExit` is caught; a crash in compiled code ends the process. The poisoned arrays of
@@ -16,6 +17,7 @@ import ctypes
 import faulthandler
 import io
 import os
+import pickle
 import re
 import signal
 import sys
@@ -29,15 +31,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from types import FrameType
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
+import msgspec
 import psutil
 import torch
+
+from minillm.teaching.frames import BrokenMessageError, Frames, write_frame
 
 GIB = 1 << 30
 MAX_PRINTED = 20_000
 """Characters of the child's prints that are passed on."""
 POLL_SECONDS = 0.5
+CHUNK = 1 << 16
+"""Bytes read at a time: as many as a pipe holds."""
+_MESSAGE, _STDOUT, _STDERR, _DONE = b"m", b"o", b"e", b"d"
+"""The first byte of a frame: what the rest is."""
 TRACE_LINE = r'File "([^"\n]+)", line (\d+) in (\S+)'
 """A line of `faulthandler`'s output."""
 Send = Callable[[object], None]
@@ -80,10 +89,12 @@ def can_guard() -> bool:
     return sys.platform.startswith("linux") and not torch.cuda.is_initialized()
 
 
-def run_guarded(work: Work, receive: Send, limits: Limits | None = None) -> ChildExit | None:
+def run_guarded(work: Work, receive: Send, limits: Limits | None = None, only_bytes: bool = False) -> ChildExit | None:
     """Run `work(send)` in a child process and pass its messages to `receive`. None if it finished, else how it died.
 
     Its prints appear on this process's `sys.stdout` and `sys.stderr`. Interrupting this process ends the child.
+    `only_bytes`: messages are bytes, and nothing is unpickled here. Otherwise they are pickled: only for code that may
+    run in this process too, because unpickling can run code that the child chose.
     """
     limits = limits or Limits()
     reader, writer = Pipe(duplex=False)
@@ -93,17 +104,18 @@ def run_guarded(work: Work, receive: Send, limits: Limits | None = None) -> Chil
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn about threads; see above
             pid = os.fork()
         if pid == 0:
-            _run_child(work, writer, noise, limits)
+            _run_child(work, writer.fileno(), noise, limits, only_bytes)
         writer.close()
         finished, stuck, death = False, False, None
         try:
-            finished, stuck, death = _listen(reader, receive, psutil.Process(pid), limits)
+            load = bytes if only_bytes else pickle.loads
+            finished, stuck, death = _listen(reader, receive, psutil.Process(pid), limits, load)
         finally:
             if not finished:
                 os.kill(pid, signal.SIGKILL)
             _, status, usage = os.wait4(pid, 0)
             reader.close()
-        if finished:
+        if finished or death is not None:
             return death
         return replace(
             _death(status, noise), idle_timeout=stuck, out_of_time=usage.ru_utime + usage.ru_stime >= limits.seconds
@@ -111,29 +123,48 @@ def run_guarded(work: Work, receive: Send, limits: Limits | None = None) -> Chil
 
 
 def _listen(
-    reader: Connection, receive: Send, child: psutil.Process, limits: Limits
+    reader: Connection, receive: Send, child: psutil.Process, limits: Limits, load: Callable[[bytes], object]
 ) -> tuple[bool, bool, ChildExit | None]:
-    """Listen until the child is done, has closed its pipe, or is stuck: (done, stuck, its last message)."""
-    used, since = -1.0, time.monotonic()
+    """Listen until the child is done, has closed its pipe, sends a malformed message, or is stuck: (done, stuck, how it
+    ended if that is known). An incomplete message does not count as activity."""
+    frames, used, since = Frames(), -1.0, time.monotonic()
     while True:
         if reader.poll(POLL_SECONDS):
-            try:
-                tag, content = reader.recv()
-            except (EOFError, OSError):  # it has died, or closed its files
+            data = os.read(reader.fileno(), CHUNK)
+            if not data:  # it has died, or closed its files
                 return False, False, None
-            if tag == "done":
-                return True, False, content
-            if tag in ("stdout", "stderr"):
-                getattr(sys, tag).write(content)
-            else:
-                receive(content)
-            since = time.monotonic()
-            continue
+            try:
+                for frame in frames.feed(data):
+                    tag, content = _read(frame, load)
+                    if tag == _DONE:
+                        return True, False, content
+                    if tag == _MESSAGE:
+                        receive(content)
+                    else:
+                        (sys.stdout if tag == _STDOUT else sys.stderr).write(content)
+                    since = time.monotonic()
+            except BrokenMessageError:
+                return False, False, ChildExit(raised="a malformed message")
         now = _cpu_seconds(child)
         if now > used + 0.01:
             used, since = now, time.monotonic()
         elif time.monotonic() - since > limits.seconds:
             return False, True, None
+
+
+def _read(frame: bytes, load: Callable[[bytes], object]) -> tuple[bytes, Any]:
+    """What a frame is, and what it holds. Raises `BrokenMessageError`."""
+    tag, data = frame[:1], frame[1:]
+    try:
+        if tag == _DONE:
+            return tag, msgspec.msgpack.decode(data, type=ChildExit | None)
+        if tag == _MESSAGE:
+            return tag, load(data)
+        if tag in (_STDOUT, _STDERR):
+            return tag, data.decode(errors="replace")
+    except Exception as problem:  # what pickle raises for broken bytes is not known
+        raise BrokenMessageError(f"a message that cannot be read: {problem}") from problem
+    raise BrokenMessageError(f"a message that begins with {tag!r}")
 
 
 def _cpu_seconds(child: psutil.Process) -> float:
@@ -158,19 +189,20 @@ def _death(status: int, noise: IO[bytes]) -> ChildExit:
 # ------------------------------------------------------------------------------------------------ in the child process
 
 
-def _run_child(work: Work, writer: Connection, noise: IO[bytes], limits: Limits) -> NoReturn:
+def _run_child(work: Work, pipe: int, noise: IO[bytes], limits: Limits, only_bytes: bool) -> NoReturn:
     """Run `work`, send how it ended, and exit without the parent's clean-up."""
     parent_output = sys.stdout, sys.stderr
     try:
         _set_up_child(noise, limits)
-        sys.stdout, sys.stderr = _Forwarding(writer, "stdout"), _Forwarding(writer, "stderr")
+        sys.stdout, sys.stderr = _Forwarding(pipe, _STDOUT), _Forwarding(pipe, _STDERR)
+        dump: Callable[[Any], bytes] = bytes if only_bytes else pickle.dumps
         death = None
         try:
-            work(lambda message: writer.send(("message", message)))
+            work(lambda message: write_frame(pipe, _MESSAGE + dump(message)))
         except BaseException as error:  # which `work` does not catch, such as KeyboardInterrupt
             out_of_time = isinstance(error, OutOfTime)
             death = ChildExit(raised=type(error).__name__, out_of_time=out_of_time, lines=_lines_of(error))
-        writer.send(("done", death))
+        write_frame(pipe, _DONE + msgspec.msgpack.encode(death))
     finally:
         sys.stdout, sys.stderr = parent_output
         os._exit(0)
@@ -209,8 +241,8 @@ class _Forwarding(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, writer: Connection, name: str) -> None:
-        self._writer, self._name, self._left = writer, name, MAX_PRINTED
+    def __init__(self, pipe: int, tag: bytes) -> None:
+        self._pipe, self._tag, self._left = pipe, tag, MAX_PRINTED
 
     def writable(self) -> bool:
         """Always True."""
@@ -222,7 +254,7 @@ class _Forwarding(io.TextIOBase):
             shown = text[: self._left]
             self._left -= len(shown)
             end = "" if self._left else "\n… (further prints are left out)\n"
-            self._writer.send((self._name, shown + end))
+            write_frame(self._pipe, self._tag + (shown + end).encode(errors="replace"))
         return len(text)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pickle
+import struct
 import subprocess
 import sys
 import time
@@ -110,6 +112,64 @@ def test_whatever_a_wrong_answer_does_to_its_process_the_check_says_so(answer, s
     text = str(check_function(EXERCISE, answer, SHORT if "1 s" in says else LONG))
     assert says in text
     assert "it looks as if" not in text
+
+
+def write_past_the_messages(data: bytes) -> None:
+    """In the child: write into the pipe of its messages, as a function that is broken or hostile may."""
+    os.write(sys.stdout._pipe, data)
+
+
+def sends_half_a_message(x):
+    write_past_the_messages(struct.pack("!I", 1_000) + b"m")
+    time.sleep(1_000)
+
+
+def sends_a_message_without_measure(x):
+    write_past_the_messages(struct.pack("!I", 1 << 31))
+    time.sleep(1_000)
+
+
+def sends_no_pickle(x):
+    write_past_the_messages(struct.pack("!I", 5) + b"mPASS")
+    time.sleep(1_000)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (sends_half_a_message, "waits for something and did nothing for 1 s"),
+        (sends_a_message_without_measure, "stopped the check with a malformed message"),
+        (sends_no_pickle, "stopped the check with a malformed message"),
+    ],
+)
+def test_a_check_never_waits_for_the_rest_of_a_message(answer, says):
+    assert says in str(check_function(EXERCISE, answer, SHORT))
+
+
+class Reaching:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@linux
+def test_messages_of_bytes_only_are_never_unpickled(tmp_path: Path):
+    data, reached, got = pickle.dumps(Reaching(tmp_path / "reached")), tmp_path / "reached", []
+
+    def work(send):
+        send(data)
+        write_past_the_messages(struct.pack("!I", 1 + len(data)) + b"d" + data)
+        time.sleep(1_000)
+
+    death = guard.run_guarded(work, got.append, SHORT, only_bytes=True)
+    assert got == [data]
+    assert death == guard.ChildExit(raised="a malformed message")
+    assert not reached.exists()
 
 
 @linux

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import msgspec
 
 from minillm.errors import ConfigError
 from minillm.teaching.grading import grades
+from minillm.teaching.grading.cells import MAX_FILE
 from minillm.teaching.grading.grades import SCHEMA, Status, Submission
 from minillm.teaching.grading.one_submission import Grader, Rules
 from minillm.teaching.grading.student_process import StudentProcess
@@ -123,13 +125,22 @@ def _graded(tasks: list[Task], rules: Rules, jobs: int, mode: str) -> Iterator[t
 def _grade(grader: Grader, task: Task) -> Submission:
     _, file, key = task
     try:
-        return grader.grade(file.path.read_bytes(), file.student, file.name, key)
+        return grader.grade(read(file), file.student, file.name, key)
     except OSError as problem:
         return unreadable(file, key, problem)
 
 
+def read(file: File) -> bytes:
+    """The contents of a file. Raises `OSError` if the system does not let us read it, or if it is too large."""
+    with file.path.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size > MAX_FILE:
+            raise OSError(errno.EFBIG, f"{size:,} bytes; the limit is {MAX_FILE:,}")
+        return opened.read(MAX_FILE)
+
+
 def unreadable(file: File, key: str, problem: OSError) -> Submission:
-    """The result of a file that the system does not let us read."""
+    """The result of a file that `read` does not read."""
     made = {"student": file.student, "file": file.name, "key": key}
     return Submission(**made, status=Status.UNREADABLE, reason=problem.strerror or str(problem))
 
@@ -171,9 +182,9 @@ def grading_environment() -> Iterator[None]:
 def _key(file: File, rules: Rules, mode: str) -> str:
     """What the grades of a file depend on, as a hash."""
     try:
-        data = file.path.read_bytes()
-    except OSError:
-        data = b""
+        data = read(file)
+    except OSError as problem:
+        data = str(problem).encode("utf-8", "replace")
     secret = hashlib.sha256(rules.secret).hexdigest()
     settings = [SCHEMA, __version__, file.student, file.name, *rules.lessons, secret, rules.wall_seconds]
     settings += [rules.limits.seconds, rules.limits.memory, mode]

@@ -42,7 +42,8 @@ def version() -> int:
 
 
 def close_in(readable: list[Path], hidden: list[Path], writable: Path) -> None:
-    """Allow to read `readable` except `hidden`, and to write `writable`; no sockets. For good, for children too.
+    """Allow to read `readable` except `hidden`, and to write `writable`; no sockets. For good, for children too. The
+    paths of `readable` and `hidden` have no links in them.
 
     Raises:
         OSError: the kernel has no Landlock.
@@ -68,13 +69,15 @@ def close_in(readable: list[Path], hidden: list[Path], writable: Path) -> None:
 
 
 def _around(place: Path, hidden: list[Path]) -> Iterator[tuple[Path, int]]:
-    """`place` without `hidden`, as rules for its parts. Names may be listed everywhere."""
+    """`place` without `hidden`, as rules for its parts. Names may be listed everywhere. A rule holds for what a link
+    leads to, so a link in `place` gets none: it may lead to `hidden`."""
     if any(place == path or path in place.parents for path in hidden):
         return
     if any(place in path.parents for path in hidden):
         yield place, READ_DIR
         for child in place.iterdir():
-            yield from _around(child, hidden)
+            if not child.is_symlink():
+                yield from _around(child, hidden)
     else:
         yield place, READ_FILE | READ_DIR | EXECUTE
 

@@ -6,12 +6,16 @@ nothing: it would have to know the answers.
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Iterator
 
 import msgspec
 
-MAX_FRAME = 80 << 20
-_HEAD = struct.Struct("!I")
+from minillm.teaching.frames import BrokenMessageError, Frames
+from minillm.teaching.grading.values import MAX_ITEMS, num_items
+
+MAX_BYTES = 128 << 20
+"""Of all messages of one job, as is `MAX_ITEMS`. The right answers to all cases of an exercise have some kilobytes and
+hundreds of items; the grader keeps what it gets in memory."""
 
 
 class Found(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -96,31 +100,29 @@ _decoder = msgspec.msgpack.Decoder(Message)
 pack = msgspec.msgpack.Encoder().encode
 
 
-def framed(data: bytes) -> bytes:
-    """`data` after its length."""
-    return _HEAD.pack(len(data)) + data
-
-
-class Frames:
-    """Collects bytes and gives out the messages in them.
-
-    Raises:
-        ValueError: the bytes are no messages.
-    """
+class Messages:
+    """Collects the bytes of one job and gives out the messages in them."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._frames = Frames()
+        self._bytes = self._items = 0
 
-    def feed(self, data: bytes) -> list[Message]:
-        """The messages that are complete now."""
-        self._buffer += data
-        found: list[Message] = []
-        while len(self._buffer) >= _HEAD.size:
-            (size,) = _HEAD.unpack_from(self._buffer)
-            if size > MAX_FRAME:
-                raise ValueError(f"a message of {size:,} bytes")
-            if len(self._buffer) < _HEAD.size + size:
-                break
-            found.append(_decoder.decode(bytes(self._buffer[_HEAD.size : _HEAD.size + size])))
-            del self._buffer[: _HEAD.size + size]
-        return found
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that are complete now. Raises `BrokenMessageError` for malformed ones, and for too many."""
+        self._bytes += len(data)
+        if self._bytes > MAX_BYTES:
+            raise BrokenMessageError(f"more than {MAX_BYTES >> 20} MiB")
+        for frame in self._frames.feed(data):
+            self._count(frame)
+            try:
+                message = _decoder.decode(frame)
+            except msgspec.MsgspecError:
+                raise BrokenMessageError("a malformed message") from None
+            if isinstance(message, Answered):
+                self._count(message.value)
+            yield message
+
+    def _count(self, data: bytes) -> None:
+        self._items += num_items(data)
+        if self._items > MAX_ITEMS:
+            raise BrokenMessageError(f"more than {MAX_ITEMS:,} values")

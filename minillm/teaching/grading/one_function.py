@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from minillm.teaching.attempt import Outcome, call
 from minillm.teaching.exercise import Case, Interface
+from minillm.teaching.frames import write_frame
 from minillm.teaching.grading import cells as notebook_cells
 from minillm.teaching.grading import values
 from minillm.teaching.grading.cells import Cell
@@ -25,7 +26,6 @@ from minillm.teaching.grading.messages import (
     Loaded,
     NotLoaded,
     Unreadable,
-    framed,
     pack,
 )
 from minillm.teaching.grading.program import Program, Statement, is_stub, load, parse
@@ -61,19 +61,22 @@ Job = ReadJob | RunJob
 def do(job: Job, pipe: int) -> None:
     """Do the job; write its messages to `pipe`."""
     if isinstance(job, ReadJob):
-        _write(pipe, pack(_read(job)))
+        write_frame(pipe, pack(_read(job)))
         return
-    death = run_guarded(lambda send: _work(job, pipe, send), lambda message: _forward(pipe, message), job.limits)
+    death = run_guarded(
+        lambda send: _work(job, pipe, send), lambda message: _forward(pipe, message), job.limits, only_bytes=True
+    )
     if death is None:
-        _write(pipe, pack(Ended(finished=True)))
+        write_frame(pipe, pack(Ended(finished=True)))
         return
     facts = asdict(death) | {"lines": list(death.lines), "library_message": _cut(death.library_message)}
-    _write(pipe, pack(Ended(finished=False, **facts)))
+    write_frame(pipe, pack(Ended(finished=False, **facts)))
 
 
 def fault(pipe: int, text: str) -> None:
     """Tell that the runner itself failed: by a fault of ours, or because the function broke it."""
-    _write(pipe, pack(Ended(finished=False, raised="a failure of its runner", library_message=_cut(text[-MAX_TEXT:]))))
+    ended = Ended(finished=False, raised="a failure of its runner", library_message=_cut(text[-MAX_TEXT:]))
+    write_frame(pipe, pack(ended))
 
 
 def _read(job: ReadJob) -> Cells | Unreadable:
@@ -93,13 +96,7 @@ def _read(job: ReadJob) -> Cells | Unreadable:
 
 def _forward(pipe: int, message: object) -> None:
     if isinstance(message, bytes):
-        _write(pipe, message)
-
-
-def _write(pipe: int, data: bytes) -> None:
-    view = memoryview(framed(data))
-    while view:
-        view = view[os.write(pipe, view) :]
+        write_frame(pipe, message)
 
 
 # ------------------------------------------------------------------------------------- in the child with the function

@@ -75,14 +75,21 @@ class Grader:
         )
 
     def _exercise(self, exercise: Exercise, cells: list[Cell], student: str) -> ExerciseGrade:
-        visible = self._visible.setdefault(exercise.name, AnswerKey(exercise))
+        visible = self._answers(exercise)
         hidden = hidden_cases(visible, self.rules.secret, student)
         key = AnswerKey(exercise, visible, hidden) if hidden else visible
-        key.expected(0)
         job = RunJob(cells, exercise.function_name, exercise.interface, key.cases, self.rules.limits)
         told = self.process.run(job, self.rules.wall_seconds, 2 * self.rules.limits.memory)
         grade = _Verdict(key, self.rules, told, [file_of(cell.number) for cell in cells]).grade()
         return replace(grade, hidden=_is_hidden(grade.case, hidden), seconds=round(told.seconds, 3))
+
+    def _answers(self, exercise: Exercise) -> AnswerKey:
+        """The visible cases and the right answers to them, computed once."""
+        if exercise.name not in self._visible:
+            key = self._visible[exercise.name] = AnswerKey(exercise)
+            for index in range(len(key.cases)):
+                key.expected(index)
+        return self._visible[exercise.name]
 
 
 class _Verdict:
@@ -156,7 +163,7 @@ class _Verdict:
             ended.out_of_time,
             _text(ended.raised),
             _text(ended.library_message),
-            tuple(ended.lines[:50]),
+            tuple((_text(file), line, _text(name)) for file, line, name in ended.lines[:50]),
         )
         slow = death.out_of_time or death.idle_timeout
         return self._of(self.judge.died(at, death, self.files), Status.TIMEOUT if slow else Status.CRASHED)

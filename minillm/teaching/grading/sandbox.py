@@ -51,6 +51,8 @@ def enter(root: Path, package: Path, slot: int) -> None:
     _mount("tmpfs", str(root), "tmpfs", NOSUID | NODEV, "size=16m,mode=755")
     for source in needed(package):
         _bind(root, source)
+    for link in links(package):
+        _link(root, link)
     for answers in hidden(package):
         _mount("tmpfs", str(root / str(answers).lstrip("/")), "tmpfs", RDONLY | NOSUID | NODEV, "size=4k,mode=755")
     for name in ("proc", "tmp", "dev/shm", "etc", SCRATCH.lstrip("/")):
@@ -71,7 +73,8 @@ def enter(root: Path, package: Path, slot: int) -> None:
 
 def hidden(package: Path) -> list[Path]:
     """The folders of minillm that hold answers: the exercises, and in an installed package the solved lessons."""
-    return [path for path in (package / "teaching" / "exercises", package / "_solutions") if path.is_dir()]
+    folders = (package / "teaching" / "exercises", package / "_solutions")
+    return [path.resolve() for path in folders if path.is_dir()]
 
 
 def begin_run(slot: int) -> None:
@@ -128,28 +131,42 @@ def limit_files_and_processes(processes: bool) -> None:
 
 
 def needed(package: Path) -> list[Path]:
-    """The folders that Python needs, outermost only, and minillm's own."""
+    """The folders that Python needs, and minillm's own: where they really are, outermost only."""
+    real = {path.resolve() for path in _wanted(package)}
+    return [path for path in sorted(real) if not any(other in path.parents for other in real)]
+
+
+def links(package: Path) -> list[Path]:
+    """The links on the ways to these folders, each where it really is."""
+    found = set()
+    for path in _wanted(package):
+        while link := next((part for part in (*reversed(path.parents), path) if part.is_symlink()), None):
+            found.add(link)
+            path = link.resolve() / path.relative_to(link)
+    return sorted(found)
+
+
+def _wanted(package: Path) -> list[Path]:
+    """The folders that Python needs, and minillm's own, under the names that they are asked for by."""
     python = [sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent)]
     wanted = [Path(name) for name in (*SYSTEM, *python)]
     for path in sys.path:  # packages that are installed outside of Python's own folders
         if path and Path(path).name in ("site-packages", "dist-packages"):
             wanted.append(Path(path))
-    real = {Path(os.path.realpath(path)) for path in wanted if path.is_dir()}
-    links = {path for path in wanted if path.is_symlink() or os.path.realpath(path) != str(path)}
-    real |= {path for path in links if path.is_dir() and not path.is_symlink()}
-    real.add(package)
-    outermost = [path for path in sorted(real) if not any(other in path.parents for other in real)]
-    return [*outermost, *[path for path in sorted(links) if path.is_symlink()]]
+    return [path for path in (*wanted, package) if path.is_dir()]
+
+
+def _link(root: Path, link: Path) -> None:
+    """Make the same link under `root`, unless it is in a folder that is shown there."""
+    target = root / str(link).lstrip("/")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.is_symlink():
+        target.symlink_to(link.resolve())
 
 
 def _bind(root: Path, source: Path) -> None:
-    """Show `source` at the same place under `root`, read-only; a link stays a link."""
+    """Show `source` at the same place under `root`, read-only."""
     target = root / str(source).lstrip("/")
-    if source.is_symlink():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists() and not target.is_symlink():
-            target.symlink_to(os.path.realpath(source))
-        return
     target.mkdir(parents=True, exist_ok=True)
     _mount(str(source), str(target), None, BIND | REC)
     kept = os.statvfs(target).f_flag & (NOSUID | NODEV | NOEXEC)

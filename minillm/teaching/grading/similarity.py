@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from minillm.teaching.grading.program import Program, is_stub
 
@@ -17,13 +17,19 @@ MIN_NODES = 25
 
 
 def shapes_of(program: Program) -> dict[str, list[str]]:
-    """For each written function: the kinds of its nodes, in order, each with its parent's."""
-    found = {}
-    for name in program.functions:
-        node = next((s.node for s in reversed(program.statements) if name in s.binds and not is_stub(s.node)), None)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found[name] = shape(node)
-    return found
+    """For each written function, by its last definition: the kinds of its nodes, in order, each with its parent's. What
+    is assigned to its name afterwards does not count."""
+    written = {node.name: node for s in program.statements for node in _functions(s.node) if not is_stub(node)}
+    return {name: shape(node) for name, node in written.items()}
+
+
+def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions that a top-level statement defines: itself, or those in its branches."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        yield node
+    elif isinstance(node, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+        for child in ast.iter_child_nodes(node):
+            yield from _functions(child)
 
 
 def shape(node: ast.AST) -> list[str]:

@@ -16,18 +16,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
 import psutil
 
 import minillm
 from minillm.errors import UnsupportedError
-from minillm.teaching.grading.messages import Frames, Message
+from minillm.teaching.frames import BrokenMessageError
+from minillm.teaching.grading.messages import Message, Messages
 from minillm.teaching.grading.one_function import Job
 
 MODES = ("namespaces", "landlock", "limits")
 """How a submission is closed in, the strongest first; `limits`: by limits and an import hook only."""
 POLL_SECONDS = 0.1
 START_SECONDS = 120.0
+REPLY_SECONDS = 30.0
+"""The template may take so long to end a job whose processes are gone; then it is started anew."""
+MAX_REPLY = 1 << 17
 MAX_PROCESSES = 24
 """Processes that one submission may have at a time; ours among them."""
 PACKAGE = Path(minillm.__file__).resolve().parent
@@ -82,20 +85,18 @@ class StudentProcess:
             raise UnsupportedError(f"the process for submissions does not start again: {problem}")
         reader, writer = os.pipe()
         try:
-            setup = self._hand_over(job, writer)
-            if setup is None:
+            assert self._process is not None
+            handed = self._hand_over(job, writer)
+            told = _listen(reader, self._process.pid, wall_seconds, memory) if handed else Told()
+            if not handed or self._reply(REPLY_SECONDS) != "ended":
                 self.close()
-                return Told(stopped="process: the template has ended")
-            told = _listen(reader, setup, wall_seconds, memory)
-            if self._reply() is None:
-                self.close()
+                told.stopped = told.stopped or ("" if told.messages else "process: the template has ended")
             return told
         finally:
             os.close(reader)
 
-    def _hand_over(self, job: Job, writer: int) -> int | None:
-        """Send a job, in a file in memory, and the end of a pipe; the process id of its setup process, or None if the
-        template has ended."""
+    def _hand_over(self, job: Job, writer: int) -> bool:
+        """Send a job, in a file in memory, and the end of a pipe; False if the template has ended."""
         assert self._control is not None
         with os.fdopen(os.memfd_create("job"), "w+b") as file:
             pickle.dump(job, file)
@@ -103,20 +104,17 @@ class StudentProcess:
             try:
                 socket.send_fds(self._control, [b"j"], [file.fileno(), writer])
             except OSError:
-                return None
+                return False
             finally:
                 os.close(writer)
-        reply = self._reply()
-        return reply[1] if reply else None
+        return True
 
     def close(self) -> None:
         """End the template and whatever it has started."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            for process in _tree(self._process.pid):
-                with suppress(psutil.Error):
-                    process.kill()
+            _kill(_tree(self._process.pid))
             self._process.kill()
             self._process.wait()
         self._process = self._control = None
@@ -125,7 +123,7 @@ class StudentProcess:
     def _start(self, mode: str) -> str:
         """Start a template; "" or why it does not start."""
         self._folder.mkdir(exist_ok=True)
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         names = str(theirs.fileno()), str(self._folder), str(PACKAGE), str(self.slot), mode
         script = str(Path(__file__).with_name("template.py"))
         self._process = subprocess.Popen(
@@ -138,38 +136,23 @@ class StudentProcess:
             cwd="/",
         )
         theirs.close()
-        ours.settimeout(START_SECONDS)
         self._control = ours
-        reply = self._reply()
-        if reply is None:
-            return "the process ended"
-        ours.settimeout(None)
-        return "" if reply[0] == "ready" else str(reply[1])
+        reply = self._reply(START_SECONDS)
+        return "" if reply == "ready" else reply or f"it has ended, or did not start within {START_SECONDS:g} s"
 
-    def _reply(self) -> tuple[str, int] | None:
-        """The template's next message; None if it has ended. The template runs our code only."""
+    def _reply(self, seconds: float) -> str:
+        """The template's next message, of text only; "" if it has ended or says nothing for `seconds`."""
         assert self._control is not None
-        head = self._exactly(8)
-        data = self._exactly(int.from_bytes(head, "big")) if head else b""
-        return pickle.loads(data) if data else None
-
-    def _exactly(self, size: int) -> bytes:
-        assert self._control is not None
-        data = b""
-        while len(data) < size:
-            try:
-                part = self._control.recv(size - len(data))
-            except OSError:
-                return b""
-            if not part:
-                return b""
-            data += part
-        return data
+        self._control.settimeout(seconds)
+        try:
+            return self._control.recv(MAX_REPLY).decode(errors="replace")
+        except OSError:
+            return ""
 
 
-def _listen(reader: int, setup: int, wall_seconds: float, memory: int) -> Told:
-    """Collect messages until the pipe closes; end the processes that `setup` started if they use too much."""
-    told, frames, began = Told(), Frames(), time.monotonic()
+def _listen(reader: int, template: int, wall_seconds: float, memory: int) -> Told:
+    """Collect messages until the pipe closes; end the processes of the job if they use too much."""
+    told, messages, began = Told(), Messages(), time.monotonic()
     checked = began
     while True:
         ready, _, _ = select.select([reader], [], [], POLL_SECONDS)
@@ -178,24 +161,25 @@ def _listen(reader: int, setup: int, wall_seconds: float, memory: int) -> Told:
             if not data:
                 break
             try:
-                told.messages += frames.feed(data)
-            except (ValueError, msgspec.MsgspecError):
-                told.stopped = "its process sent what is no answer"
+                for message in messages.feed(data):
+                    told.messages.append(message)
+            except BrokenMessageError as problem:
+                told.stopped = f"messages: its process sent {problem}"
         now = time.monotonic()
         if now - checked >= POLL_SECONDS:
-            told.stopped = told.stopped or _too_much(setup, now - began, wall_seconds, memory)
+            told.stopped = told.stopped or _too_much(template, now - began, wall_seconds, memory)
             checked = time.monotonic()
         if told.stopped:
-            _end(setup)
+            _end(template)
             break
     told.seconds = time.monotonic() - began
     return told
 
 
-def _too_much(setup: int, seconds: float, wall_seconds: float, memory: int) -> str:
+def _too_much(template: int, seconds: float, wall_seconds: float, memory: int) -> str:
     if seconds > wall_seconds:
         return f"time: it did not end within {wall_seconds:g} s"
-    processes = _tree(setup)
+    processes = _of_job(template)
     if len(processes) > MAX_PROCESSES:
         return f"processes: it started more than {MAX_PROCESSES}"
     used = 0
@@ -206,18 +190,30 @@ def _too_much(setup: int, seconds: float, wall_seconds: float, memory: int) -> s
     return f"memory: its processes used more than {memory / (1 << 30):g} GiB together" if used > memory else ""
 
 
-def _end(setup: int) -> None:
+def _end(template: int) -> None:
     """Kill everything below the setup process, again and again until nothing is left, then itself."""
     for _ in range(50):
-        below = _tree(setup)
+        below = _of_job(template)
         if not below:
             break
-        for process in below:  # the first is the runner, pid 1 of its own numbering: with it, all the others die
-            with suppress(psutil.Error):
-                process.kill()
+        _kill(below)  # the first is the runner, pid 1 of its own numbering: with it, all the others die
         time.sleep(0.01)
-    with suppress(OSError):
-        os.kill(setup, 9)
+    _kill(_tree(template))
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def _of_job(template: int) -> list[psutil.Process]:
+    """The processes below the setup process, which is the template's only child."""
+    found = []
+    for process in _tree(template):
+        with suppress(psutil.Error):
+            found += [process] if process.ppid() != template else []
+    return found
 
 
 def _tree(pid: int) -> list[psutil.Process]:

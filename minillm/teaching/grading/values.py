@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +22,10 @@ MAX_BYTES = 64 << 20
 """Of one answer."""
 MAX_DEPTH = 60
 MAX_ITEMS = 1_000_000
+"""Of one answer: numbers, texts and containers, as msgpack counts them."""
+MAX_MEMBERS = 1_000
+"""Of one set or dict. Integers can be chosen so that all have the same hash, and each is compared with all before it.
+`MAX_ITEMS` of them, in sets of this size, take about 7 s to read; in sets of 10,000 they would take 80 s."""
 MAX_DIMS = 16
 MAX_BITS = 8_000
 MAX_NAME = 100
@@ -47,21 +51,58 @@ class Foreign:
 def encode(value: object) -> bytes:
     """`value` as bytes. Raises `ValueTooLarge`."""
     data = msgspec.msgpack.encode(_Encoder().tagged(value, 0))
-    if len(data) > MAX_BYTES:
-        raise ValueTooLarge(f"an answer of {len(data):,} bytes; the limit is {MAX_BYTES:,}")
+    _check_size(data)
     return data
 
 
 def decode(data: bytes) -> object:
     """The value of `encode`'s bytes. Raises `ValueError` for any other bytes."""
-    if len(data) > MAX_BYTES:
-        raise ValueTooLarge(f"an answer of {len(data):,} bytes; the limit is {MAX_BYTES:,}")
+    _check_size(data)
     try:
         return _value(msgspec.msgpack.decode(data), 0)
     except ValueTooLarge:
         raise
     except Exception as problem:  # what libraries raise for forged bytes is not known
         raise ValueError(f"not an encoded value: {problem}") from None
+
+
+def num_items(data: bytes) -> int:
+    """How many objects the msgpack `data` holds, counted up to `MAX_ITEMS` + 1 without making any of them."""
+    at = count = 0
+    while at < len(data) and count <= MAX_ITEMS:
+        plain, length = _SIZES[data[at]]
+        at += 1 + plain + length + int.from_bytes(data[at + 1 : at + 1 + length], "big")
+        count += 1
+    return count
+
+
+def _sizes(head: int) -> tuple[int, int]:
+    """For an object that begins with the byte `head`: how many bytes always follow, and how many hold the length of the
+    rest. The items of an array or a map are objects of their own."""
+    if 0xA0 <= head <= 0xBF:  # short text
+        return head & 0x1F, 0
+    if head in (0xC4, 0xC5, 0xC6, 0xD9, 0xDA, 0xDB):  # bytes, text
+        return 0, 1 << (head - 0xC4 if head < 0xD9 else head - 0xD9)
+    if head in (0xC7, 0xC8, 0xC9):  # extension
+        return 1, 1 << head - 0xC7
+    fixed = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+    fixed |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+    return fixed.get(head, 0), 0
+
+
+_SIZES = [_sizes(head) for head in range(256)]
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_BYTES:
+        raise ValueTooLarge(f"an answer of {len(data):,} bytes; the limit is {MAX_BYTES:,}")
+    if num_items(data) > MAX_ITEMS:
+        raise ValueTooLarge(f"an answer with more than {MAX_ITEMS:,} items")
+
+
+def _check_members(found: Collection[Any]) -> None:
+    if len(found) > MAX_MEMBERS:
+        raise ValueTooLarge(f"a set or dict with {len(found):,} members; the limit is {MAX_MEMBERS:,}")
 
 
 class _Encoder:
@@ -101,6 +142,8 @@ class _Encoder:
         return ["int", hex(value)]
 
     def _container(self, value: Any, kind: type, depth: int) -> Any:
+        if isinstance(value, (set, frozenset, dict)):
+            _check_members(value)
         if kind in _SEQUENCES:
             return [_SEQUENCES[kind], [self.tagged(item, depth + 1) for item in value]]
         if isinstance(value, dict):
@@ -203,8 +246,18 @@ def _foreign(content: list[Any], depth: int) -> object:
     return made
 
 
-def _sequence(make: Callable[[list[Any]], Any]) -> Callable[[list[Any], int], Any]:
-    return lambda content, depth: make([_value(item, depth) for item in content[0]])
+def _dict(content: list[Any], depth: int) -> dict[Any, Any]:
+    _check_members(content[0])
+    return {_value(key, depth): _value(item, depth) for key, item in content[0]}
+
+
+def _sequence(make: type) -> Callable[[list[Any], int], Any]:
+    def read(content: list[Any], depth: int) -> Any:
+        if make in (set, frozenset):
+            _check_members(content[0])
+        return make([_value(item, depth) for item in content[0]])
+
+    return read
 
 
 _READERS: dict[str, Callable[[list[Any], int], Any]] = {
@@ -218,6 +271,6 @@ _READERS: dict[str, Callable[[list[Any], int], Any]] = {
     "scalar": lambda content, depth: _array(content, depth)[()],
     "generator": _generator,
     "object": _foreign,
-    "dict": lambda content, depth: {_value(key, depth): _value(item, depth) for key, item in content[0]},
+    "dict": _dict,
     **{tag: _sequence(make) for make, tag in _SEQUENCES.items()},
 }

@@ -186,6 +186,19 @@ return found
         assert grade_of(graded(grader, notebook), f"l02.{TARGET}").got == "0"
 
 
+def test_a_function_that_sends_answers_without_end_is_stopped(grader: Grader):
+    body = """
+from minillm.teaching.frames import write_frame
+from minillm.teaching.grading.messages import Answered, pack
+from minillm.teaching.grading.values import encode
+while True:
+    write_frame(sys.stdout._pipe, b"m" + pack(Answered(99, encode(bytes(1 << 20)), None, [])))
+"""
+    notebook = with_cell(_solved(SECOND), TARGET, Attempt("sends without end", body).cell())
+    got = grade_of(graded(grader, notebook), f"l02.{TARGET}")
+    assert (got.status, got.problem) == (Status.CRASHED, "stopped: its process sent more than 128 MiB")
+
+
 def test_imports_from_the_engine_are_reported(grader: Grader):
     own = f"def {TARGET}(config, bytes_per_value):\n    return kv(config, bytes_per_value)"
     source = f"from minillm.models.config import ModelConfig as kv\n\n{own}"

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from xml.etree import ElementTree as Xml
 
@@ -16,6 +17,7 @@ from minillm.cli import main
 from minillm.errors import ConfigError
 from minillm.teaching.grading import batch, grades, reports
 from minillm.teaching.grading.grades import ExerciseGrade, Status, Submission
+from minillm.teaching.grading.one_submission import Rules
 from minillm.teaching.grading.reports import gradescope, page, summary, tables
 from minillm.teaching.grading.reports.names import file_name
 
@@ -153,6 +155,17 @@ def test_a_second_run_grades_only_what_is_new(tmp_path, capsys, monkeypatch):
     assert main(["grade", str(submissions), "--out", str(out)]) == 0
     assert started == []
     assert (out / "grades.csv").read_text() == first
+
+
+def test_a_file_without_measure_is_unreadable_and_never_read(tmp_path, monkeypatch):
+    submissions, size = tmp_path / "submissions", 1 << 40
+    submissions.mkdir()
+    with (submissions / "alice.ipynb").open("wb") as file:
+        file.truncate(size)
+    monkeypatch.setattr(batch, "StudentProcess", lambda *args: nullcontext())
+    [submission] = batch.grade_all(batch.find(submissions), tmp_path / "out", Rules())
+    assert submission.status is Status.UNREADABLE
+    assert submission.reason == f"{size:,} bytes; the limit is {batch.MAX_FILE:,}"
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,16 @@ def _endless_list():
 
 @pytest.mark.parametrize(
     "value",
-    [_endless_list(), torch.zeros(1).expand(1 << 40), 10**10_000, [0] * (values.MAX_ITEMS + 1)],
-    ids=["cycle", "tensor", "integer", "items"],
+    [
+        _endless_list(),
+        torch.zeros(1).expand(1 << 40),
+        10**10_000,
+        [0] * (values.MAX_ITEMS + 1),
+        ["x"] * (values.MAX_ITEMS // 2),
+        set(range(values.MAX_MEMBERS + 1)),
+        dict.fromkeys(range(values.MAX_MEMBERS + 1)),
+    ],
+    ids=["cycle", "tensor", "integer", "items", "texts", "set", "dict"],
 )
 def test_values_without_measure_are_refused_where_they_are_made(value):
     with pytest.raises(values.ValueTooLarge):
@@ -171,3 +179,31 @@ def test_a_forged_kind_of_array_is_a_value_error(kind: str) -> None:
     """NumPy raises a SyntaxError for the first."""
     with pytest.raises(ValueError, match=r"an array of|not an encoded value"):
         values.decode(msgspec.msgpack.encode(["array", kind, [0], b""]))
+
+
+@pytest.mark.parametrize("forged", [b"\x90", b"\xa1x", b"\xc4\x00", b"\xcc\x07", b"\xc7\x01\x05x"], ids=bytes.hex)
+def test_forged_items_are_refused_before_any_is_made(forged: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msgspec.msgpack, "decode", lambda data: pytest.fail("they were made"))
+    count = values.MAX_ITEMS + 1
+    with pytest.raises(values.ValueTooLarge, match="items"):
+        values.decode(b"\x92\xa4list\xdd" + count.to_bytes(4, "big") + forged * count)
+
+
+@pytest.mark.parametrize("tag", ["set", "frozenset", "dict"])
+def test_a_set_or_dict_whose_members_all_collide_is_small(tag: str) -> None:
+    """Python's hash of an integer is its remainder by a prime, so all multiples of the prime collide."""
+    prime = (1 << 61) - 1
+    members = [["int", hex(prime * n)] for n in range(values.MAX_MEMBERS + 1)]
+    content = [[each, None] for each in members] if tag == "dict" else members
+    assert len(values.decode(msgspec.msgpack.encode([tag, content[1:]]))) == values.MAX_MEMBERS
+    with pytest.raises(values.ValueTooLarge, match="members"):
+        values.decode(msgspec.msgpack.encode([tag, content]))
+
+
+@given(plain)
+def test_items_are_counted_as_msgpack_reads_them(value) -> None:
+    def count(part) -> int:
+        return 1 + sum(map(count, part)) if isinstance(part, list) else 1
+
+    data = values.encode(value)
+    assert values.num_items(data) == count(msgspec.msgpack.decode(data))

@@ -10,6 +10,12 @@ from minillm.teaching.attempt import call
 from minillm.teaching.check_function import check_function
 from minillm.teaching.compare import exact
 from minillm.teaching.exercise import Exercise
+from minillm.teaching.grading.grades import Status
+from minillm.teaching.grading.messages import Answered, Found, Loaded
+from minillm.teaching.grading.one_function import RunJob
+from minillm.teaching.grading.one_submission import Grader, Rules
+from minillm.teaching.grading.student_process import Told
+from minillm.teaching.grading.values import encode
 from minillm.teaching.grading.variants import MAKERS, NUM_HIDDEN, hidden_cases, read_secret
 from minillm.teaching.registry import exercises_of, find, module_names
 
@@ -58,6 +64,33 @@ def test_a_function_that_knows_the_visible_answers_fails_on_a_hidden_case():
     result = check_function(exercise, cheats, key=key)
     assert not result.passed
     assert result.counterexample.label.startswith("hidden case")
+
+
+class Obliging:
+    """In place of a submission's process: answers every case rightly."""
+
+    mode = ""
+
+    def run(self, job: RunJob, wall_seconds: float, memory: int) -> Told:
+        right = next(each for each in ALL if each.function_name == job.name).reference
+        answers = [encode(call(job.interface, right, case).value) for case in job.cases]
+        return Told([Found("written"), Loaded([], []), *[Answered(n, v, None, []) for n, v in enumerate(answers)]])
+
+
+def test_the_answers_to_visible_cases_are_computed_once_for_a_class(monkeypatch):
+    exercise, called = find("l02.next_capacity"), []
+
+    def counting(of, function, case):
+        called.append(case.label)
+        return call(of, function, case)
+
+    monkeypatch.setattr("minillm.teaching.answer_key.call", counting)
+    grader = Grader(Obliging(), Rules(secret=SECRET))
+    for student in ("alice", "bob", "carol"):
+        assert grader._exercise(exercise, [], student).status is Status.PASSED
+    visible = [case.label for case in exercise.all_cases()]
+    assert [label for label in called if not label.startswith("hidden case")] == visible
+    assert len(called) == len(visible) + 3 * NUM_HIDDEN
 
 
 def test_a_short_secret_is_refused(tmp_path):

@@ -1,0 +1,60 @@
+"""No way leads to the answers, through links either."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minillm
+
+GRADING = Path(minillm.__file__).resolve().parent / "teaching" / "grading"
+INSIDE = Path("lib") / "python3" / "site-packages" / "minillm"
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import landlock, sandbox
+mode, prefix, package, root, *paths = sys.argv[2:]
+sys.prefix = sys.exec_prefix = prefix
+try:
+    if mode == "namespaces":
+        sandbox.enter(Path(root), Path(package), 0)
+    else:
+        landlock.close_in(sandbox.needed(Path(package)), sandbox.hidden(Path(package)), Path(root))
+except (FileExistsError, FileNotFoundError, NotADirectoryError):
+    raise
+except OSError as problem:
+    sys.exit(f"impossible: {problem}")
+for path in paths:
+    try:
+        print(open(path).read())
+    except OSError:
+        print("nothing")
+"""
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+@pytest.mark.parametrize("mode", ["namespaces", "landlock"])
+@pytest.mark.parametrize("prefix", ["real/venv", "linked/venv", "venv"])
+def test_answers_are_hidden_where_python_is_reached_through_links(mode: str, prefix: str, tmp_path: Path) -> None:
+    venv, root = tmp_path / "real" / "venv", tmp_path / "root"
+    package = venv / INSIDE
+    (package / "teaching" / "exercises").mkdir(parents=True)
+    (package / "teaching" / "exercises" / "l02.py").write_text("the answer")
+    (package / "version.py").write_text("1.0")
+    (tmp_path / "linked").symlink_to("real")
+    (tmp_path / "venv").symlink_to("linked/venv")
+    (venv / "lib64").symlink_to("lib")
+    root.mkdir()
+    ways = [tmp_path / name for name in ("real/venv", "linked/venv", "venv")]
+    places = [way / lib / INSIDE.relative_to("lib") for way in ways for lib in ("lib", "lib64")]
+    answers = [str(place / "teaching" / "exercises" / "l02.py") for place in places]
+    plain = str(tmp_path / prefix / INSIDE / "version.py")
+    command = [sys.executable, "-I", "-c", PROGRAM, str(GRADING), mode, str(tmp_path / prefix), str(package), str(root)]
+    done = subprocess.run([*command, plain, *answers], capture_output=True, text=True)
+    if done.stderr.startswith("impossible"):
+        pytest.skip(done.stderr)
+    assert done.stdout.split("\n") == ["1.0", *["nothing"] * len(answers), ""], done.stderr

@@ -1,0 +1,93 @@
+"""The grader never waits for ever, and keeps little of what a submission's process sends."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from minillm.teaching.frames import BrokenMessageError
+from minillm.teaching.grading import messages, student_process
+from minillm.teaching.grading.messages import Answered, Loaded, Message, Messages, pack
+from minillm.teaching.grading.one_function import ReadJob
+from minillm.teaching.grading.student_process import StudentProcess
+
+TEMPLATE = """
+import os, pathlib, pickle, socket, sys, time
+
+class Reaching:
+    def __reduce__(self):
+        return pathlib.Path.touch, (pathlib.Path({reached!r}),)
+
+control = socket.socket(fileno=int(sys.argv[1]))
+control.send(b"ready")
+_, (job, pipe), _, _ = socket.recv_fds(control, 1, 2)
+{then}
+time.sleep(1_000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "stopped"),
+    [
+        ("", "time"),
+        ("os.close(pipe)", "process"),
+        ("os.close(pipe); control.close()", "process"),
+        ("os.close(pipe); control.send(pickle.dumps(Reaching()))", "process"),
+        ("while True: control.send(b'ended' * 1_000)", "time"),
+    ],
+    ids=["keeps the job", "says nothing", "hangs up", "sends a pickle", "talks without end"],
+)
+@pytest.mark.skipif("sys.platform != 'linux'", reason="submissions are graded on Linux only")
+def test_a_template_that_is_stuck_or_taken_over_is_ended(
+    then: str, stopped: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = tmp_path / "reached"
+    (tmp_path / "template.py").write_text(TEMPLATE.format(reached=str(reached), then=then))
+    monkeypatch.setattr(student_process, "__file__", str(tmp_path / "student_process.py"))
+    monkeypatch.setattr(student_process, "REPLY_SECONDS", 0.3)
+    with StudentProcess(0, "limits") as process:
+        template, began = process._process, time.monotonic()
+        told = process.run(ReadJob(b"", "x.py"), wall_seconds=0.3, memory=1 << 30)
+        assert time.monotonic() - began < 10
+        assert told.stopped.partition(":")[0] == stopped
+        assert template.poll() is not None
+    assert not reached.exists()
+
+
+def framed(message: Message) -> bytes:
+    data = pack(message)
+    return len(data).to_bytes(4, "big") + data
+
+
+def test_messages_come_out_whole_however_they_arrive() -> None:
+    sent = [Answered(n, b"x" * n, None, []) for n in range(40)]
+    data, reader = b"".join(map(framed, sent)), Messages()
+    got = [message for at in range(0, len(data), 7) for message in reader.feed(data[at : at + 7])]
+    assert got == sent
+
+
+def test_all_that_one_job_sends_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_BYTES", 1 << 20)
+    reader, data = Messages(), framed(Answered(0, pack(["bytes", bytes(1 << 18)]), None, []))
+    assert sum(len(list(reader.feed(data))) for _ in range(3)) == 3
+    with pytest.raises(BrokenMessageError, match="more than 1 MiB"):
+        list(reader.feed(data))
+
+
+@pytest.mark.parametrize(
+    "message", [Loaded(["x"] * 400, []), Answered(0, pack(["list", [0] * 400]), None, [])], ids=["texts", "an answer"]
+)
+def test_all_values_that_one_job_sends_have_a_limit(message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_ITEMS", 1_000)
+    reader, data = Messages(), framed(message)
+    assert [*reader.feed(data), *reader.feed(data)] == [message] * 2
+    with pytest.raises(BrokenMessageError, match="more than 1,000 values"):
+        list(reader.feed(data))
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 8, (4).to_bytes(4, "big") + b"PASS", (0).to_bytes(4, "big")], ids=bytes.hex)
+def test_a_malformed_message_ends_the_job(data: bytes) -> None:
+    with pytest.raises(BrokenMessageError):
+        list(Messages().feed(data))
