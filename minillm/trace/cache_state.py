@@ -91,6 +91,8 @@ class CacheState(TraceState):
     """The copies of this step, as target → source."""
     history: list[PoolSnapshot] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
+    _active: dict[str, RequestState] = field(default_factory=dict)
+    """The requests that had not finished before this step. Only these have blocks, or changes of this step."""
 
     @property
     def block_size(self) -> int:
@@ -139,7 +141,7 @@ class CacheState(TraceState):
         a layout that drops tokens, where an empty slot takes no memory."""
         if not self.owners or not self.keeps_every_token:
             return 0
-        partly_filled = {b for r in self.requests.values() for b in r.block_table[r.num_computed // self.block_size :]}
+        partly_filled = {b for r in self._active.values() for b in r.block_table[r.num_computed // self.block_size :]}
         return sum(self.block_size - self._num_filled(block_id) for block_id in partly_filled)
 
     def fold(self, event: Event) -> None:
@@ -152,20 +154,20 @@ class CacheState(TraceState):
             case StepStarted(step=step):
                 self._start(step)
             case BlocksAllocated(request_id=request_id, block_ids=block_ids):
-                self._allocate(self.requests[request_id], block_ids)
+                self._allocate(self._request(request_id), block_ids)
             case BlocksShared():
-                self._share(self.requests[event.request_id], event)
+                self._share(self._request(event.request_id), event)
             case BlockCopied(request_id=request_id, source=source, target=target):
-                self._copy(self.requests[request_id], source, target)
+                self._copy(self._request(request_id), source, target)
             case BlocksCached(request_id=request_id, block_ids=block_ids):
                 self.in_prefix_cache.update(block_ids)
-                self.requests[request_id].marks.newly_cached_blocks += block_ids
+                self._request(request_id).marks.newly_cached_blocks += block_ids
             case BlocksEvicted(block_ids=block_ids):
                 self._evict(block_ids)
             case BlocksFreed(request_id=request_id, block_ids=block_ids, reason=reason):
-                self._free(self.requests[request_id], block_ids, reason)
+                self._free(self._request(request_id), block_ids, reason)
             case RequestPreempted(request_id=request_id, num_computed_tokens=num_computed):
-                self.requests[request_id].preempt(num_computed)
+                self._request(request_id).preempt(num_computed)
                 self.totals.preemptions += 1
                 self.totals.recomputed_tokens += num_computed
             case StepRan(work=parts):
@@ -174,7 +176,7 @@ class CacheState(TraceState):
             case TokensCommitted():
                 self._commit(event)
             case RequestFinished(request_id=request_id, reason=reason):
-                self._finish(self.requests[request_id], reason)
+                self._finish(self._request(request_id), reason)
             case StepFinished():
                 self._end(event)
 
@@ -228,13 +230,20 @@ class CacheState(TraceState):
         num_tokens = len(event.prompt_token_ids)
         index = len(self.requests)
         self.requests[event.request_id] = RequestState(event.request_id, index, event.prompt, num_tokens, num_tokens)
+        self._request(event.request_id)
+
+    def _request(self, request_id: str) -> RequestState:
+        """Return the request that an event is about to change, as an active one."""
+        request = self._active[request_id] = self.requests[request_id]
+        return request
 
     def _start(self, step: int) -> None:
         self.step = step
         for changes in (self.freed, self.evicted, self.copied_from):
             changes.clear()
-        for request in self.requests.values():
+        for request in self._active.values():
             request.marks = StepChanges()
+        self._active = {i: request for i, request in self._active.items() if request.status != "finished"}
 
     def _allocate(self, request: RequestState, block_ids: list[int]) -> None:
         if self.engine is None:
@@ -299,13 +308,13 @@ class CacheState(TraceState):
             request.restart()
 
     def _run(self, work: Work) -> None:
-        request = self.requests[work.request_id]
+        request = self._request(work.request_id)
         request.status = work.kind
         request.write(work.start, work.num_tokens)
         self.totals.written_slots += work.num_tokens
 
     def _commit(self, event: TokensCommitted) -> None:
-        request = self.requests[event.request_id]
+        request = self._request(event.request_id)
         request.keep(event.num_computed_tokens)
         request.num_tokens += len(event.token_ids)
         request.marks.num_drafts, request.marks.num_accepted = event.num_drafts, event.num_accepted

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.errors import ConfigError
-from minillm.trace import Trace
-from minillm.trace.timeline_state import Cell, Row, Timeline, TimelineState
+from minillm.trace.timeline_state import Cell, Row, Timeline
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,9 @@ class Job:
     prompt: str = ""
 
 
-def jobs_of(trace: Trace) -> list[Job]:
-    """Return the requests of a trace, with steps counted from its first. An unfinished one counts its output so far."""
-    timeline = TimelineState().fold_all(trace).timeline
+def jobs_of(timeline: Timeline) -> list[Job]:
+    """Return the requests of a recorded timeline, with steps counted from its first. An unfinished one counts its
+    output so far."""
     offset = timeline.first_step - 1
     return [
         Job(

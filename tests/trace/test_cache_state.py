@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm.errors import TraceError
-from minillm.trace import BlocksAllocated, BlocksShared, RequestAdded, StepFinished, Trace
+from minillm.trace import BlocksAllocated, BlocksShared, RequestAdded, StepFinished, StepStarted, Trace
 from minillm.trace.cache_state import CacheState
 from minillm.trace.replay import Replay
+from minillm.trace.request_state import StepChanges
 from minillm.viz.pages.cache_changes import changes
 
 from .traces import Script, busy, decode, prefill, sharing, story, verify
@@ -226,6 +227,27 @@ def test_free_blocks_agree_with_the_engine_at_every_step():
             assert state.free_blocks == event.num_free_blocks
 
 
+def test_a_step_does_not_look_at_requests_that_finished_before_it():
+    """A server's trace has many thousand requests, of which few are alive."""
+
+    class Requests(dict):
+        def values(self):
+            raise AssertionError("all requests were looked at")
+
+        __iter__ = items = values
+
+    s = Script()
+    s.add("old", "old", 4)
+    s.step(prefill("old", 4))
+    s.step(decode("old", finish="stop"))
+    s.add("new", "new", 4)
+    s.step(prefill("new", 4))
+    s.step(decode("new"))
+    state = CacheState(requests=Requests())
+    assert [snapshot.waste_slots for snapshot in state.fold_all(s.trace).history] == [12, 0, 12, 11]
+    assert not state.requests["old"].marks.finished
+
+
 def test_words_of_a_step_name_what_is_remarkable_first():
     assert changes(state_at(story(), 6)) == [
         "C preempted, 46 tokens lost",
@@ -300,6 +322,8 @@ def test_no_possible_trace_breaks_the_books(trace):
     state = CacheState()
     for event in trace:
         state.fold(event)
+        if isinstance(event, StepStarted):
+            assert all(request.marks == StepChanges() for request in state.requests.values())
         if isinstance(event, StepFinished):
             check(state)
             assert state.free_blocks == event.num_free_blocks

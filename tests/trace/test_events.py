@@ -33,6 +33,7 @@ from minillm.trace.acceptance_by_rank import acceptance_by_rank
 from minillm.trace.events import SCHEMA
 from minillm.trace.static_batching import jobs_of
 from minillm.trace.step_metrics import step_metrics
+from minillm.trace.timeline_state import TimelineState
 from minillm.viz import AcceptanceStrip, CachePagesView, TimelineView
 from tests.conftest import TinyPair
 
@@ -128,7 +129,7 @@ FOLDS: list[Callable[[Trace], object]] = [
     lambda trace: TimelineView(trace).to_svg(),
     lambda trace: AcceptanceStrip(trace).to_svg(),
     step_metrics,
-    jobs_of,
+    lambda trace: jobs_of(TimelineState().fold_all(trace).timeline),
     acceptance_by_rank,
 ]
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from minillm.errors import ConfigError
 from minillm.trace.static_batching import Job, jobs_of, static_schedule
+from minillm.trace.timeline_state import TimelineState
 
 from .traces import Script, decode, prefill, story, verify
 
@@ -51,7 +52,7 @@ def test_prompts_share_the_token_budget_and_then_wait_for_each_other():
 
 
 def test_jobs_are_those_of_the_trace():
-    jobs = jobs_of(story())
+    jobs = jobs_of(TimelineState().fold_all(story()).timeline)
     assert [(job.arrival, job.num_prompt_tokens) for job in jobs] == [(1, 53), (1, 28), (2, 44)]
     # Steps that gained tokens; request B gained 21 tokens in 7 of them.
     assert [job.num_outputs for job in jobs] == [7, 7, 5]
@@ -65,7 +66,8 @@ def test_late_trace_counts_steps_from_its_first():
     s.add("b", "b", 5)
     s.step(verify("a", ["x", "y"], 2), prefill("b", 5))
     s.step(decode("a"))
-    assert [(job.arrival, job.num_outputs) for job in jobs_of(s.trace)] == [(1, 3), (2, 1)]
+    jobs = jobs_of(TimelineState().fold_all(s.trace).timeline)
+    assert [(job.arrival, job.num_outputs) for job in jobs] == [(1, 3), (2, 1)]
 
 
 def test_job_without_outputs_never_gets_a_slot():

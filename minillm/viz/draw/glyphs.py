@@ -5,6 +5,7 @@ Widths are in cells: one cell is one column of a monospaced font or of a termina
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 SPACE, NEWLINE, TAB, ELLIPSIS, UNPRINTABLE = "·", "⏎", "⇥", "…", "\ufffd"
@@ -18,16 +19,12 @@ _BIDI_CONTROLS = frozenset("\u200e\u200f\u061c") | {chr(c) for c in (*range(0x20
 
 def visible(text: str) -> str:
     """`text` with every space as ·, newline as ⏎ and unprintable character as a sign; long runs of spaces as `·×8`."""
-    out, i = [], 0
-    while i < len(text):
-        run = len(text) - i - len(text[i:].lstrip(" "))
-        if run:
-            out.append(SPACE * run if run <= LONG_RUN else f"{SPACE}×{run}")
-            i += run
-        else:
-            out.append(printable(text[i]))
-            i += 1
-    return "".join(out)
+    return re.sub(" +", _spaces, "".join(map(printable, text)))
+
+
+def _spaces(run: re.Match[str]) -> str:
+    length = len(run[0])
+    return SPACE * length if length <= LONG_RUN else f"{SPACE}×{length}"
 
 
 def one_line(text: str) -> str:

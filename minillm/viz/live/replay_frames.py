@@ -15,6 +15,8 @@ MAX_FRAMES = 240
 """The most frames that are drawn; drawing each step of a long run would take too long."""
 MAX_BYTES = 500_000
 """Limit for all packed frames: they are sent to the browser at once, so that scrubbing needs no kernel."""
+MAX_TEXT = 2_000
+"""Limit in characters for the text of a step, if the packed texts of all steps exceed `MAX_BYTES`."""
 
 Runs = list[tuple[int, int]]
 """(first part, number of parts) of each run of neighbours."""

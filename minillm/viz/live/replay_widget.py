@@ -12,9 +12,10 @@ from typing import Any
 from uuid import uuid4
 
 from minillm.errors import ConfigError
+from minillm.viz.draw.glyphs import ELLIPSIS
 from minillm.viz.draw.output import as_html, place, stack
 from minillm.viz.draw.view import View
-from minillm.viz.live.replay_frames import MAX_BYTES, MAX_FRAMES, pack, spread
+from minillm.viz.live.replay_frames import MAX_BYTES, MAX_FRAMES, MAX_TEXT, pack, spread
 from minillm.viz.live.replay_script import SCRIPT, STYLE
 
 
@@ -24,10 +25,11 @@ class ReplayWidget:
         ReplayWidget(CachePagesView(trace))
 
     If the frames of all steps are too many or too large, it shows evenly spaced steps, including the first and the
-    last, and a note says so. `speed` is in frames per second; `seconds` sets it so that the whole run takes about that
-    long. It opens at the most informative step. With `autoplay` it plays from the first step as soon as it is in view,
-    unless the reader's system asks for reduced motion. Raises `ConfigError` without a view, for views of different
-    traces, for a speed that is not above 0 and at most 30, or if no step has finished.
+    last, and a note says so. If the texts are too large, long ones are shortened in the middle. `speed` is in frames
+    per second; `seconds` sets it so that the whole run takes about that long. It opens at the most informative step.
+    With `autoplay` it plays from the first step as soon as it is in view, unless the reader's system asks for reduced
+    motion. Raises `ConfigError` without a view, for views of different traces, for a speed that is not above 0 and at
+    most 30, or if no step has finished.
     """
 
     def __init__(self, *views: View, speed: float = 2.0, seconds: float | None = None, autoplay: bool = False) -> None:
@@ -38,7 +40,7 @@ class ReplayWidget:
         self.views, self.autoplay = list(views), autoplay
         self.steps = _fitting(self.views, every)
         self.frames = [_frame(self.views, step) for step in self.steps]
-        self.texts = ["\n\n".join(view.describe(step) for view in views) for step in self.steps]
+        self.texts = _texts(self.views, self.steps)
         fewer = len(self.steps) < len(every)
         self.note = f"{len(self.steps)} of {len(every)} steps, evenly spread" if fewer else ""
         self.speed = speed if seconds is None else min(30.0, max(0.1, round(len(self.steps) / seconds, 1)))
@@ -95,6 +97,15 @@ def _check(views: tuple[View, ...], speed: float) -> None:
 def _frame(views: list[View], step: int) -> str:
     # Always the same ids, so that frames share the elements that use them; the script makes the ids unique in the page.
     return as_html([place(view.to_svg(step), f"placement-{i}") for i, view in enumerate(views)])
+
+
+def _texts(views: list[View], steps: list[int]) -> list[str]:
+    """What the views say at each step, shortened in the middle if all of it is too large."""
+    texts = ["\n\n".join(view.describe(step) for view in views) for step in steps]
+    if pack(texts).num_bytes <= MAX_BYTES:
+        return texts
+    half = MAX_TEXT // 2
+    return [text if len(text) <= MAX_TEXT else f"{text[:half]} {ELLIPSIS} {text[-half:]}" for text in texts]
 
 
 def _fitting(views: list[View], every: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ from math import ceil
 
 from minillm.trace.cache_state import CacheState
 from minillm.trace.request_state import RequestState
-from minillm.viz.draw.colours import INK, MUTED, PAPER, ink_on, owner_colour
+from minillm.viz.draw.colours import INK, MUTED, PAPER, ink_on, owner_colour, owner_letter
 from minillm.viz.draw.glyphs import one_line
 from minillm.viz.draw.request_labels import distinct_names
 from minillm.viz.draw.svg import (
@@ -22,7 +22,6 @@ from minillm.viz.draw.svg import (
     number,
     rectangle,
 )
-from minillm.viz.pages.cache_changes import letter
 from minillm.viz.pages.cache_words import request_work
 from minillm.viz.pages.pool_usage import SIDE
 
@@ -59,9 +58,9 @@ def draw_requests(requests: Sequence[RequestState], hidden: int, tokens_name: st
     return heads + rows + more
 
 
-def draw_chip(request: RequestState, top: float) -> str:
-    """The letter of a request on its colour, at the left margin."""
-    colour, name = owner_colour(request.index), letter(request)
+def draw_chip(index: int, top: float) -> str:
+    """The letter of request number `index` (from 0) on its colour, at the left margin."""
+    colour, name = owner_colour(index), owner_letter(index)
     box = rectangle(MARGIN, top, 22, 22, 5, {"fill": colour})
     size = 13 if len(name) == 1 else 10.5
     return box + label(35, top + 15.5, name, size=size, weight=700, fill=ink_on(colour), anchor="middle")
@@ -76,7 +75,7 @@ def _row(request: RequestState, name: str, top: float) -> str:
     prompt = label(56, base, fit_mono(name, 132, 11.5), size=None, fill=None)
     mono = element("g", {"font-family": MONO}, prompt, draw_table(request, top))
     row = {"data-testid": "request", "data-state": request.status, "font-size": 11.5, "opacity": faded}
-    return element("g", row, draw_chip(request, top), count, status, mono)
+    return element("g", row, draw_chip(request.index, top), count, status, mono)
 
 
 def draw_table(request: RequestState, top: float, left: float = TABLE, right: float = SIDE - 20) -> str:

@@ -87,7 +87,7 @@ def _row(request: RequestState, name: str, top: float) -> str:
     cached = "–" if ended else f"{request.num_computed} of {request.num_tokens}"
     ink = MUTED if ended else INK
     parts = [
-        draw_chip(request, top),
+        draw_chip(request.index, top),
         label(54, base, fit_mono(name, 78, 11), size=11, fill=ink, family=MONO),
         label(COUNT, base, cached, size=11.5, anchor="end"),
         element("g", {"font-family": MONO, "font-size": 11.5, "fill": ink}, draw_table(request, top, TABLE, RIGHT)),

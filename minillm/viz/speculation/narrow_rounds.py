@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, Round
-from minillm.viz.draw.colours import FAINT, GREEN, INK, MUTED, ink_on, owner_colour, owner_letter
+from minillm.viz.draw.colours import FAINT, GREEN, INK, MUTED, owner_letter
 from minillm.viz.draw.svg import MARGIN, card, element, heading, label, rectangle, spans
 from minillm.viz.draw.token_text import LINE_HEIGHT, draw_text, style
+from minillm.viz.pages.block_tables import draw_chip
 from minillm.viz.pages.cache_changes import plural
 from minillm.viz.speculation.acceptance_words import describe
 from minillm.viz.speculation.round_tokens import (
@@ -65,10 +66,7 @@ def _header(state: AcceptanceState, request: RequestAcceptance | None, earlier: 
         spans(MARGIN, 36, ("Token acceptance", {"font-size": 17, "font-weight": 650, "fill": INK}), (facts, {"dx": 10}))
     ]
     if request is not None:
-        colour = owner_colour(request.index)
-        parts.append(rectangle(MARGIN, 52, 22, 22, 5, {"fill": colour}))
-        letter = {"size": 13, "weight": 700, "fill": ink_on(colour), "anchor": "middle"}
-        parts.append(label(35, 67.5, owner_letter(request.index), **letter))
+        parts.append(draw_chip(request.index, 52))
     if request is not None and request.rounds:
         bold = {"font-weight": 700, "fill": INK}
         tau = (f"{request.tokens_per_forward:.2f}", {**bold, "font-size": 20, "data-testid": "tau"})

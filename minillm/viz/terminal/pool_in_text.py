@@ -1,12 +1,14 @@
 """The block pool in a terminal: one cell per page, with its owner's letter and its fill.
 
-A████  A████  B██▓·  B╳···   ─────
+A████  A████  B██▓·  B╳···  AA██·  ─────
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
+from string import ascii_uppercase
+from textwrap import wrap
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -21,9 +23,10 @@ from minillm.viz.pages.cache_words import request_work, unit, waste_share
 from minillm.viz.pages.page_grid import blocks_to_draw
 from minillm.viz.terminal.signs import Glyphs, glyphs, plain
 
-FILL = 4
-"""Signs for the fill of a page; each stands for an equal part of its slots."""
-CELL = FILL + 2
+PAGE = 5
+"""Signs of a page: the name of its owner, or the number of its owners, and then its fill. Each sign of the fill stands
+for an equal part of the slots, so the fill is coarser after a longer name."""
+CELL = PAGE + 1
 PRECEDENCE: tuple[SlotState, ...] = ("rolled_back", "fresh", "written", "empty", "cached", "free")
 """A sign that stands for several slots shows the most remarkable one."""
 
@@ -52,13 +55,15 @@ class CacheBlocks:
         requests, hidden = rows_to_show(self.state)
         shown = requests[: self.max_rows]
         room = max(width - 46, 6)
+        longest = max((len(letter(request)) for request in shown), default=1)
         lines = []
         for request in shown:
             colour = owner_colour(request.index)
             prompt = shorten(one_line(request.prompt), room)
             count = f"{request.num_computed} of {request.num_tokens}".rjust(12)
             parts = f"  {prompt}{' ' * (room - cells(prompt))}{count}  ", (request_work(request), "dim")
-            lines.append(Text.assemble((f" {letter(request)} ", f"bold {ink_on(colour)} on {colour}"), *parts))
+            name = f" {letter(request).ljust(longest)} "
+            lines.append(Text.assemble((name, f"bold {ink_on(colour)} on {colour}"), *parts))
         hidden += len(requests) - len(shown)
         return [*lines, Text(f"  and {hidden} more", "dim")] if hidden else lines
 
@@ -76,11 +81,11 @@ class CacheBlocks:
 
     def _cell(self, page: Page, signs: Glyphs) -> Text:
         if not page.owners:
-            return Text(signs.slots[page.slots[0]] * (CELL - 1), "dim")
+            return Text(signs.slots[page.slots[0]] * PAGE, "dim")
         index = self.state.requests[page.owners[0]].index
-        name = owner_letter(index)[:1] if page.state != "shared" else str(min(len(page.owners), 9))
+        name = owner_letter(index) if page.state != "shared" else str(len(page.owners))
         fill = Text()
-        for state in _parts(page.slots):
+        for state in _parts(page.slots, max(PAGE - len(name), 1)):
             style = {"rolled_back": "bold red", "fresh": "bold bright_white"}.get(state, owner_colour(index))
             fill.append(signs.slots[state], "dim" if state in ("free", "cached") else style)
         chip = f"bold {owner_colour(index)}" if page.state in ("used", "shared") else "dim"
@@ -91,17 +96,24 @@ class CacheBlocks:
         return Text.assemble((f"step {self.state.step}  ", "bold"), done or "nothing changed")
 
 
-def _parts(slots: Sequence[SlotState]) -> list[SlotState]:
-    """The slots of a page as `FILL` parts, each in the state of its most remarkable slot."""
-    bounds = [round(i * len(slots) / FILL) for i in range(FILL + 1)]
+def _parts(slots: Sequence[SlotState], count: int) -> list[SlotState]:
+    """The slots of a page as `count` parts, each in the state of its most remarkable slot."""
+    bounds = [round(i * len(slots) / count) for i in range(count + 1)]
     parts = [slots[a:b] or slots[a : a + 1] or slots[-1:] for a, b in pairwise(bounds)]
     return [next(state for state in PRECEDENCE if state in part) for part in parts]
 
 
-def legend(signs: Glyphs, states: Collection[CacheState] = ()) -> Text:
-    """What the signs of a page mean; those of the prefix cache only if one of `states` needs them."""
+def legend(signs: Glyphs, states: Collection[CacheState], width: int) -> Text:
+    """What the signs of a page mean, in lines of `width` columns. Those of the prefix cache and names of two letters
+    are explained only if one of `states` needs them."""
     names = {"written": "written", "fresh": "written this step", "rolled_back": "rolled back", "empty": "empty (waste)"}
     entries = [f"{signs.slots[state]} {name}" for state, name in names.items()]
     if any(state.cached_blocks for state in states):
         entries.append(f"{signs.slots['cached']} cached")
-    return Text("  ".join([*entries, f"{signs.slots['free']} free", "2 shared"]), "dim", no_wrap=True)
+    entries += [f"{signs.slots['free']} free", "2 shared"]
+    letters = len(ascii_uppercase)
+    if any(len(state.requests) > letters for state in states):
+        entries.append(f"{owner_letter(letters)} request {letters + 1}")
+    # A line may end between two entries, but not inside one: `wrap` does not break at no-break spaces.
+    lines = wrap("  ".join(entry.replace(" ", "\u00a0") for entry in entries), width)
+    return Text("\n".join(lines).replace("\u00a0", " "), "dim", no_wrap=True)

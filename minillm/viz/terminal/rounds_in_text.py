@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
@@ -56,9 +58,23 @@ class AcceptanceRounds:
         text = Text.assemble((visible_line(self.request.prompt[-width * self.text_lines :]), STYLES["prompt"]))
         for token in self.request.tokens[-width * self.text_lines :]:
             text.append(visible_line(token.text), STYLES[token.origin])
-        room = width * self.text_lines
-        tail = text[max(len(text) - room, 0) :]
-        return [tail[i : i + width] for i in range(0, len(tail), width)]
+        widths = list(map(cells, text.plain))
+        from_end = _line_starts(widths[::-1], width)
+        first = len(text) - from_end[self.text_lines] if len(from_end) > self.text_lines else 0
+        while first < len(text) and not widths[first]:  # a combining mark whose character is cut off
+            first += 1
+        return list(text[first:].divide(_line_starts(widths[first:], width)[1:])) if text else []
+
+
+def _line_starts(widths: Sequence[int], columns: int) -> list[int]:
+    """The first character of each line of at most `columns` columns, from the width of each character."""
+    starts, used = [0], 0
+    for i, width in enumerate(widths):
+        if used + width > columns:
+            starts.append(i)
+            used = 0
+        used += width
+    return starts
 
 
 def visible_line(text: str) -> str:

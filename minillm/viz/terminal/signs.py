@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minillm.trace.page import SlotState
+from minillm.viz.draw.glyphs import cells
 
 
 @dataclass(frozen=True)
@@ -44,5 +45,7 @@ _ASCII_REPLACEMENTS = str.maketrans({"·": ".", "…": "~", "⏎": "$", "⇥": "
 
 
 def plain(text: str, *, ascii_only: bool) -> str:
-    """`text` with ASCII replacements if the terminal shows only ASCII."""
-    return text.translate(_ASCII_REPLACEMENTS).encode("ascii", "replace").decode() if ascii_only else text
+    """`text` with ASCII replacements of the same width if the terminal shows only ASCII."""
+    if not ascii_only:
+        return text
+    return "".join(char if char.isascii() else "?" * cells(char) for char in text.translate(_ASCII_REPLACEMENTS))

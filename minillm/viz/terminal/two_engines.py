@@ -50,7 +50,8 @@ class DemoScreen:
             yield table
         else:
             yield from panels
-        yield legend(glyphs(ascii_only=options.ascii_only), [cache.at() for cache in self._cache.values()])
+        states = [cache.at() for cache in self._cache.values()]
+        yield legend(glyphs(ascii_only=options.ascii_only), states, options.max_width)
 
     def _panel(self, name: str, rule: Rule, *, compact: bool) -> RenderableType:
         cache, acceptance = self._cache[name].at(), self._acceptance[name].at()

@@ -70,18 +70,19 @@ class TimelineComparison(View):
         """The recorded and the modelled timeline of the whole trace."""
         recorded = self._whole.at().timeline
         size = self.batch_size or recorded.max_num_seqs or 1
-        return recorded, static_schedule(jobs_of(self.trace), size, recorded.max_num_batched_tokens or None)
+        return recorded, static_schedule(jobs_of(recorded), size, recorded.max_num_batched_tokens or None)
 
     def to_svg(self, step: int | None = None) -> str:
         """The picture of the whole trace; with `step`, both timelines are cut after the same number of steps."""
-        recorded, modelled = self._cut(step)
-        num_steps = max(timeline.num_steps for timeline in self.timelines())
+        whole = self.timelines()
+        recorded, modelled = shown = self._cut(whole, step)
+        num_steps = max(timeline.num_steps for timeline in whole)
         above, below = fitted([recorded, modelled], num_steps, 112, gap=62, most_rows=MAX_COMPARED)
         low = below.top
         legend, height = _legend(above.kinds() | below.kinds(), low + below.height + 10)
         body = [
             _title("Continuous and static batching", above.columns),
-            spans(MARGIN, 62, (self._verdict(), {"fill": INK})),
+            spans(MARGIN, 62, (_verdict(*whole), {"fill": INK})),
             _name("continuous", "recorded", 90),
             _facts(recorded, 90, x=MARGIN + 180),
             above.drawing,
@@ -91,26 +92,29 @@ class TimelineComparison(View):
             legend,
         ]
         size = low + below.height + height + 16
-        return _card("timeline-comparison", "Continuous and static batching", size, self.describe(step), body)
+        return _card("timeline-comparison", "Continuous and static batching", size, _describe_both(whole, shown), body)
 
     def describe(self, step: int | None = None) -> str:
         """Both timelines in words."""
-        recorded, modelled = self._cut(step)
-        return f"{self._verdict()}\nContinuous, recorded. {describe(recorded)}\nStatic, modelled. {describe(modelled)}"
+        whole = self.timelines()
+        return _describe_both(whole, self._cut(whole, step))
 
-    def _verdict(self) -> str:
-        recorded, modelled = self.timelines()
-        same = (
-            f"The same {plural(len(recorded.rows), 'request')} and {plural(recorded.committed_tokens, 'output token')}"
-        )
-        return f"{same}: {recorded.num_steps} steps continuous, {modelled.num_steps} steps static."
-
-    def _cut(self, step: int | None) -> tuple[Timeline, Timeline]:
-        recorded, modelled = self.timelines()
+    def _cut(self, whole: tuple[Timeline, Timeline], step: int | None) -> tuple[Timeline, Timeline]:
+        recorded, modelled = whole
         if step is None:
             return recorded, modelled
         done = step - recorded.first_step + 1
         return self._replay.at(step).timeline, _until(modelled, done)
+
+
+def _describe_both(whole: tuple[Timeline, Timeline], shown: tuple[Timeline, Timeline]) -> str:
+    recorded, modelled = shown
+    return f"{_verdict(*whole)}\nContinuous, recorded. {describe(recorded)}\nStatic, modelled. {describe(modelled)}"
+
+
+def _verdict(recorded: Timeline, modelled: Timeline) -> str:
+    same = f"The same {plural(len(recorded.rows), 'request')} and {plural(recorded.committed_tokens, 'output token')}"
+    return f"{same}: {recorded.num_steps} steps continuous, {modelled.num_steps} steps static."
 
 
 def describe(timeline: Timeline) -> str:

@@ -12,10 +12,10 @@ from minillm.errors import ConfigError
 from minillm.trace import Trace
 from minillm.viz import AcceptanceStrip, CachePagesView, TimelineView
 from minillm.viz.live import replay_widget
-from minillm.viz.live.replay_frames import pack
+from minillm.viz.live.replay_frames import MAX_BYTES, MAX_TEXT, pack
 from minillm.viz.live.replay_widget import ReplayWidget
 from minillm.viz.pages.cache_rows import CacheRowsView, RowsWritten
-from tests.trace.traces import busy, sharing, story
+from tests.trace.traces import Script, busy, decode, prefill, sharing, story
 
 
 def without_ids(html):
@@ -82,6 +82,26 @@ def test_frames_stay_within_their_limit(monkeypatch):
     assert 60_000 < pack(widget.frames).num_bytes <= 100_000
     assert (widget.steps[0], widget.steps[-1]) == (1, 15)
     assert widget.note == f"{len(widget.frames)} of 15 steps, evenly spread"
+
+
+def test_texts_stay_within_their_limit_and_keep_beginning_and_end():
+    """The block tables of a long prompt are in the text of every step."""
+    s = Script(num_blocks=5000)
+    s.step()
+    s.add("a", "a", 16 * 4000)
+    s.step(prefill("a", 16 * 4000))
+    for _ in range(28):
+        s.step(decode("a"))
+    view = CachePagesView(s.trace)
+    first, last = view.describe(1), view.describe(30)
+    assert len(last) * 28 > MAX_BYTES
+    texts = ReplayWidget(view).texts
+    assert pack(texts).num_bytes <= MAX_BYTES
+    assert max(map(len, texts)) <= MAX_TEXT + 3
+    assert texts[0] == first
+    beginning, end = texts[-1].split(" … ")
+    assert beginning.startswith("KV cache pages, step 30.") and end.endswith("This step: A wrote 1 slot.")
+    assert last.startswith(beginning) and last.endswith(end)
 
 
 def test_a_run_can_be_asked_to_take_a_number_of_seconds():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from string import ascii_uppercase
 
 import pytest
 
@@ -249,6 +250,27 @@ def test_outline_of_a_shared_page_has_a_stripe_per_owner():
     assert len({e.get("stroke") for e in stripes}) == 4
     assert {float(e.get("stroke-dashoffset", 0)) for e in stripes} == {0, -6, -12, -18}, "they take turns"
     assert svg.count("A–D ×4") == 3
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_names_on_small_pages_do_not_run_into_each_other(narrow):
+    """Requests after Z have names of two letters, and a shared page also has its number of owners."""
+    s = Script(num_blocks=64)
+    for i in range(30):
+        s.add(str(i), "prompt", 20)
+    s.step(prefill("0", 20))
+    for i in range(1, 30):
+        s.share(str(i), "0")
+    s.step(*(prefill(str(i), 4) for i in range(1, 30)))
+    svg = CachePagesView(s.trace, narrow=narrow).to_svg()
+    [letters] = [e for e in parse(svg).iter() if e.get("font-size") == "9" and e.get("font-weight") == "700"]
+    pages, names = geometry(64, 16, narrow=narrow), defaultdict(str)
+    for text in letters:
+        for x, sign in zip(map(float, text.get("x").split()), text.text, strict=True):
+            place, start = divmod(x - pages.left, pages.pitch)
+            names[place] += sign
+            assert start + 0.6 * float(text.get("font-size", 9)) <= pages.page_width
+    assert [names[place] for place in sorted(names)] == ["A×30", "A", *ascii_uppercase[1:], "AA", "AB", "AC", "AD"]
 
 
 def test_whole_places_are_bars_with_the_same_counts():

@@ -9,13 +9,14 @@ from rich.console import Console
 
 from minillm.errors import ConfigError
 from minillm.trace import StepFinished, Trace
-from minillm.trace.acceptance_state import AcceptanceState
+from minillm.trace.acceptance_state import AcceptanceState, RequestAcceptance, Token
 from minillm.trace.cache_state import CacheState
 from minillm.trace.replay import Replay
 from minillm.trace.run_metrics import RunMetrics
 from minillm.viz.draw.glyphs import cells
 from minillm.viz.terminal.pool_in_text import CacheBlocks
 from minillm.viz.terminal.rounds_in_text import AcceptanceRounds
+from minillm.viz.terminal.signs import plain
 from minillm.viz.terminal.two_engines import DemoScreen, final_table, watch
 from tests.trace.traces import Script, busy, decode, prefill, sharing, story
 
@@ -70,12 +71,84 @@ def test_cached_pages_differ_from_free_ones_without_colour():
     assert "cached" not in printed(DemoScreen({"x": story()}))
 
 
+def crowd(count, *, shared):
+    """Requests of 20 tokens; with `shared`, all have their first block in common."""
+    s = Script(num_blocks=64)
+    for i in range(count):
+        s.add(str(i), "prompt", 20)
+    s.step(prefill("0", 20))
+    for i in range(1, count):
+        if shared:
+            s.share(str(i), "0")
+    s.step(*(prefill(str(i), 4 if shared else 20) for i in range(1, count)))
+    return s.trace
+
+
+def test_requests_after_z_have_names_of_their_own():
+    told = printed(CacheBlocks(Replay(crowd(30, shared=False), CacheState).at()), width=120)
+    assert "Z▓▓▓▓ Z▓··· AA▓▓▓ AA▓·· AB▓▓▓ AB▓·· AC▓▓▓ AC▓·· AD▓▓▓ AD▓··" in told
+    screen = DemoScreen({"x": crowd(27, shared=False)})
+    assert printed(screen).splitlines()[-2:] == [
+        "█ written  ▓ written this step  ╳ rolled back  · empty (waste)  ─ free  2 shared",
+        "AA request 27",
+    ]
+    assert "AA" not in printed(DemoScreen({"x": crowd(26, shared=False)}))
+
+
+def test_shared_page_names_the_number_of_its_owners():
+    assert "30███ A█··· B▓···" in printed(CacheBlocks(Replay(crowd(30, shared=True), CacheState).at()))
+    assert "9████ A█··· B▓···" in printed(CacheBlocks(Replay(crowd(9, shared=True), CacheState).at()))
+
+
+def test_prompts_are_aligned_whatever_the_length_of_the_names():
+    s = Script()
+    for i in range(29):
+        s.add(str(i), "prompt", 4)
+        s.step(prefill(str(i), 4))
+        if 5 < i < 24:
+            s.step(decode(str(i), finish="stop"))
+    told = printed(CacheBlocks(Replay(s.trace, CacheState).at(), max_rows=12)).splitlines()
+    rows = [line for line in told if "prompt " in line]
+    assert [rows[0][:5], rows[-1][:5]] == [" A   ", " AC  "]
+    assert {line.index("prompt") for line in rows} == {6}
+
+
+def test_legend_is_complete_in_a_narrow_terminal():
+    assert printed(DemoScreen({"x": sharing()}), 40).splitlines()[-3:] == [
+        "█ written  ▓ written this step",
+        "╳ rolled back  · empty (waste)  ░ cached",
+        "─ free  2 shared",
+    ]
+
+
 def test_rounds_tell_verdicts_without_colour():
     told = printed(AcceptanceRounds(Replay(story(), AcceptanceState).at(5).requests["req-1"]))
     assert "4.00 tokens per forward, 75% accepted" in told
     assert "accepted at 1: 100%  2: 75%  3: 75%  4: 50%" in told
     line = next(line for line in told.splitlines() if line.startswith("  3 "))
     assert line.split() == ["3", "✓split", "✗(", "·x", "·y", "│", "↻lines", "1+1=2"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "lines"),
+    [
+        ("x = 1", ["2", "3"], ["x = 123"]),
+        ("0123456789", [*"abcdefghijklmn"], ["456789abcd", "efghijklmn"]),
+        ("打开文件", ["读", "取每", "一行"], ["打开文件读", "取每一行"]),
+        ("打开文件", ["读", "取每", "一行", "文字"], ["开文件读取", "每一行文字"]),
+        ("文" * 20, ["a"], ["文" * 5, "文" * 4 + "a"]),
+        ("", ["🙂"] * 11, ["🙂" * 5, "🙂" * 5]),
+        ("", ["e\u0301"] * 21, ["e\u0301" * 10, "e\u0301" * 10]),
+        ("", [], []),
+    ],
+)
+def test_text_so_far_fills_its_lines_and_loses_no_character_in_between(prompt, tokens, lines):
+    request = RequestAcceptance(prompt=prompt, tokens=[Token(text, "sampled") for text in tokens])
+    assert printed(AcceptanceRounds(request), 10).splitlines() == lines
+
+
+def test_ascii_replacements_have_the_width_of_what_they_replace():
+    assert plain("日本 e\u0301 …·⏎", ascii_only=True) == "???? e ~.$"
 
 
 @pytest.mark.parametrize("width", [30, 40, 80, 100, 160])

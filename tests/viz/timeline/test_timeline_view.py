@@ -10,6 +10,7 @@ import pytest
 from minillm.errors import TraceError
 from minillm.trace import RequestFinished, StepFinished, StepRan, Trace
 from minillm.trace.timeline_state import Cell, Row, Timeline, TimelineState
+from minillm.viz.timeline import timeline_view
 from minillm.viz.timeline.timeline_lanes import Columns, Lanes, fitted
 from minillm.viz.timeline.timeline_view import MAX_COMPARED, TimelineComparison, TimelineView
 from tests.trace.traces import Script, busy, decode, prefill, sharing, story, verify
@@ -193,6 +194,26 @@ def test_comparison_shows_both_and_says_which_is_a_model():
     assert drawn(svg) == {"prefill": 6, "decode": 10, "waiting": 2 + 4, "idle": 2}
     assert drawn(view.to_svg(2)) == {"prefill": 4, "decode": 4, "waiting": 2 + 2}
     assert "verify 3" in TimelineComparison(busy(4, 90, steps=3)).describe()
+
+
+def test_comparison_folds_each_event_once_for_the_whole_and_once_for_a_step(monkeypatch):
+    folded, fold = [], TimelineState.fold
+    monkeypatch.setattr(TimelineState, "fold", lambda state, event: folded.append(event) or fold(state, event))
+    trace = story()
+    view = TimelineComparison(trace)
+    assert view.to_svg() and view.describe()
+    assert len(folded) == len(trace)
+    for step in range(1, 10):
+        assert view.to_svg(step) and view.describe(step)
+    assert len(folded) == 2 * len(trace)
+
+
+def test_comparison_models_each_picture_once(monkeypatch):
+    calls = []
+    model = timeline_view.static_schedule
+    monkeypatch.setattr(timeline_view, "static_schedule", lambda *given: calls.append(given) or model(*given))
+    TimelineComparison(story()).to_svg(3)
+    assert len(calls) == 1
 
 
 def test_comparison_of_nothing_is_empty_and_not_an_error():
