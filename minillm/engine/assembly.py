@@ -153,8 +153,8 @@ def _draft_policy(
         return None
     if not speculative.adaptive:
         return FixedDrafts(speculative.max_drafts)
-    fallback, most = speculative.fallback, speculative.max_own_drafts
-    first = drafter.first if isinstance(drafter, FallbackDrafter) else drafter
+    fallback, first = speculative.fallback, drafter.first if isinstance(drafter, FallbackDrafter) else drafter
+    most = min(speculative.max_own_drafts, first.max_drafts or speculative.max_own_drafts)
     costs = measure(target, first, num_blocks, most, max_model_len)
     adaptive = AdaptiveDrafts(most, costs, speculative.drafter_cls.proposes_trees)
     if fallback is None:
@@ -274,8 +274,15 @@ def _use_ops(made: KVCache, ops: Mapping[str, Callable[..., Any]], cache: CacheC
 
 
 def _build_drafter(speculative: SpeculativeConfig, context: DraftContext) -> Drafter:
-    """The drafter of the method, and behind it that of its fallback."""
+    """The drafter of the method, and behind it that of its fallback. Raises `ConfigError` if it cannot propose as many
+    drafts per round as it shall."""
     drafter = speculative.drafter_cls.build(replace(context, options=speculative.options))
+    wanted, most = speculative.num_speculative_tokens, drafter.max_drafts
+    if wanted is not None and most is not None and wanted > most:
+        raise ConfigError(
+            f"num_speculative_tokens={wanted} is more than this {type(drafter).__name__} can propose per round, {most}"
+            "; lower it"
+        )
     if (fallback := speculative.fallback) is None:
         return drafter
     second = _build_drafter(fallback, context)

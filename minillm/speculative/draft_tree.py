@@ -56,6 +56,7 @@ class DraftTreeDrafter(DraftModelDrafter):
         super().__init__(runner, max_num_batched_tokens, greedy)
         self.shapes = shapes
         """The shape of all trees, or where to ask for the shape of the next one."""
+        self.max_drafts = shapes.num_nodes if isinstance(shapes, TreeShape) else shapes.max_nodes
 
     @classmethod
     def build(cls, context: DraftContext) -> DraftTreeDrafter:

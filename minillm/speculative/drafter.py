@@ -85,6 +85,8 @@ class Drafter(ABC):
     """Of how many last tokens of a prompt `observe` gets the queries; 0: it is not called."""
     observes_hidden: bool = False
     """Whether `observe_hidden` is called."""
+    max_drafts: int | None = None
+    """The most tokens that it can propose per round; None: any number."""
 
     @classmethod
     def build(cls, context: DraftContext) -> Drafter:

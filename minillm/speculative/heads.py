@@ -63,6 +63,7 @@ class HeadsDrafter(ChainDrafter):
     def __init__(self, runner: ModelRunner, heads: TargetHeads, options: HeadsOptions) -> None:
         super().__init__(runner, options.draft_sample_method == "greedy")
         self._heads, self.min_survival = heads, options.min_survival
+        self.max_drafts = heads.heads.shape.num_drafts
         self._hidden: WeakKeyDictionary[Request, tuple[int, Tensor]] = WeakKeyDictionary()
         """Of each request, for how many of its tokens the hidden state holds, and the state, `[hidden]`."""
 

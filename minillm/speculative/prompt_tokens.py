@@ -100,6 +100,7 @@ class PromptTokensDrafter(ChainDrafter):
         super().__init__(runner, greedy)
         self.prompt_ids = list(prompt_ids)
         """The input ids of the prompt tokens."""
+        self.max_drafts = len(self.prompt_ids) + 1
 
     @classmethod
     def build(cls, context: DraftContext) -> PromptTokensDrafter:

@@ -98,7 +98,8 @@ class StagedDrafter(DraftModelDrafter):
 
     @property
     def passes_per_draft(self) -> float | None:
-        """Passes of a request through the draft model per draft, at most 1; None before the first draft."""
+        """Passes of a request through the draft model per draft, at most 1; None before the first draft. With
+        `adaptive`, the engine measures what drafts cost when it is built, and these count, too."""
         return self.num_passes / self.num_drafts if self.num_drafts else None
 
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:

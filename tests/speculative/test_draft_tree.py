@@ -13,7 +13,7 @@ from scipy.stats import chi2_contingency
 
 from minillm import LLM, SamplingParams
 from minillm.batch import Segment
-from minillm.errors import DraftError, UnsupportedError
+from minillm.errors import ConfigError, DraftError, UnsupportedError
 from minillm.request import Request
 from minillm.speculative.draft_tree import DraftTree, DraftTreeDrafter
 from minillm.speculative.drafter import Draft, Drafter
@@ -312,3 +312,11 @@ def test_a_tree_grows_into_a_shape_of_any_order_and_without_children_that_are_mi
     assert [grown.num_wanted(node) for node in grown.last_level] == [1, 0]
     grown.grow([[30], []], [[], []])
     assert (grown.token_ids, grown.parents, grown.can_grow) == ([10, 11, 20, 21, 30], [-1, -1, 0, 1, 2], False)
+
+
+@pytest.mark.parametrize("shape", [{"tree_branching": (2, 2)}, {"tree_shape": "measured", "tree_nodes": 6}], ids=str)
+def test_more_drafts_than_nodes_are_refused(tiny: TinyPair, shape: dict[str, Any]) -> None:
+    options = {"method": "draft_tree", "model": str(tiny.draft), "num_speculative_tokens": 6, **shape}
+    assert LLM(str(tiny.target), speculative_config=options).engine.drafter.max_drafts == 6
+    with pytest.raises(ConfigError, match="num_speculative_tokens=7 is more than this DraftTreeDrafter can propose"):
+        LLM(str(tiny.target), speculative_config={**options, "num_speculative_tokens": 7})

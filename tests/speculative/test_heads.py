@@ -290,3 +290,13 @@ def test_a_million_parameters_at_most_for_the_bundled_target() -> None:
     from minillm.speculative.draft_heads import HeadsShape
 
     assert sum(p.numel() for p in DraftHeads(HeadsShape(384)).parameters()) <= 1_000_000
+
+
+def test_more_drafts_than_there_are_positions_are_refused(tiny: TinyPair, speculative: dict[str, Any]) -> None:
+    most = engine(tiny, speculative).engine.drafter.max_drafts
+    assert tokens(engine(tiny, {**speculative, "num_speculative_tokens": most})) == tokens(engine(tiny, None))
+    told = f"num_speculative_tokens={most + 1} is more than this HeadsDrafter can propose per round, {most}; lower it"
+    wrong = {**speculative, "num_speculative_tokens": most + 1}
+    for given in (wrong, {"method": "suffix", "fallback": wrong}):
+        with pytest.raises(ConfigError, match=told):
+            engine(tiny, given)
