@@ -46,6 +46,7 @@ class Gpu:
     """Compute capability: (7, 5) is Turing (T4), (8, 0) Ampere, (9, 0) Hopper."""
     total: int
     free: int
+    """0 as well if the driver does not tell, because another process has the GPU to itself or has filled it."""
 
     @property
     def architecture(self) -> str:
@@ -82,10 +83,10 @@ def memory() -> Memory:
     import psutil
 
     host = psutil.virtual_memory()
-    limit, used = _cgroup_memory()
-    if limit is None or limit >= host.total:
+    limit = memory_limit()
+    if limit is None or limit[0] >= host.total:  # without a limit, version 1 names a number larger than any memory
         return Memory(host.total, host.available)
-    return Memory(limit, max(0, min(host.available, limit - used)))
+    return Memory(limit[0], max(0, min(host.available, limit[1])))
 
 
 def gpu() -> Gpu | None:
@@ -94,7 +95,10 @@ def gpu() -> Gpu | None:
 
     if not torch.cuda.is_available():
         return None
-    free, total = torch.cuda.mem_get_info()
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:
+        free, total = 0, torch.cuda.get_device_properties("cuda").total_memory
     return Gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), total, free)
 
 
@@ -125,19 +129,25 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
     The limits of parent groups count as well. `own` is the file that lists the process's groups, one
     `number:controllers:path` a line.
     """
+    quotas = [quota for quota in map(_quota_of, _own_groups("cpu", root, own)) if quota is not None]
+    return min(quotas, default=None)
+
+
+def _own_groups(controller: str, root: Path, own: Path) -> set[Path]:
+    """The control groups that may limit this process by `controller` (`cpu`, `memory`): its own and those above. Not
+    all of these folders exist."""
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
     except OSError:
         lines = []
-    groups = {root, root / "cpu", root / "cpu,cpuacct"}  # in a container its own group may be the root
+    groups = {root, root / controller, root / "cpu,cpuacct"}  # in a container its own group may be the root
     for _, controllers, path in (line for line in lines if len(line) == 3):
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        for mount in (root, root / "unified") if not controllers else (root / "cpu", root / controllers):
+        for mount in (root, root / "unified") if not controllers else (root / controller, root / controllers):
             group = mount / path.strip("/")
             groups.update(folder for folder in (group, *group.parents) if folder.is_relative_to(mount))
-    quotas = [quota for quota in map(_quota_of, groups) if quota is not None]
-    return min(quotas, default=None)
+    return groups
 
 
 def _quota_of(group: Path) -> float | None:
@@ -156,14 +166,30 @@ def _quota_of(group: Path) -> float | None:
     return quota / period if quota > 0 and period > 0 else None
 
 
-def _cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int | None, int]:
-    """Limit and use of the container's memory in bytes, cgroup version 2 or 1; (None, 0) without a limit."""
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+def memory_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> tuple[int, int] | None:
+    """The memory that control groups of version 1 or 2 leave this process, in bytes: the least limit, and the least of
+    what is left of any limit. None without a limit. Cached files that were not read lately count as left, because the
+    kernel drops them first. `root`, `own`: see `cpu_quota`."""
+    found = [group for group in map(_memory_of, _own_groups("memory", root, own)) if group is not None]
+    if not found:
+        return None
+    return min(limit for limit, _ in found), min(limit - used for limit, used in found)
+
+
+def _memory_of(group: Path) -> tuple[int, int] | None:
+    """Limit and use of one control group in bytes; None if it sets no limit."""
+    for limit, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
-            return int((root / limit_file).read_text()), int((root / used_file).read_text())
+            bounds = int((group / limit).read_text()), int((group / used).read_text())
         except (OSError, ValueError):  # no such file, or the word "max"
             continue
-    return None, 0
+        try:
+            lines = (group / "memory.stat").read_text().splitlines()
+            droppable = next((int(line.split()[1]) for line in lines if line.split()[0] == cached), 0)
+        except (OSError, ValueError, IndexError):
+            droppable = 0
+        return bounds[0], max(0, bounds[1] - droppable)
+    return None

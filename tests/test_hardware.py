@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -25,27 +26,65 @@ def test_gpu_architecture_is_spelt_as_compilers_spell_it():
     assert hardware.Gpu("H100", (9, 0), 1, 1).architecture == "sm_90"
 
 
+def written(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{text}\n")
+
+
+def version_2(group, limit, used, cached=0):
+    names = {"memory.max": limit, "memory.current": used, "memory.stat": f"anon 7\ninactive_file {cached}"}
+    return {f"{group}/{name}": value for name, value in names.items()}
+
+
+def version_1(group, limit, used, cached=0):
+    names = ("limit_in_bytes", limit), ("usage_in_bytes", used), ("stat", f"cache 7\ntotal_inactive_file {cached}")
+    return {f"memory/{group}/memory.{name}": value for name, value in names}
+
+
 @pytest.mark.parametrize(
-    ("limit", "used"),
-    [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")],
+    ("files", "own", "expected"),
+    [
+        (version_2(".", 2000, 500), "0::/", (2000, 1500)),
+        (version_2(".", 2000, 1900, cached=1000), "0::/", (2000, 1100)),
+        (version_2(".", "max", 500), "0::/", None),
+        (version_2("a/b", 2000, 500), "0::/a/b", (2000, 1500)),
+        (version_2("a", 4000, 3900) | version_2("a/b", 2000, 500), "0::/a/b", (2000, 100)),
+        (version_2("other", 2000, 500), "0::/a", None),
+        (version_1(".", 2000, 500), "", (2000, 1500)),
+        (version_1("a/b", 2000, 1900, cached=1000), "7:cpu:/x\n4:memory:/a/b\n0::/", (2000, 1100)),
+        ({"memory.max": 2000, "memory.current": 500}, "", (2000, 1500)),
+        ({}, "", None),
+    ],
 )
-def test_container_limit_is_read_from_both_versions_of_cgroups(tmp_path, limit, used):
-    for name, value in ((limit, 2 * 10**9), (used, 5 * 10**8)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{value}\n")
-    assert hardware._cgroup_memory(tmp_path) == (2 * 10**9, 5 * 10**8)
-
-
-def test_container_without_limit_has_the_memory_of_its_host(tmp_path):
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
-    assert hardware._cgroup_memory(tmp_path) == (None, 0)
+def test_a_containers_memory_is_read_from_both_versions_of_cgroups(tmp_path, files, own, expected):
+    written(tmp_path, files)
+    groups = tmp_path / "own"
+    groups.write_text(f"{own}\n")
+    assert hardware.memory_limit(tmp_path, groups) == expected
 
 
 def test_small_container_on_a_large_host_counts_as_small(monkeypatch):
-    monkeypatch.setattr(hardware, "_cgroup_memory", lambda: (10**9, 4 * 10**8))
+    monkeypatch.setattr(hardware, "memory_limit", lambda: (10**9, 6 * 10**8))
     assert psutil.virtual_memory().total > 10**9
     assert hardware.memory() == hardware.Memory(10**9, 6 * 10**8)
+
+
+def test_a_limit_above_the_hosts_memory_is_none(monkeypatch):
+    monkeypatch.setattr(hardware, "memory_limit", lambda: (2**63 - 4096, 2**62))
+    assert hardware.memory().total == psutil.virtual_memory().total
+
+
+def test_a_gpu_that_another_process_has_to_itself_is_described_without_its_free_memory(monkeypatch):
+    def refuse():
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", refuse)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H100")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    assert hardware.gpu() == hardware.Gpu("H100", (9, 0), 80, 0)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +100,7 @@ def test_small_container_on_a_large_host_counts_as_small(monkeypatch):
     ],
 )
 def test_a_containers_share_of_time_is_read_from_both_versions_of_cgroups(tmp_path, files, own, processors):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
+    written(tmp_path, files)
     groups = tmp_path / "own"
     groups.write_text(f"{own}\n")
     assert hardware.cpu_quota(tmp_path, groups) == processors

@@ -89,7 +89,8 @@ def pytorch() -> Row:
         return Row("PyTorch", "missing", reason, "The engine cannot run at all.", "pip install torch")
     import torch
 
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    gpu_library = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    build = next((f"{name} {version}" for name, version in gpu_library.items() if version), "CPU build")
     return Row("PyTorch", "ok", f"{torch.__version__}, {build}", "The reference path of every lesson runs.")
 
 
@@ -100,6 +101,9 @@ def device() -> Row:
         meaning = "Every lesson runs on the CPU; GPU speeds cannot be measured here."
         return Row("device", "limited", "CPU (PyTorch sees no CUDA GPU)", meaning)
     found = f"{card.name}, {card.architecture}, {_gib(card.free)} of {_gib(card.total)} free"
+    if card.free < LOW_MEMORY_BYTES:
+        meaning = "The engine chooses this GPU, but may not fit into what other processes leave of it."
+        return Row("device", "limited", found, meaning, "end them (nvidia-smi lists them), or say device='cpu'")
     return Row("device", "ok", found, "The engine uses this GPU unless you say device='cpu'.")
 
 
@@ -121,7 +125,7 @@ def triton() -> Row:
     if reason:
         fix = "pip install triton" if sys.platform == "linux" else "for kernels: Linux, WSL or a hosted notebook"
         return Row("Triton", "limited", reason, "Triton kernels do not run; the engine uses PyTorch.", fix)
-    version, card = metadata.version("triton"), gpu()
+    version, card = _version("triton"), gpu()
     if card is None:
         meaning = "Without a GPU, Triton kernels run in its interpreter: correct, but slow."
         return Row("Triton", "limited", f"{version}, interpreter only", meaning)
@@ -266,6 +270,15 @@ def browser() -> Row:
 def _tried(question: str) -> Answer:
     """The answer of the import probe to one question of `HEAVY`; one process answers all of them."""
     return ask(*HEAVY)[question]
+
+
+def _version(module: str) -> str:
+    """The version of the package that `module` comes from, which may have another name (triton-windows)."""
+    try:
+        return metadata.version(module)
+    except metadata.PackageNotFoundError:
+        packages = metadata.packages_distributions().get(module)
+        return metadata.version(packages[0]) if packages else "unknown version"
 
 
 def _gib(num_bytes: int) -> str:

@@ -52,8 +52,10 @@ def answer(question: str) -> tuple[str, Any]:
     try:
         found = importlib.import_module(module)
         return "", getattr(found, function)() if function else None
-    except ModuleNotFoundError:
-        return "not installed", None
+    except ModuleNotFoundError as error:
+        if error.name is None or f"{module}.".startswith(f"{error.name}."):
+            return "not installed", None
+        return f"broken: it needs {error.name}, which is not installed", None
     except Exception as error:
         return f"broken: {error}".splitlines()[0], None
 

@@ -53,3 +53,10 @@ def test_a_package_that_never_ends_is_told(package: str, tmp_path: Path, monkeyp
     (tmp_path / "endless.py").write_text("while True:\n    pass")
     monkeypatch.setattr(import_probe, "SECONDS", 0.5)
     assert ask("endless")["endless"].problem == "broken: importing it took more than 0.5 seconds"
+
+
+def test_a_package_that_lacks_another_is_broken_and_not_missing(package: str, tmp_path: Path) -> None:
+    (tmp_path / "lacking.py").write_text("import no_such_module")
+    found = ask("lacking", "no_such_module.part", "json.no_such_part")
+    assert found["lacking"].problem == "broken: it needs no_such_module, which is not installed"
+    assert found["no_such_module.part"].problem == found["json.no_such_part"].problem == "not installed"

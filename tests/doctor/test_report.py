@@ -6,6 +6,8 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -95,6 +97,35 @@ def test_t4_is_told_that_it_has_no_bfloat16_and_that_triton_may_refuse(on_gpu):
 def test_new_gpu_is_not_limited(on_gpu):
     on_gpu(H100)
     assert {checks.device().status, checks.dtype().status, checks.triton().status} == {"ok"}
+
+
+def test_a_gpu_without_free_memory_is_limited(on_gpu):
+    on_gpu(replace(H100, free=0))
+    row = checks.device()
+    assert row.status == "limited" and "0.0 GiB of 80.0 GiB free" in row.found and "device='cpu'" in row.fix
+
+
+@pytest.mark.parametrize(("cuda", "hip", "build"), [("12.8", None, "CUDA 12.8"), (None, "6.4", "ROCm 6.4")])
+def test_the_library_that_pytorch_was_built_for_is_named(monkeypatch, cuda, hip, build):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert checks.pytorch().found.endswith(f", {build}")
+
+
+@pytest.mark.parametrize(
+    ("packages", "version"), [({"triton": ["triton-windows"]}, "3.4.0.post1"), ({}, "unknown version")]
+)
+def test_triton_from_a_package_of_another_name_has_its_version(on_gpu, instead, monkeypatch, packages, version):
+    def version_of(name: str) -> str:
+        if name != "triton-windows":
+            raise metadata.PackageNotFoundError(name)
+        return "3.4.0.post1"
+
+    on_gpu(H100)
+    instead("triton", "")
+    monkeypatch.setattr(metadata, "version", version_of)
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: packages)
+    assert checks.triton().found == f"{version}, on sm_90"
 
 
 @pytest.mark.parametrize(
