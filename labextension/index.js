@@ -3,13 +3,14 @@
 
 import { ICommandPalette, MainAreaWidget, Notification } from '@jupyterlab/apputils';
 import { ICompletionProviderManager } from '@jupyterlab/completer';
-import { PageConfig, URLExt } from '@jupyterlab/coreutils';
+import { PageConfig, Text, URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
 import { Widget } from '@lumino/widgets';
 
 const NAME = 'minillm';
 const SHOW_PANEL = 'minillm:show-completion';
 const MAX_TOKENS = 24;
+const PYTHON = ['text/x-python', 'text/x-ipython']; // not 'text/x-ipythongfm', which is Markdown
 const QUIET_MS = 300; // the panel is drawn when no key has followed for so long, because drawing would slow the next one
 
 // 'on' or 'off': what the server suggests as the default. '': there is no server extension.
@@ -72,12 +73,13 @@ class Provider {
     this._request.abort();
     const mine = (this._request = new AbortController());
     const { text, offset, mimeType } = request;
-    if (mimeType && !/python/.test(mimeType)) {
+    if (mimeType && !PYTHON.includes(mimeType)) {
       return { items: [] };
     }
+    const cursor = Text.charIndexToJsIndex(offset, text); // `offset` counts an emoji once, a string of JavaScript twice
     const body = {
-      prefix: cellsBefore(context.widget).join('') + text.slice(0, offset),
-      suffix: text.slice(offset),
+      prefix: cellsBefore(context.widget).join('') + text.slice(0, cursor),
+      suffix: text.slice(cursor),
       max_tokens: this.maxTokens
     };
     if (!body.prefix.trim()) {

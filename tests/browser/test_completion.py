@@ -22,7 +22,9 @@ from tests.conftest import TinyPair
 MINUTES = 60_000
 LOAD_S = 300
 NOTEBOOK, FILE = "typed.ipynb", "typed.py"
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
 FIRST_CELL = "class Stack:\n    def push(self, item):\n        self.items.append(item)"
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
 SOURCE = "() => window.jupyterapp.shell.currentWidget.content.activeCell.model.sharedModel.source"
 SHOW = "() => window.jupyterapp.commands.execute('minillm:show-completion')"
 
@@ -62,8 +64,7 @@ def load_model(lab: Lab) -> None:
 def page(browser: Browser, completing_lab: Lab) -> Iterator[Page]:
     """A page, an empty file, and a notebook with a cell of code and an empty one. Errors of scripts fail the test."""
     cells = [nbformat.v4.new_code_cell(FIRST_CELL), nbformat.v4.new_code_cell("")]
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), completing_lab.folder / NOTEBOOK)
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL), completing_lab.folder / NOTEBOOK)
     (completing_lab.folder / FILE).write_text("")
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     page.set_default_timeout(2 * MINUTES)
@@ -124,6 +125,29 @@ def test_ghost_text_appears_and_tab_takes_it(page: Page, completing_lab: Lab) ->
         "before => document.querySelector('[data-testid=minillm-panel]').innerHTML !== before", arg=before
     )
     photograph(page, "completion_3_panel")
+
+
+def test_the_text_before_the_cursor_is_whole_behind_an_emoji(page: Page, completing_lab: Lab) -> None:
+    text = "# 🙂🙂 of a name"
+    answers = open_and_type(page, completing_lab, FILE, text)
+    expect(page.locator(".jp-FileEditor .cm-content")).to_contain_text(text)
+    page.wait_for_timeout(500)
+    assert (asked(answers[-1])["prefix"], asked(answers[-1])["suffix"]) == (text, "")
+
+
+def test_markdown_is_not_completed(page: Page, completing_lab: Lab) -> None:
+    cells = [nbformat.v4.new_code_cell(FIRST_CELL), nbformat.v4.new_markdown_cell("")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL), completing_lab.folder / NOTEBOOK)
+    answers: list[Response] = []
+    page.on("response", lambda r: answers.append(r) if is_completion(r) else None)
+    page.goto(completing_lab.open(NOTEBOOK))
+    page.locator(".jp-MarkdownCell").dblclick()
+    page.evaluate("() => window.jupyterapp.restored")
+    page.wait_for_timeout(2000)
+    page.keyboard.type("The class above", delay=50)
+    expect(page.locator(".jp-MarkdownCell .cm-content")).to_have_text("The class above")
+    page.wait_for_timeout(1000)
+    assert answers == []
 
 
 def test_where_suggestions_are_off_nothing_is_asked(page: Page, completing_lab: Lab) -> None:
