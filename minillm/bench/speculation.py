@@ -8,7 +8,8 @@ says what the slices are). Prompts come from the prefix cache, so decoding is me
     tau           tokens per request and forward of the target                                               measured
     alpha         by position: the share of drafts accepted, of those whose predecessors were                measured
     c, v          seconds of a round's drafting and of the rest of it, over those of a plain step             measured
-    predicted     τ over the mean cost of a step, which is c + v with drafts and 1 without                   modelled
+    predicted     tokens per step over those of plain decoding (which is τ for one request), over the mean
+                  cost of a step, which is c + v with drafts and 1 without                                   modelled
 
 Plain decoding also runs a second time in each round, between the methods: how far its ratio is from 1 is noise.
 With `adaptive` the engine decides how many drafts pay; the other rows draft always. c and v are of the rounds with
@@ -241,10 +242,9 @@ class SliceRun:
             for name in self.engines
         ]
         found = compare(systems, rounds)
-        plain = _mean(self.counts[PLAIN].plain_s)
         for row in found:
             row.config["best_ratio"] = sum(self.shortest[PLAIN]) / sum(self.shortest[row.system])
-        return [_with_figures(row, self.counts[row.system], plain, labels) for row in found]
+        return [_with_figures(row, self.counts[row.system], self.counts[PLAIN], labels) for row in found]
 
     def _generate(self, name: str) -> list[list[int]]:
         llm, outputs, seconds = self.engines[name], [], []
@@ -264,21 +264,26 @@ def _mean(seconds: Sequence[float]) -> float:
     return statistics.mean(sorted(seconds)[cut : len(seconds) - cut])
 
 
-def _with_figures(row: Row, counts: Counts, plain_s: float, labels: Mapping[str, Any]) -> Row:
-    """`row` with the counts of its runs. `plain_s`: seconds of a plain step."""
+def _with_figures(row: Row, counts: Counts, plain: Counts, labels: Mapping[str, Any]) -> Row:
+    """`row` with the counts of its runs. `plain`: those of plain decoding.
+
+    τ does not predict the speed of several requests, because it counts a step once for each of them, and requests whose
+    drafts are accepted end early. The number of steps does: plain decoding gains the same tokens in more of them.
+    """
     row.config.update(labels)
     if row.system == PLAIN:
         return row
-    tau = counts.tokens / max(1, counts.forwards)
-    row.config["tau"] = tau
+    steps, plain_s = len(counts.verify_s) + len(counts.plain_s), _mean(plain.plain_s)
+    row.config["tau"] = counts.tokens / max(1, counts.forwards)
     row.config["alpha"] = [a / n for a, n in zip(counts.accepted, counts.judged, strict=True)]
-    row.config["rounds_with_drafts"] = len(counts.verify_s) / max(1, len(counts.verify_s) + len(counts.plain_s))
+    row.config["rounds_with_drafts"] = len(counts.verify_s) / max(1, steps)
     if counts.verify_s:
         row.config["c"] = _mean(counts.draft_s) / plain_s
         row.config["v"] = _mean(counts.verify_s) / plain_s
         with_drafts = row.config["rounds_with_drafts"]
         cost = with_drafts * (row.config["c"] + row.config["v"]) + 1 - with_drafts
-        row.config["predicted"] = tau / cost
+        gain = (counts.tokens / steps) / (plain.tokens / len(plain.plain_s))
+        row.config["predicted"] = gain / cost
     return row
 
 

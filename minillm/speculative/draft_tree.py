@@ -83,11 +83,12 @@ class DraftTreeDrafter(DraftModelDrafter):
         else:
             self.shapes.judged(request, draft.parents, verdict.path or ())
 
-    def _shape_for(self, request: Request) -> TreeShape:
-        return self.shapes if isinstance(self.shapes, TreeShape) else self.shapes.shape_for(request)
+    def _shape_for(self, request: Request, most: int) -> TreeShape:
+        """The shape of the next tree, with at most `most` nodes."""
+        return self.shapes.cut(most) if isinstance(self.shapes, TreeShape) else self.shapes.shape_for(request, most)
 
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        shapes = [self._shape_for(request).cut(most) for request, most in zip(requests, num_drafts, strict=True)]
+        shapes = [self._shape_for(request, most) for request, most in zip(requests, num_drafts, strict=True)]
         if self.is_greedy(requests) and all(shape.is_chain for shape in shapes):
             return super()._propose(requests, [shape.num_nodes for shape in shapes])
         for request in requests:

@@ -102,9 +102,13 @@ class Drafter(ABC):
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         """For each request i, propose at most `num_drafts[i]` (≥ 1) tokens that may follow `requests[i].token_ids`.
 
-        The request's block table already has blocks for all of them. With `adaptive`, the engine also calls it when it
-        starts, with made-up requests, to measure how long it takes.
+        The request's block table already has blocks for all of them.
         """
+
+    def propose_for_timing(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        """Called instead of `propose` when an engine with `adaptive` starts: with made-up requests, to measure how long
+        drafting takes. Make as many drafts as asked for, if that is possible, and count none of them."""
+        return self.propose(requests, num_drafts)
 
     def observe(self, request: Request, queries: Tensor) -> None:  # noqa: B027
         """Called in the step that completes the request's prompt (or, after a preemption, all its tokens), when its

@@ -109,6 +109,13 @@ class HeadsDrafter(ChainDrafter):
                 drafts[i] = draft
         return drafts
 
+    def propose_for_timing(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose_for_timing`. What the heads think of made-up text must not end the chains."""
+        min_survival, self.min_survival = self.min_survival, 0.0
+        drafts = self.propose(requests, num_drafts)
+        self.min_survival = min_survival
+        return drafts
+
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         hidden = torch.stack([self._hidden[request][1] for request in requests])
         last = self._on_device([request.token_ids[-1] for request in requests])

@@ -67,7 +67,7 @@ def _shrunk(count: JudgedCount | None, prior: float) -> float:
 
 
 class MeasuredShapes:
-    """The best shape so far for each kind of request: its salt, and whether it is greedy."""
+    """The best shapes so far for each kind of request: its salt, and whether it is greedy."""
 
     def __init__(self, max_nodes: int, max_levels: int, draft_cost: float, verify_cost: Callable[[int], float]) -> None:
         self.max_nodes, self.max_levels = max_nodes, min(max_levels, max_nodes)
@@ -75,18 +75,21 @@ class MeasuredShapes:
         self._kinds: OrderedDict[tuple[str, bool], _Kind] = OrderedDict()
         self._unmeasured = _Kind()
 
-    def shape_for(self, request: Request) -> TreeShape:
-        """The shape of the next tree. It has at least one node: without drafts, nothing more would be learnt.
+    def shape_for(self, request: Request, most: int | None = None) -> TreeShape:
+        """The best shape for the next tree if it may have at most `most` nodes; None: `max_nodes`. It has at least one
+        node: without drafts, nothing more would be learnt.
 
         A request that samples with its own seed gets the shape from before anything was measured, so that its text does
         not depend on other requests."""
         kind = self._unmeasured if request.samples_with_own_seed else self._kind_of(request)
         if kind.estimate.num_verdicts >= kind.next_update:
+            kind.chances, kind.shapes = kind.estimate.chances(self.max_levels), {}
             kind.next_update = kind.estimate.num_verdicts * 5 // 4 + PRIOR_COUNT
-            chances = kind.estimate.chances(self.max_levels)
-            found = best_shape(chances, self.max_nodes, self.max_levels, self.draft_cost, self.verify_cost)
-            kind.shape = found if found.num_nodes else TreeShape((-1,))
-        return kind.shape
+        nodes = self.max_nodes if most is None else min(most, self.max_nodes)
+        if nodes not in kind.shapes:
+            found = best_shape(kind.chances, nodes, self.max_levels, self.draft_cost, self.verify_cost)
+            kind.shapes[nodes] = found if found.num_nodes else TreeShape((-1,))
+        return kind.shapes[nodes]
 
     def judged(self, request: Request, parents: Sequence[int], path: Sequence[int]) -> None:
         """Learn from one verdict."""
@@ -106,6 +109,9 @@ class _Kind:
 
     def __init__(self) -> None:
         self.estimate = AcceptanceEstimate()
-        self.shape = TreeShape(())
+        self.chances: list[list[float]] = []
+        """What the estimate said at the latest update."""
+        self.shapes: dict[int, TreeShape] = {}
+        """The best shapes for these chances, by the number of nodes that were allowed."""
         self.next_update = 0
-        """The number of verdicts at which the shape is computed again."""
+        """The number of verdicts at which the shapes are computed again."""

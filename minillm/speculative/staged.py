@@ -27,36 +27,33 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Segment
-from minillm.config import at_least
 from minillm.errors import ConfigError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import argmax
 from minillm.speculative.draft_model import DraftModelDrafter, DraftModelOptions, DraftProgress
 from minillm.speculative.drafter import Draft, DraftContext
-from minillm.speculative.ngram import NgramDrafter
+from minillm.speculative.ngram import NgramDrafter, NgramOptions
 
 
 @dataclass(frozen=True)
 class StagedOptions(DraftModelOptions):
     """The options of method `staged`: those of `draft_model`, and the lookup that guesses its drafts."""
 
-    prompt_lookup_min: int = 2
-    """Fewest tokens that must match."""
-    prompt_lookup_max: int = 5
-    """Most tokens that are matched."""
+    prompt_lookup_min: int | None = 2
+    prompt_lookup_max: int | None = 5
+    """See `NgramOptions`."""
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("speculative method 'staged' needs 'model', for example 'minicoder-draft'")
         super().__post_init__()
-        for name in ("prompt_lookup_min", "prompt_lookup_max"):
-            at_least(name, getattr(self, name), 1)
-        if self.prompt_lookup_max < self.prompt_lookup_min:
-            raise ConfigError(
-                f"prompt_lookup_max={self.prompt_lookup_max} must be at least "
-                f"prompt_lookup_min={self.prompt_lookup_min}"
-            )
+        _ = self.lookup  # checks the numbers
+
+    @property
+    def lookup(self) -> tuple[int, int]:
+        """Fewest and most tokens that are matched."""
+        return NgramOptions(self.prompt_lookup_min, self.prompt_lookup_max).lookup
 
 
 @dataclass
@@ -93,14 +90,20 @@ class StagedDrafter(DraftModelDrafter):
         """See `Drafter.build`."""
         options = context.options
         runner = context.new_runner(context.load_model(options.model, options.quantization))
-        guesser = NgramDrafter(options.prompt_lookup_min, options.prompt_lookup_max)
-        return cls(runner, context.max_num_batched_tokens, options.draft_sample_method == "greedy", guesser)
+        greedy = options.draft_sample_method == "greedy"
+        return cls(runner, context.max_num_batched_tokens, greedy, NgramDrafter(*options.lookup))
 
     @property
     def passes_per_draft(self) -> float | None:
-        """Passes of a request through the draft model per draft, at most 1; None before the first draft. With
-        `adaptive`, the engine measures what drafts cost when it is built, and these count, too."""
+        """Passes of a request through the draft model per draft, at most 1; None before the first draft."""
         return self.num_passes / self.num_drafts if self.num_drafts else None
+
+    def propose_for_timing(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        """See `Drafter.propose_for_timing`."""
+        counted = self.num_passes, self.num_drafts
+        drafts = self.propose(requests, num_drafts)
+        self.num_passes, self.num_drafts = counted
+        return drafts
 
     def _propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
         is_greedy = self.is_greedy(requests)

@@ -14,7 +14,7 @@ from rich.console import Console
 from minillm.bench import shapes
 from minillm.bench.draft_counts import Counts
 from minillm.bench.harness import Row
-from minillm.bench.speculation import AGAIN, METHODS, PLAIN, SliceRun, run, slice_prompts, table
+from minillm.bench.speculation import AGAIN, METHODS, PLAIN, SliceRun, _with_figures, run, slice_prompts, table
 from minillm.commands.bench import names
 from minillm.errors import ConfigError
 from minillm.trace import DraftProposed, Event, StepFinished, StepRan, TokensCommitted, Work
@@ -130,6 +130,18 @@ def test_counts_are_those_of_the_trace() -> None:
     assert (counts.tokens, counts.forwards) == (5, 3)
     assert (counts.judged, counts.accepted) == ([2, 1, 1], [1, 1, 0])
     assert (counts.draft_s, counts.verify_s, counts.plain_s) == ([0.75, 0.5], [2.5, 2.5], [2.5])
+
+
+def test_requests_that_end_at_different_times_are_predicted_from_the_number_of_steps() -> None:
+    """Ten tokens for each of two requests: one gains two in each round and ends after five, the other gains one."""
+    plain = Counts(tokens=20, forwards=20, plain_s=[1.0] * 10)
+    drafted = Counts(tokens=20, forwards=15, judged=[15], accepted=[5], draft_s=[0.5] * 10, verify_s=[1.5] * 10)
+    row = Row("draft_model", PLAIN, 0.5, 0.5, 0.5, 1.0, 1.0, None, True)
+    found = _with_figures(row, drafted, plain, {"batch": 2}).config
+    assert found["tau"] == pytest.approx(4 / 3)
+    assert (found["c"], found["v"], found["predicted"]) == (0.5, 1.5, 0.5)  # as many steps, each twice as long
+    alone = _with_figures(row, replace(drafted, forwards=10), Counts(20, 20, plain_s=[1.0] * 20), {"batch": 1}).config
+    assert alone["predicted"] == alone["tau"] / 2
 
 
 @pytest.mark.parametrize(

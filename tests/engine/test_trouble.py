@@ -27,6 +27,7 @@ from minillm.errors import (
 from minillm.request import Request
 from minillm.speculative.ngram import NgramDrafter
 from minillm.trace import BlocksAllocated, BlocksFreed, DraftProposed, RequestFinished, StepStarted
+from minillm.trace.cache_state import CacheState
 from tests.conftest import TinyPair, random_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -428,6 +429,52 @@ def test_an_interrupted_admission_is_undone_in_the_trace_too(tiny: TinyPair, mon
     allocated = sum(len(e.block_ids) for e in trace.of(BlocksAllocated))
     assert allocated == sum(len(e.block_ids) for e in trace.of(BlocksFreed))
     assert llm.llm_engine.metrics.requests[request.request_id].peak_blocks < allocated
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"layout": "window", "window": 12},
+        {"layout": "sinks", "window": 12},
+        {"layout": "anchors", "window": 12},
+        {"layout": "kivi"},
+        {"layout": "snapkv", "budget": 8, "window": 4, "kernel": 3},
+    ],
+    ids=lambda layout: layout["layout"],
+)
+def test_the_trace_follows_requests_that_an_interrupt_makes_start_again(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]
+) -> None:
+    """These layouts may have lost rows in the interrupted step, so running requests compute all of them again."""
+    llm = LLM(str(tiny.target), kv_cache_config=layout, speculative_config=drafted(tiny))
+    expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    forward = llm.engine.runner.run
+
+    def interrupted(segments: list[Any]) -> Any:
+        forward(segments)
+        raise KeyboardInterrupt
+
+    with llm.trace() as trace:
+        requests = llm.submit(PROMPTS, GREEDY)
+        for _ in range(2):
+            llm.engine.step()
+        assert all(request.num_computed_tokens for request in requests)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(llm.engine.runner, "run", interrupted)
+            llm.engine.step()
+        assert not any(request.num_computed_tokens for request in requests)
+        while True:
+            state = CacheState().fold_all(trace)
+            assert state.used_blocks == llm.engine.pool.num_used
+            for request in requests:
+                seen = state.requests[request.request_id]
+                assert (seen.block_table, seen.num_tokens) == (request.block_table, request.num_tokens)
+                assert request.finished or seen.num_computed == request.num_computed_tokens
+            if not llm.engine.has_requests:
+                break
+            llm.engine.step()
+    assert [request.output_token_ids for request in requests] == expected
+    settled(llm)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "draft_tree"])

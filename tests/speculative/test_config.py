@@ -114,7 +114,7 @@ def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
         ({**TREE, "speculative_token_tree": [(1,)]}, ConfigError, r"node \(1,\) without \(0,\)"),
         ({"method": "staged"}, ConfigError, "method 'staged' needs 'model'"),
         ({**STAGED, "prompt_lookup_min": 0}, ConfigError, "prompt_lookup_min=0"),
-        ({**STAGED, "prompt_lookup_max": 1}, ConfigError, "prompt_lookup_max=1 must be at least prompt_lookup_min=2"),
+        ({**STAGED, "prompt_lookup_max": 1}, ConfigError, "prompt_lookup_min=2 must be at most prompt_lookup_max=1"),
         ({**STAGED, "prompt_lookup_max": "5"}, ConfigError, "prompt_lookup_max='5'"),
         ({"method": "ngram", "fallback_below": 2}, ConfigError, "fallback_below=2 needs 'fallback'"),
         ({"method": "ngram", "fallback": "suffix"}, ConfigError, "fallback='suffix' must be a dict with the 'method'"),

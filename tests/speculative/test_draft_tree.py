@@ -88,7 +88,11 @@ def test_chains_and_trees_take_turns(tiny: TinyPair, monkeypatch: pytest.MonkeyP
     """A chain leaves drafts in the draft's cache, a tree does not, and a step with both drafts trees."""
     llm = LLM(str(tiny.target), speculative_config=tree(tiny.draft))
     turns = cycle([(1, 1, 1)] * 5 + [(2, 2)] * 4 + [(1, 1)] * 4 + [(1, 2), (3,)])
-    monkeypatch.setattr(DraftTreeDrafter, "_shape_for", lambda *_: TreeShape.from_branching(next(turns)))
+
+    def shape_for(self: DraftTreeDrafter, request: Request, most: int) -> TreeShape:
+        return TreeShape.from_branching(next(turns)).cut(most)
+
+    monkeypatch.setattr(DraftTreeDrafter, "_shape_for", shape_for)
     with llm.trace() as trace:
         assert tokens(llm) == tokens(LLM(str(tiny.target)))
     parents = [e.parents for e in trace.of(DraftProposed)]

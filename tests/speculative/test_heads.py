@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.errors import CheckpointError, ConfigError, TokenizerMismatchError
+from minillm.request import Request
 from minillm.speculative.draft_heads import KINDS, DraftHeads
+from minillm.speculative.drafter import Draft
 from minillm.speculative.heads import HeadsDrafter
 from minillm.trace import DraftProposed
 from tests.conftest import TinyPair
@@ -300,3 +303,21 @@ def test_more_drafts_than_there_are_positions_are_refused(tiny: TinyPair, specul
     for given in (wrong, {"method": "suffix", "fallback": wrong}):
         with pytest.raises(ConfigError, match=told):
             engine(tiny, given)
+
+
+def test_the_cost_of_drafts_is_measured_with_as_many_as_it_is_divided_by(
+    tiny: TinyPair, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the heads think of the made-up text."""
+    made: list[tuple[Sequence[int], list[int]]] = []
+    propose = HeadsDrafter.propose
+
+    def noted(self: HeadsDrafter, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        drafts = propose(self, requests, num_drafts)
+        made.append((num_drafts, [len(draft.token_ids) for draft in drafts]))
+        return drafts
+
+    monkeypatch.setattr(HeadsDrafter, "propose", noted)
+    llm = engine(tiny, {**speculative, "min_survival": 1.0, "adaptive": True})
+    assert made and all(list(asked) == found for asked, found in made)
+    assert llm.engine.drafter.min_survival == 1.0

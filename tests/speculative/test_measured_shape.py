@@ -91,6 +91,20 @@ def test_where_no_draft_pays_one_is_made_all_the_same() -> None:
     assert learning.shape_for(request()) == TreeShape((-1,))
 
 
+def test_where_fewer_nodes_are_allowed_the_tree_is_the_best_one_of_that_size(tiny: TinyPair) -> None:
+    """A second level pays if it has many nodes. Of two nodes it would hold one."""
+    learning = MeasuredShapes(14, 4, 0.35, lambda rows: 1.0)
+    whole = learning.shape_for(request())
+    assert whole.num_levels == 2 and whole.cut(2).parents == (-1, 0)
+    assert learning.shape_for(request(), 2).parents == (-1, -1)
+    assert learning.shape_for(request(), 99) == learning.shape_for(request()) == whole
+    options = {"method": "draft_tree", "model": str(tiny.draft), "tree_shape": "measured", "tree_draft_cost": 0.35}
+    llm = LLM(str(tiny.target), speculative_config={**options, "num_speculative_tokens": 2, "adaptive": False})
+    with llm.trace() as trace:
+        llm.generate("def add(a, b):", GREEDY, use_tqdm=False)
+    assert trace.of(DraftProposed)[0].parents == [-1, -1]
+
+
 def test_levels_that_no_tree_of_these_nodes_has_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     whole = tree_shape.most_probable_nodes

@@ -94,6 +94,11 @@ def test_a_right_guess_saves_a_forward_and_a_wrong_one_costs_none(
     assert drafter.num_passes == 4 * passes and drafter.passes_per_draft == passes / 5
 
 
+def test_drafts_that_are_made_to_measure_their_cost_do_not_count(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), enforce_eager=True, speculative_config={**config(tiny.draft), "adaptive": True})
+    assert (llm.engine.drafter.num_passes, llm.engine.drafter.passes_per_draft) == (0, None)
+
+
 def test_bundled_models_need_fewer_passes_than_drafts() -> None:
     llm = LLM("minicoder", speculative_config={"method": "staged", "model": "minicoder-draft"})
     text = "def area(self):\n    return self.width * self.height\n\n\ndef volume(self):\n    return self."
@@ -127,6 +132,19 @@ def test_a_layout_that_drops_or_moves_rows_keeps_its_tokens(tiny: TinyPair, layo
     for speculative in (None, config(tiny.draft)):
         llm = LLM(str(tiny.target), enforce_eager=True, kv_cache_config=layout, speculative_config=speculative)
         found.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+    assert found[0] == found[1]
+
+
+def test_a_layout_that_compresses_prompts_also_compresses_those_of_the_draft_model(tiny: TinyPair) -> None:
+    """It needs to know where a prompt ends. Without stages it does, so the drafts are compared with those."""
+    layout = {"layout": "snapkv", "budget": 8, "window": 4, "kernel": 3}
+    found = []
+    for method in ("draft_model", "staged"):
+        speculative = config(tiny.draft, method)
+        llm = LLM(str(tiny.target), enforce_eager=True, kv_cache_config=layout, speculative_config=speculative)
+        drafts = drafts_of(llm)
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        found.append([draft.token_ids for draft in drafts])
     assert found[0] == found[1]
 
 
