@@ -18,8 +18,12 @@ MIN_NODES = 25
 
 def shapes_of(program: Program) -> dict[str, list[str]]:
     """For each written function, by its last definition: the kinds of its nodes, in order, each with its parent's. What
-    is assigned to its name afterwards does not count."""
+    is assigned to its name afterwards does not count; a name that is only assigned, `name = other`, is `other`."""
     written = {node.name: node for s in program.statements for node in _functions(s.node) if not is_stub(node)}
+    for statement in program.statements:
+        match statement.node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=other)) if other in written:
+                written.setdefault(name, written[other])
     return {name: shape(node) for name, node in written.items()}
 
 

@@ -38,7 +38,7 @@ def rows_to_show(state: CacheState) -> tuple[list[RequestState], int]:
     surplus = len(requests) - MAX_ROWS
     if surplus <= 0:
         return requests, 0
-    finished = [r.request_id for r in requests if r.status == "finished"][:surplus]
+    finished = set([r.request_id for r in requests if r.status == "finished"][:surplus])
     return [r for r in requests if r.request_id not in finished][:MAX_ROWS], surplus
 
 

@@ -34,6 +34,12 @@ def test_a_name_that_is_bound_again_does_not_hide_its_function(after: str):
     assert shapes(FUNCTION, after) == {"f": shape(ast.parse(FUNCTION).body[0])}
 
 
+def test_a_function_that_is_renamed_is_compared_by_both_names():
+    found = shapes(FUNCTION.replace("def f", "def g"), "f = g")
+    assert found["f"] == found["g"] == shapes(FUNCTION)["f"]
+    assert "f" not in shapes("from math import floor", "f = floor")
+
+
 def test_the_last_definition_counts_in_a_branch_too():
     hidden = "if True:\n" + "\n".join(f"    {line}" for line in FUNCTION.splitlines())
     assert shapes("def f(x):\n    return x", hidden, "f = f") == shapes(FUNCTION)

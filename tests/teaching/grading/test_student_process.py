@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -91,3 +95,31 @@ def test_all_values_that_one_job_sends_have_a_limit(message: Message, monkeypatc
 def test_a_malformed_message_ends_the_job(data: bytes) -> None:
     with pytest.raises(BrokenMessageError):
         list(Messages().feed(data))
+
+
+FOUR_PROCESSES = """
+import os, signal, sys
+ballast = bytearray(b"x") * (200 << 20)
+if os.fork() == 0:
+    for _ in range(4):
+        if os.fork() == 0:
+            own = bytearray(b"x") * (int(sys.argv[1]) << 20)
+            print(flush=True)
+            signal.pause()
+signal.pause()
+"""
+"""A template of more than 200 MiB, and a setup process with four below it, which have so many MiB of their own."""
+
+
+@pytest.mark.parametrize(("own", "stopped"), [(1, ""), (100, "memory: its processes used more than 0.3 GiB together")])
+def test_what_processes_have_from_the_fork_is_not_counted_for_each(own: int, stopped: str) -> None:
+    most = int(0.3 * (1 << 30))
+    command = [sys.executable, "-c", FOUR_PROCESSES, str(own)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as template:
+        try:
+            assert template.stdout is not None
+            for _ in range(4):
+                template.stdout.readline()
+            assert student_process._too_much(template.pid, 0.0, 60.0, most) == stopped
+        finally:
+            os.killpg(template.pid, signal.SIGKILL)
