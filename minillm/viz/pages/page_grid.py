@@ -157,25 +157,17 @@ class PageGrid:
         )
 
     def _letters(self) -> str:
-        """The owners' letters: a text element per row and font size, with a position for each character. A name that is
-        too long for its page is drawn smaller."""
-        rows: dict[tuple[float, float | None], list[tuple[str, str]]] = defaultdict(list)
+        """The owners' letters: one text element per row, with a position for each character."""
+        rows: dict[float, list[tuple[str, str]]] = defaultdict(list)
         for place, page in enumerate(self.pages):
             x, y = self.geometry.corner(place)
             name = owner_letter(self.indices[page.owners[0]]) if page.owners else ""
             name += f"×{len(page.owners)}" if page.state == "shared" else ""
-            start, advance, size = 3.0, 7.0 if len(name) < 4 else 5.5, None
-            if start + advance * len(name) > self.geometry.page_width:
-                start, advance = 0.5, (self.geometry.page_width - 1) / len(name)
-                size = 1.3 * advance
-            rows[y + 9, size] += [(sign, number(x + start + advance * i)) for i, sign in enumerate(name)]
+            advance = 7.0 if len(name) < 4 else 5.5
+            rows[y + 9] += [(sign, number(x + 3 + advance * i)) for i, sign in enumerate(name)]
         texts = [
-            element(
-                "text",
-                {"x": " ".join(x for _, x in signs), "y": y, "font-size": size},
-                "".join(sign for sign, _ in signs),
-            )
-            for (y, size), signs in rows.items()
+            element("text", {"x": " ".join(x for _, x in signs), "y": y}, "".join(sign for sign, _ in signs))
+            for y, signs in rows.items()
             if signs
         ]
         return element("g", {"font-size": 9, "font-weight": 700}, *texts)

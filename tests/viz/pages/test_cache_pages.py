@@ -252,8 +252,7 @@ def test_outline_of_a_shared_page_has_a_stripe_per_owner():
     assert svg.count("A–D ×4") == 3
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_names_on_small_pages_do_not_run_into_each_other(narrow):
+def test_names_on_pages_do_not_run_into_each_other():
     """Requests after Z have names of two letters, and a shared page also has its number of owners."""
     s = Script(num_blocks=64)
     for i in range(30):
@@ -262,9 +261,9 @@ def test_names_on_small_pages_do_not_run_into_each_other(narrow):
     for i in range(1, 30):
         s.share(str(i), "0")
     s.step(*(prefill(str(i), 4) for i in range(1, 30)))
-    svg = CachePagesView(s.trace, narrow=narrow).to_svg()
+    svg = CachePagesView(s.trace).to_svg()
     [letters] = [e for e in parse(svg).iter() if e.get("font-size") == "9" and e.get("font-weight") == "700"]
-    pages, names = geometry(64, 16, narrow=narrow), defaultdict(str)
+    pages, names = geometry(64, 16), defaultdict(str)
     for text in letters:
         for x, sign in zip(map(float, text.get("x").split()), text.text, strict=True):
             place, start = divmod(x - pages.left, pages.pitch)
