@@ -58,10 +58,8 @@ def version_1(group, limit, used, cached=0):
     ],
 )
 def test_a_containers_memory_is_read_from_both_versions_of_cgroups(tmp_path, files, own, expected):
-    written(tmp_path, files)
-    groups = tmp_path / "own"
-    groups.write_text(f"{own}\n")
-    assert hardware.memory_limit(tmp_path, groups) == expected
+    written(tmp_path, {**files, "own": own})
+    assert hardware.memory_limit(tmp_path, tmp_path / "own") == expected
 
 
 def test_small_container_on_a_large_host_counts_as_small(monkeypatch):
@@ -100,10 +98,8 @@ def test_a_gpu_that_another_process_has_to_itself_is_described_without_its_free_
     ],
 )
 def test_a_containers_share_of_time_is_read_from_both_versions_of_cgroups(tmp_path, files, own, processors):
-    written(tmp_path, files)
-    groups = tmp_path / "own"
-    groups.write_text(f"{own}\n")
-    assert hardware.cpu_quota(tmp_path, groups) == processors
+    written(tmp_path, {**files, "own": own})
+    assert hardware.cpu_quota(tmp_path, tmp_path / "own") == processors
 
 
 @pytest.mark.parametrize(("quota", "usable"), [(None, 4), (0.5, 1), (1.0, 1), (1.5, 2), (64.0, 4)])

@@ -22,7 +22,6 @@ from tests.conftest import TinyPair
 MINUTES = 60_000
 LOAD_S = 300
 NOTEBOOK, FILE = "typed.ipynb", "typed.py"
-KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
 FIRST_CELL = "class Stack:\n    def push(self, item):\n        self.items.append(item)"
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
 SOURCE = "() => window.jupyterapp.shell.currentWidget.content.activeCell.model.sharedModel.source"

@@ -208,15 +208,11 @@ def test_more_memory_than_there_is_or_than_pytorch_can_count_is_told_with_its_si
         LLM(str(tiny.target), device="cpu", num_kv_blocks=num_blocks)
 
 
-class TwoGpus:
-    """What PyTorch says of a full, old GPU 0 and an empty, new GPU 1."""
-
-    free = (0, 2**30)
-    capability = ((7, 5), (8, 0))
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (self.free[_index(device)], 2**30))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: self.capability[_index(device)])
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that PyTorch sees a full, old GPU 0 and an empty, new GPU 1."""
+    free, capability = (0, 2**30), ((7, 5), (8, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free[_index(device)], 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[_index(device)])
 
 
 def _index(device: Any) -> int:
@@ -225,7 +221,7 @@ def _index(device: Any) -> int:
 
 
 def test_the_blocks_are_counted_in_the_memory_of_the_gpu_that_will_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    TwoGpus(monkeypatch)
+    two_gpus(monkeypatch)
     args = EngineArgs(model="", gpu_memory_utilization=0.5, max_num_seqs=1024, block_size=16)
     assert assembly._num_blocks(args, 2**20, 4096, torch.device("cuda:1")) == 512
     with pytest.raises(ConfigError, match="a cache of 0 bytes holds no block"):
@@ -233,7 +229,7 @@ def test_the_blocks_are_counted_in_the_memory_of_the_gpu_that_will_hold_them(mon
 
 
 def test_the_gpu_of_the_model_decides_whether_there_is_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    TwoGpus(monkeypatch)
+    two_gpus(monkeypatch)
     config = replace(load_config(bundled.path("minicoder")), dtype="bfloat16")
     assert assembly.choose_dtype("auto", torch.device("cuda:1"), config) == torch.bfloat16
     assert assembly.choose_dtype("auto", torch.device("cuda:0"), config) == torch.float16

@@ -31,6 +31,7 @@ START_SECONDS = 120.0
 REPLY_SECONDS = 30.0
 """The template may take so long to end a job whose processes are gone; then it is started anew."""
 MAX_REPLY = 1 << 17
+"""Bytes."""
 MAX_PROCESSES = 24
 """Processes that one submission may have at a time; ours among them."""
 PACKAGE = Path(minillm.__file__).resolve().parent
@@ -182,25 +183,23 @@ def _too_much(template: int, seconds: float, wall_seconds: float, memory: int) -
     processes = _of_job(template)
     if len(processes) > MAX_PROCESSES:
         return f"processes: it started more than {MAX_PROCESSES} processes"
-    used = sum(_memory_of(process, template) for process in processes)
+    # Pages from the fork are shared with the template until a process writes to them, so none of them counts. To read
+    # how many are still shared takes too long while the processes allocate.
+    forked = _private(psutil.Process(template))
+    used = sum(max(0, _private(process) - forked) for process in processes)
     return f"memory: its processes used more than {memory / (1 << 30):g} GiB together" if used > memory else ""
 
 
-def _memory_of(process: psutil.Process, template: int) -> int:
-    """Bytes that a process below the template has taken since it was forked; 0 if it has ended. It shares pages of the
-    template until it writes to them. To tell which takes a second for ten busy processes, so none of them counts."""
+def _private(process: psutil.Process) -> int:
+    """Bytes of a process that are no files; 0 if it has ended."""
     with suppress(psutil.Error):
-        return max(0, _private(process) - _private(psutil.Process(template)))
+        info = process.memory_info()
+        return int(info.rss - info.shared)
     return 0
 
 
-def _private(process: psutil.Process) -> int:
-    info = process.memory_info()
-    return int(info.rss - info.shared)
-
-
 def _end(template: int) -> None:
-    """Kill everything below the setup process, again and again until nothing is left, then itself."""
+    """Kill everything below the setup process, again and again until nothing is left, then that process too."""
     for _ in range(50):
         below = _of_job(template)
         if not below:

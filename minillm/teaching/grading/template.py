@@ -27,8 +27,8 @@ HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parents[1]
 ANSWERS = "minillm.teaching.exercises."
 """The modules with references, cases, hints and planted mistakes. `sandbox` hides their files too."""
-MAX_REPLY = 10_000
-"""Characters of a reply."""
+MAX_PROBLEM = 10_000
+"""Characters of the reply that says why this process does not start."""
 DRIVES = ("l01", "l02", "l05", "l06", "l08", "l09", "l15", "l17")
 
 
@@ -42,7 +42,7 @@ def main(control: socket.socket, root: Path, package: Path, slot: int, mode: str
             raise OSError("the kernel has no Landlock")
         _imports(package.parent)
     except BaseException:
-        _reply(control, traceback.format_exc()[-MAX_REPLY:])
+        _reply(control, traceback.format_exc()[-MAX_PROBLEM:])
         return
     _reply(control, "ready")
     while (received := _files(control)) is not None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,9 +51,8 @@ def test_a_template_that_is_stuck_or_taken_over_is_ended(
     monkeypatch.setattr(student_process, "__file__", str(tmp_path / "student_process.py"))
     monkeypatch.setattr(student_process, "REPLY_SECONDS", 0.3)
     with StudentProcess(0, "limits") as process:
-        template, began = process._process, time.monotonic()
+        template = process._process
         told = process.run(ReadJob(b"", "x.py"), wall_seconds=0.3, memory=1 << 30)
-        assert time.monotonic() - began < 10
         assert told.stopped.partition(":")[0] == stopped
         assert template.poll() is not None
     assert not reached.exists()
