@@ -97,7 +97,7 @@ class Batch:
     prompt_lens: list[int | None] | None = None
     """`Segment.num_prompt_tokens` of each request; None: all unknown."""
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-    """What the first layer computes and all later layers of this step reuse: see `plan`."""
+    """What the first layer computes and all later layers of this step reuse: see `once_per_step`."""
 
     @classmethod
     def from_segments(cls, segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:

@@ -28,6 +28,9 @@ from minillm.trace.request_metrics import MetricsWatcher, prompt_id_of
 Prompt = str | Mapping[str, Any]
 """Text, or `{"prompt_token_ids": [...]}`, or `{"prompt": "text"}`; a mapping may add a `cache_salt`."""
 
+MOST_FAILED_STEPS = 1000
+"""After so many steps in a row that failed for requests of other callers, none of them is taken to step for its own."""
+
 
 class LLMEngine:
     """A model with its KV cache and request queues. The caller runs it one step at a time.
@@ -135,11 +138,13 @@ class LLMEngine:
         left = {prompt_id_of(group[0].request_id): i for i, group in enumerate(groups)}
         try:
             self.queue(groups)
+            failures = 0
             while left:
                 with self.engine.lock:  # so that no other thread's step is in the middle of a request that is read here
-                    others = self._failed_for_others(left)
+                    others = self._failed_for_others(left, nobody_else_steps=failures >= MOST_FAILED_STEPS)
                     ended = [left.pop(name) for name in self._ended_among(left)]
                     outputs = {i: self.output(groups[i]) for i in sorted(ended)}
+                failures = failures + 1 if others else 0
                 if others:
                     time.sleep(0.001)  # let the thread that waits for the failed request have its turn
                 yield outputs
@@ -147,13 +152,13 @@ class LLMEngine:
             for group in groups:
                 self.discard(group)
 
-    def _failed_for_others(self, names: Collection[str]) -> bool:
+    def _failed_for_others(self, names: Collection[str], nobody_else_steps: bool) -> bool:
         """Run one step. Returns whether it failed for a request of another caller than that of the prompts `names`, who
-        gets the error from a step of its own."""
+        gets the error from a step of its own. If `nobody_else_steps`, it is raised here."""
         try:
             self.engine.step()
         except NonFiniteLogitsError as problem:
-            if problem.request_id is None or prompt_id_of(problem.request_id) in names:
+            if nobody_else_steps or problem.request_id is None or prompt_id_of(problem.request_id) in names:
                 raise
             return True
         return False

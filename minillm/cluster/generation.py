@@ -86,7 +86,7 @@ class GenerationWorker:
     def _params(self, item: Item) -> SamplingParams:
         """With a temperature and no seed every prompt gets a seed of its own, so a shard done again is the same."""
         given = dict(self.sampling)
-        if given.get("seed") is None:
+        if given.get("seed") in (None, -1):
             given["seed"] = (self.seed << 32) + item["number"]
         return SamplingParams(**given)
 

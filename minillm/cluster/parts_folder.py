@@ -74,7 +74,9 @@ class PartsFolder:
     def _check_job(self) -> None:
         file = self.folder / JOB
         if not file.exists():
-            others = [path.name for path in self.folder.iterdir() if path.name != LOCK]
+            # A program that was ended while it wrote the first file has left a temporary one.
+            own = (LOCK, file.with_suffix(".tmp").name)
+            others = [path.name for path in self.folder.iterdir() if path.name not in own]
             if others:
                 raise ConfigError(f"--out {self.folder} has {others[0]} but no {JOB}; name an empty folder")
             self._replace(file, json.dumps(self.job, indent=2) + "\n")

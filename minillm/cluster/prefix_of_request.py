@@ -40,7 +40,7 @@ class PrefixReader:
                 request = ChatRequest.model_validate_json(body)
                 messages = [message.for_template() for message in request.messages]
                 text = self.template.render(messages, request.add_generation_prompt)
-                token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+                token_ids = self.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)
             else:
                 return []
             tokens = token_ids[: MAX_BLOCKS * self.block_size]
@@ -58,4 +58,4 @@ class PrefixReader:
                 return given
         if request.suffix is not None:
             given = fim_prompt(self.tokenizer, self.model, given, request.suffix)
-        return self.tokenizer.encode(given)
+        return self.tokenizer.encode(given, add_special_tokens=request.add_special_tokens)

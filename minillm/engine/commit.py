@@ -54,8 +54,8 @@ def _read(request: Request, token: int, count: int) -> None:
 def _grow_text(request: Request, token: int, count: int) -> None:
     """Add the token's text; end the request at a stop token, a stop string or the length limit, in this order.
 
-    As in vLLM, the text of the token that ends the request is left out unless `include_stop_str_in_output`, and none of
-    the first `min_tokens` tokens ends it.
+    As in vLLM, the text of a stop token is left out unless `include_stop_str_in_output`, and there is no stop within
+    the first `min_tokens` tokens.
     """
     params, seen = request.params, len(request.text)
     ends = count > params.min_tokens and token in request.stop_ids

@@ -219,7 +219,8 @@ class Scheduler:
         num_tokens = min(self._chunk(left), budget)
         if num_tokens < left and not self.config.enable_chunked_prefill:
             return None
-        # Blocks of the prefix cache count as free until they are shared; a partly filled block of a fork is copied.
+        # Blocks of the prefix cache count as free until they are shared. The last shared block of a fork is copied: the
+        # last prompt token is computed again.
         cached = sum(not self.pool.ref_count(block_id) for block_id in found.block_ids)
         copies = len(found.block_ids) - found.num_tokens // self.pool.block_size
         needed = self.pool.blocks_for(request.num_tokens) - len(found.block_ids) + copies

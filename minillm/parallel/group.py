@@ -1,8 +1,8 @@
 """The processes that share one model, and what they send each other: `all_reduce` and `all_gather`, counted.
 
 A process is a rank from 0 to size - 1. All ranks call the same collectives in the same order, with tensors of the same
-shape; a call returns on no rank before all have made it. On CPUs gloo carries the numbers over TCP. On GPUs NCCL does:
-that path has never been run, because no machine with two GPUs was at hand.
+shape; no rank has the result before all have made the call. On CPUs gloo carries the numbers over TCP. On GPUs it is
+NCCL: that path has never been run, because no machine with two GPUs was at hand.
 
 A `ProcessGroup` object is used in place of `torch.distributed`'s default group: of that there is one per process, and a
 process may hold two engines.

@@ -4,7 +4,7 @@
                                                             as it is   computed     keys re-rotated by the shift
 
 Everything behind an edit moves, so its keys are at the wrong positions. PIE rotates them by the shift and keeps their
-values. Only the new tokens go through the model: the time no longer depends on the length of the suffix.
+values. Only the new tokens go through the model; the suffix costs a copy and a rotation of its keys.
 
 Exact in the first layer. In deeper ones a suffix token's key and value depend on what it attended to, and that was the
 old span. So the result is an approximation: a suffix that refers to the span (a renamed variable) still remembers the

@@ -116,7 +116,7 @@ def _reason(problem: BaseException) -> str:
 def padded_size(count: int) -> int:
     """Return the size to which this many tokens are padded: 1, 2, 4, then multiples of 8 up to 64, of 16 up to 128, …
 
-    These are at most four or eight sizes per power of two: vLLM's `cudagraph_capture_sizes` with fewer large sizes.
+    These are at most four sizes per power of two: vLLM's `cudagraph_capture_sizes` with fewer large sizes.
     """
     if count <= 4:
         return power_of_two(count)

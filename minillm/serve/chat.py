@@ -27,6 +27,7 @@ from minillm.serve.responses import (
     ChatCompletion,
     ChatLogprobs,
     Message,
+    Usage,
     event,
 )
 from minillm.serve.settings import ServerSettings
@@ -53,26 +54,28 @@ class ChatJob:
         self.created = int(time.time())
         self.tokenizer = engine.llm_engine.engine.tokenizer
         self.num_top = top
-        stated = engine.llm_engine.engine.runner.model.config.sampling_defaults.get("max_tokens")
-        limits = (body.max_completion_tokens, body.max_tokens, stated)
         if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
             raise ApiError(
                 f"max_completion_tokens={body.max_completion_tokens} must be at least 1", param="max_completion_tokens"
             )
+        text = template.render([message.for_template() for message in body.messages], body.add_generation_prompt)
+        self.prompt_token_ids = self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": self.prompt_token_ids}
+        if body.cache_salt:
+            prompt["cache_salt"] = body.cache_salt
+        self.prompt: Prompt = prompt
+        limits = (body.max_completion_tokens, body.max_tokens, self._default_limit())
         self.params = body.sampling_params(
             engine.llm_engine.default_sampling_params(),
             max_tokens=next((limit for limit in limits if limit is not None), None),
             logprobs=top if body.logprobs else None,
         )
-        text = template.render([message.for_template() for message in body.messages], body.add_generation_prompt)
-        prompt: dict[str, Any] = {
-            "prompt": text,
-            # The template has written the special tokens.
-            "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False),
-        }
-        if body.cache_salt:
-            prompt["cache_salt"] = body.cache_salt
-        self.prompt: Prompt = prompt
+
+    def _default_limit(self) -> int | None:
+        """What the checkpoint's `generation_config.json` names, or as much of it as the context has room for."""
+        llm_engine = self.engine.llm_engine
+        stated = llm_engine.engine.runner.model.config.sampling_defaults.get("max_tokens")
+        return None if stated is None else min(stated, max(1, llm_engine.max_model_len - len(self.prompt_token_ids)))
 
     async def respond(self, on_finish: Observer) -> Response:
         """Run it. Returns the answer, or the stream of its chunks."""
@@ -82,7 +85,12 @@ class ChatJob:
         [output] = await batch.finish()
         choices = [self._choice(choice) for choice in output.outputs]
         answer = ChatCompletion(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=batch.usage()
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=batch.usage(),
+            prompt_token_ids=self.prompt_token_ids if self.body.return_token_ids else None,
         )
         return Response(answer.model_dump_json(), media_type="application/json")
 
@@ -106,7 +114,13 @@ class ChatJob:
         try:
             for index in range(self.params.n):
                 role = {"role": "assistant", "content": ""}
-                yield event(self._chunk([ChatChunkChoice(index=index, delta=role, finish_reason=None)], None))
+                first = self._chunk([ChatChunkChoice(index=index, delta=role, finish_reason=None)], None)
+                if self.body.return_token_ids:
+                    first.prompt_token_ids = self.prompt_token_ids
+                if self.body.wants_running_usage:
+                    num_tokens = len(self.prompt_token_ids)
+                    first.usage = Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens)
+                yield event(first)
             async for _, output in batch.outputs():
                 for choice in output.outputs:
                     stream = streams[choice.index]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 from uuid import uuid4
 
 from fastapi import Response
@@ -29,7 +30,7 @@ class CompletionJob:
     def __init__(self, engine: AsyncLLM, settings: ServerSettings, body: CompletionRequest) -> None:
         """Check the request. Raises `ApiError`, `ConfigError` or `PromptError`."""
         body.check_fields()
-        if body.best_of is not None and body.best_of != body.n:
+        if body.best_of is not None and body.best_of != (body.n or 1):
             raise ApiError(f"best_of={body.best_of} is not supported; leave it out, or ask for n", param="best_of")
         if body.logprobs is not None and not settings.allows_logprobs(body.logprobs):
             limit = settings.max_logprobs
@@ -61,7 +62,14 @@ class CompletionJob:
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
         salt = {"cache_salt": self.body.cache_salt} if self.body.cache_salt else {}
-        return [{**({"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one}), **salt} for one in given]
+        return [{**self._prompt(one), **salt} for one in given]
+
+    def _prompt(self, given: str | list[int]) -> dict[str, Any]:
+        if not isinstance(given, str):
+            return {"prompt_token_ids": given}
+        if self.body.add_special_tokens:
+            return {"prompt": given}
+        return {"prompt": given, "prompt_token_ids": self.tokenizer.encode(given, add_special_tokens=False)}
 
     async def respond(self, on_finish: Observer) -> Response:
         """Run it. Returns the answer, or the stream of its chunks."""

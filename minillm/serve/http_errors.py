@@ -1,6 +1,6 @@
 """Errors as OpenAI's API writes them: `{"error": {"message": …, "type": …, "param": …, "code": 400}}`.
 
-The types and status codes are those of vLLM's server.
+Types and status codes follow vLLM's server, whose 401 has no such body.
 """
 
 from __future__ import annotations

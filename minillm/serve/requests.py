@@ -39,7 +39,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "repetition_detection": (),
+    "request_id": (),
     "response_format": ({"type": "text"},),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
@@ -61,7 +64,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
     """In a last chunk without choices."""
     continuous_usage_stats: bool = False
-    """In every chunk (vLLM's extension)."""
+    """With `include_usage`: in every chunk (vLLM's extension)."""
 
 
 class GenerationRequest(BaseModel):
@@ -133,8 +136,9 @@ class GenerationRequest(BaseModel):
 
     @property
     def wants_running_usage(self) -> bool:
-        """Whether every chunk carries the token counts."""
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        """Whether every chunk carries the token counts. As in vLLM, `continuous_usage_stats` alone does nothing."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
 
 class CompletionRequest(GenerationRequest):
@@ -150,6 +154,8 @@ class CompletionRequest(GenerationRequest):
     """How many of the most likely tokens to report at each position; -1: all, if the server sets no limit."""
     echo: bool | None = False
     """Start each choice with the prompt."""
+    add_special_tokens: bool = True
+    """Whether a prompt given as text gets the tokenizer's special tokens, such as the beginning of text."""
     best_of: int | None = None
     """Refused unless it equals `n`: nothing ranks candidates here."""
 
@@ -188,5 +194,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=-1)
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    """Whether the text of the chat template, which has special tokens of its own, gets those of the tokenizer, too."""
     echo: bool | None = False
     """Refused."""

@@ -108,6 +108,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -130,6 +131,8 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    """With the role, in the first chunk of each choice."""
 
 
 class ModelCard(BaseModel):

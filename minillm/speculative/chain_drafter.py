@@ -53,12 +53,16 @@ class ChainDrafter(Drafter):
 
     def draft_argmax(self, first: Sequence[Segment], num_drafts: Sequence[int]) -> list[list[int]]:
         """The `num_drafts[i]` most likely tokens after each segment i, with one call of the runner for each different
-        number of drafts. The block tables have room for them."""
+        number of drafts. The block tables have room for them. Where logits are NaN or infinite, all chains end."""
         tokens: list[list[int]] = [[] for _ in first]
         segments, drafted = list(first), 0
         for count in sorted(set(num_drafts)):
             active = [i for i, most in enumerate(num_drafts) if most >= count]
-            found = self.runner.draft([segments[i] for i in active], count - drafted)
+            try:
+                found = self.runner.draft([segments[i] for i in active], count - drafted)
+            except NonFiniteLogitsError as problem:
+                warn_of_broken_logits(self, problem)
+                break
             for i, new in zip(active, found, strict=True):
                 tokens[i] += new
                 segments[i] = replace(segments[i], token_ids=new[-1:], start=segments[i].end + len(new) - 1)

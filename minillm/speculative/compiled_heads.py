@@ -64,7 +64,7 @@ class CompiledHeads(TargetHeads):
         counts, logits, contexts, _ = self._run(hidden, last, most, kind, min_survival, num_drafted=0)
         longest = int(counts.max())
         rows = logits[: len(counts) * longest].unflatten(0, (-1, longest)) if longest else logits[:0]
-        return Round(counts.tolist(), rows[..., : len(self.token_table)], contexts[:, :longest])
+        return Round(counts.tolist(), rows[..., : len(self.narrow)], contexts[:, :longest])
 
     def draft_argmax(self, hidden: Tensor, last: Tensor, most: Sequence[int], min_survival: float) -> list[list[int]]:
         """See `TargetHeads.draft_argmax`."""

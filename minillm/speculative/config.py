@@ -61,6 +61,9 @@ class SpeculativeConfig:
     """Fewer drafts than this are too few. 1: the fallback drafts only where there are none."""
 
     def __post_init__(self) -> None:
+        for name in ("num_speculative_tokens", "disable_by_batch_size"):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), 1)
         at_least("fallback_below", self.fallback_below, 1)
         if self.fallback is None and self.fallback_below != 1:
             raise ConfigError(f"fallback_below={self.fallback_below} needs 'fallback', the method that then drafts")
@@ -69,9 +72,6 @@ class SpeculativeConfig:
                 f"fallback_below={self.fallback_below} is more than {_name(self.method)!r} ever drafts, "
                 f"{self.max_own_drafts}; lower it"
             )
-        for name in ("num_speculative_tokens", "disable_by_batch_size"):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1)
         rule = self.rejection_sample_method
         if not isinstance(rule, AcceptRule) and rule not in (*RULES, "synthetic", "typical"):
             raise UnsupportedError(

@@ -123,7 +123,8 @@ class Drafter(ABC):
 
         `hidden`: `[len(requests), hidden]`, for each request the target's hidden state after the final norm at its last
         token but one: the vector from which the target's unembedding made the distribution of the last token. An
-        interrupt may skip the call, so a drafter records for how many tokens it holds.
+        interrupt may skip the call, and it is left out where the draft policy plans no drafts for the next step
+        (`DraftPolicy.may_draft_next`). So a drafter records for how many tokens it holds.
         """
 
     def judged(self, request: Request, draft: Draft, verdict: Verdict) -> None:  # noqa: B027

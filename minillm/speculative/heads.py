@@ -100,7 +100,7 @@ class HeadsDrafter(ChainDrafter):
         self._hidden.pop(request, None)
 
     def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
-        """See `Drafter.propose`. No draft for a request whose hidden state an interrupt has left behind."""
+        """See `Drafter.propose`. No draft for a request without the hidden state of its last step."""
         drafts = [NO_DRAFT] * len(requests)
         known = [i for i, request in enumerate(requests) if self._hidden.get(request, (0,))[0] == request.num_tokens]
         if known:

@@ -11,8 +11,8 @@ bundled target. Drafts do not depend on each other, so later ones are less accur
 Difference from the paper: there the prompt tokens are appended to the verification, after every draft that may be the
 last accepted one, so a round is one forward of many rows. Here they are a forward of the drafter, after the one token
 that is known to be the last. That forward also computes the row of t₀, so x₁ is the target's own choice and is always
-accepted. (Not so for a sampled request with `draft_sample_method="greedy"`, where x₁ is the argmax, nor with
-penalties.) A round is two forwards of few rows and gains at least two tokens. On a processor, where each row costs,
+accepted. (With `draft_sample_method="greedy"` x₁ is the argmax, which may be rejected if the request samples or has
+penalties.) A round is two forwards of few rows and gains at least two tokens. On a CPU, where each row costs,
 that is no more expensive; where rows are free, as on a large GPU with one request, the paper's way is better.
 
 The prompt tokens are the last rows of a chain: no other row reads them. Their keys and values go to slots in which the

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Segment
-from minillm.errors import ConfigError
+from minillm.errors import ConfigError, NonFiniteLogitsError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import argmax
+from minillm.speculative.chain_drafter import warn_of_broken_logits
 from minillm.speculative.draft_model import DraftModelDrafter, DraftModelOptions, DraftProgress
 from minillm.speculative.drafter import Draft, DraftContext
 from minillm.speculative.ngram import NgramDrafter, NgramOptions
@@ -110,14 +111,15 @@ class StagedDrafter(DraftModelDrafter):
         rounds = [StagedDraft(request, most) for request, most in zip(requests, num_drafts, strict=True)]
         for request in requests:
             self.num_computed_tokens(request)
-        if self._num_behind(requests) + sum(num_drafts) > self.max_num_batched_tokens:
-            self._choose(rounds, [[] for _ in rounds], self._catch_up(requests), is_greedy)
-        active = [each for each in rounds if len(each.drafts) < each.most]
-        while active:
-            guesses = [self._guess(each) for each in active]
-            logits = self.runner.run([self._segment_with(each, g) for each, g in zip(active, guesses, strict=True)])
-            self._choose(active, guesses, logits, is_greedy)
-            active = [each for each in active if len(each.drafts) < each.most]
+        try:
+            if self._num_behind(requests) + sum(num_drafts) > self.max_num_batched_tokens:
+                self._choose(rounds, [[] for _ in rounds], self._catch_up(requests), is_greedy)
+            while active := [each for each in rounds if len(each.drafts) < each.most]:
+                guesses = [self._guess(each) for each in active]
+                logits = self.runner.run([self._segment_with(each, g) for each, g in zip(active, guesses, strict=True)])
+                self._choose(active, guesses, logits, is_greedy)
+        except NonFiniteLogitsError as problem:  # drafts that were chosen before it are kept
+            warn_of_broken_logits(self, problem)
         for each in rounds:
             self._progress[each.request] = DraftProgress(each.request.num_tokens, each.drafts[:-1])
             self.num_drafts += len(each.drafts)

@@ -210,7 +210,8 @@ def _prefill(runner: ModelRunner, block_table: list[int], num_tokens: int) -> No
 def _request(runner: ModelRunner, block_table: list[int], num_tokens: int) -> Request:
     """A request that decodes: all but its last token are in the cache."""
     token_ids = [i % runner.model.config.vocab_size for i in range(num_tokens)]
-    request = Request("costs", "", token_ids, num_tokens, SamplingParams(temperature=0), max_tokens=1, seed=0)
+    name = f"costs {block_table[0]}"  # drafters keep what they know of a request under its id
+    request = Request(name, "", token_ids, num_tokens, SamplingParams(temperature=0), max_tokens=1, seed=0)
     request.block_table, request.num_computed_tokens = block_table, num_tokens - 1
     return request
 

@@ -73,8 +73,12 @@ def drafter_folder(method: str, model: str | None, target: str) -> Path:
     Raises `ConfigError` if nothing is bundled for this target, `CheckpointError` if there is no such folder.
     """
     if model is not None:
-        folder = Path(model).expanduser()
-        if not folder.is_dir():
+        try:
+            folder = Path(model).expanduser()
+            is_folder = folder.is_dir()
+        except (TypeError, ValueError, RuntimeError, OSError):  # not text, an unknown home folder, a name too long
+            is_folder = False
+        if not is_folder:
             raise CheckpointError(
                 f"model={short_repr(model)} of speculative method {method!r} is not a folder; give the folder that "
                 f"`minillm train --stages {method}` wrote"

@@ -92,10 +92,11 @@ def test_results_of_something_else_are_never_mixed_in(
         generate_file(file, tmp_path / "out", other, ThisProcess(), shard=shard)
 
 
+@pytest.mark.parametrize("seed", [{}, {"seed": -1}], ids=str)
 def test_a_sampled_run_without_a_seed_is_the_same_when_done_again(
-    file: Path, tmp_path: Path, settings: GenerationSettings
+    file: Path, tmp_path: Path, settings: GenerationSettings, seed: dict[str, int]
 ) -> None:
-    sampled = replace(settings, sampling={"temperature": 1.0, "max_tokens": 8})
+    sampled = replace(settings, sampling={"temperature": 1.0, "max_tokens": 8, **seed})
     first = rows(generate_file(file, tmp_path / "a", sampled, ThisProcess(), shard=4))
     with pytest.raises(KeyboardInterrupt):
         generate_file(file, tmp_path / "b", sampled, Stops(1), shard=4)

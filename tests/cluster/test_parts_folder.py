@@ -76,6 +76,21 @@ def test_half_a_part_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_a_program_that_ended_while_it_wrote_the_first_file_can_be_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def power_fails(source: Path, target: Path) -> None:
+        raise OSError("no power")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no power"):
+        patch.setattr(Path, "replace", power_fails)
+        with PartsFolder(tmp_path, JOB).open():
+            pass
+    assert (tmp_path / "job.tmp").exists()
+    with PartsFolder(tmp_path, JOB).open():
+        assert (tmp_path / "job.json").exists() and not list(tmp_path.glob("*.tmp"))
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="name another folder"), PartsFolder(tmp_path / "file", JOB).open():

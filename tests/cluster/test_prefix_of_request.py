@@ -12,6 +12,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 from minillm import LLM, SamplingParams
 from minillm.cluster.prefix_of_request import CHAT, COMPLETIONS, MAX_BLOCKS, PrefixReader
+from minillm.tokenizer import Tokenizer
 from tests.conftest import TinyPair
 
 TEXT = "def add(a, b):\n    return a + b\n\n\nclass Stack:\n"
@@ -41,6 +42,20 @@ def test_the_hashes_are_those_of_the_blocks_in_the_engines_pool(
     found = hashes(reader, prompt=TEXT, cache_salt=salt)
     assert len(found) >= 5
     assert found == request.block_hashes(4)[: len(found)]
+
+
+def test_special_tokens_are_hashed_as_the_request_asks(reader: PrefixReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Tokenizer.encode
+
+    def with_a_beginning(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + encode(self, text)
+
+    without = hashes(reader, prompt=TEXT)
+    monkeypatch.setattr(Tokenizer, "encode", with_a_beginning)
+    assert hashes(reader, prompt=TEXT) != without
+    assert hashes(reader, prompt=TEXT, add_special_tokens=False) == without
+    chat = [{"role": "user", "content": TEXT}]
+    assert hashes(reader, CHAT, messages=chat) != hashes(reader, CHAT, messages=chat, add_special_tokens=True)
 
 
 def test_text_and_its_tokens_have_the_same_hashes(reader: PrefixReader) -> None:

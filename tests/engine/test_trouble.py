@@ -376,16 +376,34 @@ def test_an_interrupted_abort_gives_every_block_back_once(tiny: TinyPair, monkey
     settled(llm)
 
 
-def test_a_draft_model_without_finite_logits_costs_only_the_drafts(tiny: TinyPair) -> None:
+@pytest.mark.parametrize(("method", "drafter"), [("draft_model", "DraftModelDrafter"), ("staged", "StagedDrafter")])
+def test_a_draft_model_without_finite_logits_costs_only_the_drafts(tiny: TinyPair, method: str, drafter: str) -> None:
     sampled = replace(GREEDY, temperature=0.8, seed=1)
     plain = LLM(str(tiny.target), enforce_eager=True)
     expected = [o.outputs[0].token_ids for o in plain.generate(PROMPTS, sampled, use_tqdm=False)]
-    config = drafted(tiny, draft_sample_method="probabilistic")
+    config = drafted(tiny, method=method, draft_sample_method="probabilistic")
     llm = LLM(str(tiny.target), enforce_eager=True, speculative_config=config)
     with torch.no_grad():
         llm.engine.drafter.runner.model.norm.weight[3] = float("nan")
-    with pytest.warns(RuntimeWarning, match="DraftModelDrafter drafts no further in this step: .*NaN"):
+    with pytest.warns(RuntimeWarning, match=f"{drafter} drafts no further in this step: .*NaN"):
         found = llm.generate(PROMPTS, sampled, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in found] == expected
+    settled(llm)
+
+
+def test_a_device_that_finds_no_finite_draft_logits_costs_only_the_drafts(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU draws all drafts of a chain in one call, and says so itself."""
+
+    def broken(segments: list[Any], count: int) -> list[list[int]]:
+        raise NonFiniteLogitsError("logits of 1 of 2 rows are NaN")
+
+    expected = [o.outputs[0].token_ids for o in LLM(str(tiny.target)).generate(PROMPTS, GREEDY, use_tqdm=False)]
+    llm = LLM(str(tiny.target), speculative_config=drafted(tiny, adaptive=False))
+    monkeypatch.setattr(llm.engine.drafter.runner, "draft", broken)
+    with pytest.warns(RuntimeWarning, match="DraftModelDrafter drafts no further in this step: .*NaN"):
+        found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in found] == expected
     settled(llm)
 
@@ -477,7 +495,7 @@ def test_the_trace_follows_requests_that_an_interrupt_makes_start_again(
     settled(llm)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "draft_tree"])
+@pytest.mark.parametrize("method", ["draft_model", "draft_tree", "staged"])
 def test_drafts_that_were_drawn_are_kept_where_the_next_cannot_be(
     tiny: TinyPair, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -501,7 +519,7 @@ def test_drafts_that_were_drawn_are_kept_where_the_next_cannot_be(
     with llm.trace() as trace, pytest.warns(RuntimeWarning, match="drafts no further in this step"):
         llm.engine.step()
     [proposed] = trace.of(DraftProposed)
-    assert len(proposed.token_ids) == (1 if method == "draft_model" else 2)
+    assert len(proposed.token_ids) == (2 if method == "draft_tree" else 1)
     while llm.engine.has_requests:
         llm.engine.step()
     assert request.num_output_tokens == GREEDY.max_tokens

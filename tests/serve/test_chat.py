@@ -70,6 +70,34 @@ def test_the_checkpoint_limits_an_answer_that_names_no_limit(folder: Path, tmp_p
     assert answer.usage.completion_tokens == 5 and answer.choices[0].finish_reason == "length"
 
 
+def test_the_checkpoints_limit_gives_way_to_the_context(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "target")
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"max_new_tokens": 256}))
+    with running_server(tmp_path / "target") as limited:
+        answer = limited.client().chat.completions.create(messages=MESSAGES, **{**GREEDY, "max_tokens": None})
+    assert answer.usage.total_tokens == 256
+
+
+def test_the_prompts_tokens_are_returned_if_asked_for(server: RunningServer, expected: Any) -> None:
+    options = {**GREEDY, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    answer = server.client().chat.completions.create(messages=MESSAGES, **options)
+    assert answer.prompt_token_ids == expected.prompt_token_ids
+    assert answer.choices[0].token_ids == expected.outputs[0].token_ids
+    first, *others = server.client().chat.completions.create(messages=MESSAGES, stream=True, **options)
+    assert first.prompt_token_ids == expected.prompt_token_ids
+    assert not any(getattr(chunk, "prompt_token_ids", None) for chunk in others)
+
+
+def test_every_chunk_carries_the_counts_if_asked_for(server: RunningServer, expected: Any) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        server.client().chat.completions.create(messages=MESSAGES, stream=True, stream_options=options, **GREEDY)
+    )
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {len(expected.prompt_token_ids)}
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and (counts[0], counts[-1]) == (0, LENGTH)
+
+
 def test_parts_of_text_are_joined_and_an_image_is_refused(server: RunningServer, expected: Any) -> None:
     parts = [{"type": "text", "text": "def add"}, {"type": "text", "text": "(a, b):"}]
     messages: Any = [MESSAGES[0], {"role": "user", "content": parts}]

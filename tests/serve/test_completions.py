@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from tests.serve.running_server import NAME, RunningServer, running_server  # isort: skip (it may skip this file)
 
 import openai
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from minillm import LLM, SamplingParams
 from minillm.fill_in_the_middle import suffix_first
@@ -75,6 +79,23 @@ def test_token_ids_are_prompts_and_are_returned_if_asked_for(server: RunningServ
     _, chunks = streamed(server, **options)
     assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == expected.outputs[0].token_ids
     assert chunks[0].choices[0].prompt_token_ids == expected.prompt_token_ids
+
+
+def test_special_tokens_are_left_out_if_asked_for(tiny: TinyPair, tmp_path: Path) -> None:
+    shutil.copytree(tiny.target, tmp_path / "target")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "target" / "tokenizer.json"))
+    first = backend.encode("class").ids[0]
+    beginning = backend.id_to_token(first)
+    backend.post_processor = TemplateProcessing(single=f"{beginning} $A", special_tokens=[(beginning, first)])
+    backend.save(str(tmp_path / "target" / "tokenizer.json"))
+    plain = backend.encode("def add", add_special_tokens=False).ids
+    options = {"model": NAME, "temperature": 0, "max_tokens": 1}
+    with running_server(tmp_path / "target") as running:
+        for asked, expected in (({}, [first, *plain]), ({"add_special_tokens": False}, plain)):
+            for prompt, ids in (("def add", expected), (plain, plain)):
+                more = {"return_token_ids": True, **asked}
+                answer = running.client().completions.create(prompt=prompt, extra_body=more, **options)
+                assert answer.choices[0].prompt_token_ids == ids
 
 
 def test_several_prompts_have_their_choices_in_order(server: RunningServer, offline: LLM) -> None:
@@ -194,10 +215,13 @@ def test_usage_comes_last_in_a_stream_if_asked_for(server: RunningServer) -> Non
     _, chunks = streamed(server, prompt=PROMPTS[0], stream_options={"include_usage": True}, **GREEDY)
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == LENGTH
     assert all(chunk.usage is None for chunk in chunks[:-1])
-    body = {"ignore_eos": True, "stream_options": {"continuous_usage_stats": True}}
-    _, chunks = streamed(server, prompt=PROMPTS[0], **{**GREEDY, "extra_body": body})
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    _, chunks = streamed(server, prompt=PROMPTS[0], stream_options=options, **GREEDY)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
-    assert counts == sorted(counts) and counts[-1] == LENGTH
+    assert counts == sorted(counts) and counts[0] < counts[-1] == LENGTH
+    alone: Any = {"continuous_usage_stats": True}
+    _, chunks = streamed(server, prompt=PROMPTS[0], stream_options=alone, **GREEDY)
+    assert all(chunk.usage is None for chunk in chunks)
 
 
 def test_a_stream_is_server_sent_events_that_end_with_done(server: RunningServer) -> None:

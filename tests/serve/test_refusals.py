@@ -51,6 +51,8 @@ BAD_BODIES: list[tuple[dict[str, Any], str, str | None]] = [
     ({"prompt": "a", "logprobs": 6}, "logprobs=6 must be from 0 to 5", "logprobs"),
     ({"prompt": "a", "logprobs": -1}, "logprobs=-1 must be from 0 to 5", "logprobs"),
     ({"prompt": "a", "logit_bias": {"5": 1.0}}, "logit_bias is not supported", "logit_bias"),
+    ({"prompt": "a", "request_id": "mine"}, "request_id is not supported", "request_id"),
+    ({"prompt": "a", "return_token_offsets": True}, "return_token_offsets is not supported", "return_token_offsets"),
     (
         {"prompt": "a", "response_format": {"type": "json_object"}},
         "response_format is not supported",

@@ -81,6 +81,18 @@ def test_drafts_are_those_of_plain_pytorch(name: str, most: list[int]) -> None:
     same_round(random_model(config), random_heads(replace(SHAPE, hidden_size=config.hidden_size)), most, 1e-5, 0.0)
 
 
+def test_an_embedding_with_more_rows_than_the_vocabulary() -> None:
+    """Prompt tokens of another drafter append theirs; no logit belongs to them."""
+    config = TARGETS["other sizes"]
+    target, network = random_model(config), random_heads(replace(SHAPE, hidden_size=config.hidden_size))
+    more = torch.cat([target.embed_tokens.weight, torch.ones(3, config.hidden_size)])
+    plain = TargetHeads(network, more, unembedding(target, torch.float32))
+    cache = PagedKVCache(config, 1, 16, more.dtype, torch.device("cpu"))
+    CpuExecutor(target, cache, 16)
+    begun = CompiledHeads(plain, target).begin(*inputs(2, config.hidden_size), [4, 4], 0, 0.0)
+    assert begun.logits.shape == (2, 4, config.vocab_size)
+
+
 @pytest.mark.parametrize(
     ("kind", "of_heads"), [("float16", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float16")]
 )

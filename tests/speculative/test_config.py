@@ -116,6 +116,8 @@ def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
         ({**STAGED, "prompt_lookup_min": 0}, ConfigError, "prompt_lookup_min=0"),
         ({**STAGED, "prompt_lookup_max": 1}, ConfigError, "prompt_lookup_min=2 must be at most prompt_lookup_max=1"),
         ({**STAGED, "prompt_lookup_max": "5"}, ConfigError, "prompt_lookup_max='5'"),
+        ({"method": "ngram", "num_speculative_tokens": "4"}, ConfigError, "num_speculative_tokens='4'"),
+        ({"method": "ngram", "num_speculative_tokens": -1}, ConfigError, "num_speculative_tokens=-1"),
         ({"method": "ngram", "fallback_below": 2}, ConfigError, "fallback_below=2 needs 'fallback'"),
         ({"method": "ngram", "fallback": "suffix"}, ConfigError, "fallback='suffix' must be a dict with the 'method'"),
         ({"method": "ngram", "fallback": {"model": "x"}}, ConfigError, "must be a dict with the 'method'"),

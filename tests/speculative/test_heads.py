@@ -271,6 +271,9 @@ def test_weights_with_nan_are_refused(tiny: TinyPair, tmp_path: Path) -> None:
     [
         ({"model": None}, ConfigError, "'heads' needs 'model', a folder of weights"),
         ({"model": "nowhere"}, CheckpointError, "'nowhere' of speculative method 'heads' is not a folder"),
+        ({"model": 5}, CheckpointError, "model=5 of speculative method 'heads' is not a folder"),
+        ({"model": "~nobody-here/heads"}, CheckpointError, "is not a folder"),
+        ({"model": "x" * 300}, CheckpointError, "is not a folder"),
         ({"min_survival": 1.5}, ConfigError, "min_survival=1.5"),
         ({"draft_sample_method": "random"}, ConfigError, "draft_sample_method='random'"),
         ({"budget": 8}, ConfigError, "budget=8.*'self_sparse'.*'heads'"),

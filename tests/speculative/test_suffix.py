@@ -21,7 +21,7 @@ from minillm.speculative.suffix import (
     continuations,
     most_probable_path,
 )
-from minillm.speculative.suffix_trie import MAX_MATCHES
+from minillm.speculative.suffix_trie import MAX_MATCHES, SuffixTrie
 from minillm.trace import DraftProposed, RequestPreempted, TokensCommitted
 from tests.conftest import TinyPair
 from tests.speculative.test_suffix_trie import interrupted
@@ -341,6 +341,20 @@ def test_the_bundled_model_says_the_same_in_fewer_steps() -> None:
     outputs, _, accepted = drafted(llm, TEXTS, params)
     assert outputs == plain and accepted > 40
     assert [tokens(llm, [text], params)[0] for text in TEXTS] == plain
+
+
+def test_costs_are_measured_with_texts_of_two_requests(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under one name they would be one request whose text changes, and each turn would index it anew."""
+    indexed: list[int] = []
+    make = SuffixTrie.__init__
+
+    def counted(self: SuffixTrie, tokens: list[int], max_depth: int) -> None:
+        indexed.append(len(tokens))
+        make(self, tokens, max_depth)
+
+    monkeypatch.setattr(SuffixTrie, "__init__", counted)
+    LLM(str(tiny.target), speculative_config={**SPECULATE, "adaptive": True})
+    assert sum(length > 1 for length in indexed) == 2
 
 
 def test_a_preempted_request_is_guessed_on(tiny: TinyPair) -> None:

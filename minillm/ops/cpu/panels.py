@@ -4,7 +4,7 @@ A panel is sixteen rows of W with their columns interleaved: panel p, column k h
 brings one weight of each of sixteen outputs, one number of x multiplies all of them, no sum is taken across lanes, and
 a step reads the matrix from its first byte to its last.
 
-Bytes moved: the matrix once per step from memory, once per 6 rows of x from the L1 cache. With one row only memory
+Bytes moved: the matrix once per `CHUNK` rows of x from memory, once per 6 from the L1 cache. With one row only memory
 counts. Six rows and four panels make 24 sums, as many as the registers of AVX-512 hold, and each loaded weight is used
 six times: there arithmetic is the limit (57 G multiply-adds a second on one core of an AMD EPYC 9004; one row reaches
 25). The registers of AVX2 and NEON hold six sums beside their operands: there six rows go with one panel, two with two,

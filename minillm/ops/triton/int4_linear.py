@@ -6,7 +6,7 @@ reduced until it fits into a group. For groups such as 8 or 24, into which no ti
 before the product. Sums are fp32.
 
 Bytes moved: in · out / 2 for the codes, and 2.5 bytes per group and output for scale and zero point; a quarter of
-fp16's, and a sixteenth more with groups of 128. Wins: few rows, bound by reading the weights. Loses: many rows, which
+fp16's, and 4% more with groups of 128. Wins: few rows, bound by reading the weights. Loses: many rows, which
 are bound by arithmetic, to which unpacking is added; groups below 64, whose tiles are shallow.
 """
 

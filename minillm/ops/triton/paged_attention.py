@@ -233,8 +233,8 @@ def paged_attention(
     `tree`: `[num_tokens]` int64 masks; bit i of a token's mask is set if the token attends to the i-th new token of its
     request. Every token attends to all tokens cached before the step. A batch for a CUDA graph brings its own tiling
     (`Tiling`) and metadata (`AttentionMetadata`) as plans: then only `query_start[-1]` and the number
-    of requests are read from its lists. Raises `UnsupportedError` for a tree of more than 64 nodes, for a tree with a
-    window, and for pools in an unknown format.
+    of requests are read from its lists. Raises `UnsupportedError` for a tree if a request has more than 64 new tokens
+    or there is a window, and for pools in an unknown format.
     """
     q, (num_tokens, heads, dim) = contiguous_last_dims(q, 2), q.shape
     num_kv = keys.shape[1]

@@ -49,7 +49,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `minillm.ops.rms_norm.rms_norm`."""
+    """As `minillm.ops.rms_norm.rms_norm`, for `weight` `[size]` only."""
     return _launch(x, None, weight, eps)[0]
 
 
