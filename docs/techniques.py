@@ -328,7 +328,7 @@ ROWS = (
     ),
     Row(
         "LoRC",
-        "55 to 60% of the KV cache, no training",
+        "little loss with the KV cache at 55 to 60% of its size, no training",
         '`"layout": "lorc"`; `minillm bench zoo`; lesson 13',
         lambda: zoo("lorc"),
         "Does not reproduce: the heads of this small model have no spare ranks. The last at every budget.",
@@ -405,7 +405,7 @@ ROWS = (
     ),
     Row(
         "MatKV",
-        "about half the time and energy, at some loss of quality",
+        "half the time and half the power, at some loss of quality",
         "`minillm.reuse`; lesson 14",
         lambda: (
             lesson("14", r"\nrotated\s+([\d.]+)\s+([\d.]+%)", "KL {0}, same argmax {1}")

@@ -49,7 +49,8 @@ greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 # 1. The target is the expensive model; one run of it is a **[forward](glossary.md#forward)**. With four drafts a round,
 #    **how many new tokens does a request get from each forward of the target** on average? (1 means that the drafts are
 #    useless, 5 that they are always accepted.)
-# 2. The memory for **[keys and values](glossary.md#kv-cache)** (what attention needs of past tokens) is allocated in
+# 2. The engine works in **[steps](glossary.md#step)**: in each, all running requests go through the model together. The
+#    memory for **[keys and values](glossary.md#kv-cache)** (what attention needs of past tokens) is allocated in
 #    pages of 16 **slots**, one slot per token. At the end of the step with the most pages in use, **what share of the
 #    slots in these pages is empty**, in percent?
 
@@ -109,8 +110,8 @@ for letter, output in zip("ABC", outputs, strict=True):
 # ## Look closer: four moments
 #
 # The trace holds every event of the run, so any step can be drawn again. First the **[prefill](glossary.md#prefill)**:
-# all prompt tokens of a request go through the model together, because all of them are known already. One step fills
-# whole pages.
+# all prompt tokens of a request go through the model together, because all of them are known already. One step writes
+# the slots of whole prompts.
 
 # %%
 from minillm.trace import StepRan, StepStarted, TokensCommitted
@@ -122,8 +123,8 @@ show(pages, step=trace.of(StepStarted)[0].step)
 # %% [markdown]
 # Next comes **verification**: the target runs one forward over the last token of a request and its four drafts, five
 # tokens in all, and so checks all four drafts at once. Rejected drafts leave invalid keys and values in their slots.
-# These slots are hatched here, and the next round overwrites them. To take the rejected tokens back, the engine only
-# lowers one counter; nothing is copied or erased.
+# These slots are hatched here, and the next round overwrites them. To take the rejected tokens back, the engine lowers
+# one counter and frees pages that hold only rejected tokens; nothing is copied or erased.
 
 # %%
 moment = first_rejected_round(trace)
@@ -140,7 +141,7 @@ show(AcceptanceStrip(trace, request_id=moment.request_id), step=moment.step)
 # At the **end** no page has an owner. A **block table** is the list of one request's pages; the dashed ones belonged to
 # the finished requests. Full pages are ***[cached](glossary.md#cached)***: they are free, but keep their keys and
 # values until their memory is needed. A new request whose prompt starts with the same tokens reuses them instead of
-# computing them again.
+# computing them again. (A line that begins with ✓ is a statement that the cell has checked.)
 
 # %%
 state = CacheState().fold_all(trace)
@@ -152,6 +153,7 @@ show(pages)
 # ## Measure
 #
 # Counts explain more than timings, so count first. Without drafts, every token of a request needs a forward of its own.
+# (The first token of each request comes from its prefill and is not counted here.)
 
 # %%
 rounds = [e for e in trace.of(TokensCommitted) if e.num_drafts]
@@ -164,7 +166,7 @@ print(f"{generated} / {len(rounds)} = {per_forward:.2f} tokens per forward")
 reveal("l00.tokens_per_forward", per_forward)
 
 # %% [markdown]
-# This is the mean of three texts. How does it differ between them?
+# This is the average over all rounds of three texts. How do the texts differ?
 
 # %%
 from minillm.outputs import tokens_per_forward
@@ -197,9 +199,9 @@ print(
 reveal("l00.waste", 100 * busiest.waste_slots / slots)
 
 # %% [markdown]
-# **Does any of this change the text?** At temperature 0, no. An engine without drafts, and engines with pages of 4 and
-# of 64 tokens, generate the same tokens from the same prompts. Only the number of forwards and the number of empty
-# slots differ.
+# **Does any of this change the text?** At temperature 0, which always takes the most probable token, no. An engine
+# without drafts, and engines with pages of 4 and of 64 tokens, generate the same tokens from the same prompts. Only the
+# number of forwards and the number of empty slots differ.
 
 
 # %%
@@ -247,9 +249,9 @@ claim("A request on its own gains more from drafts than three together.", alone 
 
 # %% [markdown]
 # With one request at a time, a forward over one token reads all weights and does little arithmetic with them, so
-# verifying four drafts costs little extra. With three requests, each forward already serves all three, and verifying
-# fifteen tokens is real work for a few cores. **Speculative decoding uses arithmetic that would otherwise be idle.
-# Where none is idle, it gains nothing.**
+# verifying four drafts costs far less than four more forwards. With three requests, each forward already serves all
+# three, and verifying fifteen tokens is real work for a few cores. **Speculative decoding uses arithmetic that would
+# otherwise be idle. Where none is idle, it gains nothing.**
 #
 # ### Where it loses
 #
@@ -382,16 +384,16 @@ show(CachePagesView(tight_trace), step=first_preemption(tight_trace).step)
 # * **transformers** has assisted generation (`assistant_model=`), the same draft-and-verify for one request at a time;
 #   **llama.cpp** has it too.
 # * Speculative decoding is from Leviathan et al. and Chen et al. (2023). Some texts promise a speed-up that grows
-#   *linearly* with the number of drafts; your chart of γ shows why that is impossible.
+#   *linearly* with the number of drafts; your chart of γ shows that even the tokens per forward grow more slowly.
 #
 # ## Recap
 #
-# 1. The engine works in steps. In each step every request contributes a few tokens, and all of them go through the
-#    model together.
+# 1. The engine works in steps. In each step every running request contributes one or more tokens, and all of them go
+#    through the model together.
 # 2. Keys and values are stored in pages. A request finds its own through a block table, and frees them all when it
 #    ends.
 # 3. A draft model proposes tokens, the target verifies several of them in one forward, and rejected ones are taken back
-#    by lowering a counter.
+#    by lowering a counter; nothing is erased.
 # 4. At temperature 0, drafts, page sizes and preemption do not change the text: you tested all three. With sampling,
 #    drafts leave its distribution unchanged.
 # 5. Drafts save forwards of the target and cost forwards of the draft model. Whether that is faster has to be measured.

@@ -59,17 +59,17 @@ print("tokens:", [tokenizer.token_text(i) for i in prompt_ids])
 print(f"{len(prompt)} characters, {len(prompt_ids)} tokens")
 
 # %% [markdown]
-# How is a text split? The vocabulary was made by **byte-pair encoding** (BPE, Sennrich et al. 2016): begin with single
-# bytes, find the pair of neighbours that occurs most often, make it a token, and repeat until there are enough. The
-# result is a list of merges in the order in which they were learned. To split a new word, apply them: *the pair that
-# was learned first is merged first*. (In the vocabulary file every byte is written as a printable character; a space is
-# `Ġ`.)
+# How is a text split? First into words, short numbers, punctuation and runs of spaces; then each of these into tokens.
+# The vocabulary was made by **byte-pair encoding** (BPE, Sennrich et al. 2016): begin with single bytes, find the pair
+# of neighbours that occurs most often, make it a token, and repeat until there are enough. The result is a list of
+# merges in the order in which they were learned. To split a new word, apply them: *the pair that was learned first is
+# merged first*. (In the vocabulary file every byte is written as a printable character; a space is `Ġ`.)
 #
 # Two facts to remember for later:
 #
 # * **Every byte is a token**, so no text is unknown. A character that was rare in training takes several tokens, and
 #   each of them alone is not a character.
-# * **The same text can be split into tokens in many ways.** `encode` always returns one of them. A model can generate
+# * **The same text can be split into tokens in many ways.** `encode` always returns the same one. A model can generate
 #   any of them.
 
 # %%
@@ -132,8 +132,8 @@ claim("The model is more certain after the docstring than after 'for i in'.", mo
 # middle of a file.
 #
 # **[Temperature](glossary.md#temperature)** $T$ divides the logits before the softmax. Below 1 it enlarges the
-# differences, so that the most probable token gets nearly all of the probability; above 1 it shrinks them, and the
-# probabilities approach equal shares. The order of the tokens never changes.
+# differences, and the closer it is to 0, the more of the probability the most probable token gets; above 1 it shrinks
+# them, and the probabilities approach equal shares. The order of the tokens never changes.
 
 # %% tags=["expected"] alt="Probability of the five most probable tokens after import os, newline, import, against the temperature: near 0 the first has everything; it falls steadily; at temperature 2 the five together have little."
 from minillm.viz.charts import Axis, LineChart, Series
@@ -162,9 +162,10 @@ LineChart(
 #    token of the text. To write **100 tokens** after a prompt of a single token, how many rows go through the model in
 #    all?
 # 2. Attention compares all pairs of tokens, so its work grows with the square of the length. With the shape of
-#    Llama-3-8B, **from how many tokens on** does attention need more arithmetic than all other operations together? (It
-#    may be beyond that model's context of 8,192; Llama-3.1-8B has the same shape and 131,072.)
-# 3. A text of 256 tokens is 16 times as long as one of 16. **How many times longer** does its forward take here?
+#    Llama-3-8B, **from how many tokens on** does attention need more arithmetic than all products with the layers'
+#    weight matrices together? (It may be beyond that model's context of 8,192; Llama-3.1-8B has the same shape and
+#    131,072.)
+# 3. A text of 256 tokens is 16 times as long as one of 16. **How many times as long** does its forward take here?
 # 4. A program keeps its text as a string and encodes it again for every token. In how many of **48** sampled
 #    completions of 16 tokens does the model then receive other tokens than it generated?
 
@@ -221,7 +222,8 @@ check("l01.causal_attention")
 
 # %% [markdown]
 # Stuck? `hint("l01.causal_attention", 1)`, then 2, 3 and 4: where to look, which operation, the shape of the code, the
-# solution.
+# solution. You may also skip an exercise: `use(...)` takes your function if it passes its check, and otherwise the
+# reference, and says so.
 #
 # In every layer the model calls the `attend` method of an object that is passed to it, and it accepts any object with
 # such a method. So your function can run inside the model right away. Compare its scores with those of the built-in
@@ -461,7 +463,7 @@ check("l01.generate_naive")
 
 # %% [markdown]
 # Your attention, your rotation, your loop, the model's weights. The engine of the later lessons gets the same prompt.
-# Here it runs its steps in plain PyTorch (`enforce_eager=True`), as your functions do, so that the only difference is
+# Here it runs its steps in plain PyTorch (`enforce_eager=True`), as your functions do, so that the main difference is
 # its cache; lesson 15 uses its compiled step.
 
 # %%
@@ -510,9 +512,9 @@ for label, options in (
 # %% [markdown]
 # ### Exercise 5: count the work
 #
-# Count what your loop does. A forward over a text of $n$ tokens sends $n$ rows through every linear layer, and its
-# attention computes $n(n+1)/2$ **pairs** of a query and a key that it may see. Which texts go through the model until
-# `num_new` tokens are written?
+# Count what your loop does. A forward over a text of $n$ tokens sends $n$ rows through every linear layer (a product
+# with a weight matrix), and its attention computes $n(n+1)/2$ **pairs** of a query and a key that it may see. Which
+# texts go through the model until `num_new` tokens are written?
 
 
 # %%
@@ -583,7 +585,8 @@ AttentionWorkView(Trace(with_cache))
 #
 # "Attention is quadratic" is true and often misunderstood. Count the arithmetic of one forward over $n$ tokens: the linear
 # layers need $2 \cdot \text{weights}$ operations for each of $n$ rows, attention $4 \cdot \text{layers} \cdot
-# \text{heads} \cdot \text{width}$ for each of $n(n+1)/2$ pairs. From which length on is attention the larger part?
+# \text{heads} \cdot \text{width}$ for each of $n(n+1)/2$ pairs. The rest (norms, RoPE, softmax, and the logits, of
+# which generating needs one row) is left out. From which length on is attention the larger part?
 
 # %%
 weights = sum(p.numel() for layer in model.layers for p in layer.parameters() if p.ndim == 2)
@@ -612,7 +615,8 @@ claim("The wider model crosses later.", crossing["Llama-3-8B"] > crossing[name])
 # %% [markdown]
 # In short texts attention is a small part of the repeated work of the naive loop: the same rows go through the same
 # *matrices*, again and again. (Only visible pairs are counted. Your function computes all $n^2$ and hides half of them,
-# as most plain implementations do; kernels like FlashAttention skip what the mask hides.)
+# as most plain implementations do; kernels (compiled routines for one computation) like FlashAttention skip what the
+# mask hides.)
 #
 # ### How long a forward takes
 #
@@ -892,12 +896,13 @@ for label, each in found.items():
 #
 # ## Recap
 #
-# 1. Text becomes ids, ids become rows, and each layer adds to every row what attention collects from earlier rows.
+# 1. Text becomes ids, ids become rows, and each layer adds to every row what attention collects from it and the rows
+#    before it, and then the output of its MLP.
 # 2. The last row's logits, divided by the temperature and restricted by top-k and top-p, give the distribution of the
 #    next token.
 # 3. RoPE rotates queries and keys, so a score depends on the distance of two tokens and not on their positions.
-# 4. Without a cache, $n$ tokens cost $n(n+1)/2$ rows and about $n^3/6$ pairs. In each forward all rows but the newest
-#    are repeated.
+# 4. Without a cache, $n$ tokens after a prompt of one cost $n(n+1)/2$ rows and about $n^3/6$ pairs. In each forward
+#    after the first, all rows but the newest are repeated.
 # 5. Loss, shapes and readable output do not show that a decoder is right; properties and a comparison do.
 #
 # **Next:** lesson 2 keeps the keys and values of the old rows.

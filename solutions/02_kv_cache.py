@@ -171,9 +171,9 @@ claim("They change the least in layer 1.", everyone[1] == min(everyone[1:]), of_
 # %% [markdown]
 # With the causal mask a later token cannot change an earlier one, so **keys and values of old tokens never change**:
 # they may be kept. Without it, keys change in every layer but layer 0, whose keys depend on their own token only, and
-# what is computed from a few changed keys changes in the next layer: nothing can be kept. (A key of layer 1 depends on
-# what its token attended to in layer 0. Where that gives the new tokens next to no weight, the key hardly moves, and is
-# not counted.) The KV cache is possible because of the mask.
+# what is computed from a few changed keys changes in the next layer: only layer 0 could be kept. (A key of layer 1
+# depends on what its token attended to in layer 0. Where that gives the new tokens next to no weight, the key hardly
+# moves, and is not counted.) The KV cache is possible because of the mask.
 #
 # Two details that matter later:
 #
@@ -421,8 +421,8 @@ CacheRowsView(Trace(grow("a prompt of 21 tokens, then 27 one by one, r = 8", 8, 
 # ### Exercise 5 (optional): the best r, on paper
 #
 # A small `r` copies much: about $N^2/(2r)$ rows in a text of $N$ tokens. A large `r` leaves about $r/2$ rows empty in
-# each of $N$ steps, and **if the attention kernel works on the whole buffer**, empty rows cost time as well. Each of
-# the $N/r$ allocations has a fixed cost:
+# each of $N$ steps, and **if the attention kernel (the routine that computes it) works on the whole buffer**, empty
+# rows cost time as well. Each of the $N/r$ allocations has a fixed cost:
 #
 # $$\text{cost}(r) = \frac{N^2}{2r}\,c_\text{copy} + \frac{N r}{2}\,c_\text{pad} + \frac{N}{r}\,c_\text{allocation}$$
 #
@@ -704,19 +704,19 @@ LineChart(
 # middle `r` wins: your cost model has the shape of a U, and $\sqrt N$ is a fair guess for its minimum. With a view
 # there is no U: empty rows cost nothing, so fewer copies are never worse, and the best policy is *preallocate + view*.
 #
-# BMC reports up to 3.2× over the transformers baseline (quoted), and that baseline concatenates. The last line printed
-# shows how much is gained here, with this shape and length, only by not concatenating: that part needs no BMC. The idea
-# is useful where a view is impossible: graphs compiled for fixed shapes, accelerators that need them, memory that
-# cannot be reserved in advance. Where padding is unavoidable, the empty rows can also hold the draft tokens of
-# speculative decoding ($r \ge \gamma + 1$ for $\gamma$ drafts), which BMC uses. Lesson 6 grows *without* copying, with
-# blocks.
+# BMC reports up to 3.2× over the transformers baseline (quoted), and that baseline concatenates. The line *against
+# preallocate + view* shows how much is gained here, with this shape and length, only by not concatenating: that part
+# needs no BMC. The idea is useful where a view is impossible: graphs compiled for fixed shapes, accelerators that need
+# them, memory that cannot be reserved in advance. Where padding is unavoidable, the empty rows can also hold the draft
+# tokens of speculative decoding ($r \ge \gamma + 1$ for $\gamma$ drafts), which BMC uses. Lesson 6 grows *without*
+# copying, with blocks.
 #
 # How much does this matter for a whole step? Here attention ran alone. In a model the linear layers run too. With a
 # small cache their time hides most of the difference; with long texts and large batches it does not.
 #
 # ## Break it
 #
-# Here are six caches, each with a mistake that people really make. Each changes one method of yours.
+# Here are six caches, each with a mistake that people really make. Each overrides one or two methods of `KVCache`.
 
 
 # %%
@@ -836,7 +836,7 @@ claim("That is far more than rounding.", moved > 0.01 and found[SeesEmptyRows][0
 # Note what is *not* a mistake: `reset` of the right cache erases nothing. Rows beyond `length` hold old data, which is
 # harmless as long as they are not read. The pool of [blocks](glossary.md#block) in lesson 6 relies on that.
 #
-# Choose one and read what it writes:
+# Choose one and read what it writes. (`SeesEmptyRows` and `NeverCleared` write the right text here, in a fresh cache.)
 
 # %%
 BROKEN = NoOffsetForMany  # or StalePosition, PositionsFromZero, NoOffset, SeesEmptyRows, NeverCleared
@@ -845,8 +845,8 @@ print(f"{'without a cache':20}", repr(tokenizer.decode(first_want)))
 print(f"{BROKEN.__name__:20}", repr(tokenizer.decode(generate_cached(BROKEN(every=512), prompt_ids, 16, chunk=7))))
 
 # %% [markdown]
-# A broken cache does not crash: it writes *other* text. The text may be nonsense, or may look like the work of a weak
-# model. Only a comparison with the plain loop shows that the cache is the cause.
+# A broken cache does not crash: sooner or later it writes *other* text. The text may be nonsense, or may look like the
+# work of a weak model. Only a comparison with the plain loop shows that the cache is the cause.
 #
 # ## In the field
 #

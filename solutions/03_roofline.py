@@ -86,7 +86,7 @@ claim(
 # 1. You run more and more rows through one linear layer (4-byte weights). At first additional rows are free, because
 #    fetching the weights takes all the time. **From how many rows on does the arithmetic take longer** on this machine?
 # 2. **[Model bandwidth utilisation](glossary.md#mbu)** (MBU) is the share of the memory bandwidth that decoding really
-#    uses. **How many percent** does this model reach here, one request at a time?
+#    uses. **How many percent** does this model reach here, one request at a time, in plain PyTorch?
 # 3. The cell below prints how many [bits for each byte](glossary.md#bits-per-byte) of unseen Python this model needs.
 #    Guessing uniformly among 4096 tokens of about three bytes each would take about 4. You replace the two KV heads of
 #    every layer by one, their average, without any training. **How many bits per byte** then?
@@ -133,7 +133,7 @@ check("l03.requests_that_fit")
 # solution.
 #
 # Compare with the engine's own pool of blocks. Then see how many requests fit on one GPU of 80 GB (a quoted size) with
-# Llama-3-8B in bf16, for several numbers of KV heads:
+# Llama-3-8B in bf16 (two bytes a number), for several numbers of KV heads:
 
 # %%
 from dataclasses import replace
@@ -161,7 +161,7 @@ claim("A quarter of the KV heads makes room for about four times the requests.",
 # ### Exercise 2: intensity of a linear layer
 #
 # $y = xW^\top$ for `rows` rows at once. Count the operations, count the bytes that must be moved at least once (the
-# weights, the input, the output), and divide.
+# weights, the input, the output), and divide. (In the chart below, *gate* and *up* are matrices of the MLP, lesson 1.)
 
 
 # %%
@@ -325,8 +325,8 @@ Roofline(
 )
 
 # %% [markdown]
-# On an H100, fetching one byte takes as long as **295 operations**. Decoding one request at a time uses a
-# three-hundredth of its arithmetic units, and all parts of decoding, even for 64 requests together, lie on the slope.
+# On an H100, fetching one byte takes as long as **295 operations**. Decoding one request at a time uses at most about a
+# three-hundredth of its arithmetic, and all parts of decoding, even for 64 requests together, lie on the slope.
 # That is why so much of this course is about bytes. Note also that 64 requests do not move the whole step 64 times as
 # far to the right: at 4096 tokens each, their caches have twice the bytes of the weights, and caches are not shared.
 #
@@ -340,8 +340,8 @@ Roofline(
 # reaches that the engine can use. For the bytes, a large copy and a large sum are timed. For the arithmetic, three
 # kernels are timed: `torch.mm`; oneDNN, Intel's library of kernels, with packed weights, that is, reordered once into
 # the order in which its kernel reads them (the engine's linear layers use it from 4 rows on); and the product of the
-# compiled step, which keeps a small tile of the result in registers (lesson 15). The best of each counts.
-# `minillm doctor --measure` does the same. It uses one thread here, because everything below runs on one.
+# compiled step, which keeps a small tile (a rectangle) of the result in registers (lesson 15). The best of each counts.
+# `minillm doctor --measure` does the same. The cell uses one thread, because everything below runs on one.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.doctor.machine_limits import matmul_rate, memory_bandwidth
@@ -463,8 +463,8 @@ check("l03.mbu")
 # The next cell times decoding with one request and with eight, at two contexts, and the prefill of 256 tokens. All of
 # them run in plain PyTorch, operation by operation. One decode step and the prefill also run as **one [compiled
 # function](glossary.md#compiled-step)** each, which is what the engine uses by default on a CPU (`enforce_eager=True`
-# above turns it off; lesson 15 looks into it). Compiling takes some ten seconds, once. The compiled weights stay in the
-# 16 bits of the checkpoint, so a step reads half the bytes.
+# above turns it off; lesson 15 looks into it). Compiling takes ten seconds to two minutes, once. The compiled weights
+# stay in the 16 bits of the checkpoint, so a step reads about half the bytes.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.teaching.roofline_parts import compiled_steps, decode_step, prefill
@@ -561,9 +561,10 @@ LineChart(
 
 # %% [markdown]
 # This is the third limit. **A small model in an interpreter is limited neither by arithmetic nor by bytes: it waits for
-# operations to be started.** The remedy is to start fewer of them: fused kernels, compiled steps, CUDA graphs. Only
-# then, or if the model is large, does MBU come near what the memory can do, and then bytes decide the time. (On an
-# A100, gpt-fast reports 72% for a 7B model in bf16, compiled. Quoted, not measured here.)
+# operations to be started.** The remedy is to start fewer of them: fused kernels (one for several operations), compiled
+# steps, CUDA graphs (many kernels started at once). Only then, or if the model is large, does MBU come near what the
+# memory can do, and then bytes decide the time. (On an A100, gpt-fast reports 72% for a 7B model in bf16, compiled.
+# Quoted, not measured here.)
 #
 # So the answer has three parts. *Prefill*: arithmetic. *Decoding a large model*: bytes. *Decoding a small model without
 # fused operations*: neither.
@@ -650,10 +651,10 @@ claim(
 )
 
 # %% [markdown]
-# **Half the bytes, and a much worse model.** The order of the recipes is the paper's. But pooling is only a *start*:
-# the paper then trains for 5% of the original steps, and only after that reports quality close to the original. Here
-# nothing was trained, and the result is useless. (The sum is a mistake, but its number looks like that of a slightly
-# worse recipe. Remember it for *Break it*.)
+# **Half the bytes of cache, and a much worse model.** The order of mean, first head and random is the paper's. But
+# pooling is only a *start*: the paper then trains for 5% of the original steps, and only after that reports quality
+# close to the original. Here nothing was trained, and the result is useless. (The sum is a mistake, but its number
+# looks like that of a slightly worse recipe. Remember it for *Break it*.)
 #
 # So fewer heads are a decision for training. What do they gain at inference?
 #
@@ -736,7 +737,7 @@ claim(
 #   shrink. Attention compares as many pairs as before, for every query head.
 # * They also make *room* for more requests, whatever the speed (exercise 1). Often that is the larger gain (lesson 7).
 # * Past the ridge they gain nothing more. An example: with `group = num_heads / num_kv_heads` and 5 tokens to verify,
-#   fp32 attention of minicoder as MQA has an intensity of 15, on this kind of CPU far right of the ridge.
+#   fp32 attention of minicoder as MQA has an intensity of 15. Compare it with the ridge of your machine, printed above.
 # * They cost quality, which must be restored by training. And one KV head cannot be split over several GPUs: each gets
 #   a copy.
 #

@@ -96,7 +96,7 @@ predict("l04.moved", None, unit="times")
 # $$s = \frac{\max_i |x_i|}{\text{levels}}, \qquad c_i = \operatorname{round}(x_i / s), \qquad
 # |x_i - c_i s| \le \frac{s}{2}$$
 #
-# with 127 levels for 8 bits and 7 for 4 bits. Two details decide whether the bound holds:
+# where "levels" is the largest code: 127 for 8 bits, 7 for 4 bits. Two details decide whether the bound holds:
 #
 # * A row of zeros has $s = 0$, and $0/0$ is NaN. Give it the scale 1.
 # * The scale is stored in two bytes. Dequantising multiplies by the *stored* scale, so divide by the stored scale too.
@@ -192,8 +192,9 @@ claim(
 #
 # ### Exercises 2 and 3: two codes in one byte
 #
-# There is no four-bit tensor, so two codes share a byte: codes 0, 2, 4 … lie in the low halves, codes 1, 3, 5 … in the
-# high halves. Negative codes are in two's complement, as in int8 but with four bits: -1 is `1111`, -8 is `1000`.
+# PyTorch cannot compute with four-bit integers, so two codes share a byte: codes 0, 2, 4 … lie in the low halves, codes
+# 1, 3, 5 … in the high halves. Negative codes are in two's complement, as in int8 but with four bits: -1 is `1111`, -8
+# is `1000`.
 
 
 # %%
@@ -265,7 +266,7 @@ claim("INT4 changes many more texts than INT8.", same_int4 < same_int8 - 4, meas
 # ### Exercise 4: what it costs
 #
 # A quantised cache stores more than codes. Count the bytes of one token: `bits` per number, and `group_bytes` for each
-# group of `group_size` numbers, which hold its scale, or its scale and zero point.
+# group of `group_size` numbers, which hold its scale, or its scale and a zero point (an offset, see exercise 5).
 
 
 # %%
@@ -376,8 +377,8 @@ ErrorMap(
 # \qquad \hat x = c \cdot s + z$$
 #
 # The zero point $z$ and the scale $s$ are stored in float16. Again, compute the codes with the stored values. Where
-# float16 rounds the zero point *above* the minimum, a code would be -1, which an unsigned byte stores as 255. So clamp
-# the codes. (The engine rounds the zero point down and the scale up, so that its bound needs no exception.)
+# float16 rounds the zero point *above* the minimum, a code can be negative, and an unsigned byte would store -1 as 255.
+# So clamp the codes. (The engine rounds the zero point down and the scale up, so that its bound needs no exception.)
 
 
 # %%
@@ -453,10 +454,11 @@ claim("Scales per channel help keys more than values.", gains["keys"] > gains["v
 claim("So does the direction alone.", alone["keys"] > alone["values"], of_model=True)
 
 # %% [markdown]
-# The part of the gain that goes away without the [zero point](glossary.md#zero-point) is not the direction's. (In this
-# comparison 64 numbers share a scale in both directions; a smaller group alone would have smaller errors.) To show the
-# direction more clearly, here is a **made-up** key cache: noise of size 1, and two channels that are thirty times as
-# large. This picture is not from any model.
+# Only the gain without a [zero point](glossary.md#zero-point) is the direction's: there 64 numbers share a scale in both
+# directions. The rest comes from the zero point, and from smaller groups: with a zero point only 32 numbers share a scale
+# per channel here, and a smaller group alone has smaller errors. To show the direction more clearly, here is a
+# **made-up** key cache: noise of size 1, and two channels that are thirty times as large. This picture is not from any
+# model.
 
 # %% tags=["expected"] alt="Made-up keys with two channels thirty times as large: with a scale per token there are errors in all channels; with a scale per channel only in the two large ones, where they are larger."
 torch.manual_seed(4)
@@ -480,7 +482,7 @@ ErrorMap(
 
 # %% [markdown]
 # Scales per channel confine the coarse steps to the two channels that need them. There the errors grow, because the
-# largest of 32 tokens sets the step; with a scale per token the step is that of each token's own largest number.
+# largest of 64 tokens sets the step; with a scale per token the step is that of each token's own largest number.
 #
 # ### Exercise 6: how wrong can a score be?
 #
@@ -532,9 +534,9 @@ claim(
 )
 
 # %% [markdown]
-# The bound is far from being reached: it assumes that every rounding error has the sign that moves this score most.
-# Rounding errors behave like noise of size $s/\sqrt{12}$ and mostly cancel, so models tolerate quantisation far better
-# than the worst case suggests.
+# The bound is far from being reached: it assumes that every rounding error is half a step and has the sign that moves
+# this score most. Rounding errors behave like noise of size $s/\sqrt{12}$ and mostly cancel, so models tolerate
+# quantisation far better than the worst case suggests.
 #
 # ## Measure
 #
@@ -542,8 +544,9 @@ claim(
 #
 # Now the question itself. Held-out text goes through the model in steps of 32 tokens. After every token, the
 # distribution of the next token is compared with that of a float32 cache. The measure is the **[Kullback-Leibler
-# divergence](glossary.md#kl-divergence)** (KL), which is 0 if nothing has changed. First only the keys get fewer bits,
-# then only the values, with one scale per token and head.
+# divergence](glossary.md#kl-divergence)** (KL), which is 0 if nothing has changed. Its unit is the nat: it is computed
+# with natural logarithms, and one nat is 1.44 bits. First only the keys get fewer bits, then only the values, with one
+# scale per token and head.
 
 # %%
 quality.CHUNK = 32
@@ -614,14 +617,15 @@ LineChart(
 
 # %% [markdown]
 # There is no number of bits at which the model suddenly gets worse, until the last bit. Each bit less makes the steps a
-# little more than twice as wide, and KL grows about with the square of the error, so about **four times per bit**. The
-# last bit costs more: with 2 bits only the codes -1, 0 and 1 are left, and steps are three times as wide as with 3. How
-# much KL is acceptable is a choice, so a claim of "no loss" without a measure says nothing.
+# little more than twice as wide, and KL grows about with the square of the error. So one expects about four times per
+# bit, and measures **three to four times per bit**, on average. The last bit costs more: with 2 bits only the codes -1, 0
+# and 1 are left, and steps are three times as wide as with 3. How much KL is acceptable is a choice, so a claim of "no
+# loss" without a measure says nothing.
 #
 # ### Bytes against KL
 #
 # Now real layouts, with all bytes that they store for each token of a float16 model. KIVI runs in the engine's layout,
-# with keys quantised by your function. This layout keeps the newest tokens in float16 until their group of 32 is full.
+# with keys quantised by your function. This layout keeps the newest tokens unquantised until their group of 32 is full.
 #
 # That window of unquantised tokens helps too, and has nothing to do with channels. To separate the two effects, the same
 # layout runs a second time with its keys quantised *per token*.
@@ -751,8 +755,9 @@ LineChart(
 #   scales per channel add to it. A comparison of a method that has a window with one that has none measures both at
 #   once. (The texts here are short pieces joined together, which favours any window. On long documents it would gain
 #   less.)
-# * **[Bits per byte](glossary.md#bits-per-byte) hardly change**, while KL separates the systems.
-#   [Perplexity](glossary.md#perplexity) averages losses and gains. To test whether it is still the same model, use KL.
+# * **[Bits per byte](glossary.md#bits-per-byte) hardly change**, while KL separates the systems. Bits per byte, like
+#   [perplexity](glossary.md#perplexity), are an average in which better and worse predictions cancel. To test whether it
+#   is still the same model, use KL.
 #
 # ### Where it loses: bytes moved
 #
@@ -802,7 +807,7 @@ claim("INT8 and INT4 move several times the bytes of float16.", 5 * moved["float
 
 # %% [markdown]
 # **Dequantising everything at every step moves more bytes, not fewer.** Codes are read once. They are dequantised
-# through float32, and the resulting numbers are written and read again. In PyTorch a quantised cache saves *memory*
+# through float32, and the resulting numbers are written and read again. In plain PyTorch a quantised cache saves *memory*
 # (more requests, longer texts) and costs time. To save time as well, the attention kernel must read the codes itself
 # and dequantise them in registers. Lesson 9 builds such a kernel, and the engine's compiled step has one for the CPU.
 # Then the bytes moved are the bytes stored.
@@ -923,9 +928,10 @@ claim(
 )
 
 # %% [markdown]
-# Tests that compare tokens are at their weakest for quantisation. Its mistakes make numbers a little worse, and the
-# model tolerates that. The bound of half a step, three lines of test, finds what reading hours of output would not. The
-# row counter is the opposite: each number is as exact as it should be, but in the wrong *place*, and no text is right.
+# Tests that compare tokens are at their weakest for quantisation. Most of its mistakes make numbers a little worse, and
+# the model tolerates that. The first three checks, a few lines of test each, find what reading hours of output would not.
+# The row counter is the opposite: each number is as exact as it should be, but in the wrong *place*, and no text is
+# right.
 #
 # What does a scale of zero do? $0/0$ is NaN. Then NaN is cast to an integer, and the result of that cast is undefined:
 
@@ -943,7 +949,7 @@ print("kept in floating point (an fp8 cache, or simulated quantisation):", float
 #
 # | system | what it does |
 # |---|---|
-# | vLLM | `kv_cache_dtype="fp8"`: 8-bit floats with the scales that the checkpoint brings, else 1; FlashAttention 3 also computes in fp8. `"int8_per_token_head"`: the scheme of exercise 1, scales computed as a token is written, dequantised inside a Triton kernel |
+# | vLLM | `kv_cache_dtype="fp8"`: 8-bit floats with the scales that the checkpoint brings, else 1; FlashAttention 3 also computes in fp8. `"int8_per_token_head"`: the scheme of exercise 1, scales computed as a token is written, dequantised inside a Triton kernel; `"int4_per_token_head"`: 4 bits with a zero point, after a rotation that spreads large channels over all |
 # | SGLang | fp8 as well, and 4-bit floats on hardware that has them |
 # | TensorRT-LLM | INT8 and fp8, scales from calibration |
 # | llama.cpp | `-ctk q8_0`, `-ctv q4_0`: blocks of 32 numbers along the head with one float16 scale, for keys and values separately |
@@ -966,10 +972,10 @@ print("kept in floating point (an fp8 cache, or simulated quantisation):", float
 # ## Recap
 #
 # 1. A code times a stored scale: every number is off by at most half a step, if you divide by what you store.
-# 2. Scales are bytes too: INT8 saves 1.97× and not 2×, and less with narrow heads.
-# 3. Each bit less multiplies the KL by three to four, the last one by more. Down to four bits keys lose more than
-#    values. Scales per channel help, keys more than values; measure how much of a method's gain is its window's.
-# 4. Test quantisation by its bound; comparing tokens misses most mistakes.
+# 2. Scales are bytes too: at width 128 INT8 saves 1.97× and not 2×, and less with narrower heads.
+# 3. Each bit less multiplies the KL by three to four on average, the last one by more. Down to four bits keys lose more
+#    than values. Scales per channel help, keys more than values; measure how much of a method's gain is its window's.
+# 4. Test quantisation by its bound, with zeros and in pieces: most mistakes change few texts or none.
 # 5. Dequantising in PyTorch saves memory and costs time. Saving both needs a kernel that reads codes.
 #
 # **Next:** lesson 5 stores the weights in fewer bits, which every step reads as well.

@@ -74,7 +74,7 @@ claim("The linear layers are most of what a step reads.", linear_bytes > total /
 #
 # 1. Weights in 4 bits; every 128 of them share a scale of 16 bits and a [zero point](glossary.md#zero-point) of 4. How
 #    many bits does one weight take in all?
-# 2. From 8 bits with a scale per row to 4 bits as in question 1, steps between levels become up to 16 times as wide.
+# 2. From 8 bits with a scale per row to 4 bits as in question 1, steps between levels become up to 17 times as wide.
 #    How many times larger is the [KL](glossary.md#kl-divergence), the distance between the model's predictions and the
 #    original's?
 # 3. INT8 weights are a quarter of float32. In *plain PyTorch*, one decode step
@@ -234,13 +234,13 @@ row("INT8, yours", Int8)
 claim("INT8 weights: a KL below 0.001 nats per token.", table["INT8, yours"][1] < 1e-3, of_model=True)
 
 # %% [markdown]
-# Bits per byte do not even change in the second digit. For most uses, INT8 weights with a scale per row are enough.
+# Bits per byte do not even change in the second decimal. For most uses, INT8 weights with a scale per row are enough.
 # (With one scale per *tensor*, rows of small weights would get few codes; that mistake is in the table at the end.)
 #
 # ### Exercise 2: multiply integers
 #
-# The product above was still computed in floats. Processors with instructions for it multiply 8-bit integers two to
-# four times as fast (data sheets; not measured here). For that the activations must be codes too:
+# The product above was still computed in floats. Processors with instructions for 8-bit integers multiply them two to
+# four times as fast as floats (data sheets; not measured here). For that the activations must be codes too:
 # **[W8A8](glossary.md#w8a8)**, weights and activations both in 8 bits. Activations are not known in advance, so they
 # are rounded at every step, which is called **dynamic quantisation**. Each **token** gets a scale of its own:
 #
@@ -301,7 +301,7 @@ claim("Rounding the activations costs several times as much KL as rounding the w
 # c = \operatorname{round}(w / s) + z \in 0 \dots 15, \qquad \hat w = (c - z)\,s$$
 #
 # 0 must be a level (a weight of zero stays zero), so a range that does not contain 0 is extended until it does. The scale
-# is *stored* in float16; divide by the stored scale. This is **round to nearest** (RTN), the baseline of every paper.
+# is *stored* in float16; divide by the stored scale. This is **round to nearest** (RTN), the usual baseline in papers.
 
 
 # %%
@@ -373,9 +373,9 @@ claim(
 )
 
 # %% [markdown]
-# Why so much? Steps are 16 times as wide, errors 16 times as large, and KL grows with the *square* of the error,
-# $16^2 = 256$. Groups and zero points win back a part of that, and KL need not follow the square over such a range.
-# Every further method must do better than smaller groups do at the same number of bits.
+# Why so much? Steps are up to 17 times as wide, errors as many times as large, and KL grows with the *square* of the
+# error: $17^2 = 289$. Groups and zero points win back a part of that, and KL need not follow the square over such a
+# range. Every further method must do better than smaller groups do at the same number of bits.
 #
 # ### Exercise 4: AWQ
 #
@@ -471,7 +471,7 @@ claim(
 #
 # Another way to deal with a few large weights is not to round them at all. *SqueezeLLM* stores half a percent in 16
 # bits in a sparse matrix (nine tenths of it because they are large, the others because the loss depends on them most;
-# you take the largest) and rounds the rest, whose ranges are now narrow. This costs 16 bits for each value and 16 for
+# you take the largest) and rounds the rest, whose ranges are now narrower. This costs 16 bits for each value and 16 for
 # its column: $0.5\% \cdot 32 = 0.16$ bits per weight.
 
 
@@ -603,9 +603,9 @@ LineChart(
 # * **INT8 costs almost nothing.** At 4 bits the KL is more than fifty times larger, and bits per byte still hardly
 #   change.
 # * **Nothing gains much here.** AWQ, with the engine's clipping, removes less than a third of the KL, for hardly any
-#   bits; scaling alone, without clipping, hardly changed it (exercise 4). The sparse part costs more bits than groups
-#   of 64, and removes less than a third, too. (Where each row has so few [outliers](glossary.md#outlier), the list of
-#   row starts costs half as much as the outliers themselves.)
+#   bits. It is the only one clearly below the line of smaller groups. Scaling alone, without clipping, hardly changed the
+#   KL (exercise 4). The sparse part costs more bits than groups of 64, and removes less than a third, too. (Where each
+#   row has so few [outliers](glossary.md#outlier), the list of row starts costs half as much as the outliers themselves.)
 # * **SqueezeLLM loses on narrow layers.** Sixteen values of two bytes per row are 0.67 bits per weight when a row has 384
 #   weights. At 4096, the width of a 7B model, they are 0.06, and the total is 4.2 bits instead of 4.8.
 #
@@ -756,11 +756,12 @@ claim(
 
 # %% [markdown]
 # Per weight it costs more than a linear layer does, because this matrix is both the first and the last: an error there
-# goes straight into every logit, and no later layer can absorb it. And rounding it saves less: looking up a token reads
-# *one row*, not the table. Only the logits read all of it. In a model of 7B weights it is 2 to 4% of the bytes, so most
-# systems leave it in 16 bits, or use 6 to 8. In a small model it is more, and at 8 bits its cost is small: with
-# `quantization="int8"` or `"w8a8"` the engine computes logits from a copy in INT8, and looks tokens up in the original
-# table. With INT4 it leaves both alone.
+# goes straight into every logit, and no later layer can absorb it. In a model that has a second matrix for the logits,
+# rounding the table of token vectors also saves no time: looking up a token reads *one row* of it. Each of the two is 2%
+# of the weights of Llama 2 7B and 6.5% of Llama 3 8B, whose vocabulary is four times as large. Most systems leave them in
+# 16 bits, or use 6 to 8. In a small model it is more, and at 8 bits its cost is small: with `quantization="int8"` or
+# `"w8a8"` the engine computes logits from a copy in INT8, and looks tokens up in the original table. With INT4 it leaves
+# both alone.
 #
 # ### Bytes, and time
 #
@@ -896,10 +897,10 @@ LineChart(
 )
 
 # %% [markdown]
-# (INT8's line lies under W8A8's until 148 tokens, and then on INT4's.) **Where it loses:**
+# (INT8's line is the same as W8A8's until 148 tokens, and then the same as INT4's.) **Where it loses:**
 #
-# * *Large batches.* From about 300 tokens in a step on, arithmetic is the limit: reading fewer bytes gains nothing, and
-#   unpacking costs. Prefill is such a step. Only W8A8 still gains there, if the hardware multiplies INT8 faster.
+# * *Large batches.* From about 300 tokens in a step on, arithmetic is the limit here: reading fewer bytes gains nothing,
+#   and unpacking costs. Prefill is such a step. Only W8A8 still gains there, if the hardware multiplies INT8 faster.
 # * *Tiny models.* Their weights fit into a processor's cache, and their steps are mostly overhead.
 # * *Outlier activations*, for W8A8.
 # * *Exactness.* Speculative decoding and caching keep the model's distribution; quantisation changes the model.
@@ -1055,11 +1056,11 @@ claim("Three mistakes add less than half to the KL of the right version.", max(s
 claim("AwqInverted is visible on a layer with an outlier channel.", upside_down > 2 * with_outlier[3])
 
 # %% [markdown]
-# `Int8Sum` ruins the text. `AwqForgetsX` and `OutliersTwice` multiply a KL that was large already, and a careful reader
-# may notice. Three others multiply the tiny KL of INT8 and W8A8, which is invisible in a text. The last three (the code
-# that is clipped, the token of zeros, the inverted scales in a model with few outlier channels) are nearly as good as
-# the right ones on ordinary text. So test the *parts*: the bound of half a step, rows and tokens of zeros, a token alone and
-# beside others, and a layer built to have an outlier channel.
+# `Int8Sum` ruins the text. `AwqForgetsX` and `OutliersTwice` multiply a KL that was large already, and a reader will
+# notice. Three others multiply the tiny KL of INT8 and W8A8, which is invisible
+# in a text. The last three (the code that is clipped, the token of zeros, the inverted scales in a model with few outlier
+# channels) are nearly as good as the right ones on ordinary text. So test the *parts*: the bound of half a step, rows and
+# tokens of zeros, a token alone and beside others, and a layer built to have an outlier channel.
 #
 # ## In the field
 #
@@ -1069,7 +1070,7 @@ claim("AwqInverted is visible on a layer with an outlier channel.", upside_down 
 # | LLM.int8() | W8A8, with the outlier channels of $x$ kept in 16 bits | bitsandbytes, transformers `load_in_8bit` |
 # | SmoothQuant | moves outliers from $x$ into $W$, then W8A8 | vLLM and TensorRT-LLM INT8 checkpoints |
 # | GPTQ | rounds column by column, each time correcting the columns to come | vLLM, transformers; Marlin kernels |
-# | AWQ | exercise 4, with clipping | vLLM: the same kernels if `quantization` is left unset; `"awq"` forces older, slower ones |
+# | AWQ | exercise 4, with clipping | vLLM: the same kernels as for GPTQ, where the GPU supports them |
 # | SqueezeLLM | exercise 5 and codebooks | its own kernels |
 #
 # *Marlin* is a kernel for 4-bit weights with 16-bit activations. Its authors report nearly four times float16's speed up to
@@ -1094,8 +1095,8 @@ claim("AwqInverted is visible on a layer with an outlier channel.", upside_down 
 #    output and almost no quality.
 # 2. W8A8 also rounds each token by its own scale and multiplies integers; one large activation makes the steps
 #    coarse for its whole token.
-# 3. At 4 bits the steps are 16 times as wide: groups, scaled channels, sparse outliers and codebooks each win back a
-#    part and cost bits. Count the bits, and look for outlier channels before you choose a method against them.
+# 3. At 4 bits the steps are up to 17 times as wide: groups, scaled channels, sparse outliers and codebooks each win back
+#    a part and cost bits. Count the bits, and look for outlier channels before you choose a method against them.
 # 4. Fewer bytes save time only if the kernel reads the codes, and only while bytes are the limit.
 # 5. Models tolerate wrong rounding. Test the bound, zeros, and a token beside others, not the text.
 #

@@ -173,7 +173,7 @@ check("l06.slot_mapping")
 #
 # Writing is simple now: each new row goes to its slot. Reading must first restore the order of the text, because the
 # causal mask depends on positions, not on slots. Gather the rows in order, then attend as in lesson 2. Read only slots
-# that this request has written. All other slots hold rows of earlier requests or uninitialised memory.
+# that this request has written. All other slots hold rows of other requests or uninitialised memory.
 
 
 # %%
@@ -211,7 +211,7 @@ check("l06.gather_attention")
 # The engine can run your versions. `block_pool_cls` takes a class with `allocate` and `free`, and
 # `ops={"paged_attention": …}` takes a function that computes attention for a whole batch. Here both call your
 # functions. The rest of the engine stays as it is: [continuous batching](glossary.md#continuous-batching), [chunked
-# prefill](glossary.md#chunked-prefill), preemption.
+# prefill](glossary.md#chunked-prefill), [preemption](glossary.md#preempt).
 
 # %%
 from minillm.cache.block_pool import BlockPool
@@ -478,7 +478,7 @@ claim(
 #
 # Small blocks waste little, but blocks of one token have other costs. Every block needs a table entry, an allocation
 # and a hash, and a kernel reads 16 consecutive rows faster than 16 scattered ones. (Small blocks have one more
-# advantage: a common prefix is found up to its last full block.) vLLM and this engine use 16.
+# advantage: a common prefix is found up to its last full block.) vLLM and this engine use 16 by default.
 #
 # ### How many requests fit
 #
@@ -575,11 +575,11 @@ claim(
 #
 # ## Break it
 #
-# Here are five schedulers with one mistake each. They run eight requests with a common prefix, two of them with two
-# completions, in a pool so small that blocks are reused. Each scheduler gets three checks. Does every request get the
-# same tokens as when it runs alone? Is the pool consistent after every step (`check_integrity`: free + used = all,
-# reference counts = owners)? Are all blocks free at the end? **Guess first:** which mistakes does only the comparison
-# of tokens catch, and which only the checks of the pool?
+# Here are five schedulers with one mistake each. They run eight requests, four with one common prefix and four with
+# another, two of them with two completions, in a pool so small that blocks are reused. Each scheduler gets three checks.
+# Does every request get the same tokens as when it runs alone? Is the pool consistent after every step
+# (`check_integrity`: free + used = all, reference counts = owners)? Are all blocks free at the end? **Guess first:**
+# which mistakes does only the comparison of tokens catch, and which only the checks of the pool?
 
 # %%
 from minillm.teaching.workshop.l06_broken import BROKEN
@@ -643,7 +643,7 @@ claim("The leak changes no token, and only the checks of the pool show it.", res
 # | system | what it does |
 # |---|---|
 # | vLLM | `BlockPool` and `KVCacheManager`: hash chain over full blocks, reference counts, least recently used eviction; `cache_salt` in the request; blocks of 16 |
-# | SGLang | `RadixCache`: a tree of token runs instead of a hash chain; finds the longest common prefix at any length |
+# | SGLang | `RadixCache`: a tree of token runs instead of a hash chain; finds the longest common prefix to the token, with its default pages of one token |
 # | TensorRT-LLM | paged blocks with reuse, and priorities for eviction |
 # | llama.cpp | one cell per token; with a unified cache, `seq_cp` shares cells between sequences by adding a sequence id and copies nothing; with a stream per sequence it copies the buffer |
 # | transformers | a paged cache in `generate_batch`; the ordinary `generate` has one contiguous cache per batch |

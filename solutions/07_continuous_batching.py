@@ -66,7 +66,7 @@ claim(
 #
 # The engine has eight **seats**: at most eight requests run in one step (`max_num_seqs`). If every seat were busy in
 # every step, the work would take `tokens / 8` steps. The share of seats that are busy is the **slot utilisation** (a
-# slot of the batch is a seat, not a slot of the cache). Everything below is about that number.
+# slot of the batch is a seat, not a slot of the cache). The first half of the lesson is about that number.
 #
 # ## Predict
 #
@@ -273,7 +273,8 @@ mine = LLM(NAME, scheduler_cls=MyScheduler, **small, **WHOLE)
 few = [SamplingParams(temperature=0, max_tokens=max(4, n // 2), ignore_eos=True) for n in lengths[10:22]]
 
 # %% [markdown]
-# Rows are requests, columns are steps. Watch how seats are reused: where one row ends, another begins.
+# Rows are requests, columns are steps. Watch how seats are reused: the last two requests find all four busy, and each
+# of them begins in the step after another row has ended.
 
 # %% tags=["expected"] alt="Timeline: one row per request, one column per step. Prefill chunks, decode steps, waiting and the end of each request are told apart by pattern; below, how many seats each step used."
 with mine.trace() as trace, LiveView(TimelineView(trace), seconds=10):
@@ -461,9 +462,9 @@ LineChart(
 #
 # ### Chunks: which request waits?
 #
-# Seven requests are decoding when an eighth arrives with a prompt of 600 tokens. The budget decides what happens. Two
-# things are counted: the tokens of the largest step while the seven decode, and the steps until the eighth has its
-# first token.
+# Seven requests are decoding when an eighth arrives with a prompt of 600 tokens. The budget decides what happens. Three
+# things are counted: the tokens of the largest step while the seven decode, the steps until the eighth has its first
+# token, and the most decoding requests that any step left out.
 
 # %%
 decode_params = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)] * 7
@@ -489,8 +490,9 @@ claim("The smaller the budget, the more steps the eighth waits.", waits == sorte
 # %% [markdown]
 # With a large budget the eighth request is served at once, and the text of all others stops for the length of a
 # 600-token forward. With a small budget the others continue in short steps, and the eighth waits for more of them.
-# (Steps are not seconds: many small steps together compute somewhat more tokens than one large one.) Your
-# `share_budget` ensures that no decoding request is left out. Servers that promise a **[time per output
+# (Steps are not seconds: a small step is shorter. All of them together compute the same 600 tokens of the prompt, and
+# what the others decode meanwhile; but each has a fixed cost.) The engine's own scheduler ran here. It shares the
+# budget as your `share_budget` does, so no decoding request is left out. Servers that promise a **[time per output
 # token](glossary.md#tpot)** choose the budget by it; those that promise a **[time to first token](glossary.md#ttft)**
 # make it large.
 #
@@ -585,17 +587,19 @@ claim(
 
 # %% [markdown]
 # A scheduler decides *when* a token is computed, not *which* token it is. Most of its mistakes leave every token right
-# and only make some request wait, so a test that compares tokens does not detect them. Of these columns,
-# `PreemptsFirst` changes only the steps and the number of preemptions. It needs a test of the decision itself: which
-# request was preempted. The others need tests that count: how long a request got no token, how long it waited to start,
-# how much was computed twice. Only the mistake about *state* (what is in the cache) changes text.
+# and only make some request wait, or compute something twice, so a test that compares tokens does not detect them. Nor
+# does the number of steps: three of the five need fewer than the right scheduler. Of these columns, `PreemptsFirst`
+# changes only the steps and the number of preemptions. It needs a test of the decision itself: which request was
+# preempted. The others need tests that count: how long a request got no token, how long it waited to start, how much
+# was computed twice. Only the mistake about *state* (what is in the cache) changes text. (The stall of `KeepsCounter`
+# is the wait of a preempted request after all: with its counter kept, it comes back as a decoding one.)
 #
 # ## In the field
 #
 # | system | scheduling | chunks | when memory runs out |
 # |---|---|---|---|
 # | vLLM (V1) | one token budget per step, running requests first | by default; `long_prefill_token_threshold` caps one prompt | preempt the last by recompute |
-# | SGLang | prefill batches are preferred; chunked prefill can be mixed in | `chunked_prefill_size` | retract running requests, lowest progress first |
+# | SGLang | prefill batches are preferred; chunked prefill can be mixed in | `chunked_prefill_size` | retract running requests, those with the fewest output tokens first |
 # | TensorRT-LLM | "in-flight batching" | optional | by default it admits only what can run to its end; with `MAX_UTILIZATION` it pauses requests |
 # | llama.cpp server | fixed slots (`--parallel`) that share one batch | `--batch-size`, computed in pieces of `--ubatch-size` | slots are bounded; with `--context-shift` the oldest tokens of a full slot are dropped |
 # | transformers `generate_batch` | its own continuous batching over a paged cache | by token budget | evicts and re-queues |
@@ -604,7 +608,7 @@ claim(
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | paging and continuous batching alone give 2–3× over naive serving | for these lengths, continuous batching needs 1.9 times fewer steps than static batching, and saves less than that in seconds, because an empty seat costs little here. Without lengths, seats and machine the number says nothing | the picture of 32 requests, in seconds |
+# | paging and continuous batching alone give 2–3× over naive serving | for these lengths, continuous batching needs 1.9 times fewer steps than static batching, and saves less than that in seconds, because an empty seat costs nothing here. Without lengths, seats and machine the number says nothing | the picture of 32 requests, in seconds |
 # | continuous batching makes generation faster for everyone | tokens per second rise; each step takes longer, so a single user's text comes *slower* than alone | what a seat costs |
 # | preemption loses work | it loses time, never a token | the table of pools |
 #
@@ -614,8 +618,8 @@ claim(
 # ## Recap
 #
 # 1. A static batch takes as many steps as its longest request; with heavy-tailed lengths most seats stand empty.
-# 2. Deciding before every step keeps all seats busy as long as a request waits. After that, the end depends on when the
-#    long requests were started.
+# 2. Deciding before every step keeps all seats busy as long as a request waits and finds free blocks. After that, the
+#    end depends on when the long requests were started.
 # 3. One budget is shared by decoding and chunks of prompts, so no request stalls. A small budget delays first tokens, a
 #    large one makes long steps.
 # 4. Admit a request only with free blocks for all its tokens, let none overtake, preempt the least urgent: time is

@@ -18,8 +18,8 @@
 #
 # Triton is a language for kernels that looks like Python. You write one **[program](glossary.md#program)**; the GPU
 # runs thousands of copies of it at once. Each copy knows only its **program id**, a number. From this id it computes which
-# **block** of the tensor it handles. Then it loads the block, computes, and stores the result. Most mistakes in kernels
-# are mistakes in computing the block.
+# **block** of the tensor it handles: a range of its elements (not a block of the cache). Then it loads the block,
+# computes, and stores the result. Most mistakes in kernels are mistakes in computing the block.
 #
 # You build four kernels of the kind that engines use: a copy of rows, softmax, [RMSNorm](glossary.md#rmsnorm), and
 # [dequantising](glossary.md#quantisation) INT8 codes. The last two then run inside the real engine.
@@ -225,8 +225,8 @@ find_writers(launch_copy, (4, 13), (1, 8), "copy_kernel, 4 rows of 13 columns")
 
 # %% [markdown]
 # No program waits for another, and none reads what another writes. That is the contract of a grid: its programs may run in
-# any order, or all at once. The interpreter always runs them in order. So a kernel that relies on the order passes here and
-# fails on a GPU.
+# any order, or all at once. The interpreter always runs them in order. So a kernel that relies on the order passes here,
+# and may fail on a GPU.
 #
 # ### Exercise 3: softmax
 #
@@ -364,7 +364,7 @@ print(f"{len(norms)} norms, {len(grid_sizes)} launches, {sum(grid_sizes)} progra
 
 # %% [markdown]
 # Most launches belong to decode steps, and each of those has **one** program: one token, one row. A large GPU has a hundred
-# **multiprocessors**, the units that run programs, and would keep one of them busy. *Where it loses* comes back to this.
+# or more **multiprocessors**, the units that run programs, and would keep one of them busy. *Where it loses* comes back to this.
 #
 # ### Exercise 5: dequantise INT8 codes
 #
@@ -528,7 +528,7 @@ claim(
 # * **`torch.softmax` is no worse.** It *is* one kernel. Where PyTorch has a fused operation, your own kernel saves no bytes.
 #   It saves them where PyTorch has only separate operations.
 # * **The INT8 kernel still writes float32**, four bytes for each byte it reads. The attention kernel of lesson 9 uses the
-#   dequantised values while they are in registers, so only the codes move.
+#   dequantised values while they are in registers, so only the codes and scales move.
 #
 # ### Where it loses
 #
@@ -687,7 +687,8 @@ claim(
 # last mistake pass the second test as well: the results *are* right, as long as the memory after the row holds zeros or is
 # not used. In an engine it holds other data. That is why the tests of this project's kernels put NaN wherever a kernel must
 # not read: a NaN stays NaN in sums and products, and so cannot be missed. (Around the *result* the value must not be NaN: a
-# copy without a mask reads NaN and writes NaN over NaN, which changes nothing.)
+# copy without a mask reads NaN and writes NaN over NaN, which changes nothing. The checks of the exercises do put NaN
+# there, but one with other bits, and compare bits.)
 #
 # This is the copy without a mask on four rows:
 
@@ -711,8 +712,8 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 
 # %% [markdown]
 # Poison does *not* find a load without a mask whose lanes are never stored. The result is right and nothing is
-# overwritten, but a GPU may stop with an illegal memory access when the tensor lies at the end of its memory. So the checks of
-# this lesson also run your kernels on tensors that end exactly where their memory ends.
+# overwritten, but a GPU may stop with an illegal memory access when the tensor lies at the end of its memory. Without a
+# GPU, the checks of this lesson therefore also run your kernels on tensors that end exactly where their memory ends.
 #
 # ## In the field
 #
@@ -741,7 +742,7 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 # ## Recap
 #
 # 1. A program knows its program id. From the id it computes its block, loads the block, computes, and stores the result.
-# 2. Block sizes are powers of two and tensor sizes are not: mask every load and every store, and choose an `other` that
+# 2. Block sizes are powers of two and tensor sizes often are not: mask every load and every store, and choose an `other` that
 #    changes neither the sum nor the maximum.
 # 3. Rows have a stride, codes have a scale per row, and sums are computed in float32.
 # 4. A kernel wins by the intermediate results that it neither writes to memory nor reads back. It loses where there is

@@ -459,8 +459,8 @@ both
 # ### Exercise 5: INT8 inside
 #
 # The INT8 cache of lesson 4 keeps one scale per token and KV head. Attention in PyTorch dequantises all rows first and
-# writes them to memory. So the cache is smaller, but a step moves *more* bytes than with an unquantised cache. A kernel can
-# load the codes and dequantise them in registers, so that only the codes move.
+# writes them to memory. So the cache is smaller, but a step moves *more* bytes than with a 16-bit cache that is read in
+# place. A kernel can load the codes and dequantise them in registers, so that only the codes and scales move.
 #
 # All channels of a key share one scale, so the scale is a factor of the *score*: $q \cdot (s\,c) = s\,(q \cdot c)$. Multiply
 # BLOCK_SIZE scores by their scales, instead of BLOCK_SIZE · DIM elements of the keys. For the values, multiply the rows (or
@@ -577,7 +577,8 @@ claim(
 )
 
 # %% [markdown]
-# Looking up blocks is cheap, copying rows is not. And a quantised cache saves time only if the kernel reads the codes.
+# Looking up blocks is cheap, copying rows is not. And a quantised cache moves fewer bytes than a 16-bit cache read in
+# place only if the kernel reads the codes.
 #
 # ### How many multiprocessors are busy
 #
@@ -700,19 +701,19 @@ for tokens_in_prompt in (16, 512, 4096):
 #   The engine's own kernel puts several queries into one tile, and so does FlashAttention: a tile of 64 queries reads each
 #   key once for all of them.
 # - *Short requests.* With a few hundred tokens the launch takes longer than the reading, and parts add a second launch.
-# - *Many requests.* With 32 requests and 8 KV heads there are 256 programs already, and parts only add bytes.
+# - *Many requests.* With 32 requests of similar length and 8 KV heads there are 256 programs already, and parts only add bytes.
 # - *Tensor cores.* `tl.sum` of products uses none. As long as few queries share a key, reading is the bottleneck and that
 #   does not matter. When several queries share each key (a group of 8, or drafts to verify), `tl.dot` on a tile of queries
 #   is better, and the engine's kernel does that. Triton (3.6 to 3.9) takes a `tl.dot` of any number of rows, 1 and 4
 #   included, and pads small ones itself. It compiles `tl.dot` to tensor-core instructions from sm_80 on; for sm_75 (a T4)
-#   it multiplies in ordinary registers, although that GPU has tensor cores.
+#   it emits ordinary multiply-add instructions, although that GPU has tensor cores.
 #
 # ## Break it
 #
 # ### Forget the mask of the last block
 #
-# Two lines deal with slots that hold no token: the mask of the loads, and -inf for the scores. Each of the two kernels below
-# lacks one of them (the check compares your kernel with both). **Guess first:** for which lengths is the result still right,
+# Two things deal with slots that hold no token: the mask of the loads, and -inf for the scores. Each of the two kernels below
+# lacks one of them (the check of exercise 2 recognises both mistakes). **Guess first:** for which lengths is the result still right,
 # and does it matter what the unused slots of the block hold?
 
 # %%
@@ -798,10 +799,10 @@ print("averaging:", repr(tokenizer.decode(wrong_tokens)))
 # | system | what it does |
 # |---|---|
 # | vLLM, Triton unified attention (`triton_unified_attention`) | one kernel for prompts and decoding, the queries of a group packed into one tile; a variant with split-KV and a second kernel that merges the segments (pull requests 16828 and 19152). The default is FlashAttention on Ampere and Hopper GPUs, FlashInfer on Blackwell |
-# | vLLM, `paged_attention_v1` and `v2` | the CUDA kernels of the PagedAttention paper: a thread block per request and query head walks the block table; v2 adds parts of 512 tokens. Not used by default since vLLM 0.8 (its maintainers in pull request 15353) |
+# | vLLM, `paged_attention_v1` and `v2` | the CUDA kernels of the PagedAttention paper: a thread block (the CUDA counterpart of a program) per request and query head walks the block table; v2 adds parts of 512 tokens. Not used by default since vLLM 0.8 (its maintainers in pull request 15353) |
 # | Flash-Decoding | split-KV with an LSE per part, for FlashAttention; later versions take a block table and choose the number of parts |
-# | FlashInfer | plans before each step how to split the keys of a ragged batch, and has a function that merges two (output, LSE) pairs |
-# | minillm, `ops/triton/paged_attention.py` | your three kernels in one, with several queries per tile, token trees, INT4, and powers of 2 instead of e |
+# | FlashInfer | plans before each step how to split the keys of a batch of requests with different lengths, and has a function that merges two (output, LSE) pairs |
+# | minillm, `ops/triton/paged_attention.py` | `decode_kernel`, `split_kernel` and `int8_kernel` in one, with several queries per tile, draft trees (lesson 11), INT4, and powers of 2 instead of e |
 #
 # **Claims, checked.** One article says that kernels "like FlashAttention … reduce memory bandwidth usage". Another's
 # table gives INT8 keys and values "1.0× (memory only)" (both quoted). The bytes show how far each is right. The model has
@@ -835,7 +836,7 @@ claim("With one user and a short context it gains less than 1%.", speeds[1, 512]
 # |---|---|---|
 # | FlashAttention-like kernels reduce the bandwidth used | much in a prefill, whose scores grow with n²; when decoding, the keys and values must be read in any case, and only the scores are saved | counted |
 # | INT8 keys and values: 1.0×, memory only | true for one user with a short context, where nearly all bytes read are weights. With many users it gains if the kernel reads the codes, and *loses* if they are dequantised first | modelled by bytes, above |
-# | PagedAttention makes one stream faster | no: walking a block table moves about as many bytes as reading a contiguous cache. Paging only costs next to nothing extra | counted above |
+# | PagedAttention makes one stream faster | no: walking a block table moves about as many bytes as reading a contiguous cache. Reading the table costs next to nothing, and gains nothing | counted above |
 #
 # If you have a GPU, the cell about achieved bandwidth *measures* these ways.
 #
@@ -848,7 +849,7 @@ claim("With one user and a short context it gains less than 1%.", speeds[1, 512]
 # 1. A softmax over pieces needs $(m, l, o)$ per piece. Merging rescales both sums to the larger maximum, and is exact.
 # 2. So a kernel can walk the block table and read every key and value once: a third of what gathering moves.
 # 3. Split-KV keeps a whole GPU busy with one long request. Each part stores its LSE, and the weights of the merge are $e^{L}$.
-# 4. A quantised cache saves time only if the kernel itself dequantises the codes.
+# 4. A quantised cache moves fewer bytes than a 16-bit cache read in place only if the kernel itself dequantises the codes.
 # 5. In the last block, mask the loads *and* the scores, and test with NaN in every slot that must not be read.
 #
 # **Next:** in lesson 10 a small model guesses several tokens ahead, and the text stays exactly the large model's.

@@ -375,9 +375,9 @@ with mine.trace() as trace, LiveView(AcceptanceStrip(trace), seconds=12):
 # %% [markdown]
 # **At temperature 0** p and q are one-hot. Then your rule becomes the simple one without any change: a draft is
 # accepted (chance 1) if it is the target's argmax, otherwise rejected (chance 0), and the residual is the target's
-# argmax. So in exact arithmetic the tokens are the *same* as without drafts, one by one. (A forward over five tokens
-# may round differently from a forward over one. In float32 two logits are rarely so close that this matters; in
-# bfloat16 two nearly equal logits may change places.)
+# argmax. So in exact arithmetic the tokens are the *same* as without drafts, one by one. (In many engines a forward over five
+# tokens rounds differently from a forward over one; the compiled step of this engine rounds both alike. In float32 two logits
+# are rarely so close that this matters; in bfloat16 two nearly equal logits may change places.)
 
 # %%
 prompts = [prompt.prompt for prompt in held_out_prompts(64) if len(prompt.prompt) < 260][:16]
@@ -403,9 +403,10 @@ claim(
 )
 
 # %% [markdown]
-# So when sampling, "lossless" does not mean "the same text": with drafts, the same random numbers are used for other
-# decisions. It means the same *distribution*, and only a statistical test can see that. Here it is for the real pair. Top-k
-# is 3, so there are only 27 continuations of three tokens, and the target's probability of each is computed without drafts.
+# So when sampling, "lossless" does not mean "the same text": with drafts, most tokens are chosen by other random numbers
+# (those that draw and judge the drafts). It means the same *distribution*, and only a statistical test can see that. Here it
+# is for the real pair. Top-k is 3, so there are only 27 continuations of three tokens, and the target's probability of each
+# is computed without drafts.
 
 # %% tags=["expected"] alt="Two panels of pairs of bars for the most probable continuations of a prompt. With your functions the observed counts are close to the expected ones; with p instead of the residual some are marked as far off."
 from minillm.models.loading import load_model
@@ -521,11 +522,11 @@ claim(
 #
 # Your rule stops at the first rejection. Sun et al. (2024) showed that one can do better without giving up exactness:
 # **[block verification](glossary.md#block-verification)** judges all drafts together. A later draft that the target likes
-# *more* than the draft model did can make up for an earlier one that it likes less. With w₀ = 1 and
-# wᵢ = min(1, wᵢ₋₁ · p(xᵢ)/q(xᵢ)), it keeps the *longest* prefix that passes a test based on wᵢ, and recovers from
-# max(0, wᵢ·p − q). The module `minillm/speculative/block_verification.py` has the formulas; in vLLM and here it is
-# `rejection_sample_method="block"`. In the world of three words, the mean number of accepted drafts can be computed for both
-# rules, over all drafts; in the engine, the texts are tested as yours were.
+# *more* than the draft model did can make up for an earlier one that it likes less. Count the drafts from 1: x₁ to x_γ. With
+# w₀ = 1 and wᵢ = min(1, wᵢ₋₁ · p(xᵢ)/q(xᵢ)), it keeps the *longest* prefix x₁ to xᵢ that passes a test based on wᵢ. At the
+# next position it recovers from max(0, wᵢ·p − q), normalised. The module `minillm/speculative/block_verification.py` has the
+# formulas; in vLLM and here it is `rejection_sample_method="block"`. In the world of three words, the mean number of accepted
+# drafts can be computed for both rules, over all drafts; in the engine, the texts are tested as yours were.
 
 # %%
 from minillm.teaching.workshop.l10_checks import mean_accepted
@@ -802,9 +803,10 @@ claim("Some drafts do not survive the way through text.", trip.changed > 0, of_m
 
 # %% [markdown]
 # A sampled text is not always the tokenizer's own choice of tokens: the model may cut a word at another place than the
-# tokenizer. Then the target judges tokens that were never drafted, often after a text that was never committed.
-# (Special tokens are lost altogether, because a decoded text does not show them.) Drafts must travel as token ids. So
-# the draft model needs the target's tokenizer, and minillm's engine checks that.
+# tokenizer. Then the target judges tokens that were never drafted, often after tokens that were never committed.
+# (minillm's `decode` leaves out special tokens, so those are lost altogether.) Drafts must travel as token ids. So the draft
+# model needs the target's tokenizer, and minillm's engine checks that. (vLLM's `use_heterogeneous_vocab` allows another one: it
+# drafts only tokens that both vocabularies have, and translates their ids.)
 #
 # ## In the field
 #
@@ -858,6 +860,7 @@ print(f"tokens per round for 1, 2, 4, 8 drafts: {', '.join(f'{tau:.2f}' for tau 
 #    and remember the draft that the draft model never read.
 # 4. The rule is the easy part. Enumeration tests the rule, χ² the whole, temperature 0 the argmax, drafting
 #    with the target itself tests the caches. Each finds mistakes that the others miss.
-# 5. Exact is not fast. Accepting with p(x), no bonus, a hole in the draft's cache: all exact, all slow.
+# 5. Exact is not fast. Accepting with p(x), no bonus, a hole in the draft's cache: all exact, and all commit fewer tokens per
+#    round.
 #
 # **Next:** lesson 11 asks how many tokens a round should draft, and when drafts make text faster at all.

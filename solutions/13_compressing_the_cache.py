@@ -53,10 +53,11 @@ print(f"{NAME}: {shape.num_layers} layers, {shape.num_kv_heads} KV heads of {sha
 print(f"texts: {len(bench.rows)} held-out files, prompts of {prompt_len} tokens; scored are the tokens behind them")
 
 # %% [markdown]
-# **How quality is measured here.** A prompt is read, then compressed, then the file's true continuation is fed. At each of
-# its tokens the prediction is compared with that of the plain cache: the mean
-# [KL divergence](glossary.md#kl-divergence), and how often the argmax is the same. It is a small version of
-# `minillm bench zoo`, made with its functions.
+# **How quality is measured here.** A prompt is read and compressed, then the file's true continuation is fed. (ThinK,
+# SnapKV and Squeezed Attention act when the prompt is complete. The others compress while it is read, so later
+# tokens of the prompt see compressed ones already.) At each token of the continuation the prediction is compared with
+# that of the plain cache: the mean [KL divergence](glossary.md#kl-divergence), and how often the argmax is the same. It
+# is a small version of `minillm bench zoo`, made with its functions.
 #
 # ## Predict
 #
@@ -81,7 +82,7 @@ predict("l13.read", None, unit="of 100")
 # A score is a sum over channels, q · k = Σ q_c k_c. Over many queries and keys, channel c adds the matrix "column of all q_c
 # times row of all k_c". Its size, the squared Frobenius norm, is Σ q_c² · Σ k_c². A channel in which the queries *or* the
 # keys are small adds little, so ThinK (Xu et al. 2024) drops the [channels](glossary.md#channel) with the smallest product.
-# Which queries? Those of the prompt's last tokens: what they need, the next tokens will need.
+# Which queries? Those of the prompt's last tokens: what they need, the next tokens will probably need, too.
 #
 # Each KV head chooses for itself, for all query heads that share it ([GQA](glossary.md#gqa)).
 
@@ -152,15 +153,15 @@ claim(
 
 # %% [markdown]
 # Compare your channels with the largest keys: where they are close, or the keys alone do better, the queries add
-# nothing to the choice. ThinK can never go below half of the bytes, because it leaves values alone.
+# nothing to the choice. As built here, ThinK can never go below half of the bytes, because it leaves values alone.
 #
 # ### Exercise 2: truncate, and absorb
 #
 # Keys and values are made by a matrix: v = W x, with W of `kv_size` rows (all KV heads together) and `hidden` columns.
-# The SVD W = U S Vᵀ sorts the directions that can come out of it by size. Keep the first r columns U_r: then a value is
-# stored as r numbers, z = U_rᵀ v, and read as U_r z. LoRC (Zhang et al. 2024) does this without data and without
-# training. (It also keeps more in the first layers, whose errors pass through all others. Here every layer keeps the
-# same share.)
+# The singular value decomposition (SVD) W = U S Vᵀ sorts the directions that can come out of it by size. Keep the first
+# r columns U_r: then a value is stored as r numbers, z = U_rᵀ v, and read as U_r z. LoRC (Zhang et al. 2024) does this
+# without data and without training. (It also keeps more in the first layers, whose errors pass through all others. Here
+# every layer keeps the same share.)
 #
 # Reading looks expensive: U_r z for every old token, in every step. But look at what follows. The output of query head h is
 # a weighted sum of values, and then the output projection O_h is applied:
@@ -197,7 +198,8 @@ def low_rank(weight: torch.Tensor, out: torch.Tensor, rank: int) -> tuple[torch.
 check("l13.low_rank")
 
 # %% [markdown]
-# First the absorption: one layer's attention output from whole coordinates, once by restoring every value, once without.
+# First the absorption: one layer's attention output from the stored coordinates, once by restoring every value, once
+# without.
 
 # %%
 my_low_rank = use("l13.low_rank")
@@ -347,9 +349,9 @@ print(f"ThinK's choice commutes in {commuting} of {len(masks)} KV heads (all lay
 # %% [markdown]
 # A mask of half of the channels commutes only if it keeps or drops both channels of each pair. The last line counts the
 # heads in which ThinK's does. Where it does not, that does no harm: ThinK drops channels from keys that *already* carry
-# RoPE. LoRC has no such choice, because
-# keys after RoPE are not low-rank (Break it, below, tries). So its layout stores coordinates of keys *before* RoPE, and
-# restores and rotates them in every step. What if one absorbs all the same, and forgets the rotation?
+# RoPE. LoRC has no such choice: the weights' directions fit keys before RoPE, and keys after it much worse (Break it,
+# below, tries). So its layout stores coordinates of keys *before* RoPE, and restores and rotates them in every step. What
+# if one absorbs all the same, and forgets the rotation?
 
 # %% tags=["expected"] alt="Three rising lines over the distance between query and key, one per layer: the error of scores if the rotation is left out. It is small only for the nearest tokens."
 key_rank = shape.kv_size * 3 // 4
@@ -444,9 +446,10 @@ def absorb_centres(query: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
 check("l13.absorb_centres")
 
 # %% [markdown]
-# The engine's layout `commvq` stores a prompt with 2 bits per number: 8 channels share a code of one byte, and what is
-# left is coded once more. Its codebooks are trained in this cell, on half of the engine's calibration texts. Your
-# tables must give the scores of the keys that the layout restores.
+# The engine's layout `commvq` stores a prompt with 2 bits per number. In keys, 8 channels share a code of one byte, and
+# what is left is coded once more. (Values are coded by the signs of a learned rotation of them, one bit per number; what
+# is left, by the signs of a second one.) Its codebooks are trained in this cell, on half of the engine's calibration
+# texts. Your tables must give the scores of the keys that the layout restores.
 
 # %%
 my_centres = use("l13.absorb_centres")
@@ -473,15 +476,16 @@ claim(
 # ### Exercise 5: read little, store everything
 #
 # Squeezed Attention (Hooper et al. 2024) throws nothing away. Offline, the keys of a prompt that many requests share are
-# clustered, by direction, into one [centroid](glossary.md#centroid) for about 20 tokens. A query compares itself with the
-# centroids, and attends exactly to the keys of the clusters that matter:
+# clustered, by direction, into one [centroid](glossary.md#centroid) for about 20 tokens. (Here that is the prompt without
+# its last 32 tokens, which are always read.) A query is compared with the centroids, and attends exactly to the keys of
+# the clusters that matter:
 #
 # $$S_i = \frac{e^{q \cdot C_i / \sqrt d}}{\sum_j N_j \, e^{q \cdot C_j / \sqrt d}} \qquad \text{keep cluster } i \text{ if } S_i \ge \frac{t}{N}$$
 #
 # C_i is the mean key of cluster i, and N_i its number of keys. S_i estimates the attention weight of *one* of its keys, and
 # 1 / N is what each of all N keys would have under equal attention. One threshold t serves all heads and layers: a head with
 # sharp attention reads little, a head with flat attention reads much. The query heads of a KV head share what is loaded, so
-# their S_i are averaged.
+# here their S_i are averaged.
 
 
 # %%
@@ -531,7 +535,8 @@ claim("Fewer than half of the old keys are read.", read["your clusters"] < 0.5, 
 # %% [markdown]
 # ### See: what may a query read?
 #
-# The cache of KV head 0 of one layer, at the prompt's end. Your functions chose what is blue.
+# The cache of KV head 0 of one layer, at the prompt's end (for LoRC, the coordinates of all KV heads). Your functions
+# chose ThinK's channels and the clusters of Squeezed Attention.
 
 # %% tags=["expected"] alt="Six panels of the same cache, a token per column. ThinK: horizontal stripes, the kept channels, over all old tokens. LoRC: the upper half, the first ranks. A window: only the newest tokens. SnapKV: scattered columns. Squeezed Attention for two queries: two different sets of columns."
 WINDOW, QUARTER = 32, prompt_len // 4
@@ -587,12 +592,13 @@ KeptCache(parts)
 # ## Measure
 #
 # All techniques at equal bytes. The budget is a share of what the prompt takes in float16; bytes are counted on the real
-# caches. For Squeezed Attention the budget is what a step *reads*; its threshold is calibrated on other texts. A technique
-# that has no size near a budget is missing there. INT4 and KIVI are made larger than in lesson 4, so that they fill
-# half: INT4 has a scale and a zero point for every 8 numbers, KIVI a long window of the newest tokens in full
-# precision. After the mean KL comes its standard error over the scored tokens. Recall: a definition stands 200 tokens
-# back, the prompt repeats its first tokens, and the answer's negative log-probability per token is measured (nats;
-# lower is better).
+# caches. For Squeezed Attention the budget is what a step *reads*; its threshold is calibrated on other texts. Not every
+# technique is measured at every budget: some have no size that small, others are left out to save time. INT4 and KIVI
+# are made larger than in lesson 4, so that they fill half: INT4 has a scale and a zero point for every 8 numbers, KIVI a
+# long window of the newest tokens in full precision. After the mean KL comes its standard error over the scored tokens.
+# Recall: a definition stands 200 tokens back, the prompt's end repeats its first tokens, and the mean negative
+# log-probability of the tokens that follow in the definition is measured (in nats, the unit of natural logarithms; lower
+# is better).
 
 # %% tags=["nbval-ignore-output"]
 BUDGETS = {
@@ -657,18 +663,18 @@ zoo_chart(outcome)
 #
 # | technique | keeps | loses |
 # |---|---|---|
-# | INT4, and KIVI with four bits, as here (lesson 4) | every number, roughly | four bits and their scales are more than a quarter of float16, so they cannot go there |
+# | INT4, and KIVI with four bits, as here (lesson 4) | every number, roughly | four bits and their scales are more than a quarter of float16, so they do not fit into a quarter |
 # | ThinK | the key channels that the last queries used | at most half of the bytes can go; later queries may need other channels |
 # | LoRC | what the weights make large | the singular values fall slowly, so a low rank loses much; keys must be restored and rotated in each step |
 # | CommVQ | the nearest centre | codebooks must be trained, per model; coding a new key costs a search |
-# | window, sinks | the newest tokens | everything older is gone |
+# | window, sinks | the newest tokens, with sinks also the first ones | all other tokens are gone |
 # | SnapKV | what the prompt's last queries attended to | a later question about something else finds nothing |
 # | Squeezed Attention | everything | saves no memory; clusters pay only for a prompt that is used many times |
 #
 # ## Break it
 #
-# Three mistakes in a compressed cache. **Guess first**: which of them would you find by looking at the text, which by
-# counting bytes?
+# Three mistakes in a compressed cache. **Guess first**: which of them would you find by looking at the predictions, which
+# by counting bytes?
 
 # %%
 three_quarters = {"key_share": 0.75, "value_share": 0.75}
@@ -697,9 +703,9 @@ claim(
 )
 
 # %% [markdown]
-# * **The least used channels** show in the text: the KL tells.
-# * **Zeros instead of dropped channels** give the right text at full size. Only counting real bytes finds it.
-# * **Low rank after RoPE** gives the right number of bytes and a worse text. At position 0 it loses no more than the
+# * **The least used channels** take as many bytes as the right ones. The KL finds them.
+# * **Zeros instead of dropped channels** give the right predictions at full size. Only counting real bytes finds them.
+# * **Low rank after RoPE** gives the right number of bytes and worse predictions. At position 0 it loses no more than the
 #   right one, because R(0) is the identity, so a test with a single token finds nothing.
 #
 # ## In the field
@@ -720,20 +726,20 @@ quoted(
 # %% [markdown]
 # | system | what it does |
 # |---|---|
-# | DeepSeek's MLA, in vLLM and SGLang | a *trained* low rank. Exercise 3 is why it has two parts: latents without RoPE, which are absorbed in decode, and a few separate channels with RoPE |
+# | DeepSeek's MLA, in vLLM and SGLang | a *trained* low rank. Exercise 3 is why it has two parts: latents without RoPE, whose up-projections are absorbed in decode, and a few separate channels with RoPE |
 # | vLLM, SGLang, llama.cpp | fewer bits: FP8 caches in vLLM and SGLang, by now also 4 bits and fewer (vLLM's TurboQuant: 4 and 3; SGLang: FP4), 8 and 4 bits in llama.cpp; windows for models that were trained with them |
 # | transformers | quantised caches; token eviction by separate libraries, such as NVIDIA's kvpress |
 # | minillm | `kv_cache_config={"layout": …}` with `think`, `lorc`, `commvq`, `squeezed`, `snapkv`, `window`, `sinks`, `kivi`; measured by `minillm bench zoo` |
 #
-# **Claims, checked.** The papers measured models a hundred to a thousand times as large, on tasks. Here: a small model, the
-# distance from its own plain cache.
+# **Claims, checked.** The papers measured models hundreds to thousands of times as large, on tasks. Here: a small model,
+# the distance from its own plain cache.
 #
 # | claim | what holds here | tested where |
 # |---|---|---|
 # | ThinK saves over 20% of the memory | the bytes are right. The plain cache's prediction is not kept: the argmax changes for a part of the tokens | exercise 1, Measure |
-# | LoRC loses little at 55 to 60% | not with this model: half of the ranks are the worst from a quarter of the bytes on. (Not tested as in the paper: all layers keep the same share here.) The chart of exercise 2 shows how much of the keys goes with them | exercise 2, Measure |
+# | LoRC loses little at 55 to 60% | not with this model: with half of the ranks it loses the most of all that were measured at a quarter of the bytes or more. (Not tested as in the paper: all layers keep the same share here.) The chart of exercise 2 shows how much of the keys is lost | exercise 2, Measure |
 # | CommVQ works at 2 bits | it reaches an eighth of the bytes, with a loss that twice the bits make much smaller | exercise 4, Measure |
-# | Squeezed Attention reads a third without loss | not without loss. Whether it loses less than SnapKV with as many tokens: see their difference and its error, printed below the table | exercise 5, Measure |
+# | Squeezed Attention reads a third without loss | not without loss. Whether it loses less than SnapKV at a quarter of the bytes: see their difference and its error, printed below the table | exercise 5, Measure |
 #
 # **Papers.** Xu et al. 2024, *ThinK*. Zhang et al. 2024, *LoRC*. Li et al. 2025, *CommVQ*. Hooper et al. 2024, *Squeezed
 # Attention*. Li et al. 2024, *SnapKV*. Liu et al. 2024, *KIVI*. DeepSeek-AI 2024, *DeepSeek-V3*.
@@ -745,8 +751,8 @@ quoted(
 # 2. A linear map of values can be absorbed into the output projection, and no value is ever restored.
 # 3. For keys RoPE stands in between. Only what commutes with its rotations can be absorbed: scaled rotations of pairs.
 # 4. A codebook of such centres turns a score into a look-up. A low rank has to be restored and rotated.
-# 5. At half of the bytes, fewer bits per number lose less than fewer tokens, and much less than fewer ranks. Below
-#    four bits there remain two-bit integers (KIVI's own size, not built here), trained codebooks, fewer tokens, or
-#    reading less than one stores.
+# 5. With this model, at half of the bytes, fewer bits per number lose less than fewer tokens, and much less than fewer
+#    ranks. Below four bits there remain two-bit integers (KIVI's own size, not built here), trained codebooks, fewer
+#    tokens, or reading less than one stores.
 #
 # **Next:** in lesson 14 keys and values are used again: from a file, over a link, at another position, after an edit.

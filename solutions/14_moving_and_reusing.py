@@ -87,12 +87,12 @@ claim("They take more than a thousand times the bytes of the text.", KV_BYTES * 
 #
 # Write a number for each before you go on.
 #
-# 1. On your machine, the keys and values of a text lie in a file that the system has in memory. How many times as fast
-#    as computing them is loading them?
+# 1. On your machine, the keys and values of the text above lie in a file that the system has in memory. How many times
+#    as fast as computing them is loading them?
 # 2. A model with multi-head attention. Its cache comes back over a link, and sending all of it would take exactly as
-#    long as recomputing all of it from the activations. Activations are half as large as keys and values, and must first
-#    cross the same link. After that, recomputing some tokens and sending the keys and values of the others run at the
-#    same time. How many percent of the time can you save?
+#    long as recomputing all of it from the activations, the inputs of the layers. Activations are half as large as keys
+#    and values, and must first cross the same link. After that, recomputing some tokens and sending the keys and values
+#    of the others run at the same time. How many percent of the time can you save?
 # 3. A comment is inserted into a file, or a line deleted, at a quarter of its length. The keys behind it are only
 #    rotated, not computed again. Of 100 tokens at the end of the file, for how many does the model still predict the
 #    same next token?
@@ -472,7 +472,7 @@ MovedSuffix(
 
 # %% [markdown]
 # Your rotation in the engine: `edited_prompt` takes the keys of the old text, computes the new tokens, calls *your*
-# function for the suffix and publishes the result.
+# function for the suffix, and puts the result into the prefix cache under a name of its own (exercise 4 says why).
 
 # %%
 edits = moving.edits(llm, texts, place=0.25)
@@ -539,8 +539,8 @@ claim(
 # %% [markdown]
 # ### Exercise 4: what may be used
 #
-# You now have all the means to use an entry of a store in the wrong place. An entry is named by a **key**: what
-# determines its numbers. A prompt states the key that it *wants*. When do the two fit?
+# You now have all the means to use an entry of a store in the wrong place. An entry is named by a **key** (of the store,
+# not of attention): what determines its numbers. A prompt states the key that it *wants*. When do the two fit?
 #
 # | field | if it differs |
 # |---|---|
@@ -581,8 +581,8 @@ check("l14.find_entry")
 # Your rule in a store. A file is cut into three documents. The store has each of them, computed *alone*, and the second
 # one also as it stands behind the first. A prompt puts them one after the other, and asks for the tokens that follow.
 #
-# What is exact is published like any other prompt's blocks. What is not gets a **[cache salt](glossary.md#cache-salt)**
-# of its own, so that no other request finds it.
+# What is exact is put into the prefix cache like any other prompt's blocks. What is not gets a **[cache
+# salt](glossary.md#cache-salt)** of its own, so that no other request finds it.
 
 # %%
 my_find = use("l14.find_entry")
@@ -659,7 +659,8 @@ claim(
 # %% [markdown]
 # ### Documents on disk: time
 #
-# Processor time, because here the "link" is the system's page cache: nothing overlaps, and copying is work, too.
+# Processor time, because here the "link" is the system's page cache, the files that it keeps in memory: nothing
+# overlaps, and copying is work, too.
 
 # %% tags=["expected", "nbval-ignore-output"] alt="Two rows over time. Compute everything: one long bar of prefill. Load three documents: short bars for loading and rotating, then the prefill of the question; it ends much earlier."
 asked = texts[0][3 * third : 3 * third + moving.SCORED]
@@ -683,7 +684,8 @@ print(f"{whole / compared[1].seconds:.1f} times as fast")
 claim("Loading is at least twice as fast here.", whole > 2 * compared[1].seconds, measured=True)
 
 # %% [markdown]
-# Remember exercise 1: this is a file in memory. From a disk, compare its bandwidth with the bytes.
+# Remember exercise 1: this is a file in memory. For a disk, compare its bandwidth with the KV bytes per token over the
+# seconds per token.
 #
 # ### Edits (PIE): time, and where it loses
 #
@@ -712,8 +714,8 @@ claim(
 #
 # * *Loading* loses on a slow disk, and for short documents (exercise 1). It costs the bytes above for every token
 #   stored.
-# * *KVPR* loses wherever activations are not smaller than keys and values: with grouped heads, which nearly all newer
-#   models have (exercise 2).
+# * *KVPR* loses wherever activations are not smaller than keys and values: with most models that have grouped heads, as
+#   nearly all newer ones do (exercise 2).
 # * *PIE* gains little near the end of a text, or loses: there the suffix is short. And it is approximate: the suffix
 #   remembers the text before the edit.
 # * *MatKV* loses quality: no document knows of another one.
@@ -781,7 +783,7 @@ claim(
 # * **A hash of part of the text.** Two files with the same licence header are then the same file.
 # * **Keys that are not moved** cost several times what moved ones do, and nothing raises either.
 # * **Moved is called exact** is the worst one: the request itself shows nothing, and *every other* request with this
-#   prefix now gets approximate keys. Salts exist for this.
+#   prefix now gets approximate keys. A salt prevents this.
 #
 # The engine's `DocumentStore` puts all of it into the name of the file: a hash of the format, the weights, the dtype,
 # the quantisation and the tokens. An entry that does not fit is simply not found. And it always uses a salt.
@@ -810,8 +812,8 @@ store_folder.cleanup()
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | loading a cache is faster than computing it | above a bandwidth of KV bytes per token over seconds per token, and beyond a few tokens | exercise 1 |
-# | recomputing part of a cache while the rest is sent saves time | with multi-head attention; with grouped heads the activations are the larger ones | exercise 2 |
+# | loading a cache is faster than computing it | above a bandwidth of KV bytes per token over seconds per token, and from the break-even number of tokens on | exercise 1 |
+# | recomputing part of a cache while the rest is sent saves time | with multi-head attention; with grouped heads the activations are mostly the larger ones | exercise 2 |
 # | rotating the keys makes an edit exact | in the first layer only | exercise 3 |
 # | documents can be computed alone | the predictions change, with rotation less than without | Measure |
 #
@@ -823,7 +825,7 @@ store_folder.cleanup()
 # 1. Loading pays above a bandwidth of KV bytes per token over seconds per token, from latency / (compute time − load
 #    time of a token) tokens on.
 # 2. A link and a processor can work at the same time: recompute so many tokens that both end together, if activations
-#    are smaller than keys and values. With grouped heads they are not.
+#    are smaller than keys and values. With grouped heads they mostly are not.
 # 3. A rotation moves keys to another position, exactly. It does not change what a token had attended to when its key
 #    was computed, so keys of deeper layers stay approximate.
 # 4. An entry fits if text, weights, dtype and format are equal; it is exact only if the same text was before it.

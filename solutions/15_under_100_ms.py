@@ -20,7 +20,7 @@
 #
 # You start with plain PyTorch and repeat one loop six times: **predict** where the time goes, **measure** it, find
 # the largest part, change it, measure again. Most of the lessons before this one come back as one bar of a picture. One
-# change makes it slower, and two help little or not at all.
+# change makes it slower, and two gain little, or lose.
 #
 # The first run [compiles two functions](glossary.md#compiled-step) for your processor, which takes most of its time.
 # They are cached on disk, and the next run loads them from there.
@@ -75,7 +75,7 @@ predict("l15.faster", None, unit="times")
 # The engine reports what it does as events. `record_marks` reads the clock at each event and returns *marks*, pairs of the
 # time in seconds and what has just happened:
 #
-# `(0.0, "Start"), (0.8, "RequestAdded"), (0.9, "StepStarted"), (58.3, "StepRan prefill"), (58.4, "Committing"), …`
+# `(0.0, "Start"), (0.0008, "RequestAdded"), (0.0009, "StepStarted"), (0.0583, "StepRan prefill"), (0.0584, "Committing"), …`
 #
 # Turn them into the seconds of each part. One rule makes such a profile trustworthy: **the parts sum to the whole.** A
 # profile that leaves something out sends you to the wrong place.
@@ -125,9 +125,10 @@ check("l15.attribute")
 # %% [markdown]
 # Stuck? `hint("l15.attribute", 1)`, then 2, 3 and 4: each says more, and the last is the solution.
 #
-# Now measure. The clock is the CPU time of this thread, so other work on your machine does not count; on an idle machine
+# Now measure. The clock is the CPU time of this thread, so the time of other programs does not count; on an idle machine
 # it equals wall-clock time. `race` runs the engines to be compared in turn, three times after a warm-up, and returns for each
-# the parts of the run with the median total. (It raises an error if the parts do not sum to the whole.)
+# the parts of the run with the median total. (It raises an error if the parts do not sum to the whole.) Other programs
+# still share caches and memory, so compare times of the same race only.
 
 # %% tags=["expected", "nbval-ignore-output"] alt="One bar, over the line at 100 ms: the prompt and the target's 23 decode steps are nearly all of it; tokenising, queue and detokenising cannot be seen."
 import time
@@ -278,8 +279,9 @@ claim("For one token, bytes take longer than arithmetic.", moved / bandwidth > d
 
 # %% [markdown]
 # So calls and bytes limit a token, and arithmetic limits the prompt. For one token the measured time is longer than the
-# modelled one: a product with one row does not reach the bandwidth of a copy, and Python needs time between two calls.
-# For the prompt it can be shorter: products of other shapes run faster than the one that was measured.
+# modelled one: a product with one row may not reach the bandwidth of a copy, and Python needs time between two calls.
+# For the prompt it can be longer, because attention and norms do not reach the rate of a large product, or shorter,
+# because products of other shapes may run faster than the one that was measured.
 #
 # ### Step 1: reuse the cached prompt
 #
@@ -336,11 +338,11 @@ for label, size in traffic.items():
 del eager_int8
 
 # %% [markdown]
-# **It loses.** Plain PyTorch has no product of INT8 weights with float32 activations. So separate operations dequantise the
-# weights first. The cast reads a byte and writes four, the scaling reads and writes four, and the product reads four. That
-# is four times as many bytes as before (many of them in caches, or it would be worse), and more calls. The checkpoint is
-# smaller, but the step is not faster. *Quantisation saves bytes only where the dequantising happens inside the loop that
-# multiplies.* PyTorch does not let you write that loop. numba does.
+# **It loses.** PyTorch has no public operation that multiplies float32 activations by INT8 weights. So separate operations
+# dequantise the weights first. The cast reads a byte and writes four, the scaling reads and writes four, and the product
+# reads four. That is four times as many bytes as before (many of them in caches, or it would be worse), and more calls. The
+# checkpoint is smaller, but the step is not faster. *Quantisation saves bytes only where the dequantising happens inside
+# the loop that multiplies.* PyTorch does not let you write that loop. numba does.
 #
 # ### Exercise 3: your own product
 #
@@ -407,8 +409,8 @@ def panel_product(panels, x, y):
 check("l15.panel_product")
 
 # %% [markdown]
-# **Inside the engine.** Every linear layer of the plain model now calls your function when it gets a single row; prompts use
-# PyTorch's product as before. Does the engine generate the same tokens?
+# **Inside the engine.** Every linear layer of the plain model but the LM head now calls your function when it gets a single
+# row; prompts use PyTorch's product as before. Does the engine generate the same tokens?
 
 # %%
 from minillm.teaching.latency import with_panel_products
@@ -470,9 +472,9 @@ claim(
 # innermost loop. What it adds:
 #
 # * **Tiles.** In your loop every multiply-add waits for the one before it, because there is one sum. The real loop keeps a
-#   *[tile](glossary.md#tile)* of several rows × several panels of sums in vector registers (`simd.tile`). With one row,
-#   several panels hide this latency. With several rows, each loaded weight is used once per row, so arithmetic limits a
-#   prompt, and not loads. Every sum still runs over k in order, so the results of a token do not depend on the other
+#   *[tile](glossary.md#tile)* of several rows × several panels of sums in vector registers (`register_tiles.py`). With one
+#   row, several panels hide this latency. With several rows, each loaded weight is used once per row, so arithmetic limits
+#   a prompt, and not loads. Every sum still runs over k in order, so the results of a token do not depend on the other
 #   requests in the batch.
 # * **Narrow weights.** minicoder's checkpoint holds 16-bit floats. `load` casts them to float32 in the register, so memory
 #   moves half the bytes and the result stays the same. (Step 2 lacked this cast inside the loop.)
@@ -518,9 +520,10 @@ claim(f"The compiled step generates the same {NEW_TOKENS} tokens as plain PyTorc
 
 # %% [markdown]
 # Both parts gain, for different reasons. A decode step gains because it has fewer calls and bytes. The prompt's 200 rows
-# share their calls and bytes, so it gains mainly because the tiles compute faster than PyTorch's product of this shape. How
-# fast can this machine compute at all? Measure prompts of other lengths: longer ones keep the tiles full, and the operands
-# of shorter ones stay in the processor's cache. The highest rate of all is one more measurement of the limit.
+# share their calls and bytes, so its gain is mostly faster arithmetic: in the tiles, and in attention and norms, which this
+# lesson does not measure apart. How fast can this machine compute at all? Measure prompts of other lengths: longer ones
+# keep the tiles full, and the operands of shorter ones stay in the processor's cache. The highest rate of all is one more
+# measurement of the limit.
 
 # %% tags=["nbval-ignore-output"]
 
@@ -545,8 +548,8 @@ print(f"in float32: PyTorch's product {rate / 1e9:.0f} G operations/s, the faste
 # > long as it should be, in some runs and not in others. Other programs on the machine seemed to be the cause. Then the same
 # > product was timed in two processes. One had just compiled the step and took 57 ms for 512 tokens; the other had loaded it
 # > from disk and took 140 ms. In the second, LLVM had unrolled the loop over k and needed more registers than there are. So
-# > it **spilled** the 24 sums: it wrote them to memory and read them back in every iteration. Now `simd.py` tells LLVM not to
-# > unroll that loop. A time that varies has a cause. Look at the machine code.
+# > it **spilled** the 24 sums: it wrote them to memory and read them back in every iteration. Now `register_tiles.py` tells
+# > LLVM not to unroll that loop. A time that varies has a cause. Look at the machine code.
 #
 # ### Step 4: W8A8
 #
@@ -591,8 +594,8 @@ print(f"tokens before the first that differs: {first}")
 # %% [markdown]
 # The cell shows the price: how many completions still have the tokens of float32. Other tokens are not necessarily worse
 # tokens; lesson 5 measures the loss in quality. Both parts of the bar shrink: the prompt because its arithmetic is cheaper,
-# the tokens because there is less to read. **Python** has become visible. In plain PyTorch it was a thin line. It has not grown; everything around it has shrunk (Amdahl 1967: the
-# part that is not made faster is what remains).
+# the tokens mainly because there is less to read. **Python** has become visible. In plain PyTorch it was a thin line. It
+# has not grown; everything around it has shrunk (Amdahl 1967: the part that is not made faster is what remains).
 #
 # ### Step 5: a draft model on top
 #
@@ -710,9 +713,9 @@ claim("With a draft model the tokens are the same as without.", tokens_of("W8A8 
 # Three things limit the gain:
 #
 # * Only the green part (target) can shrink. The prompt and Python take as long as before.
-# * The draft model must prefill the prompt too. 200 tokens through a second model are most of the orange part (draft), and
-#   the formula does not include them. This cost is spread over only 24 new tokens. Warm, or with a longer completion, a
-#   draft model would gain more.
+# * The draft model must prefill the prompt too. 200 tokens through a second model are a large part of the orange part
+#   (draft), and the formula does not include them. This cost is spread over only 24 new tokens. Warm, or with a longer
+#   completion, a draft model would gain more.
 # * The faster the target, the less a saved step is worth, while a draft token takes as long as before: c is larger for a
 #   fast target. And where bytes are not the limit, verifying several tokens takes longer than one: v is above 1.
 #
@@ -750,13 +753,14 @@ claim("With n-grams the tokens are the same as without.", tokens_of("W8A8 + n-gr
 
 # %% [markdown]
 # The orange part shrinks. Where the text is new, the search finds nothing, and the step is a plain one. A rejected
-# token costs v, because the target has verified it. Compare the totals: with a target this fast, n-grams may not gain
-# anything. On text that never repeats itself an n-gram drafter proposes nothing, whereas a draft model still proposes
-# tokens.
+# token costs time, because the target has verified it: the step took v instead of 1. Compare the totals: with a target
+# this fast, n-grams may gain nothing, or lose. On text that never repeats itself an n-gram drafter proposes nothing,
+# whereas a draft model still proposes tokens.
 #
 # ## Measure
 #
-# Now measure all engines in turn, cold, and W8A8 alone once more, warm.
+# Now measure the engines in turn, cold, and W8A8 alone once more, warm. (The bar of INT8 weights is that of step 2, from
+# another race.)
 
 # %% tags=["expected", "nbval-ignore-output"] alt="A bar for each way, cold: plain PyTorch and INT8 weights over the line at 100 ms; the compiled step much shorter; W8A8 shorter still, alone, with a draft model and with n-grams; warm the shortest, with little left of the prompt."
 engines = {"plain PyTorch": plain, "compiled step": compiled, **w8a8_engines, "W8A8, warm": w8a8}
@@ -827,9 +831,10 @@ claim(
 
 # %% [markdown]
 # How to read it. A prompt near its floor computes about as fast as anything measured in this lesson. That need not be
-# the processor's peak, so a better kernel might still gain; fewer operations, or cheaper ones, always do. The time
-# above the floor goes to attention, norms, and the many places in a step where one operation must finish before the
-# next can start, which no count of bytes includes. "The rest" is Python, which no floor here includes either.
+# the processor's peak, so a better kernel might still gain; fewer operations, or cheaper ones, should gain in any case.
+# The time above the floor probably goes to attention and norms, which do not reach these rates, and to the many places
+# in a step where one operation must finish before the next can start, which no count of bytes includes. "The rest" is
+# mostly Python and tokenising, which no floor here includes either.
 #
 # What would you do next? Look at the largest part, which the cell under *Measure* prints, and at its distance from its
 # floor. A second thread speeds up the green and blue parts (target and prefill), but not the yellow one (Python).
@@ -882,8 +887,8 @@ claim(
 )
 
 # %% [markdown]
-# (Stopping at the end of a line is not wrong; a benchmark that counts it as 24 tokens is.) None of the four shows in the
-# generated text.
+# (Stopping at the end of a line is not wrong; a benchmark that counts it as 24 tokens is.) None of the four generates a
+# wrong token.
 #
 # ## In the field
 #
@@ -894,7 +899,7 @@ claim(
 # | gpt-fast | `torch.compile(mode="reduce-overhead")`: the compiler fuses operations, and CUDA graphs launch the step as one |
 # | oneDNN, OpenBLAS, BLIS | panels ("packing") and register tiles: Goto and van de Geijn 2008 is where they come from |
 # | ONNX Runtime, OpenVINO | whole graphs compiled for a CPU, W8A8 with VNNI |
-# | editors | keep the prefix cache of the open file, cancel requests that are out of date, stop at the end of the line: often worth more than all of the above |
+# | editors | keep the prefix cache of the open file, cancel requests that are out of date, stop at the end of the line: this can be worth more than all of the above |
 #
 # **Papers.** Goto and van de Geijn 2008, *Anatomy of High-Performance Matrix Multiplication*. Williams, Waterman and
 # Patterson 2009, *Roofline*. Dettmers et al. 2022, *LLM.int8()*. Leviathan et al. 2023, *Fast Inference from Transformers
@@ -907,7 +912,7 @@ claim(
 # |---|---|---|
 # | sub-100 ms inference | means nothing without the number of tokens, the prompt, cold or warm, and the machine; this lesson states all four | the whole lesson |
 # | INT8 weights make inference faster | only where they are dequantised inside the product; in eager PyTorch on a CPU they made it slower | Step 2 |
-# | speculation gives 2 to 2.8× | it depends on c, v, the conditional acceptance and the draft's own prefill; here the whole completion gained little or nothing | Steps 5 and 6 |
+# | speculation gives 2 to 2.8× | it depends on c, v, the conditional acceptance and the draft's own prefill; here the whole completion gained little, or lost | Steps 5 and 6 |
 # | kernels are what is slow in Python | your own product among hundreds of calls gained less than half of what the compiled step gained on the new tokens. That step removes the calls and halves the bytes; the two are not measured apart here | Exercise 3, Step 3 |
 #
 # ## Recap

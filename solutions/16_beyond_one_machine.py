@@ -75,8 +75,9 @@ predict("l16.hits", None, unit="times as many")
 # %% [markdown]
 # ## Build
 #
-# Every process is a **[rank](glossary.md#rank)**, numbered from 0. A layer consists mostly of products y = x W. (PyTorch
-# stores W transposed, as `weight` with the shape [out, in].) There are two ways to cut W.
+# Every process is a **[rank](glossary.md#rank)**, numbered from 0. A layer consists mostly of products y = x W. There are
+# two ways to cut W. (PyTorch stores W transposed, as `weight` with the shape [out, in]. The exercises get this `weight`
+# and call it W, so there y = x Wᵀ, and a column of the text's W is a row of `weight`.)
 #
 # ### Exercise 1: by columns
 #
@@ -136,9 +137,9 @@ check("l16.row_parallel")
 # %% [markdown]
 # ### See: one sum for two products
 #
-# The two fit together. The MLP of a layer is down(SiLU(gate(x)) · up(x)). Split gate and up by columns, and down by rows:
-# SiLU and the product work number by number, so each rank has exactly the inputs that its part of down needs. Here with
-# your functions, and the weights of the first layer.
+# The two fit together. The MLP of a layer is down(SiLU(gate(x)) · up(x)), where SiLU(a) = a / (1 + e^−a). Split gate and
+# up by columns, and down by rows: SiLU and the product work element by element, so each rank has exactly the inputs that
+# its part of down needs. Here with your functions, and the weights of the first layer.
 
 # %%
 my_column, my_row = use("l16.column_parallel"), use("l16.row_parallel")
@@ -157,9 +158,10 @@ print(f"x {list(x.shape)} → on each rank {list(inner[0].shape)} → sum {list(
 claim("Split over the ranks, the MLP computes what it computed whole.", torch.allclose(summed, whole, atol=1e-4))
 
 # %% [markdown]
-# What else would be possible? Gather after each product: then the *inner* numbers are exchanged as well. (A ring sends
-# each number of a sum twice, and each number that is gathered once; exercise 4 shows how.) Or begin by rows: then SiLU
-# would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not SiLU(a) + SiLU(b).
+# What else would be possible? Gather after each product, so that every rank has all outputs: then the *inner* numbers are
+# exchanged as well. (A ring sends each number of a sum twice, and a number that is only gathered once; exercise 4 shows
+# how.) Or begin by rows: then SiLU would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not
+# SiLU(a) + SiLU(b).
 
 # %%
 tokens, hidden, width = len(x), config.hidden_size, config.intermediate_size
@@ -296,9 +298,9 @@ def all_reduce_seconds(num_bytes: float, size: int, bandwidth: float, latency: f
 check("l16.all_reduce_seconds")
 
 # %% [markdown]
-# Two processes of this machine are connected by TCP through the kernel (gloo). Measure it, the fastest of 200 runs for each
-# size: the smallest tensor gives the latency, the difference between the two largest the bandwidth. Your formula draws
-# the line between them.
+# Two processes of this machine are connected by TCP, through the operating system. (gloo, the library with which PyTorch
+# does this on CPUs, sends the tensors.) Measure an all-reduce, the fastest of 200 runs for each size: the smallest tensor
+# gives the latency, the difference between the two largest the bandwidth. Your formula draws the line between them.
 
 # %% tags=["expected", "nbval-ignore-output"] alt="Time of an all-reduce over its size, both axes logarithmic. Measured points are flat for small sizes and rise for large ones; the dashed line of the formula follows them."
 my_seconds = use("l16.all_reduce_seconds")
@@ -384,8 +386,9 @@ del split, traffic
 #
 # Eight GPUs, Llama-3.1-8B in bfloat16, decoding. They can be 8 replicas, 4 groups of 2, 2 groups of 4, or one group of
 # 8. A step reads the weights of its rank and computes, whichever takes longer, and then comes the exchange. (Reading
-# the cache is left out. It takes equally long for every way of splitting, as long as no KV head is copied, so it does
-# not decide between them; but with thousands of requests it takes longer than the rest. The latencies are assumptions.)
+# the cache is left out. It takes equally long for every way of splitting, as long as no KV head is copied. But with
+# thousands of requests it can take longer than the rest. Such a step waits for memory, so a split still gains by reading
+# fewer weights, and replicas win later and by less than here. The latencies are assumptions.)
 
 # %%
 quoted("An H100 has 80 GB of memory, reads 3.35 TB/s and computes 989 TFLOP/s in bfloat16", "NVIDIA H100 data sheet")
@@ -523,7 +526,7 @@ claim("No replica gets more than two thirds of the requests.", mine.busiest < 2 
 
 # %% [markdown]
 # Each document now belongs to one replica, and both caches together hold all of them. If the replicas take turns, each
-# needs all documents, and the two caches hold the same ones.
+# needs all documents, and many blocks are in both caches.
 #
 # **Where it loses.** If most requests are about *one* document, they all go to one replica, and the other one is idle.
 
@@ -549,9 +552,9 @@ del engines
 # ## Break it
 #
 # A split model with one mistake each. Nothing raises an error, and every mistake gives logits of the right shape. Two
-# checks: do all **ranks agree** (on the last hidden states and the logits), and does rank 0 predict what the **whole
-# model** predicts? **Guess first**: which mistakes does the first check miss? (The ranks are threads here, so that this
-# takes seconds.)
+# checks: do all **ranks agree** (on the last hidden states, from which the logits are computed, and on the logits), and
+# does rank 0 predict what the **whole model** predicts? **Guess first**: which mistakes does the first check miss? (The
+# ranks are threads here, so that this takes seconds.)
 
 # %%
 from minillm.teaching.workshop.l16_broken import MISTAKES, run_on_ranks
@@ -586,18 +589,18 @@ claim(
 # | system | what it does |
 # |---|---|
 # | Megatron-LM | the column and row split of this lesson, for training |
-# | vLLM, SGLang | `tensor_parallel_size`: the same split; all-reduces of their own for small tensors; KV heads are copied where there are too few |
+# | vLLM, SGLang | `tensor_parallel_size` (SGLang: `tp_size`): the same split; all-reduces of their own for small tensors; KV heads are copied where there are too few |
 # | vLLM under `torchrun` | `distributed_executor_backend="external_launcher"`: every process runs the same script and the same scheduler, as minillm does under `torchrun` |
 # | SGLang's router, llm-d, NVIDIA Dynamo | replicas behind a router that knows prefixes and queues |
 # | pipeline parallelism | whole layers on each rank: one message per boundary instead of two sums per layer, but a token passes through all of them in turn |
 #
 # ### Your script on vLLM
 #
-# The options of this course are vLLM's. So this script runs on both, and only the name of the module differs. (`model`,
+# This script uses only options that vLLM has, so it runs on both, and only the name of the module differs. (`model`,
 # `prompts` and `watch` are set before: `watch` is `LLM.trace` here, and `minillm.trace.of_vllm` for vLLM.) If vLLM is
-# installed here, it runs now. Otherwise you see a **recorded run** of vLLM 0.32 on a CPU: other prompts, and a version of
-# the bundled model that may be older than yours. What vLLM's scheduler did was turned into this project's events
-# (`minillm.trace.of_vllm`), so the pictures of lessons 0, 6 and 7 draw it.
+# installed here and can be watched, it runs now. Otherwise you see a **recorded run** of vLLM 0.32 on a CPU: other
+# prompts, and a version of the bundled model that may be older than yours. What vLLM's scheduler did was turned into this
+# project's events (`minillm.trace.of_vllm`), so the pictures of lessons 0, 6 and 7 draw it.
 
 # %%
 SCRIPT = """

@@ -20,7 +20,7 @@
 # | 1 | contrastive loss in tiles (Inf-CL) | training of embeddings | memory that does not grow with the square of the batch |
 # | 2 | training in chunks (OOMB) | training on long texts | activations that do not grow with the text |
 # | 3 | block low-rank layers (BLAST, Monarch) | compression | fewer parameters for the same error |
-# | 4 | one bit, a low rank and a few exact weights (BiMaCoSR) | image models | weights of about one bit |
+# | 4 | one bit, a low-rank part and a few exact weights (BiMaCoSR) | image models | weights of about one bit |
 # | 5 | codebooks weighted by popularity (MEC) | recommendation | small embedding tables |
 # | 6 | gathers as one sparse product (SparseTransX) | knowledge graphs | faster lookups |
 #
@@ -68,8 +68,8 @@ print(f"loss of the model as it is: {plain_loss:.3f} nats per token")
 #
 # 1. A text of 512 tokens instead of 256, trained in chunks of 128. How many times as many bytes must be kept for the
 #    backward pass?
-# 2. A matrix of the model is replaced by its best low rank with a quarter of the numbers. How large is the error, in
-#    percent of the matrix (Frobenius norm)?
+# 2. A matrix of the model is replaced by its best low-rank approximation with a quarter of the numbers. How large is the
+#    error, in percent of the matrix (Frobenius norm)?
 # 3. Now every weight becomes one bit, its sign, with one scale per row. How large is the error, in percent?
 
 # %%
@@ -85,8 +85,9 @@ predict("l17.one_bit", None, unit="%")
 #
 # $$\text{loss} \;=\; \frac1n \sum_i \Big( \underbrace{\log \sum_j e^{x_i \cdot y_j / \tau}}_{\text{lse}_i} \;-\; x_i \cdot y_i / \tau \Big)$$
 #
-# Larger batches have harder wrong answers and train better. But written plainly this takes the n × n matrix of similarities,
-# twice. Yet of a row only its [log-sum-exp](glossary.md#lse) is needed, and you know from lesson 9 how to merge those.
+# Larger batches have harder wrong answers and train better. But written plainly this takes the n × n matrix of
+# similarities, also for its gradient. Yet of a row only its [log-sum-exp](glossary.md#lse) is needed, and you know from
+# lesson 9 how to merge those.
 #
 # ### Exercise 1: merge log-sum-exps
 
@@ -139,10 +140,11 @@ claim("Both log-probabilities are the same.", torch.allclose(mine, wanted, rtol=
 
 # %% [markdown]
 # That is used in training: it is what fused "linear cross-entropy" kernels do, because the logits of a large vocabulary are
-# the largest tensor of a step.
+# often the largest tensor of a step.
 #
 # Now pairs within a batch: hidden states, and the embeddings of the tokens that come next. `minillm.beside.contrastive` cuts
-# x into tiles as well, and goes through them row by row. The numbers are real: how much of each row's softmax lies in a tile.
+# x into tiles as well, and goes through them row by row. The numbers are real: the mean share of its rows' softmax that
+# a tile holds.
 
 # %% tags=["expected"] alt="Eight by eight tiles of similarities. The tiles of the first rows are merged, one tile of the fourth row exists now, and the others come later. Bars at the right show how much of each row's softmax is in its log-sum-exp."
 SHOWN, TILE = 64, 8
@@ -205,7 +207,7 @@ claim("With the matrix, more than that.", whole[-1] / whole[-2] > 2.3, of_model=
 # ## 2. A text in chunks
 #
 # Training keeps the **activations** of all layers for the backward pass: many numbers for each token. OOMB goes through a long
-# text in chunks, as a prefill in chunks does (lesson 7), and keeps only keys and values. Backwards it computes each
+# text in chunks, as chunked prefill does (lesson 7), and keeps only keys and values. Backwards it computes each
 # chunk a second time, with its graph (**[recomputation](glossary.md#recomputation)**):
 #
 # ```text
@@ -338,15 +340,15 @@ LineChart(
 #
 # ## 3. Layers with fewer parameters
 #
-# A matrix W of m × n numbers can be replaced by factors. The best [low rank](glossary.md#low-rank) is the SVD (lesson
-# 13). Two other structures are said to lose less with as many numbers, because they can represent some matrices of full
-# rank:
+# A matrix W of m × n numbers can be replaced by factors. The best [low-rank](glossary.md#low-rank) approximation is the
+# truncated SVD (lesson 13). Two other structures are said to lose less with as many numbers, because they can represent
+# some matrices of full rank:
 #
 # | | form | numbers |
 # |---|---|---|
 # | SVD | W ≈ U V | r (m + n) |
 # | BLAST, **[block low-rank](glossary.md#block-low-rank)** | W_ij ≈ U_i diag(s_ij) V_jᵀ for b × b blocks | r (m + n) + r b² |
-# | Monarch | two block-diagonal matrices with a permutation in between | b (m + n) |
+# | Monarch | two block-diagonal matrices (b blocks each) with a permutation in between | b (m + n) |
 #
 # The blocks of a row share U_i, those of a column share V_j, and s_ij says how much of each direction a block has. The
 # product needs no dense matrix:
@@ -424,9 +426,10 @@ claim(
 )
 
 # %% [markdown]
-# Why? A low rank pays if the singular values fall fast. Those of trained weights fall slowly: all directions are used.
-# What BLAST can still gain are differences between blocks. The papers **train** a layer in its new form, or train it on
-# afterwards. It is the training that closes the gap. Without it, none of these fits can replace a matrix of this model.
+# Why? A low-rank approximation pays if the singular values fall fast. Those of trained weights fall slowly: all
+# directions are used. What BLAST can still gain are differences between blocks. The papers **train** a layer in its new
+# form, or train it on afterwards. It is the training that closes the gap. Without it, none of these fits can replace a
+# matrix of this model.
 # (They minimise the error of the *matrix*. Methods that weight it by the inputs a layer really sees, such as ASVD and
 # SVD-LLM, lose less without training; not tried here.)
 #
@@ -438,7 +441,7 @@ claim(
 #
 # $$W \;\approx\; \mathrm{diag}(a)\,\mathrm{sign}(W) \;+\; S \qquad S \text{ sparse}$$
 #
-# BiMaCoSR adds a low rank U V as a third part.
+# BiMaCoSR adds a low-rank product U V as a third part.
 #
 # ### Exercise 4: signs, scales, and what is exact
 
@@ -508,7 +511,7 @@ claim(
 # %% [markdown]
 # ### See: all of them on one axis
 #
-# Bits per weight against error, with the INT4 and INT8 of lesson 5 beside them.
+# Bits per weight against error, with the INT4 (groups of 64) and INT8 of lesson 5 beside them.
 
 # %% tags=["expected"] alt="Relative error of a matrix over bits per weight. SVD, BLAST and Monarch lie close together at the top; one bit with exact weights lies clearly lower; INT4 and INT8 lie far below all of them."
 rounded = [measure.rounded(weight, n) for n in (4, 8)]
@@ -661,16 +664,17 @@ claim("INT4 costs less than a fifth of that.", 5 * lost["INT4"][3] < fully[3], o
 
 # %% [markdown]
 # **Verdict.** The weighting holds, as the paper says: the error moves to rows that are not read. The codes take one to two
-# bits per number, but they do not pay here, for reasons that differ between the two kinds of models. A recommendation model may
-# have millions of rows, which are most of its bytes. Of a large language model the table
-# is a small part; of a small one it can be a quarter (the quoted one). And where it is *tied*, it is also the output
-# layer, which multiplies by **all** rows in every step. Four or eight bits per number are the better offer (lesson 5).
+# bits per number, but they do not pay here, because the two kinds of models differ. A recommendation model may have
+# millions of rows, which are most of its bytes. Of a large language model the table is a small part; of a small one it
+# can be a quarter (the quoted one). And where it is *tied*, it is also the output layer, which multiplies by **all** rows
+# in every step. Four or eight bits per number are the better offer (lesson 5).
 #
 # ## 6. Gathers as a product
 #
 # In a knowledge graph a fact is a triple, and its score is a distance |head + relation − tail|. Plain code gathers
 # three rows for each triple and then adds. SparseTransX writes the sums of *all* triples as one product with an
-# **[incidence matrix](glossary.md#incidence-matrix)** A, which has the entries +1, +1, −1 in each row:
+# **[incidence matrix](glossary.md#incidence-matrix)** A, which has the entries +1, +1, −1 in each row (E: the
+# embeddings):
 #
 # $$\text{head} + \text{relation} - \text{tail of all triples} \;=\; A\,E$$
 #
@@ -732,7 +736,7 @@ claim("For single rows most of that gain is gone, or all of it.", gains[1] < gai
 #
 # ## Break it
 #
-# The mistake that everyone makes first when training in chunks: nothing goes back over the boundary
+# A common first mistake when training in chunks: nothing goes back over the boundary
 # (**[truncated backpropagation](glossary.md#truncated-backpropagation)**). **Guess first**: which of four checks finds it? The
 # loss, the memory, the gradients of a text of one chunk, or of four?
 
@@ -753,7 +757,7 @@ claim("With one chunk the gradients are the same, too.", found[CHUNK] < 1e-4)
 claim("With four they are not.", found[4 * CHUNK] > 0.05, of_model=True)
 
 # %% [markdown]
-# Only the gradients of a text with several chunks show it: tokens never learn to be useful to those a chunk later.
+# Only the gradients of a text with several chunks show it: tokens never learn to be useful to those of later chunks.
 #
 # ## In the field
 
@@ -807,9 +811,10 @@ quoted(
 # 1. A log-sum-exp merges from tiles: no matrix of similarities or logits need exist, in a loss as in attention.
 # 2. Recompute a chunk, and add the gradients that later chunks computed for its keys and values: equal gradients,
 #    activations of one chunk.
-# 3. Trained matrices use all directions. A low rank, in blocks or not, loses much; fewer bits lose little.
-# 4. Weights by frequency move the error to where it is not read. Whether that pays depends on how much of the model is table.
+# 3. Trained matrices use all directions. A low-rank form, in blocks or not, loses much; four bits lose little.
+# 4. Weights by frequency move the error to where it is not read. Whether that pays depends on how much of the model the
+#    table is.
 # 5. Ask of every idea: is there such a step in *my* system, what share of the bytes or the time is it, and what is the best
 #    plain way? Then measure against that.
 #
-# This is where the course ends. `docs/techniques.md` has a line like those above for every technique that it names.
+# This is where the course ends. `docs/techniques.md` has a line like those above for each of some forty techniques.
