@@ -134,8 +134,8 @@ for alphas in ([0.3] * 4, [0.6] * 4, [0.9] * 4, [0.9, 0.9, 0.9, 0.5], [0.5, 0.9,
 claim("The count agrees with the formula within a fifth of a token.", max(differences) < 0.2)
 
 # %% [markdown]
-# (The rates are drawn, so the count scatters around the formula.) Compare the last two rows: a weak first draft costs
-# more than a weak last one, because every later draft depends on it.
+# (Acceptance is drawn at these rates, so the count scatters around the formula.) Compare the last two rows: a weak first draft
+# costs more than a weak last one, because every later draft depends on it.
 #
 # ### See: three numbers that are all called acceptance
 #
@@ -344,10 +344,10 @@ claim(
 )
 
 # %% [markdown]
-# The draft model drafts in every step, whether it knows anything or not. n-grams draft only where the last tokens
-# occurred before; elsewhere the step is a plain one. The engine's search takes microseconds, while the draft model
-# costs c per token. So the row with the most tokens per forward need not be the fastest. But verifying costs the same
-# whoever drafted: n-grams that are rejected make a step slower, as some rows of Measure show.
+# The draft model drafts in every step in which more than one token is still wanted, whether it knows anything or not. n-grams
+# draft only where the last tokens occurred before; elsewhere the step is a plain one. The engine's search takes microseconds,
+# while the draft model costs c per token. So the row with the most tokens per forward need not be the fastest. But verifying
+# costs the same whoever drafted: n-grams that are rejected make a step slower, as some rows of Measure show.
 #
 # ### Exercise 4: a tree instead of a chain
 #
@@ -485,15 +485,16 @@ claim("Where a row is nearly free, a tree is the fastest.", max(cheap) > cheap[0
 claim("Where a row costs a tenth of a step, the chain is the fastest.", max(dear) == dear[0], of_model=True)
 
 # %% [markdown]
-# A tree pays where rows are nearly free: on a GPU with few requests, for a large target. Here it buys a few tenths of a
-# token with twice the rows. (Sequoia chooses the tree's shape by dynamic programming from α and the price of rows;
+# A tree pays where rows are nearly free: on a GPU with few requests, for a large target. Here `(2, 1, 1)` buys part of a token
+# per round with twice the drafts. (Sequoia chooses the tree's shape by dynamic programming from α and the price of rows;
 # EAGLE-2 grows it where the draft is confident.)
 #
 # ### Exercise 5: a draft that is trained to be accepted
 #
 # A draft model is trained to imitate the target. The usual loss is the [KL divergence](glossary.md#kl-divergence)
 # KL(p‖q). But the draft is too small to imitate everything, and what counts is Σ min(p, q), the probability that the
-# target accepts. So train on that (the LK loss; SPIRe mixes both).
+# target accepts. So train on that (it is one of the LK losses of Samarin et al. 2026; SPIRe mixes KL with the rejection rate
+# 1 − Σ min(p, q)).
 
 
 # %%
@@ -561,9 +562,9 @@ LineChart(
 
 # %% [markdown]
 # KL punishes a draft for every token that it cannot produce, so it spreads out, and is half right everywhere. The
-# acceptance loss gives up the smaller hump. (Far from the target its gradient is weak, so in practice KL comes first or
-# is mixed in. The bundled draft was trained on KL + the rejection rate + a little cross-entropy:
-# `minillm/training/distill.py`.)
+# acceptance loss gives up the smaller hump. (It takes the logarithm because far from the target the gradient of Σ min(p, q)
+# itself is weak; where that sum is the loss, KL comes first or is mixed in. The bundled draft was trained on KL + the rejection
+# rate + a little cross-entropy: `minillm/training/distill.py`.)
 #
 # ### Exercise 6: how many drafts, in this step?
 #
@@ -859,7 +860,8 @@ for name, tokens_per_step, faster in (
 # **Papers.** Leviathan et al. 2023, *Fast Inference from Transformers via Speculative Decoding*. Chen et al. 2023,
 # *Accelerating Large Language Model Decoding with Speculative Sampling*. Miao et al. 2024, *SpecInfer*. Chen et al.
 # 2024, *Sequoia*. Li et al. 2024, *EAGLE* and *EAGLE-2*. Cai et al. 2024, *Medusa*. Saxena 2023, *Prompt Lookup
-# Decoding*. Oliaro et al. 2024, *SuffixDecoding*. Mamou et al. 2024, *DISCO* (a dynamic number of drafts).
+# Decoding*. Oliaro et al. 2024, *SuffixDecoding*. Mamou et al. 2024, *DISCO* (a dynamic number of drafts). Samarin et al. 2026,
+# *LK Losses*.
 #
 # ## Recap
 #

@@ -19,9 +19,10 @@
 # [cache](glossary.md#kv-cache), and let it verify over all of it. Such a draft has the target's own weights, so it
 # guesses well, and it needs no second model and no second cache.
 #
-# You compute from which context on this pays. Then you build three drafts: one that reads the beginning and the newest
-# tokens, one that reads what the prompt's last queries attended to, and one that reads half of the bits of everything.
-# Finally you hold the papers' speed-ups against what the bytes allow, on a GPU and on your machine.
+# You compute from which context on verifying stays nearly free, however large the batch. Then you build three drafts: one
+# that reads the beginning and the newest tokens, one that reads what the prompt's last queries attended to, and one that
+# reads half of the bits of everything. Finally you compare the papers' speed-ups with what the bytes allow: on a GPU by a
+# model, on your machine by the clock.
 #
 # You need lesson 6 (blocks and block tables), lesson 10 (why the text stays exact) and lesson 11 (τ, c and v). Everything
 # runs on a laptop's CPU. The engine runs each step as one [compiled function](glossary.md#compiled-step), which is
@@ -67,7 +68,7 @@ print(f"{NAME}: contexts of up to {LONGEST} tokens, here of {LIMIT}, in blocks o
 # weights cheap, does nothing for the cache.
 
 # %%
-quoted("Llama-3.1-8B: 8.03 billion parameters, 32 layers, 32 query heads, 8 KV heads of 128", "its config.json")
+quoted("Llama-3.1-8B: 8.03 billion parameters, 32 layers, 32 query heads, 8 KV heads of 128", "its model card and config.json")
 quoted("H100 SXM: 3.35 TB/s of memory bandwidth, 989 TFLOP/s in dense bfloat16, 80 GB", "NVIDIA H100 data sheet")
 print(f"KV bytes per token: {LLAMA_8B.kv_bytes:,}; weights: {LLAMA_8B.weight_bytes / 1e9:.1f} GB in bfloat16")
 print(f"(and {LLAMA_8B.embedding_bytes / 1e9:.1f} GB of input embedding, of which a step reads a few rows only)")
@@ -159,27 +160,27 @@ claim("One request alone must have a very long context before its cache outweigh
 
 # %% [markdown]
 # And here? The bundled model is small, and so is its longest context. The cell below counts bytes, and times a step of one
-# request (medians, processor time of this thread).
+# request (medians, processor time of this thread). The compiled step keeps the weights in the 16 bits of the checkpoint,
+# and the cache in float32.
 
 # %% tags=["nbval-ignore-output"]
 from minillm.teaching.latency import decode_step, seconds_of
 
 config = llm.engine.runner.model.config
-here = costs.Shape.of(config)
+weights, kv_bytes = costs.Shape.of(config, 2).weight_bytes, costs.Shape.of(config, 4).kv_bytes
 times = {}
 print("context   cache / weights (bytes)   step, of one with the shortest context: by bytes   measured")
 for context in (LONGEST // 16, LONGEST // 4, LONGEST // 2, LONGEST - 1):
     ids = (prompts[0] * 8)[:context]
     times[context] = seconds_of(decode_step(llm, ids), repeats=5, rounds=5)
     first = next(iter(times))
-    by_bytes = (here.weight_bytes + context * here.kv_bytes) / (here.weight_bytes + first * here.kv_bytes)
-    print(
-        f"{context:7} {context * here.kv_bytes / here.weight_bytes:17.0%} {by_bytes:48.2f} {times[context] / times[first]:10.2f}"
-    )
+    by_bytes = (weights + context * kv_bytes) / (weights + first * kv_bytes)
+    print(f"{context:7} {context * kv_bytes / weights:17.0%} {by_bytes:48.2f} {times[context] / times[first]:10.2f}")
 llm.reset_prefix_cache()
+print(f"as much cache as weights from {weights / kv_bytes:,.0f} tokens on")
 claim(
-    "Here a step reads more weights than cache, at any context.",
-    LONGEST * here.kv_bytes < here.weight_bytes,
+    "Up to half of the longest context, a step reads more weights than cache.",
+    LONGEST // 2 * kv_bytes < weights,
     of_model=True,
 )
 claim("A longer context makes a step longer.", times[LONGEST - 1] > times[LONGEST // 16], measured=True)
@@ -407,7 +408,7 @@ claim(
     of_model=True,
 )
 
-# %% tags=["expected"] alt="On top, bars: the attention that each block got; the marked block with the definition, far on the left, is the highest of the old ones. Below, two rows of blocks. Sink and window reads the first block and the newest ones, and its drafts fail. SnapKV reads the definition's block and the newest ones, and its drafts are accepted."
+# %% tags=["expected"] alt="On top, bars: the attention that each block got; the block with the definition, far on the left, is marked. Below, two rows of blocks. Sink and window reads the first block and the newest ones. SnapKV reads the definition's block and the newest ones, and more of its drafts are accepted."
 observed = llm.engine.drafter.attention[tuple(far.token_ids)].sum(0)
 of_blocks = [float(observed[i : i + BLOCK].sum()) for i in range(0, len(observed), BLOCK)]
 ViewedBlocks(of_blocks, rows, {far.blocks[0]: far.definition})
@@ -615,14 +616,15 @@ claim("INT4, what the draft reads, is much farther away.", kl["INT4"] > 10 * kl[
 #
 # ### On a GPU, by the model
 #
-# MagicDec's formula is that of lesson 11 with the three forwards spelled out. T_D, T_V and T are the times of a draft step, of
-# the verification and of a plain step, and Ω is the number of tokens of a round:
+# MagicDec's formula is that of lesson 11 with the three forwards spelled out. T_SD is the time of a token with drafts; T_D,
+# T_V and T are the times of a draft step, of the verification and of a plain step, and Ω is the number of tokens of a round:
 #
 # $$\frac{T_{SD}}{T} = \frac{1}{\Omega}\left(\gamma\,\frac{T_D}{T} + \frac{T_V}{T}\right)$$
 #
 # Your `step_seconds` gives all three. The acceptance is the one measured above with a view of an eighth of the context,
 # 256 tokens, by the better of the two views of the papers. For Llama it is an assumption, and so is that it stays the
-# same as the context grows. γ is the best of 1 to 8. The lines end where weights and cache no longer fit into 80 GB.
+# same as the context grows. γ is the best of 1 to 8. A line ends where weights and cache no longer fit into 80 GB, or at 131,072
+# tokens, Llama's longest context.
 
 # %% tags=["expected"] alt="Modelled speed-up over the context for 1, 8, 32 and 128 requests. Each line begins near 1 and rises with the context; with more requests it rises earlier, but it also ends earlier, where the memory is full."
 BUDGET = 257  # MagicDec's: one sink and a window of 256
@@ -669,8 +671,8 @@ claim("One request with 4,096 tokens gains next to nothing, or loses.", table[1,
 
 # %% [markdown]
 # This turns lesson 11's rule upside down: *there*, a larger batch made drafts lose. With long contexts it makes them win,
-# because what the draft does not read grows with the batch. It also shows the limit: each line ends where weights and cache
-# fill the memory. Several GPUs that share weights and cache go further.
+# because what the draft does not read grows with the batch. It also shows the limit: with several requests, a line ends where
+# weights and cache fill the memory. Several GPUs that share weights and cache go further.
 #
 # ### What other drafts read
 #
@@ -708,12 +710,12 @@ quoted("SPIRe: over 35% more throughput than MagicDec, modelled; trains", "Neela
 # | LongSpec | one layer of its own | 512 tokens of its own layer, and all tokens of the target's last layer | yes |
 #
 # The numbers above say why there is more than one of them. The trained drafts read least; their price is the training.
-# Of the two without training, four bits of everything read less at shorter contexts, and the view at longer ones,
-# because a view still reads all weights.
+# Of the two without training, four bits of everything read less at shorter contexts, because a view still reads all weights in
+# full. The view reads less at longer contexts, because its part of the cache does not grow.
 #
 # ### On this machine
 #
-# Now the three forwards with the clock, one request, with the longest of the prompts above; from them and from the
+# Now the three forwards with the clock, one request, with one of the long prompts above; from them and from the
 # counted tokens per round, what the formula promises; and beside it the whole engine, timed with and without drafts in turn.
 
 # %% tags=["nbval-ignore-output"]
@@ -743,18 +745,16 @@ claim("The formula comes within a third of the clock.", abs(promised / measured 
 claim("What drafting for itself gains here is at most a third, if anything.", measured < 4 / 3, measured=True)
 
 # %% [markdown]
-# It hardly pays here, or not at all. The acceptance is fine, but the prices are not: a round takes γc + v plain steps.
-# v depends on how much of the processor's arithmetic is idle in a plain step: where little is, four rows cost nearly
-# twice as much as one. And c is high, as exercise 1 said: this model reads more weights than cache at any context that
-# it can have, and a draft reads all the weights. Compare the two prices of a draft step: their difference is what the
-# view saves. That a draft can be cheaper than a plain step even over the whole cache has nothing to do with the cache:
-# all drafts of a round are one call of the compiled step.
+# It pays little here, or not at all. The acceptance is fine, but the prices are not: a round takes γc + v plain steps.
+# v depends on how much of the processor's arithmetic is idle in a plain step: where little is, four rows cost much more
+# than one. And c is high, because a draft reads all the weights, and at this context they are more bytes than the cache.
+# Compare the two prices of a draft step: their difference is what the view saves. That a draft can be cheaper than a plain step
+# even over the whole cache has nothing to do with the cache: all drafts of a round are one call of the compiled step.
 #
 # ## Break it
 #
 # Four mistakes in a self-drafter. **Guess first**: which of them changes the text? Which would you notice? The columns show
 # whether the text is still the target's, and the acceptance with a small budget and with one for the whole context.
-
 #
 # * **verifies over the view**: the target judges the drafts over the same shortened block table.
 # * **positions of the view**: drafts get their positions in the view, not those in the text.
@@ -797,7 +797,7 @@ claim(
 #   acceptance is perfect. Only a comparison with plain decoding finds it.
 # * **Mistakes in drafting never change the text.** Wrong positions and rejected drafts that stay in the view only make the
 #   draft worse, and with a budget for everything they do not even show: nothing is left out, and nothing is rejected. With
-#   a small budget both lower the acceptance, but a lower acceptance alone does not tell you that there is a mistake. They
+#   a small budget both can lower the acceptance, but a lower acceptance alone does not tell you that there is a mistake. They
 #   are found by comparing the drafts with those of a reference, as the check of exercise 3 does.
 # * **A window of one token** shows with a budget for everything, too: a draft that does not see the drafts before it in
 #   its round is not the target, whatever else it reads. There, every acceptance below 100% is a mistake.
