@@ -68,7 +68,10 @@ print(f"{NAME}: contexts of up to {LONGEST} tokens, here of {LIMIT}, in blocks o
 # weights cheap, does nothing for the cache.
 
 # %%
-quoted("Llama-3.1-8B: 8.03 billion parameters, 32 layers, 32 query heads, 8 KV heads of 128", "its model card and config.json")
+quoted(
+    "Llama-3.1-8B: 8.03 billion parameters, 32 layers, 32 query heads, 8 KV heads of 128",
+    "its model card and config.json",
+)
 quoted("H100 SXM: 3.35 TB/s of memory bandwidth, 989 TFLOP/s in dense bfloat16, 80 GB", "NVIDIA H100 data sheet")
 print(f"KV bytes per token: {LLAMA_8B.kv_bytes:,}; weights: {LLAMA_8B.weight_bytes / 1e9:.1f} GB in bfloat16")
 print(f"(and {LLAMA_8B.embedding_bytes / 1e9:.1f} GB of input embedding, of which a step reads a few rows only)")
