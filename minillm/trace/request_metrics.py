@@ -139,7 +139,8 @@ class MetricsWatcher:
             return
         del self._running[name]
         self._ended.add(name)
-        self.requests[name] = self.requests.pop(name)  # behind those that ended before it
+        if name in self.requests:  # not if an interrupt came before its metrics
+            self.requests[name] = self.requests.pop(name)  # behind those that ended before it
         if len(self.requests) - len(self._running) > MAX_ENDED_PROMPTS:
             self.pop(next(request_id for request_id in self.requests if request_id not in self._running))
 
