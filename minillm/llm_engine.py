@@ -29,7 +29,8 @@ Prompt = str | Mapping[str, Any]
 """Text, or `{"prompt_token_ids": [...]}`, or `{"prompt": "text"}`; a mapping may add a `cache_salt`."""
 
 MOST_FAILED_STEPS = 1000
-"""After so many steps in a row that failed for requests of other callers, none of them is taken to step for its own."""
+"""So many steps in a row of one `LLMEngine.run` may fail for a request of another caller, who is expected to step and
+get the error. After that it is raised there, because nobody steps for that request."""
 
 
 class LLMEngine:

@@ -817,4 +817,4 @@ quoted(
 # 5. Ask of every idea: is there such a step in *my* system, what share of the bytes or the time is it, and what is the best
 #    plain way? Then measure against that.
 #
-# This is where the course ends. `docs/techniques.md` has a line like those above for each of some forty techniques.
+# This is where the course ends. `docs/techniques.md` has a line like those above for each published technique that is built here.

@@ -10,7 +10,6 @@ from uuid import uuid4
 from fastapi import Response
 
 from minillm.async_llm import AsyncLLM
-from minillm.llm_engine import Prompt
 from minillm.outputs import CompletionOutput
 from minillm.serve.chat_template import ChatTemplate
 from minillm.serve.choice_stream import ChoiceStream, Delta
@@ -59,23 +58,22 @@ class ChatJob:
                 f"max_completion_tokens={body.max_completion_tokens} must be at least 1", param="max_completion_tokens"
             )
         text = template.render([message.for_template() for message in body.messages], body.add_generation_prompt)
-        self.prompt_token_ids = self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
-        prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": self.prompt_token_ids}
+        token_ids = self.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+        self.prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
         if body.cache_salt:
-            prompt["cache_salt"] = body.cache_salt
-        self.prompt: Prompt = prompt
-        limits = (body.max_completion_tokens, body.max_tokens, self._default_limit())
+            self.prompt["cache_salt"] = body.cache_salt
+        limits = (body.max_completion_tokens, body.max_tokens, self._default_limit(len(token_ids)))
         self.params = body.sampling_params(
             engine.llm_engine.default_sampling_params(),
             max_tokens=next((limit for limit in limits if limit is not None), None),
             logprobs=top if body.logprobs else None,
         )
 
-    def _default_limit(self) -> int | None:
+    def _default_limit(self, num_prompt_tokens: int) -> int | None:
         """What the checkpoint's `generation_config.json` names, or as much of it as the context has room for."""
         llm_engine = self.engine.llm_engine
         stated = llm_engine.engine.runner.model.config.sampling_defaults.get("max_tokens")
-        return None if stated is None else min(stated, max(1, llm_engine.max_model_len - len(self.prompt_token_ids)))
+        return None if stated is None else min(stated, max(1, llm_engine.max_model_len - num_prompt_tokens))
 
     async def respond(self, on_finish: Observer) -> Response:
         """Run it. Returns the answer, or the stream of its chunks."""
@@ -90,7 +88,7 @@ class ChatJob:
             model=self.model,
             choices=choices,
             usage=batch.usage(),
-            prompt_token_ids=self.prompt_token_ids if self.body.return_token_ids else None,
+            prompt_token_ids=self.prompt["prompt_token_ids"] if self.body.return_token_ids else None,
         )
         return Response(answer.model_dump_json(), media_type="application/json")
 
@@ -116,9 +114,9 @@ class ChatJob:
                 role = {"role": "assistant", "content": ""}
                 first = self._chunk([ChatChunkChoice(index=index, delta=role, finish_reason=None)], None)
                 if self.body.return_token_ids:
-                    first.prompt_token_ids = self.prompt_token_ids
+                    first.prompt_token_ids = self.prompt["prompt_token_ids"]
                 if self.body.wants_running_usage:
-                    num_tokens = len(self.prompt_token_ids)
+                    num_tokens = len(self.prompt["prompt_token_ids"])
                     first.usage = Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens)
                 yield event(first)
             async for _, output in batch.outputs():

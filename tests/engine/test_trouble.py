@@ -394,7 +394,7 @@ def test_a_draft_model_without_finite_logits_costs_only_the_drafts(tiny: TinyPai
 def test_a_device_that_finds_no_finite_draft_logits_costs_only_the_drafts(
     tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU draws all drafts of a chain in one call, and says so itself."""
+    """A GPU drafts a chain in one call, which raises the error itself."""
 
     def broken(segments: list[Any], count: int) -> list[list[int]]:
         raise NonFiniteLogitsError("logits of 1 of 2 rows are NaN")

@@ -18,7 +18,9 @@ pytest.importorskip("openai", reason="the extra `dev` is not installed")
 
 import httpx
 import openai
+import tokenizers
 import uvicorn
+from tokenizers.processors import TemplateProcessing
 
 from minillm.async_llm import AsyncLLM
 from minillm.config import EngineArgs
@@ -68,6 +70,16 @@ class RunningServer:
             assert inner.pool.num_used == 0
         assert not self.engine.llm_engine.metrics.requests
         assert not self.engine.llm_engine.has_unfinished_requests()
+
+
+def add_beginning(folder: Path) -> int:
+    """Make the tokenizer in `folder` begin every text with a token. Returns its id."""
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    first = backend.encode("class").ids[0]
+    name = backend.id_to_token(first)
+    backend.post_processor = TemplateProcessing(single=f"{name} $A", special_tokens=[(name, first)])
+    backend.save(str(folder / "tokenizer.json"))
+    return first
 
 
 @contextmanager

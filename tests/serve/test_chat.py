@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.running_server import NAME, RunningServer, running_server  # isort: skip (it may skip this file)
+from tests.serve.running_server import NAME, RunningServer, add_beginning, running_server  # isort: skip (it may skip this file)
 
 import openai
 
@@ -86,6 +86,18 @@ def test_the_prompts_tokens_are_returned_if_asked_for(server: RunningServer, exp
     first, *others = server.client().chat.completions.create(messages=MESSAGES, stream=True, **options)
     assert first.prompt_token_ids == expected.prompt_token_ids
     assert not any(getattr(chunk, "prompt_token_ids", None) for chunk in others)
+
+
+def test_special_tokens_are_added_to_those_of_the_template_if_asked_for(
+    folder: Path, tmp_path: Path, expected: Any
+) -> None:
+    shutil.copytree(folder, tmp_path / "target")
+    first = add_beginning(tmp_path / "target")
+    with running_server(tmp_path / "target") as running:
+        for asked, begins in (({}, []), ({"add_special_tokens": True}, [first])):
+            options = {**GREEDY, "extra_body": {"return_token_ids": True, **asked}}
+            answer = running.client().chat.completions.create(messages=MESSAGES, **options)
+            assert answer.prompt_token_ids == [*begins, *expected.prompt_token_ids]
 
 
 def test_every_chunk_carries_the_counts_if_asked_for(server: RunningServer, expected: Any) -> None:

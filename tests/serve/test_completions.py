@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.serve.running_server import NAME, RunningServer, running_server  # isort: skip (it may skip this file)
+from tests.serve.running_server import NAME, RunningServer, add_beginning, running_server  # isort: skip (it may skip this file)
 
 import openai
-import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from minillm import LLM, SamplingParams
 from minillm.fill_in_the_middle import suffix_first
@@ -81,14 +79,10 @@ def test_token_ids_are_prompts_and_are_returned_if_asked_for(server: RunningServ
     assert chunks[0].choices[0].prompt_token_ids == expected.prompt_token_ids
 
 
-def test_special_tokens_are_left_out_if_asked_for(tiny: TinyPair, tmp_path: Path) -> None:
+def test_special_tokens_are_left_out_if_asked_for(tiny: TinyPair, offline: LLM, tmp_path: Path) -> None:
     shutil.copytree(tiny.target, tmp_path / "target")
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "target" / "tokenizer.json"))
-    first = backend.encode("class").ids[0]
-    beginning = backend.id_to_token(first)
-    backend.post_processor = TemplateProcessing(single=f"{beginning} $A", special_tokens=[(beginning, first)])
-    backend.save(str(tmp_path / "target" / "tokenizer.json"))
-    plain = backend.encode("def add", add_special_tokens=False).ids
+    first = add_beginning(tmp_path / "target")
+    plain = offline.engine.tokenizer.encode("def add")
     options = {"model": NAME, "temperature": 0, "max_tokens": 1}
     with running_server(tmp_path / "target") as running:
         for asked, expected in (({}, [first, *plain]), ({"add_special_tokens": False}, plain)):
