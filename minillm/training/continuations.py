@@ -44,8 +44,8 @@ def exported(model: Decoder, tokenizer: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def new_writer(checkpoint: Path, length: int, device: str = "cpu") -> LLM:
-    """The engine that continues texts up to `length` tokens, many at a time."""
+def new_writer(checkpoint: Path, length: int, device: str = "cpu", enforce_eager: bool = False) -> LLM:
+    """The engine that continues texts up to `length` tokens, many at a time. `enforce_eager`: in plain PyTorch."""
     blocks = ROWS_AT_ONCE * math.ceil(length / DEFAULT_BLOCK_SIZE)
     return LLM(
         str(checkpoint),
@@ -54,6 +54,7 @@ def new_writer(checkpoint: Path, length: int, device: str = "cpu") -> LLM:
         max_num_seqs=ROWS_AT_ONCE,
         num_kv_blocks=blocks,
         enable_prefix_caching=False,
+        enforce_eager=enforce_eager,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -125,7 +127,8 @@ class Passes:
 
     Each pass has a new order of files and new gaps (`fim_documents`), if the tokenizer has tokens for gaps. It is
     encoded when it is first needed and stored in `passes/`, or with other `shares` of gaps than those of pretraining in
-    a folder of its own. The same arguments always give the same batch.
+    a folder of its own. When a third of a pass is used, another process encodes the next one: a GPU trains on a pass in
+    the time that this takes. The same arguments always give the same batch.
     """
 
     def __init__(self, folder: Path, shares: GapShares = PRETRAINING) -> None:
@@ -135,6 +138,8 @@ class Passes:
         """Where the encoded passes are stored."""
         self._tokens: dict[int, np.ndarray] = {}
         self._order: dict[tuple[int, int], np.ndarray] = {}
+        self._ahead: dict[int, subprocess.Popen[bytes]] = {}
+        """Processes that encode a pass, by its number."""
 
     def batch(self, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Inputs and next tokens, each `[rows, length]`, int64. Raises `TrainingError` if there is too little text."""
@@ -156,19 +161,37 @@ class Passes:
         key = (number_of_pass, length)
         if key not in self._order:
             self._order[key] = np.random.default_rng(key).permutation(count)
+        if number > count // 3:
+            self._encode_ahead(number_of_pass + 1)
         start = int(self._order[key][number]) * length
         return self._pass(number_of_pass)[start : start + length + 1]
 
     def _pass(self, number: int) -> np.ndarray:
         if number not in self._tokens:
-            file = self.encoded / f"{number}.npy"
+            if number in self._ahead:
+                self._ahead.pop(number).wait()
+            file = self._file(number)
             if not file.exists():
-                file.parent.mkdir(exist_ok=True)
-                self._write_pass(file, number)
+                self.write_pass(number)
             self._tokens[number] = np.load(file, mmap_mode="r")
         return self._tokens[number]
 
-    def _write_pass(self, file: Path, number: int) -> None:
+    def _file(self, number: int) -> Path:
+        return self.encoded / f"{number}.npy"
+
+    def _encode_ahead(self, number: int) -> None:
+        if number in self._tokens or number in self._ahead or self._file(number).exists():
+            return
+        code = "import sys; from minillm.training.data import write_pass; write_pass(*sys.argv[1:])"
+        shares = (str(self.shares.files), str(self.shares.lines))
+        self._ahead[number] = subprocess.Popen(
+            [sys.executable, "-c", code, str(self.folder), *shares, str(number)], stderr=subprocess.DEVNULL
+        )
+
+    def write_pass(self, number: int) -> None:
+        """Encode the training files for pass `number` and store the tokens."""
+        file = self._file(number)
+        file.parent.mkdir(exist_ok=True)
         tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         docs = read_documents(self.folder / "train.jsonl.gz")
         rng = np.random.default_rng(number)
@@ -182,6 +205,11 @@ class Passes:
             )
         ]
         write_array(file, encode_all(tokenizer, texts, f"pass {number + 1}"))
+
+
+def write_pass(folder: str, share_of_files: str, share_of_lines: str, number: str) -> None:
+    """`Passes.write_pass` with the arguments of a command line."""
+    Passes(Path(folder), GapShares(float(share_of_files), float(share_of_lines))).write_pass(int(number))
 
 
 class Windows:

@@ -27,10 +27,16 @@ from minillm.errors import TrainingError
 from minillm.models.causal import CausalAttention
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
+from minillm.training.captured_step import CapturedStep
 from minillm.training.data import Batches
 from minillm.training.optimizers import optimizers
 from minillm.training.precision import forward_precision
 from minillm.training.state_files import read_state, write_state
+
+GPU_STEPS = 100
+"""A GPU makes some 100 steps in the time of one on a CPU."""
+OF_THIS_RUN = ("lr", "weight_decay", "capturable")
+"""Settings of an optimiser that are this run's own, not those of a saved state."""
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
 """`loss(module, inputs, targets)`: the mean loss of a batch, inputs and targets `[rows, length]`."""
@@ -46,7 +52,8 @@ class Recipe:
     """Budget of tokens. The run ends when either budget is used up; without one, at an interrupt."""
     tokens_per_step: int = 12288
     tokens_at_once: int = 4096
-    """Tokens of one forward and backward (a micro-batch); gradients are accumulated over a step."""
+    """Tokens of one forward and backward on a CPU (a micro-batch); gradients are accumulated over a step. A GPU
+    computes a step at once."""
     lengths: tuple[int, ...] = (256,)
     """Tokens per row; the steps cycle through these lengths."""
     decay_from: float = 0.5
@@ -59,7 +66,7 @@ class Recipe:
     weight_decay: float = 0.0
     """Of the matrices: each step takes this share, times the rate, off them."""
     save_every: int = 50
-    """Steps between saved states."""
+    """Steps between saved states; on a GPU `GPU_STEPS` times as many."""
 
     def without_budget(self) -> dict[str, Any]:
         """What does not depend on how long the run is, as JSON values."""
@@ -72,8 +79,8 @@ class Trainer:
 
     All parameters of `model` are trained. What the loss needs beside it, such as a frozen target, belongs to the loss.
     `loss`: default next-token cross-entropy. `branch_of`: the state file of another run, from which this one starts
-    with the same weights, optimisers and position in the data. While `pause_file` exists, the run waits between two
-    steps; the wait does not count as training time.
+    with the same weights and optimisers, at the beginning of its own data. While `pause_file` exists, the run waits
+    between two steps; the wait does not count as training time.
     """
 
     def __init__(
@@ -91,12 +98,15 @@ class Trainer:
         chosen = optimizers(model, recipe.muon_lr, recipe.adam_lr, recipe.weight_decay)
         self.optimizers = [optimizer for optimizer, _ in chosen]
         self.base_rates = [rate for _, rate in chosen]
+        self._captured = CapturedStep(self._update, self.device) if self.device.type == "cuda" else None
         self.step = 0
         """Steps so far, including those of the run that this one branched from."""
         self.tokens_seen = 0
         """Tokens so far, including those of the run that this one branched from."""
         self.tokens_before = 0
         """Tokens seen when this run branched off."""
+        self.steps_before = 0
+        """Steps when this run branched off: its own steps count its place in the data."""
         self.seconds = 0.0
         self._is_whole = True
         """Whether the state in memory may replace the saved one."""
@@ -105,7 +115,9 @@ class Trainer:
             self._load(self.state_file)
         elif branch_of is not None:
             self._load(branch_of)
-            self.tokens_before, self.seconds = self.tokens_seen, 0.0
+            self.tokens_before, self.steps_before, self.seconds = self.tokens_seen, self.step, 0.0
+        if self._captured is not None:
+            _keep_rates_on(self.optimizers, self.device)
 
     @property
     def state_file(self) -> Path:
@@ -141,6 +153,7 @@ class Trainer:
         endless = math.isinf(self.recipe.tokens) and math.isinf(self.recipe.minutes)
         done = round(100 * self.progress, 1)
         bar = tqdm(total=None if endless else 100, initial=done, desc=self.folder.name, unit="%", mininterval=5)
+        save_every = self.recipe.save_every * (1 if self._captured is None else GPU_STEPS)
         try:
             while self.progress < 1.0:
                 self._wait_while_paused()
@@ -148,9 +161,10 @@ class Trainer:
                 loss = self._train_step()
                 self.seconds += time.perf_counter() - began
                 self._log(loss)
-                bar.set_postfix(loss=f"{loss:.3f}", tokens=f"{self.tokens_seen / 1e6:.2f}M", step=self.step)
+                postfix = {"loss": f"{loss:.3f}", "tokens": f"{self.tokens_seen / 1e6:.2f}M", "step": self.step}
+                bar.set_postfix(postfix, refresh=False)
                 bar.update(round(100 * self.progress, 1) - bar.n)
-                if self.step % self.recipe.save_every == 0:
+                if self.step % save_every == 0:
                     self.save()
         finally:
             bar.close()
@@ -171,6 +185,7 @@ class Trainer:
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "tokens_before": self.tokens_before,
+            "steps_before": self.steps_before,
             "seconds": self.seconds,
         }
         write_state(self.state_file, state)
@@ -181,9 +196,10 @@ class Trainer:
             self.model.load_state_dict(state["model"])
             if state["optimizers"] is not None:  # a checkpoint from `pack_run` has none
                 for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                    decay = optimizer.param_groups[0]["weight_decay"]  # the recipe's, not that of the run branched from
+                    group = optimizer.param_groups[0]
+                    kept = {key: group[key] for key in OF_THIS_RUN if key in group}
                     optimizer.load_state_dict(saved)
-                    optimizer.param_groups[0]["weight_decay"] = decay
+                    optimizer.param_groups[0].update(kept)
         except (RuntimeError, ValueError, KeyError) as problem:
             raise TrainingError(
                 f"{file} is the state of another model ({str(problem).splitlines()[0][:200]}); name another folder, or "
@@ -191,36 +207,58 @@ class Trainer:
             ) from None
         self.step, self.tokens_seen, self.seconds = state["step"], state["tokens_seen"], state["seconds"]
         self.tokens_before = state["tokens_before"]
+        self.steps_before = state.get("steps_before", 0)  # a state of an earlier version has none
 
     def _train_step(self) -> float:
         recipe = self.recipe
-        length = recipe.lengths[self.step % len(recipe.lengths)]
-        inputs, targets = self.batches.batch(self.step, recipe.tokens_per_step // length, length)
-        factor = self.learning_rate_factor()
-        for optimizer, rate in zip(self.optimizers, self.base_rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * factor
-            optimizer.zero_grad(set_to_none=True)
-        value = self._gradients(inputs, targets, rows=max(1, recipe.tokens_at_once // length))
-        self._is_whole = False
+        length = recipe.lengths[(self.step - self.steps_before) % len(recipe.lengths)]
+        inputs, targets = self.batches.batch(self.step - self.steps_before, recipe.tokens_per_step // length, length)
+        self._set_rates(self.learning_rate_factor())
+        if self._captured is None:
+            value = self._gradients(inputs, targets, rows=max(1, recipe.tokens_at_once // length)).item()
+            self._is_whole = False
+        else:
+            self._is_whole = False
+            value = self._captured(inputs, targets).item()
         if not math.isfinite(value):
             kept = "the last saved state remains" if self.state_file.exists() else "no state was saved"
             raise TrainingError(
                 f"the loss became {value} at step {self.step + 1}; {kept}. To train with a lower rate, remove "
                 f"{self.folder}"
             )
-        for optimizer in self.optimizers:
-            optimizer.step()
+        if self._captured is None:
+            self._step_optimizers()
         self.step += 1
         self.tokens_seen += inputs.numel()
         self._is_whole = True
         return value
 
-    def _gradients(self, inputs: Tensor, targets: Tensor, rows: int) -> float:
-        """Accumulate the gradients of the batch's mean loss, `rows` rows at a time. Returns that loss."""
-        device, total = self.device, 0.0
+    def _set_rates(self, factor: float) -> None:
+        for optimizer, rate in zip(self.optimizers, self.base_rates, strict=True):
+            group = optimizer.param_groups[0]
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
+
+    def _update(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """A whole step on a batch in the memory of the device. Returns its mean loss."""
+        loss = self._gradients(inputs, targets, rows=len(inputs))
+        self._step_optimizers()
+        return loss
+
+    def _step_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def _gradients(self, inputs: Tensor, targets: Tensor, rows: int) -> Tensor:
+        """Compute the gradients of the batch's mean loss, `rows` rows at a time. Returns that loss."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        device, total = self.device, torch.zeros((), device=self.device)
         for part, labels in zip(inputs.split(rows), targets.split(rows), strict=True):
             loss = self.loss(self.model, part.to(device), labels.to(device)) * (len(part) / len(inputs))
-            total += loss.item()
+            total += loss.detach()
             loss.backward()
         return total
 
@@ -228,6 +266,15 @@ class Trainer:
         row = {"step": self.step, "tokens": self.tokens_seen, "seconds": round(self.seconds, 2), "loss": round(loss, 4)}
         with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(row) + "\n")
+
+
+def _keep_rates_on(optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:
+    """Make the learning rates tensors of a GPU, which a captured step reads anew."""
+    for optimizer in optimizers:
+        group = optimizer.param_groups[0]
+        group["lr"] = torch.tensor(float(group["lr"]), device=device)
+        if "capturable" in group:
+            group["capturable"] = True
 
 
 def dense_logits(model: Decoder, inputs: Tensor) -> Tensor:

@@ -121,11 +121,13 @@ class OwnText:
         return self._written[number]
 
     def _write(self, number: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        device = self.model.embed_tokens.weight.device
         prompts, _ = self.text.batch(number, rows, PROMPT_LENGTH)
         with exported(self.model, self.tokenizer) as checkpoint:
-            writer = new_writer(checkpoint, length, str(self.model.embed_tokens.weight.device))
+            # Plain PyTorch: compiled kernels or captured graphs do not pay for themselves in a single writing.
+            writer = new_writer(checkpoint, length, str(device), enforce_eager=device.type == "cuda")
         texts = continue_rows(writer, prompts, length, torch.zeros(rows), seed=number)
-        found = texts, unlearned(texts, chosen(fast_copy(self.model), texts))
+        found = texts, unlearned(texts, chosen(fast_copy(self.model), texts.to(device)).cpu())
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_array(self._file(number), torch.stack(found).numpy())

@@ -38,3 +38,23 @@ def test_rate_zero_changes_nothing_but_the_momentum():
     optimizer.step()
     assert torch.equal(p.detach(), torch.ones(4, 4))
     torch.testing.assert_close(optimizer.state[p]["momentum"], 0.1 * torch.eye(4))
+
+
+def test_a_rate_may_be_a_tensor_and_matrices_of_one_shape_are_updated_each_by_itself():
+    torch.manual_seed(0)
+    shapes = [(8, 8), (16, 8), (8, 8), (8, 16)]
+    start, grads = [torch.randn(shape) for shape in shapes], [torch.randn(shape) for shape in shapes]
+
+    def updated(chosen, rate):
+        params = [torch.nn.Parameter(start[i].clone()) for i in chosen]
+        for p, i in zip(params, chosen, strict=True):
+            p.grad = grads[i].clone()
+        optimizer = Muon(params, lr=rate, weight_decay=0.1)
+        for _ in range(3):
+            optimizer.step()
+        return [p.detach() for p in params]
+
+    together = updated(range(4), torch.tensor(0.1))
+    alone = [updated([i], 0.1)[0] for i in range(4)]
+    for ours, theirs in zip(together, alone, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)

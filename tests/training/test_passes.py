@@ -119,3 +119,30 @@ def test_a_held_out_file_goes_if_a_training_file_is_like_it():
     )
     assert without_near_duplicates([half, *files], [True, False, False, False]) == [1, 2, 3]
     assert without_near_duplicates([half, *files], [False] * 4) == [0, 1, 2, 3]
+
+
+def test_the_next_pass_is_encoded_ahead_in_another_process(corpus, tmp_path, monkeypatch):
+    """It is the pass that this process would have written, and it does not write it again."""
+    for name in ("tokenizer.json", "train.jsonl.gz"):
+        shutil.copy(corpus / name, tmp_path)
+    expected, passes = Passes(corpus), Passes(tmp_path)
+    passes.batch(0, 1, 64)
+    windows = (np.load(tmp_path / "passes" / "0.npy").size - 1) // 64
+    assert not passes._ahead, "at the beginning of a pass there is time"
+    passes.batch(windows // 3 + 1, 1, 64)
+    assert list(passes._ahead) == [1]
+    monkeypatch.setattr(Passes, "write_pass", lambda self, number: pytest.fail(f"pass {number} was written twice"))
+    found, _ = passes.batch(windows, 1, 64)
+    monkeypatch.undo()
+    assert torch.equal(found, expected.batch(windows, 1, 64)[0]) and not passes._ahead
+
+
+def test_a_pass_whose_process_failed_is_written_here(corpus, tmp_path, monkeypatch):
+    for name in ("tokenizer.json", "train.jsonl.gz"):
+        shutil.copy(corpus / name, tmp_path)
+    passes = Passes(tmp_path)
+    passes.batch(0, 1, 64)
+    windows = (np.load(tmp_path / "passes" / "0.npy").size - 1) // 64
+    monkeypatch.setattr(data.sys, "executable", shutil.which("false"))
+    passes.batch(windows - 1, 1, 64)
+    assert torch.equal(passes.batch(windows, 1, 64)[0], Passes(corpus).batch(windows, 1, 64)[0])

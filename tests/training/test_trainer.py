@@ -143,6 +143,50 @@ def test_branch_begins_where_the_stable_run_is_and_leaves_it_alone(corpus, tmp_p
     assert stable.state_file.read_bytes() == before
 
 
+class Recorded:
+    """Batches that note the steps they are asked for."""
+
+    def __init__(self, batches):
+        self.batches, self.steps = batches, []
+
+    def batch(self, step, rows, length):
+        self.steps.append(step)
+        return self.batches.batch(step, rows, length)
+
+
+def test_a_branch_reads_its_own_data_from_the_beginning(corpus, tmp_path):
+    """Its text has other gaps, so the passes before it need not be encoded. It goes on where it stopped."""
+    stable = Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path / "stable")
+    stable.run()
+    recipe, data = replace(RECIPE, tokens=4 * 256), Recorded(Passes(corpus))
+    with pytest.raises(StopPressedError):
+        Trainer(
+            new_model(config()), data, recipe, tmp_path / "branch", stopping_after(3), branch_of=stable.state_file
+        ).run()
+    Trainer(new_model(config()), data, recipe, tmp_path / "branch", branch_of=stable.state_file).run()
+    assert data.steps == [0, 1, 2, 3, 3]
+
+
+def test_a_run_from_a_gpu_goes_on_elsewhere(corpus, tmp_path):
+    """There the rates are tensors, and AdamW is told that it is captured; on a CPU they are numbers."""
+    runs = {}
+    for name in ("cpu", "gpu"):
+        with pytest.raises(StopPressedError):
+            Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path / name, stopping_after(7)).run()
+        if name == "gpu":
+            file = tmp_path / name / "state.pt"
+            state = torch.load(file, weights_only=True)
+            for optimizer in state["optimizers"]:
+                [group] = optimizer["param_groups"]
+                group["lr"] = torch.tensor(group["lr"])
+                if "capturable" in group:
+                    group["capturable"] = True
+            torch.save(state, file)
+        Trainer(new_model(config()), Passes(corpus), RECIPE, tmp_path / name).run()
+        runs[name] = losses(tmp_path / name)
+    assert runs["gpu"] == runs["cpu"]
+
+
 def test_gradients_of_parts_add_up_to_those_of_the_batch(corpus, tmp_path):
     found = []
     for tokens_at_once in (256, 64, 32):
