@@ -1,9 +1,9 @@
 """Writes every measured figure of the documentation from `benchmarks/*.json`: `python docs/figures.py`.
 
 `docs/measured.md` gets a table for each benchmark (`measured_page.py`), the README a short one between its two marks,
-`docs/ray.md` what a cluster costs, measured and modelled (`ray_page.py`), `docs/completion.md` how long a suggestion
-takes. None of these figures is typed by hand, and `tests/test_figures.py` fails where a file differs from what its
-results say.
+`docs/ray.md` what a cluster costs, measured and modelled (`ray_page.py`), `docs/gpu.md` what a GPU does
+(`gpu_page.py`), `docs/completion.md` how long a suggestion takes. None of these figures is typed by hand, and
+`tests/test_figures.py` fails where a file differs from what its results say.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import measured_page
+from gpu_page import gpu_tables, gpu_words
 from measured_page import PRECISIONS
 from ray_page import cluster_tables
 from results import EARLIER, ROOT, is_of_bundled_weights, load, number, ratio, row_of
 
 README, MEASURED, RAY = ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "ray.md"
 COMPLETION, PROCESSORS = ROOT / "docs" / "completion.md", ROOT / "docs" / "processors.md"
+GPU = ROOT / "docs" / "gpu.md"
 BEGIN, END = "<!-- written by docs/figures.py -->\n", "<!-- end -->\n"
 KEYS = {
     "first key": "first: nothing cached",
@@ -164,7 +166,7 @@ def processors_words() -> str:
 
 def with_table(readme: str) -> str:
     """`readme` with what is between its marks written anew."""
-    return between_marks(readme, headline_table() + "\n" + headline_words())
+    return between_marks(readme, headline_table() + "\n" + headline_words() + "\n" + gpu_words())
 
 
 def with_cluster_tables(page: str) -> str:
@@ -192,6 +194,7 @@ def pages() -> dict[Path, str]:
         README: with_table(README.read_text(encoding="utf-8")),
         RAY: with_cluster_tables(RAY.read_text(encoding="utf-8")),
         COMPLETION: between_marks(COMPLETION.read_text(encoding="utf-8"), completion_table()),
+        GPU: between_marks(GPU.read_text(encoding="utf-8"), "\n" + gpu_tables() + "\n"),
         PROCESSORS: between_marks(PROCESSORS.read_text(encoding="utf-8"), processors_words()),
     }
 

@@ -18,6 +18,22 @@ def ratio(file: str, system: str, baseline: str) -> str:
     return f"{row['ratio']:.2f}× ({row['ratio_min']:.2f} to {row['ratio_max']:.2f} in {rounds} rounds)"
 
 
+def gpu_op(op: str, kind: str = "", tokens: int = 1, context: int | None = None) -> dict[str, Any]:
+    """What a GPU measured of the kernel of an op by itself."""
+    [stage] = [stage for stage in load("gpu")["stages"] if stage["name"] == "kernels"]
+    wanted = {"op": op, "kind": kind, "tokens": tokens, "context": context, "implementation": "triton"}
+    [found] = [row["config"] for row in stage["rows"] if wanted.items() <= row["config"].items()]
+    return found
+
+
+def gpu_attention() -> str:
+    """The speed of the attention kernel on a GPU, over gathering and two products in PyTorch."""
+    return (
+        f"one token after 2,000 on an {load('gpu')['hardware']['gpu']['name']}: "
+        f"{gpu_op('paged_attention', context=2000)['cold_ratio']:.2f}× gathering and two products in PyTorch"
+    )
+
+
 def counted_steps(system: str) -> int:
     """Steps of a system in the batch benchmark."""
     return next(int(r["config"]["steps"]) for r in load("batch")["rows"] if r["system"] == system)

@@ -23,6 +23,8 @@ from technique_figures import (
     drafting,
     drafting_methods,
     figure,
+    gpu_attention,
+    gpu_op,
     kl,
     lesson,
     mean,
@@ -118,12 +120,17 @@ ROWS = (
         "FlashAttention, Flash-Decoding",
         "attention in one pass over keys and values, split over processors",
         "`minillm/ops/triton/`; lesson 9",
-        lambda: lesson(
-            "09",
-            r"gather, then attend\s+\S+ MiB\s+([\d.]+) of .*\n.*\nwalk it in 8 parts\s+\S+ MiB\s+([\d.]+)",
-            "bytes moved, of the least possible: gathered first {0}, in one pass of 8 parts {1}",
+        lambda: (
+            lesson(
+                "09",
+                r"gather, then attend\s+\S+ MiB\s+([\d.]+) of .*\n.*\nwalk it in 8 parts\s+\S+ MiB\s+([\d.]+)",
+                "bytes moved, of the least possible: gathered first {0}, in one pass of 8 parts {1}",
+            )
+            + "; "
+            + gpu_attention()
         ),
-        "Holds in bytes (counted). No GPU has timed it here.",
+        "Holds, in bytes (counted) and on a GPU (measured).",
+        lambda: gpu_op("paged_attention", context=2000)["cold_ratio"] > 1.5,
     ),
     Row(
         "Grouped-query attention",

@@ -31,14 +31,14 @@ class CapturedStep:
     """`step`, captured for each shape of its batch: the first call of a shape runs it, the second one captures it.
 
     The step must read nothing that changes but tensors that keep their place, such as parameters and learning rates. If
-    it cannot be captured, it runs uncaptured from then on.
+    it cannot be captured, it runs uncaptured from then on; with `capture=False` it always does.
     """
 
-    def __init__(self, step: Step, device: torch.device) -> None:
+    def __init__(self, step: Step, device: torch.device, capture: bool = True) -> None:
         self.step, self.device = step, device
         self._seen: set[torch.Size] = set()
         self._captured: dict[torch.Size, _Captured] = {}
-        self._can_capture = True
+        self._can_capture = capture
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run the step on a batch in any memory. Returns the loss, on the GPU."""

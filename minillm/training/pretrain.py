@@ -80,7 +80,7 @@ class Trainer:
     All parameters of `model` are trained. What the loss needs beside it, such as a frozen target, belongs to the loss.
     `loss`: default next-token cross-entropy. `branch_of`: the state file of another run, from which this one starts
     with the same weights and optimisers, at the beginning of its own data. While `pause_file` exists, the run waits
-    between two steps; the wait does not count as training time.
+    between two steps; the wait does not count as training time. `capture`: on a GPU, run steps as CUDA graphs.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class Trainer:
         folder: Path,
         loss: Loss | None = None,
         branch_of: Path | None = None,
+        capture: bool = True,
     ) -> None:
         self.model, self.batches, self.recipe, self.folder = model, batches, recipe, folder
         self.loss = loss or next_token_loss
@@ -98,7 +99,8 @@ class Trainer:
         chosen = optimizers(model, recipe.muon_lr, recipe.adam_lr, recipe.weight_decay)
         self.optimizers = [optimizer for optimizer, _ in chosen]
         self.base_rates = [rate for _, rate in chosen]
-        self._captured = CapturedStep(self._update, self.device) if self.device.type == "cuda" else None
+        on_gpu = self.device.type == "cuda"
+        self._captured = CapturedStep(self._update, self.device, capture) if on_gpu else None
         self.step = 0
         """Steps so far, including those of the run that this one branched from."""
         self.tokens_seen = 0
@@ -158,7 +160,7 @@ class Trainer:
             while self.progress < 1.0:
                 self._wait_while_paused()
                 began = time.perf_counter()
-                loss = self._train_step()
+                loss = self.train_step()
                 self.seconds += time.perf_counter() - began
                 self._log(loss)
                 postfix = {"loss": f"{loss:.3f}", "tokens": f"{self.tokens_seen / 1e6:.2f}M", "step": self.step}
@@ -209,7 +211,8 @@ class Trainer:
         self.tokens_before = state["tokens_before"]
         self.steps_before = state.get("steps_before", 0)  # a state of an earlier version has none
 
-    def _train_step(self) -> float:
+    def train_step(self) -> float:
+        """Train on the next batch. Returns its mean loss."""
         recipe = self.recipe
         length = recipe.lengths[(self.step - self.steps_before) % len(recipe.lengths)]
         inputs, targets = self.batches.batch(self.step - self.steps_before, recipe.tokens_per_step // length, length)

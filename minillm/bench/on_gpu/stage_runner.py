@@ -49,6 +49,7 @@ STAGES = (
     Stage("speculation", "stage_speculation:speculation", 60, "measured speed-up against the predicted one"),
     Stage("tiles", "stage_tiles:find_tiles", 100, "the fastest tiles of the quantised products"),
     Stage("bundled", "stage_bundled:bundled", 80, "the bundled model against transformers"),
+    Stage("training", "stage_training:training", 60, "training steps as CUDA graphs"),
 )
 """In order of importance."""
 

@@ -1,0 +1,131 @@
+"""The figures of `docs/gpu.md` and the README's sentences about a GPU: what `minillm bench gpu` measured."""
+
+from __future__ import annotations
+
+import textwrap
+
+from results import EARLIER, Result, is_of_bundled_weights, load, number, table_head
+
+RATES = {"B/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s"), "bytes": (2**20, "MiB")}
+"""Units that are printed in larger ones."""
+
+
+def gpu_tables() -> str:
+    """What stands between the marks of `docs/gpu.md`."""
+    result = load("gpu")
+    parts = [_about(result)]
+    for stage in result["stages"]:
+        lines = [
+            f"## {stage['what'][0].upper()}{stage['what'][1:]}",
+            "",
+            *table_head(["metric", "value", "spread", "target", "bound"]),
+        ]
+        lines += [_line(metric) for metric in stage["metrics"]]
+        lines += [f"| {name} | {_shortened(note)} | | | |" for name, note in _failures(stage).items()]
+        if stage["rows"]:
+            lines += ["", *_ops(stage["rows"])]
+        if stage["status"] != "done":
+            lines += ["", f"The stage ended early: {stage['status']}."]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def gpu_words() -> str:
+    """The README's sentences. Raises `ValueError` if the results no longer say so."""
+    checks = _stage("check")
+    same = [m for m in _stage("engine")["metrics"] if m["name"].endswith("graphs on = off")]
+    if not (
+        checks["metrics"] and all(m["met"] is not False for m in checks["metrics"]) and all(m["met"] for m in same)
+    ):
+        raise ValueError("the README says that all kernels are correct and that graphs change no token")
+    fastest = max(
+        (m for m in _stage("bundled")["metrics"] if m["name"].startswith("transformers") and m["unit"] == "tokens/s"),
+        key=lambda m: m["value"],
+    )
+    ours = _metric("bundled", "minillm fp32, decode")["value"]
+    missed = [f"{_words(m['name'])} ({m['value']:.2f}, asked {m['target']})" for m in _missed()]
+    text = (
+        f"On one {load('gpu')['hardware']['gpu']['name']}, `minillm bench gpu` found every kernel equal to its "
+        f"reference, and the same tokens with CUDA graphs as without. A model of the shape of Llama 3.1 8B with random "
+        f"weights in 16 bits decodes {_value('decode', 'half batch 1')} tokens/s at "
+        f"{_metric('decode', 'half decode, MBU')['value']:.0%} of the bandwidth of a copy, "
+        f"{_metric('decode', 'int8 over half')['value']:.2f}× as many with INT8 weights, and "
+        f"{_value('decode', 'half batch 128')} tokens/s with 128 requests at once. The bundled model "
+        f"in float32 decodes {number(ours)} tokens/s, {ours / fastest['value']:.1f}× the fastest way of transformers "
+        f"({fastest['name'].removesuffix(', decode').removeprefix('transformers ')}). "
+        f"What missed its target: {'; '.join(missed) or 'nothing'}. All figures: [docs/gpu.md](docs/gpu.md)."
+    )
+    return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
+
+
+def _about(result: Result) -> str:
+    hardware, versions = result["hardware"], result["versions"]
+    gpu, changed = hardware["gpu"], " with changes that were not committed" * bool(result["dirty"])
+    weights = "" if is_of_bundled_weights("gpu") else f" The bundled model was measured {EARLIER}."
+    missed = [f"{m['name']}: {m['value']:.3g} {m['unit']}, asked {m['target']}" for m in _missed()]
+    text = (
+        f"{gpu['name']} ({gpu['total'] / 2**30:.0f} GiB), host {hardware['cpu']['name']}, PyTorch {versions['torch']}, "
+        f"Triton {versions['triton']}, revision {result['revision']}{changed}, {result['config']['seconds']:.0f} s in "
+        f"all (`benchmarks/gpu.json`).{weights}"
+    )
+    lines = [textwrap.fill(text, 120, break_on_hyphens=False), ""]
+    lines += ["Missed:" if missed else "No target was missed.", ""]
+    lines += [f"- {line}" for line in missed] + [""] * bool(missed)
+    for stage in result["stages"]:
+        lines += [f"- {stage['name']}: {name}" for name in _failures(stage)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _line(metric: Result) -> str:
+    size, unit = RATES.get(metric["unit"], (1, metric["unit"]))
+    value, low, high = (None if metric[key] is None else metric[key] / size for key in ("value", "low", "high"))
+    spread = "" if low is None or low == high else f"{low:,.3g} to {high:,.3g}"
+    target = "" if not metric["target"] else f"{metric['target']} {'met' if metric['met'] else '**missed**'}"
+    bound = (metric["bound"] or "").replace("|", "\\|")
+    return f"| {metric['name']} | {'' if value is None else f'{value:,.4g}'} {unit} | {spread} | {target} | {bound} |"
+
+
+def _ops(rows: list[Result]) -> list[str]:
+    """A table of every op's kernel, from a cold cache where its data are larger than the cache."""
+    lines = table_head(["op", "cache or weights", "tokens", "after", "µs", "of a copy's rate", "over plain PyTorch"])
+    for row in rows:
+        at = row["config"]
+        if at["implementation"] != "triton":
+            continue
+        state = "cold" if "cold_us" in at else "warm"
+        after = "" if at["context"] is None else number(at["context"])
+        lines.append(
+            f"| {at['op']} | {at['kind']} | {at['tokens']} | {after} | {at[f'{state}_us']:,.1f} | "
+            f"{at[f'{state}_of_copy']:.1%} | {at[f'{state}_ratio']:.2f}× |"
+        )
+    return lines
+
+
+def _failures(stage: Result) -> dict[str, str]:
+    return {name: note for name, note in stage["notes"].items() if name.endswith(" failed")}
+
+
+def _shortened(note: str) -> str:
+    return note.splitlines()[0].replace("|", "\\|")
+
+
+def _missed() -> list[Result]:
+    return [m for stage in load("gpu")["stages"] for m in stage["metrics"] if m["met"] is False]
+
+
+def _words(name: str) -> str:
+    return name.replace("half KV", "a cache in 16 bits").replace("over half", "weights over 16 bits")
+
+
+def _stage(name: str) -> Result:
+    [found] = [stage for stage in load("gpu")["stages"] if stage["name"] == name]
+    return found
+
+
+def _metric(stage: str, name: str) -> Result:
+    [found] = [metric for metric in _stage(stage)["metrics"] if metric["name"] == name]
+    return found
+
+
+def _value(stage: str, name: str) -> str:
+    return number(_metric(stage, name)["value"])
