@@ -78,7 +78,8 @@ class PromptTokens(nn.Module):
         """Start at the mean of the target's embeddings, with a little noise."""
         weight = model.embed_tokens.weight.detach()
         with torch.no_grad():
-            self.embedding.weight.copy_(weight.mean(0) + 0.1 * weight.std() * torch.randn(self.embedding.weight.shape))
+            noise = torch.randn(self.embedding.weight.shape).to(weight.device)
+            self.embedding.weight.copy_(weight.mean(0) + 0.1 * weight.std() * noise)
 
 
 def add_input_embeddings(model: Decoder, rows: Tensor) -> int:

@@ -35,6 +35,7 @@ from minillm.training.state_files import read_state, write_state
 
 GPU_STEPS = 100
 """A GPU makes some 100 steps in the time of one on a CPU."""
+GPU_CYCLES_PER_LOG = 10
 OF_THIS_RUN = ("lr", "weight_decay", "capturable")
 """Settings of an optimiser that are this run's own, not those of a saved state."""
 
@@ -162,7 +163,8 @@ class Trainer:
                 began = time.perf_counter()
                 loss = self.train_step()
                 self.seconds += time.perf_counter() - began
-                self._log(loss)
+                if self._is_logged():
+                    self._log(loss)
                 postfix = {"loss": f"{loss:.3f}", "tokens": f"{self.tokens_seen / 1e6:.2f}M", "step": self.step}
                 bar.set_postfix(postfix, refresh=False)
                 bar.update(round(100 * self.progress, 1) - bar.n)
@@ -264,6 +266,11 @@ class Trainer:
             total += loss.detach()
             loss.backward()
         return total
+
+    def _is_logged(self) -> bool:
+        """Whether the last step is: on a CPU every one, on a GPU one cycle of row lengths in ten, and the end."""
+        cycle = (self.step - 1 - self.steps_before) // len(self.recipe.lengths)
+        return self._captured is None or cycle % GPU_CYCLES_PER_LOG == 0 or self.progress >= 1.0
 
     def _log(self, loss: float) -> None:
         row = {"step": self.step, "tokens": self.tokens_seen, "seconds": round(self.seconds, 2), "loss": round(loss, 4)}

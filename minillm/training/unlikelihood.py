@@ -39,7 +39,8 @@ loss in nats on held-out files, at their positions 500 to 999 and 3,000 to 3,999
     the same, extrapolated to 1.1      6.0M        33%           0.862        1.663            1.535
 
 A model that unlearns to repeat in rows of 256 also copies less from far away, unless long rows of real code keep that
-up. The last line is the finished target (`recipes.EXTRAPOLATION`).
+up. The last line is the recipe (`recipes.EXTRAPOLATION`); the card of the bundled target says what it gave there, after
+more tokens.
 """
 
 from __future__ import annotations
