@@ -36,7 +36,10 @@ class Clock(Protocol):
         """Seconds that `run()` takes until the device has finished it."""
 
     def recorded(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """A function that repeats the device work of `run()` without its Python code."""
+        """A function that repeats the device work of `run()` without its Python code.
+
+        It keeps `run`, and so all tensors that `run` uses.
+        """
 
     def free(self) -> None:
         """Return unused memory to the device."""
@@ -81,6 +84,9 @@ class CudaClock:
     def recorded(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """Record `run()` as a CUDA graph, after warm-up runs on a side stream, which compile its kernels.
 
+        A graph contains the addresses of its inputs but not the tensors. If they were freed, a replay would read memory
+        that is no longer theirs, so the returned function keeps `run` as well.
+
         Raises PyTorch's `RuntimeError` for work that cannot be recorded, for example if it waits for the device.
         """
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -95,12 +101,16 @@ class CudaClock:
                 run()
         finally:  # a recording that fails leaves PyTorch on the stream that records
             torch.cuda.set_stream(current)
-        return graph.replay
+        return partial(_replay, graph, run)
 
     def free(self) -> None:
         """See `Clock.free`."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def _replay(graph: torch.cuda.CUDAGraph, run: Callable[[], Any]) -> None:
+    graph.replay()
 
 
 def clock_for(device: str) -> Clock:

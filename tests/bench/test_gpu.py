@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from gc import collect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -509,6 +511,24 @@ def test_a_graph_is_recorded_after_it_was_warmed_up_on_the_side(cuda: FakeCuda) 
     assert cuda.log == [*warm, "capture begins", "run", "capture ends", "as before"]
     replay()
     assert cuda.log[-1] == "replay"
+
+
+def test_a_graph_keeps_the_tensors_that_it_reads(cuda: FakeCuda) -> None:
+    """Kernels of several cases are timed in turn after their cases are gone; on an H100 their pools were gone too."""
+
+    class Pool:
+        pass
+
+    pool = Pool()
+    reads, freed = (lambda pool=pool: None), ref(pool)
+    replay = CudaClock().recorded(reads)
+    del pool, reads
+    collect()
+    assert freed() is not None
+    replay()
+    del replay
+    collect()
+    assert freed() is None
 
 
 def test_a_recording_that_fails_leaves_the_stream_as_it_was(cuda: FakeCuda) -> None:

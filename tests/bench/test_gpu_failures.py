@@ -394,6 +394,24 @@ def test_cases_are_written_one_by_one_until_the_time_is_up(monkeypatch: pytest.M
 
 
 @needs_triton
+def test_the_default_tiles_are_tried_even_if_they_are_unlikely_or_time_is_over() -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from minillm.bench.on_gpu.stage_tiles import Trial, is_likely
+    from minillm.ops.triton.tiles import Tiles
+
+    default, likely = Tiles(16, 16, 256, stages=5), Tiles(16, 64, 128)
+    assert is_likely(likely) and not is_likely(default)
+    trial = Trial(str, default, seconds=0.0, most=None)
+    assert trial(likely)  # the first is tried whatever the time
+    assert trial(default)
+    for late_or_unlikely in (likely, Tiles(16, 16, 256)):
+        with pytest.raises(OutOfResources):
+            trial(late_or_unlikely)
+    assert trial.tried == 2
+
+
+@needs_triton
 def test_a_product_whose_tiles_fail_costs_no_line_of_the_others(
     monkeypatch: pytest.MonkeyPatch, report: Report
 ) -> None:
@@ -402,36 +420,37 @@ def test_a_product_whose_tiles_fail_costs_no_line_of_the_others(
 
     measured: list[str] = []
 
-    def measure(trial: stage_tiles.Trial, rows: int) -> tuple[Tiles, float]:
+    def measure(trial: stage_tiles.Trial, rows: int, also: list[Tiles]) -> tuple[Tiles, float]:
         [kind] = trial.run.args  # type: ignore[attr-defined]
+        assert also == [trial.default] == [Tiles(16, 32, 64)]
         measured.append(f"{kind} {rows}")
-        if measured == ["int8 4"]:
+        if measured == ["int8 1", "int8 4"]:
             raise RuntimeError("no such instruction")
-        if len(measured) == 4:
+        if len(measured) == 5:
             raise RuntimeError(FAULT)
         return Tiles(16, 64, 128), 0.5
 
-    def choose(kind: str, *shape: Any) -> str:
-        if kind == "w8a8":
-            raise RuntimeError("no defaults")
-        return "default"
+    def do_bench(run: partial[None], return_mode: str) -> float:
+        if run.args[0] == "w8a8":
+            raise RuntimeError("no time of the default")
+        return 0.6
 
     monkeypatch.setattr(stage_tiles, "product", lambda setup, kind, rows: partial(print, kind))
     monkeypatch.setattr(stage_tiles, "_kernels", lambda setup: {f"{kind}_linear" for kind in stage_tiles.KINDS})
     monkeypatch.setattr(stage_tiles.tiles, "measure", measure)
-    monkeypatch.setattr(stage_tiles.tiles, "choose", choose)
-    monkeypatch.setattr(stage_tiles.testing, "do_bench", lambda run, return_mode: 0.6)
+    monkeypatch.setattr(stage_tiles.tiles, "choose", lambda kind, *shape: Tiles(16, 32, 64))
+    monkeypatch.setattr(stage_tiles.testing, "do_bench", do_bench)
     monkeypatch.setattr(stage_tiles.machine, "gpu_name", lambda: "some GPU")
     monkeypatch.setattr(StageSetup, "half", torch.float16)
     setup = StageSetup(False, SETUP.clock)
     with pytest.raises(DeviceFault):
         stage_tiles.find_tiles(setup, report)
     stage_tiles.find_tiles(setup, report)
-    assert len(measured) == len(set(measured)) == 9
+    assert len(measured) == len(set(measured)) == 10
     lines = report.so_far().notes[stage_tiles.LINES]
     assert lines == [
         f'    ("some GPU", "{kind}", "{rows}"): {Tiles(16, 64, 128)},'
         for rows in stage_tiles.ROWS
         for kind in stage_tiles.KINDS
-        if (kind, rows) not in (("int8", "few"), ("int8", "some"))
+        if (kind, rows) not in (("w8a8", "one"), ("int4", "one"), ("int8", "few"), ("int8", "some"))
     ]

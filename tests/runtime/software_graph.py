@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 KERNELS = {
     "advance": ("_advance",),
     "int4_linear": ("_int4_linear",),
-    "int8_linear": ("_int8_linear",),
+    "int8_linear": ("_int8_linear", "_int8_linear_row"),
     "paged_attention": ("_attend", "_merge"),
     "rms_norm": ("_rms_norm",),
     "rope": ("_rope",),

@@ -1,8 +1,8 @@
 """Stage 7 of the GPU benchmark: the fastest tiles of the quantised products on this GPU, at the shapes of an 8B model.
 
 Its results are lines to paste into `ops.triton.tiles.MEASURED`. Only candidates near the defaults are tried, because
-compiling each takes a second; the number tried is reported. The matrix is the largest of a layer, and the timer clears
-the L2 cache between two runs.
+compiling each takes a second; the number tried is reported. The default is always one of them. The matrix is the
+largest of a layer, and the timer clears the L2 cache between two runs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from minillm.ops.triton import machine, tiles
 from minillm.ops.triton.tiles import Tiles
 from minillm.quantization.int4 import Int4
 
-ROWS = {"few": 4, "some": 32, "many": 512}
-"""The number of rows with which a class is measured: decoding and verifying, a batch, a prefill."""
+ROWS = {"one": 1, "few": 4, "some": 32, "many": 512}
+"""The number of rows with which a class is measured: decoding, verifying, a batch, a prefill."""
 KINDS = ("int8", "w8a8", "int4")
 TILES_S = 80.0
 """Seconds for all products."""
@@ -36,7 +36,7 @@ LINES = "lines for tiles.MEASURED"
 
 def find_tiles(setup: StageSetup, report: Report) -> None:
     """Measure every kind, few rows first."""
-    combinations = [(kind, rows) for rows in ROWS for kind in KINDS]
+    combinations = [(kind, rows) for rows in ROWS for kind in KINDS if rows != "one" or kind == "int8"]
     began, budget = time.monotonic(), min(setup.size_for(TILES_S, 2.0), setup.seconds_left() - LAST_TRIAL_S)
     report.note(LINES, report.so_far().notes.get(LINES, []))
     done = {metric["name"] for metric in report.so_far().metrics}
@@ -55,14 +55,14 @@ def find_tiles(setup: StageSetup, report: Report) -> None:
 
 def _one_product(setup: StageSetup, report: Report, kind: str, rows: str, seconds: float) -> None:
     """Find the tiles of one kind and number of rows in about `seconds`, then time the default tiles."""
-    trial = Trial(product(setup, kind, ROWS[rows]), seconds, setup.size_for(None, 2))
+    default = tiles.choose(kind, ROWS[rows], *_shape(setup), setup.half)
+    trial = Trial(product(setup, kind, ROWS[rows]), default, seconds, setup.size_for(None, 2))
     with _timer(setup):
-        best, milliseconds = tiles.measure(trial, ROWS[rows])
+        best, milliseconds = tiles.measure(trial, ROWS[rows], [default])
     report.measured(_best(kind, rows), milliseconds, "ms", rows=ROWS[rows], tiles=str(best), tried=trial.tried)
     if not setup.is_rehearsal:
         line = f'    ("{machine.gpu_name()}", "{kind}", "{rows}"): {best},'
         report.note(LINES, [*report.so_far().notes[LINES], line])
-    default = tiles.choose(kind, ROWS[rows], *_shape(setup), setup.half)
     with _timer(setup):
         ours = testing.do_bench(partial(trial.run, default), return_mode="median")
     report.measured(f"{kind} {rows}, default", ours, "ms", rows=ROWS[rows], tiles=str(default))
@@ -74,10 +74,13 @@ def _best(kind: str, rows: str) -> str:
 
 
 class Trial:
-    """One product, as `tiles.measure` calls it. It skips candidates by raising the error for too few resources."""
+    """One product, as `tiles.measure` calls it. It skips candidates by raising the error for too few resources.
 
-    def __init__(self, run: Callable[[Tiles], Any], seconds: float, most: int | None) -> None:
-        self.run, self.seconds, self.most = run, seconds, most
+    The default tiles are never skipped.
+    """
+
+    def __init__(self, run: Callable[[Tiles], Any], default: Tiles, seconds: float, most: int | None) -> None:
+        self.run, self.default, self.seconds, self.most = run, default, seconds, most
         self.began, self.tried, self.last = time.monotonic(), 0, None
 
     def __call__(self, chosen: Tiles) -> Any:
@@ -86,7 +89,7 @@ class Trial:
 
         if chosen != self.last:
             late = self.tried and (time.monotonic() - self.began > self.seconds or self.tried == self.most)
-            if late or not is_likely(chosen):
+            if chosen != self.default and (late or not is_likely(chosen)):
                 raise OutOfResources(0, 0, "time")
             self.tried, self.last = self.tried + 1, chosen
         return self.run(chosen)
@@ -95,15 +98,18 @@ class Trial:
 def is_likely(chosen: Tiles) -> bool:
     """Whether tiles are near those known to be good: some eight candidates per class.
 
-    These have three stages, and four warps, or eight for a large tile. With few rows they are 128 columns deep and
-    split the columns; otherwise they are 64 columns deep and at least 64 outputs wide.
+    These have three stages, and four warps, or eight for a large tile. They are 128 columns deep, the largest also 64.
+    With few rows, columns are split up to four times; otherwise twice, and tiles are at least 64 outputs wide. With one
+    row a tile has 4096 weights, 32 per thread.
     """
     warps = 8 if chosen.m * chosen.n >= 64 * 128 else 4
     if chosen.stages != 3 or chosen.warps != warps:
         return False
+    if chosen.m == 1:
+        return chosen.n * chosen.k == 4096
     if chosen.m <= tiles.FEW_ROWS:
-        return chosen.k == 128 and chosen.splits > 1
-    return chosen.k == 64 and chosen.n >= 64 and chosen.splits <= 2
+        return chosen.k == 128 and chosen.splits <= 4
+    return (chosen.k == 128 or (chosen.k == 64 and chosen.m == 128)) and chosen.n >= 64 and chosen.splits <= 2
 
 
 def product(setup: StageSetup, kind: str, rows: int) -> Callable[[Tiles], Any]:

@@ -31,6 +31,17 @@ def num_sms() -> int:
     return 1 if interpreted() else _num_sms_of(torch.cuda.current_device())
 
 
+def shared_memory() -> int:
+    """Return the bytes of shared memory that one program can have on the current GPU (CUDA C++ Programming Guide,
+    technical specifications per compute capability)."""
+    major, minor = capability()
+    if major < 8:
+        return 64 * 1024
+    if major in (9, 10):
+        return 227 * 1024
+    return (163 if (major, minor) in ((8, 0), (8, 7)) else 99) * 1024
+
+
 @lru_cache
 def _capability_of(gpu: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(gpu)

@@ -19,9 +19,17 @@ Splits. A single decoding request has only as many tiles as KV heads, but a GPU 
 request are split over several programs. Each writes its own o / l and log2-sum L = m + log2 l, and a second kernel
 merges them (Flash-Decoding, Dao et al. 2023):   out = Σ_i 2^(L_i - L) o_i,  L = log2 Σ_i 2^(L_i)
 
-Stored formats. Pools hold floats in the activations' dtype; or INT8 codes with a scale per token and KV head (for keys
-it is applied to the score, of which it is a factor); or INT4 codes with a scale and a zero point per group of channels.
-These are the formats of `cache/paged_int8.py` and `cache/paged_int4.py`. Codes are dequantised in registers.
+Stored formats. Pools hold floats in the activations' dtype; or INT8 codes with a scale per token and KV head; or INT4
+codes with a scale and a zero point per group of channels. These are the formats of `cache/paged_int8.py` and
+`cache/paged_int4.py`. Codes become floats in registers. An INT8 scale is a factor of a key's score, or of the weight of
+a value, so it is applied to those: 2 numbers per key instead of 2 · head_dim.
+
+Planes. Codes are read as words of 16 bits, with 2 (INT8) or 4 (INT4) neighbouring channels, because the instruction
+that brings a tile from shared memory into the order of the tensor cores (ldmatrix) moves 16-bit elements; bytes it
+cannot transpose. Plane p holds channels p, p + PLANES, … of all words. A product over all channels is the sum of the
+products over the planes, with the queries read with the same stride; each plane of the values has an output of its own:
+
+    word w, INT8    low byte: channel 2w (plane 0)    high byte: channel 2w + 1 (plane 1)
 
 Bytes moved per layer: the keys and values that are attended to, as stored, once per tile of queries; the queries and
 the output once. A split adds 4 · (head_dim + 1) bytes per query head, written and read. The PyTorch reference also
@@ -35,7 +43,7 @@ decoding; a step that mixes one long prefill with many decodes, because all get 
 do not run on tensor cores.
 """
 
-# ruff: noqa: ANN001, N803  (Triton reads annotations, so pointers have none; constants are upper-case)
+# ruff: noqa: ANN001, N803, N806, SIM300  (Triton reads annotations, so pointers have none; constants are upper-case)
 from __future__ import annotations
 
 import math
@@ -55,12 +63,92 @@ MAX_TREE_TOKENS = 64
 """Most nodes of a draft tree: each has one bit of a 64-bit mask."""
 
 
+@triton.jit
+def _codes(words, plane: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):  # noqa: ANN202
+    """Code number `plane` of each word, as a float; stored floats are only cast. INT8 codes are signed.
+
+    To convert an integer takes a slow instruction. For bfloat16, its bits are set instead: 0x4300 is 128 and has 7 bits
+    for the fraction, so 0x4300 | c is 128 + c for c < 128. An INT8 code is its low 7 bits minus 128 if the sign is set;
+    0x4300 | 128 is 256. Both subtractions are exact.
+    """
+    if BITS == 0:
+        codes = words.to(DOT)
+    elif DOT == tl.bfloat16 and words.dtype == tl.int16:
+        words = words >> (BITS * plane)
+        if BITS == 4:
+            codes = ((words & 15) | 0x4300).to(DOT, bitcast=True) - 128.0
+        else:
+            codes = ((words & 127) | 0x4300).to(DOT, bitcast=True) - ((words & 128) | 0x4300).to(DOT, bitcast=True)
+    elif BITS == 4:
+        codes = ((words >> (4 * plane)) & 15).to(DOT)
+    elif words.dtype == tl.int8:
+        codes = words.to(DOT)
+    else:
+        codes = ((words << (8 - 8 * plane)) >> 8).to(DOT)
+    return codes
+
+
+@triton.jit
+def _of_group(  # noqa: ANN202
+    ptr,  # [slots, KV heads, DIM / CHANNELS]
+    at,  # [KEYS]: row of the pool
+    exists,  # [KEYS]
+    plane: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr,
+    PLANES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The INT4 scale or zero point of channel PLANES · word + plane: [KEYS, words]."""
+    # WIDTH channels lie in one group: the whole group, or a part of it if its size is not a power of two.
+    SHARED: tl.constexpr = max(WIDTH // PLANES, 1)  # words
+    first = tl.arange(0, PAD_DIM // PLANES // SHARED) * (SHARED * PLANES)
+    known = exists[:, None] & (first < DIM)[None, :]
+    if WIDTH < PLANES:
+        first += plane
+    group_at = at[:, None] * (DIM // CHANNELS) + (first // CHANNELS)[None, :]
+    found = tl.load(ptr + group_at, mask=known, other=0.0).to(DOT)
+    if SHARED > 1:
+        found = tl.broadcast_to(found[:, :, None], (KEYS, PAD_DIM // PLANES // SHARED, SHARED))
+        found = tl.reshape(found, (KEYS, PAD_DIM // PLANES))
+    return found
+
+
+@triton.jit
+def _numbers(  # noqa: ANN202
+    words,  # [KEYS, words]
+    plane: tl.constexpr,
+    scale_ptr,
+    zero_ptr,
+    at,  # [KEYS]
+    exists,  # [KEYS]
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAD_DIM: tl.constexpr,
+    PLANES: tl.constexpr,
+    BITS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Channels `plane`, `plane` + PLANES, … of each key: [KEYS, words]. INT8 codes are left without their scale."""
+    numbers = _codes(words, plane, BITS, DOT)
+    if BITS == 4:  # the compiler loads once what all planes share
+        scale = _of_group(scale_ptr, at, exists, plane, KEYS, DIM, PAD_DIM, PLANES, CHANNELS, WIDTH, DOT)
+        zero = _of_group(zero_ptr, at, exists, plane, KEYS, DIM, PAD_DIM, PLANES, CHANNELS, WIDTH, DOT)
+        numbers = numbers * scale + zero
+    return numbers
+
+
 @triton.jit(do_not_specialize=["num_requests", "table_stride", "splits"])
 def _attend(
     q_ptr,  # [tokens, KV heads · GROUP, DIM]
     out_ptr,  # like q; if SPLIT: [tokens, heads, splits, DIM] fp32
     lse_ptr,  # [tokens, heads, splits] fp32, base 2, if SPLIT
-    k_ptr,  # [slots, KV heads, DIM]; INT4: DIM / 2 bytes
+    k_ptr,  # [slots, KV heads, DIM / PLANES]
     k_scale_ptr,  # INT8: [slots, KV heads]; INT4: [slots, KV heads, DIM / CHANNELS]
     k_zero_ptr,  # INT4
     v_ptr,
@@ -83,6 +171,7 @@ def _attend(
     WINDOW: tl.constexpr,  # 0: none
     TREE: tl.constexpr,
     BITS: tl.constexpr,  # per stored code; 0: floats
+    PLANES: tl.constexpr,  # codes per stored word; 1: floats
     CHANNELS: tl.constexpr,  # per INT4 group
     WIDTH: tl.constexpr,  # the largest power of two that divides CHANNELS
     REQUESTS: tl.constexpr,  # num_requests, padded to a power of two
@@ -113,11 +202,17 @@ def _attend(
     live = (row < QUERIES * GROUP) & (query < count)
     token = (start + query).to(tl.int64)
     position = context + query
-    channel = tl.arange(0, PAD_DIM)
-    in_head = channel < DIM
+    WORDS: tl.constexpr = PAD_DIM // PLANES
+    word = tl.arange(0, WORDS)
+    in_head = word < DIM // PLANES
     q_mask = live[:, None] & in_head[None, :]
-    q_at = token * q_stride + head * DIM
-    q = tl.load(q_ptr + q_at[:, None] + channel[None, :], mask=q_mask, other=0.0).to(DOT)
+    q_at = q_ptr + (token * q_stride + head * DIM)[:, None] + (word * PLANES)[None, :]
+    q_0 = tl.load(q_at, mask=q_mask, other=0.0).to(DOT)
+    if PLANES >= 2:
+        q_1 = tl.load(q_at + 1, mask=q_mask, other=0.0).to(DOT)
+    if PLANES == 4:
+        q_2 = tl.load(q_at + 2, mask=q_mask, other=0.0).to(DOT)
+        q_3 = tl.load(q_at + 3, mask=q_mask, other=0.0).to(DOT)
     if TREE:
         sees = tl.load(tree_ptr + token, mask=live, other=0)
 
@@ -127,47 +222,52 @@ def _attend(
     if WINDOW > 0:
         begin = tl.maximum(context + first - WINDOW + 1, 0)
     if SPLIT:
-        part = ((end - begin + KEYS - 1) // KEYS + splits - 1) // splits * KEYS
-        begin += split * part
-        end = tl.minimum(end, begin + part)
+        blocks = (end - begin + KEYS - 1) // KEYS  # of keys; all splits have the same number, or one more
+        end = tl.minimum(end, begin + blocks * (split + 1) // splits * KEYS)
+        begin += blocks * split // splits * KEYS
 
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.full((ROWS,), 0.0, tl.float32)
-    out = tl.full((ROWS, PAD_DIM), 0.0, tl.float32)
+    out_0 = tl.full((ROWS, WORDS), 0.0, tl.float32)
+    if PLANES >= 2:
+        out_1 = tl.full((ROWS, WORDS), 0.0, tl.float32)
+    if PLANES == 4:
+        out_2 = tl.full((ROWS, WORDS), 0.0, tl.float32)
+        out_3 = tl.full((ROWS, WORDS), 0.0, tl.float32)
     for key_0 in range(begin, end, KEYS):
         key = key_0 + tl.arange(0, KEYS)
         exists = key < end
         block = tl.load(table_ptr + request.to(tl.int64) * table_stride + key // BLOCK_SIZE, mask=exists, other=0)
         at = (block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE) * NUM_KV + kv_head
         stored = exists[:, None] & in_head[None, :]
-        if BITS == 4:
-            pair = tl.arange(0, PAD_DIM // 2)
-            pairs = exists[:, None] & (pair < DIM // 2)[None, :]
-            pairs_at = at[:, None] * (DIM // 2) + pair[None, :]
-            both = tl.load(k_ptr + pairs_at, mask=pairs, other=0)
-            k = tl.reshape(tl.interleave(both & 15, both >> 4).to(tl.float32), (KEYS, PAD_DIM // WIDTH, WIDTH))
-            both = tl.load(v_ptr + pairs_at, mask=pairs, other=0)
-            v = tl.reshape(tl.interleave(both & 15, both >> 4).to(tl.float32), (KEYS, PAD_DIM // WIDTH, WIDTH))
-            # WIDTH channels lie in one group: the whole group, or a part of it if its size is not a power of two.
-            first_channel = tl.arange(0, PAD_DIM // WIDTH) * WIDTH
-            known = exists[:, None] & (first_channel < DIM)[None, :]
-            group_at = at[:, None] * (DIM // CHANNELS) + (first_channel // CHANNELS)[None, :]
-            k_scale = tl.load(k_scale_ptr + group_at, mask=known, other=0.0).to(tl.float32)
-            k_zero = tl.load(k_zero_ptr + group_at, mask=known, other=0.0).to(tl.float32)
-            v_scale = tl.load(v_scale_ptr + group_at, mask=known, other=0.0).to(tl.float32)
-            v_zero = tl.load(v_zero_ptr + group_at, mask=known, other=0.0).to(tl.float32)
-            k = tl.reshape(k * k_scale[:, :, None] + k_zero[:, :, None], (KEYS, PAD_DIM))
-            v = tl.reshape(v * v_scale[:, :, None] + v_zero[:, :, None], (KEYS, PAD_DIM))
-        else:
-            k = tl.load(k_ptr + at[:, None] * DIM + channel[None, :], mask=stored, other=0)
-            v = tl.load(v_ptr + at[:, None] * DIM + channel[None, :], mask=stored, other=0)
-            if BITS == 8:
-                v_scale = tl.load(v_scale_ptr + at, mask=exists, other=0.0).to(tl.float32)
-                v = v.to(tl.float32) * v_scale[:, None]
-
-        score = tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee") * scale
+        words_at = at[:, None] * (DIM // PLANES) + word[None, :]
+        k = tl.load(k_ptr + words_at, mask=stored, other=0)
+        v = tl.load(v_ptr + words_at, mask=stored, other=0)
         if BITS == 8:
-            score *= tl.load(k_scale_ptr + at, mask=exists, other=0.0).to(tl.float32)[None, :]
+            k_scale = tl.load(k_scale_ptr + at, mask=exists, other=0.0).to(tl.float32)
+            v_scale = tl.load(v_scale_ptr + at, mask=exists, other=0.0).to(tl.float32)
+
+        k_0 = _numbers(
+            k, 0, k_scale_ptr, k_zero_ptr, at, exists, KEYS, DIM, PAD_DIM, PLANES, BITS, CHANNELS, WIDTH, DOT
+        )
+        score = tl.dot(q_0, tl.trans(k_0), input_precision="ieee")
+        if PLANES >= 2:
+            k_1 = _numbers(
+                k, 1, k_scale_ptr, k_zero_ptr, at, exists, KEYS, DIM, PAD_DIM, PLANES, BITS, CHANNELS, WIDTH, DOT
+            )
+            score = tl.dot(q_1, tl.trans(k_1), acc=score, input_precision="ieee")
+        if PLANES == 4:
+            k_2 = _numbers(
+                k, 2, k_scale_ptr, k_zero_ptr, at, exists, KEYS, DIM, PAD_DIM, PLANES, BITS, CHANNELS, WIDTH, DOT
+            )
+            score = tl.dot(q_2, tl.trans(k_2), acc=score, input_precision="ieee")
+            k_3 = _numbers(
+                k, 3, k_scale_ptr, k_zero_ptr, at, exists, KEYS, DIM, PAD_DIM, PLANES, BITS, CHANNELS, WIDTH, DOT
+            )
+            score = tl.dot(q_3, tl.trans(k_3), acc=score, input_precision="ieee")
+        score *= scale
+        if BITS == 8:
+            score *= k_scale[None, :]
         if TREE:
             node = key - context
             seen = (sees[:, None] >> tl.minimum(tl.maximum(node, 0), 63).to(tl.int64)[None, :]) & 1
@@ -184,17 +284,47 @@ def _attend(
         weight = tl.exp2(score - base[:, None])
         keep = tl.exp2(best - base)
         total = total * keep + tl.sum(weight, 1)
-        out = tl.dot(weight.to(DOT), v.to(DOT), acc=out * keep[:, None], input_precision="ieee")
+        if BITS == 8 and DOT != tl.float16:  # whose exponent is too short for a small weight times a small scale
+            weight *= v_scale[None, :]
+        p = weight.to(DOT)
+        v_0 = _numbers(
+            v, 0, v_scale_ptr, v_zero_ptr, at, exists, KEYS, DIM, PAD_DIM, PLANES, BITS, CHANNELS, WIDTH, DOT
+        )
+        if BITS == 8 and DOT == tl.float16:
+            v_0 = (v_0.to(tl.float32) * v_scale[:, None]).to(DOT)
+        out_0 = tl.dot(p, v_0, acc=out_0 * keep[:, None], input_precision="ieee")
+        if PLANES >= 2:
+            v_1 = _numbers(
+                v, 1, v_scale_ptr, v_zero_ptr, at, exists, KEYS, DIM, PAD_DIM, PLANES, BITS, CHANNELS, WIDTH, DOT
+            )
+            if BITS == 8 and DOT == tl.float16:
+                v_1 = (v_1.to(tl.float32) * v_scale[:, None]).to(DOT)
+            out_1 = tl.dot(p, v_1, acc=out_1 * keep[:, None], input_precision="ieee")
+        if PLANES == 4:
+            v_2 = _numbers(
+                v, 2, v_scale_ptr, v_zero_ptr, at, exists, KEYS, DIM, PAD_DIM, PLANES, BITS, CHANNELS, WIDTH, DOT
+            )
+            out_2 = tl.dot(p, v_2, acc=out_2 * keep[:, None], input_precision="ieee")
+            v_3 = _numbers(
+                v, 3, v_scale_ptr, v_zero_ptr, at, exists, KEYS, DIM, PAD_DIM, PLANES, BITS, CHANNELS, WIDTH, DOT
+            )
+            out_3 = tl.dot(p, v_3, acc=out_3 * keep[:, None], input_precision="ieee")
         best = new_best
 
     nothing = total == 0.0
-    out = out / tl.where(nothing, 1.0, total)[:, None]
+    share = 1.0 / tl.where(nothing, 1.0, total)[:, None]
     out_at = token * (NUM_KV * GROUP) + head
     if SPLIT:
         out_at = out_at * splits + split
         lse = tl.where(nothing, float("-inf"), best + tl.log2(tl.where(nothing, 1.0, total)))
         tl.store(lse_ptr + out_at, lse, mask=live)
-    tl.store(out_ptr + out_at[:, None] * DIM + channel[None, :], out.to(out_ptr.dtype.element_ty), mask=q_mask)
+    out_at = out_ptr + out_at[:, None] * DIM + (word * PLANES)[None, :]
+    tl.store(out_at, (out_0 * share).to(out_ptr.dtype.element_ty), mask=q_mask)
+    if PLANES >= 2:
+        tl.store(out_at + 1, (out_1 * share).to(out_ptr.dtype.element_ty), mask=q_mask)
+    if PLANES == 4:
+        tl.store(out_at + 2, (out_2 * share).to(out_ptr.dtype.element_ty), mask=q_mask)
+        tl.store(out_at + 3, (out_3 * share).to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -239,6 +369,7 @@ def paged_attention(
     q, (num_tokens, heads, dim) = contiguous_last_dims(q, 2), q.shape
     num_kv = keys.shape[1]
     stored = KernelPools.of(keys), KernelPools.of(values)
+    bits, channels, planes = stored[0].bits, stored[0].channels, stored[0].planes
     _check_tree(tree, window, batch)
     tiling = tiling or batch.plans.get((Tiling,)) or Tiling.of(batch, q, num_kv)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -248,7 +379,7 @@ def paged_attention(
     if tiling.splits > 1:
         part = torch.empty(num_tokens, heads, tiling.splits, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(num_tokens, heads, tiling.splits, dtype=torch.float32, device=q.device)
-    group, pad_dim = heads // num_kv, power_of_two(dim, MIN_TILE_SIDE)
+    group, pad_dim = heads // num_kv, power_of_two(dim, MIN_TILE_SIDE * planes)
     queries, metadata, tables = (
         tiling.rows // group,
         AttentionMetadata.of(batch),
@@ -265,9 +396,10 @@ def paged_attention(
         BLOCK_SIZE=batch.block_size,
         WINDOW=window or 0,
         TREE=tree is not None,
-        BITS=stored[0].bits,
-        CHANNELS=stored[0].channels,
-        WIDTH=stored[0].channels & -stored[0].channels,
+        BITS=bits,
+        PLANES=planes,
+        CHANNELS=channels,
+        WIDTH=channels & -channels,
         REQUESTS=power_of_two(batch.num_requests),
         ROWS=tiling.rows,
         QUERIES=queries,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from minillm.errors import UnsupportedError
@@ -29,9 +30,12 @@ class KernelPools:
     bits: int
     """Bits of a code: 8 or 4; 0 where floats are stored."""
     pools: tuple[Tensor, Tensor, Tensor]
-    """Codes or floats, scales, zero points. Where a format has no scales or zero points, the first pool is repeated."""
+    """Codes or floats, scales, zero points. Where a format has no scales or zero points, the first pool is repeated.
+    Codes are viewed as words of several codes each, the first channel in the lowest bits."""
     channels: int
     """Channels per INT4 group; 1 in other formats."""
+    planes: int
+    """Codes per word: 16 bits hold 2 INT8 or 4 INT4 codes. Half as many if these do not divide the head size."""
 
     @classmethod
     def of(cls, rows: Tensor | QuantizedRows) -> KernelPools:
@@ -43,4 +47,8 @@ class KernelPools:
                 "the pools of a layer must be contiguous; pass whole pools of one layer, not strided views"
             )
         channels = rows.shape[2] // pools[1].shape[2] if bits == 4 else 1
-        return cls(bits, (*pools, first, first)[:3], channels)
+        planes = 1
+        if bits:
+            planes = 16 // bits if rows.shape[2] % (16 // bits) == 0 else 8 // bits
+            pools = (first.view(torch.int16) if planes * bits == 16 else first, *pools[1:])
+        return cls(bits, (*pools, first, first)[:3], channels, planes)

@@ -2,14 +2,15 @@
 
 A product with few rows (decode, verification) is bound by reading the weights. It uses small tiles, and splits the
 columns over several programs (split-K) so that all SMs read. A product with many rows (prefill) is bound by arithmetic
-and uses large tiles. The best tiles depend on the GPU, so the table holds measured winners, and defaults for GPUs that
-have not been measured. `measure` finds the winners, to be pasted into `MEASURED`. `triton.autotune` is not used: it
-chooses anew in every process, in the middle of a step. The choices of a table can be read and never change.
+and uses large tiles. An INT8 product with one row has a kernel, and so tiles, of its own. The best tiles depend on the
+GPU, so the table holds measured winners, and defaults for GPUs that have not been measured. `measure` finds the
+winners, to be pasted into `MEASURED`. `triton.autotune` is not used: it chooses anew in every process, in the middle of
+a step. The choices of a table can be read and never change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -40,12 +41,31 @@ class Tiles:
     stages: int = 3
 
 
-DEFAULTS = {"few": Tiles(16, 64, 128), "some": Tiles(32, 64, 64), "many": Tiles(64, 128, 64, warps=8)}
+DEFAULTS = {"few": Tiles(16, 64, 128), "some": Tiles(32, 64, 128), "many": Tiles(64, 128, 64, warps=8)}
 NO_TENSOR_CORE_DEFAULTS = {"few": Tiles(16, 32, 64), "some": Tiles(32, 32, 32), "many": Tiles(64, 64, 32, warps=8)}
 """Defaults where products run in registers and not on tensor cores: in fp32, and before sm_80."""
+ONE_ROW = Tiles(1, 8, 512)
+"""Default of the INT8 product with one row (class `"one"`), in every dtype: it uses no tensor cores, and no splits."""
 INTERPRETED = Tiles(16, 32, 32)
-MEASURED: dict[tuple[str, str, str], Tiles] = {}
-"""`(GPU, kind, shape class)` → the fastest tiles. Empty: no GPU has been measured yet."""
+MEASURED: dict[tuple[str, str, str], Tiles] = {
+    ("NVIDIA H100 80GB HBM3", "int8", "one"): Tiles(m=1, n=8, k=512, splits=1, warps=4, stages=3),
+    ("NVIDIA H100 80GB HBM3", "int8", "few"): Tiles(m=16, n=32, k=256, splits=1, warps=4, stages=4),
+    ("NVIDIA H100 80GB HBM3", "int8", "few, narrow"): Tiles(m=16, n=32, k=256, splits=4, warps=4, stages=3),
+    ("NVIDIA H100 80GB HBM3", "int8", "some"): Tiles(m=32, n=64, k=128, splits=1, warps=4, stages=3),
+    ("NVIDIA H100 80GB HBM3", "int8", "some, narrow"): Tiles(m=32, n=64, k=128, splits=4, warps=4, stages=3),
+    ("NVIDIA H100 80GB HBM3", "int8", "many"): Tiles(m=128, n=128, k=64, splits=1, warps=4, stages=3),
+    ("NVIDIA H100 80GB HBM3", "w8a8", "few"): Tiles(m=16, n=64, k=256, splits=1, warps=4, stages=3),
+    ("NVIDIA H100 80GB HBM3", "w8a8", "some"): Tiles(m=64, n=128, k=64, splits=1, warps=8, stages=3),
+    ("NVIDIA H100 80GB HBM3", "w8a8", "many"): Tiles(m=128, n=128, k=128, splits=1, warps=8, stages=3),
+    ("NVIDIA H100 80GB HBM3", "int4", "few"): Tiles(m=16, n=64, k=128, splits=2, warps=4, stages=4),
+    ("NVIDIA H100 80GB HBM3", "int4", "some"): Tiles(m=32, n=128, k=128, splits=1, warps=8, stages=3),
+    ("NVIDIA H100 80GB HBM3", "int4", "many"): Tiles(m=128, n=128, k=128, splits=1, warps=8, stages=3),
+}
+"""`(GPU, kind, shape class)` → the fastest tiles, at the shapes of an 8B model. A class such as `"few, narrow"` is for
+matrices that have too few outputs to keep every SM busy without splits; without one, these take the tiles of the class
+and more splits. Of tiles within two percent, the smaller are listed: the rows of a class vary."""
+INT4_DEPTH = 128
+"""Columns per iteration of an INT4 product: a whole group of the usual size, whose scale is applied once."""
 PROGRAMS_PER_SM = 2
 """With fewer programs per SM than this, the columns are split."""
 MIN_COLUMNS_PER_SPLIT = 256
@@ -62,34 +82,48 @@ def choose(kind: str, rows: int, outputs: int, columns: int, dtype: torch.dtype)
     """Return the tiles for a product of `kind` (`int8`, `w8a8`, `int4`): the measured ones, else the defaults."""
     if interpreted():
         return INTERPRETED
-    found = MEASURED.get((machine.gpu_name(), kind, shape_class(rows)))
-    if found is not None:
-        return found
-    fast = machine.uses_tensor_cores(torch.int8 if kind == "w8a8" else dtype)
-    tiles = (DEFAULTS if fast else NO_TENSOR_CORE_DEFAULTS)[shape_class(rows)]
+    if kind == "int8" and rows == 1:
+        return MEASURED.get((machine.gpu_name(), kind, "one"), ONE_ROW)
+    size = shape_class(rows)
+    if not machine.uses_tensor_cores(torch.int8 if kind == "w8a8" else dtype):
+        tiles = NO_TENSOR_CORE_DEFAULTS[size]
+    else:  # what was measured in 16 bits says nothing about fp32
+        default = replace(DEFAULTS[size], k=INT4_DEPTH) if kind == "int4" else DEFAULTS[size]
+        tiles = MEASURED.get((machine.gpu_name(), kind, size), default)
+        if _programs(tiles, rows, outputs) < PROGRAMS_PER_SM * machine.num_sms():
+            tiles = MEASURED.get((machine.gpu_name(), kind, f"{size}, narrow"), tiles)
     return replace(tiles, splits=_splits(tiles, rows, outputs, columns))
 
 
+def _programs(tiles: Tiles, rows: int, outputs: int) -> int:
+    """Return the number of programs without splits."""
+    return -(-rows // tiles.m) * -(-outputs // tiles.n)
+
+
 def _splits(tiles: Tiles, rows: int, outputs: int, columns: int) -> int:
-    """Return enough splits to keep every SM busy, none with fewer than `MIN_COLUMNS_PER_SPLIT` columns; a power of
-    two."""
-    programs = -(-rows // tiles.m) * -(-outputs // tiles.n)
-    wanted = PROGRAMS_PER_SM * machine.num_sms() // max(programs, 1)
-    most = max(1, min(wanted, columns // MIN_COLUMNS_PER_SPLIT, MAX_SPLITS))
+    """Return the splits of the tiles, or more if these leave SMs idle, but none with fewer than
+    `MIN_COLUMNS_PER_SPLIT` columns; a power of two."""
+    wanted = PROGRAMS_PER_SM * machine.num_sms() // max(_programs(tiles, rows, outputs), 1)
+    most = max(1, min(max(wanted, tiles.splits), columns // MIN_COLUMNS_PER_SPLIT, MAX_SPLITS))
     return power_of_two(most // 2 + 1)  # the power of two at or below
 
 
 def candidates(rows: int) -> Iterator[Tiles]:
-    """Yield the tiles that `measure` tries for this number of rows."""
+    """Yield the tiles that `measure` tries for this number of rows. For one row they are those of the INT8 kernel."""
+    if rows == 1:
+        for n, k, warps, stages in product((2, 4, 8, 16), (256, 512, 1024, 2048), (2, 4, 8), (2, 3, 4)):
+            yield Tiles(1, n, k, 1, warps, stages)
+        return
     sides = (MIN_TILE_SIDE,) if rows <= FEW_ROWS else (32, 64) if rows <= SOME_ROWS else (64, 128)
     for m, n, k, splits, warps, stages in product(sides, (32, 64, 128), (32, 64, 128), (1, 2, 4, 8), (4, 8), (2, 3, 4)):
         if rows <= SOME_ROWS or splits == 1:
             yield Tiles(m, n, k, splits, warps, stages)
 
 
-def measure(run: Callable[[Tiles], Any], rows: int) -> tuple[Tiles, float]:
+def measure(run: Callable[[Tiles], Any], rows: int, also: Sequence[Tiles] = ()) -> tuple[Tiles, float]:
     """Return the fastest candidate for `run(tiles)` and its median time in milliseconds. Needs a real GPU.
 
+    The tiles in `also` are tried first: those in use, so that the winner is never slower than they are.
     Candidates that need more shared memory or registers than the GPU has are skipped, and those that Triton cannot
     compile. The inputs should be larger than the L2 cache, or `run` should rotate them; otherwise the cache is
     measured. If no candidate runs, raises the first error other than a lack of resources.
@@ -99,7 +133,7 @@ def measure(run: Callable[[Tiles], Any], rows: int) -> tuple[Tiles, float]:
 
     best: tuple[Tiles, float] | None = None
     reason: Exception | None = None
-    for tiles in candidates(rows):
+    for tiles in dict.fromkeys([*also, *candidates(rows)]):
         try:
             time = do_bench(lambda tiles=tiles: run(tiles), return_mode="median")
         except Exception as problem:

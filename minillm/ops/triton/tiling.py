@@ -14,6 +14,13 @@ from minillm.ops.triton.machine import MIN_TILE_SIDE, power_of_two
 MIN_KEYS_PER_SPLIT = 256
 """A shorter split costs more to merge than it saves."""
 MAX_SPLITS = 64
+PROGRAMS_PER_SM = 2
+"""Programs that the keys of few requests are split for."""
+KEYS = 64
+"""Keys per iteration on tensor cores; half as many in registers."""
+STAGES, FEWEST_STAGES = 5, 2
+"""Triton divides stages between the load of block ids and that of the keys which they point to. From five on, a tile of
+keys and values is loaded while the previous one is multiplied; with fewer, the next load waits for that."""
 EIGHT_WARP_OUTPUTS = 64 * 128
 """From this many outputs per program on, four warps run out of registers. Half as many where products run in registers
 and not on tensor cores."""
@@ -69,16 +76,24 @@ class Tiling:
         programs = (sizes.tokens // (rows // group) + sizes.requests) * heads.keys
         splits = num_splits(programs, context, machine.num_sms())
         wide = EIGHT_WARP_OUTPUTS if is_fast else EIGHT_WARP_OUTPUTS // 2
-        return cls(rows, 64 if is_fast else 32, splits, 8 if rows * heads.dim >= wide else 4)
+        keys = KEYS if is_fast else KEYS // 2
+        return cls(rows, keys, splits, 8 if rows * heads.dim >= wide else 4, num_stages(keys, heads))
 
 
 def num_splits(programs: int, longest: int, num_sms: int) -> int:
-    """Return how many splits of the keys give about two programs per SM.
+    """Return how many splits of the keys give about `PROGRAMS_PER_SM` programs per SM.
 
     `longest`: tokens of the longest request, whose splits have at least `MIN_KEYS_PER_SPLIT` keys.
     """
-    wanted = -(-2 * num_sms // max(programs, 1))
+    wanted = -(-PROGRAMS_PER_SM * num_sms // max(programs, 1))
     return 1 if wanted <= 2 else min(wanted, max(1, longest // MIN_KEYS_PER_SPLIT), MAX_SPLITS)
+
+
+def num_stages(keys: int, heads: HeadShape) -> int:
+    """Return `STAGES` if two programs with two tiles of 16-bit keys and values each fit an SM's shared memory."""
+    num_bytes = 2 * 2 * keys * power_of_two(heads.dim) * heads.dtype.itemsize
+    fits = 2 * num_bytes <= machine.shared_memory()
+    return STAGES if fits and machine.uses_tensor_cores(heads.dtype) else FEWEST_STAGES
 
 
 def num_tiles(batch: Batch, queries: int) -> int:

@@ -69,8 +69,8 @@ def _w8a8_linear(
     K: tl.constexpr,
     SPLITS: tl.constexpr,
 ) -> None:
-    n = tl.program_id(0) * N + tl.arange(0, N)
-    m = tl.program_id(1) * M + tl.arange(0, M)
+    m = tl.program_id(0) * M + tl.arange(0, M)  # tiles of the same weights run side by side, so they are read once
+    n = tl.program_id(1) * N + tl.arange(0, N)
     split = tl.program_id(2)
     x_row = x_ptr + m.to(tl.int64)[:, None] * columns
     w_row = weight_ptr + n.to(tl.int64)[:, None] * columns
@@ -116,7 +116,7 @@ def w8a8_linear(
     tiles = tiles or choose("w8a8", rows, outputs, columns, x.dtype)
     splits = tiles.splits
     part = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.int32, device=x.device)
-    _w8a8_linear[(-(-outputs // tiles.n), -(-rows // tiles.m), splits)](
+    _w8a8_linear[(-(-rows // tiles.m), -(-outputs // tiles.n), splits)](
         *(codes, qweight, x_scales, scales, scales if bias is None else bias, part, rows, outputs, columns),
         BIAS=bias is not None,
         M=tiles.m,

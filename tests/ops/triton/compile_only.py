@@ -48,6 +48,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float64: "fp64",
     torch.int8: "i8",
+    torch.int16: "i16",
     torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -105,11 +106,12 @@ def launches(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     yield lambda: argmax(x)
     yield lambda: all_finite(x)
     yield from attention(dtype)
-    for rows, outputs in ((1, 64), (200, 64)):  # one row, whose columns are split, and many rows
+    for rows, outputs in ((3, 64), (200, 64)):  # few rows, whose columns are split, and many rows
         wide = torch.randn(rows, 1024, dtype=dtype)
         codes, scales = torch.zeros(outputs, 1024, dtype=torch.int8), torch.ones(outputs)
         bytes_, zeros, halves = codes[:, :512].byte(), codes[:, :4].byte(), torch.ones(outputs, 8).half()
         yield lambda x=wide, w=codes, s=scales: int8_linear(x, w, s, s.to(dtype))
+        yield lambda x=wide[:1], w=codes, s=scales: int8_linear(x, w, s, s.to(dtype))
         if machine.capability() >= OPS["w8a8_linear"].oldest_gpu:
             yield lambda x=wide, w=codes, s=scales: w8a8_linear(x, w, s)
         yield lambda x=wide, w=bytes_, s=halves, z=zeros: int4_linear(x, w, s, z, 128)

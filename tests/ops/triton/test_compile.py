@@ -12,8 +12,9 @@ import pytest
 import triton
 
 KERNELS = [
-    *("_advance", "_all_finite", "_argmax", "_attend", "_int4_linear", "_int8_linear", "_merge", "_quantize_tokens"),
-    *("_rejection", "_rms_norm", "_rope", "_sample", "_silu_gate", "_split_sum", "_store_kv", "_w8a8_linear"),
+    *("_advance", "_all_finite", "_argmax", "_attend", "_int4_linear", "_int8_linear", "_int8_linear_row", "_merge"),
+    *("_quantize_tokens", "_rejection", "_rms_norm", "_rope", "_sample", "_silu_gate", "_split_sum", "_store_kv"),
+    "_w8a8_linear",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
 from minillm.ops import quantized_linear as reference
+from minillm.ops.triton import int8_linear as int8_module
 from minillm.ops.triton import tiles as table
 from minillm.ops.triton.int4_linear import int4_linear
 from minillm.ops.triton.int8_linear import int8_linear
@@ -63,6 +65,52 @@ def test_int8(rows: int, outputs: int, columns: int, bias: bool, splits: int, se
     assert_close(out, made.scheme.apply(made, x))
 
 
+@pytest.mark.parametrize("tiles", [Tiles(1, 4, 32), Tiles(1, 8, 512), None], ids=str)
+@pytest.mark.parametrize(("outputs", "columns"), [(1, 40), (33, 512), (24, 1100)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_row_of_int8_gives_what_it_gives_in_a_batch(
+    tiles: Tiles | None, outputs: int, columns: int, bias: bool
+) -> None:
+    """Another kernel runs one row, and adds in another order."""
+    torch.manual_seed(0)
+    made, x = layer(Int8(), outputs, columns, bias), torch.randn(3, 2 * columns).to(WHERE)[:, 1 : columns + 1]
+    alone = run(made, x[1:2], tiles)
+    assert_close(alone, run(made, x, Tiles(16, 16, 32))[1:2])
+    assert_close(alone, reference.int8_linear(x[1:2], **made.tensors, bias=made.bias))
+
+
+def test_nan_and_infinity_stay_in_the_single_row_of_int8() -> None:
+    made, x = layer(Int8(), 33, 40, False), torch.randn(1, 40).to(WHERE)
+    x[0, 7] = torch.nan
+    assert not run(made, x, None).isfinite().any()
+    x[0, 7] = torch.inf
+    assert torch.equal(run(made, x, None).isfinite(), reference.int8_linear(x, **made.tensors).isfinite())
+
+
+@pytest.mark.parametrize(("rows", "kernel"), [(1, "_int8_linear_row"), (2, "_int8_linear"), (5, "_int8_linear")])
+def test_the_number_of_rows_alone_chooses_the_int8_kernel(
+    rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA graph is recorded for a number of rows, so this fixes its kernels."""
+
+    class Launched(Exception):
+        pass
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            raise Launched(self.name)
+
+    for name in ("_int8_linear", "_int8_linear_row"):
+        monkeypatch.setattr(int8_module, name, Kernel(name))
+    for outputs, columns, dtype in ((1, 8, torch.float32), (300, 64, torch.float16)):
+        made, x = layer(Int8(), outputs, columns, False), torch.randn(rows, columns).to(WHERE, dtype)
+        with pytest.raises(Launched, match=f"^{kernel}$"):
+            run(made, x, None)
+
+
 @FEW
 @given(**SHAPES)
 def test_w8a8_is_exact(rows: int, outputs: int, columns: int, bias: bool, splits: int, seed: int) -> None:
@@ -91,11 +139,11 @@ def test_int4(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", [Int8(), W8A8(), Int4(group_size=32), Int4(group_size=8)], ids=lambda s: s.method)
-@pytest.mark.parametrize("splits", [1, 2])
-def test_16_bits(scheme: Scheme, dtype: torch.dtype, splits: int) -> None:
+@pytest.mark.parametrize(("rows", "splits"), [(3, 1), (3, 2), (1, 1)])
+def test_16_bits(scheme: Scheme, dtype: torch.dtype, rows: int, splits: int) -> None:
     torch.manual_seed(0)
     made = layer(scheme, 20, 64, True)
-    x = torch.randn(3, 64).to(WHERE, dtype)
+    x = torch.randn(rows, 64).to(WHERE, dtype)
     out = run(made, x, Tiles(16, 16, 32, splits))
     assert out.dtype == dtype
     assert_close(out, made.scheme.apply(made, x.float()), HALF)
@@ -141,7 +189,17 @@ def test_the_table_is_asked_first_and_few_rows_are_split(monkeypatch: pytest.Mon
     half = torch.float16
     own = Tiles(16, 64, 64)
     monkeypatch.setitem(table.MEASURED, ("some GPU", "int8", "few"), own)
-    assert table.choose("int8", 3, 4096, 4096, half) is own
+    assert table.choose("int8", 3, 100_000, 4096, half) == own
+    assert table.choose("int8", 3, 4096, 4096, half) == replace(own, splits=2)
+    assert table.choose("int8", 3, 4096, 4096, torch.float32) == replace(table.NO_TENSOR_CORE_DEFAULTS["few"], splits=1)
+    narrow = Tiles(16, 16, 256)
+    monkeypatch.setitem(table.MEASURED, ("some GPU", "int8", "few, narrow"), narrow)
+    assert table.choose("int8", 3, 100_000, 4096, half) == own
+    assert table.choose("int8", 3, 4096, 4096, half) == narrow  # 256 tiles for 100 SMs
+    monkeypatch.setitem(table.MEASURED, ("some GPU", "int8", "few, narrow"), replace(narrow, splits=4))
+    assert table.choose("int8", 3, 64, 4096, half).splits == 16  # more than listed, for one tile
+    assert table.choose("int8", 3, 2048, 4096, half).splits == 4
+    assert table.choose("int8", 3, 2048, 512, half).splits == 2  # fewer than listed: 256 columns each
     assert table.choose("int4", 3, 4096, 4096, half).splits == 2  # 64 tiles for 100 SMs
     assert table.choose("int4", 3, 100_000, 4096, half).splits == 1
     assert table.choose("int4", 3, 512, 512, half).splits == 2  # no more splits: 256 columns each
@@ -149,13 +207,31 @@ def test_the_table_is_asked_first_and_few_rows_are_split(monkeypatch: pytest.Mon
     assert [table.shape_class(n) for n in (1, 16, 17, 64, 65)] == ["few", "few", "some", "some", "many"]
     assert table.choose("int8", 40, 64, 64, torch.float32) == table.NO_TENSOR_CORE_DEFAULTS["some"]
     assert table.choose("w8a8", 40, 64, 64, torch.float32) == table.DEFAULTS["some"]
+    assert table.choose("int8", 1, 64, 4096, half) == table.choose("int8", 1, 64, 64, torch.float32) == table.ONE_ROW
+    assert table.choose("w8a8", 1, 100_000, 64, half) == table.DEFAULTS["few"]
     monkeypatch.setattr(table.machine, "capability", lambda: (7, 5))
     assert table.choose("int8", 40, 64, 64, half) == table.NO_TENSOR_CORE_DEFAULTS["some"]
+    one = Tiles(1, 4, 256)
+    monkeypatch.setitem(table.MEASURED, ("some GPU", "int8", "one"), one)
+    assert table.choose("int8", 1, 64, 64, half) == one
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert table.choose("int8", 3, 4096, 4096, half) is table.INTERPRETED
 
 
-@pytest.mark.parametrize("rows", [1, 40, 500])
+def test_candidates_for_one_row_are_not_split() -> None:
+    found = list(table.candidates(1))
+    assert len(set(found)) == len(found) > 50 and table.ONE_ROW in found
+    assert {(t.m, t.splits) for t in found} == {(1, 1)}
+
+
+def test_every_measured_class_is_one_that_is_asked_for() -> None:
+    sizes = {*table.CLASSES, *(f"{size}, narrow" for size in table.CLASSES)}
+    for (_, kind, size), tiles in table.MEASURED.items():
+        assert size in sizes or (kind, size) == ("int8", "one")
+        assert (tiles.m, tiles.splits) == (1, 1) if size == "one" else tiles.m >= 16
+
+
+@pytest.mark.parametrize("rows", [2, 40, 500])
 def test_candidates_are_tiles_that_a_dot_takes(rows: int) -> None:
     found = list(table.candidates(rows))
     assert len(set(found)) == len(found) > 50
@@ -181,6 +257,8 @@ def test_measuring_passes_over_tiles_that_do_not_compile_or_fit(monkeypatch: pyt
 
     monkeypatch.setattr(testing, "do_bench", do_bench)
     assert table.measure(run, 1) == (found[1], 1.0)
+    found.append(Tiles(16, 256, 512))
+    assert table.measure(lambda tiles: -run(tiles), 1, [found[-1]]) == (found[-1], 1.0 - len(found))
     problems |= dict.fromkeys(found[1:], OutOfResources(2, 1, "shared memory"))
     with pytest.raises(TritonError, match="at 3:4:"):
         table.measure(run, 1)

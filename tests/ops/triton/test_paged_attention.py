@@ -8,13 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minillm.batch import Segment, tree_masks
 from minillm.errors import UnsupportedError
 from minillm.ops.paged_attention import paged_attention as reference
 from minillm.ops.tree_attention import tree_attention
+from minillm.ops.triton import machine
 from minillm.ops.triton.paged_attention import paged_attention
-from minillm.ops.triton.tiling import AttentionMetadata, Tiling, num_splits
+from minillm.ops.triton.tiling import AttentionMetadata, HeadShape, Tiling, num_splits, num_stages
 from tests.ops.triton.close import FP32, HALF, assert_close, examples
 from tests.ops.triton.steps import WHERE, node_masks, quantized, step
 
@@ -67,6 +69,16 @@ def test_16_bits(dtype: torch.dtype, bits: int) -> None:
     assert out.dtype == dtype
     exact = [quantized(x.float(), bits) if bits else x.float() for x in (s.keys, s.values)]
     assert_close(out, reference(s.q.float(), *exact, s.batch), HALF)
+
+
+def test_small_values_in_int8_keep_their_digits_in_float16() -> None:
+    """A weight times a scale near 10⁻⁵ would lie below the normal numbers of float16."""
+    s = step(16, [1], 4, (4, 2), 32, past=(600,))
+    keys, values = s.keys.half(), (1e-3 * s.values).half()
+    stored = [quantized(x.float(), 8, 0) for x in (keys, values)]
+    expected = reference(s.q, *stored, s.batch)
+    out = paged_attention(s.q.half(), *stored, s.batch, tiling=SMALL).float()
+    assert (out - expected).norm() < 5e-3 * expected.norm()
 
 
 def test_own_choice_of_tiles_and_a_projection_with_gaps() -> None:
@@ -151,6 +163,58 @@ def test_few_programs_are_split_and_short_contexts_are_not(
     programs: int, longest: int, num_sms: int, splits: int
 ) -> None:
     assert num_splits(programs, longest, num_sms) == splits
+
+
+@pytest.mark.parametrize(
+    ("capability", "dim", "dtype", "stages"),
+    [
+        ((9, 0), 128, torch.bfloat16, 5),
+        ((9, 0), 256, torch.bfloat16, 2),
+        ((8, 0), 128, torch.float16, 5),
+        ((8, 6), 128, torch.float16, 2),
+        ((8, 9), 64, torch.float16, 5),
+        ((9, 0), 64, torch.float32, 2),
+        ((7, 5), 64, torch.float16, 2),
+    ],
+)
+def test_loads_run_ahead_where_the_tiles_fit(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dim: int, dtype: torch.dtype, stages: int
+) -> None:
+    monkeypatch.setattr(machine, "capability", lambda: capability)
+    assert num_stages(64, HeadShape(32, 8, dim, dtype)) == stages
+
+
+def test_splits_share_the_keys_evenly_and_some_may_have_none() -> None:
+    s = step(14, [1, 2], 8, (4, 2), 32, past=(70, 7))
+    for splits in (2, 4, 7):
+        out = paged_attention(s.q, s.keys, s.values, s.batch, tiling=replace(SMALL, splits=splits))
+        assert_close(out, reference(s.q, s.keys, s.values, s.batch))
+
+
+@pytest.mark.parametrize(("bits", "dim", "group_size"), [(8, 33, 0), (4, 34, 17), (4, 36, 6), (4, 36, 3)])
+def test_heads_and_groups_that_do_not_fill_a_word(bits: int, dim: int, group_size: int) -> None:
+    s = step(15, [1, 3], 4, (4, 2), dim, past=(0, 19))
+    keys, values = (quantized(x, bits, group_size) for x in (s.keys, s.values))
+    out = paged_attention(s.q, keys, values, s.batch, tiling=replace(SMALL, splits=2))
+    assert_close(out, reference(s.q, keys, values, s.batch))
+
+
+EVERY_WORD = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+
+
+def test_bits_of_bfloat16_are_the_codes() -> None:
+    """The arithmetic of the kernel's `_codes`, whose bfloat16 the interpreter cannot run, on every word."""
+
+    def number(bits: Tensor) -> Tensor:
+        return (bits | 0x4300).view(torch.bfloat16)
+
+    for plane in (0, 1):
+        low = EVERY_WORD >> (8 * plane)
+        found = number(low & 127) - number(low & 128)
+        assert torch.equal(found, EVERY_WORD.view(torch.int8).view(-1, 2)[:, plane].to(torch.bfloat16))
+    for plane in range(4):
+        low = EVERY_WORD >> (4 * plane)
+        assert torch.equal(number(low & 15) - 128.0, ((EVERY_WORD.int() >> (4 * plane)) & 15).to(torch.bfloat16))
 
 
 def test_lists_reach_the_device_once_per_step() -> None:
