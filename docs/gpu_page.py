@@ -6,28 +6,33 @@ import textwrap
 
 from results import EARLIER, Result, is_of_bundled_weights, load, number, table_head
 
+LATEST, FIRST = "gpu", "gpu_first"
+"""The latest run, and the first one, from which the stages come that the latest left out."""
 RATES = {"B/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s"), "bytes": (2**20, "MiB")}
 """Units that are printed in larger ones."""
 
 
 def gpu_tables() -> str:
     """What stands between the marks of `docs/gpu.md`."""
-    result = load("gpu")
-    parts = [_about(result)]
-    for stage in result["stages"]:
-        lines = [
-            f"## {stage['what'][0].upper()}{stage['what'][1:]}",
-            "",
-            *table_head(["metric", "value", "spread", "target", "bound"]),
-        ]
-        lines += [_line(metric) for metric in stage["metrics"]]
-        lines += [f"| {name} | {_shortened(note)} | | | |" for name, note in _failures(stage).items()]
-        if stage["rows"]:
-            lines += ["", *_ops(stage["rows"])]
-        if stage["status"] != "done":
-            lines += ["", f"The stage ended early: {stage['status']}."]
-        parts.append("\n".join(lines) + "\n")
+    parts = [_about(LATEST)]
+    parts += [_section(stage) for stage in load(LATEST)["stages"]]
+    left_out = [stage for stage in load(FIRST)["stages"] if stage["name"] not in _names(LATEST)]
+    if left_out:
+        parts += ["## Stages of an earlier run\n", _about(FIRST)]
+        parts += [_section(stage) for stage in left_out]
     return "\n".join(parts)
+
+
+def _section(stage: Result) -> str:
+    title = f"{stage['what'][0].upper()}{stage['what'][1:]}"
+    lines = [f"## {title}", "", *table_head(["metric", "value", "spread", "target", "bound"])]
+    lines += [_line(metric) for metric in stage["metrics"]]
+    lines += [f"| {name} | {_shortened(note)} | | | |" for name, note in _failures(stage).items()]
+    if stage["rows"]:
+        lines += ["", *_ops(stage["rows"])]
+    if stage["status"] != "done":
+        lines += ["", f"The stage ended early: {stage['status']}."]
+    return "\n".join(lines) + "\n"
 
 
 def gpu_words() -> str:
@@ -52,27 +57,30 @@ def gpu_words() -> str:
         f"{_metric('decode', 'int8 over half')['value']:.2f}× as many with INT8 weights, and "
         f"{_value('decode', 'half batch 128')} tokens/s with 128 requests at once. The bundled model "
         f"in float32 decodes {number(ours)} tokens/s, {ours / fastest['value']:.1f}× the fastest way of transformers "
-        f"({fastest['name'].removesuffix(', decode').removeprefix('transformers ')}). "
+        f"({fastest['name'].removesuffix(', decode').removeprefix('transformers ')}{_earlier('bundled')}). "
         f"What missed its target: {'; '.join(missed) or 'nothing'}. All figures: [docs/gpu.md](docs/gpu.md)."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False) + "\n"
 
 
-def _about(result: Result) -> str:
+def _earlier(stage: str) -> str:
+    """A mark for a stage whose figures are of earlier weights."""
+    return "" if stage in _names(LATEST) or is_of_bundled_weights(FIRST) else "; earlier weights"
+
+
+def _about(run: str) -> str:
+    result = load(run)
     hardware, versions = result["hardware"], result["versions"]
     gpu, changed = hardware["gpu"], " with changes that were not committed" * bool(result["dirty"])
-    weights = "" if is_of_bundled_weights("gpu") else f" The bundled model was measured {EARLIER}."
-    missed = [f"{m['name']}: {m['value']:.3g} {m['unit']}, asked {m['target']}" for m in _missed()]
+    weights = "" if is_of_bundled_weights(run) else f" The bundled model was measured {EARLIER}."
+    missed = [f"{m['name']}: {m['value']:.3g} {m['unit']}, asked {m['target']}" for m in _missed(run)]
     text = (
         f"{gpu['name']} ({gpu['total'] / 2**30:.0f} GiB), host {hardware['cpu']['name']}, PyTorch {versions['torch']}, "
-        f"Triton {versions['triton']}, revision {result['revision']}{changed}, {result['config']['seconds']:.0f} s in "
-        f"all (`benchmarks/gpu.json`).{weights}"
+        f"Triton {versions['triton']}, revision {result['revision']}{changed} (`benchmarks/{run}.json`).{weights}"
     )
     lines = [textwrap.fill(text, 120, break_on_hyphens=False), ""]
     lines += ["Missed:" if missed else "No target was missed.", ""]
-    lines += [f"- {line}" for line in missed] + [""] * bool(missed)
-    for stage in result["stages"]:
-        lines += [f"- {stage['name']}: {name}" for name in _failures(stage)]
+    lines += [f"- {line}" for line in missed]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -109,16 +117,25 @@ def _shortened(note: str) -> str:
     return note.splitlines()[0].replace("|", "\\|")
 
 
-def _missed() -> list[Result]:
-    return [m for stage in load("gpu")["stages"] for m in stage["metrics"] if m["met"] is False]
+def _missed(run: str = LATEST) -> list[Result]:
+    return [m for stage in load(run)["stages"] for m in stage["metrics"] if m["met"] is False]
 
 
 def _words(name: str) -> str:
-    return name.replace("half KV", "a cache in 16 bits").replace("over half", "weights over 16 bits")
+    words = {"half KV": "a cache in 16 bits", "KV over half": "cache over 16 bits", "over half": "weights over 16 bits"}
+    for mine, plain in {**words, "half decode": "decoding in 16 bits", "decode after": "attention after"}.items():
+        name = name.replace(mine, plain)
+    return name
+
+
+def _names(run: str) -> list[str]:
+    return [stage["name"] for stage in load(run)["stages"]]
 
 
 def _stage(name: str) -> Result:
-    [found] = [stage for stage in load("gpu")["stages"] if stage["name"] == name]
+    """A stage of the latest run, or of the first one if the latest left it out."""
+    run = LATEST if name in _names(LATEST) else FIRST
+    [found] = [stage for stage in load(run)["stages"] if stage["name"] == name]
     return found
 
 

@@ -15,13 +15,6 @@ BENCHMARKS = ROOT / "benchmarks"
 Result = dict[str, Any]
 
 EARLIER = "with an earlier version of the model's weights"
-COMMITTED_WITH = {
-    "d404012913b47c3d6a24417106b49b21b26fd57f1e2427f31f9441fe6d204a45": (
-        *("batch", "decode", "drafter_long", "drafter_spire", "latency", "quality", "verify"),
-    )
-}
-"""SHA-256 of weights of `minicoder` → the results without a fingerprint that were measured with them, as the history
-says: they were committed together. A result that is measured again records its weights itself."""
 
 
 @cache
@@ -36,9 +29,7 @@ def is_of_bundled_weights(file: str, result: Result | None = None) -> bool:
     if "weights" in result:
         return bool(result["weights"] == weights_of(result["weights"]))
     model = result.get("config", {}).get("model", result.get("target"))
-    if not weights_of([model]):  # a shape with random weights
-        return True
-    return file in COMMITTED_WITH.get(weights_of(["minicoder"])["minicoder"], ())
+    return not weights_of([model])  # a shape with random weights
 
 
 def ratio(row: Result) -> str:

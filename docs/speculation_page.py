@@ -107,8 +107,9 @@ def _prediction(rows: Sequence[Result]) -> str:
     below = sum(row["ratio"] < GOAL for row in adaptive)
     slowest, worst = (min(group, key=lambda row: row["ratio"]) for group in (adaptive, fixed))
     return (
-        "Modelled: τ / (s (c + v) + 1 - s), with the measured share of rounds with drafts (s) and the measured costs "
-        "of drafting (c) and of the rest of such a round (v), is within "
+        "Modelled: t / (s (c + v) + 1 - s), with the measured tokens per step over those of plain decoding (t, which "
+        "is τ for one request), the share of rounds with drafts (s), and the costs of drafting (c) and of the rest of "
+        "such a round (v), is within "
         f"{CLOSE:.0%} of the measured speed-up in {close} of {len(errors)} lines, and at most {max(errors):.0%} from "
         f"it. The slowest line with a fixed number of drafts is {_line(worst)}, the slowest adaptive one "
         f"{_line(slowest)}; {below} of {len(adaptive)} adaptive lines are below {GOAL}×."

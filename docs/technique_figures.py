@@ -85,7 +85,9 @@ def drafter(method: str) -> str:
     for rate in facts["acceptance"]["greedy"]["greedy"]:
         product *= rate
         total += product
-    trained = f"{facts['run']['tokens']:,} tokens in {facts['run']['minutes']:.0f} minutes"
+    minutes = facts["run"]["minutes"]
+    time = f"{minutes:.0f} minutes" if minutes >= 2 else f"{60 * minutes:.0f} seconds on a GPU"
+    trained = f"{facts['run']['tokens']:,} tokens in {time}"
     return f"{total:.2f} tokens per round on the target's greedy text, after training on {trained}"
 
 

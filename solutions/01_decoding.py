@@ -135,7 +135,7 @@ claim("The model is more certain after the docstring than after 'for i in'.", mo
 # differences, and the closer it is to 0, the more of the probability the most probable token gets; above 1 it shrinks
 # them, and the probabilities approach equal shares. The order of the tokens never changes.
 
-# %% tags=["expected"] alt="Probability of the five most probable tokens after import os, newline, import, against the temperature: near 0 the first has everything; it falls steadily; at temperature 2 the five together have little."
+# %% tags=["expected"] alt="Probability of the five most probable tokens after import os, newline, import, against the temperature: near 0 the first has nearly everything; it falls steadily; at temperature 2 the five together have little."
 from minillm.viz.charts import Axis, LineChart, Series
 
 logits = next_logits("import os\nimport")

@@ -352,7 +352,7 @@ for name, which in (("keys", 1), ("values", 2)):
     strongest[name] = max(by_layer)
     print(f"  {name:7}", " ".join(f"{one:.0f}" for one in by_layer))
 claim("The clearest stripe is one of the keys.", strongest["keys"] > strongest["values"], of_model=True)
-claim("Its channel is a few times the median channel, not more.", 3 < strongest["keys"] < 10, of_model=True)
+claim("Its channel is a few times the median channel, not more.", 2.5 < strongest["keys"] < 5, of_model=True)
 layer = max(range(config.num_layers), key=lambda i: float(stripe(recorded[i][1]).max()))
 head = int(stripe(recorded[layer][1]).argmax())
 keys, values = recorded[layer][1][:, head], recorded[layer][2][:, head]
@@ -410,7 +410,7 @@ check("l04.quantise_per_channel")
 #
 # The same keys, quantised to four bits by each of your two functions.
 
-# %% tags=["expected"] alt="Errors of the keys, one scale per token against one scale per channel, on one colour scale: the left map is dark in most cells, the right one is light except in the columns of the strongest channels."
+# %% tags=["expected"] alt="Errors of the keys, one scale per token against one scale per channel, on one colour scale: the left map is dark in most cells, the right one is light everywhere, a little less so in some columns."
 my_per_channel = use("l04.quantise_per_channel")
 
 
@@ -438,8 +438,9 @@ ErrorMap(
 )
 
 # %% [markdown]
-# On the left, errors are in rows: a token with one large number has a coarse scale for all its channels. On the right they
-# are in columns: only the large channels have large errors. Now the average over all layers, for keys and for values.
+# On the left, errors are in rows: a token with one large number has a coarse scale for all its channels. On the right
+# nearly all are smaller, and the larger ones are in columns: those of the channels with a wide range. Now the average over
+# all layers, for keys and for values.
 
 # %%
 gains, alone = {}, {}
@@ -593,34 +594,49 @@ for name, found in kl.items():
     print(f"{name:9}" + "".join(f"{value:9.1e}" for value in found))
 
 # %%
-each = {name: (found[BITS.index(3)] / found[BITS.index(8)]) ** (1 / 5) for name, found in kl.items()}
+each = {name: (found[BITS.index(4)] / found[BITS.index(8)]) ** (1 / 4) for name, found in kl.items()}
 for name, times in each.items():
-    print(f"{name}: each bit less, from 8 to 3, multiplies KL by about {times:.0f}")
-more_for_keys = [bits for bits, a, b in zip(BITS, *kl.values(), strict=True) if bits >= 4 and a > b]
-print("keys cost more KL than values at", ", ".join(map(str, more_for_keys)), "bits")
+    print(f"{name}: each bit less, from 8 to 4, multiplies KL by about {times:.0f}")
+    print(f"  from 4 bits to 3 by {kl[name][-2] / kl[name][-3]:.0f}, from 3 to 2 by {kl[name][-1] / kl[name][-2]:.0f}")
+more_for_values = [bits for bits, a, b in zip(BITS, *kl.values(), strict=True) if b > a]
+print("values cost more KL than keys at", ", ".join(map(str, more_for_values)), "bits")
 claim(
-    "From 8 bits to 3, each bit less multiplies the KL by three to four, rounded.",
-    all(2.5 < times < 4.5 for times in each.values()),
+    "From 8 bits to 4, each bit less multiplies the KL by about four, on average.",
+    all(3.5 < times < 5 for times in each.values()),
     of_model=True,
 )
-claim("From 8 bits to 4, keys cost more KL than values.", len(more_for_keys) == 5, of_model=True)
-claim("From 3 bits to 2 the KL grows more than fivefold.", all(k[-1] > 5 * k[-2] for k in kl.values()), of_model=True)
+claim(
+    "From 4 bits to 3 the KL grows more than fivefold, from 3 to 2 more than tenfold.",
+    all(k[-2] > 5 * k[-3] and k[-1] > 10 * k[-2] for k in kl.values()),
+    of_model=True,
+)
+claim(
+    "From 8 bits to 3, values cost more KL than keys; at 2 bits keys cost more.",
+    more_for_values == [8, 7, 6, 5, 4, 3],
+    of_model=True,
+)
 
-# %% tags=["expected", "nbval-ignore-output"] alt="Mean KL against bits, logarithmic: both lines rise three- to fourfold for each bit that is taken away, keys above values, and faster from three bits to two."
+# %% tags=["expected", "nbval-ignore-output"] alt="Mean KL against bits, logarithmic: down to four bits both lines rise about fourfold for each bit that is taken away, then faster; values lie above keys, except at two bits."
 LineChart(
     "How far the model's predictions move when keys or values lose bits",
     Axis("bits per number", ticks=BITS),
     Axis("mean KL to float32, nats per token", log=True),
     [Series(f"{name} alone", BITS, found) for name, found in kl.items()],
-    "Each bit less multiplies the KL by three to four, the last one by more; down to four bits keys lose more.",
+    "Down to four bits, each bit less multiplies the KL by about four, then by more; down to three bits values lose more.",
 )
 
 # %% [markdown]
 # There is no number of bits at which the model suddenly gets worse, until the last bit. Each bit less makes the steps a
-# little more than twice as wide, and KL grows about with the square of the error. So one expects about four times per
-# bit, and measures **three to four times per bit**, on average. The last bit costs more: with 2 bits only the codes -1, 0
-# and 1 are left, and steps are three times as wide as with 3. How much KL is acceptable is a choice, so a claim of "no
-# loss" without a measure says nothing.
+# little more than twice as wide, and KL grows about with the square of the error. So one expects a little more than four
+# times per bit, and measures **about four times per bit**, on average, down to 4 bits. The last two bits cost more than the
+# square. Most of all the last one: with 2 bits only the codes -1, 0 and 1 are left, steps are three times as wide as with
+# 3, and KL grows more than tenfold. How much KL is acceptable is a choice, so a claim of "no loss" without a measure says
+# nothing.
+#
+# **Values cost more KL than keys here**, down to 3 bits. In larger models keys are reported to be the harder ones to
+# quantise with a scale per token, because a few of their channels are far above the others (the KIVI and KVQuant papers,
+# quoted). In this model such channels are weak, as the picture of the keys showed. So measure keys and values separately
+# in your own model.
 #
 # ### Bytes against KL
 #
@@ -720,14 +736,14 @@ claim(
     measured=True,
 )
 claim(
-    "The window alone, with scales per token, removes at least a third of the KL of groups of 16.",
-    window[1] < 0.67 * groups[1],
+    "The window alone, with scales per token, removes more than half of the KL of groups of 16.",
+    window[1] < 0.5 * groups[1],
     measured=True,
 )
 claim("Scales per channel remove another 15 to 50% of what is left.", 0.5 < kivi[1] / window[1] < 0.85, measured=True)
 claim(
-    "Among the quantised caches KL differs by a factor of more than 30, bits per byte by less than 2%.",
-    max(codes) > 30 * min(codes) and max(bits_per_byte.values()) < 1.02 * min(bits_per_byte.values()),
+    "Among the quantised caches KL differs by a factor of more than 100, bits per byte by less than 2%.",
+    max(codes) > 100 * min(codes) and max(bits_per_byte.values()) < 1.02 * min(bits_per_byte.values()),
     measured=True,
 )
 
@@ -973,8 +989,9 @@ print("kept in floating point (an fp8 cache, or simulated quantisation):", float
 #
 # 1. A code times a stored scale: every number is off by at most half a step, if you divide by what you store.
 # 2. Scales are bytes too: at width 128 INT8 saves 1.97× and not 2×, and less with narrower heads.
-# 3. Each bit less multiplies the KL by three to four on average, the last one by more. Down to four bits keys lose more
-#    than values. Scales per channel help, keys more than values; measure how much of a method's gain is its window's.
+# 3. Down to four bits, each bit less multiplies the KL by about four, then by more. Whether keys or values lose more
+#    depends on the model: here values do, down to three bits. Scales per channel reduce errors, of keys more than of
+#    values; measure how much of a method's gain is its window's.
 # 4. Test quantisation by its bound, with zeros and in pieces: most mistakes change few texts or none.
 # 5. Dequantising in PyTorch saves memory and costs time. Saving both needs a kernel that reads codes.
 #

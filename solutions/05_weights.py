@@ -553,7 +553,7 @@ quantize_model(model, make_scheme("squeezellm"), gradients)
 del gradients  # as many numbers as the weights
 found = quality.judge(reference, quality.logprobs(runner, texts), texts)
 show("SqueezeLLM, engine", 8 * sum(bytes_of(model).values()) / num_weights, found)
-plain, g64 = table["INT4, groups of 128"], table["INT4, groups of 64"]
+plain, g64, g32 = (table[f"INT4, groups of {size}"] for size in (128, 64, 32))
 awq, sparse, squeeze = (table[name] for name in ("AWQ, clipped", "dense + sparse, yours", "SqueezeLLM, engine"))
 print(
     f"of the KL of INT4 in groups of 128, AWQ removes {1 - awq[1] / plain[1]:.0%}, "
@@ -570,8 +570,8 @@ claim(
     of_model=True,
 )
 claim(
-    "SqueezeLLM needs more bits here than groups of 64, for about the same KL.",
-    squeeze[0] > g64[0] and 0.85 < squeeze[1] / g64[1] < 1.15,
+    "SqueezeLLM needs more bits here than groups of 32, for about the same KL.",
+    squeeze[0] > g32[0] and 0.85 < squeeze[1] / g32[1] < 1.15,
     of_model=True,
 )
 
@@ -580,7 +580,7 @@ claim(
 #
 # ### Bits against KL
 
-# %% tags=["expected"] alt="Mean KL against bits per weight, both on logarithmic axes: a line falls from INT4 with groups of 128 over 64 and 32 to INT8, more than fifty times lower. W8A8 lies above INT8 at the same bits. AWQ, dense and sparse and SqueezeLLM lie between 4.2 and 4.9 bits, near the line."
+# %% tags=["expected"] alt="Mean KL against bits per weight, both on logarithmic axes: a line falls from INT4 with groups of 128 over 64 and 32 to INT8, more than fifty times lower. W8A8 lies above INT8 at the same bits. AWQ, dense and sparse and SqueezeLLM lie between 4.2 and 4.9 bits: AWQ a little below the line, dense and sparse near it, SqueezeLLM a little above."
 ROUNDED = [f"INT4, groups of {size}" for size in (128, 64, 32)] + ["INT8, yours"]
 ALONE = {
     "W8A8": "W8A8, yours",
@@ -600,14 +600,15 @@ LineChart(
 )
 
 # %% [markdown]
-# * **INT8 costs almost nothing.** At 4 bits the KL is more than fifty times larger, and bits per byte still hardly
-#   change.
+# * **INT8 costs almost nothing.** At 4 bits the KL is more than fifty times larger, and bits per byte still grow by only
+#   0.01 to 0.02.
 # * **Nothing gains much here.** AWQ, with the engine's clipping, removes less than a third of the KL, for hardly any
 #   bits. It is the only one clearly below the line of smaller groups. Scaling alone, without clipping, hardly changed the
 #   KL (exercise 4). The sparse part costs more bits than groups of 64, and removes less than a third, too. (Where each
 #   row has so few [outliers](glossary.md#outlier), the list of row starts costs half as much as the outliers themselves.)
-# * **SqueezeLLM loses on narrow layers.** Sixteen values of two bytes per row are 0.67 bits per weight when a row has 384
-#   weights. At 4096, the width of a 7B model, they are 0.06, and the total is 4.2 bits instead of 4.8.
+# * **SqueezeLLM loses on narrow layers.** It has about the KL of groups of 32, for more bits. Sixteen values of two
+#   bytes per row are 0.67 bits per weight when a row has 384 weights. At 4096, the width of a 7B model, they are 0.06,
+#   and the total is 4.2 bits instead of 4.8.
 #
 # The papers report larger gains, on models of billions of weights (quoted). Why not here? Scaling gains where some
 # input channels are much larger than others. Look for such channels, and for the layers where the errors are:
@@ -653,7 +654,7 @@ claim(
     of_model=True,
 )
 
-# %% tags=["expected"] alt="Relative output error of every layer for four kinds of linear under W8A8: qkv, o and gate_up stay near one percent in all layers, down rises to about three percent from the second layer on."
+# %% tags=["expected"] alt="Relative output error of every layer for four kinds of linear under W8A8: qkv, o and gate_up stay between one and 1.6 percent in all layers, down is highest in every layer, between 1.8 and 3.3 percent."
 LineChart(
     "W8A8: error of each layer's output",
     Axis("layer", ticks=tuple(range(config.num_layers))),
@@ -663,12 +664,12 @@ LineChart(
         for (label, part), found in errors.items()
         if label == "W8A8"
     ],
-    "down_proj has more than twice the error of the others.",
+    "On average over the layers, down_proj has more than twice the error of the others.",
 )
 
 # %% [markdown]
 # Few layers have an input channel that stands out, and where the strongest one is, AWQ gains more than on average. In
-# the other layers no channel is much larger than the rest, so scaling channels has little to win.
+# most of the others the strongest channel is only a few times the median one, so scaling channels has little to win.
 #
 # Most of W8A8's extra error is in `down_proj`. Its input is a product of two numbers (gate times up), so most of its
 # numbers are small and a few are large, and the large ones set the scale for the whole token. Its *weights* are as easy
@@ -736,32 +737,33 @@ rounded_by = {
 }
 share = vectors.numel() / (vectors.numel() + num_weights)
 print(f"the embedding is {share:.0%} of the matrices' weights")
-factors = []
+embedding_kl = {}
 for label, linears in (("INT8", "INT8, yours"), ("INT4", "INT4, groups of 128")):
     vectors.copy_(rounded_by[label](exact_vectors))
     alone = quality.judge(reference, quality.logprobs(runner, texts), texts).mean_kl
     vectors.copy_(exact_vectors)
     per_weight = (alone / vectors.numel()) / (table[linears][1] / num_weights)
-    factors.append(per_weight)
+    embedding_kl[linears] = alone
     print(
         f"{label}: KL {1000 * alone:5.2g} from the embedding alone, {1000 * table[linears][1]:5.2g} from all linear "
         f"layers; per weight {per_weight:.0f} times as much"
     )
 
 claim(
-    "Per weight, rounding the embedding costs two to four times as much KL as rounding the linear layers, rounded.",
-    all(1.5 <= factor < 4.5 for factor in factors),
+    "Rounding the embedding costs more KL than rounding all linear layers, which have more than six times the weights.",
+    num_weights > 6 * vectors.numel()
+    and all(alone > 1.3 * table[linears][1] for linears, alone in embedding_kl.items()),
     of_model=True,
 )
 
 # %% [markdown]
-# Per weight it costs more than a linear layer does, because this matrix is both the first and the last: an error there
-# goes straight into every logit, and no later layer can absorb it. In a model that has a second matrix for the logits,
-# rounding the table of token vectors also saves no time: looking up a token reads *one row* of it. Each of the two is 2%
-# of the weights of Llama 2 7B and 6.5% of Llama 3 8B, whose vocabulary is four times as large. Most systems leave them in
-# 16 bits, or use 6 to 8. In a small model it is more, and at 8 bits its cost is small: with `quantization="int8"` or
-# `"w8a8"` the engine computes logits from a copy in INT8, and looks tokens up in the original table. With INT4 it leaves
-# both alone.
+# Per weight it costs many times as much as a linear layer does, because this matrix is both the first and the last: an
+# error there goes straight into every logit, and no later layer can absorb it. In a model that has a second matrix for
+# the logits, rounding the table of token vectors also saves no time: looking up a token reads *one row* of it. Each of
+# the two is 2% of the weights of Llama 2 7B and 6.5% of Llama 3 8B, whose vocabulary is four times as large. Most systems
+# leave them in 16 bits, or use 6 to 8. In a small model it is more, and at 8 bits its cost is small (a KL below 0.001):
+# with `quantization="int8"` or `"w8a8"` the engine computes logits from a copy in INT8, and looks tokens up in the
+# original table. With INT4 it leaves both alone.
 #
 # ### Bytes, and time
 #
@@ -850,7 +852,8 @@ claim(
     min(slower["int8"].values()) > 1 and min(slower["int4"].values()) > 1,
     measured=True,
 )
-claim("W8A8 is faster than INT8.", all(slower["w8a8"][n] < slower["int8"][n] for n in (1, 32)), measured=True)
+faster = all(slower["w8a8"][n] < slower["int8"][n] for n in (1, 32))
+print(f"W8A8 is {'faster' if faster else 'not faster'} than INT8 at both batch sizes")
 claim(
     "Nothing here is four times as fast.",
     all(slower[name][n] > 0.25 for name in slower for n in (1, 32)),
@@ -865,8 +868,9 @@ claim(
 #
 # W8A8 differs: its product reads the codes, if the processor has instructions for that. Then it can be as fast as
 # float32 even here, or faster, but not nearly four times as fast: rounding the activations is extra work, and in a
-# model this small the overhead of each call costs more than its bytes. (On a processor without such instructions the
-# engine computes the exact product in floats, and is slower.)
+# model this small the overhead of each call costs more than its bytes. (On a processor without such instructions
+# PyTorch's product of integers is slower than that of floats, at batch 32 many times. Where it is not exact, the engine
+# computes the product in floats.)
 #
 # With such kernels, where would quantised weights win? The chart is *modelled*: time is bytes divided by bandwidth or
 # operations divided by rate, whichever is longer, with the numbers from an H100's data sheet (*quoted*: 3.35 TB/s, 989
@@ -1046,21 +1050,22 @@ print(
     f"AwqInverted on the layer with an outlier channel: {upside_down:.1f} percent off; plain INT4 is {with_outlier[3]:.1f}"
 )
 several = [grown[name] for name in ("Int8PerTensor", "Int8Truncates", "OneTokenScale", "AwqForgetsX", "OutliersTwice")]
-silent = [grown[name] for name in ("Int8Levels128", "ZeroScale", "AwqInverted")]
+silent = [grown[name] for name in ("Int8Levels128", "ZeroScale")]
 claim(
     "One mistake ruins the model, five at least double the KL.",
     grown["Int8Sum"] > 1000 and min(several) > 2,
     of_model=True,
 )
-claim("Three mistakes add less than half to the KL of the right version.", max(silent) < 1.5, of_model=True)
+claim("Two mistakes add less than a fifth to the KL of the right version.", max(silent) < 1.2, of_model=True)
+claim("AwqInverted about doubles the KL.", 1.5 < grown["AwqInverted"] < 2.7, of_model=True)
 claim("AwqInverted is visible on a layer with an outlier channel.", upside_down > 2 * with_outlier[3])
 
 # %% [markdown]
 # `Int8Sum` ruins the text. `AwqForgetsX` and `OutliersTwice` multiply a KL that was large already, and a reader will
-# notice. Three others multiply the tiny KL of INT8 and W8A8, which is invisible
-# in a text. The last three (the code that is clipped, the token of zeros, the inverted scales in a model with few outlier
-# channels) are nearly as good as the right ones on ordinary text. So test the *parts*: the bound of half a step, rows and
-# tokens of zeros, a token alone and beside others, and a layer built to have an outlier channel.
+# notice. Three others multiply the tiny KL of INT8 and W8A8, which a reader will hardly notice. The inverted scales only
+# double the KL in this model, because few of its layers have an outlier channel. The last two (the code that is clipped,
+# the token of zeros) are nearly as good as the right ones on ordinary text. So test the *parts*: the bound of half a
+# step, rows and tokens of zeros, a token alone and beside others, and a layer built to have an outlier channel.
 #
 # ## In the field
 #
@@ -1083,7 +1088,7 @@ claim("AwqInverted is visible on a layer with an outlier channel.", upside_down 
 # | INT8 is 2× and INT4 4× smaller than 16 bits | 1.98× and 3.85× with scales and zero points, here; and the embedding stays | exercises 1 and 3 |
 # | "no quality loss" | INT8: a KL below 0.001, and most of twelve texts stay the same. INT4: more than fifty times the KL | exercises 1 and 3 |
 # | a smaller model is a faster model | only with a kernel that reads codes; dequantising at every step moves *more* bytes | bytes, and time |
-# | AWQ, SqueezeLLM beat rounding to nearest | where there are outliers and wide rows; here each removes less than a third of the KL | bits against KL |
+# | AWQ, SqueezeLLM beat rounding to nearest | where there are outliers and wide rows; here AWQ removes less than a third of the KL, and SqueezeLLM has about the KL of groups of 32, for more bits | bits against KL |
 # | 0.5% sparse values are nearly free | 0.16 bits per weight and the row starts: 0.16 + 32/384 = 0.24 in all for rows of 384, less for longer ones | exercise 5 |
 #
 # **Papers.** Dettmers et al. 2022, *LLM.int8()*. Xiao et al. 2023, *SmoothQuant*. Frantar et al. 2023, *GPTQ*. Lin et al.

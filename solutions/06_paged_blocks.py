@@ -397,7 +397,7 @@ MyScheduler.cache = sharing.engine.runner.cache
 several = SamplingParams(n=3, temperature=0.8, seed=1, max_tokens=24, ignore_eos=True)
 params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3 + [several]
 
-# %% tags=["expected"] alt="Cache pages: the pages of the common prefix carry the outlines of all owners and a reference count; the three completions of the last prompt share its pages except the last one, of which each has a copy."
+# %% tags=["expected"] alt="Cache pages: the pages of the common prefix carry the outlines of all owners and a reference count; the three completions of the last prompt share its pages except the last one, which one of them keeps and the two others copy."
 with sharing.trace() as trace, LiveView(CachePagesView(trace), seconds=10):
     outputs = sharing.generate([beginning + ending for ending in endings], params, use_tqdm=False)
 

@@ -477,7 +477,7 @@ print(
 )
 seen = {}
 for budget in (2048, 256, 64, 16):
-    engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, num_kv_blocks=128, **WHOLE)
+    engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, num_kv_blocks=128, scheduler_cls=MyScheduler, **WHOLE)
     seen[budget] = serve_late_prompt(engine, prompts[:7], decode_params, long_prompt)
     largest, waited, left_out = seen[budget].largest_step, seen[budget].steps_waited, seen[budget].most_left_out
     print(f"{budget:6} {largest:33} {waited:38} {left_out:34}")
@@ -491,8 +491,8 @@ claim("The smaller the budget, the more steps the eighth waits.", waits == sorte
 # With a large budget the eighth request is served at once, and the text of all others stops for the length of a
 # 600-token forward. With a small budget the others continue in short steps, and the eighth waits for more of them.
 # (Steps are not seconds: a small step is shorter. All of them together compute the same 600 tokens of the prompt, and
-# what the others decode meanwhile; but each has a fixed cost.) The engine's own scheduler ran here. It shares the
-# budget as your `share_budget` does, so no decoding request is left out. Servers that promise a **[time per output
+# what the others decode meanwhile; but each has a fixed cost.) Your `share_budget` ensures that no decoding
+# request is left out. Servers that promise a **[time per output
 # token](glossary.md#tpot)** choose the budget by it; those that promise a **[time to first token](glossary.md#ttft)**
 # make it large.
 #

@@ -43,7 +43,7 @@ from minillm.teaching.workshop.l10_words import DRAFT, TARGET, WORDS
 from minillm.trace import TokensCommitted
 from minillm.viz import AcceptanceStrip, LiveView
 from minillm.viz.charts import Axis, LineChart, Series
-from minillm.viz.charts.chi_square import ChiSquarePanels, p_text
+from minillm.viz.charts.chi_square import ChiSquare, ChiSquarePanels, p_text
 from minillm.viz.speculation.overlap import OverlapBars
 
 NAME = os.environ.get("MINILLM_MODEL", "minicoder")  # any Llama, Mistral, Qwen or SmolLM checkpoint works too
@@ -405,8 +405,9 @@ claim(
 # %% [markdown]
 # So when sampling, "lossless" does not mean "the same text": with drafts, most tokens are chosen by other random numbers
 # (those that draw and judge the drafts). It means the same *distribution*, and only a statistical test can see that. Here it
-# is for the real pair. Top-k is 3, so there are only 27 continuations of three tokens, and the target's probability of each
-# is computed without drafts.
+# is for the real pair, after `def`. Top-k is 3, so there are only 27 continuations of three tokens, and the target's
+# probability of each is computed without drafts. The limit is 10⁻⁶ again: one set of seeds in a million accuses a right
+# sampler. The mistake is also tested after `    if`.
 
 # %% tags=["expected"] alt="Two panels of pairs of bars for the most probable continuations of a prompt. With your functions the observed counts are close to the expected ones; with p instead of the residual some are marked as far off."
 from minillm.models.loading import load_model
@@ -414,7 +415,7 @@ from minillm.speculative.rejection_sampler import AcceptRule
 from minillm.teaching.workshop.l10_engine import chi_square_of_texts, sampled_texts, target_probabilities
 
 COUNT = 600
-short_prompt = "    if"
+short_prompt, other_prompt = "def", "    if"
 
 
 def params_of(seed: int) -> SamplingParams:
@@ -424,27 +425,44 @@ def params_of(seed: int) -> SamplingParams:
 
 tokenizer = mine.engine.tokenizer
 model = load_model(NAME, torch.float32, "cpu")
-expected = target_probabilities(model, tokenizer.encode(short_prompt), params_of(0), 3)
+expected = {
+    prompt: target_probabilities(model, tokenizer.encode(prompt), params_of(0), 3)
+    for prompt in (short_prompt, other_prompt)
+}
 model = None
+
+
+def tested(rule: str | AcceptRule, prompt: str) -> tuple[list[tuple[int, ...]], ChiSquare]:
+    """The most probable continuations of a prompt, and the test of the texts that the engine writes with a rule."""
+    texts_of_rule = sampled_texts(engine(rule, gamma=2), prompt, params_of, COUNT)
+    return chi_square_of_texts(texts_of_rule, expected[prompt], most_cells=11)
+
+
 rules = {
     "your functions": AcceptRule(my_accept, my_residual),
     "after a rejection: all of p": AcceptRule(my_accept, lambda p, q: p),
 }
 panels = []
 for name, rule in rules.items():
-    texts_of_rule = sampled_texts(engine(rule, gamma=2), short_prompt, params_of, COUNT)
-    cells, test = chi_square_of_texts(texts_of_rule, expected, most_cells=11)
+    cells, test = tested(rule, short_prompt)
     panels.append((name, test))
 labels = ["".join(tokenizer.token_text(token) for token in cell).strip().replace("\n", "⏎")[:9] for cell in cells]
-ChiSquarePanels(f"{COUNT} completions of “if”, three tokens each", [*labels, "others"], panels)
+ChiSquarePanels(f"{COUNT} completions of “def”, three tokens each", [*labels, "others"], panels)
 
 # %%
 right, wrong = (test for _, test in panels)
-print(f"your functions: {p_text(right.p_value)}; all of p: {p_text(wrong.p_value)}")
+_, wrong_elsewhere = tested(rules["after a rejection: all of p"], other_prompt)
+print(f"after “def”: your functions: {p_text(right.p_value)}; all of p: {p_text(wrong.p_value)}")
+print(f"after “if”:  all of p: {p_text(wrong_elsewhere.p_value)}")
 claim("Through the engine, your functions pass.", right.p_value > 1e-6)
-claim("The mistake is seen in 600 short texts.", wrong.p_value < 1e-6, of_model=True)
+claim("After “def” the mistake is seen in 600 short texts.", wrong.p_value < 1e-6, of_model=True)
+claim("After “if” 600 texts are too few to see it.", wrong_elsewhere.p_value > 1e-6, of_model=True)
 
 # %% [markdown]
+# The mistake changes the probability of a token by min(p, q) − α·p. Where the draft model's q is close to p, as it is after
+# `    if`, this is close to 0, and it takes more texts to see it. So a passed test says only that no error is *large*
+# enough to show in so many texts. The proof and the enumeration have no such limit.
+#
 # **The caches.** The engine keeps no list of rows, only how many are valid: two counters per request. After every round they
 # must equal the lengths that your `rollback` returns.
 
@@ -480,10 +498,10 @@ claim("Both cases occurred: the draft had one token to read, and two.", 0 < two_
 from minillm.teaching.workshop.l10_engine import conditional_acceptance
 
 
-def drafted_rounds(llm: LLM, params: list[SamplingParams]) -> list[TokensCommitted]:
+def drafted_rounds(llm: LLM, params: list[SamplingParams], texts: list[str] = prompts) -> list[TokensCommitted]:
     """All rounds with drafts while the prompts are completed."""
     with llm.trace() as events:
-        llm.generate(prompts, params, use_tqdm=False)
+        llm.generate(texts, params, use_tqdm=False)
     return [event for event in events.of(TokensCommitted) if event.num_drafts]
 
 
@@ -526,23 +544,25 @@ claim(
 # w₀ = 1 and wᵢ = min(1, wᵢ₋₁ · p(xᵢ)/q(xᵢ)), it keeps the *longest* prefix x₁ to xᵢ that passes a test based on wᵢ. At the
 # next position it recovers from max(0, wᵢ·p − q), normalised. The module `minillm/speculative/block_verification.py` has the
 # formulas; in vLLM and here it is `rejection_sample_method="block"`. In the world of three words, the mean number of accepted
-# drafts can be computed for both rules, over all drafts; in the engine, the texts are tested as yours were.
+# drafts can be computed for both rules, over all drafts; in the engine, the texts are tested as yours were. The table above
+# has 16 texts, too few to compare two rules that are so close. So the next cell writes four texts per prompt with each.
 
 # %%
 from minillm.teaching.workshop.l10_checks import mean_accepted
 
 one_by_one, in_a_block = mean_accepted(PROMPT, gamma=4)
 print(f"accepted of four drafts, three words, exactly: {one_by_one:.3f} one by one, {in_a_block:.3f} as a block")
-texts_of_block = sampled_texts(engine("block", gamma=2), short_prompt, params_of, COUNT)
-_, block_test = chi_square_of_texts(texts_of_block, expected, most_cells=11)
+_, block_test = tested("block", short_prompt)
 print(f"χ² test of block verification in the engine: {p_text(block_test.p_value)}")
+prompts_again = prompts * 4
+seeds = [SamplingParams(seed=seed, max_tokens=48, ignore_eos=True) for seed in range(len(prompts_again))]
+tau_standard, tau_block = (summary(drafted_rounds(llm, seeds, prompts_again))[2] for llm in (standard, together))
+print(
+    f"tokens per round, {len(seeds)} texts of the real pair: {tau_standard:.2f} one by one, {tau_block:.2f} as a block"
+)
 claim("Block verification passes.", block_test.p_value > 1e-6)
 claim("It accepts more drafts than the standard rule, in theory …", in_a_block > one_by_one)
-claim(
-    "… with the real pair, on so few texts, the two are within a twentieth of each other.",
-    abs(found["temperature 1, block"][2] / found["temperature 1"][2] - 1) < 0.05,
-    of_model=True,
-)
+claim("… and with the real pair it commits more tokens per round.", tau_block > tau_standard, of_model=True)
 
 # %% [markdown]
 # **Where it loses.** At temperature 0, and with drafts that are not sampled (q one-hot), your rule already accepts as many

@@ -382,9 +382,13 @@ check("l12.snapkv_blocks")
 my_choice = use("l12.snapkv_blocks")
 
 
-def snapkv(budget: int) -> views.View:
-    """The view of your choice of blocks, of at most `budget` tokens."""
-    return views.chosen(my_choice, BLOCK, budget // BLOCK - 1)
+def snapkv(budget: int, queries: int = 32) -> views.View:
+    """The view of your choice of blocks by the last `queries` of the prompt, of at most `budget` tokens."""
+    return views.chosen(
+        lambda attention, size, count, most: my_choice(attention[-queries:], size, count, most),
+        BLOCK,
+        budget // BLOCK - 1,
+    )
 
 
 far, SMALL = views.far_definition(llm), 6 * BLOCK
@@ -392,33 +396,46 @@ decode = llm.engine.tokenizer.decode
 right = views.draft_with(llm, [far.token_ids], views.whole, GAMMA, 12)
 print(f"the target writes: check_zeb{decode(right.run.outputs[0])}".split("\n")[0])
 found, rows = {}, []
-for name, view in (("sink and window", sinks(SMALL)), ("SnapKV", snapkv(SMALL))):
+drafts_over = {
+    "sink and window": sinks(SMALL),
+    "SnapKV, 32 queries": snapkv(SMALL),
+    "SnapKV, 8 queries": snapkv(SMALL, queries=8),
+}
+for name, view in drafts_over.items():
     found[name] = views.draft_with(llm, [far.token_ids], view, GAMMA, 12)
     blocks = [block for block in llm.engine.drafter.read[0] if block <= (len(far.token_ids) - 1) // BLOCK]
     first, after = found[name].first_draft, "check_zeb" + decode(right.run.outputs[0][:1])
-    is_right = first == right.run.outputs[0][1 : 1 + len(first)]
-    text = f"after “{after}” it drafts “{decode(first)}”; in all, {found[name].alpha:.0%} of its drafts accepted"
+    passed, judged = found[name].counts
+    is_right = first[0] == right.run.outputs[0][1]  # its first draft, the next part of the name
+    text = f"after “{after}” it drafts “{decode(first)}”; in all, {passed} of {judged} drafts accepted"
     rows.append(BlockView(name, blocks, text.replace("\n", "⏎"), is_right))
-    print(f"{name:16} reads blocks {blocks}: {found[name].alpha:.0%} of its drafts accepted")
+    print(f"{name:18} reads blocks {blocks}: {passed} of {judged} drafts accepted")
+reads_it = [bool(set(far.blocks) & set(row.blocks)) for row in rows]
+print(f"the definition is in block {far.blocks[0]}")
 claim(
-    "SnapKV keeps a block of the definition, which the window does not.",
-    bool(set(far.blocks) & set(rows[1].blocks)) and not set(far.blocks) & set(rows[0].blocks),
+    "By the last eight queries, SnapKV keeps a block of the definition. By the last 32 it does not, nor does the window.",
+    reads_it == [False, False, True],
     of_model=True,
 )
 claim(
-    "With equal budgets, more of SnapKV's drafts are accepted here.",
-    found["SnapKV"].alpha > found["sink and window"].alpha,
+    "With equal budgets, the view with the definition gets more of its drafts accepted.",
+    found["SnapKV, 8 queries"].alpha > max(found[name].alpha for name in list(drafts_over)[:2]),
     of_model=True,
 )
 
-# %% tags=["expected"] alt="On top, bars: the attention that each block got; the block with the definition, far on the left, is marked. Below, two rows of blocks. Sink and window reads the first block and the newest ones. SnapKV reads the definition's block and the newest ones, and more of its drafts are accepted."
-observed = llm.engine.drafter.attention[tuple(far.token_ids)].sum(0)
+# %% tags=["expected"] alt="On top, bars: the attention that each block got from the last eight queries; the block with the definition, far on the left, is marked. Below, three rows of blocks, all with the first block and the newest ones. Sink and window, and SnapKV over 32 queries, leave out the definition's block. SnapKV over 8 queries reads it, and more of its drafts are accepted."
+observed = llm.engine.drafter.attention[tuple(far.token_ids)][-8:].sum(0)
 of_blocks = [float(observed[i : i + BLOCK].sum()) for i in range(0, len(observed), BLOCK)]
 ViewedBlocks(of_blocks, rows, {far.blocks[0]: far.definition})
 
 # %% [markdown]
-# Where the definition is needed, the window's draft fails. The target repairs it, at the price of a
-# round that yields fewer tokens.
+# Where the definition is needed, the window's draft fails: it drafts another name. The target repairs it, at the price of
+# a round that yields fewer tokens.
+#
+# SnapKV finds the definition only if the right queries are asked. The beginning of the call is seven tokens. The queries of
+# these tokens attend to the definition. Most of the last 32 queries belong to the code before, and the sum over all 32
+# follows them. So the number of observed queries is a setting that matters. The engine's `self_sparse` observes 32, and
+# so does the curve below. (The bar of the first block is high, too. In longer texts it is not, as the numbers below say.)
 #
 # ### See: how much cache must a draft read?
 #
@@ -426,7 +443,7 @@ ViewedBlocks(of_blocks, rows, {far.blocks[0]: far.definition})
 # bundled draft model, a tenth of the target's size, on two of these prompts.
 
 
-# %% tags=["expected"] alt="Three lines rise from left to right over the number of cached tokens that a draft reads, and meet at 100% for the whole context. The dashed line of the separate draft model lies lower than nearly all of their points. Small bars below show which part of the cache each budget is."
+# %% tags=["expected"] alt="Three lines rise from left to right over the number of cached tokens that a draft reads, and meet at 100% for the whole context. The dashed line of the separate draft model lies above the points of the smallest budget and below all points from 256 tokens on. Small bars below show which part of the cache each budget is."
 def newest(budget: int) -> views.View:
     """The newest blocks alone, without a sink."""
     return views.chosen(
@@ -466,9 +483,13 @@ half, eighth = budgets.index(LIMIT // 2), budgets.index(LIMIT // 8)
 for name in ("SnapKV", "newest alone"):
     wins = sum(x > y for x, y in zip(alphas[name], alphas["sink and window"], strict=True))
     print(f"{name} is better than sink and window at {wins} of {len(budgets)} budgets")
-seen = [llm.engine.drafter.attention[tuple(ids)].sum(0) for ids in prompts]
-to_first = sum(float(mass[:BLOCK].sum() / mass.sum()) for mass in seen) / len(seen)
-print(f"the first block gets {to_first:.1%} of the attention; an even share would be {BLOCK / len(prompts[0]):.1%}")
+seen = torch.stack([llm.engine.drafter.attention[tuple(ids)].sum(0) for ids in prompts])
+count = len(prompts[0]) // BLOCK
+shares = (seen / seen.sum(1, keepdim=True))[:, : count * BLOCK].view(len(prompts), count, BLOCK).sum(2).mean(0)
+print(
+    f"the first block gets {float(shares[0]):.1%} of the attention; an even share would be {BLOCK / len(prompts[0]):.1%}"
+)
+print(f"(the median of the other blocks in the first half: {float(shares[1 : count // 2].median()):.1%})")
 claim("With the whole context, every view accepts everything.", all(values[-1] == 1 for values in alphas.values()))
 claim("The text never changes.", all(p.run.outputs == whole.run.outputs for points in sweep.values() for p in points))
 claim(
@@ -492,12 +513,16 @@ claim(
 #
 # * **Most of what decides the next token is near.** A small part of the cache is enough for most tokens. That is why such
 #   drafts work at all.
-# * **Which view is best depends on the text and on the model.** SnapKV found the definition above. On other text the
-#   blocks chosen by attention use up budget, so its window is shorter.
-# * **The sink** matters for models that give the first tokens much more than an even share of the attention. The line
-#   above the check marks says how much this one gives. Where it is little, the sink only takes a block away from the
-#   window: compare the rows "sink and window" and "newest alone", which differ in nothing else. (The papers measured
-#   models hundreds of times as large.)
+# * **On these texts the views differ little.** From a budget of 64 tokens on, the three rows are within a few percentage
+#   points of each other, too little to rank them by some hundred drafts each. SnapKV gains nothing from
+#   its choice here, and the blocks chosen by attention make its window shorter.
+# * **At the smallest budget** a view has two blocks: the newest token's block and one more. The block before it is the
+#   best choice. Sink and window takes the first block instead, and loses.
+# * **The sink** matters for models that give the first tokens a large part of the attention. The two lines above the check
+#   marks say how much this one gives, in texts of this length. Its first block gets more than most old blocks, but less
+#   than an even share, because most of the attention goes to the newest blocks. That is hardly a sink. So the rows "sink
+#   and window" and "newest alone", which differ in nothing else, are close from 64 tokens on. (The papers measured models
+#   hundreds of times as large.)
 #
 # ### Exercise 5: two levels of bits
 #
@@ -610,7 +635,7 @@ for name, options in caches.items():
     target = LLM(NAME, **options, **EAGER)
     rows_of = [levels.log_probs(target, ids) for ids in short]
     kl[name] = sum(map(levels.mean_kl, reference, rows_of)) / len(short)
-    print(f"{name:12} {kl[name]:20.4f}")
+    print(f"{name:12} {kl[name]:20.6f}")
 claim("Two levels are about as near to full precision as INT8.", kl["two levels"] < 3 * kl["INT8"], of_model=True)
 claim("INT4, what the draft reads, is much farther away.", kl["INT4"] > 10 * kl["two levels"], of_model=True)
 
@@ -625,9 +650,9 @@ claim("INT4, what the draft reads, is much farther away.", kl["INT4"] > 10 * kl[
 # $$\frac{T_{SD}}{T} = \frac{1}{\Omega}\left(\gamma\,\frac{T_D}{T} + \frac{T_V}{T}\right)$$
 #
 # Your `step_seconds` gives all three. The acceptance is the one measured above with a view of an eighth of the context,
-# 256 tokens, by the better of the two views of the papers. For Llama it is an assumption, and so is that it stays the
-# same as the context grows. γ is the best of 1 to 8. A line ends where weights and cache no longer fit into 80 GB, or at 131,072
-# tokens, Llama's longest context.
+# 256 tokens, by the better of the two views of the papers. For Llama it is an assumption, a high one, and so is that
+# it stays the same as the context grows. γ is the best of 1 to 8. A line ends where weights and cache no longer fit into
+# 80 GB, or at 131,072 tokens, Llama's longest context.
 
 # %% tags=["expected"] alt="Modelled speed-up over the context for 1, 8, 32 and 128 requests. Each line begins near 1 and rises with the context; with more requests it rises earlier, but it also ends earlier, where the memory is full."
 BUDGET = 257  # MagicDec's: one sink and a window of 256
@@ -745,10 +770,13 @@ reveal("l12.draft", round(c, 2))
 claim("A draft over a quarter of the cache costs more than a third of a plain step.", c > 1 / 3, measured=True)
 claim("Over the whole cache it costs more.", over_all.draft > taken.draft, measured=True)
 claim("The formula comes within a third of the clock.", abs(promised / measured - 1) < 1 / 3, measured=True)
-claim("What drafting for itself gains here is at most a third, if anything.", measured < 4 / 3, measured=True)
+claim(
+    "The speed-up is less than half of the tokens per forward.", measured < last.tokens_per_forward / 2, measured=True
+)
 
 # %% [markdown]
-# It pays little here, or not at all. The acceptance is fine, but the prices are not: a round takes γc + v plain steps.
+# The speed-up is far below the tokens per forward. The acceptance is high, but so are the prices: a round takes γc + v
+# plain steps.
 # v depends on how much of the processor's arithmetic is idle in a plain step: where little is, four rows cost much more
 # than one. And c is high, because a draft reads all the weights, and at this context they are more bytes than the cache.
 # Compare the two prices of a draft step: their difference is what the view saves. That a draft can be cheaper than a plain step
@@ -798,10 +826,10 @@ claim(
 # %% [markdown]
 # * **Verifying over the view, too** gives the text of another model: the one that sees only the view. Nothing warns you; the
 #   acceptance is perfect. Only a comparison with plain decoding finds it.
-# * **Mistakes in drafting never change the text.** Wrong positions and rejected drafts that stay in the view only make the
-#   draft worse, and with a budget for everything they do not even show: nothing is left out, and nothing is rejected. With
-#   a small budget both can lower the acceptance, but a lower acceptance alone does not tell you that there is a mistake. They
-#   are found by comparing the drafts with those of a reference, as the check of exercise 3 does.
+# * **Mistakes in drafting never change the text.** Wrong positions make the draft worse with a small budget. Rejected
+#   drafts that stay in the view hardly show here, because few drafts are rejected. With a budget for everything neither
+#   shows: nothing is left out, and nothing is rejected. And a lower acceptance alone does not tell you that there is a
+#   mistake. They are found by comparing the drafts with those of a reference, as the check of exercise 3 does.
 # * **A window of one token** shows with a budget for everything, too: a draft that does not see the drafts before it in
 #   its round is not the target, whatever else it reads. There, every acceptance below 100% is a mistake.
 #
@@ -822,7 +850,7 @@ claim(
 # |---|---|---|
 # | speculation does not help large batches | true far below the break-even context for this number of drafts, false above it; whether a round pays then depends on the price of drafting | exercise 2, On a GPU |
 # | a few sinks and a window suffice | a window for most tokens, not where something far back is needed; whether the sink helps depends on how much attention it gets | exercise 4, See |
-# | self-speculation gives 2.5× | where the cache outweighs the weights; the model above needs many requests and a long context for that. On this machine it gains little or nothing | Measure |
+# | self-speculation gives 2.5× | where the cache outweighs the weights; the model above needs many requests and a long context for that. On this machine, with one request, the gain is far smaller | Measure |
 # | QuantSpec is lossless | compared with a target over an 8-bit cache | exercise 5 |
 #
 # **Papers.** Sadhukhan et al. 2024, *MagicDec*. Xiao et al. 2024, *Efficient Streaming Language Models with Attention
@@ -833,8 +861,10 @@ claim(
 # 1. A step reads the weights once and the cache of every request. Beyond the break-even context, verification waits for
 #    memory at any batch size, so further rows are nearly free.
 # 2. A view is a shortened block table: nothing is copied, positions stay true, and the text is the target's.
-# 3. A window is enough for most tokens; SnapKV finds what the prompt's last queries needed.
+# 3. A window is enough for most tokens; SnapKV finds what the prompt's last queries needed, unless too many others are
+#    summed with them.
 # 4. Two levels of four bits: the draft reads one, the target both. Its reference is the 8-bit cache.
-# 5. A draft can save only what it does not read. Where weights outweigh the cache, there is little to gain.
+# 5. A draft can save only what it does not read. By the model, there is little to gain where weights
+#    outweigh the cache.
 #
 # **Next:** in lesson 13 the compressed cache is the only one: what may be lost, and what does that save?

@@ -147,7 +147,7 @@ check("l14.break_even_tokens")
 # %%
 my_break_even = use("l14.break_even_tokens")
 quoted("An H100 computes 989 TFLOP/s in dense bfloat16", "NVIDIA H100 data sheet")
-quoted("Llama-3.1-8B: 8.03 billion parameters, 32 layers, 8 KV heads of 128", "its config.json")
+quoted("Llama-3.1-8B: 8.03 billion parameters, 32 layers, 8 KV heads of 128", "its model card and config.json")
 quoted("SATA 3: 6 Gbit/s, of which 8 in 10 bits are data", "Serial ATA, revision 3")
 quoted("PCIe 4.0: 16 GT/s per lane, of which 128 in 130 bits are data", "PCI Express base specification 4.0")
 LANE = 16e9 * 128 / 130 / 8
@@ -799,7 +799,7 @@ claim(
 # | minillm | `DocumentStore` (MatKV), `edited_prompt` (PIE), `Offloader` (KVPR), each with its limits in its docstring |
 
 # %%
-quoted("MatKV: half of the time and half of the energy for retrieval workloads", "Shin et al. 2025, arXiv 2512.22195")
+quoted("MatKV: half of the time and half of the power for retrieval workloads", "Shin et al. 2025, arXiv 2512.22195")
 quoted("PIE: over 85% less work than recomputing, DeepSeek-Coder of 1.3B to 33B", "He et al. 2024, arXiv 2407.03157")
 quoted("KVPR: up to 35.8% lower latency", "Jiang et al. 2024, arXiv 2411.17089")
 print(f"here, MatKV: KL {matkv['rotated'].kl:.4f} with rotation, {matkv['as stored'].kl:.4f} without")
