@@ -24,14 +24,14 @@ BLOCK = 32
 FIB = "def fib(n):"
 MAIN = "import os\nimport sys\n\n\ndef main(argv=None):\n"
 LICENCE = '# Licensed under the Apache License, Version 2.0 (the "License");\n# you may not use this file except in'
-ENDS = "__all__ = ['a', 'b']\n"
+ENDS = "try:\n    from . import _distributor_init_local  # noqa: F401\nexcept ImportError:\n    pass\n"
 """The bundled model ends the file here: its first token is the end of text."""
 UNICODE = "# ümläut é\nnames = ['Zoë', '日本']\n"
 STARTS_LATE = 40
 """Where the long prompts of ids start in the text they are made from: no other prompt has their blocks."""
 END_OF_TEXT = 0
-THE = 301
-"""The token ` the`, the eighth after FIB."""
+CALL = 725
+"""The token `(n`, the seventh after FIB."""
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 FORCED = {"temperature": 1.0, "top_k": 1, "max_tokens": 6}
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "one params each": ([FIB, MAIN, LICENCE], [GREEDY, {"temperature": 0, "max_tokens": 3}, FORCED]),
     "no prompts": ([], GREEDY),
     # when it ends
-    "up to the context": (MAIN, {"temperature": 0, "max_tokens": None}),
+    "up to the context": (LICENCE, {"temperature": 0, "max_tokens": None}),
     "end of text": (ENDS, GREEDY),
     "end of text shown": (ENDS, {**GREEDY, "skip_special_tokens": False}),
     "end of text shown as a stop": (
@@ -62,26 +62,26 @@ CASES: dict[str, tuple[Any, Any]] = {
         ENDS,
         {**GREEDY, "stop_token_ids": [END_OF_TEXT], "ignore_eos": True},
     ),
-    "stop string": (FIB, {**GREEDY, "stop": "\n    C"}),
-    "stop string kept": (FIB, {**GREEDY, "stop": "\n    C", "include_stop_str_in_output": True}),
+    "stop string": (FIB, {**GREEDY, "stop": "\n        r"}),
+    "stop string kept": (FIB, {**GREEDY, "stop": "\n        r", "include_stop_str_in_output": True}),
     "stop string inside a token": (LICENCE, {**GREEDY, "stop": ["icen"]}),
     "stop string inside a token kept": (LICENCE, {**GREEDY, "stop": ["icen"], "include_stop_str_in_output": True}),
     "stop string over two tokens": (LICENCE, {**GREEDY, "stop": ["pli"]}),
-    "stop strings, one never comes": (FIB, {**GREEDY, "stop": ["zebra", '"""']}),
+    "stop strings, one never comes": (FIB, {**GREEDY, "stop": ["zebra", "fib"]}),
     "stop strings in one token, one in the other": (LICENCE, {**GREEDY, "stop": ["icens", "cen"]}),
     "stop strings in one token, with one end": (LICENCE, {**GREEDY, "stop": ["cens", "icens"]}),
-    "stop string put off": (FIB, {**GREEDY, "stop": "ompute", "min_tokens": 10}),
+    "stop string put off": (FIB, {**GREEDY, "stop": "eturn", "min_tokens": 10}),
     "stop string complete before min_tokens": (LICENCE, {**GREEDY, "stop": "ance", "min_tokens": 4}),
     "stop string complete at min_tokens": (LICENCE, {**GREEDY, "stop": "ance", "min_tokens": 3}),
     "stop string complete after min_tokens": (LICENCE, {**GREEDY, "stop": "ance", "min_tokens": 2}),
     "stop string at the last token": (LICENCE, {"temperature": 0, "max_tokens": 3, "stop": "ance"}),
-    "stop token": (FIB, {**GREEDY, "stop_token_ids": [THE]}),
-    "stop token kept": (FIB, {**GREEDY, "stop_token_ids": [THE], "include_stop_str_in_output": True}),
-    "stop token put off": (FIB, {**GREEDY, "stop_token_ids": [THE], "min_tokens": 9, "logprobs": 1}),
-    "stop token at the last token": (FIB, {"temperature": 0, "max_tokens": 8, "stop_token_ids": [THE]}),
-    "stop token before a stop string": (FIB, {**GREEDY, "stop_token_ids": [THE], "stop": "fib"}),
-    "stop token that is a stop string": (FIB, {**GREEDY, "stop_token_ids": [THE], "stop": " the"}),
-    "stop token without text": (FIB, {**GREEDY, "stop_token_ids": [THE], "detokenize": False}),
+    "stop token": (FIB, {**GREEDY, "stop_token_ids": [CALL]}),
+    "stop token kept": (FIB, {**GREEDY, "stop_token_ids": [CALL], "include_stop_str_in_output": True}),
+    "stop token put off": (FIB, {**GREEDY, "stop_token_ids": [CALL], "min_tokens": 9, "logprobs": 1}),
+    "stop token at the last token": (FIB, {"temperature": 0, "max_tokens": 7, "stop_token_ids": [CALL]}),
+    "stop token before a stop string": (FIB, {**GREEDY, "stop_token_ids": [CALL], "stop": "def"}),
+    "stop token that is a stop string": (FIB, {**GREEDY, "stop_token_ids": [CALL], "stop": "(n"}),
+    "stop token without text": (FIB, {**GREEDY, "stop_token_ids": [CALL], "detokenize": False}),
     # penalties bend the choice and leave the log-probabilities alone
     "presence penalty": (LICENCE, {**GREEDY, "presence_penalty": 1.5, "logprobs": 1}),
     "frequency penalty": (MAIN, {**GREEDY, "frequency_penalty": 1.2, "max_tokens": 24, "logprobs": 1}),
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "logprobs 3": (FIB, {**GREEDY, "logprobs": 3}),
     "logprobs of a token that is not likely": (FIB, {**GREEDY, "repetition_penalty": 2.0, "logprobs": 2}),
     "logprobs of an end of text": (ENDS, {**GREEDY, "logprobs": 2}),
-    "logprobs with a stop string": (FIB, {**GREEDY, "logprobs": 1, "stop": "Comp"}),
+    "logprobs with a stop string": (FIB, {**GREEDY, "logprobs": 1, "stop": "ret"}),
     "prompt logprobs 0": (FIB, {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0}),
     "prompt logprobs 2": ([UNICODE, LICENCE], {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 2}),
     "prompt logprobs of one token": (
