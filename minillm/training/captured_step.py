@@ -1,4 +1,4 @@
-"""Training steps on a GPU as CUDA graphs: one launch for the some 1,500 kernels of a step.
+"""Training steps on a GPU as CUDA graphs: one launch for all kernels of a step.
 
 Launched one by one, the kernels of a small model take longer to start than to run: a step of the bundled target took
 20 ms on an H100, of which its kernels ran for 6.

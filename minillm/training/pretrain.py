@@ -34,8 +34,9 @@ from minillm.training.precision import forward_precision
 from minillm.training.state_files import read_state, write_state
 
 GPU_STEPS = 100
-"""A GPU makes some 100 steps in the time of one on a CPU."""
+"""A step on a GPU takes milliseconds, so its states are saved less often."""
 GPU_CYCLES_PER_LOG = 10
+"""For the same reason the log has one cycle of row lengths in so many."""
 OF_THIS_RUN = ("lr", "weight_decay", "capturable")
 """Settings of an optimiser that are this run's own, not those of a saved state."""
 
