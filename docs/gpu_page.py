@@ -51,7 +51,8 @@ def gpu_words() -> str:
     missed = [f"{_words(m['name'])} ({m['value']:.2f}, asked {m['target']})" for m in _missed()]
     text = (
         f"On one {load('gpu')['hardware']['gpu']['name']}, `minillm bench gpu` found every kernel within the "
-        f"rounding of its reference, and the same tokens with CUDA graphs as without. A model of the shape of Llama 3.1 8B with random "
+        f"rounding of its reference, and the same tokens with CUDA graphs as without. A model of "
+        f"the shape of Llama 3.1 8B with random "
         f"weights in 16 bits decodes {_value('decode', 'half batch 1')} tokens/s at "
         f"{_metric('decode', 'half decode, MBU')['value']:.0%} of the bandwidth of a copy, "
         f"{_metric('decode', 'int8 over half')['value']:.2f}× as many with INT8 weights, and "

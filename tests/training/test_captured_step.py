@@ -9,6 +9,10 @@ import pytest
 import torch
 
 from minillm.training.captured_step import CapturedStep
+from minillm.training.data import Passes
+from minillm.training.pretrain import GPU_CYCLES_PER_LOG, Recipe, Trainer, new_model
+
+from .conftest import config
 
 
 class Graph:
@@ -81,3 +85,13 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(calls, monkeypatch, capsys
     assert [(mode, int(inputs[0, 0])) for mode, inputs in seen] == [("run", 1), ("run", 2), ("run", 3)]
     said = capsys.readouterr()
     assert len(tries) == 1 and "without CUDA graphs" in said.out + said.err and "more" not in said.out + said.err
+
+
+def test_a_gpu_logs_whole_cycles_of_row_lengths_and_the_last_step(corpus, tmp_path, monkeypatch):
+    recipe = Recipe(tokens=(2 * GPU_CYCLES_PER_LOG + 3) * 64, tokens_per_step=64, lengths=(32, 64), warmup_steps=1)
+    trainer = Trainer(new_model(config()), Passes(corpus), recipe, tmp_path)
+    logged = []
+    trainer._captured = trainer._update  # as on a GPU
+    monkeypatch.setattr(trainer, "_log", lambda loss: logged.append(trainer.step))
+    trainer.run()
+    assert logged == [1, 2, 21, 22, 23]
