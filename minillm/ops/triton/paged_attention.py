@@ -59,9 +59,6 @@ from minillm.ops.triton.machine import MIN_TILE_SIDE, contiguous_last_dims, dot_
 from minillm.ops.triton.stored_rows import KernelPools, QuantizedRows
 from minillm.ops.triton.tiling import AttentionMetadata, Tiling, num_tiles
 
-MAX_TREE_TOKENS = 64
-"""Most nodes of a draft tree: each has one bit of a 64-bit mask."""
-
 
 @triton.jit
 def _codes(words, plane: tl.constexpr, BITS: tl.constexpr, DOT: tl.constexpr):  # noqa: ANN202
@@ -361,16 +358,17 @@ def paged_attention(
     """As `minillm.ops.paged_attention.paged_attention`; with a `tree`, as `minillm.ops.tree_attention.tree_attention`.
 
     `tree`: `[num_tokens]` int64 masks; bit i of a token's mask is set if the token attends to the i-th new token of its
-    request. Every token attends to all tokens cached before the step. A batch for a CUDA graph brings its own tiling
-    (`Tiling`) and metadata (`AttentionMetadata`) as plans: then only `query_start[-1]` and the number
-    of requests are read from its lists. Raises `UnsupportedError` for a tree if a request has more than 64 new tokens
-    or there is a window, and for pools in an unknown format.
+    request. A tree has at most 64 tokens; a request without one has masks of -1 and may have any number. Every token
+    attends to all tokens cached before the step. A batch for a CUDA graph brings its own tiling (`Tiling`) and metadata
+    (`AttentionMetadata`) as plans: then only `query_start[-1]` and the number of requests are read from its lists.
+    Raises `UnsupportedError` for a tree with a window, and for pools in an unknown format.
     """
     q, (num_tokens, heads, dim) = contiguous_last_dims(q, 2), q.shape
     num_kv = keys.shape[1]
     stored = KernelPools.of(keys), KernelPools.of(values)
     bits, channels, planes = stored[0].bits, stored[0].channels, stored[0].planes
-    _check_tree(tree, window, batch)
+    if tree is not None and window is not None:
+        raise UnsupportedError(f"draft trees are not supported with a sliding window ({window}); draft chains instead")
     tiling = tiling or batch.plans.get((Tiling,)) or Tiling.of(batch, q, num_kv)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_tokens:
@@ -380,11 +378,8 @@ def paged_attention(
         part = torch.empty(num_tokens, heads, tiling.splits, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(num_tokens, heads, tiling.splits, dtype=torch.float32, device=q.device)
     group, pad_dim = heads // num_kv, power_of_two(dim, MIN_TILE_SIDE * planes)
-    queries, metadata, tables = (
-        tiling.rows // group,
-        AttentionMetadata.of(batch),
-        contiguous_last_dims(batch.block_tables),
-    )
+    queries, metadata = tiling.rows // group, AttentionMetadata.of(batch)
+    tables = contiguous_last_dims(batch.block_tables)
     _attend[(num_tiles(batch, queries), num_kv, tiling.splits)](
         *(q, part, lse, *stored[0].pools, *stored[1].pools, tables, metadata.query_start, metadata.seq_lens),
         *(q if tree is None else tree, batch.num_requests, tables.stride(0), q.stride(0), tiling.splits),
@@ -420,15 +415,3 @@ def tree_attention(
 ) -> Tensor:
     """As `minillm.ops.tree_attention.tree_attention`."""
     return paged_attention(q, keys, values, batch, tree=tree)
-
-
-def _check_tree(tree: Tensor | None, window: int | None, batch: Batch) -> None:
-    if tree is None:
-        return
-    if window is not None:
-        raise UnsupportedError(f"draft trees are not supported with a sliding window ({window}); draft chains instead")
-    if max(batch.query_lens, default=0) > MAX_TREE_TOKENS:
-        raise UnsupportedError(
-            f"a draft tree of {max(batch.query_lens)} nodes is too large, at most {MAX_TREE_TOKENS} are supported; "
-            "draft fewer"
-        )
