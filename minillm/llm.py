@@ -85,7 +85,7 @@ class LLM:
             raise PromptError(f"stream continues one prompt, which is text or a mapping, not {type(prompt).__name__}")
         if params.n != 1:
             raise ConfigError(f"n={params.n} completions cannot be streamed into one text; use n=1")
-        groups = self._prepare(prompt, params)
+        groups = self._prepare(prompt, sampling_params)
         [[request]] = groups
         shown = 0
         with closing(self.llm_engine.run(groups)) as steps:
@@ -145,7 +145,7 @@ class LLM:
         several = isinstance(prompts, Iterable) and not isinstance(prompts, str | Mapping)
         prompts = list(prompts) if several else [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or self.get_default_sampling_params()] * len(prompts)
+            sampling_params = [sampling_params] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
         for what, given in (("sampling params", sampling_params), ("priorities", priority)):
             if not isinstance(given, Sequence):

@@ -87,9 +87,7 @@ class LLMEngine:
         queued.
         """
         check_request_id(request_id)
-        self.add_prepared(
-            request_id, self.prepare(prompt, params or self.default_sampling_params(), priority, request_id)
-        )
+        self.add_prepared(request_id, self.prepare(prompt, params, priority, request_id))
 
     def default_sampling_params(self) -> SamplingParams:
         """For requests without parameters: the values in the checkpoint's `generation_config.json`, as in vLLM."""
@@ -195,17 +193,21 @@ class LLMEngine:
                 self.engine.listeners.remove(trace.append)
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, priority: int = 0, request_id: str | None = None
+        self, prompt: Prompt, params: SamplingParams | None, priority: int = 0, request_id: str | None = None
     ) -> list[Request]:
         """Check a prompt. Returns one unqueued request per completion.
 
-        Any thread may call it; it does not wait for a running step. Raises `PromptError` or `ConfigError`.
+        Without `params`, the defaults count, and a default `max_tokens` ends where the context ends. Any thread may
+        call it; it does not wait for a running step. Raises `PromptError` or `ConfigError`.
         """
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError(f"priority={priority!r} must be an integer; lower runs first")
         text, token_ids, salt = self._read_prompt(prompt)
         room = self.max_model_len - len(token_ids)
+        is_default, params = params is None, params or self.default_sampling_params()
         max_tokens = room if params.max_tokens is None else params.max_tokens
+        if is_default:
+            max_tokens = min(max_tokens, room)
         if room < max(max_tokens, 1):
             raise PromptError(
                 f"{len(token_ids)} prompt tokens and {max(max_tokens, 1)} new ones are over the context of "

@@ -477,7 +477,9 @@ print(
 )
 seen = {}
 for budget in (2048, 256, 64, 16):
-    engine = LLM(NAME, max_num_seqs=8, max_num_batched_tokens=budget, num_kv_blocks=128, scheduler_cls=MyScheduler, **WHOLE)
+    engine = LLM(
+        NAME, max_num_seqs=8, max_num_batched_tokens=budget, num_kv_blocks=128, scheduler_cls=MyScheduler, **WHOLE
+    )
     seen[budget] = serve_late_prompt(engine, prompts[:7], decode_params, long_prompt)
     largest, waited, left_out = seen[budget].largest_step, seen[budget].steps_waited, seen[budget].most_left_out
     print(f"{budget:6} {largest:33} {waited:38} {left_out:34}")

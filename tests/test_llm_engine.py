@@ -57,6 +57,19 @@ def test_a_checkpoint_may_name_the_sampling_of_calls_that_name_none(tiny: TinyPa
     assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
 
 
+def test_a_max_tokens_that_nobody_asked_for_ends_with_the_context(tiny: TinyPair, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.target, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 100_000, "eos_token_id": []}))
+    llm = LLM(str(folder), max_model_len=24)
+    [output] = llm.generate({"prompt_token_ids": [5] * 20}, use_tqdm=False)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")
+    with pytest.raises(PromptError, match="over the context of 24"):
+        llm.generate({"prompt_token_ids": [5] * 20}, llm.get_default_sampling_params(), use_tqdm=False)
+    with pytest.raises(PromptError, match="over the context of 24"):
+        llm.generate({"prompt_token_ids": [5] * 24}, use_tqdm=False)
+
+
 @pytest.mark.parametrize(
     "bad", [{"temperature": -1}, {"top_p": 0}, {"top_k": "many"}, {"repetition_penalty": 0}], ids=str
 )
