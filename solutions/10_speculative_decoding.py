@@ -373,6 +373,8 @@ with mine.trace() as trace, LiveView(AcceptanceStrip(trace), seconds=12):
     mine.generate("def read_lines(path):\n    with open(path) as f:\n", warm, use_tqdm=False)
 
 # %% [markdown]
+# (`ignore_eos` lets a text go on after its end, so a new file may begin in the picture.)
+#
 # **At temperature 0** p and q are one-hot. Then your rule becomes the simple one without any change: a draft is
 # accepted (chance 1) if it is the target's argmax, otherwise rejected (chance 0), and the residual is the target's
 # argmax. So in exact arithmetic the tokens are the *same* as without drafts, one by one. (In many engines a forward over five
@@ -545,7 +547,7 @@ claim(
 # next position it recovers from max(0, wᵢ·p − q), normalised. The module `minillm/speculative/block_verification.py` has the
 # formulas; in vLLM and here it is `rejection_sample_method="block"`. In the world of three words, the mean number of accepted
 # drafts can be computed for both rules, over all drafts; in the engine, the texts are tested as yours were. The table above
-# has 16 texts, too few to compare two rules that are so close. So the next cell writes four texts per prompt with each.
+# has 16 texts, too few to say how much block verification gains. So the next cell writes four texts per prompt with each.
 
 # %%
 from minillm.teaching.workshop.l10_checks import mean_accepted
@@ -617,7 +619,8 @@ LineChart(
 #   follow. (Also: a draft that equals the target up to rounding must break nothing.)
 # * **ends**: at most `max_tokens` tokens, and none after the end token.
 #
-# **Guess first:** which mistakes does the enumeration *not* see? Which check would you keep if you could keep only two?
+# (The row `OpenFilter` is no mistake: its drafter filters, and reports the filtered distribution.) **Guess first:** which
+# mistakes does the enumeration *not* see? Which check would you keep if you could keep only two?
 
 # %%
 for kind in BROKEN:

@@ -21,7 +21,7 @@
 #
 # You compute from which context on verifying stays nearly free, however large the batch. Then you build three drafts: one
 # that reads the beginning and the newest tokens, one that reads what the prompt's last queries attended to, and one that
-# reads half of the bits of everything. Finally you compare the papers' speed-ups with what the bytes allow: on a GPU by a
+# reads all tokens, but half of the bits of each key and value. Finally you compare the papers' speed-ups with what the bytes allow: on a GPU by a
 # model, on your machine by the clock.
 #
 # You need lesson 6 (blocks and block tables), lesson 10 (why the text stays exact) and lesson 11 (τ, c and v). Everything
@@ -195,9 +195,9 @@ claim("A longer context makes a step longer.", times[LONGEST - 1] > times[LONGES
 #
 # Drafting is one side. The other is *verification*: with γ drafts, γ + 1 rows per request. If the forward waits for memory,
 # further rows are nearly free. If it waits for arithmetic, each row costs as much as the first. A large batch used to mean:
-# arithmetic limits, so speculation is over (lesson 11 measured that). But each request brings not only its operations, it
-# also brings its cache to be read. From some context on, reading takes longer than computing **however large the batch
-# is**. Then verification stays nearly free on a busy server, too. Find that context.
+# arithmetic limits, so speculation gains little or nothing (lesson 11 measured that). But each request brings not only its
+# operations, it also brings its cache to be read. From some context on, reading takes longer than computing **however large
+# the batch is**. Then verification stays nearly free on a busy server, too. Find that context.
 
 
 # %%
@@ -335,7 +335,7 @@ claim("Over a quarter of the cache, most drafts are accepted.", quarter.alpha > 
 #
 # ### Exercise 4: let the prompt choose
 #
-# A window is blind for everything older. In the prompt below, a function is defined, then comes other code, and then
+# A window is blind to everything older. In the prompt below, a function is defined, then comes other code, and then
 # the text begins to call the function: `if check_zeb`. The rest of the name stands far back. SnapKV (Li et al. 2024)
 # looks where the *last queries of the prompt* attended to, and keeps that: what they needed, the next tokens will need.
 # (It chooses tokens, for each layer and KV head. One block table serves all layers and heads here, so the attention is
@@ -698,8 +698,8 @@ claim("At 15,000 tokens, 32 requests gain more than eight.", table[32, 15_000] >
 claim("One request with 4,096 tokens gains next to nothing, or loses.", table[1, 4096] < 1.1)
 
 # %% [markdown]
-# This turns lesson 11's rule upside down: *there*, a larger batch made drafts lose. With long contexts it makes them win,
-# because what the draft does not read grows with the batch. It also shows the limit: with several requests, a line ends where
+# This turns lesson 11's rule upside down: *there*, a larger batch took away most of what drafts gain. With long contexts
+# they gain more, because what the draft does not read grows with the batch. It also shows the limit: with several requests, a line ends where
 # weights and cache fill the memory. Several GPUs that share weights and cache go further.
 #
 # ### What other drafts read
@@ -775,9 +775,11 @@ claim(
 )
 
 # %% [markdown]
+# Promise and clock differ. The formula knows only the three forwards, each timed alone. The engine's runs also pay for
+# Python, once per step, and with drafts there are fewer steps. And other work on the machine may slow any of these times.
+#
 # The speed-up is far below the tokens per forward. The acceptance is high, but so are the prices: a round takes γc + v
-# plain steps.
-# v depends on how much of the processor's arithmetic is idle in a plain step: where little is, four rows cost much more
+# plain steps. v depends on how much of the processor's arithmetic is idle in a plain step: where little is, four rows cost much more
 # than one. And c is high, because a draft reads all the weights, and at this context they are more bytes than the cache.
 # Compare the two prices of a draft step: their difference is what the view saves. That a draft can be cheaper than a plain step
 # even over the whole cache has nothing to do with the cache: all drafts of a round are one call of the compiled step.

@@ -109,8 +109,8 @@ predict("l14.agree", None, unit="of 100")
 #
 # Loading has a **latency**, which does not depend on the length (find the file, the first byte), and then takes the
 # time of the bytes. Computing takes about the same time for each token. So for a short text computing is faster, and
-# for a long one loading is, *if* a token is loaded faster than it is computed. (Attention makes later tokens a little
-# more expensive to compute. Leave that out.)
+# for a long one loading is, *if* a token is loaded faster than it is computed. (Attention makes later tokens more
+# expensive to compute. Leave that out.)
 
 
 # %%
@@ -215,9 +215,9 @@ claim("The longer text gains more than the short one.", compute[2] / load[2] > c
 link = offload.Link(4 * KV_BYTES / PER_TOKEN)
 threshold = my_break_even(KV_BYTES, link.bandwidth, 100 * PER_TOKEN, PER_TOKEN)
 reader = moving.Reader(store, link, 100 * PER_TOKEN, threshold)
-print(f"your break-even: {threshold:.0f} tokens")
+print(f"your break-even: {threshold:.1f} tokens")
 rows = []
-for n in (round(threshold / 4), round(threshold), len(texts[0])):
+for n in (round(threshold / 4), math.ceil(threshold), len(texts[0])):
     ids = texts[0][:n]
     store.add(ids)
     llm.reset_prefix_cache()
@@ -472,7 +472,7 @@ MovedSuffix(
 
 # %% [markdown]
 # Your rotation in the engine: `edited_prompt` takes the keys of the old text, computes the new tokens, calls *your*
-# function for the suffix, and puts the result into the prefix cache under a name of its own (exercise 4 says why).
+# function for the suffix, and puts the result into the prefix cache under a cache salt of its own (exercise 4 says why).
 
 # %%
 edits = moving.edits(llm, texts, place=0.25)

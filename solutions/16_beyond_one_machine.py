@@ -159,8 +159,7 @@ claim("Split over the ranks, the MLP computes what it computed whole.", torch.al
 
 # %% [markdown]
 # What else would be possible? Gather after each product, so that every rank has all outputs: then the *inner* numbers are
-# exchanged as well. (A ring sends each number of a sum twice, and a number that is only gathered once; exercise 4 shows
-# how.) Or begin by rows: then SiLU would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not
+# exchanged as well. (A ring sends each number twice for a sum, but only once for a gather; exercise 4 shows how.) Or begin by rows: then SiLU would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not
 # SiLU(a) + SiLU(b).
 
 # %%
@@ -225,7 +224,8 @@ for size in range(1, 9):
         print(f"{size} ranks: not possible")
         continue
     copies[size] = sum(len(kv_heads) for _, kv_heads in found) / config.num_kv_heads
-    print(f"{size} ranks: {len(found[0][0])} query heads each, every KV head is on {copies[size]:g} of them")
+    ranks, heads = f"{size} rank{'s' * (size > 1)}", len(found[0][0])
+    print(f"{ranks}: {heads} query head{'s' * (heads > 1)} each, every KV head is on {copies[size]:g} of them")
 claim("These are the sizes that the engine accepts.", list(copies) == [n for n in possible_sizes(config) if n < 9])
 claim(
     "As long as there are KV heads for all ranks, the cache is split and not copied.",
@@ -300,9 +300,10 @@ check("l16.all_reduce_seconds")
 # %% [markdown]
 # Two processes of this machine are connected by TCP, through the operating system. (gloo, the library with which PyTorch
 # does this on CPUs, sends the tensors.) Measure an all-reduce, the fastest of 200 runs for each size: the smallest tensor
-# gives the latency, the difference between the two largest the bandwidth. Your formula draws the line between them.
+# gives the latency, the difference between the two largest the bandwidth. Your formula draws the line that starts at the
+# smallest tensor's time and rises with this bandwidth; it may lie above some of the points.
 
-# %% tags=["expected", "nbval-ignore-output"] alt="Time of an all-reduce over its size, both axes logarithmic. Measured points are flat for small sizes and rise for large ones; the dashed line of the formula follows them."
+# %% tags=["expected", "nbval-ignore-output"] alt="Time of an all-reduce over its size, both axes logarithmic. Measured points vary little for small sizes and rise for the largest; the dashed line of the formula starts at the first point and may lie above some of the others."
 my_seconds = use("l16.all_reduce_seconds")
 SIZES = [16 * 4**i for i in range(9)]  # bytes
 taken = measured_seconds(SIZES)
@@ -365,9 +366,11 @@ reveal("l16.waiting", round(100 * waiting[1]))
 sums = 2 * config.num_layers + 1
 print(f"waiting with 1 request: {waiting[1] * decode[1, SIZE]:.1f} ms a step; ", end="")
 print(f"{sums} sums by your formula: {1e3 * sums * my_seconds(step_bytes, 2, BANDWIDTH, LATENCY):.1f} ms")
+ratios = [decode[batch, SIZE] / decode[batch, 1] for batch in (1, 8)]
+print(f"a step of {SIZE} processes takes {ratios[0]:.1f} and {ratios[1]:.1f} times as long as a step of one")
 claim(
     f"{SIZE} processes are far from {SIZE} times as fast as one: a step takes more than 0.6 of the time.",
-    min(decode[batch, SIZE] / decode[batch, 1] for batch in (1, 8)) > 0.6,
+    min(ratios) > 0.6,
     measured=True,
 )
 
@@ -378,9 +381,8 @@ del split, traffic
 # Here splitting **does not pay**. Two processes share the memory and the caches of one machine, so the weights are not
 # read any faster than by one process with two threads, and a small model has little to compute between two sums. Your
 # formula has only the link in it. The rest of the waiting is for the other process, which arrives late: the two never
-# take equally long, and any other work on the machine delays one of them. A sum is as late as the latest rank. (Where a
-# step of eight requests is faster than a step of one, the machine was busy; run the cell again.) Splitting pays where
-# each rank brings its *own* memory and processor, and where the links are fast: on GPUs.
+# take equally long, and any other work on the machine delays one of them. A sum is as late as the latest rank. (Waiting
+# varies from run to run, so a step of eight requests can even be faster than a step of one.) Splitting pays where each rank brings its *own* memory and processor, and where the links are fast: on GPUs.
 #
 # ### A split model on GPUs, modelled
 #
@@ -528,7 +530,8 @@ claim("No replica gets more than two thirds of the requests.", mine.busiest < 2 
 # Each document now belongs to one replica, and both caches together hold all of them. If the replicas take turns, each
 # needs all documents, and many blocks are in both caches.
 #
-# **Where it loses.** If most requests are about *one* document, they all go to one replica, and the other one is idle.
+# **Where it loses.** If most requests are about *one* document, nearly all go to one replica, and the other one is
+# almost idle.
 
 # %%
 hot = replicas.requests(engines[0], documents, 96, hot=0.9)
@@ -599,7 +602,7 @@ claim(
 # This script uses only options that vLLM has, so it runs on both, and only the name of the module differs. (`model`,
 # `prompts` and `watch` are set before: `watch` is `LLM.trace` here, and `minillm.trace.of_vllm` for vLLM.) If vLLM is
 # installed here and can be watched, it runs now. Otherwise you see a **recorded run** of vLLM 0.32 on a CPU: other
-# prompts, and a version of the bundled model that may be older than yours. What vLLM's scheduler did was turned into this
+# prompts and lengths, several completions per prompt, and a version of the bundled model that may be older than yours. What vLLM's scheduler did was turned into this
 # project's events (`minillm.trace.of_vllm`), so the pictures of lessons 0, 6 and 7 draw it.
 
 # %%

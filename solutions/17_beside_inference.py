@@ -584,7 +584,7 @@ claim("Exact weights help the model, too.", added["one bit, 5% exact"] < added["
 #
 # The embedding table has a row for each token. MEC compresses such tables for recommendation models, where they are most
 # of the model: rows are cut into parts, and each part is replaced by its nearest [centroid](glossary.md#centroid) of a
-# small [codebook](glossary.md#codebook). The idea to test is the weighting. A few tokens make most of a text, so k-means
+# small [codebook](glossary.md#codebook). The idea to test is the weighting. A small part of the tokens makes about half of a text, so k-means
 # should count each row by its frequency, to a power: 0 counts all alike.
 #
 # ### Exercise 5: a weighted round of k-means
@@ -682,7 +682,7 @@ claim("INT4 costs less than a fifth of that.", 5 * lost["INT4"][3] < fully[3], o
 # gather**, which does just that without a matrix: PyTorch's is `embedding_bag`.
 
 # %%
-from torch.nn.functional import embedding_bag
+from torch.nn.functional import embedding, embedding_bag
 
 triples = torch.randint(len(embeddings), (2000, 3), generator=torch.Generator().manual_seed(0))
 signs = torch.tensor([1.0, 1.0, -1.0])
@@ -715,7 +715,7 @@ taken = {
     "triples, fused gather": seconds(
         lambda: embedding_bag(triples, embeddings, mode="sum", per_sample_weights=factors)
     ),
-    "single rows, gathered": seconds(lambda: embeddings[singles[:, 0]]),
+    "single rows, gathered": seconds(lambda: embedding(singles[:, 0], embeddings)),  # as a model does it
     "single rows, product": seconds(lambda: by_product(embeddings, as_matrix)),
 }
 for name, time in taken.items():
