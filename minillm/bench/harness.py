@@ -6,7 +6,9 @@ should give the same tokens; if they do not, the result says so.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -73,13 +75,24 @@ class Row:
 
 
 def compare(
-    systems: Sequence[System], rounds: int, peak_memory: Callable[[str], int | None] = lambda name: None
+    systems: Sequence[System],
+    rounds: int,
+    peak_memory: Callable[[str], int | None] = lambda name: None,
+    seconds: int = 0,
 ) -> list[Row]:
-    """Warm up every system once, then run them in turn `rounds` times (A B C A B C …). Returns their rows."""
+    """Warm up every system once, then run them in turn `rounds` times (A B C A B C …), or more often, until the first
+    has run for about `seconds`. Returns their rows."""
     tokens: dict[str, list[list[int]]] = {}
     per_token: dict[str, list[float]] = {system.name: [] for system in systems}
+    first = systems[0].name
     with tqdm(total=(rounds + 1) * len(systems), desc="measuring", unit=" runs") as bar:
-        for turn in range(rounds + 1):
+        for turn in itertools.count():
+            if turn == 2 and seconds:  # after the first round that counts
+                of_a_run = per_token[first][0] * sum(map(len, tokens[first]))
+                rounds = max(rounds, math.ceil(seconds / of_a_run))
+                bar.total = (rounds + 1) * len(systems)
+            if turn > rounds:
+                break
             for system in systems:
                 bar.set_postfix_str(system.name)
                 began = time.perf_counter()

@@ -1,7 +1,8 @@
 """Speculative decoding by method, kind of text, batch and weights, against plain decoding of the same weights.
 
 All engines of one kind of weights and batch run in turn over the prompts of one slice (`minillm.training.slice_prompts`
-says what the slices are). Prompts come from the prefix cache, so decoding is measured. Per row:
+says what the slices are). Where a run is short, there are more rounds. Prompts come from the prefix cache, so decoding
+is measured. Per row:
 
     ratio         speed over plain decoding, the median of the rounds, and their spread                      measured
     best_ratio    the same from the shortest time of each prompt: other programs only ever make a run longer  measured
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from minillm import LLM
 
-ROUNDS, PROMPTS, NEW_TOKENS = 5, 4, 64
+ROUNDS, SECONDS, PROMPTS, NEW_TOKENS = 3, 3, 4, 64
 SHORTEST_PROMPT = 16
 """The last tokens of a prompt of which a run leaves at least so many, if the completion needs the room."""
 WEIGHTS = {"fp32": None, "int8": "int8", "w8a8": "w8a8"}
@@ -89,6 +90,7 @@ def run(
     batches: Sequence[int] = BATCHES,
     drafts: int = 4,
     rounds: int = ROUNDS,
+    seconds: int = SECONDS,
     prompts: int = PROMPTS,
     new_tokens: int = NEW_TOKENS,
     block_size: int | None = None,
@@ -127,6 +129,7 @@ def run(
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "rounds": rounds,
+        "seconds": seconds,
     }
     rows: list[Row] = []
     for kind, batch in itertools.product(kinds, batches):
@@ -136,7 +139,7 @@ def run(
         engines = _engines(model, draft, chosen, WEIGHTS[kind], drafts, options)
         for name in names:
             run_ = SliceRun(engines, given[name][:prompts], batch, new_tokens)
-            rows += run_.rows(rounds, {"weights": kind, "batch": batch, "slice": name})
+            rows += run_.rows(rounds, seconds, {"weights": kind, "batch": batch, "slice": name})
             outcome = result("speculation", config, rows)
             if save_to is not None:
                 save(outcome, save_to)
@@ -235,13 +238,13 @@ class SliceRun:
         self.shortest: dict[str, list[float]] = {}
         """By system: the fewest seconds that each group of prompts has taken so far."""
 
-    def rows(self, rounds: int, labels: Mapping[str, Any]) -> list[Row]:
-        """Measure all engines in turn."""
+    def rows(self, rounds: int, seconds: int, labels: Mapping[str, Any]) -> list[Row]:
+        """Measure all engines in turn, `rounds` times or until plain decoding has run for about `seconds`."""
         systems = [
             System(name, lambda name=name: self._generate(name), None if name == PLAIN else PLAIN)
             for name in self.engines
         ]
-        found = compare(systems, rounds)
+        found = compare(systems, rounds, seconds=seconds)
         for row in found:
             row.config["best_ratio"] = sum(self.shortest[PLAIN]) / sum(self.shortest[row.system])
         return [_with_figures(row, self.counts[row.system], self.counts[PLAIN], labels) for row in found]

@@ -106,6 +106,7 @@ class SweepWorker:
             batches=[own.batch],
             drafts=point.drafts,
             rounds=own.rounds,
+            seconds=0,
             prompts=own.prompts,
             new_tokens=own.new_tokens,
             block_size=point.block_size,

@@ -52,6 +52,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--distances", type=numbers, metavar="N,N", help="how many tokens back a definition to recall stands: 100,800"
     )
     own.add_argument("--rounds", type=positive, metavar="N", help="measure every system N times in turn")
+    own.add_argument(
+        "--seconds", type=positive, metavar="S", help="more rounds, until plain decoding has run for S seconds"
+    )
     own.add_argument("--prompts", type=positive, metavar="N", help="how many held-out prompts")
     own.add_argument("--new-tokens", type=positive, metavar="N", help="tokens to generate per prompt")
     own.add_argument("--methods", type=names, metavar="A,B", help="measure only these drafting methods")

@@ -60,6 +60,18 @@ def test_ratios_are_medians_of_neighbouring_pairs(clock: Clock) -> None:
     assert row.config == {"note": "fast"} and row.peak_memory_bytes == 4
 
 
+def test_short_runs_get_more_rounds(clock: Clock) -> None:
+    order: list[str] = []
+    slow = system(clock, "slow", [99.0, *[2.0] * 6], [1], order, None)
+    fast = system(clock, "fast", [99.0, *[1.0] * 6], [1], order, "slow")
+    compare([slow, fast], rounds=2, seconds=11)
+    assert order == ["slow", "fast"] * 7  # the warm-up, and six rounds of 2 s
+    order.clear()
+    long = system(clock, "long", [99.0, 8.0, 8.0], [1], order, None)
+    compare([long], rounds=2, seconds=3)
+    assert order == ["long"] * 3
+
+
 def test_a_system_has_a_row_for_each_of_its_baselines(clock: Clock) -> None:
     slow = system(clock, "slow", [9.0, 6.0], [1], [], None)
     even = system(clock, "even", [9.0, 4.0], [1], [], "slow")

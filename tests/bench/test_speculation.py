@@ -36,7 +36,8 @@ def test_every_method_can_be_asked_for_by_name() -> None:
 
 def test_each_method_is_compared_with_plain_decoding_and_gives_its_tokens(tiny: TinyPair) -> None:
     given = {"methods": ["ngram", "draft_model"], "slices": ["edits", "long files"], "weights": ["int8"]}
-    result = run(str(tiny.target), str(tiny.draft), batches=[2], rounds=1, prompts=2, new_tokens=12, drafts=3, **given)
+    sizes = {"batches": [2], "rounds": 1, "seconds": 0, "prompts": 2, "new_tokens": 12, "drafts": 3}
+    result = run(str(tiny.target), str(tiny.draft), **sizes, **given)
     rows = [row for row in result["rows"] if row["baseline"] is not None]
     systems = ["draft_model", "draft_model, adaptive", AGAIN, "ngram", "ngram, adaptive"]
     assert [row["system"] for row in rows] == 2 * systems
@@ -54,15 +55,15 @@ def test_a_slice_that_fails_leaves_the_result_of_those_before_it(
 ) -> None:
     measure = SliceRun.rows
 
-    def rows(self: SliceRun, rounds: int, labels: Mapping[str, Any]) -> list[Row]:
+    def rows(self: SliceRun, rounds: int, seconds: int, labels: Mapping[str, Any]) -> list[Row]:
         if labels["slice"] == "long files":
             raise KeyboardInterrupt
-        return measure(self, rounds, labels)
+        return measure(self, rounds, seconds, labels)
 
     monkeypatch.setattr(SliceRun, "rows", rows)
     given = {"methods": ["ngram"], "slices": ["edits", "long files"], "weights": ["fp32"], "batches": [1]}
     with pytest.raises(KeyboardInterrupt):
-        run(str(tiny.target), rounds=1, prompts=1, new_tokens=8, save_to=tmp_path / "kept.json", **given)
+        run(str(tiny.target), rounds=1, seconds=0, prompts=1, new_tokens=8, save_to=tmp_path / "kept.json", **given)
     kept = json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))
     assert {row["config"]["slice"] for row in kept["rows"]} == {"edits"} and len(kept["rows"]) == 4
 
@@ -81,7 +82,7 @@ def test_every_prompt_stays_cached_so_that_only_decoding_is_measured(
 
     monkeypatch.setattr(Counts, "count", counted)
     given = {"methods": ["ngram"], "slices": ["long files"], "weights": ["fp32"], "batches": [batch]}
-    run(str(tiny.target), rounds=2, prompts=3, new_tokens=8, block_size=16, **given)
+    run(str(tiny.target), rounds=2, seconds=0, prompts=3, new_tokens=8, block_size=16, **given)
     plain, again, *methods = runs[:4]  # the second run of plain decoding finds what the first has cached
     assert min(plain, *methods) > 16 >= max(again, *runs[4:])
 
@@ -93,7 +94,7 @@ def test_a_shape_is_measured_with_drafts_accepted_at_given_rates(
     monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
     for name in ("small", "small-draft"):
         monkeypatch.setitem(shapes.SHAPES, name, replace(small, intermediate_size=64, vocab_size=300))
-    given = {"slices": ["edits"], "weights": ["fp32"], "batches": [1], "rounds": 1}
+    given = {"slices": ["edits"], "weights": ["fp32"], "batches": [1], "rounds": 1, "seconds": 0}
     result = run(shape="small", prompts=2, new_tokens=200, drafts=4, **given)
     assert (result["config"]["model"], result["config"]["draft"]) == ("small", "small-draft")
     rows = {row["system"]: row["config"] for row in result["rows"]}
@@ -105,7 +106,15 @@ def test_a_shape_is_measured_with_drafts_accepted_at_given_rates(
 
 def test_trained_drafters_are_measured_where_there_are_weights(tiny: TinyPair, tmp_path: Path) -> None:
     saved(tiny.target, "long", tmp_path / "target-long")
-    given = {"slices": ["edits"], "weights": ["fp32"], "batches": [1], "rounds": 1, "prompts": 1, "new_tokens": 8}
+    given = {
+        "slices": ["edits"],
+        "weights": ["fp32"],
+        "batches": [1],
+        "rounds": 1,
+        "seconds": 0,
+        "prompts": 1,
+        "new_tokens": 8,
+    }
     result = run(str(tiny.target), drafters=tmp_path, methods=["ngram", "long"], **given)
     rows = [row for row in result["rows"] if row["baseline"] is not None]
     assert [row["system"] for row in rows] == ["ngram", "ngram, adaptive", AGAIN, "long", "long, adaptive"]
