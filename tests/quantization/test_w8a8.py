@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from minillm.quantization import w8a8
 from minillm.quantization.base import QuantizedLinear
 from minillm.quantization.schemes import make_scheme
-from minillm.quantization.w8a8 import float_product, int_mm_is_exact, integer_product, padded_product
+from minillm.quantization.w8a8 import float_product, int_mm_is_exact, int_mm_pays, integer_product, padded_product
 
 SHAPES = [(1, 384, 640), (5, 384, 96), (17, 768, 33), (3, 37, 11), (1, 1, 1), (2, 5000, 9)]
 
@@ -47,16 +49,39 @@ def saturating(x: Tensor, weight_t: Tensor) -> Tensor:
     return (pairs.sum(1) - 128 * weight_t.int().sum(0)).int()
 
 
+@pytest.fixture
+def another_processor() -> Iterator[None]:
+    """What is known of this one is forgotten, before and after the test."""
+    for known in (int_mm_is_exact, int_mm_pays):
+        known.cache_clear()
+    yield
+    for known in (int_mm_is_exact, int_mm_pays):
+        known.cache_clear()
+
+
+@pytest.mark.usefixtures("another_processor")
 def test_a_processor_that_cuts_sums_off_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = operands(4, 64, 8, largest=True)
     monkeypatch.setattr(torch, "_int_mm", saturating)
-    int_mm_is_exact.cache_clear()
-    try:
-        assert not torch.equal(torch._int_mm(x, weight.T).long(), x.long() @ weight.long().T)
-        assert not int_mm_is_exact()
-        assert torch.equal(integer_product(x, weight).long(), x.long() @ weight.long().T)
-    finally:
-        int_mm_is_exact.cache_clear()
+    assert not torch.equal(torch._int_mm(x, weight.T).long(), x.long() @ weight.long().T)
+    assert not int_mm_is_exact()
+    assert torch.equal(integer_product(x, weight).long(), x.long() @ weight.long().T)
+
+
+@pytest.mark.usefixtures("another_processor")
+@pytest.mark.parametrize("slow", ["integers", "floats"])
+def test_integers_are_multiplied_as_such_only_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    def product(x: Tensor, weight: Tensor, kind: str) -> Tensor:
+        used.append(kind)
+        time.sleep(0.02 * (kind == slow))
+        return float_product(x, weight)
+
+    used: list[str] = []
+    monkeypatch.setattr(torch, "_int_mm", lambda x, weight_t: product(x, weight_t.T, "integers"))
+    monkeypatch.setattr(w8a8, "float_product", lambda x, weight: product(x, weight, "floats"))
+    assert int_mm_pays() is (slow == "floats")
+    integer_product(*operands(4, 64, 8, largest=True))
+    assert used[-1] != slow
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the library can be told its instruction set on Linux")
