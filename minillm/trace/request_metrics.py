@@ -94,12 +94,14 @@ class MetricsWatcher:
             case RequestFinished():
                 self._end(prompt_id_of(event.request_id))
             case RequestAdded():
+                self._drop_oldest()
                 name = prompt_id_of(event.request_id)
                 if not self.is_running(name):  # an ended prompt may have had the same id
                     self.pop(name)
                     self.requests[name] = RequestMetrics(arrival_time=now)
                 self._running[name] += 1
             case StepRan():
+                self._drop_oldest()
                 self._prefilled = {work.request_id for work in event.work if work.kind == "prefill"}
                 for work in event.work:
                     metrics = self.requests[prompt_id_of(work.request_id)]
@@ -133,7 +135,7 @@ class MetricsWatcher:
                 self.requests[prompt_id_of(event.request_id)].num_preemptions += 1
 
     def _end(self, name: str) -> None:
-        """Count an ended completion, and drop the oldest ended prompt if there are more than `MAX_ENDED_PROMPTS`."""
+        """Count an ended completion."""
         self._running[name] -= 1
         if self._running[name] > 0:
             return
@@ -141,7 +143,11 @@ class MetricsWatcher:
         self._ended.add(name)
         if name in self.requests:  # not if an interrupt came before its metrics
             self.requests[name] = self.requests.pop(name)  # behind those that ended before it
-        if len(self.requests) - len(self._running) > MAX_ENDED_PROMPTS:
+
+    def _drop_oldest(self) -> None:
+        """Keep `MAX_ENDED_PROMPTS`. Not called when a prompt ends: a step may end more than these, and the caller asks
+        for their metrics after it."""
+        while len(self.requests) - len(self._running) > MAX_ENDED_PROMPTS:
             self.pop(next(request_id for request_id in self.requests if request_id not in self._running))
 
     def is_running(self, name: str) -> bool:

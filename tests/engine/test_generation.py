@@ -147,11 +147,12 @@ def test_logprobs_end_with_the_text_inside_an_accepted_run(tiny: TinyPair) -> No
 
 def test_metrics_of_more_prompts_than_are_kept(tiny: TinyPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_metrics, "MAX_ENDED_PROMPTS", 2)
-    llm = LLM(str(tiny.target), max_num_seqs=2)
-    params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(9)]
-    outputs = llm.generate([PROMPTS[0]] * 9, params, use_tqdm=False)
-    assert [output.metrics.num_output_tokens for output in outputs] == [2 + i for i in range(9)]
-    assert not llm.llm_engine.metrics.requests
+    llm = LLM(str(tiny.target), max_num_seqs=8)
+    for lengths in (range(2, 11), [3] * 9):  # one after the other, and eight in one step
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+        outputs = llm.generate([PROMPTS[0]] * 9, params, use_tqdm=False)
+        assert [output.metrics.num_output_tokens for output in outputs] == list(lengths)
+        assert not llm.llm_engine.metrics.requests
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(tiny: TinyPair) -> None:
