@@ -301,9 +301,9 @@ check("l16.all_reduce_seconds")
 # Two processes of this machine are connected by TCP, through the operating system. (gloo, the library with which PyTorch
 # does this on CPUs, sends the tensors.) Measure an all-reduce, the fastest of 200 runs for each size: the smallest tensor
 # gives the latency, the difference between the two largest the bandwidth. Your formula draws the line that starts at the
-# smallest tensor's time and rises with this bandwidth; it may lie above some of the points.
+# smallest tensor's time and rises with this bandwidth. Other points may lie above or below it.
 
-# %% tags=["expected", "nbval-ignore-output"] alt="Time of an all-reduce over its size, both axes logarithmic. Measured points vary little for small sizes and rise for the largest; the dashed line of the formula starts at the first point and may lie above some of the others."
+# %% tags=["expected", "nbval-ignore-output"] alt="Time of an all-reduce over its size, both axes logarithmic. Measured points vary little for small sizes and rise for the largest; the dashed line of the formula starts at the first point; others may lie above or below it."
 my_seconds = use("l16.all_reduce_seconds")
 SIZES = [16 * 4**i for i in range(9)]  # bytes
 taken = measured_seconds(SIZES)
