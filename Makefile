@@ -2,7 +2,7 @@
 #   make demo   make lab   make test   make lessons   make nbval   make mutants   make dist   make lint   make clean
 #   make labextension                   pack the front end of code completion again (needs node and npm)
 #   make figures                        after new weights or new results of benchmarks
-#   make test-long                      what `make test` leaves out: every lesson in a browser
+#   make test-long                      what `make test` leaves out: every lesson in a browser, every drafting method on 200 prompts
 #   make test-lowest   make test-colab      the quick tests with the oldest versions allowed, and with Colab's
 #   make test-ray                       what runs on a cluster, with two nodes simulated on this machine
 # PYTHON names the interpreter that the environment is made with, PIP_ARGS what pip is told besides (another index),

@@ -568,8 +568,8 @@ claim(
 )
 
 # %% [markdown]
-# **Where paging loses.** For one request it gains nothing: the same numbers are read from more places, and each place
-# must be looked up. On a GPU a good kernel hides the look-up, but cannot turn it into a gain. Paging also gains nothing
+# **Where paging loses.** For one request it gains little or nothing: the same numbers are read from more places, and each
+# place must be looked up. On a GPU a good kernel hides the look-up, but cannot turn it into a gain. Paging also gains nothing
 # for requests that all have the same length, known in advance: then reserved buffers waste nothing, and a table is
 # overhead. Paging pays when *many* requests of *unknown* length compete for memory. Prefix caching has a cost, too:
 # requests without a common prefix pay for a hash per block and find nothing.
@@ -653,7 +653,7 @@ claim("The leak changes no token, and only the checks of the pool show it.", res
 #
 # | claim | what holds | tested where |
 # |---|---|---|
-# | PagedAttention makes generation 1.6× faster (a table without batch, hardware or context) | one request gains nothing; the gain is in how many run together | one request alone |
+# | PagedAttention makes generation 1.6× faster (a table without batch, hardware or context) | one request gains little or nothing; the gain is in how many run together | one request alone |
 # | vLLM with PagedAttention is 2–4× faster than naive pipelines | the gain comes from a larger batch in the same memory; the paper compares with systems that reserve buffers (quoted) | how many requests fit |
 # | a sample paged cache | allocates once, stores no lengths, frees nothing, leaks on re-allocation | just above |
 #

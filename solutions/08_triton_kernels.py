@@ -712,8 +712,9 @@ find_writers(launch_broken, (4, 13), (1, 8), "Without a mask: 4 rows of 13 colum
 
 # %% [markdown]
 # Poison does *not* find a load without a mask if the extra lanes are neither stored nor enter a sum or a maximum: a copy
-# that masks only its store, for example. The result is right and nothing is overwritten, but a GPU may stop with an illegal memory access when the tensor lies at the end of its memory. Without a
-# GPU, the checks of this lesson therefore also run your kernels on tensors that end exactly where their memory ends.
+# that masks only its store, for example. The result is right and nothing is overwritten, but a GPU may stop with an
+# illegal memory access when the tensor lies at the end of its memory. Without a GPU, the checks of this lesson therefore
+# also run your kernels on tensors that end exactly where their memory ends.
 #
 # ## In the field
 #

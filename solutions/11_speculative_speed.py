@@ -762,8 +762,8 @@ claim(
 #
 # **Adaptive drafting** drafts less where the prices are high, or where few drafts are accepted. Compare its rows with
 # those of four drafts. With eight requests and n-grams on docstrings it drafts little, and by the prices it does not
-# lose as much (by the clock the difference may be larger or smaller). With the draft model it drafts less, too, and there it
-# may give up a gain: here that model's drafts are accepted more often than the rule assumes at first (70%), and a
+# lose as much (by the clock the difference may be larger or smaller). With the draft model it drafts less, too, and
+# there it may give up a gain: here that model's drafts are accepted more often than the rule assumes at first (70%), and a
 # predicted gain below 5% counts as none. So it can be slower than always four drafts, and even than none, although none
 # is one of its choices: in a short run its estimates are still guesses, and planning takes time. It is no better than
 # its prices and its estimates. To find out whether drafts are accepted it must draft some. The prices are timed on

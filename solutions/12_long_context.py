@@ -21,8 +21,8 @@
 #
 # You compute from which context on verifying stays nearly free, however large the batch. Then you build three drafts: one
 # that reads the beginning and the newest tokens, one that reads what the prompt's last queries attended to, and one that
-# reads all tokens, but half of the bits of each key and value. Finally you compare the papers' speed-ups with what the bytes allow: on a GPU by a
-# model, on your machine by the clock.
+# reads all tokens, but half of the bits of each key and value. Finally you compare the papers' speed-ups with what the
+# bytes allow: on a GPU by a model, on your machine by the clock.
 #
 # You need lesson 6 (blocks and block tables), lesson 10 (why the text stays exact) and lesson 11 (τ, c and v). Everything
 # runs on a laptop's CPU. The engine runs each step as one [compiled function](glossary.md#compiled-step), which is

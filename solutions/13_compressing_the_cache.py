@@ -349,9 +349,9 @@ print(f"ThinK's choice commutes in {commuting} of {len(masks)} KV heads (all lay
 # %% [markdown]
 # A mask of half of the channels commutes only if it keeps or drops both channels of each pair. The last line counts the
 # heads in which ThinK's does. Where it does not, that does no harm: ThinK drops channels from keys that *already* carry
-# RoPE. LoRC cannot do that as well: its directions come from the weights and fit keys before RoPE. They fit keys after it
-# much worse (Break it, below, measures that). So its layout stores coordinates of keys *before* RoPE, and restores and rotates them in every step. What
-# if one absorbs all the same, and forgets the rotation?
+# RoPE. LoRC cannot: its directions come from the weights and fit keys before RoPE; keys after it they fit much worse (Break
+# it, below, measures that). So its layout stores coordinates of keys *before* RoPE, and restores and rotates them in every
+# step. What if one absorbs all the same, and forgets the rotation?
 
 # %% tags=["expected"] alt="A line per layer over the distance between query and key: the error of scores if the rotation is left out. It is small at distance 1 and large at the far end."
 key_rank = shape.kv_size * 3 // 4

@@ -803,7 +803,7 @@ LatencyWaterfall("24 tokens after 200, one core: every step", rows)
 
 # %% [markdown]
 # The last line answers the question of this lesson, because its definition asks for wall-clock time. The bars show CPU
-# time, which is not longer on a busy machine. Ways whose bars differ by a few milliseconds may change places in the next
+# time, in which waiting for other programs does not count. Ways whose bars differ by a few milliseconds may change places in the next
 # run.
 #
 # **How far away is the floor?** Your `step_seconds`, with no calls at all, gives the least time of a completion: the

@@ -159,8 +159,8 @@ claim("Split over the ranks, the MLP computes what it computed whole.", torch.al
 
 # %% [markdown]
 # What else would be possible? Gather after each product, so that every rank has all outputs: then the *inner* numbers are
-# exchanged as well. (A ring sends each number twice for a sum, but only once for a gather; exercise 4 shows how.) Or begin by rows: then SiLU would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not
-# SiLU(a) + SiLU(b).
+# exchanged as well. (A ring sends each number twice for a sum, but only once for a gather; exercise 4 shows how.) Or begin
+# by rows: then SiLU would be applied to parts of a sum. That is wrong, because SiLU(a + b) is not SiLU(a) + SiLU(b).
 
 # %%
 tokens, hidden, width = len(x), config.hidden_size, config.intermediate_size
@@ -382,7 +382,8 @@ del split, traffic
 # read any faster than by one process with two threads, and a small model has little to compute between two sums. Your
 # formula has only the link in it. The rest of the waiting is for the other process, which arrives late: the two never
 # take equally long, and any other work on the machine delays one of them. A sum is as late as the latest rank. (Waiting
-# varies from run to run, so a step of eight requests can even be faster than a step of one.) Splitting pays where each rank brings its *own* memory and processor, and where the links are fast: on GPUs.
+# varies from run to run, so a step of eight requests can even be faster than a step of one.) Splitting pays where each
+# rank brings its *own* memory and processor, and where the links are fast: on GPUs.
 #
 # ### A split model on GPUs, modelled
 #
@@ -602,8 +603,8 @@ claim(
 # This script uses only options that vLLM has, so it runs on both, and only the name of the module differs. (`model`,
 # `prompts` and `watch` are set before: `watch` is `LLM.trace` here, and `minillm.trace.of_vllm` for vLLM.) If vLLM is
 # installed here and can be watched, it runs now. Otherwise you see a **recorded run** of vLLM 0.32 on a CPU: other
-# prompts and lengths, several completions per prompt, and a version of the bundled model that may be older than yours. What vLLM's scheduler did was turned into this
-# project's events (`minillm.trace.of_vllm`), so the pictures of lessons 0, 6 and 7 draw it.
+# prompts and lengths, several completions per prompt, and a version of the bundled model that may be older than yours.
+# What vLLM's scheduler did was turned into this project's events (`minillm.trace.of_vllm`), so the pictures of lessons 0, 6 and 7 draw it.
 
 # %%
 SCRIPT = """

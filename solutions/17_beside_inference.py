@@ -584,8 +584,8 @@ claim("Exact weights help the model, too.", added["one bit, 5% exact"] < added["
 #
 # The embedding table has a row for each token. MEC compresses such tables for recommendation models, where they are most
 # of the model: rows are cut into parts, and each part is replaced by its nearest [centroid](glossary.md#centroid) of a
-# small [codebook](glossary.md#codebook). The idea to test is the weighting. A small part of the tokens makes about half of a text, so k-means
-# should count each row by its frequency, to a power: 0 counts all alike.
+# small [codebook](glossary.md#codebook). The idea to test is the weighting. A small part of the tokens
+# makes about half of a text, so k-means should count each row by its frequency, to a power: 0 counts all alike.
 #
 # ### Exercise 5: a weighted round of k-means
 

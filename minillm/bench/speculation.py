@@ -1,11 +1,11 @@
 """Speculative decoding by method, kind of text, batch and weights, against plain decoding of the same weights.
 
 All engines of one kind of weights and batch run in turn over the prompts of one slice (`minillm.training.slice_prompts`
-says what the slices are). Where a run is short, there are more rounds. Prompts come from the prefix cache, so decoding
-is measured. Per row:
+says what the slices are). Prompts come from the prefix cache, so decoding is measured. Per row:
 
     ratio         speed over plain decoding, the median of the rounds, and their spread                      measured
     best_ratio    the same from the shortest time of each prompt: other programs only ever make a run longer  measured
+    rounds        at least `--rounds`, and more where a run is short (`--seconds`)                            counted
     tau           tokens per request and forward of the target                                               measured
     alpha         by position: the share of drafts accepted, of those whose predecessors were                measured
     c, v          seconds of a round's drafting and of the rest of it, over those of a plain step             measured
@@ -24,6 +24,7 @@ import itertools
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,6 +238,8 @@ class SliceRun:
         self.counts: dict[str, Counts] = {}
         self.shortest: dict[str, list[float]] = {}
         """By system: the fewest seconds that each group of prompts has taken so far."""
+        self.runs: Counter[str] = Counter()
+        """By system: how often it ran over all prompts, the warm-up included."""
 
     def rows(self, rounds: int, seconds: int, labels: Mapping[str, Any]) -> list[Row]:
         """Measure all engines in turn, `rounds` times or until plain decoding has run for about `seconds`."""
@@ -247,10 +250,12 @@ class SliceRun:
         found = compare(systems, rounds, seconds=seconds)
         for row in found:
             row.config["best_ratio"] = sum(self.shortest[PLAIN]) / sum(self.shortest[row.system])
+            row.config["rounds"] = self.runs[row.system] - 1
         return [_with_figures(row, self.counts[row.system], self.counts[PLAIN], labels) for row in found]
 
     def _generate(self, name: str) -> list[list[int]]:
         llm, outputs, seconds = self.engines[name], [], []
+        self.runs[name] += 1
         with llm.trace() as trace:
             for i in range(0, len(self.prompts), self.batch):
                 began = time.perf_counter()

@@ -30,8 +30,9 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     """Return the exact x Wᵀ. `x`: `[rows, in]`, `weight`: `[out, in]`, int8 without -128 → `[rows, out]` int32.
 
     `torch._int_mm` is fast but not exact everywhere. On a processor without VNNI its library shifts x to 0 … 255 and
-    adds pairs of products in 16 bits, which silently saturates (oneDNN's guide, "nuances of int8 computations"); or a
-    plain loop computes it, many times slower than a product of floats. `int_mm_pays` tests this processor once.
+    adds pairs of products in 16 bits, which silently saturates (oneDNN's guide, "nuances of int8 computations"). Where
+    it is exact, it may run a plain loop, many times slower than a product of floats. `int_mm_pays` tests this processor
+    once.
     """
     if x.is_cuda:
         return padded_product(x, weight)
@@ -58,10 +59,9 @@ def padded_product(x: Tensor, weight: Tensor) -> Tensor:
 @lru_cache(maxsize=1)
 def int_mm_pays() -> bool:
     """Whether `torch._int_mm` is exact on this processor, and faster than `float_product` on a small product."""
-    x = torch.ones(32, 256, dtype=torch.int8)
-    weight = torch.ones(256, 256, dtype=torch.int8)
     if not int_mm_is_exact():
         return False
+    x, weight = torch.ones(32, 256, dtype=torch.int8), torch.ones(256, 256, dtype=torch.int8)
     integers, floats = (
         min(timeit.repeat(product, number=1, repeat=5))
         for product in (lambda: torch._int_mm(x, weight.T), lambda: float_product(x, weight))

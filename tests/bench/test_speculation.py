@@ -43,11 +43,18 @@ def test_each_method_is_compared_with_plain_decoding_and_gives_its_tokens(tiny: 
     assert [row["system"] for row in rows] == 2 * systems
     assert {row["config"]["slice"] for row in rows} == {"edits", "long files"}
     assert all(row["baseline"] == PLAIN and row["outputs_equal"] for row in rows)
+    assert {row["config"]["rounds"] for row in rows} == {1}
     drafted = rows[0]["config"]
     assert 1 <= drafted["tau"] <= 4 and len(drafted["alpha"]) <= 3 and drafted["c"] > 0 and drafted["v"] > 0
     shown = Console(width=160, record=True)
     shown.print(table(result))
     assert "int8, 2 together" in shown.export_text()
+
+
+def test_short_runs_get_more_rounds(tiny: TinyPair) -> None:
+    given = {"methods": ["ngram"], "slices": ["edits"], "weights": ["fp32"], "batches": [1]}
+    result = run(str(tiny.target), rounds=1, seconds=1, prompts=1, new_tokens=8, **given)
+    assert all(row["config"]["rounds"] > 1 for row in result["rows"])
 
 
 def test_a_slice_that_fails_leaves_the_result_of_those_before_it(

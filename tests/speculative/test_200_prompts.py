@@ -14,7 +14,7 @@ from minillm.bench.speculation import slice_prompts
 from minillm.models.held_out import held_out_prompts
 from minillm.request import Request
 from minillm.trace import BlocksShared, DraftProposed, RequestPreempted
-from tests.speculative.reading import spire
+from tests.speculative.reading import long, spire
 
 pytestmark = pytest.mark.long
 
@@ -33,6 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "self_sparse": {"method": "self_sparse"},
     "self_quant": {"method": "self_quant"},
     "spire": {"method": spire()},
+    "long": {"method": long()},
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
