@@ -370,8 +370,11 @@ ROWS = (
         "3.6 times the generation speed at 16,000 tokens, at comparable quality",
         '`"layout": "snapkv"`; `minillm bench zoo`; lesson 12',
         lambda: zoo("snapkv"),
-        "Closer to the plain cache than a window of the same size at every budget.",
-        lambda: all(kl("snapkv", b) < kl("window", b) for b in BUDGETS),
+        "Recalls more than a window of the same size at every budget, because it keeps tokens from far back. By mean KL "
+        "over all tokens the window is as close or closer.",
+        lambda: all(
+            kl("snapkv", b) > kl("window", b) and recalled("snapkv", b) > recalled("window", b) for b in BUDGETS
+        ),
     ),
     Row(
         "AnchorCoder",
@@ -386,8 +389,9 @@ ROWS = (
         "stable over any length",
         '`"layout": "sinks"`; `minillm bench zoo`; lesson 12',
         lambda: zoo("sinks"),
-        "No better than a window alone here: this model has learned no sink. Nothing outside the window is recalled.",
-        lambda: all(abs(kl("sinks", b) / kl("window", b) - 1) < 0.1 for b in BUDGETS),
+        "A little closer than a window alone, by about one standard error. Nothing outside the window is "
+        "recalled.",
+        lambda: all(0.75 < kl("sinks", b) / kl("window", b) < 1 for b in BUDGETS),
     ),
     Row(
         "KIVI",
