@@ -370,8 +370,8 @@ ROWS = (
         "3.6 times the generation speed at 16,000 tokens, at comparable quality",
         '`"layout": "snapkv"`; `minillm bench zoo`; lesson 12',
         lambda: zoo("snapkv"),
-        "Recalls more than a window of the same size at every budget, as it keeps tokens from far back. By mean KL over "
-        "all tokens the window is as close or closer.",
+        "Recalls more than a window of the same size at every budget, as it keeps tokens from far back. By mean KL "
+        "over all tokens the window is as close or closer.",
         lambda: all(
             kl("snapkv", b) > kl("window", b) and recalled("snapkv", b) > recalled("window", b) for b in BUDGETS
         ),
