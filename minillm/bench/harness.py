@@ -81,7 +81,9 @@ def compare(
     seconds: int = 0,
 ) -> list[Row]:
     """Warm up every system once, then run them in turn `rounds` times (A B C A B C …), or more often, until the first
-    has run for about `seconds`. Returns their rows."""
+    has run for about `seconds`. Returns their rows: none where no system can run."""
+    if not systems:
+        return []
     tokens: dict[str, list[list[int]]] = {}
     per_token: dict[str, list[float]] = {system.name: [] for system in systems}
     first = systems[0].name

@@ -72,6 +72,10 @@ def test_short_runs_get_more_rounds(clock: Clock) -> None:
     assert order == ["long"] * 3
 
 
+def test_no_system_gives_no_rows() -> None:
+    assert compare([], rounds=1, seconds=2) == []
+
+
 def test_a_system_has_a_row_for_each_of_its_baselines(clock: Clock) -> None:
     slow = system(clock, "slow", [9.0, 6.0], [1], [], None)
     even = system(clock, "even", [9.0, 4.0], [1], [], "slow")
