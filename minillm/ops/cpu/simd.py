@@ -7,6 +7,7 @@ register with AVX-512, in two with AVX2, in four with NEON.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,9 @@ from minillm.ops.cpu.compiled import OPTIONS
 from minillm.ops.cpu.processor import processor
 
 LANES = 16
+SQUARE = LANES if processor().registers >= 2 * LANES else 8
+"""Rows of a square that `transpose` does in registers. Sixteen rows of sixteen floats fill half of those of AVX-512.
+With AVX2 they would move between registers and memory, and take about twice as long as four squares of eight."""
 BYTE_OFFSET = 0 if processor().byte_products == "sdot" else 128
 """Added to a signed byte of x before it is multiplied (`register_tiles.tile_dots`): 128 where the instruction takes
 unsigned bytes."""
@@ -376,30 +380,34 @@ smallest = _extreme("<")
 def transpose(typing: Any, array: Any, source: Any, source_row: Any, out: Any, target: Any) -> Any:
     """`out[target + 16 i + j] = array[source + j · source_row + i]` for sixteen i and sixteen j, float32.
 
-    In four rounds every row is paired with the one 8, 4, 2, 1 behind it, and the two exchange halves, quarters, …
+    It is done in squares of `SQUARE` rows. In a square every row is paired with the one 8, 4, 2, 1 behind it, and the
+    two exchange halves, quarters, …
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array, source, source_row, out, target = args
+        floats, mask = ir.VectorType(F32, SQUARE), ir.VectorType(I32, SQUARE)
 
-        def at(index: Any) -> Any:
-            return address(context, builder, signature.args[0], array, index, FLOATS)
+        def at(kind: Any, array: Any, first: Any, row: int, row_size: Any, column: int) -> Any:
+            index = builder.add(first, builder.mul(row_size, ir.Constant(I64, row)))
+            return address(context, builder, kind, array, builder.add(index, ir.Constant(I64, column)), floats)
 
-        rows = [
-            read(builder, at(builder.add(source, builder.mul(source_row, ir.Constant(I64, j))))) for j in range(LANES)
-        ]
-        distance = LANES // 2
-        while distance:
-            low = [lane if not lane & distance else lane - distance + LANES for lane in range(LANES)]
-            high = [lane + distance if not lane & distance else lane + LANES for lane in range(LANES)]
-            for first in [j for j in range(LANES) if not j & distance]:
-                a, b = rows[first], rows[first + distance]
-                rows[first] = builder.shuffle_vector(a, b, ir.Constant(INTS, low))
-                rows[first + distance] = builder.shuffle_vector(a, b, ir.Constant(INTS, high))
-            distance //= 2
-        for i, row in enumerate(rows):
-            to = builder.add(target, ir.Constant(I64, LANES * i))
-            builder.store(row, address(context, builder, signature.args[3], out, to, FLOATS)).align = 1
+        for top, left in itertools.product(range(0, LANES, SQUARE), repeat=2):
+            rows = [
+                read(builder, at(signature.args[0], array, source, top + j, source_row, left)) for j in range(SQUARE)
+            ]
+            distance = SQUARE // 2
+            while distance:
+                low = [lane if not lane & distance else lane - distance + SQUARE for lane in range(SQUARE)]
+                high = [lane + distance if not lane & distance else lane + SQUARE for lane in range(SQUARE)]
+                for first in [j for j in range(SQUARE) if not j & distance]:
+                    a, b = rows[first], rows[first + distance]
+                    rows[first] = builder.shuffle_vector(a, b, ir.Constant(mask, low))
+                    rows[first + distance] = builder.shuffle_vector(a, b, ir.Constant(mask, high))
+                distance //= 2
+            for i, row in enumerate(rows):
+                to = at(signature.args[3], out, target, left + i, ir.Constant(I64, LANES), top)
+                builder.store(row, to).align = 1
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp, out, types.intp), code
