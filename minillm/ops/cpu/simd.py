@@ -25,7 +25,8 @@ from minillm.ops.cpu.processor import processor
 LANES = 16
 SQUARE = LANES if processor().registers >= 2 * LANES else 8
 """Rows of a square that `transpose` does in registers. Sixteen rows of sixteen floats fill half of those of AVX-512.
-With AVX2 they would move between registers and memory, and take about twice as long as four squares of eight."""
+With AVX2 they would move between registers and memory: on a core of Zen 3 that takes about twice as long as four
+squares of eight."""
 BYTE_OFFSET = 0 if processor().byte_products == "sdot" else 128
 """Added to a signed byte of x before it is multiplied (`register_tiles.tile_dots`): 128 where the instruction takes
 unsigned bytes."""
@@ -380,8 +381,8 @@ smallest = _extreme("<")
 def transpose(typing: Any, array: Any, source: Any, source_row: Any, out: Any, target: Any) -> Any:
     """`out[target + 16 i + j] = array[source + j · source_row + i]` for sixteen i and sixteen j, float32.
 
-    It is done in squares of `SQUARE` rows. In a square every row is paired with the one 8, 4, 2, 1 behind it, and the
-    two exchange halves, quarters, …
+    It is done in squares of `SQUARE` rows. In a square every row is paired with the one half a square behind it, and
+    the two exchange halves; then with the one a quarter behind it, and they exchange quarters; and so on.
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -136,12 +136,14 @@ def test_nibbles_are_two_to_a_byte_the_even_one_in_the_low_half() -> None:
     assert np.array_equal(packed & 15, x[::2]) and np.array_equal(packed >> 4, x[1::2])
 
 
-@njit(**OPTIONS)
-def transpose(x):
-    simd.transpose(x, 3, 20, x, 500)
+@pytest.mark.parametrize("size", [8, 16])
+def test_a_square_is_transposed_whatever_the_registers_hold(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simd, "SQUARE", size)
 
+    @njit(**OPTIONS)
+    def transpose(x):
+        simd.transpose(x, 3, 20, x, 500)
 
-def test_a_square_is_transposed() -> None:
     x = RNG.standard_normal(800).astype(np.float32)
     square = np.stack([x[3 + 20 * j : 19 + 20 * j] for j in range(16)])
     transpose(x)
