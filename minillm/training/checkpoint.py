@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minillm.errors import TrainingError
-from minillm.training.record import RECIPES
+from minillm.training.record import LOG, RECIPES
 from minillm.training.state_files import copy_whole, read_state, replacing, write_state
 
-WEIGHTS, TOKENIZER, LOGS = "stable.safetensors", "tokenizer.json", ("log.jsonl", "hardware.json", RECIPES)
+WEIGHTS, TOKENIZER, LOGS = "stable.safetensors", "tokenizer.json", (LOG, "hardware.json", RECIPES)
 COUNTERS = ("step", "tokens_seen", "tokens_before", "seconds")
 LARGEST_CODE = 127
 
@@ -49,8 +49,8 @@ def pack_run(runs: Path, folder: Path) -> None:
 def unpack_run(folder: Path, runs: Path) -> None:
     """Unpack a checkpoint of `pack_run` into `runs`, where `minillm train` continues from it.
 
-    Raises `TrainingError` if there is no whole checkpoint, or if `runs` already has a stable run, which would be lost;
-    then nothing is written.
+    Raises `TrainingError` if there is no whole checkpoint, or if `runs` already has a stable run, which would be lost,
+    or a corpus in tokens of another tokenizer; then nothing is written.
     """
     for name in (WEIGHTS, TOKENIZER, *LOGS):
         if not (folder / name).exists():
@@ -58,10 +58,15 @@ def unpack_run(folder: Path, runs: Path) -> None:
     target = runs / "target"
     if (target / "state.pt").exists():
         raise TrainingError(f"{target} has a run already; name another folder with --folder")
+    own = runs / "corpus" / TOKENIZER
+    if own.exists() and own.read_bytes() != (folder / TOKENIZER).read_bytes():
+        raise TrainingError(
+            f"{own.parent} has a corpus in tokens of another tokenizer than {folder}; name another folder with --folder"
+        )
     state = _packed_state(folder / WEIGHTS)
     target.mkdir(parents=True, exist_ok=True)
-    (runs / "corpus").mkdir(exist_ok=True)
-    copy_whole(folder / TOKENIZER, runs / "corpus" / TOKENIZER)
+    own.parent.mkdir(exist_ok=True)
+    copy_whole(folder / TOKENIZER, own)
     for log in LOGS:
         copy_whole(folder / log, target / log)
     write_state(target / "state.pt", state)  # last: a folder with a state is complete

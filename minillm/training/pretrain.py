@@ -1,11 +1,11 @@
 """Pretraining: next-token loss, fp32 weights, bf16 products (`precision.py`), Muon for matrices, AdamW for the rest.
 
 The learning rate warms up, stays stable and decays (WSD, Hu et al. 2024). The stable run has no fixed end: it continues
-in sessions for as long as there is time. From any of its states, a branch decays the rate over its own budget, which
-gives the model to export. The stable run is not changed and may continue.
+in sessions for as long as there is time. From any of its states, a branch decays the rate over its own budget
+(`stages.py` says what follows before the export). The stable run is not changed and may continue.
 
 A budget is given in tokens or in minutes. Progress is the larger of the two shares used so far. The decay follows
-progress, so a branch on a busy machine also ends on time with its rate at zero.
+progress, so a branch on a busy machine also ends on time, with its rate at `Recipe.decay_to` of the peak.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from minillm.training.captured_step import CapturedStep
 from minillm.training.data import Batches
 from minillm.training.optimizers import optimizers
 from minillm.training.precision import forward_precision
+from minillm.training.record import LOG, drop_cut_line
 from minillm.training.state_files import read_state, write_state
 
 GPU_STEPS = 100
@@ -114,6 +115,7 @@ class Trainer:
         self.seconds = 0.0
         self._is_whole = True
         """Whether the state in memory may replace the saved one."""
+        self._last_loss = math.nan
         folder.mkdir(parents=True, exist_ok=True)
         if self.state_file.exists():
             self._load(self.state_file)
@@ -152,20 +154,23 @@ class Trainer:
 
         An interrupt during an optimiser update does not save, because the state would be inconsistent; then the last
         saved state remains. So it does after a loss that is no number, for which this raises `TrainingError`: the
-        weights that gave it are of no use.
+        weights that gave it are of no use. The step of every saved state is in the log.
         """
+        drop_cut_line(self.folder)
         endless = math.isinf(self.recipe.tokens) and math.isinf(self.recipe.minutes)
         done = round(100 * self.progress, 1)
         bar = tqdm(total=None if endless else 100, initial=done, desc=self.folder.name, unit="%", mininterval=5)
         save_every = self.recipe.save_every * (1 if self._captured is None else GPU_STEPS)
+        logged = self.step
         try:
             while self.progress < 1.0:
                 self._wait_while_paused()
                 began = time.perf_counter()
                 loss = self.train_step()
                 self.seconds += time.perf_counter() - began
-                if self._is_logged():
-                    self._log(loss)
+                if self._is_logged() or self.step % save_every == 0:
+                    self._log()
+                    logged = self.step
                 postfix = {"loss": f"{loss:.3f}", "tokens": f"{self.tokens_seen / 1e6:.2f}M", "step": self.step}
                 bar.set_postfix(postfix, refresh=False)
                 bar.update(round(100 * self.progress, 1) - bar.n)
@@ -174,6 +179,8 @@ class Trainer:
         finally:
             bar.close()
             if self._is_whole:
+                if self.step > logged:
+                    self._log()
                 self.save()
 
     def _wait_while_paused(self) -> None:
@@ -236,6 +243,7 @@ class Trainer:
             self._step_optimizers()
         self.step += 1
         self.tokens_seen += inputs.numel()
+        self._last_loss = value
         self._is_whole = True
         return value
 
@@ -273,9 +281,10 @@ class Trainer:
         cycle = (self.step - 1 - self.steps_before) // len(self.recipe.lengths)
         return self._captured is None or cycle % GPU_CYCLES_PER_LOG == 0 or self.progress >= 1.0
 
-    def _log(self, loss: float) -> None:
-        row = {"step": self.step, "tokens": self.tokens_seen, "seconds": round(self.seconds, 2), "loss": round(loss, 4)}
-        with (self.folder / "log.jsonl").open("a") as log:
+    def _log(self) -> None:
+        loss = round(self._last_loss, 4)
+        row = {"step": self.step, "tokens": self.tokens_seen, "seconds": round(self.seconds, 2), "loss": loss}
+        with (self.folder / LOG).open("a") as log:
             log.write(json.dumps(row) + "\n")
 
 

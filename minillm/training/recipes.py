@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.training.pretrain import Recipe
 from minillm.training.train_tokenizer import END_OF_TEXT_ID
@@ -64,7 +66,7 @@ task arithmetic, Ilharco et al. 2023. It repeats less than at 1, for bits per by
 """
 TARGET_MINUTES, DRAFT_MINUTES, DISTILL_MINUTES = 400.0, 20.0, 40.0
 """Default minutes of the stages on a CPU. The decay takes a sixth of the target's tokens."""
-SHARES = {"target": 0.48, "draft": 0.05, "distill": 0.18}
+SHARES = {"target": 0.45, "unlikelihood": 0.04, "draft": 0.05, "distill": 0.18}
 """Shares of a total number of minutes. The decay, generating the distillation's text and `DRAFTER_SHARE` take the
 rest."""
 DRAFTER_SHARE = 0.03
@@ -88,9 +90,11 @@ def decay_recipe(stable_tokens: int, lengths: tuple[int, ...] = DECAY_LENGTHS) -
     )
 
 
-def unlikelihood_recipe() -> Recipe:
-    """The stage that unlearns repetition: short, from the rate at which the decay ends to zero."""
+def unlikelihood_recipe(minutes: float = math.inf) -> Recipe:
+    """The stage that unlearns repetition: short, from the rate at which the decay ends to zero. It ends after
+    `UNLIKELIHOOD_TOKENS` tokens, or earlier if the minutes are used up."""
     return Recipe(
+        minutes,
         tokens=UNLIKELIHOOD_TOKENS,
         tokens_per_step=8192,
         decay_from=0.0,

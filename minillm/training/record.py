@@ -14,9 +14,9 @@ import torch
 
 from minillm.errors import TrainingError
 from minillm.training.precision import forward_dtype
-from minillm.training.state_files import read_json, write_json
+from minillm.training.state_files import STATE, read_json, read_state, write_json
 
-RECIPES = "recipes.json"
+LOG, RECIPES = "log.jsonl", "recipes.json"
 
 
 @dataclass(frozen=True)
@@ -117,16 +117,17 @@ class RunRecord:
     def load(cls, folder: Path) -> RunRecord:
         """Read `folder`. Raises `TrainingError` if there was no run, or its log is damaged.
 
-        Steps that were lost in a crash and repeated later are in the log twice; the later entries are used. A last line
-        that was cut off in a crash is left out.
+        Steps that were lost in a crash are left out: those behind the saved state, and of those that were repeated
+        later, the earlier entries. So is a last line that was cut off.
         """
-        file = folder / "log.jsonl"
+        file = folder / LOG
         if not file.exists():
             raise TrainingError(f"{folder} has no log.jsonl, so nothing was trained there; run that stage first")
         rows = list(_log_rows(file))
         if not rows:
             raise TrainingError(f"{file} has no step, so nothing was trained there; run that stage first")
-        by_step = {row.step: row for row in rows if row.step <= rows[-1].step}
+        last = read_state(folder / STATE, "cpu", mmap=True)["step"] if (folder / STATE).exists() else rows[-1].step
+        by_step = {row.step: row for row in rows if row.step <= min(last, rows[-1].step)}
         return cls(tuple(by_step[step] for step in sorted(by_step)), Hardware.load(folder), RecipeFrom.load(folder))
 
     @property
@@ -162,6 +163,16 @@ class RunRecord:
             "hardware": [asdict(hardware) for hardware in self.hardware],
             "recipe_changes": self.recipe_changes(),
         }
+
+
+def drop_cut_line(folder: Path) -> None:
+    """Take a last line that was cut off in a crash off the log of `folder`, so that more lines can follow."""
+    file = folder / LOG
+    if file.exists():
+        lines = file.read_bytes()
+        whole = lines.rfind(b"\n") + 1
+        if whole < len(lines):
+            os.truncate(file, whole)
 
 
 def _log_rows(file: Path) -> Iterator[LogRow]:

@@ -25,6 +25,7 @@ from minillm.training.recipes import (
     distill_recipe,
     draft_recipe,
     stable_recipe,
+    unlikelihood_recipe,
 )
 from minillm.training.stages import STAGES, run_stages
 from minillm.training.trained_drafters import TRAINED
@@ -67,14 +68,16 @@ def train(
         torch.set_num_threads(threads)
     if begin_with is not None:
         unpack_run(Path(begin_with), Path(folder))
+    unlikelihood_minutes = math.inf
     if minutes is not None:
-        target_minutes, draft_minutes, distill_minutes = (minutes * share for share in SHARES.values())
+        target_minutes, unlikelihood_minutes, draft_minutes, distill_minutes = (minutes * s for s in SHARES.values())
         drafter_minutes = dict.fromkeys(TRAINED, minutes * DRAFTER_SHARE)
     pair = Pair(
         folder=Path(folder),
         target_recipe=stable_recipe(target_minutes),
         draft_recipe=draft_recipe(draft_minutes),
         distill_recipe=distill_recipe(distill_minutes),
+        unlikelihood_recipe=unlikelihood_recipe(unlikelihood_minutes),
         device=device,
         export_to=Path(export_to),
         drafters={

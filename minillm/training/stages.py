@@ -32,7 +32,7 @@ from minillm.training.pretrain import Loss, Trainer, next_token_loss
 from minillm.training.record import RunRecord
 from minillm.training.stage_inputs import check_inputs
 from minillm.training.stage_runs import as_shipped, finished_target, run_to_the_end
-from minillm.training.state_files import read_json, write_json
+from minillm.training.state_files import read_json, read_state, write_json
 from minillm.training.target_evaluation import evaluate_target
 from minillm.training.trained_drafters import TRAINED
 from minillm.training.unlikelihood import OwnText, UnlikelihoodLoss
@@ -61,8 +61,8 @@ def train_target(pair: Pair) -> None:
 
 
 def decay_target(pair: Pair) -> None:
-    """Stage `decay`: a branch of the stable run that decays the learning rate to zero. The stable run may continue; a
-    finished branch stays as it is then."""
+    """Stage `decay`: a branch of the stable run in which the learning rate falls (`recipes.DECAY_TO`). The stable run
+    may continue; a finished branch stays as it is then."""
     text, stable = pair.training_text(LATER), pair.state_file("target")
     folder, now = pair.folder / "decay", _tokens_seen(pair, "target")
     if (folder / "state.pt").exists() and pair.is_finished("decay"):
@@ -184,7 +184,8 @@ def _run(
 
 
 def _tokens_seen(pair: Pair, stage: str) -> int:
-    return RunRecord.load(pair.folder / stage).tokens
+    """The tokens that the saved state of a stage has seen."""
+    return int(read_state(pair.state_file(stage), "cpu", mmap=True)["tokens_seen"])
 
 
 def _evaluate(pair: Pair, target: Decoder, draft: Decoder, checkpoint: Path) -> dict[str, Evaluation]:

@@ -76,5 +76,7 @@ def read_state(file: Path, device: str | torch.device, mmap: bool = False) -> di
     return state
 
 
+STATE = "state.pt"
+"""The file of a state in the folder of its run."""
 STATE_KEYS = frozenset({"model", "optimizers", "step", "tokens_seen", "tokens_before", "seconds"})
 """What a state of `Trainer` consists of."""

@@ -67,7 +67,8 @@ SPAN = 8
 STEPS_PER_WRITING = 8
 """Steps with own text that share the texts of one writing."""
 WRITINGS_KEPT = 16
-"""The last writings that stay on disk: more steps than lie between two saved states."""
+"""The last writings that stay on disk. An interrupted run needs those since its saved state; where they are gone, the
+model as it is then writes others."""
 SHORT = 40
 """Tokens of a round that is unlearned when it comes for the second time. A longer one is unlearned from its third time
 on, if nothing came in between."""

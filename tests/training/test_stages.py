@@ -15,7 +15,7 @@ from minillm.training.card import card
 from minillm.training.checkpoint import pack_run, unpack_run
 from minillm.training.pair import Pair
 from minillm.training.pretrain import Recipe, Trainer
-from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, EXTRAPOLATION, SHARES
+from minillm.training.recipes import DECAY_SHARE, DRAFTER_SHARE, EXTRAPOLATION, SHARES, unlikelihood_recipe
 from minillm.training.record import Hardware, RunRecord
 from minillm.training.run import add_arguments, run_from_args, train
 from minillm.training.stages import STAGES, run_stages
@@ -160,8 +160,8 @@ def test_done_stages_are_skipped(made):
 def test_draft_is_not_distilled_further_from_another_target(made, tmp_path):
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
     other = replace(made, folder=tmp_path)
-    log = tmp_path / "unlikelihood" / "log.jsonl"
-    log.write_text(log.read_text() + json.dumps({"step": 99, "tokens": 9999, "seconds": 1.0, "loss": 1.0}) + "\n")
+    state = torch.load(tmp_path / "unlikelihood" / "state.pt")
+    torch.save({**state, "tokens_seen": state["tokens_seen"] + 512}, tmp_path / "unlikelihood" / "state.pt")
     with pytest.raises(TrainingError, match="remove it to start again"):
         run_stages(other, ["distill"])
 
@@ -426,11 +426,40 @@ def test_a_log_that_was_cut_off_in_a_crash_is_read_to_its_last_step(made, tmp_pa
         RunRecord.load(tmp_path)
 
 
+def test_a_run_whose_log_was_cut_off_goes_on(made, tmp_path):
+    shutil.copytree(made.folder / "target", tmp_path / "target")
+    log = tmp_path / "target" / "log.jsonl"
+    log.write_text(log.read_text() + '{"step": 31, "tok')
+    longer = replace(recipe(40), decay_from=1.0)
+    Trainer(made.new_model("target"), made.training_text(), longer, tmp_path / "target").run()
+    assert [row.step for row in RunRecord.load(tmp_path / "target").log] == list(range(1, 41))
+
+
+def test_steps_behind_the_saved_state_do_not_count(made, tmp_path):
+    """A killed process leaves them in the log. A branch begins with the state, and its budget is a share of that."""
+    shutil.copytree(made.folder / "target", tmp_path / "target")
+    shutil.copytree(made.corpus, tmp_path / "corpus")
+    log = tmp_path / "target" / "log.jsonl"
+    log.write_text(log.read_text() + json.dumps({"step": 60, "tokens": 60 * 256, "seconds": 9, "loss": 1.0}) + "\n")
+    assert RunRecord.load(tmp_path / "target").tokens == 30 * 256
+    run_stages(replace(made, folder=tmp_path), ["decay"])
+    assert json.loads((tmp_path / "decay" / "inputs.json").read_text())["target"] == 30 * 256
+
+
 def test_damaged_inputs_are_named(made, tmp_path):
     shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "decay" / "inputs.json").write_text('{"target"')
     with pytest.raises(TrainingError, match=r"decay/inputs.json is cut off or no JSON"):
         run_stages(replace(made, folder=tmp_path), ["unlikelihood"])
+
+
+def test_checkpoint_does_not_go_with_a_corpus_of_another_tokenizer(made, tmp_path):
+    pack_run(made.folder, tmp_path / "packed")
+    (tmp_path / "runs" / "corpus").mkdir(parents=True)
+    (tmp_path / "runs" / "corpus" / "tokenizer.json").write_text("{}")
+    with pytest.raises(TrainingError, match=r"tokens of another tokenizer than .*packed; name another folder"):
+        unpack_run(tmp_path / "packed", tmp_path / "runs")
+    assert not (tmp_path / "runs" / "target").exists()
 
 
 def test_checkpoint_never_replaces_a_run(made, tmp_path):
@@ -443,5 +472,17 @@ def test_checkpoint_never_replaces_a_run(made, tmp_path):
 
 def test_all_stages_fit_into_a_total_of_minutes() -> None:
     """A twentieth of the time is left for the text that the target writes."""
+    assert set(SHARES) | {"corpus", "decay", "export", *TRAINED} == set(STAGES)
     own = sum(SHARES.values()) + SHARES["target"] * DECAY_SHARE + len(TRAINED) * DRAFTER_SHARE
     assert own < 0.95
+
+
+def test_minutes_are_shared_among_all_stages(tmp_path, monkeypatch):
+    pairs = []
+    monkeypatch.setattr("minillm.training.run.run_stages", lambda pair, stages: pairs.append(pair))
+    train(tmp_path, minutes=10)
+    train(tmp_path)
+    shared, default = pairs
+    assert {stage: shared.recipe(stage).minutes for stage in SHARES} == {s: 10 * SHARES[s] for s in SHARES}
+    assert {shared.recipe(method).minutes for method in TRAINED} == {10 * DRAFTER_SHARE}
+    assert default.unlikelihood_recipe == unlikelihood_recipe()
