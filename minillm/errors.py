@@ -35,6 +35,10 @@ class TokenizerMismatchError(CheckpointError):
     """The draft model and the target have different vocabularies."""
 
 
+BROKEN_DRAFTS = "the draft model gave NaN or infinite logits; check its checkpoint, or run it in float32"
+"""The message of a `NonFiniteLogitsError` that ends drafting."""
+
+
 class NonFiniteLogitsError(MinillmError):
     """The model's logits contain NaN or infinity, so no token can be sampled."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minillm.batch import Segment, logit_rows, tree_masks
 from minillm.cache.base import KVCache, StoredRows
-from minillm.errors import UnsupportedError
+from minillm.errors import BROKEN_DRAFTS, NonFiniteLogitsError, UnsupportedError
 from minillm.models.config import ModelConfig
 from minillm.models.decoder import Decoder
 from minillm.ops.cpu import amx, step
@@ -101,8 +101,7 @@ class CpuExecutor:
     def warm_up(self) -> str | None:
         """Run one step, so that numba compiles it for these kinds of weights and cache or loads it from disk."""
         with showing_progress():
-            self.run([Segment([0], 0, [0])])
-        self.launcher.forget()
+            self.launcher.warm_up(lambda: self.run([Segment([0], 0, [0])]))
         return None
 
     def run(self, segments: Sequence[Segment]) -> Tensor:
@@ -132,6 +131,8 @@ class CpuExecutor:
         """See `ModelRunner.draft`. All `count` steps are one compiled call."""
         drafted = np.empty((len(segments), count), np.int64)
         self._run(segments, drafted, (), NO_QUERIES)
+        if (drafted == step.NO_TOKEN).any():
+            raise NonFiniteLogitsError(BROKEN_DRAFTS)
         return drafted.tolist()
 
     def _run(

@@ -24,10 +24,9 @@ there are; padding requests have no work. The host writes a step's inputs anew e
 0.07 ms for one request; for 64 in blocks of 16 tokens 0.2 ms at 1024 tokens, 1.4 ms at 8192 (one CPU core).
 
 Wins: small models and small batches, bound by launches; drafting above all. Loses: only memory and start-up time where
-a step takes milliseconds anyway. Not yet measured on a GPU: durations on GPUs given here are what is known of such
-machines. Tested in Triton's interpreter, with a recorder in place of CUDA's: results equal those of plain PyTorch,
-token for token in float32; graphs on equals graphs off to the last bit; nothing in a recorded part reads a tensor on
-the host or copies from the host.
+a step takes milliseconds anyway (`docs/gpu.md` has what an H100 measured). Tested in Triton's interpreter, with a
+recorder in place of CUDA's: results equal those of plain PyTorch, token for token in float32; graphs on equals graphs
+off to the last bit; nothing in a recorded part reads a tensor on the host or copies from the host.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from triton.errors import TritonError
 
 from minillm.batch import Batch
 from minillm.cache.base import KVCache
-from minillm.errors import NonFiniteLogitsError
+from minillm.errors import BROKEN_DRAFTS, NonFiniteLogitsError
 from minillm.models.decoder import Decoder
 from minillm.ops.dispatch import implementations
 from minillm.ops.triton.machine import FLOATS, power_of_two
@@ -269,9 +268,7 @@ class GpuExecutor:
                 output = step.output
             drafted = [list(tokens) for tokens in zip(*output.tolist(), strict=True)][: len(segments)]
         if any(NO_TOKEN in tokens for tokens in drafted):
-            raise NonFiniteLogitsError(
-                "the draft model gave NaN or infinite logits; check its checkpoint, or run it in float32"
-            )
+            raise NonFiniteLogitsError(BROKEN_DRAFTS)
         return drafted
 
     def warm_up(self) -> str | None:

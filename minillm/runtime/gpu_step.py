@@ -12,7 +12,7 @@ module, in PyTorch.
 
 Wins: few tokens, where launching a kernel takes longer than running it, above all in a CUDA graph (`gpu_executor`); and
 quantised weights and caches, which are never dequantised in memory. Loses: a long prefill in one piece, where the
-kernels of PyTorch (cuBLAS, FlashAttention) are as good. Not yet measured on a GPU.
+kernels of PyTorch (cuBLAS, FlashAttention) are as good. `docs/gpu.md` has what an H100 measured.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minillm.batch import Batch, Segment, logit_rows
 from minillm.cache.base import KVCache
+from minillm.errors import BROKEN_DRAFTS, NonFiniteLogitsError
 from minillm.models.decoder import Attention, Decoder
 
 EXECUTORS = {
@@ -152,7 +153,8 @@ class ModelRunner:
     def draft(self, segments: Sequence[Segment], count: int) -> list[list[int]]:
         """Return the `count` tokens that follow each segment under greedy decoding.
 
-        Each segment wants one row of logits, and its block table has room for `count` - 1 more tokens.
+        Each segment wants one row of logits, and its block table has room for `count` - 1 more tokens. Raises
+        `NonFiniteLogitsError` if the logits of one of them are NaN or infinite.
         """
         if self.executor is not None:
             return self.executor.draft(segments, count)
@@ -162,7 +164,10 @@ class ModelRunner:
         """As `draft`, with one forward for each token."""
         tokens: list[list[int]] = [[] for _ in segments]
         for _ in range(count):
-            for row, token in zip(tokens, self.run(segments).argmax(-1).tolist(), strict=True):
+            logits = self.run(segments)
+            if not logits.isfinite().all():
+                raise NonFiniteLogitsError(BROKEN_DRAFTS)
+            for row, token in zip(tokens, logits.argmax(-1).tolist(), strict=True):
                 row.append(token)
             segments = [
                 Segment(row[-1:], s.end, s.block_table, num_skipped=s.num_skipped)

@@ -10,7 +10,8 @@ sorts the whole vocabulary, because finding the part that suffices needs a read.
 for all rows and used only where it applies, which is cheaper on a GPU than selecting rows.
 
 Wins: the host prepares while the model runs, and waits once per step. Loses: it sorts 128,000 numbers per row where the
-CPU path sorts a few hundred. On a CPU a read costs nothing, so this is not used there. Not yet measured on a GPU.
+CPU path sorts a few hundred. On a CPU a read costs nothing, so this is not used there. What the sort costs on a GPU has
+not been measured.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Draw(IntEnum):
 def uniform(seed: int, index: int, purpose: Draw, sibling: int = 0) -> float:
     """A uniform number in [0, 1), a pure function of its arguments: splitmix64 over (seed, token index, purpose).
 
-    `sibling`: the index of a draft among the siblings in a draft tree, so that each has its own number.
+    `sibling`: separates numbers of one index and purpose, such as those of the siblings in a draft tree.
 
     The result is a multiple of 2^-24, so fp32 represents it exactly and it never rounds up to 1.
     Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".

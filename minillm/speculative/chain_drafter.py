@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm.batch import Segment
-from minillm.errors import ConfigError, NonFiniteLogitsError
+from minillm.errors import BROKEN_DRAFTS, ConfigError, NonFiniteLogitsError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.sampling import Draw, argmax, probs_from_logits, sample, uniform
@@ -92,6 +92,9 @@ class ChainDrafter(Drafter):
                 active = [i for i in active if step < num_drafts[i]]
                 logits = next_logits(active, tokens)
             if is_greedy:
+                if not logits.isfinite().all():
+                    warn_of_broken_logits(self, NonFiniteLogitsError(BROKEN_DRAFTS))
+                    break
                 for i, token in zip(active, argmax(logits), strict=True):
                     tokens[i].append(token)
                 continue

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from minillm.models.decoder import Decoder
 from minillm.ops.cpu import amx, heads
+from minillm.ops.cpu.compiled import showing_progress
 from minillm.ops.cpu.launch import Launcher
 from minillm.ops.cpu.matrix_fields import BIAS, COLUMNS, GROUP, MATRIX_FIELDS, NONE, OUTPUTS, PANEL
 from minillm.ops.cpu.panels import pack_floats
 from minillm.ops.cpu.rounding import codes_size
 from minillm.ops.cpu.simd import LANES
+from minillm.ops.cpu.step import NO_TOKEN
 from minillm.runtime.packed_decoder import Vectors, empty_aligned, packed, smallest_cast
 from minillm.speculative.draft_heads import KINDS, DraftHeads, HeadsShape
 from minillm.speculative.target_heads import Round, TargetHeads
@@ -58,6 +60,9 @@ class CompiledHeads(TargetHeads):
         self.widest_codes = max(codes_size(amx.ROWS, int(columns), int(group)) for columns, group in fields)
         self.launcher = Launcher(heads.run, heads.run_together)
         self.floats, self.codes = np.zeros(0, np.float32), np.zeros(0, np.uint8)
+        zeros = torch.zeros(1, shape.hidden_size), torch.zeros(1, dtype=torch.int64)
+        with showing_progress():
+            self.launcher.warm_up(lambda: self._run(*zeros, [1], KINDS.index("greedy"), 0.0, num_drafted=1))
 
     def begin(self, hidden: Tensor, last: Tensor, most: Sequence[int], kind: int, min_survival: float) -> Round:
         """See `TargetHeads.begin`."""
@@ -71,7 +76,8 @@ class CompiledHeads(TargetHeads):
         counts, _, _, drafted = self._run(
             hidden, last, most, KINDS.index("greedy"), min_survival, self.heads.shape.num_drafts
         )
-        return [row[:count] for row, count in zip(drafted.tolist(), counts.tolist(), strict=True)]
+        rows = [row[:count] for row, count in zip(drafted.tolist(), counts.tolist(), strict=True)]
+        return [row[: row.index(NO_TOKEN)] if NO_TOKEN in row else row for row in rows]
 
     def _run(
         self, hidden: Tensor, last: Tensor, most: Sequence[int], kind: int, min_survival: float, num_drafted: int

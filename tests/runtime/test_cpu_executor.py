@@ -20,7 +20,7 @@ from minillm.cache.contiguous import ContiguousKVCache
 from minillm.cache.paged import PagedKVCache
 from minillm.cache.paged_int4 import PagedInt4KVCache
 from minillm.cache.paged_int8 import PagedInt8KVCache
-from minillm.errors import UnsupportedError
+from minillm.errors import NonFiniteLogitsError, UnsupportedError
 from minillm.models.config import ModelConfig, RopeConfig
 from minillm.models.decoder import Decoder
 from minillm.models.held_out import held_out_prompts
@@ -290,15 +290,31 @@ def test_a_token_is_the_same_to_the_last_bit_alone_or_in_a_batch(layout: type[KV
     assert torch.equal(torch.cat(rows[23:28]), together[6:11])
 
 
-def test_two_threads_give_the_same_bits_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", [None, Int8(), W8A8(), Int4(group_size=64), torch.bfloat16], ids=str)
+def test_two_threads_give_the_same_bits_as_one(scheme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of several tokens, and chains drafted in one call."""
+    if scheme is torch.bfloat16:
+        model = random_model(PLAIN).bfloat16()
+    else:
+        model = random_model(PLAIN) if scheme is None else quantized(scheme)
+    found = []
+    for threads in (1, min(2, launch.NUMBA_NUM_THREADS)):
+        runner = runner_of(model)
+        monkeypatch.setattr(runner.executor.launcher, "threads", lambda kind, threads=threads: threads)
+        logits = outputs(runner)
+        chains = runner.draft([Segment(PROMPT, 0, TABLE), Segment(OTHER, 0, OTHERS_TABLE)], 4)
+        found.append((logits, chains))
+    (one, drafts), (two, same) = found
+    assert torch.equal(one, two) and drafts == same
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_drafting_ends_where_logits_are_broken(fast: bool, broken: float) -> None:
     model = random_model(PLAIN)
-    right = outputs(runner_of(model))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert torch.equal(outputs(runner_of(model)), right)
-    finally:
-        torch.set_num_threads(threads)
+    model.lm_head.weight[5, 3] = broken
+    with pytest.raises(NonFiniteLogitsError, match="the draft model gave NaN or infinite logits"):
+        runner_of(model, fast=fast).draft([Segment(PROMPT, 0, TABLE)], 3)
 
 
 def test_a_step_has_no_more_threads_than_usable_processors(monkeypatch: pytest.MonkeyPatch) -> None:

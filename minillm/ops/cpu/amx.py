@@ -184,8 +184,9 @@ def add_row(
     typing: Any, w: Any, w_at: Any, panel: Any, x: Any, x_at: Any, steps: Any, y: Any, y_at: Any, parts: Any,
     panels: Any,
 ) -> Any:  # fmt: skip
-    """As `add_tiles` for one row, with the same bits, in vectors of sixteen: y += A · B over `steps` times `DEPTH`
-    columns, sixteen floats for each panel; `parts` and `panels` are literal. `x[x_at]`: the row in its first tile.
+    """As `add_tiles` for one row, with the same bits except for numbers below 2^-126, in vectors of sixteen: y += A · B
+    over `steps` times `DEPTH` columns, sixteen floats for each panel; `parts` and `panels` are literal. `x[x_at]`: the
+    row in its first tile.
 
     Each tile instruction becomes two sums per output, of even and of odd columns, which start from zero.
     """

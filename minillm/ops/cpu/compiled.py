@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,10 +37,12 @@ FUNCTIONS = 60
 
 
 def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit` whose results are cached on disk, in `cache_folder()`."""
+    """`numba.njit` whose results are cached on disk, in `cache_folder()`, if there is one."""
 
     def compiled(function: Callable[..., Any]) -> Any:
-        before, config.CACHE_DIR = config.CACHE_DIR, str(cache_folder())
+        if (folder := cache_folder()) is None:
+            return njit(**OPTIONS, **options)(function)
+        before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
         try:
             return njit(cache=True, **OPTIONS, **options)(function)
         finally:
@@ -49,20 +52,23 @@ def entry_point(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 @cache
-def cache_folder() -> Path:
-    """The cache folder for these sources, this version of numba and this processor."""
+def cache_folder() -> Path | None:
+    """The cache folder for these sources, this version of numba and this processor. None where no place can be written:
+    then every process compiles for itself. (numba would look for a place of its own, whose name has no such hash.)"""
     _, name, _ = target = cpu_target.target_context.codegen().magic_tuple()
     here = Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parent / "kv_quant.py"]  # whose constants are compiled in
     sources = b"".join(path.read_bytes() for path in files)
     digest = sha256(sources + repr((target, llvm_version, has_amx())).encode()).hexdigest()[:16]
-    root = _root()
-    folder = root / f"{PREFIX}numba{numba_version}-{name or 'generic'}-{digest}"
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        os.utime(folder)
-    _delete_unused(root, folder)
-    return folder
+    for root in _roots():
+        folder = root / f"{PREFIX}numba{numba_version}-{name or 'generic'}-{digest}"
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            os.utime(folder)
+            _delete_unused(root, folder)
+            return folder
+    return None
 
 
 def _delete_unused(root: Path, kept: Path) -> None:
@@ -74,17 +80,14 @@ def _delete_unused(root: Path, kept: Path) -> None:
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def _root() -> Path:
-    """The parent of all cache folders: `NUMBA_CACHE_DIR` if that is set; else this folder's `__pycache__`; if that is
-    not writable, the user's cache."""
+def _roots() -> Iterator[Path]:
+    """Where cache folders may be, the best place first: `NUMBA_CACHE_DIR` if that is set, this folder's `__pycache__`,
+    the user's cache."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(chosen)
-    beside = Path(__file__).parent / "__pycache__"
-    with suppress(OSError):
-        beside.mkdir(exist_ok=True)
-    if os.access(beside, os.W_OK):
-        return beside
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minillm"
+        yield Path(chosen)
+    yield Path(__file__).parent / "__pycache__"
+    with suppress(RuntimeError):  # a user without a home
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minillm"
 
 
 @contextmanager

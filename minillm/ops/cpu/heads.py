@@ -175,7 +175,7 @@ def run(sync, threads, dims, weights, target, round_, min_survival, floats, code
                 thread_at,
             )  # fmt: skip
         for r in range(team.thread_id, n, team.num_threads):
-            token = last[r] if i == 0 else drafted[r, i - 1]
+            token = last[r] if i == 0 else max(0, drafted[r, i - 1])
             for k in range(0, token_rank, LANES):
                 added = load(contexts, (r * num_drafts + i) * token_rank + k) + load(tokens, token * token_rank + k)
                 if i > 0:

@@ -53,6 +53,13 @@ class Launcher:
             self.run_together(*arguments)
             return time.perf_counter() - began
 
-    def forget(self) -> None:
-        """Forget the calls so far, whose time may include compiling."""
-        self.choice = ThreadChoice()
+    def warm_up(self, call: Callable[[], Any]) -> None:
+        """Run `call`, which launches once, on several threads and on one, so that numba compiles both entry points or
+        loads them from disk. What that took is forgotten."""
+        usable = self.usable_processors
+        try:
+            for self.usable_processors in (usable, 1):
+                call()
+        finally:
+            self.usable_processors = usable
+            self.choice = ThreadChoice()

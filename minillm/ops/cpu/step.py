@@ -33,6 +33,7 @@ QKV, OUT, GATE_UP, DOWN = range(4)
 """A layer's matrices, in this order; the unembedding follows those of the last layer."""
 EPS = 0
 """Index of ε in `Weights.vectors`."""
+NO_TOKEN, INFINITY = -1, np.float32(np.inf)
 DEPTH = 0
 """Column of `Inputs.tree`: what is added to the position of a request's first new token. The other is the mask
 (`attention.MASK`)."""
@@ -281,7 +282,8 @@ def run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, lo
     """One thread's part of a step. `logits` and `queries` are written, see `forward`.
 
     If `drafted` (`[requests, steps]`, int64) has columns, the step is repeated until they are filled, each time with
-    the argmax of every request as its next token; `inputs.wanted` must then be the last row of each request.
+    the argmax of every request as its next token; `inputs.wanted` must then be the last row of each request. Where
+    logits are NaN or infinite, `drafted` has `NO_TOKEN`.
     `inputs.token_ids` and `inputs.requests` are overwritten.
     """
     team = join_team(sync, threads)
@@ -301,7 +303,7 @@ def run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, lo
             break
         if team.thread_id == 0:
             for r in range(count):
-                token_ids[r], wanted[r] = drafted[r, i], r
+                token_ids[r], wanted[r] = max(0, drafted[r, i]), r
                 requests[r, 0], requests[r, 1], requests[r, 2] = r, 1, requests[r, 2] + 1
         tokens = count
         barrier(team)
@@ -309,12 +311,13 @@ def run(sync, threads, drafted, dims, weights, keys, values, inputs, scratch, lo
 
 @njit(**OPTIONS)
 def argmax(logits, at, size):
-    """The index of the (first) largest of `size` numbers."""
-    best = at
+    """The index of the (first) largest of `size` numbers; `NO_TOKEN` if one of them is NaN or infinite."""
+    best, is_broken = at, False
     for i in range(at, at + size):
         if logits[i] > logits[best]:
             best = i
-    return best - at
+        is_broken |= not abs(logits[i]) < INFINITY
+    return NO_TOKEN if is_broken else best - at
 
 
 @entry_point(parallel=True)

@@ -25,7 +25,7 @@ def run(q, keys, values, batch, window=None, threads: int = 1, tree=NO_TREE, bfl
         row = batch.block_tables[r, : -(-seq_len // batch.block_size)].tolist()
         requests.append((batch.query_start[r], batch.query_lens[r], seq_len, table))
         table, tables = table + len(row), tables + row
-    floats = [torch.where(pool.abs() == 1e4, torch.nan, pool).reshape(-1) for pool in (keys, values)]
+    floats = [torch.where(pool.abs() > 5e3, torch.nan, pool).reshape(-1) for pool in (keys, values)]  # unused slots
     pools = [(p.bfloat16().view(torch.uint16).numpy() if bfloat else p.numpy(),) for p in floats]
     out = np.full(q.numel(), np.nan, np.float32)
     for thread_id in range(threads):

@@ -21,7 +21,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def folder() -> Path:
-    return cache_folder.__wrapped__()
+    found: Path | None = cache_folder.__wrapped__()
+    assert found is not None
+    return found
 
 
 def test_versions_and_processors_have_a_cache_folder_each(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +53,25 @@ def test_only_folders_that_were_not_used_for_long_are_deleted(root: Path) -> Non
     os.utime(own, (time.time() - 2 * UNUSED_DAYS * DAY,) * 2)
     assert folder() == own and own.stat().st_mtime > time.time() - DAY  # using it renews its time
     assert recent.exists() and foreign.exists() and not old.exists()
+
+
+def test_where_the_chosen_place_cannot_be_written_the_next_one_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
+    assert folder().parent == Path(compiled.__file__).parent / "__pycache__"
+
+
+def test_where_no_place_can_be_written_every_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba must not look for a place of its own: its name would not depend on the other files."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(compiled, "_roots", lambda: iter([tmp_path / "file"]))
+    assert cache_folder.__wrapped__() is None
+    monkeypatch.setattr(compiled, "cache_folder", lambda: None)
+
+    @compiled.entry_point()
+    def double(number):  # type: ignore[no-untyped-def]
+        return 2 * number
+
+    assert double(4) == 8 and double.stats.cache_path is None
