@@ -26,7 +26,7 @@ from minillm.errors import (
     NonFiniteLogitsError,
     QueueOverflowError,
 )
-from minillm.llm_engine import LLMEngine, Prompt, check_request_id
+from minillm.llm_engine import LLMEngine, Prompt, check_request_id, check_sampling_params
 from minillm.output_stream import OutputStream
 from minillm.outputs import RequestOutput
 from minillm.request import Request
@@ -104,6 +104,7 @@ class AsyncLLM:
         nothing is queued. If the id is in use, the stream raises `MinillmError`.
         """
         await self.check_health()
+        check_sampling_params(params)
         self.check_admission(params.n)
         check_request_id(request_id)
         stream = OutputStream(request_id, params.n, self._abort)

@@ -32,9 +32,9 @@ class LLM:
     `scheduler_cls`, `block_pool_cls` and `ops={"paged_attention": function}` replace parts of the engine.
     `block_size=None` is 16, or the size that the cache layout needs. `enable_prefix_caching=None` turns prefix caching
     on if the layout can share blocks. `enforce_eager=True` runs each step in plain PyTorch and leaves the weights in
-    the model. Otherwise, on a CPU, the weights of a float32, INT8, W8A8, INT4 or AWQ model with a paged cache move into
-    a step compiled for the processor (`minillm.runtime.cpu_executor`). `tensor_parallel_size=N` splits a full-precision
-    model over N processes, which run plain PyTorch (`minillm.parallel`).
+    the model. Otherwise, on a CPU, the weights of a float32, bfloat16, INT8, W8A8, INT4 or AWQ model with a paged cache
+    move into a step compiled for the processor (`minillm.runtime.cpu_executor`). `tensor_parallel_size=N` splits a
+    full-precision model over N processes, which run plain PyTorch (`minillm.parallel`).
     """
 
     __signature__: ClassVar = inspect.signature(EngineArgs)
@@ -80,14 +80,15 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yield the completion of one prompt as pieces of text. Closing the iterator aborts the request."""
-        params = sampling_params or self.get_default_sampling_params()
         if not isinstance(prompt, str | Mapping):
             raise PromptError(f"stream continues one prompt, which is text or a mapping, not {type(prompt).__name__}")
-        if params.n != 1:
-            raise ConfigError(f"n={params.n} completions cannot be streamed into one text; use n=1")
         groups = self._prepare(prompt, sampling_params)
-        [[request]] = groups
-        shown = 0
+        [[request, *others]], shown = groups, 0
+        params = request.params
+        if others:
+            raise ConfigError(f"n={params.n} completions cannot be streamed into one text; use n=1")
+        if not params.detokenize:
+            raise ConfigError("detokenize=False gives no text to stream; leave it out, or use generate")
         with closing(self.llm_engine.run(groups)) as steps:
             for _ in steps:
                 with self.engine.lock:  # another thread's step may be adding to the text
@@ -147,11 +148,14 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
-        for what, given in (("sampling params", sampling_params), ("priorities", priority)):
+        for what, given, others in (
+            ("sampling params", sampling_params, ", or one for all"),
+            ("priorities", priority, ""),
+        ):
             if not isinstance(given, Sequence):
-                raise ConfigError(f"{given!r} are no {what}; give one for each prompt in a list, or one for all")
+                raise ConfigError(f"{given!r} are no {what}; give one for each prompt in a list{others}")
             if len(given) != len(prompts):
-                raise ConfigError(f"{len(given)} {what} for {len(prompts)} prompts; give one each, or one for all")
+                raise ConfigError(f"{len(given)} {what} for {len(prompts)} prompts; give one each{others}")
         return [
             self.llm_engine.prepare(prompt, params, rank)
             for prompt, params, rank in zip(prompts, sampling_params, priority, strict=True)

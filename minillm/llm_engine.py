@@ -163,10 +163,11 @@ class LLMEngine:
         return False
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests now, in any state. Unknown ids, including those that have just finished, are ignored."""
+        """End requests now, in any state. Unknown ids, including those that have just finished, are ignored. The id of
+        one completion, which an error may name, ends all of its prompt."""
         with self.engine.lock:
             for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-                self.discard(self._groups.pop(request_id, []))
+                self.discard(self._groups.pop(prompt_id_of(request_id), []))
 
     def reset_prefix_cache(self) -> bool:
         """Evict all cached blocks. While a request holds a block, nothing is evicted and False returned, as in vLLM."""
@@ -200,11 +201,14 @@ class LLMEngine:
         Without `params`, the defaults count, and a default `max_tokens` ends where the context ends. Any thread may
         call it; it does not wait for a running step. Raises `PromptError` or `ConfigError`.
         """
+        check_sampling_params(params)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError(f"priority={priority!r} must be an integer; lower runs first")
         text, token_ids, salt = self._read_prompt(prompt)
         room = self.max_model_len - len(token_ids)
-        is_default, params = params is None, params or self.default_sampling_params()
+        is_default = params is None
+        if params is None:
+            params = self.default_sampling_params()
         max_tokens = room if params.max_tokens is None else params.max_tokens
         if is_default:
             max_tokens = min(max_tokens, room)
@@ -235,6 +239,7 @@ class LLMEngine:
                 fork_of=group[0] if group and self.engine.runner.cache.supports_prefix_sharing else None,
                 stop_ids=params.all_stop_token_ids | (frozenset() if params.ignore_eos else eos),
                 eos_ids=eos,
+                eos_id=tokenizer.eos_id,
                 detokenizer=detokenizer,
             )
             group.append(request)
@@ -242,7 +247,9 @@ class LLMEngine:
 
     @property
     def _eos_ids(self) -> frozenset[int]:
-        return frozenset(self.engine.runner.model.config.eos_token_ids)
+        config, own = self.engine.runner.model.config, self.engine.tokenizer.eos_id
+        is_usable = own is not None and own < config.vocab_size
+        return frozenset((*config.eos_token_ids, own) if is_usable else config.eos_token_ids)
 
     def _next_number(self, is_request_id: bool) -> int:
         """The number of the next prompt. If it also becomes the request id, ids in use are skipped."""
@@ -338,6 +345,12 @@ class LLMEngine:
         if text is None:
             text = tokenizer.decode(token_ids, skip_special_tokens=False)
         return text, token_ids, salt
+
+
+def check_sampling_params(params: SamplingParams | None) -> None:
+    """Raise `ConfigError` for anything else."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ConfigError(f"sampling params {params!r} must be SamplingParams(…), not {type(params).__name__}")
 
 
 def check_request_id(request_id: str) -> None:

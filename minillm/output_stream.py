@@ -38,17 +38,19 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """The newest output. Raises `EngineGenerateError` or `EngineDeadError` if the engine failed."""
+        """The newest output. Raises `EngineGenerateError` or `EngineDeadError` if the engine failed, and
+        `StopAsyncIteration` at the end, or when the stream is closed meanwhile."""
         if self.ended and not self._ready.is_set():
             raise StopAsyncIteration
         await self._ready.wait()
         self._ready.clear()
         if self._error is not None:
             raise self._error
-        assert self._output is not None
+        if self._output is None:
+            raise StopAsyncIteration
         return self._output
 
     async def aclose(self) -> None:
-        """Abort the request if it has not ended."""
-        self._ready.clear()
+        """Abort the request if it has not ended. A task that waits for an output is told that there is none."""
         self._abort(self)
+        self.put()

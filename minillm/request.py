@@ -49,9 +49,13 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     """End-of-text and stop tokens that end this request."""
     eos_ids: frozenset[int] = frozenset()
-    """The model's end-of-text tokens, whether they end this request or not."""
+    """The end-of-text tokens of model and tokenizer, whether they end this request or not."""
+    eos_id: int | None = None
+    """The tokenizer's. The others count as stop tokens, as in vLLM."""
     detokenizer: Detokenizer | None = None
     num_computed_tokens: int = 0
+    num_dropped_tokens: int = 0
+    """How many tokens the request had when its cache was dropped last."""
     block_table: list[int] = field(default_factory=list)
     arrival: int = 0
     """Position in the order of arrival, set by the scheduler."""
@@ -90,7 +94,14 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether only the last output token is new. A preempted request that recomputes its tokens is in prefill."""
-        return self.num_new_tokens == 1 and self.num_output_tokens > 0
+        return self.num_new_tokens == 1 and self.num_output_tokens > 0 and self.num_tokens > self.num_dropped_tokens
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed. The prompt's first completion reports
+        them."""
+        asked = self.params.prompt_logprobs is not None and self.index == 0
+        return asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def num_remaining_tokens(self) -> int:
@@ -120,8 +131,8 @@ class Request:
         return self.params.seed is not None and not self.params.is_greedy
 
     def is_end_of_text(self, token: int) -> bool:
-        """Whether `token` is an end-of-text token that ends this request; False for a stop token."""
-        return token in self.eos_ids and not self.params.ignore_eos
+        """Whether `token` is the end-of-text token and ends this request; False for a stop token."""
+        return token == self.eos_id and not self.params.ignore_eos
 
     def sampling_row(self, drafts: Sequence[int] = ()) -> SamplingRow:
         """The sampling parameters and the context of the token that follows `token_ids` and `drafts`."""
@@ -144,7 +155,7 @@ class Request:
     def drop_cache(self) -> None:
         """Clear the block table and set the number of computed tokens to 0. The caller has freed the blocks."""
         self.block_table.clear()
-        self.num_computed_tokens = 0
+        self.num_computed_tokens, self.num_dropped_tokens = 0, self.num_tokens
 
 
 def request_seed(seed: int | None, engine_seed: int, number: int, index: int) -> int:

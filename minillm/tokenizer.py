@@ -114,10 +114,30 @@ class Tokenizer:
         return not self.is_byte_level and BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
 
     @cached_property
+    def eos_id(self) -> int | None:
+        """The token that ends a text, which `tokenizer_config.json` names; None if it names none of the vocabulary."""
+        named = self._config.get("eos_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        return self.backend.token_to_id(text) if isinstance(text, str) else None
+
+    @cached_property
     def fim_suffix_first(self) -> bool:
         """Whether the model expects the text after a gap before the text in front of it (`fill_in_the_middle`)."""
+        return self._config.get("fim_suffix_first") is True
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        """`tokenizer_config.json`; empty without it. Raises `CheckpointError` if it is no JSON object."""
         file = self.folder / "tokenizer_config.json"
-        return file.is_file() and json.loads(file.read_text(encoding="utf-8")).get("fim_suffix_first") is True
+        if not file.is_file():
+            return {}
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as problem:
+            raise CheckpointError(f"{file} is not JSON ({problem}); fetch it again") from None
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{file} is no JSON object; fetch it again")
+        return found
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
         """Whether every id is the same token in both. A draft model needs that."""

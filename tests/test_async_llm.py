@@ -322,3 +322,18 @@ def test_coming_and_going_at_random_loses_no_request_and_no_block(tiny: TinyPair
 
         ended = run(job)
         assert {"finished", "left", "left at once"} == set(ended)
+
+
+def test_closing_a_stream_wakes_the_task_that_waits_for_it(tiny: TinyPair) -> None:
+    async def job() -> None:
+        with served(tiny) as engine:
+            stream = await engine.add_request("a", PROMPTS[0], FINAL)
+            waiting = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            await stream.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await asyncio.wait_for(waiting, 20)
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+
+    run(job)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from minillm.errors import CheckpointError, PromptError
 from minillm.tokenizer import Detokenizer, Tokenizer
 from minillm.training.train_tokenizer import save_tokenizer, train_tokenizer
-from tests.conftest import TEXTS
+from tests.conftest import TEXTS, TinyPair
 
 
 def byte_level() -> Tokenizer:
@@ -215,3 +217,26 @@ def test_a_corrupt_tokenizer_is_refused(folder: Path) -> None:
 def test_importing_the_tokenizer_leaves_transformers_alone() -> None:
     code = "import sys, minillm.tokenizer, minillm.models.loading; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[]", "is no JSON object"), ("{", "is not JSON"), ("\xff", "is not JSON")],
+)
+def test_a_broken_configuration_of_a_tokenizer_is_named(tiny: TinyPair, tmp_path: Path, text: str, words: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.target, folder)
+    (folder / "tokenizer_config.json").write_bytes(text.encode("latin-1"))
+    tokenizer = Tokenizer.from_folder(folder)
+    for read in (lambda: tokenizer.eos_id, lambda: tokenizer.fim_suffix_first):
+        with pytest.raises(CheckpointError, match=rf"tokenizer_config.json {words}"):
+            read()
+
+
+@pytest.mark.parametrize("named", ["<|endoftext|>", {"content": "<|endoftext|>"}, None, "<|none|>", 5])
+def test_the_tokenizers_configuration_names_the_end_of_text(tiny: TinyPair, tmp_path: Path, named: object) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.target, folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    expected = 0 if named in ("<|endoftext|>", {"content": "<|endoftext|>"}) else None
+    assert Tokenizer.from_folder(folder).eos_id == expected

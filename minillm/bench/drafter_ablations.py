@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from minillm.bench.draft_counts import Counts
 from minillm.bench.harness import describe_run
-from minillm.bench.speculation import slice_prompts
+from minillm.bench.speculation import check_prompts, slice_prompts
 from minillm.errors import ConfigError
 from minillm.models.fingerprint import fingerprint_of_folder
 from minillm.models.hub import resolve
@@ -114,8 +114,12 @@ def run(
     """Measure the variants of `methods` (default: all). Returns the result as JSON values.
 
     `drafters`: the folder in which `minillm train --ablations` has written its results for this model; None: only what
-    needs no training. Raises `ConfigError` for an unknown method, and for results of another model.
+    needs no training. Raises `ConfigError` for an unknown method, for results of another model, for more prompts than
+    there are, and for fewer than three new tokens: the first comes with the prompt, and the last needs no draft.
     """
+    if new_tokens < 3:
+        raise ConfigError(f"--new-tokens {new_tokens} must be at least 3, so that a round has a draft")
+    check_prompts(prompts, [slice_prompts()[TEXT]])
     trained = _trained(drafters, model) if drafters else {}
     known = [*VARIANTS, *trained]
     for name in methods or ():
@@ -185,8 +189,8 @@ def _measured(
     rates, judged = [], []
     for temperature in (0.0, 1.0):
         counts = Counts()
-        for seed, prompt in enumerate(prompts):
-            params = SamplingParams(temperature=temperature, max_tokens=new_tokens, ignore_eos=True, seed=seed)
+        for prompt in prompts:
+            params = SamplingParams(temperature=temperature, max_tokens=new_tokens, ignore_eos=True)
             with llm.trace() as trace:
                 llm.generate([{"prompt_token_ids": tokenizer.encode(prompt)[-room:]}], params, use_tqdm=False)
             counts.count(trace.events)

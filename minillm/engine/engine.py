@@ -25,7 +25,7 @@ from minillm.ops.transfer import copy_to_device
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
 from minillm.speculative.draft_policy import DraftPolicy
-from minillm.speculative.drafter import Draft, Drafter
+from minillm.speculative.drafter import Draft, Drafter, check_proposed
 from minillm.speculative.rejection_sampler import EXACT, Rule, Verdict, check_tree
 from minillm.tokenizer import Tokenizer
 from minillm.trace import (
@@ -173,12 +173,11 @@ class Engine:
         wanted = [item for item in scheduled if item.num_drafts]
         if self.drafter is None or not wanted:
             return
-        drafts = self.drafter.propose([item.request for item in wanted], [item.num_drafts for item in wanted])
-        if len(drafts) != len(wanted):
-            name = type(self.drafter).__name__
-            raise DraftError(f"{name} proposed {len(drafts)} drafts for {len(wanted)} requests; return one for each")
+        num_drafts = [item.num_drafts for item in wanted]
+        drafts = self.drafter.propose([item.request for item in wanted], num_drafts)
+        check_proposed(self.drafter, drafts, num_drafts)
         for item, draft in zip(wanted, drafts, strict=True):
-            self._check_draft(draft, item.num_drafts)
+            self._check_draft(draft)
             item.draft = draft
             texts = [self.tokenizer.token_text(token) for token in draft.token_ids]
             self.emit(DraftProposed(item.request.request_id, draft.token_ids, texts, draft.parents))
@@ -226,14 +225,9 @@ class Engine:
             chosen = copy_to_device({"rows": np.array([row for _, row in going_on])}, hidden.device)["rows"]
             self.drafter.observe_hidden([request for request, _ in going_on], hidden.index_select(0, chosen))
 
-    def _check_draft(self, draft: Draft, most: int) -> None:
-        """Raise `DraftError` for too many drafts, a token outside the vocabulary, or parents that form no tree;
-        `UnsupportedError` for a tree that cannot be verified here."""
-        if len(draft.token_ids) > most:
-            raise DraftError(
-                f"{type(self.drafter).__name__} proposed {len(draft.token_ids)} drafts where at most {most} were "
-                "asked for; there are no cache blocks for more"
-            )
+    def _check_draft(self, draft: Draft) -> None:
+        """Raise `DraftError` for a token outside the vocabulary, or parents that form no tree; `UnsupportedError` for a
+        tree that cannot be verified here."""
         model = self.runner.model.config
         for token in draft.token_ids:
             if not 0 <= token < model.vocab_size:

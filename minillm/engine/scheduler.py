@@ -65,7 +65,9 @@ class Scheduled:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether the log-probabilities of the prompt tokens in this chunk were asked for."""
-        return self.request.params.prompt_logprobs is not None and self.start < self.request.num_prompt_tokens
+        request = self.request
+        asked = request.params.prompt_logprobs is not None and request.index == 0
+        return asked and self.start < request.num_prompt_tokens
 
     @property
     def wants_logprobs(self) -> bool:
@@ -248,7 +250,7 @@ class Scheduler:
             shared = self.pool.blocks_for(request.num_prompt_tokens)
             start = request.num_prompt_tokens - 1
             return SharedBlocks(parent.block_table[:shared], start, "fork")
-        if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
+        if not self.config.enable_prefix_caching or request.lacks_prompt_logprobs:
             return NO_SHARED_BLOCKS
         found: list[int] = []
         hashes = request.block_hashes(self.pool.block_size)

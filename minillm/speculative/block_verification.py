@@ -33,7 +33,7 @@ from minillm.speculative.rejection_sampler import Verdict, check_drafts, draft_d
 
 @dataclass(frozen=True)
 class BlockRule:
-    """`rejection_sample_method="block"`. Draft trees are judged by the standard rule."""
+    """`rejection_sample_method="block"`, for chains."""
 
     is_exact = True
 

@@ -1,4 +1,8 @@
-"""The options of speculative decoding, validated before any model is loaded. Names and defaults follow vLLM."""
+"""The options of speculative decoding, validated before any model is loaded.
+
+Names follow vLLM, and so do defaults unless a docstring says otherwise. `adaptive`, `disable_by_batch_size`,
+`fallback`, `lossy` and `posterior_…` are not vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,9 @@ class SpeculativeConfig:
     options: Any = field(default_factory=NoOptions)
     """An instance of the method's `Options`. In the user's dict, its fields are next to those of this class."""
     num_speculative_tokens: int | None = None
-    """Most drafts per round; None: the method's default."""
+    """Most drafts per round; None: the method's default. (In vLLM it has a default only if the draft's config has.)"""
     rejection_sample_method: str | AcceptRule = "standard"
-    """`standard`: token-by-token rejection sampling; `block`: block verification, as exact and accepts more drafts;
+    """`standard`: token-by-token rejection sampling; `block`: block verification of chains, as exact and accepts more;
     `synthetic`: accepts at given rates, to measure the engine; `typical`: accepts what the target finds likely, which
     changes the distribution of sampled text; or an `AcceptRule`, which may be lossy."""
     lossy: bool = False
@@ -84,6 +88,11 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative method {_name(self.method)!r} would propose up to {self.max_drafts} drafts per round; "
                 f"give at most num_speculative_tokens={MOST_DRAFTS}"
+            )
+        if rule == "block" and self.proposes_trees:
+            raise UnsupportedError(
+                f"rejection_sample_method='block' judges chains, but method {self.method_name!r} drafts trees; use "
+                "'standard'"
             )
         self._check_synthetic()
         self._check_typical()

@@ -35,7 +35,7 @@ class DraftModelOptions:
     quantization: str | None = None
     """Quantisation of its weights (`int8`, `w8a8`, …). Drafts need not be exact."""
     draft_sample_method: str = "probabilistic"
-    """`probabilistic` samples drafts from the draft model's distribution, `greedy` takes its argmax."""
+    """`probabilistic` samples drafts from the draft's distribution; `greedy`, vLLM's default, takes the argmax."""
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -21,7 +21,7 @@ from minillm.request import Request
 from minillm.speculative.step_costs import COMPARED_STEPS, SETTLING_STEPS, DraftingOverhead, StepCosts
 
 MIN_GAIN = 1.05
-"""Speed-up, as predicted, below which nothing is drafted: a prediction is not better than this."""
+"""Speed-up, as predicted, below which nothing is drafted: predictions are about 5% off."""
 PLAN_STEPS, IDLE_PLAN_STEPS = COMPARED_STEPS, 64
 """Steps that a decision holds for while the same requests decode: if it is to draft, and at most if it is not.
 Acceptance changes slowly, and deciding takes time."""
@@ -31,10 +31,11 @@ BEFORE_DECISION = COMPARED_STEPS + SETTLING_STEPS
 """For so many steps before its next decision, a policy that drafts nothing is asked in every step and told about it, so
 that a try is compared with the steps just before."""
 FIRST_PLAIN, PLAIN_EVERY = 8, 128
-"""After how many steps with drafts they do: at first soon, then twice as many every time."""
+"""Steps with drafts before the next `PLAIN_STEPS` steps without: 8 at first, doubled each time up to 128."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 2048
-"""Least and most steps without any drafts before one request tries again, every second time with all drafts: only so
-are the later ones judged. Doubled each time that does not pay. If no draft was judged yet, the first try is at once."""
+"""Least and most steps without any drafts before one request tries again. Every other try drafts the full length,
+because one draft says nothing about later positions. Each try doubles the pause before the next; a decision to draft
+resets it. If no draft was judged yet, the first try is at once."""
 TRIES_SHARE = 0.02
 """What a try may cost, as a share of the time that then passes before the next."""
 TREE_GAIN = 2.0

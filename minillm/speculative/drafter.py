@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from minillm.errors import DraftError
 from minillm.models.decoder import Decoder
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
@@ -143,3 +144,16 @@ class Drafter(ABC):
 
     def request_finished(self, request: Request) -> None:  # noqa: B027
         """Called when a request has ended, for any reason."""
+
+
+def check_proposed(drafter: Drafter, drafts: Sequence[Draft], num_drafts: Sequence[int]) -> None:
+    """Raise `DraftError` unless `drafter` has proposed one draft per request, at most as long as was asked for."""
+    name = type(drafter).__name__
+    if len(drafts) != len(num_drafts):
+        raise DraftError(f"{name} proposed {len(drafts)} drafts for {len(num_drafts)} requests; return one for each")
+    for draft, most in zip(drafts, num_drafts, strict=True):
+        if len(draft.token_ids) > most:
+            raise DraftError(
+                f"{name} proposed {len(draft.token_ids)} drafts where at most {most} were asked for; there are no "
+                "cache blocks for more"
+            )

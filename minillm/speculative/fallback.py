@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from minillm.request import Request
-from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter
+from minillm.speculative.drafter import NO_DRAFT, Draft, Drafter, check_proposed
 from minillm.speculative.rejection_sampler import Verdict
 
 
@@ -49,7 +49,7 @@ class FallbackDrafter(Drafter):
         most_second = [min(k, self.max_second, most) for k, (_, most) in zip(num_drafts, limits, strict=True)]
         drafts = _propose(self.first, requests, most_first)
         self._proposer.update(dict.fromkeys(requests, self.first))
-        short = [i for i, draft in enumerate(drafts) if _is_short(draft, min(self.below, num_drafts[i]))]
+        short = [i for i, draft in enumerate(drafts) if _is_short(draft, max(1, min(self.below, most_first[i])))]
         others = _propose(self.second, [requests[i] for i in short], [most_second[i] for i in short])
         for i, other in zip(short, others, strict=True):
             if other.token_ids:
@@ -99,6 +99,7 @@ def _propose(drafter: Drafter, requests: Sequence[Request], num_drafts: Sequence
     drafts = [NO_DRAFT] * len(requests)
     if asked:
         found = drafter.propose([requests[i] for i in asked], [num_drafts[i] for i in asked])
+        check_proposed(drafter, found, [num_drafts[i] for i in asked])
         for i, draft in zip(asked, found, strict=True):
             drafts[i] = draft
     return drafts

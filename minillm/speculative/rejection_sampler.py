@@ -202,6 +202,7 @@ def judge_tree(
     A child is accepted with probability min(1, p(x)/q(x)). After a rejection, p ← norm(max(0, p - q)) for the next
     child. If every node has one child, this is `rejection_sample`. Raises the same errors.
     """
+    check_drafts([token_ids], [draft_probs], target_probs.shape, [seed], [first_index])
     path: list[int] = []
     node = -1
     while True:
@@ -321,7 +322,7 @@ def _final_uniforms(
 def draft_distribution(
     drafts: Tensor,  # [k] int64
     probs: Tensor | None,  # [k, vocab]
-    like: Tensor,  # [..., vocab]: dtype and device of one-hot rows
+    like: Tensor,  # [..., vocab]: dtype and device of the result
     first: int,
     end: int,
 ) -> Tensor:  # [end - first, vocab]
@@ -330,7 +331,7 @@ def draft_distribution(
     One-hot rows are created only when needed: those of all requests together are as large as `target_probs`.
     """
     if probs is not None:
-        return probs[first:end]
+        return probs[first:end].to(like)
     return like.new_zeros(end - first, like.shape[-1]).scatter_(1, drafts[first:end, None], 1.0)
 
 

@@ -126,9 +126,11 @@ class SelfSparseDrafter(SelfDrafter):
     def chosen_blocks(self, request: Request, newest: int) -> list[int]:
         """Which of the blocks 0 … `newest` - 1 a draft reads, in order."""
         most = self.num_blocks - 1
-        if self.num_observed_queries:
-            return most_attended(self._ranking.get(request, []), newest, most)
-        return sink_and_newest(newest, most)
+        # What was observed depends on how the prompt was cut into chunks, and on what was cached. A text that can be
+        # repeated must not depend on that.
+        may_rank = self.num_observed_queries and not request.samples_with_own_seed
+        ranking = self._ranking.get(request) if may_rank else None
+        return sink_and_newest(newest, most) if ranking is None else most_attended(ranking, newest, most)
 
 
 def sink_and_newest(count: int, most: int) -> list[int]:

@@ -32,10 +32,10 @@ ROUNDS, SECONDS = 15, 0.5
 """Everything is measured in turn, so many times, but only twice once so many seconds have passed."""
 
 COMPARED_STEPS = 6
-"""The steps up to this one behind a change, from steps with drafts to steps without or back, are compared with those
-before."""
+"""After a switch between drafting and not drafting, the steps up to this one are compared with the steps before the
+switch."""
 SETTLING_STEPS = 2
-"""The first steps behind a change, which are not: they find other code and data in the processor's caches."""
+"""The first steps after a switch, which are not: they find other code and data in the processor's caches."""
 RECENT_WEIGHT = 0.1
 """What the latest step weighs in the mean of the steps of its kind since the change."""
 NEWEST_WEIGHT = 0.05

@@ -52,7 +52,7 @@ class SuffixOptions:
     """vLLM's options of method `suffix`, with its defaults."""
 
     suffix_decoding_max_tree_depth: int = 24
-    """Most tokens that are matched."""
+    """Most tokens that are matched. (In vLLM most tokens of match and draft together.)"""
     suffix_decoding_max_cached_requests: int = 10_000
     """Most outputs of earlier requests that are kept, of all salts together, at about 100 bytes per token. 0: none, a
     request uses only its own text. See `OutputHistoryBySalt` for the eviction order."""

@@ -10,10 +10,11 @@ depth). A node is reached with the product of the chances on its path, so
     expected tokens per round    E = 1 + Σ over all nodes of (chance that the target goes through the node)
     tokens per unit of time      E / (depth · t_draft + t_verify(nodes + 1))
 
-Sequoia maximises E for each number of nodes and depth by dynamic programming. Here a chance never rises with the rank:
-children are sorted by probability. So a node is never more probable than its parent or its sibling before it, and the n
-most probable nodes always form a tree: repeatedly adding the most probable next node gives the same E, simpler, and for
-every n at once. (`tests/speculative/test_tree_shape.py` compares it with the dynamic programme and with all trees.)
+Sequoia maximises E for each number of nodes and depth by dynamic programming. Where no chance rises with the rank, as
+with children that are sorted by probability, a node is never more probable than its parent or its sibling before it,
+and the n most probable nodes always form a tree: repeatedly adding the most probable next node gives the same E,
+simpler, and for every n at once. Where a measured chance does rise, it gives a good shape, not always the best.
+(`tests/speculative/test_tree_shape.py` compares it with the dynamic programme and with all trees.)
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def best_shape(
     draft_cost: float = 0.0,
     verify_cost: Callable[[int], float] = lambda rows: 1.0,
 ) -> TreeShape:
-    """The shape with the most tokens per unit of time; of equal ones, the smallest. It may be empty.
+    """The shape with the most tokens per unit of time, if no chance rises with the rank; of equal ones, the smallest.
+    It may be empty.
 
     `draft_cost`: of one draft forward, that is of one level. `verify_cost(rows)`: of a target forward with so many
     tokens of the request. With the defaults, this is the largest E.

@@ -22,7 +22,7 @@ from minillm.errors import ConfigError
 from minillm.speculative.rejection_sampler import AcceptRule
 
 THRESHOLD, ALPHA = 0.09, 0.3
-"""The paper's ε and δ."""
+"""ε and δ: the defaults of Medusa's code (`posterior_threshold`, `posterior_alpha`)."""
 
 
 def likely_enough(p: Tensor, q: Tensor, x: Tensor, threshold: float = THRESHOLD, alpha: float = ALPHA) -> Tensor:

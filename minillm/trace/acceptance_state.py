@@ -166,6 +166,8 @@ class AcceptanceState(TraceState):
     engine: EngineStarted | None = None
     step: int = 0
     requests: dict[str, RequestAcceptance] = field(default_factory=dict)
+    """By id, which may be used again once a request has ended: the newest."""
+    _all: list[RequestAcceptance] = field(default_factory=list)
     _proposed: dict[str, DraftProposed] = field(default_factory=dict)
     _prefilled: set[str] = field(default_factory=set)
     """Requests with a prefill in this step."""
@@ -176,8 +178,9 @@ class AcceptanceState(TraceState):
             case EngineStarted():
                 self.engine = event
             case RequestAdded(request_id=request_id, prompt=prompt):
-                index = len(self.requests)
-                self.requests[request_id] = RequestAcceptance(request_id=request_id, index=index, prompt=prompt)
+                added = RequestAcceptance(request_id=request_id, index=len(self._all), prompt=prompt)
+                self.requests[request_id] = added
+                self._all.append(added)
             case StepStarted(step=step):
                 self.step = step
                 self._proposed.clear()
@@ -192,7 +195,7 @@ class AcceptanceState(TraceState):
 
     def total(self) -> Acceptance:
         """Return the rounds of all requests together, in the order of their steps."""
-        requests = self.requests.values()
+        requests = self._all
         rounds = sorted(chain.from_iterable(r.rounds for r in requests), key=lambda r: r.step)
         tokens = list(chain.from_iterable(r.tokens for r in requests))
         return Acceptance(rounds, tokens, sum(r.undrafted_forwards for r in requests))

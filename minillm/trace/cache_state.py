@@ -92,6 +92,7 @@ class CacheState(TraceState):
     history: list[PoolSnapshot] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
     _active: dict[str, RequestState] = field(default_factory=dict)
+    _num_added: int = 0
     """The requests that had not finished before this step. Only these have blocks, or changes of this step."""
 
     @property
@@ -228,7 +229,7 @@ class CacheState(TraceState):
 
     def _add(self, event: RequestAdded) -> None:
         num_tokens = len(event.prompt_token_ids)
-        index = len(self.requests)
+        index, self._num_added = self._num_added, self._num_added + 1  # an id may be used again
         self.requests[event.request_id] = RequestState(event.request_id, index, event.prompt, num_tokens, num_tokens)
         self._request(event.request_id)
 
@@ -264,6 +265,7 @@ class CacheState(TraceState):
             forked_from = min((self.requests[owner].index for owner in owners), default=None)
         else:
             self.totals.prefix_hit_tokens += event.num_tokens
+            self.in_prefix_cache.update(event.block_ids)  # they may have been cached before the trace began
         for index, block_id in enumerate(event.block_ids, start=len(request.block_table)):
             self._add_owner(block_id, request, index)
         request.reuse(event.block_ids, event.num_tokens, forked_from)

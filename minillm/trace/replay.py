@@ -20,6 +20,9 @@ class Replay(Generic[State]):
         self._new_state = new_state
         self._state = new_state()
         self._position = 0
+        self._ends: dict[int, int] = {}
+        """Step → how many events the trace has at its end, for the first `_num_indexed` events."""
+        self._num_indexed = 0
 
     def at(self, step: int | None = None) -> State:
         """Return the state after `step`, by default after the last event so far.
@@ -35,11 +38,12 @@ class Replay(Generic[State]):
         return self._state
 
     def _end_of(self, step: int) -> int:
-        steps = []
-        for position, event in enumerate(self.trace.events, start=1):
+        for position, event in enumerate(self.trace.events[self._num_indexed :], start=self._num_indexed + 1):
             if isinstance(event, StepFinished):
-                if event.step == step:
-                    return position
-                steps.append(event.step)
-        known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "no step has finished yet"
-        raise TraceError(f"step {step} is not in this trace; {known}")
+                self._ends.setdefault(event.step, position)
+            self._num_indexed = position
+        if step not in self._ends:
+            steps = list(self._ends)
+            known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "no step has finished yet"
+            raise TraceError(f"step {step} is not in this trace; {known}")
+        return self._ends[step]

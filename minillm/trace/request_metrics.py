@@ -45,7 +45,9 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache before the first forward; forks do not count."""
     num_blocks: int = 0
+    """Entries of the completions' block tables: a block that they share counts once for each."""
     peak_blocks: int = 0
+    """The most of them at a time."""
 
     @property
     def queue_time(self) -> float | None:

@@ -146,7 +146,7 @@ class TimelineState(TraceState):
                 self.timeline.max_num_seqs = event.max_num_seqs
                 self.timeline.max_num_batched_tokens = event.max_num_batched_tokens
             case RequestAdded(request_id=request_id, prompt=prompt, prompt_token_ids=ids):
-                row = Row(len(self._rows), prompt, self._step + 1, len(ids))
+                row = Row(len(self.timeline.rows), prompt, self._step + 1, len(ids))
                 self._rows[request_id] = row
                 self.timeline.rows.append(row)
             case StepStarted(step=step):

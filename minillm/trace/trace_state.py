@@ -26,7 +26,8 @@ class TraceState(ABC):
         except (LookupError, ValueError, ArithmeticError) as problem:
             name, reason = type(event).__name__, f"{type(problem).__name__}: {str(problem)[:LONGEST]}"
             raise TraceError(
-                f"event {number} ({name}) contradicts earlier events ({reason}); record the trace again"
+                f"event {number} ({name}) contradicts earlier events ({reason}); record the trace again, from before "
+                "its requests are added"
             ) from problem
 
     def fold_all(self: State, events: Iterable[Event]) -> State:

@@ -94,6 +94,13 @@ def test_trained_drafters_stand_in_the_same_table(tiny: TinyPair, tmp_path: Path
     assert "sure" in shown.export_text()
 
 
+def test_runs_without_a_judged_draft_are_refused(tiny: TinyPair) -> None:
+    with pytest.raises(ConfigError, match="--new-tokens 2 must be at least 3"):
+        run(str(tiny.target), **{**SMALL, "new_tokens": 2})
+    with pytest.raises(ConfigError, match="--prompts 50 is more than the 8 prompts of a slice"):
+        run(str(tiny.target), **{**SMALL, "prompts": 50})
+
+
 def test_results_of_other_weights_are_refused(tiny: TinyPair, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no ablations of .* in it; `minillm train --ablations"):
         run(str(tiny.target), drafters=tmp_path, **SMALL)

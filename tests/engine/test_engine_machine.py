@@ -504,7 +504,7 @@ def test_in_any_order_of_events_each_request_gets_what_it_gets_alone(
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=EXAMPLES or 24,
+            max_examples=EXAMPLES or 32,
             stateful_step_count=60,
             derandomize=not EXAMPLES,
             database=None,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.trace import TokensCommitted, request_metrics
+from minillm.errors import ConfigError
+from minillm.trace import StepRan, TokensCommitted, request_metrics
 from tests.conftest import TinyPair
 
 PROMPTS = ["def add(a, b):", "for line in", "import os\n\n\ndef walk(root):", "class"]
@@ -50,7 +52,14 @@ def test_end_of_text_ends_a_request_and_min_tokens_holds_it_back(llm: LLM, monke
     monkeypatch.setattr(llm.engine.runner.model, "config", changed)
     out = greedy(llm, PROMPTS[1], ignore_eos=False)
     assert out.token_ids == full[: full.index(full[3]) + 1]
-    assert (out.finish_reason, out.stop_reason) == ("stop", None)
+    assert (out.finish_reason, out.stop_reason) == ("stop", full[3]), (
+        "not the tokenizer's own: as in vLLM, a stop token"
+    )
+    monkeypatch.setattr(llm.engine.runner.model, "config", config)
+    monkeypatch.setattr(llm.engine.tokenizer, "eos_id", full[3])  # the model's configuration need not name it
+    ended = greedy(llm, PROMPTS[1], ignore_eos=False)
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == (out.token_ids, "stop", None)
+    assert greedy(llm, PROMPTS[1]).token_ids == full
     longer = greedy(llm, PROMPTS[1], ignore_eos=False, min_tokens=10)
     assert full[3] not in longer.token_ids[:10] and len(longer.token_ids) >= 10
 
@@ -66,13 +75,44 @@ def test_a_stop_string_across_tokens_is_cut_where_it_starts(llm: LLM, include: b
     assert (out.finish_reason, out.stop_reason) == ("stop", stop)
 
 
-@pytest.mark.parametrize("stop", [None, "line"])
-def test_a_stream_gives_the_same_text_in_pieces(llm: LLM, stop: str | None) -> None:
-    params = SamplingParams(seed=3, max_tokens=30, ignore_eos=True, stop=stop)
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_stream_gives_the_same_text_in_pieces(llm: LLM, stops: bool) -> None:
+    """It never shows the beginning of a stop string."""
+    params = SamplingParams(seed=3, max_tokens=30, ignore_eos=True)
+    if stops:
+        text = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].text
+        params = replace(params, stop=text[len(text) // 2 :][:5])
     pieces = list(llm.stream(PROMPTS[0], params))
-    whole = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].text
-    assert "".join(pieces) == whole
-    assert len(pieces) > 3 or stop
+    whole = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    assert "".join(pieces) == whole.text and (whole.finish_reason == "stop") is stops
+    assert len(pieces) > 3
+
+
+def test_a_stream_without_text_is_refused(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="detokenize=False gives no text to stream"):
+        list(llm.stream(PROMPTS[0], SamplingParams(detokenize=False)))
+
+
+@pytest.mark.parametrize("params", [[{"temperature": 0}, None], [SamplingParams(), {}]])
+def test_parameters_that_are_none_are_refused(llm: LLM, params: list[Any]) -> None:
+    with pytest.raises(ConfigError, match=r"sampling params {.*} must be SamplingParams\(…\), not dict"):
+        llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    with pytest.raises(ConfigError, match="must be SamplingParams"):
+        llm.llm_engine.add_request("1", PROMPTS[0], {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"{'temperature': 0} are no sampling params"):
+        list(llm.stream(PROMPTS[0], {"temperature": 0}))  # type: ignore[arg-type]
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_log_probabilities_of_a_prompt_are_computed_for_one_of_its_completions(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    params = SamplingParams(n=3, seed=1, max_tokens=1, prompt_logprobs=0)
+    ids = llm.engine.tokenizer.encode(PROMPTS[2])
+    with llm.trace() as trace:
+        [output] = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+    assert all(output.prompt_logprobs[1:])
+    tokens = sum(work.num_tokens for step in trace.of(StepRan) for work in step.work)
+    assert tokens < 2 * len(ids)
 
 
 def test_a_seed_gives_the_same_text_whatever_else_is_in_the_batch(llm: LLM) -> None:

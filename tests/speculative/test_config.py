@@ -153,3 +153,11 @@ def test_a_fallback_has_options_and_a_limit_of_its_own() -> None:
 def test_bad_options_name_themselves(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         SpeculativeConfig.from_dict(options)
+
+
+@pytest.mark.parametrize("method", ["draft_tree", "suffix"])
+def test_blocks_are_judged_in_chains_only(method: str) -> None:
+    tree = {"method": "draft_tree", "model": "minicoder-draft"}
+    options = {"method": "suffix", "fallback": tree} if method == "suffix" else tree
+    with pytest.raises(UnsupportedError, match=r"'block' judges chains, but method '(suffix, then )?draft_tree'"):
+        SpeculativeConfig.from_dict({**options, "rejection_sample_method": "block"})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
-from minillm.errors import UnsupportedError
+from minillm.errors import DraftError, UnsupportedError
 from minillm.request import Request
 from minillm.speculative import fallback
 from minillm.speculative.drafter import Draft, Drafter
@@ -203,3 +203,29 @@ def test_a_sampled_tree_is_replaced_only_if_it_is_empty() -> None:
 
     both = FallbackDrafter(Tree(1, 0), Notes(4, 4), 4, 4, below=3)
     assert [len(d.token_ids) for d in both.propose([request("a"), request("b")], [4, 4])] == [1, 4]
+
+
+def test_as_many_as_the_policy_allows_the_first_are_not_too_few() -> None:
+    first, second = Notes(2), Notes(4)
+    both, a = FallbackDrafter(first, second, 4, 4, below=3), request("a")
+    both.limits[a] = 2, 4
+    assert [len(draft.token_ids) for draft in both.propose([a], [4])] == [2] and not second.calls
+    both.limits[a] = 0, 4
+    assert [len(draft.token_ids) for draft in both.propose([a], [4])] == [4]
+
+
+class TooMany(Notes):
+    """Ignores what it is asked for."""
+
+    def propose(self, requests: Sequence[Request], num_drafts: Sequence[int]) -> list[Draft]:
+        return [Draft([7] * n) for n in self.lengths]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [((3,), "TooMany proposed 3 drafts where at most 2 were asked for"), ((1, 1), "2 drafts for 1 requests")],
+)
+def test_a_drafter_that_breaks_its_contract_is_named(lengths: tuple[int, ...], message: str) -> None:
+    both = FallbackDrafter(TooMany(*lengths), Notes(4), 2, 4, below=1)
+    with pytest.raises(DraftError, match=message):
+        both.propose([request("a")], [4])

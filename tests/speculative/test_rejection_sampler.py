@@ -442,3 +442,11 @@ def test_one_of_each_per_request():
 def test_a_broken_target_row_is_refused():
     with pytest.raises(NonFiniteLogitsError):
         judge_one([], None, torch.zeros(1, VOCAB))
+
+
+def test_a_distribution_of_another_dtype_is_read_as_the_targets():
+    torch.manual_seed(0)
+    p, q = (torch.rand(rows, 5).softmax(-1) for rows in (3, 2))
+    for seed in range(20):
+        [right] = rejection_sample([[1, 2]], [q], p, [seed], [7])
+        assert rejection_sample([[1, 2]], [q.double()], p, [seed], [7]) == [right]

@@ -19,6 +19,7 @@ from minillm.cache.paged import PagedKVCache
 from minillm.errors import ConfigError, UnsupportedError
 from minillm.request import Request
 from minillm.runtime.runner import ModelRunner
+from minillm.speculative import self_sparse
 from minillm.speculative.self_sparse import (
     SelfSparseDrafter,
     SelfSparseOptions,
@@ -374,3 +375,19 @@ def test_a_cache_that_hides_its_keys_is_refused_by_snapkv(tiny: TinyPair) -> Non
 def test_default_drafts_and_budget_are_magicdecs() -> None:
     assert SelfSparseDrafter.default_num_drafts(SelfSparseOptions()) == 3
     assert drafter(budget=257, block_size=1).chosen_blocks(a_request(1000, 1), 999) == [0, *range(744, 999)]
+
+
+def test_a_text_that_can_be_repeated_does_not_depend_on_what_was_observed(
+    tiny: TinyPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the queries of a prompt's end say depends on how the prompt was cut, and on what was cached."""
+    real, asked = self_sparse.most_attended, []
+    monkeypatch.setattr(self_sparse, "most_attended", lambda *args: asked.append(args) or real(*args))
+    options = {"method": "self_sparse", "sparse_layout": "snapkv", "budget": 16, "num_speculative_tokens": 2}
+    llm = LLM(str(tiny.target), block_size=4, enforce_eager=True, speculative_config=options)
+    prompt = {"prompt_token_ids": [1 + i % 290 for i in range(60)]}
+    seeded = SamplingParams(seed=1, max_tokens=8, ignore_eos=True)
+    first, second = (llm.generate(prompt, seeded, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2))
+    assert first == second and not asked
+    llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    assert asked

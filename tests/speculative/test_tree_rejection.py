@@ -178,3 +178,10 @@ def test_what_is_left_is_all_of_p_without_the_siblings_that_were_rejected() -> N
     one_hot = torch.eye(VOCAB)
     left = residual(residual(p, one_hot[0:1]), one_hot[1:2])
     assert torch.allclose(left, torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 4)])
+def test_distributions_that_do_not_fit_say_so(shape: tuple[int, int]) -> None:
+    probs, target = torch.full(shape, 1 / shape[1]), torch.full((3, 3), 1 / 3)
+    with pytest.raises(DraftError, match=r"draft_probs has shape .*, must be \[drafts, vocab\] = \[2, 3\]"):
+        judge_tree([1, 2], [-1, -1], probs, target, 0, 5)

@@ -8,12 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minillm import LLM, SamplingParams
 from minillm.errors import TraceError
 from minillm.trace import BlocksAllocated, BlocksShared, RequestAdded, StepFinished, StepStarted, Trace
+from minillm.trace.acceptance_state import AcceptanceState
 from minillm.trace.cache_state import CacheState
 from minillm.trace.replay import Replay
 from minillm.trace.request_state import StepChanges
+from minillm.trace.timeline_state import TimelineState
 from minillm.viz.pages.cache_changes import changes
+from tests.conftest import TinyPair
 
 from .traces import Script, busy, decode, prefill, sharing, story, verify
 
@@ -327,3 +331,30 @@ def test_no_possible_trace_breaks_the_books(trace):
         if isinstance(event, StepFinished):
             check(state)
             assert state.free_blocks == event.num_free_blocks
+
+
+def test_blocks_that_were_cached_before_the_trace_are_cached_once_a_request_has_shared_them(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), block_size=4, enforce_eager=True)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    llm.generate("import os\n\n\ndef walk(root):", params, use_tqdm=False)
+    with llm.trace() as trace:
+        llm.generate("import os\n\n\ndef walk(root):", params, use_tqdm=False)
+    state = CacheState().fold_all(trace.events)
+    [shared] = trace.of(BlocksShared)
+    assert len(shared.block_ids) > 2 and {state.page(block).state for block in shared.block_ids} == {"cached"}
+
+
+def test_an_id_that_is_used_again_is_another_request(tiny: TinyPair) -> None:
+    llm = LLM(str(tiny.target), enforce_eager=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with llm.trace() as trace:
+        for name in ("a", "a", "b"):
+            llm.llm_engine.add_request(name, name, params)
+            while llm.llm_engine.has_unfinished_requests():
+                llm.llm_engine.step()
+    cache, accepted = CacheState().fold_all(trace.events), AcceptanceState().fold_all(trace.events)
+    timeline = TimelineState().fold_all(trace.events).timeline
+    assert [cache.requests[name].index for name in ("a", "b")] == [1, 2]
+    assert [accepted.requests[name].index for name in ("a", "b")] == [1, 2]
+    assert [row.index for row in timeline.rows] == [0, 1, 2]
+    assert len(accepted.total().tokens) == 9
